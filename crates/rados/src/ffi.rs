@@ -5,8 +5,8 @@
 //!
 //! Invariants
 //! - I1 The library is never unloaded: its threads run as long as it likes.
-//! - I2 A cluster is shut down when no context of it is left, and never on a thread of librados,
-//!   which would wait for itself.
+//! - I2 A cluster is shut down when no context of it is left, never on a thread of librados, which
+//!   would wait for itself, and never while the process ends (`end`).
 //! - I3 A context is not changed once it is made, so that threads may share it.
 //! - I4 Until a request is answered, what librados reads and writes for it (buffer, numbers) is in
 //!   a record on the heap that nothing else refers to; the callback takes the record back. Each
@@ -21,6 +21,7 @@ use std::ffi::{CStr, CString};
 use std::ptr::{null, null_mut};
 use std::sync::{Arc, OnceLock};
 
+mod end;
 mod functions;
 
 /// A negative number of the system's errors, made positive.
@@ -159,12 +160,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        let (raw, shutdown) = (self.raw.expose_provenance(), self.functions.rados_shutdown);
-        // This may be a thread of librados (I2). Without a thread it is left to the system.
-        let _ = std::thread::Builder::new().name("mica-rados-end".to_owned()).spawn(move || {
-            // SAFETY: nothing uses the cluster any more: it was owned here.
-            unsafe { shutdown(std::ptr::with_exposed_provenance_mut(raw)) }
-        });
+        end::shut_down(self.raw.expose_provenance(), self.functions.rados_shutdown);
     }
 }
 

@@ -1,60 +1,25 @@
-//! Which folders have a marker: each is put before the first object in its folder.
-//!
-//! Invariants
-//! - I1 A folder is known only if its marker is there, durable. Nobody ever removes one.
+//! Making what has to be there before an object is: each folder's marker, and the object that says
+//! how the store is laid out.
 
 use crate::ffi::{Answer, Errno, Request};
-use crate::layout::{LAYOUT, Place, folders_of};
-use crate::pool::Shared;
+use crate::layout::{LAYOUT, Place};
+use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, ObjectName, Result};
 use mica_rt::{Buf, join_all};
-use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Folders that are remembered, at most.
-const KNOWN_MAX: usize = 10_000;
-
-/// What is known to be there.
-#[derive(Default)]
-pub(crate) struct Folders {
-    known: Mutex<HashSet<ObjectName>>,
-    /// Whether the store says that it is laid out as this one does it.
-    is_ours: AtomicBool,
-}
-
-impl Folders {
-    fn known(&self) -> MutexGuard<'_, HashSet<ObjectName>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn learn(&self, folder: ObjectName) {
-        let mut known = self.known();
-        if known.len() >= KNOWN_MAX {
-            known.clear();
-        }
-        known.insert(folder);
-    }
-}
 
 impl Shared {
     /// Whether [`Self::make_folders`] has nothing to do for `name`.
     pub(crate) fn knows_folders_of(&self, name: &ObjectName) -> bool {
-        let known = self.folders.known();
-        self.folders.is_ours.load(Ordering::Acquire)
-            && folders_of(name).all(|folder| known.contains(&folder))
+        self.folders.is_ours() && self.folders.unknown(name).is_empty()
     }
 
     /// Makes the folders that `name` is in, and the store if it is new.
     pub(crate) async fn make_folders(&self, name: &ObjectName) -> Result<()> {
-        if !self.folders.is_ours.load(Ordering::Acquire) {
+        if !self.folders.is_ours() {
             self.put_new(Place::of_layout(), LAYOUT).await?;
             self.check_layout().await?;
         }
-        let missing: Vec<_> = {
-            let known = self.folders.known();
-            folders_of(name).filter(|folder| !known.contains(folder)).collect()
-        };
+        let missing = self.folders.unknown(name);
         let puts = missing.iter().map(|folder| self.put_new(Place::of_marker(folder), b""));
         join_all(puts).await.into_iter().collect::<Result<()>>()?;
         for folder in missing {
@@ -78,7 +43,7 @@ impl Shared {
     /// # Errors
     /// `Unsupported` if it is laid out in another way.
     pub(crate) async fn check_layout(&self) -> Result<bool> {
-        if self.folders.is_ours.load(Ordering::Acquire) {
+        if self.folders.is_ours() {
             return Ok(true);
         }
         const LEN: usize = LAYOUT.len() + 1;
@@ -102,14 +67,14 @@ impl Shared {
             );
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
-        if !self.lists_layout().await? {
+        if !self.lists.has_layout().await.map_err(|errno| self.listing_failed(errno))? {
             let what = format!(
                 "{store}: this pool places objects in a way that mica does not know: use another \
                  pool"
             );
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
-        self.folders.is_ours.store(true, Ordering::Release);
+        self.folders.set_ours();
         Ok(true)
     }
 }

@@ -4,11 +4,11 @@
 //! given a *locator*, whose hash is then theirs; those of one locator are listed alone, by name. So
 //! an object's locator is its folder and one of [`BUCKETS`] numbers, which follows from its name:
 //! a folder is listed with that many requests, whatever else is in the pool, and its objects are
-//! spread over as many placement groups.
+//! spread over as many placement groups. More of them make listings slower, fewer the pool uneven.
 //!
 //! A folder of folders has no objects to be found by. So each folder has a *marker* where an
 //! object of its name would be: an empty object that is put before the first object in the folder,
-//! and stays for ever, as another host may know that it is there.
+//! and stays for ever, as another host may know that it is there. docs/formats/pool.md says it all.
 //!
 //! Invariants
 //! - I1 Names in a bucket are in the order of [`ObjectName`], markers among them: what a marker
@@ -114,8 +114,8 @@ impl Found {
 }
 
 /// The hash by which RADOS places what has this locator: Robert Jenkins's of 1996, which all pools
-/// use. Ceph knows others; a pool that has one is refused, because the object [`LAYOUT_NAME`] is not
-/// found where it has to be.
+/// use. Ceph knows others; a pool that has one is refused, because the object [`LAYOUT_NAME`] is
+/// not found where it has to be.
 pub(crate) fn hash_of(namespace: &str, locator: &str) -> u32 {
     const SEPARATOR: &str = "\u{1f}";
     match namespace {
@@ -165,13 +165,34 @@ mod tests {
         ObjectName::new(text).expect("a name")
     }
 
+    const PAGE: &str = include_str!("../../../docs/formats/pool.md");
+
     #[test]
-    fn places_are_what_they_were_when_the_first_store_was_made() {
-        let place = |name: &str, locator: &str| Place::new(name.to_owned(), locator.to_owned());
-        assert_eq!(Place::of(&name("format")), place("format", ":00"));
-        assert_eq!(Place::of(&name("a/b/c")), place("a/b/c", "a/b:1e"));
-        assert_eq!(Place::of_marker(&name("a/b")), place("a/b!", "a:1f"));
-        assert_eq!(Place::of_layout(), place("!layout", ":00"));
+    fn page_of_the_layout_says_what_the_code_does() {
+        let layout = str::from_utf8(LAYOUT).expect("text").trim_end();
+        for (constant, value) in [
+            ("BUCKETS", BUCKETS.to_string()),
+            ("LAYOUT_NAME", format!("`{LAYOUT_NAME}`")),
+            ("LAYOUT", format!("`{layout}\\n`")),
+            ("MARKER", format!("`{MARKER}`")),
+        ] {
+            let row = format!("| `{constant}` | {value} |");
+            assert!(PAGE.contains(&row), "{row}");
+        }
+        let mut rows = 0;
+        for line in PAGE.lines() {
+            let cells: Vec<_> = line.split('`').collect();
+            let [what, text, _, rados, _, locator, _] = cells[..] else { continue };
+            let place = match what {
+                "| object " => Place::of(&name(text)),
+                "| folder " => Place::of_marker(&name(text)),
+                _ => continue,
+            };
+            assert_eq!(place, Place::new(rados.to_owned(), locator.to_owned()));
+            rows += 1;
+        }
+        assert_eq!(rows, 4);
+        assert_eq!(Place::of_layout(), Place::new(LAYOUT_NAME.to_owned(), ":00".to_owned()));
         let folders: Vec<_> = folders_of(&name("a/b/c")).collect();
         assert_eq!(folders, [name("a"), name("a/b")]);
     }

@@ -1,18 +1,18 @@
 //! A namespace of a pool as a store of objects.
 
 use crate::ffi::{Answer, Cluster, Errno, Request};
-use crate::folders::Folders;
+use crate::known::Folders;
 use crate::layout::Place;
-use crate::list::Lists;
+use crate::lists::Lists;
 use crate::outcome::{error_of, error_of_connecting};
 use crate::requests::{BYTES_MAX, COUNT_MAX, Home, Requests};
+use crate::shared::{Read, Shared};
 use mica_block::{
     EndFuture, Entry, Error, ErrorKind, IoFuture, LocalFuture, Object, ObjectName, Objects, Put,
     PutFuture, Result,
 };
 use mica_rt::{Buf, spawn};
 use std::ffi::{CStr, CString};
-use std::fmt::Display;
 use std::future::Future;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
@@ -42,8 +42,8 @@ impl PoolOptions {
     }
 }
 
-/// How long a request may take, if nothing else was said: some times what a cluster needs to notice
-/// that one of its daemons died.
+/// How long a request may take, if nothing else was said: longer than a cluster needs to notice that
+/// one of its daemons died.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest object: what storage daemons take in one write (`osd_max_write_size`).
 const LEN_MAX: usize = 90 << 20;
@@ -55,14 +55,6 @@ const GUESS_MAX: usize = 64 << 10;
 /// A namespace of a pool as a store of objects.
 pub struct Pool {
     shared: Arc<Shared>,
-}
-
-/// What requests share.
-pub(crate) struct Shared {
-    pub(crate) name: String,
-    pub(crate) requests: Arc<Requests>,
-    pub(crate) folders: Folders,
-    pub(crate) lists: Lists,
 }
 
 impl Pool {
@@ -183,25 +175,6 @@ fn missing(name: &str, cluster: &Cluster, errno: Errno) -> Error {
 }
 
 impl Shared {
-    pub(crate) fn doing(&self, doing: &str, name: impl Display) -> String {
-        format!("{doing} {name} of {}", self.name)
-    }
-
-    /// The error of `doing` something with the object `name`.
-    pub(crate) async fn error(&self, doing: &str, name: impl Display, errno: Errno) -> Error {
-        let doing = self.doing(doing, name);
-        if errno == Errno(libc::ENOENT) {
-            // What is not in a pool that is gone is not missing.
-            let (cluster, pool) =
-                (Arc::clone(&self.requests.home.cluster), self.requests.home.pool);
-            if !self.lists.wait(move || cluster.has_pool(pool)).await {
-                let what = format!("{doing}: the pool was deleted");
-                return Error::new(ErrorKind::Invalid, what);
-            }
-        }
-        error_of(&doing, errno)
-    }
-
     /// Puts an object whose folders are known. It begins now.
     fn put(
         self: &Arc<Self>,
@@ -219,36 +192,6 @@ impl Shared {
             };
             (put, buf)
         }
-    }
-
-    /// Reads into memory of our own. It begins now.
-    fn read(
-        self: &Arc<Self>,
-        name: &ObjectName,
-        buf: Buf,
-        offset: u64,
-    ) -> impl Future<Output = (Result<Read>, Buf)> + 'static {
-        let reading = self.requests.begin(Place::of(name), Request::Read(buf, offset));
-        let (shared, name) = (Arc::clone(self), name.clone());
-        async move {
-            let Answer { result, buf, count, object_len } = reading.await;
-            let there = object_len.saturating_sub(offset).min(buf.len() as u64);
-            let read = match result {
-                Ok(()) if count as u64 == there => Ok(Read { count, object_len }),
-                Ok(()) => {
-                    let doing = shared.doing("reading", &name);
-                    Err(Error::new(ErrorKind::Io, format!("{doing}: the answer is cut off")))
-                }
-                Err(errno) => Err(shared.error("reading", &name, errno).await),
-            };
-            (read, buf)
-        }
-    }
-
-    /// The length of an object.
-    pub(crate) async fn len(self: &Arc<Self>, name: &ObjectName) -> Result<u64> {
-        let (read, _) = self.read(name, Buf::new(0), 0).await;
-        read.map(|read| read.object_len)
     }
 
     fn read_at(self: &Arc<Self>, name: &ObjectName, buf: Buf, offset: u64) -> IoFuture {
@@ -312,13 +255,6 @@ impl Shared {
         };
         (end, head)
     }
-}
-
-/// What a read found.
-struct Read {
-    /// Bytes that were read.
-    count: usize,
-    object_len: u64,
 }
 
 /// Memory of our own as long as `buf`, and `buf` if that is not.

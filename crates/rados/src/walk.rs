@@ -52,6 +52,21 @@ impl Walk {
         self.folder.as_ref() == folder && self.after.as_ref() == after
     }
 
+    /// Takes out all buckets, in `count` groups, which may be filled at the same time.
+    pub(crate) fn split(&mut self, count: usize) -> Vec<Group> {
+        let mut groups: Vec<_> =
+            (0..count).map(|_| Group { after: self.after.clone(), buckets: Vec::new() }).collect();
+        for (at, bucket) in self.buckets.drain(..).enumerate() {
+            groups[at % count].buckets.push(bucket);
+        }
+        groups
+    }
+
+    /// Takes back a group.
+    pub(crate) fn join(&mut self, group: Group) {
+        self.buckets.extend(group.buckets);
+    }
+
     /// The next `count` names, and fewer only if there are no more.
     pub(crate) fn next(&mut self, count: usize) -> Result<Vec<Found>, Errno> {
         let mut names = Vec::new();
@@ -88,6 +103,19 @@ impl Walk {
                 bucket.next = Some(from);
             }
         }
+    }
+}
+
+/// Some buckets of a walk.
+pub(crate) struct Group {
+    after: Option<ObjectName>,
+    buckets: Vec<Bucket>,
+}
+
+impl Group {
+    /// Looks for the first names of each bucket.
+    pub(crate) fn fill(&mut self) -> Result<(), Errno> {
+        self.buckets.iter_mut().try_for_each(|bucket| bucket.fill(self.after.as_ref()))
     }
 }
 

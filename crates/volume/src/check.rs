@@ -93,7 +93,7 @@ pub(crate) async fn check_map(objects: &dyn Objects, tree: &Tree, root: Root) ->
 }
 
 async fn check_block(tree: &Tree, block: u64, place: Place, findings: &mut Findings) -> Result<()> {
-    let bytes = tree.read_blocks(&[place], Buf::new(BLOCK_BYTES)).await;
+    let bytes = tree.read_blocks(place, [place], Buf::new(BLOCK_BYTES)).await;
     let at = block * BLOCK_BYTES as u64;
     findings.note(bytes, || format!("{BLOCK_BYTES} bytes at {at} of the disk"))?;
     Ok(())

@@ -50,6 +50,7 @@ pub enum Claimed {
 }
 
 /// A volume that was opened for writing.
+#[derive(Clone)]
 pub(crate) struct Owned {
     /// The newest head of its writer.
     pub(crate) head: Head,

@@ -1,15 +1,32 @@
 //! What a volume is at a moment: the last state that is in the store, and what was done since.
 //!
+//! ```text
+//! filling ─▶ sealed segments ─▶ extents under way ─▶ state
+//!            └── those that are taken ──┘
+//! ```
+//!
 //! Invariants
-//! - I1 What is newer hides what is older: the batch that fills, the batch that is being put, the
-//!   map of the state.
-//! - I2 A batch is dropped in the same step in which the state with it becomes the state.
+//! - I1 What is newer hides what is older: the batch that fills, sealed segments from the newest to
+//!   the oldest, the map of the state.
+//! - I2 A segment is dropped in the same step in which a state with it becomes the state.
+//! - I3 A state becomes the state when its extent and all before it are answered.
+//! - I4 Records are counted in the order in which they are done. Segments have consecutive ones.
 
+use crate::environment::Environment;
 use crate::recent::{Batch, Block, Known};
+use crate::segment::{Cut, Segment, WEIGHT_MAX};
 use crate::state::State;
 use mica_block::Error;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// Weight of the segments that wait or are under way: then writers wait.
+const SEALED_WEIGHT_MAX: usize = 8 * WEIGHT_MAX;
+/// How many these are: snapshots seal small ones, and each is looked through when a block is read.
+const SEGMENTS_MAX: usize = 64;
+/// Extents under way.
+const UNDER_WAY_MAX: usize = 4;
 
 /// See the module. Held under a lock for a few steps in memory.
 pub(crate) struct Now {
@@ -17,61 +34,236 @@ pub(crate) struct Now {
     pub(crate) state: State,
     /// Length of the disk in bytes.
     pub(crate) len: u64,
-    /// What is being put.
-    sealed: Option<Arc<Batch>>,
-    /// What was done since.
-    filling: Batch,
+    /// The number that the next record gets.
+    pub(crate) records: u64,
     /// Counts the states.
     pub(crate) generation: u64,
+    /// Extents that are in the state, of those that this writer put.
+    pub(crate) sequence: u32,
+    /// Whether a task makes extents.
+    pub(crate) is_driven: bool,
+    /// Whether nothing more is accepted.
+    pub(crate) is_closing: bool,
+    /// Whether the last head of its writer is put.
+    pub(crate) is_ended: bool,
     /// Why nothing is acknowledged any more.
     pub(crate) latch: Option<Error>,
+    /// What heads say of it.
+    pub(crate) heads: HeadsOfNow,
+    /// Oldest first.
+    sealed: VecDeque<Segment>,
+    /// How many of these, from the front, are in extents.
+    taken: usize,
+    under_way: VecDeque<UnderWay>,
+    filling: Batch,
+    /// Records below are put without waiting for more.
+    wanted: u64,
+}
+
+/// What the newest head of a writer has.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct HeadsOfNow {
+    /// Extents that are in its state.
+    pub(crate) sequence: u32,
+    /// Whether snapshots were taken or dropped since, in the state.
+    pub(crate) lacks_cuts: bool,
+    /// Whether the next one is being put.
+    pub(crate) is_under_way: bool,
+}
+
+/// An extent that is being put.
+#[derive(Clone, Copy, Debug)]
+struct UnderWay {
+    sequence: u32,
+    segments: usize,
+    state: State,
+    is_answered: bool,
+}
+
+/// What is done to a volume.
+#[derive(Clone, Debug)]
+pub(crate) enum Change {
+    /// The block has these bytes.
+    Data(u64, Block),
+    /// These blocks have nothing.
+    Nothing(Range<u64>),
+    /// The disk is at least this long.
+    Length(u64),
+    /// Something is done to its snapshots.
+    Cut(Cut),
 }
 
 impl Now {
     pub(crate) fn new(state: State) -> Self {
-        let filling = Batch::default();
-        Self { state, len: state.len, sealed: None, filling, generation: 0, latch: None }
+        Self {
+            state,
+            len: state.len,
+            records: state.records,
+            generation: 0,
+            sequence: 0,
+            is_driven: false,
+            is_closing: false,
+            is_ended: false,
+            latch: None,
+            heads: HeadsOfNow::default(),
+            sealed: VecDeque::new(),
+            taken: 0,
+            under_way: VecDeque::new(),
+            filling: Batch::default(),
+            wanted: 0,
+        }
     }
 
     /// What `block` is, unless only the map of the state says it.
     pub(crate) fn recent(&self, block: u64) -> Option<Known> {
-        let sealed = || self.sealed.as_ref().and_then(|sealed| sealed.get(block));
+        let sealed = || self.sealed.iter().rev().find_map(|segment| segment.batch.get(block));
         self.filling.get(block).or_else(sealed)
     }
 
-    /// The weight of what is not being put yet.
-    pub(crate) fn filling_weight(&self) -> usize {
-        self.filling.weight()
+    /// What was done to `blocks` since the state, oldest first.
+    pub(crate) fn recent_batches(&self, blocks: &Range<u64>) -> Vec<Arc<Batch>> {
+        let sealed = self.sealed.iter().map(|segment| Arc::clone(&segment.batch));
+        sealed.chain([Arc::new(self.filling.part(blocks))]).collect()
     }
 
-    pub(crate) fn put(&mut self, block: u64, data: Block) {
-        self.filling.put(block, data);
+    /// Whether there is room for another change, or for a cut; makes it, if it can.
+    pub(crate) fn make_room(&mut self, is_cut: bool, environment: &Environment) -> bool {
+        if is_cut {
+            return self.has_room_for_segment();
+        }
+        if self.filling.weight() < WEIGHT_MAX {
+            return true;
+        }
+        let has_room = self.has_room_for_segment();
+        if has_room {
+            self.seal(environment);
+        }
+        has_room
     }
 
-    pub(crate) fn clear(&mut self, blocks: Range<u64>) {
-        self.filling.clear(blocks);
+    fn has_room_for_segment(&self) -> bool {
+        let weight: usize = self.sealed.iter().map(Segment::weight).sum();
+        weight < SEALED_WEIGHT_MAX && self.sealed.len() < SEGMENTS_MAX
     }
 
-    /// Whether everything that was done is in the state.
-    pub(crate) fn is_stored(&self) -> bool {
-        self.filling.is_empty() && self.sealed.is_none() && self.len == self.state.len
+    /// Does `change`, for which there is room.
+    pub(crate) fn apply(&mut self, change: Change, environment: &Environment) {
+        match change {
+            Change::Data(block, data) => self.filling.put(block, data),
+            Change::Nothing(blocks) => self.filling.clear(blocks),
+            Change::Length(len) => self.len = self.len.max(len),
+            Change::Cut(cut) => return self.cut(cut, environment),
+        }
+        self.records += 1;
     }
 
-    /// Everything that was done and is not being put yet is put from now on.
-    ///
-    /// # Panics
-    /// If something is being put already.
-    pub(crate) fn seal(&mut self) -> Arc<Batch> {
-        assert!(self.sealed.is_none(), "one batch is put at a time");
-        let sealed = Arc::new(std::mem::take(&mut self.filling));
-        self.sealed = Some(Arc::clone(&sealed));
-        sealed
+    /// Everything before is in front of `cut`, and everything that comes later behind it.
+    fn cut(&mut self, cut: Cut, environment: &Environment) {
+        let has_open_end = self.sealed.len() > self.taken
+            && self.sealed_records() == self.records
+            && self.sealed.back().is_some_and(|last| last.cuts.len() < WEIGHT_MAX / 2);
+        if !has_open_end {
+            self.seal(environment);
+        }
+        self.records += 1;
+        let last = self.sealed.back_mut().expect("was sealed now, or before");
+        last.cuts.push(cut);
+        last.records = self.records;
     }
 
-    /// What was sealed is in the store now: in `state`.
-    pub(crate) fn publish(&mut self, state: State) {
-        self.state = state;
-        self.sealed = None;
-        self.generation += 1;
+    /// Records below are in the state or in sealed segments.
+    fn sealed_records(&self) -> u64 {
+        self.sealed.back().map_or(self.state.records, |last| last.records)
+    }
+
+    /// Records below are in the state or in extents.
+    fn taken_records(&self) -> u64 {
+        let last = self.taken.checked_sub(1).and_then(|last| self.sealed.get(last));
+        last.map_or(self.state.records, |last| last.records)
+    }
+
+    fn seal(&mut self, environment: &Environment) {
+        self.sealed.push_back(Segment {
+            batch: Arc::new(std::mem::take(&mut self.filling)),
+            len: self.len,
+            records: self.records,
+            time_ns: environment.now_ns(),
+            cuts: Vec::new(),
+        });
+    }
+
+    /// The first record that is neither in an extent nor wanted in one; `None` if all are.
+    pub(crate) fn waiting(&self) -> Option<u64> {
+        let first = self.taken_records().max(self.wanted);
+        (first < self.records).then_some(first)
+    }
+
+    /// Whether there are changes of snapshots among what waits.
+    pub(crate) fn has_waiting_cuts(&self) -> bool {
+        let mut waiting = self.sealed.iter().skip(self.taken);
+        waiting.any(|segment| segment.records > self.wanted && !segment.cuts.is_empty())
+    }
+
+    /// Everything that was done until now is put without waiting for more.
+    pub(crate) fn want(&mut self) {
+        self.wanted = self.records;
+    }
+
+    /// Whether there is an extent to make now.
+    pub(crate) fn has_work(&self) -> bool {
+        let waiting = self.sealed.iter().skip(self.taken);
+        let weight = waiting.map(Segment::weight).sum::<usize>() + self.filling.weight();
+        let taken = self.taken_records();
+        let is_due = weight >= WEIGHT_MAX || self.wanted > taken;
+        self.under_way.len() < UNDER_WAY_MAX && taken < self.records && is_due
+    }
+
+    /// The segments of the next extent, which is made from now on; `None` if there is nothing to do.
+    pub(crate) fn take(&mut self, environment: &Environment) -> Option<Vec<Segment>> {
+        if !self.has_work() {
+            return None;
+        }
+        if self.sealed_records() < self.records && self.has_room_for_segment() {
+            self.seal(environment);
+        }
+        let mut weight = 0;
+        let mut segments = Vec::new();
+        for segment in self.sealed.iter().skip(self.taken) {
+            weight += segment.weight();
+            if !segments.is_empty() && weight > WEIGHT_MAX {
+                break;
+            }
+            segments.push(segment.clone());
+        }
+        self.taken += segments.len();
+        // There is none if the queue is full of what is under way.
+        (!segments.is_empty()).then_some(segments)
+    }
+
+    /// The state before the extent that is made next, and its number.
+    pub(crate) fn last_made(&self) -> (State, u32) {
+        let last = self.under_way.back();
+        last.map_or((self.state, self.sequence), |last| (last.state, last.sequence + 1))
+    }
+
+    /// Extent `sequence` has the next `segments` of those that were taken, and is put from now on.
+    pub(crate) fn begin(&mut self, sequence: u32, segments: usize, state: State) {
+        self.under_way.push_back(UnderWay { sequence, segments, state, is_answered: false });
+    }
+
+    /// Extent `sequence` is in the store. Returns whether the state is another one now.
+    pub(crate) fn answered(&mut self, sequence: u32) -> bool {
+        let extent = self.under_way.iter_mut().find(|extent| extent.sequence == sequence);
+        extent.expect("it was under way").is_answered = true;
+        let before = self.generation;
+        while let Some(extent) = self.under_way.pop_front_if(|extent| extent.is_answered) {
+            self.state = extent.state;
+            self.sequence += 1;
+            self.taken -= extent.segments;
+            let stored = self.sealed.drain(..extent.segments);
+            self.heads.lacks_cuts |= stored.into_iter().any(|segment| !segment.cuts.is_empty());
+            self.generation += 1;
+        }
+        self.generation != before
     }
 }

@@ -7,7 +7,7 @@
 
 use crate::known::Now;
 use crate::place::{BLOCK_BYTES, Place};
-use crate::recent::{Block, Known};
+use crate::recent::{Batch, Block, Known};
 use crate::state::Root;
 use crate::tree::{Tree, follows};
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result};
@@ -15,13 +15,13 @@ use mica_map::{Directory, Walk, WalkStep};
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const SIZE: u64 = BLOCK_BYTES as u64;
 /// Blocks of one read that are in one object.
 const RUN_BLOCKS_MAX: usize = 64;
 /// Blocks with data that one survey goes through; then it ends.
-const SURVEY_BLOCKS_MAX: u64 = 4096;
+const SURVEY_BLOCKS_MAX: usize = 4096;
 
 /// The blocks that a range of a disk touches.
 pub(crate) fn blocks_of(range: GuestRange) -> Range<u64> {
@@ -31,14 +31,16 @@ pub(crate) fn blocks_of(range: GuestRange) -> Range<u64> {
 /// Some blocks of a volume, as they are at one moment (I1).
 pub(crate) struct View {
     first: u64,
-    /// What was done to each lately.
-    recent: Vec<Option<Known>>,
+    sources: Vec<Source>,
     map: Root,
+    generation: u64,
 }
 
 /// Where the bytes of a block are.
 #[derive(Clone, Debug)]
 enum Source {
+    /// The map was not asked yet.
+    Unknown,
     Nothing,
     Memory(Block),
     Store(Place),
@@ -47,58 +49,67 @@ enum Source {
 impl View {
     pub(crate) fn new(now: &Now, blocks: Range<u64>) -> Self {
         let first = blocks.start;
-        Self { first, recent: blocks.map(|block| now.recent(block)).collect(), map: now.state.map }
+        let source = |block| match now.recent(block) {
+            None => Source::Unknown,
+            Some(Known::Nothing) => Source::Nothing,
+            Some(Known::Data(data)) => Source::Memory(data),
+        };
+        let sources = blocks.map(source).collect();
+        Self { first, sources, map: now.state.map, generation: now.generation }
     }
 
-    async fn sources(self, tree: &Tree) -> Result<Vec<Source>> {
-        let mut sources = Vec::with_capacity(self.recent.len());
-        for (block, known) in (self.first..).zip(self.recent) {
-            sources.push(match known {
-                Some(Known::Data(data)) => Source::Memory(data),
-                Some(Known::Nothing) => Source::Nothing,
-                None => match tree.look_up(self.map, block).await? {
-                    Some(place) => Source::Store(place),
-                    None => Source::Nothing,
-                },
-            });
+    /// Asks the map as far as that needs no I/O; what was found for a plan is not looked for again.
+    /// Returns whether everything is known.
+    pub(crate) fn resolve_cached(&mut self, tree: &Tree, plans: &Plans) -> bool {
+        plans.fill(self);
+        for (block, source) in (self.first..).zip(&mut self.sources) {
+            if matches!(source, Source::Unknown) {
+                match tree.look_up_cached(self.map, block) {
+                    Some(found) => *source = found.map_or(Source::Nothing, Source::Store),
+                    None => return false,
+                }
+            }
         }
-        Ok(sources)
+        true
     }
 
-    /// What the blocks of `range` are.
+    /// Asks the map.
     ///
     /// # Errors
-    /// If the map cannot be read.
-    pub(crate) async fn extents(
-        self,
-        tree: &Tree,
-        range: GuestRange,
-        mut extents: Vec<Extent>,
-    ) -> Result<Vec<Extent>> {
-        let first = self.first;
-        for (block, source) in (first..).zip(self.sources(tree).await?) {
-            let kind = match source {
-                Source::Nothing => ExtentKind::Hole,
-                Source::Memory(_) | Source::Store(_) => ExtentKind::Encoded,
-            };
-            push(&mut extents, block..block + 1, kind, range);
+    /// If it cannot be read.
+    pub(crate) async fn resolve(&mut self, tree: &Tree) -> Result<()> {
+        for (block, source) in (self.first..).zip(&mut self.sources) {
+            if matches!(source, Source::Unknown) {
+                let found = tree.look_up(self.map, block).await?;
+                *source = found.map_or(Source::Nothing, Source::Store);
+            }
         }
-        Ok(extents)
+        Ok(())
     }
 
-    /// Fills `buf` with the bytes of `range`.
+    /// Appends what the blocks of `range` are, which are all known.
+    pub(crate) fn extents(&self, range: GuestRange, extents: &mut Vec<Extent>) {
+        for (block, source) in (self.first..).zip(&self.sources) {
+            let kind = match source {
+                Source::Nothing => ExtentKind::Hole,
+                _ => ExtentKind::Encoded,
+            };
+            push(extents, block..block + 1, kind, range);
+        }
+    }
+
+    /// Fills `buf` with the bytes of `range`, whose blocks are all known.
     ///
     /// # Errors
     /// If something cannot be read.
-    pub(crate) async fn read(self, tree: &Tree, range: GuestRange, buf: Buf) -> Result<Buf> {
-        let first = self.first;
-        let sources = self.sources(tree).await?;
+    pub(crate) async fn read(&self, tree: &Tree, range: GuestRange, buf: Buf) -> Result<Buf> {
+        let (first, sources) = (self.first, &self.sources);
         let end = first + sources.len() as u64;
         let is_whole = range.start().bytes() == first * SIZE && range.end().bytes() == end * SIZE;
         if is_whole {
-            return read_whole(tree, &sources, buf).await;
+            return read_whole(tree, sources, buf).await;
         }
-        let whole = read_whole(tree, &sources, Buf::new(sources.len() * BLOCK_BYTES)).await?;
+        let whole = read_whole(tree, sources, Buf::new(sources.len() * BLOCK_BYTES)).await?;
         let skipped = usize::try_from(range.start().bytes() - first * SIZE).expect("in a block");
         let mut buf = buf;
         let len = buf.len();
@@ -107,8 +118,63 @@ impl View {
     }
 }
 
+/// What the map said of the blocks of plans that were made lately: the reads that follow need not
+/// ask it again. Valid as long as the map is the same; what was written since is looked up anew.
+#[derive(Default)]
+pub(crate) struct Plans {
+    slots: [Mutex<PlanSlot>; PLANS],
+}
+
+/// Plans that are remembered: requests of a few queues.
+const PLANS: usize = 16;
+
+#[derive(Default)]
+struct PlanSlot {
+    generation: u64,
+    first: u64,
+    /// Of what was in memory, the map was not asked.
+    found: Vec<Option<Option<Place>>>,
+}
+
+impl Plans {
+    fn slot(&self, first: u64) -> MutexGuard<'_, PlanSlot> {
+        let at = usize::try_from(first % PLANS as u64).expect("small");
+        self.slots[at].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers what `view` found, all of which is known.
+    pub(crate) fn keep(&self, view: &View) {
+        let mut slot = self.slot(view.first);
+        (slot.generation, slot.first) = (view.generation, view.first);
+        slot.found.clear();
+        slot.found.extend(view.sources.iter().map(|source| match source {
+            Source::Unknown | Source::Memory(_) => None,
+            Source::Nothing => Some(None),
+            Source::Store(place) => Some(Some(*place)),
+        }));
+    }
+
+    /// Tells `view` what was found. A block that is in memory now may have been in the map then,
+    /// but not the other way round while the map is the same.
+    fn fill(&self, view: &mut View) {
+        let slot = self.slot(view.first);
+        if (slot.generation, slot.first) != (view.generation, view.first) {
+            return;
+        }
+        for (source, found) in view.sources.iter_mut().zip(&slot.found) {
+            if let (Source::Unknown, Some(found)) = (&*source, found) {
+                *source = found.map_or(Source::Nothing, Source::Store);
+            }
+        }
+    }
+}
+
 /// Fills `buf` with whole blocks.
 async fn read_whole(tree: &Tree, sources: &[Source], buf: Buf) -> Result<Buf> {
+    let first = run_at(sources);
+    if first.len() == sources.len() {
+        return read_run(tree, first, buf).await;
+    }
     let mut rest = buf;
     let mut parts = Vec::new();
     let mut at = 0;
@@ -140,28 +206,27 @@ fn run_at(sources: &[Source]) -> &[Source] {
         _ => false,
     };
     let count = 1 + sources.windows(2).take_while(|pair| goes_on(pair)).count();
-    &sources[..count.min(RUN_BLOCKS_MAX)]
+    &sources[..count.min(RUN_BLOCKS_MAX).min(sources.len())]
 }
 
 async fn read_run(tree: &Tree, run: &[Source], mut part: Buf) -> Result<Buf> {
-    match &run[0] {
-        Source::Nothing => {
+    match run.first() {
+        None => Ok(part),
+        Some(Source::Unknown) => unreachable!("the map was asked"),
+        Some(Source::Nothing) => {
             part.fill(0);
             Ok(part)
         }
-        Source::Memory(data) => {
+        Some(Source::Memory(data)) => {
             part.put(0, &data[..]);
             Ok(part)
         }
-        Source::Store(_) => {
-            let places: Vec<Place> = run
-                .iter()
-                .filter_map(|source| match source {
-                    Source::Store(place) => Some(*place),
-                    _ => None,
-                })
-                .collect();
-            tree.read_blocks(&places, part).await
+        Some(Source::Store(first)) => {
+            let places = run.iter().filter_map(|source| match source {
+                Source::Store(place) => Some(*place),
+                _ => None,
+            });
+            tree.read_blocks(*first, places, part).await
         }
     }
 }
@@ -174,44 +239,53 @@ pub(crate) async fn stored_block(tree: &Tree, map: Root, block: u64) -> Result<B
     let Some(place) = tree.look_up(map, block).await? else {
         return Ok(Arc::new([0; BLOCK_BYTES]));
     };
-    let buf = tree.read_blocks(&[place], Buf::new(BLOCK_BYTES)).await?;
+    let buf = tree.read_blocks(place, [place], Buf::new(BLOCK_BYTES)).await?;
     let bytes: [u8; BLOCK_BYTES] = (*buf).try_into().expect("a block");
     Ok(Arc::new(bytes))
 }
 
-/// What the blocks of a state's map are in `range`, from its start on: of as much as goes through a
-/// bounded number of blocks with data.
+/// What the blocks of `range` are, from its start on: those of a state's map, with `recent` over
+/// it, oldest first. Of as much as goes through a bounded number of blocks with data.
 ///
 /// # Errors
 /// If the map cannot be read.
-pub(crate) async fn survey_map(tree: &Tree, map: Root, range: GuestRange) -> Result<Vec<Extent>> {
-    let blocks = blocks_of(range);
+pub(crate) async fn survey(
+    tree: &Tree,
+    map: Root,
+    recent: &[Arc<Batch>],
+    range: GuestRange,
+) -> Result<Vec<Extent>> {
+    let mut blocks = blocks_of(range);
     let mut extents = Vec::new();
     let Some(last) = blocks.end.checked_sub(1).filter(|last| *last >= blocks.start) else {
         return Ok(extents);
     };
+    let mut data = Vec::new();
     let mut walk = Walk::new(map, blocks.start..=last);
-    let (mut at, mut seen) = (blocks.start, 0);
     loop {
         match walk.next_step() {
-            WalkStep::Read(node) => {
-                let node = tree.node(node).await?;
-                walk.feed(Directory::clone(&node));
-            }
-            WalkStep::Leaf(block, _) => {
-                push(&mut extents, at..block, ExtentKind::Hole, range);
-                push(&mut extents, block..block + 1, ExtentKind::Encoded, range);
-                (at, seen) = (block + 1, seen + 1);
-                if seen == SURVEY_BLOCKS_MAX {
-                    return Ok(extents);
-                }
-            }
-            WalkStep::Done => {
-                push(&mut extents, at..blocks.end, ExtentKind::Hole, range);
-                return Ok(extents);
-            }
+            WalkStep::Read(node) => walk.feed(Directory::clone(&*tree.node(node).await?)),
+            WalkStep::Leaf(block, _) => data.push(block),
+            WalkStep::Done => break,
+        }
+        if data.len() == SURVEY_BLOCKS_MAX {
+            blocks.end = data.last().map_or(blocks.end, |last| last + 1);
+            break;
         }
     }
+    let mut newer = Batch::default();
+    recent.iter().for_each(|batch| newer.add_part(batch, &blocks));
+    data.retain(|block| newer.get(*block).is_none());
+    data.extend(newer.pieces().filter(|(.., data)| data.is_some()).map(|(block, ..)| block));
+    data.sort_unstable();
+    let mut at = blocks.start;
+    for block in data {
+        push(&mut extents, at..block, ExtentKind::Hole, range);
+        push(&mut extents, block..block + 1, ExtentKind::Encoded, range);
+        at = block + 1;
+    }
+    push(&mut extents, at..blocks.end, ExtentKind::Hole, range);
+    Ok(extents)
 }
 
 /// Appends what of `blocks` is in `range`.

@@ -46,11 +46,6 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// Whether nothing was done.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.pieces.is_empty()
-    }
-
     /// Blocks with data.
     pub(crate) fn data_blocks(&self) -> usize {
         self.data
@@ -121,6 +116,30 @@ impl Batch {
                 }
                 _ => {}
             }
+        }
+    }
+
+    /// What was done to `blocks`.
+    pub(crate) fn part(&self, blocks: &Range<u64>) -> Self {
+        let mut part = Self::default();
+        part.add_part(self, blocks);
+        part
+    }
+
+    /// Adds what `newer` did to `blocks`.
+    pub(crate) fn add_part(&mut self, newer: &Self, blocks: &Range<u64>) {
+        let first = newer.pieces.range(..blocks.start).next_back();
+        for (&start, piece) in first.into_iter().chain(newer.pieces.range(blocks.clone())) {
+            self.add(start, piece, blocks);
+        }
+    }
+
+    fn add(&mut self, start: u64, piece: &Piece, blocks: &Range<u64>) {
+        let part = start.max(blocks.start)..(start + piece.count()).min(blocks.end);
+        match piece {
+            _ if part.is_empty() => {}
+            Piece::Data(data) => self.put(start, Arc::clone(data)),
+            Piece::Nothing(_) => self.clear(part),
         }
     }
 

@@ -5,17 +5,19 @@
 //! - I2 A node that several readers miss together is read once.
 //! - I3 The cache holds what its budget allows. Places never come to mean something else, so
 //!   nothing is removed from it for any other reason.
+//! - I4 What is in an extent that is still being put is read from memory.
 
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::put::Patience;
 use crate::state::Root;
 use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
 use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of memory that a node in the cache takes, about.
 const NODE_MEMORY_BYTES: u64 = 512;
@@ -23,6 +25,9 @@ const NODE_MEMORY_BYTES: u64 = 512;
 const RECORDS_MAX: usize = 1 << 14;
 /// Objects that are kept open: what they cost is bounded by the store.
 const OPENED_MAX: usize = 1024;
+
+/// After so many failed tries of a read it is said that it is still tried.
+const SAY_AFTER: u32 = 4;
 
 /// A directory of a volume's tree.
 pub(crate) type Node = Arc<Directory<Place>>;
@@ -33,8 +38,18 @@ pub(crate) struct Tree {
     nodes: Cache<Place, Node, NodeMemory>,
     records: Cache<Place, Arc<Record>>,
     opened: Cache<ExtentId, Arc<dyn Object>>,
+    /// Few.
+    held: Mutex<Vec<Held>>,
     hits: AtomicU64,
     misses: AtomicU64,
+}
+
+/// The nodes of an extent that is being put.
+struct Held {
+    extent: ExtentId,
+    /// Where they begin in it.
+    start: usize,
+    bytes: Arc<[u8]>,
 }
 
 #[derive(Clone)]
@@ -51,9 +66,9 @@ impl Tree {
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
-        let (hits, misses) = Default::default();
+        let (hits, misses, held) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
-        Self { objects, nodes, records, opened, hits, misses }
+        Self { objects, nodes, records, opened, held, hits, misses }
     }
 
     /// Where the leaf of `key` is; `None` if it has none.
@@ -67,6 +82,22 @@ impl Tree {
                 Step::Read(at, lookup) => step = lookup.feed(&*self.node(at).await?),
                 Step::Leaf(at) => return Ok(Some(at)),
                 Step::Absent => return Ok(None),
+            }
+        }
+    }
+
+    /// As [`Self::look_up`], if all that has to be known is in the cache.
+    pub(crate) fn look_up_cached(&self, root: Root, key: u64) -> Option<Option<Place>> {
+        let mut step = root.look_up(key);
+        loop {
+            match step {
+                Step::Read(at, lookup) => {
+                    let node = self.nodes.get(&at)?;
+                    self.hits.fetch_add(1, Ordering::Relaxed);
+                    step = lookup.feed(&*node);
+                }
+                Step::Leaf(at) => return Some(Some(at)),
+                Step::Absent => return Some(None),
             }
         }
     }
@@ -101,6 +132,32 @@ impl Tree {
     /// Keeps a node that was just made, so that it is not read back.
     pub(crate) fn keep(&self, at: Place, node: Node) {
         self.nodes.insert(at, node);
+    }
+
+    /// Holds the nodes of an extent that is being put, `bytes` from `start` on, until
+    /// [`Self::release`].
+    pub(crate) fn hold(&self, extent: ExtentId, start: usize, bytes: &[u8]) {
+        self.held().push(Held { extent, start, bytes: bytes.into() });
+    }
+
+    /// The extent is in the store.
+    pub(crate) fn release(&self, extent: ExtentId) {
+        self.held().retain(|held| held.extent != extent);
+    }
+
+    /// `len` bytes at `at`, with zeros after the end, if they are held.
+    fn read_held(&self, at: Place, len: usize) -> Option<Buf> {
+        let held = self.held();
+        let Held { start, bytes, .. } = held.iter().find(|held| held.extent == at.extent())?;
+        let bytes = bytes.get(usize::try_from(at.offset()).ok()?.checked_sub(*start)?..)?;
+        let mut buf = Buf::new(len);
+        buf.fill(0);
+        buf.put(0, &bytes[..len.min(bytes.len())]);
+        Some(buf)
+    }
+
+    fn held(&self) -> MutexGuard<'_, Vec<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The record of a snapshot at `at`.
@@ -146,7 +203,10 @@ impl Tree {
         what: &str,
         decode: impl FnOnce(&[u8]) -> std::result::Result<T, E>,
     ) -> Result<T> {
-        let buf = self.read(at, Buf::new(len)).await?;
+        let buf = match self.read_held(at, len) {
+            Some(buf) => buf,
+            None => self.read(at, Buf::new(len)).await?,
+        };
         let damaged = |why: &dyn std::fmt::Display| damaged(at, what, why);
         let payload = open_node(&buf, at).map_err(|error| damaged(&error))?;
         if crc32c(payload) != at.sum() {
@@ -156,33 +216,50 @@ impl Tree {
     }
 
     /// Fills `buf` with consecutive blocks: those at `places`, each [`BLOCK_BYTES`] after the one
-    /// before in the same extent.
+    /// before in the same extent, of which `first` is the first.
     ///
     /// # Errors
     /// If they cannot be read, or one is damaged.
-    pub(crate) async fn read_blocks(&self, places: &[Place], buf: Buf) -> Result<Buf> {
-        debug_assert_eq!(places.len() * BLOCK_BYTES, buf.len(), "a buffer as long as the blocks");
-        let Some(first) = places.first() else { return Ok(buf) };
-        let buf = self.read(*first, buf).await?;
-        for (place, block) in places.iter().zip(buf.chunks(BLOCK_BYTES)) {
+    pub(crate) async fn read_blocks(
+        &self,
+        first: Place,
+        places: impl IntoIterator<Item = Place>,
+        buf: Buf,
+    ) -> Result<Buf> {
+        let buf = self.read(first, buf).await?;
+        for (place, block) in places.into_iter().zip(buf.chunks(BLOCK_BYTES)) {
             if crc32c(block) != place.sum() {
-                return Err(damaged(*place, "a block", &"its checksum does not match"));
+                return Err(damaged(place, "a block", &"its checksum does not match"));
             }
         }
         Ok(buf)
     }
 
-    async fn read(&self, at: Place, buf: Buf) -> Result<Buf> {
-        let (result, buf) = self.object(at.extent()).read_at(buf, at.offset()).await;
-        match result {
-            Ok(()) => Ok(buf),
+    /// Reads until the store answers: a guest waits, and must not see an error for an outage.
+    async fn read(&self, at: Place, mut buf: Buf) -> Result<Buf> {
+        let object = self.object(at.extent());
+        let name = || at.extent().name();
+        let mut tried = 0;
+        loop {
+            let (result, back) = object.read_at(buf, at.offset()).await;
+            let error = match result {
+                Ok(()) => return Ok(back),
+                Err(error) => error,
+            };
+            buf = back;
             // The map names it, so it has to be there.
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                let what =
-                    format!("{} is missing from {}", at.extent().name(), self.objects.name());
-                Err(Error::new(ErrorKind::Corrupt, what))
+            if error.kind() == ErrorKind::NotFound {
+                let what = format!("{} is missing from {}", name(), self.objects.name());
+                return Err(Error::new(ErrorKind::Corrupt, what));
             }
-            Err(error) => Err(error.wrap(format!("reading {}", at.extent().name()))),
+            tried += 1;
+            if tried == SAY_AFTER {
+                let error = error.in_one_line();
+                tracing::warn!(extent = %name(), error, "a read is tried again, and again");
+            }
+            if !Patience::Endless.bears(&error, tried).await {
+                return Err(error.wrap(format!("reading {}", name())));
+            }
         }
     }
 

@@ -1,280 +1,70 @@
 //! A volume that is open: a disk.
 //!
 //! ```text
-//! write ─▶ batch ─▶ flush, or a full batch: build an extent ─▶ put ─▶ the next state
-//! read  ─▶ batch, or map of the state ─▶ blocks
+//! write ─▶ record ─▶ log, batch ─▶ extent ─▶ put ─▶ the next state     writing, destage
+//! read  ─▶ batches, map of the state ─▶ blocks                          reader
+//! flush ─▶ the log is synced, or everything is in extents that are put
 //! ```
 //!
 //! Invariants
-//! - I1 A flush is answered when everything that was done before it is in extents that are put, one
-//!   after the other, without a gap.
-//! - I2 Extents are put by one task at a time, which runs to its end whoever waits for it.
-//! - I3 After a put that failed for good nothing is acknowledged: the volume is latched.
+//! - I1 A flush is answered when everything that was done before it is as durable as was promised:
+//!   in the log, or in extents that are put, one after the other, without a gap.
+//! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume is
+//!   latched. A store that does not answer makes everybody wait.
 
-use crate::build::{Builder, Signature};
-use crate::heads::{End, Heads, Owned};
-use crate::known::Now;
-use crate::place::{BLOCK_BYTES, ExtentId};
-use crate::put::{Patience, put};
-use crate::reader::{self, View, blocks_of, check_range};
-use crate::recent::{Block, Known};
-use crate::segment::{Segment, WEIGHT_MAX};
+use crate::heads::{End, Heads, host_name};
+use crate::known::Change;
+use crate::opening::Durability;
+use crate::place::BLOCK_BYTES;
+use crate::reader::{self, View, check_range};
+use crate::shared::{Shared, lock};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, IoFuture, LocalFuture, Manage,
-    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Put, Requests, Result, WriteStats,
-    Writing, Zeroes, check_longer,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Requests, Result, WriteStats, Writing,
+    Zeroes, check_longer,
 };
-use mica_rt::sync::SharedLock;
 use mica_rt::{Buf, spawn};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
 use std::borrow::Cow;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A volume that is open.
 pub struct Volume {
     shared: Arc<Shared>,
 }
 
-/// What requests and the task that puts extents share.
-pub(crate) struct Shared {
-    pub(crate) tree: Arc<Tree>,
-    heads: Heads,
-    /// Who writes it; nobody if it is only read.
-    writer: Option<Putter>,
-    now: Mutex<Now>,
-    requests: Arc<Requests>,
-}
-
-/// What puts extents.
-struct Putter {
-    owned: Owned,
-    /// Held by the task that does (I2).
-    turn: SharedLock,
-    /// Its builder; absent while it is used, and after that failed.
-    builder: Mutex<Option<Builder>>,
-    flushes: GroupSync,
-    counts: Counts,
-}
-
-/// What writing has cost.
-#[derive(Default)]
-struct Counts {
-    extents: AtomicU64,
-    metadata_bytes: AtomicU64,
-    blocks: AtomicU64,
-}
-
 impl Volume {
-    /// The volume of `owned`, for its writer.
-    pub(crate) fn writable(tree: Arc<Tree>, heads: Heads, owned: Owned) -> Self {
-        let signature = Signature { store: heads.store, volume: owned.head.volume };
-        let state = owned.head.state;
-        let writer = Putter {
-            builder: Mutex::new(Some(Builder::new(signature, state))),
-            owned,
-            turn: SharedLock::default(),
-            flushes: GroupSync::new(),
-            counts: Counts::default(),
-        };
-        Self::new(tree, heads, Some(writer), state)
+    pub(crate) fn of(shared: Arc<Shared>) -> Self {
+        Self { shared }
     }
 
     /// A state of a volume, to be read.
     pub(crate) fn readable(tree: Arc<Tree>, heads: Heads, state: State) -> Self {
-        Self::new(tree, heads, None, state)
+        Self::of(Shared::new(tree, heads, None, state))
     }
 
-    fn new(tree: Arc<Tree>, heads: Heads, writer: Option<Putter>, state: State) -> Self {
-        let (now, requests) = (Mutex::new(Now::new(state)), Arc::default());
-        Self { shared: Arc::new(Shared { tree, heads, writer, now, requests }) }
-    }
-}
-
-impl Shared {
-    pub(crate) fn now(&self) -> MutexGuard<'_, Now> {
-        // No code that may panic runs while it is half changed.
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn len(&self) -> u64 {
-        self.now().len
-    }
-
-    fn view(&self, range: GuestRange) -> View {
-        View::new(&self.now(), blocks_of(range))
-    }
-
-    fn putter(&self) -> Result<&Putter> {
-        let putter = self.writer.as_ref().ok_or_else(|| {
-            Error::new(ErrorKind::Denied, "the volume was opened for reading only")
-        })?;
-        self.now().latch.clone().map_or(Ok(putter), Err)
-    }
-
-    /// Puts everything that was done until now.
-    async fn store(self: &Arc<Self>) -> Result<()> {
-        let putter = self.putter()?;
-        putter
-            .flushes
-            .run(async || {
-                let this = Arc::clone(self);
-                spawn(async move { this.put_batch().await }).await
-            })
-            .await
-    }
-
-    /// Puts the batch that fills.
-    async fn put_batch(&self) -> Result<()> {
-        let putter = self.putter()?;
-        let _alone = putter.turn.alone().await;
-        let segment = {
-            let mut now = self.now();
-            if let Some(error) = &now.latch {
-                return Err(error.clone());
-            }
-            if now.is_stored() {
-                return Ok(());
-            }
-            let (len, records) = (now.len, now.state.records + 1);
-            let time_ns = self.heads.environment.now_ns();
-            Segment { batch: now.seal(), len, records, time_ns, cuts: Vec::new() }
-        };
-        let outcome = self.put_extent(putter, &[segment]).await;
-        let mut now = self.now();
-        match outcome {
-            Ok(state) => now.publish(state),
-            Err(error) => {
-                tracing::error!(error = error.in_one_line(), "the volume takes no more writes");
-                now.latch = Some(error.clone());
-                return Err(error);
-            }
+    /// Closes the volume, as [`Manage::close`] does, for `host`: no other opens it then, except by
+    /// force.
+    ///
+    /// # Errors
+    /// `Invalid` if no host can have this name; otherwise as [`Manage::close`].
+    pub async fn hand_over(&self, host: &str) -> Result<()> {
+        if host.is_empty() || host != host_name(host) {
+            return Err(Error::new(ErrorKind::Invalid, format!("{host:?} is no name of a host")));
         }
-        Ok(())
+        self.shared.end(&End::HandedTo(host.to_owned())).await
     }
 
-    async fn put_extent(&self, putter: &Putter, segments: &[Segment]) -> Result<State> {
-        let taken = putter.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let mut builder = taken.ok_or_else(|| Error::new(ErrorKind::Io, "an extent failed"))?;
-        let writer = putter.owned.writer;
-        let sequence =
-            u32::try_from(putter.counts.extents.load(Ordering::Relaxed)).map_err(|_| {
-                Error::new(
-                    ErrorKind::Limit,
-                    format!("writer {} has put every extent", writer.number()),
-                )
-            })?;
-        let (id, nonce) = (ExtentId { writer, sequence }, self.heads.environment.random());
-        let built = builder.build(&self.tree, id, segments, nonce).await?;
-        let bytes = built.content.len() as u64;
-        let objects = &*self.heads.objects;
-        match put(objects, &id.name(), built.content, Patience::Endless).await? {
-            Put::Done => {}
-            Put::Exists => return Err(self.heads.lost(writer).await),
-        }
-        let blocks = segments.iter().map(|segment| segment.batch.data_blocks() as u64).sum::<u64>();
-        let counts = &putter.counts;
-        counts.extents.fetch_add(1, Ordering::Relaxed);
-        counts.blocks.fetch_add(blocks, Ordering::Relaxed);
-        let metadata = bytes - blocks * BLOCK_BYTES as u64;
-        counts.metadata_bytes.fetch_add(metadata, Ordering::Relaxed);
-        *putter.builder.lock().unwrap_or_else(PoisonError::into_inner) = Some(builder);
-        Ok(built.state)
+    fn planned(&self, view: &View, range: GuestRange, mut extents: Vec<Extent>) -> Plan<'static> {
+        view.extents(range, &mut extents);
+        self.shared.plans.keep(view);
+        Plan::untracked(extents)
     }
 
-    /// Waits until there is room for something in the batch that fills, and does `act` to it.
-    async fn change<T>(self: &Arc<Self>, act: impl FnOnce(&mut Now) -> T) -> Result<T> {
-        loop {
-            {
-                let mut now = self.now();
-                if let Some(error) = &now.latch {
-                    return Err(error.clone());
-                }
-                if now.filling_weight() < WEIGHT_MAX {
-                    return Ok(act(&mut now));
-                }
-            }
-            self.store().await?;
-        }
-    }
-
-    async fn write(self: &Arc<Self>, at: GuestOffset, bytes: &[u8]) -> Result<()> {
-        let (mut at, mut bytes) = (at.bytes(), bytes);
-        while !bytes.is_empty() {
-            let (block, within) = (at / BLOCK_BYTES as u64, at % BLOCK_BYTES as u64);
-            let within = usize::try_from(within).expect("less than a block");
-            let (part, rest) = bytes.split_at(bytes.len().min(BLOCK_BYTES - within));
-            match part.try_into() {
-                Ok(whole) => {
-                    let data: Block = Arc::new(whole);
-                    self.change(|now| now.put(block, data)).await?;
-                }
-                Err(_) => self.write_part(block, within, part).await?,
-            }
-            (at, bytes) = (at + part.len() as u64, rest);
-        }
-        Ok(())
-    }
-
-    /// Changes a part of a block: what else is in it is read first, if it has to be.
-    async fn write_part(self: &Arc<Self>, block: u64, within: usize, part: &[u8]) -> Result<()> {
-        let mut stored: Option<(u64, Block)> = None;
-        loop {
-            let merged = self
-                .change(|now| {
-                    let old = match (now.recent(block), &stored) {
-                        (Some(Known::Data(old)), _) => old,
-                        (Some(Known::Nothing), _) => Arc::new([0; BLOCK_BYTES]),
-                        (None, Some((generation, old))) if *generation == now.generation => {
-                            Arc::clone(old)
-                        }
-                        (None, _) => return false,
-                    };
-                    let mut new = *old;
-                    new[within..within + part.len()].copy_from_slice(part);
-                    now.put(block, Arc::new(new));
-                    true
-                })
-                .await?;
-            if merged {
-                return Ok(());
-            }
-            let (generation, map) = {
-                let now = self.now();
-                (now.generation, now.state.map)
-            };
-            stored = Some((generation, reader::stored_block(&self.tree, map, block).await?));
-        }
-    }
-
-    /// Whole blocks of `range` have nothing from now on; what is left of it at its ends is written
-    /// with zeros if `exact`.
-    async fn clear(self: &Arc<Self>, range: GuestRange, exact: bool) -> Result<()> {
-        let size = BLOCK_BYTES as u64;
-        let (start, end) = (range.start().bytes(), range.end().bytes());
-        // A disk's last block may be shorter than a block: nobody sees what is beyond.
-        let end_blocks = if end == self.len() { end.div_ceil(size) } else { end / size };
-        let first = start.div_ceil(size);
-        if first >= end_blocks {
-            return if exact { self.write_zeros(start, end).await } else { Ok(()) };
-        }
-        if exact {
-            self.write_zeros(start, first * size).await?;
-            self.write_zeros((end_blocks * size).min(end), end).await?;
-        }
-        self.change(|now| now.clear(first..end_blocks)).await
-    }
-
-    async fn write_zeros(self: &Arc<Self>, start: u64, end: u64) -> Result<()> {
-        let len = usize::try_from(end - start).expect("less than two blocks");
-        self.write(GuestOffset::new(start), &vec![0; len]).await
-    }
-}
-
-impl Volume {
     /// Does `act` as a request that is in flight until it is done, whoever waits for it.
     fn request<T: 'static>(
         &self,
@@ -300,24 +90,27 @@ impl Disk for Volume {
         if let Err(error) = check_range(range, self.shared.len()) {
             return Planned::Ready(Err(error));
         }
-        let view = self.shared.view(range);
+        let mut view = self.shared.view(range);
+        let (tree, plans) = (&self.shared.tree, &self.shared.plans);
+        if view.resolve_cached(tree, plans) {
+            return Planned::Ready(Ok(self.planned(&view, range, extents)));
+        }
         Planned::Pending(Box::pin(async move {
-            Ok(Plan::untracked(view.extents(&self.shared.tree, range, extents).await?))
+            self.shared.explained(view.resolve(tree).await).await?;
+            Ok(self.planned(&view, range, extents))
         }))
     }
 
     fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
         Box::pin(async move {
             check_range(range, self.shared.len())?;
-            if range.is_empty() {
-                return Ok(Vec::new());
-            }
-            // What is not in the map yet is little, and is put first where there is a writer.
-            if self.is_writable() {
-                self.shared.store().await?;
-            }
-            let map = self.shared.now().state.map;
-            reader::survey_map(&self.shared.tree, map, range).await
+            let blocks = reader::blocks_of(range);
+            let (map, recent) = {
+                let now = self.shared.now();
+                (now.state.map, now.recent_batches(&blocks))
+            };
+            let surveyed = reader::survey(&self.shared.tree, map, &recent, range).await;
+            self.shared.explained(surveyed).await
         })
     }
 
@@ -327,11 +120,18 @@ impl Disk for Volume {
             return mica_block::ready(Ok(()), buf);
         }
         let range = extent.range();
-        let view = self.shared.view(range);
-        let tree = Arc::clone(&self.shared.tree);
+        let mut view = self.shared.view(range);
+        let is_known = view.resolve_cached(&self.shared.tree, &self.shared.plans);
+        let shared = Arc::clone(&self.shared);
         IoFuture::boxed(async move {
             let len = buf.len();
-            match view.read(&tree, range, buf).await {
+            let read = async {
+                if !is_known {
+                    view.resolve(&shared.tree).await?;
+                }
+                view.read(&shared.tree, range, buf).await
+            };
+            match shared.explained(read.await).await {
                 Ok(buf) => (Ok(()), buf),
                 Err(error) => (Err(error), Buf::new(len)),
             }
@@ -377,7 +177,7 @@ impl Disk for Volume {
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             match self.shared.writer {
-                Some(_) => self.shared.store().await,
+                Some(_) => self.shared.flush().await,
                 None => Ok(()),
             }
         })
@@ -394,8 +194,8 @@ impl Manage for Volume {
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
             self.request(async move |shared| {
-                shared.change(|now| now.len = now.len.max(len)).await?;
-                shared.store().await
+                shared.change_once(Change::Length(len)).await?;
+                shared.flush().await
             })
             .await
         })
@@ -408,21 +208,39 @@ impl Manage for Volume {
     /// Puts what was done, and ends the writer's time.
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let Some(putter) = &self.shared.writer else { return Ok(()) };
-            self.shared.store().await?;
-            let state = self.shared.now().state;
-            let heads = &self.shared.heads;
-            let last = heads.last_head(&putter.owned, state, &End::Closed);
-            heads.end(putter.owned.writer, &last).await
+            match self.shared.writer {
+                Some(_) => self.shared.end(&End::Closed).await,
+                None => Ok(()),
+            }
         })
     }
 
     fn latch(&self) -> Option<Error> {
-        self.shared.now().latch.clone()
+        self.shared.latch()
     }
 
     fn weakness(&self) -> Option<Cow<'static, str>> {
-        None
+        let putter = self.shared.writer.as_ref()?;
+        if let Some(trouble) = &*lock(&putter.trouble) {
+            let now_ns = self.shared.heads.environment.now_ns();
+            let seconds = now_ns.saturating_sub(trouble.since_ns) / 1_000_000_000;
+            let error = trouble.error.in_one_line();
+            let what = format!("the store has taken nothing for {seconds} s: {error}");
+            return Some(what.into());
+        }
+        if let Some(loss) = &putter.loss {
+            return Some(loss.clone().into());
+        }
+        match (putter.durability, &putter.log) {
+            (Durability::Host, _) => Some(Cow::Borrowed(
+                "what was flushed may be in the log of this machine only: a host that takes the \
+                 volume over by force does not have it",
+            )),
+            (Durability::Store, None) => Some(Cow::Borrowed(
+                "without a log, what was not flushed is lost if this server is killed",
+            )),
+            (Durability::Store, Some(_)) => None,
+        }
     }
 
     fn write_stats(&self) -> WriteStats {
@@ -431,7 +249,7 @@ impl Manage for Volume {
         let extents = count(&putter.counts.extents);
         WriteStats {
             metadata_bytes: count(&putter.counts.metadata_bytes),
-            syncs: extents,
+            syncs: extents + count(&putter.counts.heads),
             groups: extents,
             linked_clusters: count(&putter.counts.blocks),
             ..WriteStats::default()
@@ -467,7 +285,7 @@ impl Manage for Volume {
     }
 
     fn tend(&self) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
+        Box::pin(self.shared.tend())
     }
 }
 

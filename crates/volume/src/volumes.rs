@@ -9,8 +9,9 @@ use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::head::Life;
 use crate::format::store::{self, STORE_BYTES};
-use crate::heads::{Claimed, Heads, NoLegacy};
+use crate::heads::{Claimed, Heads};
 use crate::names::{self, VolumeName};
+use crate::opening::{self, Opening};
 use crate::put::{Patience, put, read};
 use crate::state::State;
 use crate::tree::Tree;
@@ -109,7 +110,8 @@ impl Volumes {
             let what = format!("a volume has whole sectors, up to {most} bytes, and not {len}");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        self.heads(name).create(State::empty(len)).await.map(drop)
+        let state = State { time_ns: self.environment.now_ns(), ..State::empty(len) };
+        self.heads(name).create(state).await.map(drop)
     }
 
     /// Deletes a volume. The space comes back with the next collection. With [`Claimed::TakeOver`]
@@ -167,14 +169,28 @@ impl Volumes {
         check_map(&*self.objects, &self.tree, head.state.map).await
     }
 
-    /// Opens a volume for reading and writing.
+    /// Opens a volume for reading and writing. What the log of this machine has of it, and the
+    /// store has not, is put before this returns.
     ///
     /// # Errors
-    /// `NotFound` if there is none; `Denied` if another writer has it and is to be left alone.
-    pub async fn open_volume(&self, name: &VolumeName, claimed: Claimed) -> Result<Volume> {
-        let heads = self.heads(name);
-        let owned = heads.open(claimed, &mut NoLegacy).await?;
-        Ok(Volume::writable(Arc::clone(&self.tree), heads, owned))
+    /// `NotFound` if there is none; `Denied` if another writer has it, or it was handed to another
+    /// host, and that is to be left.
+    pub async fn open_volume(
+        &self,
+        name: &VolumeName,
+        opening: impl Into<Opening>,
+    ) -> Result<Volume> {
+        let (tree, heads) = (Arc::clone(&self.tree), self.heads(name));
+        Ok(Volume::of(opening::open(tree, heads, &opening.into()).await?))
+    }
+
+    /// Hands a volume that nobody writes to `host`: no other opens it, except by force. A volume
+    /// that is open is handed over by [`Volume::hand_over`].
+    ///
+    /// # Errors
+    /// As [`Self::open_volume`].
+    pub async fn hand_over(&self, name: &VolumeName, host: &str) -> Result<()> {
+        self.open_volume(name, Claimed::Refuse).await?.hand_over(host).await
     }
 
     /// Opens what is in the store of a volume now, for reading. It stays as it is, whatever is

@@ -91,6 +91,7 @@ pub(super) fn load() -> Result<Functions, String> {
         .map_err(|error| format!("librados2 is not installed: apt install librados2 ({error})"))?;
     // Never unloaded: forgotten.
     let library = std::mem::ManuallyDrop::new(library);
+    super::end::prepare();
     // SAFETY: it is librados, and stays.
     unsafe { Functions::find(&library) }
         .map_err(|error| format!("{LIBRARY} is too old: Ceph 16 is the first that does ({error})"))

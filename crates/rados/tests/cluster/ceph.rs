@@ -80,7 +80,9 @@ impl Ceph {
             self.daemons.push(begin(command.args(["-f", "--id", &number.to_string()])));
         }
         let all = format!("{} up", self.daemons.len());
-        while !self.ceph(&["osd", "stat"]).contains(&all) {}
+        const CHECKS_MAX: usize = 200;
+        let are_up = (0..CHECKS_MAX).any(|_| self.ceph(&["osd", "stat"]).contains(&all));
+        assert!(are_up, "the storage daemons do not start");
     }
 
     pub(crate) fn make_pool(&self, name: &str) {
@@ -90,6 +92,20 @@ impl Ceph {
     /// What `ceph` says.
     pub(crate) fn ceph(&self, arguments: &[&str]) -> String {
         output(tool(self.folder.path(), "ceph").args(["--connect-timeout", "60"]).args(arguments))
+    }
+
+    /// What `rados` says, of a namespace of a pool.
+    pub(crate) fn rados(&self, pool: &str, namespace: &str, arguments: &[&str]) -> String {
+        let mut command = tool(self.folder.path(), "rados");
+        command.args(["--pool", pool, "--namespace", namespace]);
+        output(command.args(arguments))
+    }
+
+    /// The path of a new file with these bytes.
+    pub(crate) fn file(&self, name: &str, bytes: &[u8]) -> String {
+        let path = self.folder.path().join(name);
+        std::fs::write(&path, bytes).expect("written");
+        path.display().to_string()
     }
 
     /// Ends a storage daemon as a power cut would.
@@ -152,6 +168,7 @@ osd pool default min size = 1
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 mon data avail crit = 1
+mon allow pool delete = true
 osd memory target = 939524096
 osd op num shards = 2
 bluestore block size = 4294967296
@@ -159,7 +176,9 @@ osd objectstore = bluestore
 mon osd min down reporters = 1
 mon osd reporter subtree level = osd
 osd heartbeat grace = 6
-osd heartbeat interval = 2
+osd heartbeat interval = 1
+osd mon report interval = 1
+mon tick interval = 1
 [mon.a]
 mon data = {at}/mon
 [osd]

@@ -2,7 +2,7 @@
 
 use super::chain::{self, Part};
 use super::create::{self, Beginning};
-use super::format::{DeviceHeader, Kind, SegmentHeader, WRITERS_MAX};
+use super::format::{BLOCK, DeviceHeader, Kind, SegmentHeader, WRITERS_MAX};
 use super::record::Record;
 use super::scan::scan;
 use super::slots::{LogKey, Phase, Purpose, Slots};
@@ -20,6 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 const READS_AT_ONCE: usize = 64;
 /// Bytes that are read of a segment to know its header.
 const HEADER_READ: usize = 512;
+/// Headers that are erased before one sync.
+const ERASED_AT_ONCE: usize = 16;
 
 /// A file or a device that has the logs of volumes.
 pub struct LogDevice {
@@ -142,6 +144,7 @@ impl LogDevice {
             let key = LogKey { volume, root };
             let taken = slots.take(Purpose::Start, |number| SegmentHeader {
                 number,
+                oldest: number,
                 ..self.segment(store, key, first, vec![writer])
             });
             let taken = taken.ok_or_else(|| self.no_room())?;
@@ -172,9 +175,11 @@ impl LogDevice {
                 writers.push(writer);
             }
             let (parts, end) = self.recover(key, from).await?;
+            let oldest = parts.first().filter(|_| end > from).map(|part| part.number);
             let segment = self
                 .take_name(|number| SegmentHeader {
                     number,
+                    oldest: oldest.unwrap_or(number),
                     ..self.segment(store, key, end, writers.clone())
                 })
                 .await?;
@@ -251,6 +256,7 @@ impl LogDevice {
             volume: key.volume,
             number: 0,
             root: key.root,
+            oldest: 0,
             first,
             writers,
         }
@@ -274,11 +280,15 @@ impl LogDevice {
 
     /// The parts of the log that have its records from `from` on, and the number after the last.
     async fn recover(&self, key: LogKey, from: u64) -> Result<(Vec<Part>, u64)> {
-        let parts = {
+        let (parts, is_free) = {
             let slots = self.slots();
-            chain::parts(slots.segments_of(key).into_iter(), from)
+            let segments = slots.segments_of(key);
+            let oldest = segments.last().map_or(0, |(_, newest)| newest.oldest);
+            let parts = chain::parts(segments.into_iter(), from);
+            let is_free = parts.first().is_some_and(|part| part.number < oldest);
+            (parts, is_free)
         };
-        if parts.is_empty() {
+        if parts.is_empty() || is_free {
             let what = format!(
                 "the log in {} does not have record {from}, which the volume lacks: set it aside",
                 self.name()
@@ -294,6 +304,8 @@ impl LogDevice {
                 break;
             }
         }
+        // What is not needed may go now: the newest segment of the log stays until there is another.
+        self.slots().release_all_but(key, &used);
         Ok((used, end.max(from)))
     }
 
@@ -309,7 +321,7 @@ impl LogDevice {
                 if let Some(taken) = slots.take(Purpose::Name, &header) {
                     return Ok(taken);
                 }
-                if !slots.waits_for_sync() {
+                if !slots.may_sync() {
                     return Err(self.no_room());
                 }
             }
@@ -320,7 +332,7 @@ impl LogDevice {
     /// Writes that a log is over, as `header` has it.
     pub(super) async fn end_log(&self, kind: Kind, header: SegmentHeader) -> Result<()> {
         let key = header.key();
-        let header = |number| SegmentHeader { kind, number, ..header.clone() };
+        let header = |number| SegmentHeader { kind, number, oldest: number, ..header.clone() };
         let (at, header) = self.take_name(header).await?;
         self.write_header(at, &header).await?;
         self.sync_here().await?;
@@ -333,6 +345,28 @@ impl LogDevice {
         let offset = HostOffset::new(self.header.at(at));
         let written = write_all(&*self.file, Buf::from_slice(&header.encode()), offset).await;
         self.after_write(written, Some(at)).map(drop)
+    }
+
+    /// Erases headers of segments that are free, so that this is known after a power cut, too.
+    /// Returns whether there were any.
+    pub(super) async fn erase(self: &Arc<Self>) -> Result<bool> {
+        let this = Arc::clone(self);
+        let erased = async move {
+            let mut count = 0;
+            while count < ERASED_AT_ONCE {
+                let Some(at) = this.slots().take_unclean() else { break };
+                let offset = HostOffset::new(this.header.at(at));
+                let written = write_all(&*this.file, Buf::zeroed(BLOCK), offset).await;
+                this.after_write(written, Some(at))?;
+                this.slots().release(at);
+                count += 1;
+            }
+            if count > 0 {
+                this.sync_here().await?;
+            }
+            Ok(count > 0)
+        };
+        spawn(erased).await
     }
 
     async fn begin_log(

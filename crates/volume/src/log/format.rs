@@ -142,6 +142,9 @@ pub(super) struct SegmentHeader {
     pub(super) number: u64,
     /// The number of the first segment of its log.
     pub(super) root: u64,
+    /// The number of the oldest segment of its log that was needed when this one was begun: older
+    /// ones are free.
+    pub(super) oldest: u64,
     /// The number of the first record here. In older segments of the log, records from this one on
     /// do not count.
     pub(super) first: u64,
@@ -162,9 +165,10 @@ pub(super) struct RawSegment {
     pub(super) volume: Id,
     pub(super) number: U64,
     pub(super) root: U64,
+    pub(super) oldest: U64,
     pub(super) first: U64,
     pub(super) writers: [U64; WRITERS_MAX],
-    pub(super) padding: [u8; 148],
+    pub(super) padding: [u8; 140],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -195,9 +199,10 @@ impl SegmentHeader {
             volume: self.volume,
             number: self.number.into(),
             root: self.root.into(),
+            oldest: self.oldest.into(),
             first: self.first.into(),
             writers,
-            padding: [0; 148],
+            padding: [0; 140],
             checksum: 0.into(),
         };
         block_of(raw.as_bytes(), SEGMENT_FRAME)
@@ -230,16 +235,18 @@ impl SegmentHeader {
             volume: raw.volume,
             number: raw.number.get(),
             root: raw.root.get(),
+            oldest: raw.oldest.get(),
             first: raw.first.get(),
             writers,
         };
         let rest_is_zeros = raw.writers[header.writers.len()..].iter().all(|rest| rest.get() == 0);
         let is_fine = !header.writers.is_empty()
             && rest_is_zeros
-            && header.root <= header.number
+            && header.root <= header.oldest
+            && header.oldest <= header.number
             && header.number < u64::MAX
             && raw.reserved == [0; 3]
-            && raw.padding == [0; 148];
+            && raw.padding == [0; 140];
         is_fine.then_some(header)
     }
 }
@@ -339,3 +346,6 @@ fn sum_of(device: &Id, session: &Id, head: &[u8], records: &[u8]) -> u32 {
     digest.update(records);
     u32::try_from(digest.finalize()).expect("a 32-bit sum")
 }
+
+#[cfg(test)]
+mod tests;

@@ -33,6 +33,8 @@ mod create;
 mod device;
 mod format;
 mod group;
+#[cfg(test)]
+mod page;
 mod record;
 mod scan;
 mod slots;

@@ -138,3 +138,6 @@ fn is_on_a_disk(first: u64, count: u64) -> bool {
     let end = first.checked_add(count);
     count > 0 && end.is_some_and(|end| end <= State::LEN_MAX / BLOCK_BYTES as u64)
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,15 +9,18 @@
 //! - S2 The newest segment of a log that is over is given away only if no other segment has, or
 //!   may have after a power cut, a header of that log.
 //!
-//! And room is kept (I6): for each log whose tail has records, and one more, a segment is free. A
-//! process that goes on with a log takes one to name itself. It puts no records there before there
-//! is room for that; until then the next process finds an empty tail, and replaces it. So logs can
-//! go on after any number of crashes, however full the device is.
+//! And room is kept (I6): for each log whose tail has records, and one more, a segment is **clean**:
+//! free, and a process that finds the device after a power cut knows that. It takes one to name
+//! itself when it goes on with a log. It puts no records there before there is room for that; until
+//! then the next process finds an empty tail, and replaces it. So logs can go on after any number of
+//! crashes, however full the device is. A segment that is free and not clean becomes so when its log
+//! begins another one, whose header says so, or when its header is erased.
 
+use super::chain::Part;
 use super::format::{Kind, SegmentHeader};
 use crate::format::Id;
 use mica_block::{Error, Result};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Names a log: its volume, and the number of its first segment.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -58,7 +61,7 @@ pub(super) enum Purpose {
 }
 
 struct Slot {
-    /// What was written here last, or will be.
+    /// What was written here last, or will be; nothing if it was erased.
     header: Option<SegmentHeader>,
     /// The change with which its header was written.
     change: u64,
@@ -80,6 +83,8 @@ pub(super) struct Slots {
     written: u64,
     /// Those of them that are durable.
     durable: u64,
+    /// Whether only what is durable says what is free.
+    is_judging: bool,
     /// Counts what may have made room.
     pub(super) room_made: u64,
     /// Why nothing is acknowledged any more.
@@ -91,17 +96,19 @@ impl Slots {
     pub(super) fn new(found: Vec<Option<SegmentHeader>>) -> Self {
         let numbers = found.iter().flatten().map(|header| header.number);
         let next_number = numbers.max().map_or(1, |number| number + 1);
-        let slot = |header| Slot { header, change: 0, before: None, is_live: false };
+        let slot = |header| Slot { header, change: 0, before: None, is_live: true };
         let mut slots = Self {
             slots: found.into_iter().map(slot).collect(),
             logs: BTreeMap::new(),
             next_number,
             written: 0,
             durable: 0,
+            is_judging: true,
             room_made: 0,
             latch: None,
         };
         slots.judge();
+        slots.is_judging = false;
         slots
     }
 
@@ -126,9 +133,8 @@ impl Slots {
             kind => Phase::Over(kind),
         };
         self.logs = newest.iter().map(|(key, header)| (*key, phase(key, header))).collect();
-        for slot in &mut self.slots {
-            let key = slot.header.as_ref().map(SegmentHeader::key);
-            slot.is_live = key.is_some_and(|key| self.logs.get(&key) == Some(&Phase::Found));
+        for at in self.clean(None) {
+            self.slots[at].is_live = false;
         }
     }
 
@@ -136,7 +142,7 @@ impl Slots {
     pub(super) fn log_of(&self, volume: Id) -> Option<(LogKey, Phase)> {
         let of_volume = LogKey { volume, root: 0 }..=LogKey { volume, root: u64::MAX };
         let logs = self.logs.range(of_volume).map(|(key, phase)| (*key, *phase));
-        logs.filter(|(_, phase)| !matches!(phase, Phase::Over(_))).next_back()
+        logs.rev().find(|(_, phase)| !matches!(phase, Phase::Over(_)))
     }
 
     /// Every log, and what it is.
@@ -189,15 +195,24 @@ impl Slots {
         self.next_number
     }
 
-    /// Whether the log `key` may take a segment.
-    pub(super) fn may_take(&self, purpose: Purpose, key: LogKey) -> bool {
-        let free = self.free_count();
+    /// The segment that the log `key` may take.
+    fn choose(&self, purpose: Purpose, key: LogKey) -> Option<usize> {
+        let at = self.pick()?;
+        let clean = || self.clean(Some(at)).count();
         let has_room = match purpose {
             Purpose::Name => true,
-            Purpose::Start => free > self.reserve(None),
-            Purpose::Records { is_spent } => free + usize::from(is_spent) > self.reserve(Some(key)),
+            // It must be able to get going, whatever the others do that are there.
+            Purpose::Start => clean() > self.count_logs() + 1,
+            Purpose::Records { is_spent } => {
+                clean() + usize::from(is_spent) >= self.reserve(Some(key))
+            }
         };
-        has_room && self.pick().is_some()
+        has_room.then_some(at)
+    }
+
+    /// Whether the log `key` may take a segment.
+    pub(super) fn may_take(&self, purpose: Purpose, key: LogKey) -> bool {
+        self.choose(purpose, key).is_some()
     }
 
     /// Takes a segment; `header` gets its number. `None` if there is no room.
@@ -207,11 +222,9 @@ impl Slots {
         header: impl FnOnce(u64) -> SegmentHeader,
     ) -> Option<(usize, SegmentHeader)> {
         let header = header(self.next_number);
-        if !self.may_take(purpose, header.key()) {
-            return None;
-        }
-        let at = self.pick()?;
+        let at = self.choose(purpose, header.key())?;
         self.next_number += 1;
+        self.forget_overwritten();
         // What is here may come back in the place of what was taken and is not durable.
         let before = self.slots[at].header.take();
         let header_here = Some(header.clone());
@@ -219,9 +232,16 @@ impl Slots {
         Some((at, header))
     }
 
+    /// Logs that are over are known as long as something has their headers.
+    fn forget_overwritten(&mut self) {
+        let headers = self.slots.iter().flat_map(|slot| slot.header.iter().chain(&slot.before));
+        let there: BTreeSet<_> = headers.map(SegmentHeader::key).collect();
+        self.logs.retain(|key, phase| !matches!(phase, Phase::Over(_)) || there.contains(key));
+    }
+
     /// Whether records may be put into the tail of `key`, which has none yet.
     pub(super) fn may_begin(&self, key: LogKey) -> bool {
-        self.free_count() >= self.reserve(Some(key))
+        self.clean(None).count() >= self.reserve(Some(key))
     }
 
     /// The tail of `key` has records now.
@@ -229,7 +249,7 @@ impl Slots {
         self.logs.insert(key, Phase::Open { has_records: true });
     }
 
-    /// Segments that are kept free: for each log with records in its tail, counting `with` as one,
+    /// Segments that are kept clean: for each log with records in its tail, counting `with` as one,
     /// and one more.
     fn reserve(&self, with: Option<LogKey>) -> usize {
         let has_records = |(key, phase): (&LogKey, &Phase)| match phase {
@@ -240,17 +260,66 @@ impl Slots {
         1 + self.logs.iter().filter(|log| has_records(*log)).count()
     }
 
-    fn free_count(&self) -> usize {
-        self.slots.iter().filter(|slot| !slot.is_live).count()
+    /// Logs that are not over.
+    fn count_logs(&self) -> usize {
+        self.logs.values().filter(|phase| !matches!(phase, Phase::Over(_))).count()
     }
 
     fn is_durable(&self, slot: &Slot) -> bool {
         slot.change <= self.durable
     }
 
-    /// The free segment to be used next, if one may be. Logs that were set aside are kept for as
-    /// long as possible, and of the others, what is oldest goes first.
+    /// The clean segments, if what is in `without` is overwritten: free, and what is durable says so.
+    /// If nothing is known yet of what is free, only what is durable counts.
+    fn clean(&self, without: Option<usize>) -> impl Iterator<Item = usize> + use<> {
+        let durable = || {
+            let slots = self.slots.iter().enumerate();
+            slots.filter(|(at, slot)| Some(*at) != without && self.is_durable(slot))
+        };
+        let mut of_logs: BTreeMap<LogKey, Vec<&SegmentHeader>> = BTreeMap::new();
+        for header in durable().filter_map(|(_, slot)| slot.header.as_ref()) {
+            of_logs.entry(header.key()).or_default().push(header);
+        }
+        let mut needed = BTreeSet::new();
+        for (key, mut headers) in of_logs {
+            if matches!(self.logs.get(&key), Some(Phase::Over(_))) {
+                continue;
+            }
+            headers.sort_by_key(|header| header.number);
+            let oldest = headers.last().map_or(0, |newest| newest.oldest);
+            let mut limit = u64::MAX;
+            for header in headers.into_iter().rev() {
+                if header.number >= oldest && header.first < limit {
+                    needed.insert(header.number);
+                    limit = header.first;
+                }
+            }
+        }
+        let is_needed = |slot: &Slot| {
+            slot.header.as_ref().is_some_and(|header| needed.contains(&header.number))
+        };
+        let is_free = |slot: &Slot| !slot.is_live || self.is_judging;
+        let clean = durable().filter(|(_, slot)| is_free(slot) && !is_needed(slot));
+        clean.map(|(at, _)| at).collect::<Vec<_>>().into_iter()
+    }
+
+    /// The free segment to be used next, if one may be. What is clean is kept, and what was set aside
+    /// for as long as possible; of the rest, what is oldest goes first.
     fn pick(&self) -> Option<usize> {
+        let clean: BTreeSet<_> = self.clean(None).collect();
+        let order = |at: usize, header: &Option<SegmentHeader>| {
+            let key = header.as_ref().map(SegmentHeader::key);
+            let phase = key.and_then(|key| self.logs.get(&key));
+            let is_aside = phase == Some(&Phase::Over(Kind::SetAside));
+            let number = header.as_ref().map_or(0, |header| header.number);
+            (is_aside, clean.contains(&at), number, at)
+        };
+        let free = self.reusable();
+        free.into_iter().min_by_key(|at| order(*at, &self.slots[*at].header))
+    }
+
+    /// The free segments that may be given away (S1, S2).
+    fn reusable(&self) -> Vec<usize> {
         let mut newest: BTreeMap<LogKey, u64> = BTreeMap::new();
         let mut uses: BTreeMap<LogKey, usize> = BTreeMap::new();
         for slot in &self.slots {
@@ -270,27 +339,39 @@ impl Slots {
             let is_over = matches!(self.logs.get(&key), Some(Phase::Over(_)));
             is_replaced || (is_over && uses.get(&key) == Some(&1))
         };
-        let order = |slot: &Slot| match &slot.header {
-            None => Some((false, 0)),
-            Some(header) => {
-                let is_aside = self.logs.get(&header.key()) == Some(&Phase::Over(Kind::SetAside));
-                may_go(header).then_some((is_aside, header.number))
-            }
-        };
         // What is not durable may have two headers after a power cut. A third would be too many.
         let is_candidate = |slot: &Slot| !slot.is_live && self.is_durable(slot);
         let candidates = self.slots.iter().enumerate().filter(|(_, slot)| is_candidate(slot));
-        candidates.filter_map(|(at, slot)| Some((order(slot)?, at))).min().map(|(_, at)| at)
+        let reusable = candidates.filter(|(_, slot)| slot.header.as_ref().is_none_or(may_go));
+        reusable.map(|(at, _)| at).collect()
     }
 
-    /// Whether a sync may make room: something that is free may not be used before it.
-    pub(super) fn waits_for_sync(&self) -> bool {
-        self.durable < self.written && self.pick().is_none()
+    /// Whether a sync may make room: something is written that is not durable.
+    pub(super) fn may_sync(&self) -> bool {
+        self.durable < self.written
+    }
+
+    /// Takes a segment that is free, but not clean, to erase its header.
+    pub(super) fn take_unclean(&mut self) -> Option<usize> {
+        let clean: BTreeSet<_> = self.clean(None).collect();
+        let at = self.reusable().into_iter().find(|at| !clean.contains(at))?;
+        let before = self.slots[at].header.take();
+        self.slots[at] = Slot { header: None, change: NEVER, before, is_live: true };
+        Some(at)
     }
 
     /// Its log does not need the segment any more.
     pub(super) fn release(&mut self, at: usize) {
         self.slots[at].is_live = false;
+        self.room_made += 1;
+    }
+
+    /// Of the log `key`, only `parts` are needed.
+    pub(super) fn release_all_but(&mut self, key: LogKey, parts: &[Part]) {
+        for (at, slot) in self.slots.iter_mut().enumerate() {
+            let is_its = slot.header.as_ref().map(SegmentHeader::key) == Some(key);
+            slot.is_live &= !is_its || parts.iter().any(|part| part.slot == at);
+        }
         self.room_made += 1;
     }
 
@@ -329,6 +410,10 @@ impl Slots {
     /// Segments that logs use, and all that they may.
     pub(super) fn usage(&self) -> (usize, usize) {
         let all = self.slots.len();
-        (all - self.free_count(), all.saturating_sub(self.reserve(None)).max(1))
+        let used = self.slots.iter().filter(|slot| slot.is_live).count();
+        (used, all.saturating_sub(self.reserve(None)).max(1))
     }
 }
+
+#[cfg(test)]
+mod tests;

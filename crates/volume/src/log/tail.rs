@@ -138,9 +138,7 @@ impl Log {
         let Inner { device, key, .. } = &*self.inner;
         let mut tail = self.inner.tail();
         let mut slots = device.slots();
-        let needed = |at: usize| tail.parts.iter().any(|part| part.slot == at);
-        let all: Vec<_> = slots.segments_of(*key).into_iter().map(|(at, _)| at).collect();
-        all.into_iter().filter(|at| !needed(*at)).for_each(|at| slots.release(at));
+        slots.release_all_but(*key, tail.parts.make_contiguous());
         slots.set_phase(*key, Phase::Open { has_records: false });
         tail.trim(&mut slots);
     }
@@ -182,29 +180,30 @@ impl Log {
     /// # Errors
     /// Why the log takes no more records.
     pub async fn has_room(&self) -> Result<()> {
-        let Inner { device, .. } = &*self.inner;
+        let device = &self.inner.device;
         loop {
-            let (room_made, waits_for_sync) = {
+            let room_made = {
                 let slots = device.slots();
                 slots.check()?;
-                (slots.room_made, slots.waits_for_sync())
+                slots.room_made
             };
-            let (has_room, unwritten) = {
+            let (has_room, next, may_sync) = {
                 let tail = self.inner.tail();
-                let has_room = self.inner.room_for_group(&tail, &device.slots()).is_some();
+                let slots = device.slots();
+                let has_room = self.inner.room_for_group(&tail, &slots).is_some();
                 let fills =
                     tail.filling.as_ref().is_some_and(|group| group.has_room(RECORD_BYTES_MAX));
-                (has_room || fills, tail.written < tail.next)
+                let unwritten = (tail.written < tail.next).then_some(tail.next);
+                (has_room || fills, unwritten, slots.may_sync())
             };
             if has_room {
                 return Ok(());
             }
-            if unwritten {
-                let next = self.next();
+            if let Some(next) = next {
                 self.inner.wait_until(|tail| tail.written >= next).await?;
-            } else if waits_for_sync {
+            } else if may_sync {
                 device.sync().await?;
-            } else {
+            } else if !device.erase().await? {
                 let changed = || {
                     let slots = device.slots();
                     (slots.latch.is_some() || slots.room_made != room_made).then_some(())
@@ -305,12 +304,13 @@ impl Log {
         self.inner.tail().writers = vec![writer];
     }
 
-    /// Ends the log: the store has all of it. Durable when this returns.
+    /// Ends the log: the store has all of it, and nothing is pushed any more. Durable when this
+    /// returns.
     ///
     /// # Errors
     /// As [`Self::written`]. The log is found again then.
-    pub async fn end(self) -> Result<()> {
-        let inner = self.inner;
+    pub async fn end(&self) -> Result<()> {
+        let inner = Arc::clone(&self.inner);
         spawn(async move {
             let next = inner.tail().next;
             inner.wait_until(|tail| tail.written >= next).await?;
@@ -394,8 +394,13 @@ impl Inner {
         slots: &mut Slots,
         purpose: Purpose,
     ) -> Option<SegmentHeader> {
+        let oldest = tail.oldest_needed();
         let header = self.device.segment(self.store, self.key, tail.next, tail.writers.clone());
-        let (slot, header) = slots.take(purpose, |number| SegmentHeader { number, ..header })?;
+        let (slot, header) = slots.take(purpose, |number| SegmentHeader {
+            number,
+            oldest: oldest.unwrap_or(number),
+            ..header
+        })?;
         if let Some(last) = tail.parts.back_mut() {
             last.limit = header.first;
         }
@@ -453,7 +458,7 @@ impl Inner {
             tail.writers.push(writer);
         }
         let Some(header) = self.add_segment(&mut tail, &mut slots, Purpose::Name) else {
-            return if slots.waits_for_sync() { Ok(None) } else { Err(self.device.no_room()) };
+            return if slots.may_sync() { Ok(None) } else { Err(self.device.no_room()) };
         };
         slots.set_phase(self.key, Phase::Open { has_records: false });
         tail.may_have_records = false;
@@ -493,6 +498,13 @@ impl Tail {
     fn seal(&mut self) {
         self.at = self.end();
         self.sealed.extend(self.filling.take());
+    }
+
+    /// The number of the oldest segment with a record that is needed, if there is one.
+    fn oldest_needed(&self) -> Option<u64> {
+        let after = self.parts.iter().skip(1).map(|part| part.first).chain([self.next]);
+        let is_needed = |(_, end): &(&Part, u64)| *end > self.freed;
+        self.parts.iter().zip(after).find(is_needed).map(|(part, _)| part.number)
     }
 
     /// Releases the segments that have nothing that is needed.
@@ -546,6 +558,7 @@ impl Writing {
             tail.trim(&mut device.slots());
         }
         waiters.wake_all();
+        device.room.wake_all();
         true
     }
 }

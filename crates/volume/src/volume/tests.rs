@@ -2,6 +2,7 @@ use super::*;
 use crate::environment::Environment;
 use crate::heads::Claimed;
 use crate::names::VolumeName;
+use crate::segment::WEIGHT_MAX;
 use crate::volumes::Volumes;
 use mica_block::{Objects, read_whole};
 use mica_rt::{Backend, Executor};

@@ -1,0 +1,228 @@
+//! Puts what was done into the store.
+//!
+//! ```text
+//! drive ─▶ make an extent ─▶ put it, with up to three others ─▶ answered ─▶ the next state
+//!   ▲                                                              │ ├─▶ the log is freed
+//!   └──────────────────────────────────────────────────────────────┘ └─▶ a checkpoint, if due
+//! ```
+//!
+//! Invariants
+//! - I1 One task at a time makes extents ([`Now::is_driven`](crate::known::Now)), whoever waits for
+//!   them. It ends when there is nothing to make, or enough is under way.
+//! - I2 An extent is put, with the same bytes, until the store answers. Guests wait meanwhile, and
+//!   see no error.
+//! - I3 A refused put means that the writer was fenced: the volume is latched. So it is if one of
+//!   these tasks ends early.
+//! - I4 The log is freed up to a state when that is the state of the volume: its extent and all
+//!   before it are answered.
+
+use crate::build::{Builder, Built, Signature};
+use crate::format::extent::Header;
+use crate::place::{BLOCK_BYTES, ExtentId};
+use crate::put::{Patience, Putting};
+use crate::segment::Segment;
+use crate::shared::{Putter, Shared, Trouble, lock};
+use mica_block::{Error, ErrorKind, Put, Result};
+use mica_rt::{sleep, spawn, timeout};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// How old what waits becomes before it is put, while somebody tends the volume.
+const AGE_MAX: Duration = Duration::from_secs(1);
+/// The same for changes of snapshots: those of a moment are put together.
+const CUT_AGE_MAX: Duration = Duration::from_millis(200);
+
+/// Present while a task does what must not be left half done (I3).
+pub(crate) struct MustEnd {
+    pub(crate) shared: Arc<Shared>,
+    is_done: bool,
+}
+
+impl MustEnd {
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+        Self { shared: Arc::clone(shared), is_done: false }
+    }
+
+    pub(crate) fn done(mut self) {
+        self.is_done = true;
+    }
+}
+
+impl Drop for MustEnd {
+    fn drop(&mut self) {
+        if !self.is_done {
+            let what = "the thread that put the volume's extents has ended";
+            self.shared.fails(Error::new(ErrorKind::Io, what));
+        }
+    }
+}
+
+impl Shared {
+    /// Sees to it that extents are made if there is something to make.
+    pub(crate) fn drive(self: &Arc<Self>) {
+        if self.writer.is_none() {
+            return;
+        }
+        {
+            let mut now = self.now();
+            if now.is_driven || now.latch.is_some() || !now.has_work() {
+                return;
+            }
+            now.is_driven = true;
+        }
+        let driver = MustEnd::new(self);
+        drop(spawn(async move {
+            let this = Arc::clone(&driver.shared);
+            if let Err(error) = this.make_extents().await {
+                this.fails(error);
+            }
+            driver.done();
+        }));
+    }
+
+    async fn make_extents(self: &Arc<Self>) -> Result<()> {
+        let putter = self.putter()?;
+        loop {
+            let segments = {
+                let mut now = self.now();
+                let segments = match now.latch {
+                    Some(_) => None,
+                    None => now.take(&self.heads.environment),
+                };
+                now.is_driven = segments.is_some();
+                segments
+            };
+            // A batch was sealed: there is room for the next one.
+            self.progress.wake_all();
+            let Some(segments) = segments else { return Ok(()) };
+            self.make_extent(putter, &segments).await?;
+        }
+    }
+
+    async fn make_extent(self: &Arc<Self>, putter: &Putter, segments: &[Segment]) -> Result<()> {
+        let (before, sequence) = self.now().last_made();
+        let id = ExtentId { writer: putter.writer, sequence };
+        if sequence == u32::MAX {
+            let what = format!("writer {} has put every extent", id.writer.number());
+            return Err(Error::new(ErrorKind::Limit, what));
+        }
+        let volume = lock(&putter.owned).head.volume;
+        let signature = Signature { store: self.heads.store, volume };
+        let builder = lock(&putter.builder).take();
+        let mut builder = builder.unwrap_or_else(|| Builder::new(signature, before));
+        let nonce = self.heads.environment.random();
+        let built = builder.build(&self.tree, id, segments, nonce).await;
+        let built = self.explained(built).await?;
+        *lock(&putter.builder) = Some(builder);
+        let header = Header::decode(&built.content).expect("was just made");
+        self.tree.hold(id, header.nodes_at(), &built.content[header.nodes_at()..]);
+        self.now().begin(sequence, segments.len(), built.state);
+        let blocks = header.blocks as u64;
+        self.put_extent(id, blocks, built);
+        Ok(())
+    }
+
+    /// Puts an extent in a task of its own.
+    fn put_extent(self: &Arc<Self>, id: ExtentId, blocks: u64, built: Built) {
+        let task = MustEnd::new(self);
+        drop(spawn(async move {
+            let this = Arc::clone(&task.shared);
+            let bytes = built.content.len() as u64;
+            match this.put_until_answered(Putting::new(id.name(), built.content)).await {
+                Ok(()) => this.answered(id, blocks, bytes),
+                Err(error) => {
+                    this.tree.release(id);
+                    this.fails(error);
+                }
+            }
+            task.done();
+        }));
+    }
+
+    async fn put_until_answered(&self, mut putting: Putting) -> Result<()> {
+        let putter = self.putter()?;
+        let objects = &*self.heads.objects;
+        let mut tried = 0;
+        loop {
+            let error = match putting.attempt(objects).await {
+                Ok(Put::Done) => {
+                    *lock(&putter.trouble) = None;
+                    return Ok(());
+                }
+                Ok(Put::Exists) => return Err(self.heads.lost(putter.writer).await),
+                Err(error) => error,
+            };
+            tried += 1;
+            self.note_trouble(putter, &error);
+            self.putter()?;
+            if !Patience::Endless.bears(&error, tried).await {
+                return Err(error.wrap(format!("putting an extent into {}", objects.name())));
+            }
+        }
+    }
+
+    fn note_trouble(&self, putter: &Putter, error: &Error) {
+        let mut trouble = lock(&putter.trouble);
+        if trouble.is_none() {
+            let (store, error) = (self.heads.objects.name(), error.in_one_line());
+            tracing::warn!(%store, error, "an extent cannot be put: it is tried until it can");
+        }
+        let since_ns = trouble.as_ref().map(|trouble| trouble.since_ns);
+        let since_ns = since_ns.unwrap_or_else(|| self.heads.environment.now_ns());
+        *trouble = Some(Trouble { since_ns, error: error.clone() });
+    }
+
+    fn answered(self: &Arc<Self>, id: ExtentId, blocks: u64, bytes: u64) {
+        let Some(putter) = &self.writer else { return };
+        let counts = &putter.counts;
+        counts.extents.fetch_add(1, Ordering::Relaxed);
+        counts.blocks.fetch_add(blocks, Ordering::Relaxed);
+        let metadata = bytes - blocks * BLOCK_BYTES as u64;
+        counts.metadata_bytes.fetch_add(metadata, Ordering::Relaxed);
+        self.tree.release(id);
+        let stored = {
+            let mut now = self.now();
+            // After a latch nothing is acknowledged, and nothing leaves the log.
+            let is_newer = now.latch.is_none() && now.answered(id.sequence);
+            is_newer.then_some(now.state.records)
+        };
+        if let Some(records) = stored {
+            if let Some(log) = &putter.log {
+                log.free(records);
+            }
+            self.progress.wake_all();
+        }
+        self.checkpoint_if_due();
+        self.drive();
+    }
+
+    /// Sees to it that what was done does not become old before it is put. Ends with the volume's
+    /// life.
+    pub(crate) async fn tend(self: &Arc<Self>) {
+        if self.writer.is_none() {
+            return;
+        }
+        let is_over = || self.over.is_raised();
+        loop {
+            let waiting = || is_over().then_some(0).or_else(|| self.now().waiting());
+            let first = self.over.unless_raised(self.progress.until(waiting)).await;
+            let Some(first) = first.filter(|_| !is_over()) else { return };
+            let cut = || self.now().has_waiting_cuts().then_some(());
+            let aged = async {
+                // Whether there was one or not.
+                let _ = timeout(AGE_MAX - CUT_AGE_MAX, self.progress.until(cut)).await;
+                sleep(CUT_AGE_MAX).await;
+            };
+            if self.over.unless_raised(aged).await.is_none() {
+                return;
+            }
+            let mut now = self.now();
+            if now.waiting() == Some(first) {
+                now.want();
+            }
+            drop(now);
+            self.drive();
+        }
+    }
+}

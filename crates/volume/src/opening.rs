@@ -1,0 +1,257 @@
+//! Opening a volume for writing, and what becomes of the log that the last process left on this
+//! machine.
+//!
+//! Invariants
+//! - I1 A log is replayed only if the head that is gone on from is open under a writer that the log
+//!   names. Every other one is set aside before a head is put.
+//! - I2 A log names the writer that goes on with it, durably, before the head with it is put.
+//! - I3 What the log has and the state lacks comes before anything else that is done.
+
+use crate::build::{Builder, Signature};
+use crate::format::Id;
+use crate::format::head::Head;
+use crate::heads::{Claimed, Heads, Legacy, Owned};
+use crate::log::{Found, Log, LogDevice};
+use crate::place::Writer;
+use crate::shared::{Counts, Putter, Shared};
+use crate::state::State;
+use crate::tree::Tree;
+use crate::writing::as_change;
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::sync::SharedLock;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+/// What the answer to a flush promises.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Durability {
+    /// It is in the log on this machine: a power cut does not lose it, the loss of the machine
+    /// does. Needs a log.
+    Host,
+    /// It is in the store.
+    Store,
+}
+
+/// How a volume is opened for writing.
+#[derive(Clone)]
+pub struct Opening {
+    /// What to do if another writer has it.
+    pub claimed: Claimed,
+    /// The log of this machine, which makes what is acknowledged survive the death of the process.
+    pub log: Option<Arc<LogDevice>>,
+    /// What a flush promises.
+    pub durability: Durability,
+}
+
+/// Without a log.
+impl From<Claimed> for Opening {
+    fn from(claimed: Claimed) -> Self {
+        Self { claimed, log: None, durability: Durability::Store }
+    }
+}
+
+/// What became of the log on this machine.
+struct LogChoice<'a> {
+    device: Option<&'a Arc<LogDevice>>,
+    claimed: Claimed,
+    store: Id,
+    /// That of the volume from now on.
+    log: Option<Log>,
+    loss: Option<String>,
+    /// The host whose writer was fenced, if its log is not here.
+    fenced: Option<String>,
+    /// The time of the state that is gone on from.
+    state_ns: u64,
+}
+
+impl LogChoice<'_> {
+    fn found(&self, head: &Head) -> Option<Found> {
+        self.device?.found(head.volume)
+    }
+
+    /// Whether `found` goes on under the writer that `head` names (I1).
+    fn goes_on(&self, found: &Found, head: &Head) -> bool {
+        let names = head.writer().is_some_and(|writer| found.writers.contains(&writer));
+        names && found.store == self.store
+    }
+
+    /// Sets a log aside that nobody may replay.
+    async fn set_aside(
+        &mut self,
+        device: &Arc<LogDevice>,
+        found: &Found,
+        state: &State,
+    ) -> Result<()> {
+        let mut numbers: Option<Range<u64>> = None;
+        device
+            .look(found, |number, _| {
+                let first = numbers.as_ref().map_or(number, |numbers| numbers.start);
+                numbers = Some(first..number + 1);
+                Ok(())
+            })
+            .await?;
+        device.set_aside(found.volume).await?;
+        let numbers = numbers.unwrap_or_default();
+        // Those who wrote since count records of their own under the same numbers.
+        let newest = state.map.node.map(|node| node.extent().writer);
+        let first = match newest.is_some_and(|newest| found.writers.iter().all(|w| *w < newest)) {
+            true => numbers.start,
+            false => numbers.start.max(state.records),
+        };
+        let lacking = numbers.end.saturating_sub(first);
+        if lacking > 0 {
+            self.loss = Some(format!(
+                "the log of this machine has {lacking} writes that the volume may lack, and others \
+                 had the volume since: the log was set aside"
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Legacy for LogChoice<'_> {
+    fn is_of(&self, head: &Head) -> bool {
+        self.found(head).is_some_and(|found| self.goes_on(&found, head))
+    }
+
+    async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()> {
+        self.fenced = head.writer().map(|_| head.host.clone());
+        self.state_ns = state.time_ns;
+        let Some(device) = self.device else { return Ok(()) };
+        // That of an earlier try, which was lost: it is found again.
+        drop(self.log.take());
+        let volume = head.volume;
+        if let Some(found) = self.found(head) {
+            if self.goes_on(&found, head) {
+                match device.go_on(volume, writer, state.records).await {
+                    Ok(log) => {
+                        self.log = Some(log);
+                        self.fenced = None;
+                        return Ok(());
+                    }
+                    // By force, the volume is opened without what its log has lost.
+                    Err(error)
+                        if error.kind() == ErrorKind::Corrupt
+                            && self.claimed == Claimed::TakeOver => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            self.set_aside(device, &found, state).await?;
+        }
+        self.log = Some(device.start(self.store, volume, writer, state.records).await?);
+        Ok(())
+    }
+}
+
+/// Opens a volume for a new writer, with all that the log of this machine has of it.
+///
+/// # Errors
+/// `Invalid` if a flush is to be durable in a log and there is none; `Denied` if others have the
+/// volume; otherwise what the store or the log reports.
+pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Result<Arc<Shared>> {
+    let Opening { claimed, log, durability } = opening;
+    if *durability == Durability::Host && log.is_none() {
+        let what = "durability=host needs a log on this machine: name one";
+        return Err(Error::new(ErrorKind::Invalid, what));
+    }
+    let mut choice = LogChoice {
+        device: log.as_ref(),
+        claimed: *claimed,
+        store: heads.store,
+        log: None,
+        loss: None,
+        fenced: None,
+        state_ns: 0,
+    };
+    let owned = heads.open(*claimed, &mut choice).await?;
+    let loss = choice.loss_in_words(&heads);
+    if let Some(log) = &choice.log {
+        log.only(owned.writer);
+    }
+    let (state, log) = (owned.head.state, choice.log);
+    let putter = putter(&heads, owned, *durability, log, loss);
+    let shared = Shared::new(tree, heads, Some(putter), state);
+    replay(&shared).await?;
+    Ok(shared)
+}
+
+impl LogChoice<'_> {
+    /// What people should know of what is lost, or may be.
+    fn loss_in_words(&self, heads: &Heads) -> Option<String> {
+        let age = heads.environment.now_ns().saturating_sub(self.state_ns) / 1_000_000_000;
+        let of = format!("the volume is as it was {age} s before it was opened");
+        let loss = match (&self.loss, &self.fenced) {
+            (Some(loss), _) => format!("{loss}; {of}"),
+            (None, Some(host)) => {
+                format!("taken over from {host}: what only a log on {host} had is lost; {of}")
+            }
+            (None, None) => return None,
+        };
+        tracing::warn!(volume = heads.name.as_str(), "{loss}");
+        // What was taken over had no log, as far as anybody knows.
+        self.loss.is_some().then_some(loss)
+    }
+}
+
+fn putter(
+    heads: &Heads,
+    owned: Owned,
+    durability: Durability,
+    log: Option<Log>,
+    loss: Option<String>,
+) -> Putter {
+    let signature = Signature { store: heads.store, volume: owned.head.volume };
+    Putter {
+        writer: owned.writer,
+        durability,
+        log,
+        loss,
+        builder: Mutex::new(Some(Builder::new(signature, owned.head.state))),
+        head_turn: SharedLock::default(),
+        owned: Mutex::new(owned),
+        last_head: Mutex::default(),
+        trouble: Mutex::default(),
+        counts: Counts::default(),
+    }
+}
+
+/// Does what the log has and the state lacks, and puts it: nothing is under way when this returns,
+/// for the executor that opens a volume may end then.
+async fn replay(shared: &Arc<Shared>) -> Result<()> {
+    let Some(log) = shared.log() else { return Ok(()) };
+    let recovered = log.recovered();
+    if recovered.is_empty() {
+        return Ok(());
+    }
+    let count = recovered.end - recovered.start;
+    tracing::info!(volume = shared.heads.name.as_str(), count, "records of the log are put");
+    let environment = &shared.heads.environment;
+    loop {
+        let next = shared.now().records;
+        if next >= recovered.end {
+            return shared.store().await;
+        }
+        let mut is_full = false;
+        let read = log
+            .read(next, |number, record| {
+                let mut now = shared.now();
+                let change = as_change(record);
+                let is_cut = matches!(change, crate::known::Change::Cut(_));
+                if number != now.records {
+                    let what = format!("the log has record {number} in place of {}", now.records);
+                    return Err(Error::new(ErrorKind::Corrupt, what));
+                }
+                is_full = !now.make_room(is_cut, environment);
+                if is_full {
+                    return Err(Error::new(ErrorKind::Limit, "the batches are full"));
+                }
+                now.apply(change, environment);
+                Ok(())
+            })
+            .await;
+        match read {
+            Err(error) if !is_full => return Err(error),
+            _ => shared.store().await?,
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! What requests to an open volume share with the tasks that put its extents and heads.
+//!
+//! Lock order: what the volume is now, then the log. No lock is held across I/O.
+
+use crate::build::Builder;
+use crate::format::head::Head;
+use crate::heads::{Heads, Owned};
+use crate::known::Now;
+use crate::log::Log;
+use crate::opening::Durability;
+use crate::place::Writer;
+use crate::reader::{Plans, View, blocks_of};
+use crate::state::State;
+use crate::tree::Tree;
+use crate::writing::closed;
+use mica_block::{Error, ErrorKind, Requests, Result};
+use mica_rt::sync::{SharedLock, Signal, Waiters};
+use mica_units::GuestRange;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// See the module.
+pub(crate) struct Shared {
+    pub(crate) tree: Arc<Tree>,
+    pub(crate) heads: Heads,
+    /// Who writes it; nobody if it is only read.
+    pub(crate) writer: Option<Putter>,
+    now: Mutex<Now>,
+    /// Woken when what the volume is now has changed in a way that somebody may wait for.
+    pub(crate) progress: Waiters,
+    /// Raised when nothing is put any more: closed or latched.
+    pub(crate) over: Signal,
+    pub(crate) requests: Arc<Requests>,
+    pub(crate) plans: Plans,
+}
+
+/// What puts extents and heads.
+pub(crate) struct Putter {
+    pub(crate) writer: Writer,
+    pub(crate) durability: Durability,
+    pub(crate) log: Option<Log>,
+    /// What was lost when the volume was opened, in words.
+    pub(crate) loss: Option<String>,
+    /// Absent while an extent is made.
+    pub(crate) builder: Mutex<Option<Builder>>,
+    /// Held while a head is put.
+    pub(crate) head_turn: SharedLock,
+    pub(crate) owned: Mutex<Owned>,
+    /// The head that ends the writer's time, once it is decided: no other is put then.
+    pub(crate) last_head: Mutex<Option<Head>>,
+    pub(crate) trouble: Mutex<Option<Trouble>>,
+    pub(crate) counts: Counts,
+}
+
+/// Since when the store has not answered puts, in nanoseconds since 1970, and why.
+pub(crate) struct Trouble {
+    pub(crate) since_ns: u64,
+    pub(crate) error: Error,
+}
+
+/// What writing has cost.
+#[derive(Default)]
+pub(crate) struct Counts {
+    pub(crate) extents: AtomicU64,
+    pub(crate) heads: AtomicU64,
+    pub(crate) metadata_bytes: AtomicU64,
+    pub(crate) blocks: AtomicU64,
+}
+
+impl Shared {
+    pub(crate) fn new(
+        tree: Arc<Tree>,
+        heads: Heads,
+        writer: Option<Putter>,
+        state: State,
+    ) -> Arc<Self> {
+        let (progress, over, requests) = (Waiters::default(), Signal::default(), Arc::default());
+        let now = Mutex::new(Now::new(state));
+        let plans = Plans::default();
+        Arc::new(Self { tree, heads, writer, now, progress, over, requests, plans })
+    }
+
+    pub(crate) fn now(&self) -> MutexGuard<'_, Now> {
+        // No code that may panic runs while it is half changed.
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.now().len
+    }
+
+    pub(crate) fn view(&self, range: GuestRange) -> View {
+        View::new(&self.now(), blocks_of(range))
+    }
+
+    pub(crate) fn log(&self) -> Option<&Log> {
+        self.writer.as_ref()?.log.as_ref()
+    }
+
+    /// Who writes the volume, unless it is latched.
+    pub(crate) fn putter(&self) -> Result<&Putter> {
+        let putter = self.writer.as_ref().ok_or_else(|| {
+            Error::new(ErrorKind::Denied, "the volume was opened for reading only")
+        })?;
+        self.latch().map_or(Ok(putter), Err)
+    }
+
+    pub(crate) fn latch(&self) -> Option<Error> {
+        self.now().latch.clone()
+    }
+
+    /// Why no change is accepted.
+    pub(crate) fn refusal(&self, now: &Now) -> Option<Error> {
+        now.latch.clone().or_else(|| now.is_closing.then(closed))
+    }
+
+    /// Nothing is acknowledged any more. Returns why: the first reason stays.
+    pub(crate) fn fails(&self, error: Error) -> Error {
+        let (latch, is_first, unstored) = {
+            let mut now = self.now();
+            let is_first = now.latch.is_none();
+            let unstored = now.records - now.state.records;
+            (now.latch.get_or_insert(error).clone(), is_first, unstored)
+        };
+        if is_first {
+            let error = latch.in_one_line();
+            tracing::error!(
+                volume = self.heads.name.as_str(),
+                error,
+                unstored,
+                "the volume takes no more writes; its last writes are not in the store"
+            );
+        }
+        self.over.raise();
+        self.progress.wake_all();
+        latch
+    }
+
+    /// What a failed read means: what is missing may have been taken away by those who have the
+    /// volume now.
+    pub(crate) async fn explained<T>(&self, outcome: Result<T>) -> Result<T> {
+        let (Err(error), Some(putter)) = (&outcome, &self.writer) else { return outcome };
+        if error.kind() != ErrorKind::Corrupt {
+            return outcome;
+        }
+        let is_taken = match self.heads.newest().await {
+            Ok(head) => head.writer() != Some(putter.writer),
+            Err(error) => error.kind() == ErrorKind::NotFound,
+        };
+        if !is_taken {
+            return outcome;
+        }
+        Err(self.fails(self.heads.lost(putter.writer).await))
+    }
+
+    /// Everything that was done until now is in the store when this returns.
+    pub(crate) async fn store(self: &Arc<Self>) -> Result<()> {
+        self.putter()?;
+        let records = {
+            let mut now = self.now();
+            now.want();
+            now.records
+        };
+        self.drive();
+        let is_stored = || {
+            let now = self.now();
+            let is_stored = now.state.records >= records;
+            now.latch.clone().map(Err).or(is_stored.then_some(Ok(())))
+        };
+        self.progress.until(is_stored).await
+    }
+
+    /// Everything that was done until now is as durable as was promised when this returns.
+    pub(crate) async fn flush(self: &Arc<Self>) -> Result<()> {
+        let putter = self.putter()?;
+        match (putter.durability, &putter.log) {
+            (Durability::Host, Some(log)) => {
+                log.sync().await.map_err(|error| self.fails(error))?;
+                self.latch().map_or(Ok(()), Err)
+            }
+            (Durability::Host | Durability::Store, _) => self.store().await,
+        }
+    }
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,303 @@
+//! What a guest does to a volume: every change is a record, in the log if there is one, and in the
+//! batch that fills.
+//!
+//! Invariants
+//! - I1 Records get their numbers, and their places in the log and in the batches, in one step: the
+//!   order is the same everywhere.
+//! - I2 A change is answered when the log has it, if there is one: then it survives the death of
+//!   the process. Nothing is answered once the volume is latched.
+//! - I3 What is full makes writers wait, and never fails them: batches, the log.
+
+use crate::known::{Change, Now};
+use crate::log::{Log, NotPushed, Record, Ticket};
+use crate::place::BLOCK_BYTES;
+use crate::reader;
+use crate::recent::{Block, Known};
+use crate::segment::Cut;
+use crate::shared::Shared;
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::sleep;
+use mica_units::{GuestOffset, GuestRange};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The longest that a change waits because the log is nearly full.
+const DELAY_MAX: Duration = Duration::from_millis(100);
+
+/// Why a change was not done yet.
+enum NotYet {
+    /// The batches are full; or there are too many of them for a cut.
+    Batches { is_cut: bool },
+    /// The log is full.
+    Log,
+    /// Nothing more is accepted.
+    Refused(Error),
+    /// The log has failed.
+    Failed(Error),
+}
+
+impl Shared {
+    /// Does `change` now, if there is room.
+    fn record(&self, now: &mut Now, change: Change) -> std::result::Result<Option<Ticket>, NotYet> {
+        if let Some(error) = self.refusal(now) {
+            return Err(NotYet::Refused(error));
+        }
+        let environment = &self.heads.environment;
+        let is_cut = matches!(change, Change::Cut(_));
+        if !now.make_room(is_cut, environment) {
+            return Err(NotYet::Batches { is_cut });
+        }
+        let ticket = match self.log() {
+            None => None,
+            Some(log) => match log.push(as_record(&change)) {
+                Ok(ticket) => Some(ticket),
+                Err(NotPushed::NoRoom) => return Err(NotYet::Log),
+                Err(NotPushed::Failed(error)) => return Err(NotYet::Failed(error)),
+            },
+        };
+        debug_assert!(ticket.is_none_or(|ticket| ticket.number() == now.records), "one order");
+        let was_idle = now.waiting().is_none();
+        now.apply(change, environment);
+        if was_idle || is_cut {
+            self.progress.wake_all();
+        }
+        Ok(ticket)
+    }
+
+    /// Calls `act` until it has done all its changes; waits for room in between.
+    pub(crate) async fn change<T>(
+        self: &Arc<Self>,
+        mut act: impl FnMut(&mut Recorder<'_>) -> Step<T>,
+    ) -> Result<T> {
+        let mut last = None;
+        loop {
+            let (step, not_yet) = {
+                let mut now = self.now();
+                let mut recorder =
+                    Recorder { shared: self, now: &mut now, last: &mut last, not_yet: None };
+                let step = act(&mut recorder);
+                (step, recorder.not_yet)
+            };
+            self.drive();
+            match (step, not_yet) {
+                (_, Some(NotYet::Refused(error))) => return Err(error),
+                (_, Some(NotYet::Failed(error))) => return Err(self.fails(error)),
+                (_, Some(NotYet::Log)) => self.wait_for_log().await?,
+                (_, Some(NotYet::Batches { is_cut })) => self.wait_for_batches(is_cut).await?,
+                (Step::Again, None) => unreachable!("a step ends early only for lack of room"),
+                (Step::Done(done), None) => {
+                    self.settle(last).await?;
+                    return Ok(done);
+                }
+            }
+        }
+    }
+
+    /// Waits until the change with this ticket may be answered.
+    async fn settle(self: &Arc<Self>, last: Option<Ticket>) -> Result<()> {
+        if let (Some(log), Some(ticket)) = (self.log(), last) {
+            log.written(ticket).await.map_err(|error| self.fails(error))?;
+            if let Some(delay) = delay(log) {
+                self.now().want();
+                self.drive();
+                // The end of the volume ends the wait; what was done is in the log.
+                self.over.unless_raised(sleep(delay)).await;
+            }
+        }
+        self.latch().map_or(Ok(()), Err)
+    }
+
+    async fn wait_for_batches(self: &Arc<Self>, is_cut: bool) -> Result<()> {
+        self.now().want();
+        self.drive();
+        let check = || {
+            let mut now = self.now();
+            let has_room = now.make_room(is_cut, &self.heads.environment);
+            let refusal = self.refusal(&now).map(Err);
+            refusal.or(has_room.then_some(Ok(())))
+        };
+        self.progress.until(check).await
+    }
+
+    async fn wait_for_log(self: &Arc<Self>) -> Result<()> {
+        let Some(log) = self.log() else { return Ok(()) };
+        // Its records leave it with extents.
+        self.now().want();
+        self.drive();
+        match self.over.unless_raised(log.has_room()).await {
+            Some(outcome) => outcome.map_err(|error| self.fails(error)),
+            None => self.latch().map_or(Ok(()), Err),
+        }
+    }
+
+    pub(crate) async fn write(self: &Arc<Self>, at: GuestOffset, bytes: &[u8]) -> Result<()> {
+        let size = BLOCK_BYTES as u64;
+        let (at, end) = (at.bytes(), at.bytes() + bytes.len() as u64);
+        let within = usize::try_from(at % size).expect("less than a block");
+        let (head, rest) = match within {
+            0 => bytes.split_at(0),
+            within => bytes.split_at(bytes.len().min(BLOCK_BYTES - within)),
+        };
+        if !head.is_empty() {
+            self.write_part(at / size, within, head).await?;
+        }
+        let (whole, tail) = rest.as_chunks::<BLOCK_BYTES>();
+        if !whole.is_empty() {
+            // Copied before the lock is taken.
+            let blocks: Vec<Block> = whole.iter().map(|block| Arc::new(*block)).collect();
+            let mut blocks = (at.div_ceil(size)..).zip(&blocks).peekable();
+            self.change(|recorder| {
+                while let Some((block, data)) = blocks.peek() {
+                    if !recorder.record(Change::Data(*block, Arc::clone(data))) {
+                        return Step::Again;
+                    }
+                    blocks.next();
+                }
+                Step::Done(())
+            })
+            .await?;
+        }
+        if tail.is_empty() { Ok(()) } else { self.write_part(end / size, 0, tail).await }
+    }
+
+    /// Changes a part of a block: what else is in it is read first, if it has to be.
+    async fn write_part(self: &Arc<Self>, block: u64, within: usize, part: &[u8]) -> Result<()> {
+        let mut stored: Option<(u64, Block)> = None;
+        loop {
+            let is_done = self
+                .change(|recorder| {
+                    let generation = recorder.now.generation;
+                    let old = match (recorder.now.recent(block), &stored) {
+                        (Some(Known::Data(old)), _) => old,
+                        (Some(Known::Nothing), _) => Arc::new([0; BLOCK_BYTES]),
+                        (None, Some((of, old))) if *of == generation => Arc::clone(old),
+                        (None, _) => return Step::Done(false),
+                    };
+                    let mut new = *old;
+                    new[within..within + part.len()].copy_from_slice(part);
+                    match recorder.record(Change::Data(block, Arc::new(new))) {
+                        true => Step::Done(true),
+                        false => Step::Again,
+                    }
+                })
+                .await?;
+            if is_done {
+                return Ok(());
+            }
+            let (generation, map) = {
+                let now = self.now();
+                (now.generation, now.state.map)
+            };
+            let read = reader::stored_block(&self.tree, map, block).await;
+            stored = Some((generation, self.explained(read).await?));
+        }
+    }
+
+    /// Whole blocks of `range` have nothing from now on; what is left of it at its ends is written
+    /// with zeros if `exact`.
+    pub(crate) async fn clear(self: &Arc<Self>, range: GuestRange, exact: bool) -> Result<()> {
+        let size = BLOCK_BYTES as u64;
+        let (start, end) = (range.start().bytes(), range.end().bytes());
+        // A disk's last block may be shorter than a block: nobody sees what is beyond.
+        let end_blocks = if end == self.len() { end.div_ceil(size) } else { end / size };
+        let first = start.div_ceil(size);
+        if first >= end_blocks {
+            return if exact { self.write_zeros(start, end).await } else { Ok(()) };
+        }
+        if exact {
+            self.write_zeros(start, first * size).await?;
+            self.write_zeros((end_blocks * size).min(end), end).await?;
+        }
+        self.change_once(Change::Nothing(first..end_blocks)).await
+    }
+
+    async fn write_zeros(self: &Arc<Self>, start: u64, end: u64) -> Result<()> {
+        let len = usize::try_from(end - start).expect("less than two blocks");
+        self.write(GuestOffset::new(start), &vec![0; len]).await
+    }
+
+    pub(crate) async fn change_once(self: &Arc<Self>, change: Change) -> Result<()> {
+        let step = |recorder: &mut Recorder<'_>| match recorder.record(change.clone()) {
+            true => Step::Done(()),
+            false => Step::Again,
+        };
+        self.change(step).await
+    }
+}
+
+/// What a step of a change came to.
+pub(crate) enum Step<T> {
+    Done(T),
+    /// There was no room.
+    Again,
+}
+
+/// Does changes, under the lock of what the volume is now.
+pub(crate) struct Recorder<'a> {
+    shared: &'a Shared,
+    pub(crate) now: &'a mut Now,
+    last: &'a mut Option<Ticket>,
+    not_yet: Option<NotYet>,
+}
+
+impl Recorder<'_> {
+    /// Whether `change` was done; if not, the step ends.
+    pub(crate) fn record(&mut self, change: Change) -> bool {
+        match self.shared.record(self.now, change) {
+            Ok(ticket) => {
+                *self.last = ticket.or(*self.last);
+                true
+            }
+            Err(why) => {
+                self.not_yet = Some(why);
+                false
+            }
+        }
+    }
+}
+
+/// How long a change waits so that the log does not become full all at once; nothing as long as it
+/// is half empty.
+fn delay(log: &Log) -> Option<Duration> {
+    let room = log.room();
+    let over = room.used.saturating_sub(room.len / 2);
+    let part = over as f64 / (room.len - room.len / 2).max(1) as f64;
+    (over > 0).then(|| DELAY_MAX.mul_f64((part * part).min(1.0)))
+}
+
+fn as_record(change: &Change) -> Record<'_> {
+    match change {
+        Change::Data(block, bytes) => Record::Data { block: *block, bytes },
+        Change::Nothing(blocks) => {
+            Record::Nothing { first: blocks.start, count: blocks.end - blocks.start }
+        }
+        Change::Length(bytes) => Record::Length { bytes: *bytes },
+        Change::Cut(Cut::Take { number, label, time_ns }) => {
+            Record::Take { number: *number, time_ns: *time_ns, label }
+        }
+        Change::Cut(Cut::Drop { number }) => Record::Drop { number: *number },
+        Change::Cut(Cut::Label { number, label }) => Record::Label { number: *number, label },
+        Change::Cut(Cut::Rollback { .. }) => unreachable!("a volume with a log is not rolled back"),
+    }
+}
+
+/// What a record of a log did.
+pub(crate) fn as_change(record: Record<'_>) -> Change {
+    match record {
+        Record::Data { block, bytes } => Change::Data(block, Arc::new(*bytes)),
+        Record::Nothing { first, count } => Change::Nothing(first..first + count),
+        Record::Length { bytes } => Change::Length(bytes),
+        Record::Take { number, time_ns, label } => {
+            Change::Cut(Cut::Take { number, label: label.to_owned(), time_ns })
+        }
+        Record::Drop { number } => Change::Cut(Cut::Drop { number }),
+        Record::Label { number, label } => {
+            Change::Cut(Cut::Label { number, label: label.to_owned() })
+        }
+    }
+}
+
+/// That nothing more is accepted.
+pub(crate) fn closed() -> Error {
+    Error::new(ErrorKind::Denied, "the volume is being closed")
+}
