@@ -8,8 +8,8 @@ use crate::client::{Client, ControlArgs, nothing, of_disk, plain};
 use crate::failure::Failure;
 use crate::output::{OutputFormat, human_size, print, print_json};
 use crate::sections;
+use crate::table::table;
 use clap::{Args, Subcommand};
-use comfy_table::{CellAlignment, Table};
 use members::{AddArgs, RemoveArgs};
 use mica_daemon::LogLevel;
 use serde_json::{Value, json};
@@ -187,19 +187,6 @@ pub(crate) fn text(value: &Value) -> String {
         Value::String(text) => plain(text),
         other => other.to_string(),
     }
-}
-
-/// A table without rules; `numbers` are the right-aligned columns.
-pub(crate) fn table(head: &[&str], numbers: &[usize], rows: Vec<Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::NOTHING).set_header(head).add_rows(rows);
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((0, 2));
-        if numbers.contains(&index) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table.lines().fold(String::new(), |text, line| text + line.trim_end() + "\n")
 }
 
 /// The number of layers, and of those below the active one that are indexed.

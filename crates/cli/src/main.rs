@@ -30,6 +30,7 @@ mod pid_file;
 mod resize;
 mod sections;
 mod serve;
+mod table;
 mod top;
 mod unfinished;
 mod volume;

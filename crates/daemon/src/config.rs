@@ -427,6 +427,7 @@ impl DiskConfig {
         }
         self.settings.resolve(folder);
         self.images.resolve(folder);
+        self.volume.resolve(folder);
     }
 }
 

@@ -6,7 +6,6 @@ use crate::settings::{DiskSettings, ImageSettings, IndexMode, VolumeSettings};
 use mica_block::{Error, Manage, Result};
 use mica_qcow2::{ChainOptions, IndexUse, MapCache, Sharing};
 use mica_rt::{Backend, Executor};
-use mica_stack::VolumeOptions;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -30,10 +29,7 @@ pub(crate) fn open(opening: &Opening<'_>, resources: &Resources) -> Result<Arc<d
     let Some(url) = volume.url()? else {
         return open_image(&executor, (image, settings, images), resources);
     };
-    let options = VolumeOptions {
-        writable: settings.writes() && url.snapshot.is_none(),
-        force: volume.force,
-    };
+    let options = volume.options(settings.writes() && url.snapshot.is_none());
     executor.block_on(resources.stores.open_volume(&url, &options))
 }
 

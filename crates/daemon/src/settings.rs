@@ -12,7 +12,9 @@ mod process;
 mod size;
 mod volume;
 
-pub use choices::{Aio, Cache, Discards, IndexMode, OtherUsers, SandboxMode, TlsMode, VerifyPeer};
+pub use choices::{
+    Aio, Cache, Discards, FlushDurability, IndexMode, OtherUsers, SandboxMode, TlsMode, VerifyPeer,
+};
 pub use disk::DiskSettings;
 pub(crate) use image::DESCRIPTORS_RESERVE;
 pub use image::ImageSettings;

@@ -67,19 +67,6 @@ pub(crate) trait Legacy {
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()>;
 }
 
-/// Nothing.
-pub(crate) struct NoLegacy;
-
-impl Legacy for NoLegacy {
-    fn is_of(&self, _head: &Head) -> bool {
-        false
-    }
-
-    async fn settle(&mut self, _head: &Head, _writer: Writer, _state: &State) -> Result<()> {
-        Ok(())
-    }
-}
-
 /// How a writer's time ends.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum End {

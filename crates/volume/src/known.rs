@@ -12,6 +12,8 @@
 //! - I3 A state becomes the state when its extent and all before it are answered.
 //! - I4 Records are counted in the order in which they are done. Segments have consecutive ones.
 
+mod cuts;
+
 use crate::environment::Environment;
 use crate::recent::{Batch, Block, Known};
 use crate::segment::{Cut, Segment, WEIGHT_MAX};

@@ -37,6 +37,8 @@ mod shared;
 mod snapshots;
 mod state;
 mod tenure;
+#[cfg(test)]
+mod testing;
 mod tree;
 mod volume;
 mod volumes;

@@ -31,6 +31,8 @@ pub(crate) struct Shared {
     /// Raised when nothing is put any more: closed or latched.
     pub(crate) over: Signal,
     pub(crate) requests: Arc<Requests>,
+    /// Held from the look whether a label is free until a snapshot has it.
+    pub(crate) naming: SharedLock,
     pub(crate) plans: Plans,
 }
 
@@ -75,9 +77,9 @@ impl Shared {
         state: State,
     ) -> Arc<Self> {
         let (progress, over, requests) = (Waiters::default(), Signal::default(), Arc::default());
-        let now = Mutex::new(Now::new(state));
+        let (now, naming) = (Mutex::new(Now::new(state)), SharedLock::default());
         let plans = Plans::default();
-        Arc::new(Self { tree, heads, writer, now, progress, over, requests, plans })
+        Arc::new(Self { naming, tree, heads, writer, now, progress, over, requests, plans })
     }
 
     pub(crate) fn now(&self) -> MutexGuard<'_, Now> {

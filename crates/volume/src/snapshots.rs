@@ -97,3 +97,12 @@ async fn numbered(tree: &Tree, number: u64, place: Place) -> Result<Arc<Record>>
     let what = format!("snapshot {number}: {extent} has the record of snapshot {found} there");
     Err(Error::new(ErrorKind::Corrupt, what))
 }
+
+#[cfg(test)]
+mod clones;
+#[cfg(test)]
+mod costs;
+#[cfg(test)]
+mod in_flight;
+#[cfg(test)]
+mod tests;

@@ -12,6 +12,8 @@
 //! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume is
 //!   latched. A store that does not answer makes everybody wait.
 
+mod snapshots;
+
 use crate::heads::{End, Heads, host_name};
 use crate::known::Change;
 use crate::opening::Durability;
@@ -40,6 +42,10 @@ pub struct Volume {
 impl Volume {
     pub(crate) fn of(shared: Arc<Shared>) -> Self {
         Self { shared }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
     /// A state of a volume, to be read.
@@ -281,7 +287,7 @@ impl Manage for Volume {
     }
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
-        None
+        Some(self)
     }
 
     fn tend(&self) -> LocalFuture<'_, ()> {

@@ -205,7 +205,7 @@ impl Volumes {
         Ok(Volume::readable(Arc::clone(&self.tree), heads, state))
     }
 
-    fn heads(&self, name: &VolumeName) -> Heads {
+    pub(crate) fn heads(&self, name: &VolumeName) -> Heads {
         Heads {
             objects: Arc::clone(&self.objects),
             environment: self.environment.clone(),

@@ -107,9 +107,15 @@ impl Guests {
     }
 }
 
-fn survives(more: &[&str]) {
+/// What has to be there after a kill.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Promise {
+    Flushed,
+    Acknowledged,
+}
+
+fn survives(store: &Store, more: &[&str], promise: Promise) {
     let seed = std::env::var("MICA_KILL_SEED").ok().map_or(3, |text| text.parse().expect("one"));
-    let store = Store::new();
     store.create("web", &DISK_BYTES.to_string());
     let mut guests = Guests::new(seed);
     for round in 0..kills() {
@@ -123,6 +129,9 @@ fn survives(more: &[&str]) {
             });
             guests.work(&server);
         });
+        if promise == Promise::Acknowledged {
+            guests.blocks.iter_mut().for_each(|stamp| stamp.least = stamp.acknowledged);
+        }
         let again = store.serve("web", more).expect("it serves again, without --force");
         let mut client = again.connect(&nbd::Wish::default()).expect("served");
         guests.judge(&client.read_all().expect("read"), &what);
@@ -135,7 +144,47 @@ fn survives(more: &[&str]) {
 
 #[test]
 fn what_was_flushed_before_a_kill_is_there_when_it_is_served_again() {
-    survives(&[]);
+    survives(&Store::new(), &[], Promise::Flushed);
+}
+
+/// With a log nothing is lost that was acknowledged.
+#[test]
+fn what_was_acknowledged_before_a_kill_is_there_with_the_log_of_the_server() {
+    let store = Store::new();
+    let log = store.folder().join("log").display().to_string();
+    survives(&store, &["--log-device", &log, "--log-size", "64M"], Promise::Acknowledged);
+}
+
+/// The story: the server is killed, and somebody starts it without its log.
+#[test]
+fn volume_is_not_served_without_the_log_that_may_have_more_than_its_store() {
+    let store = Store::new();
+    store.create("web", "64M");
+    let log = store.folder().join("log").display().to_string();
+    let with_log = ["--log-device", &*log, "--log-size", "64M"];
+    let server = store.serve("web", &with_log).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(0, &[5; BLOCK]).expect("written"), 0);
+    assert_eq!(guest.flush().expect("flushed"), 0);
+    kill(&server);
+    drop(server);
+    let refused = format!("{:#}", store.serve("web", &[]).map(drop).expect_err("not so"));
+    assert!(refused.contains(&format!("--log-device {log}")), "{refused}");
+    let snapshot = run(["snapshot", &store.volume("web"), "a"]).refusal();
+    assert!(snapshot.contains(&format!("--log-device {log}")), "{snapshot}");
+    let server = store.serve("web", &with_log).expect("served");
+    let mut client = server.connect(&nbd::Wish::default()).expect("served");
+    assert_eq!(client.read(0, BLOCK as u64).expect("read"), [5; BLOCK]);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    // It was closed: nobody needs the log any more.
+    let server = store.serve("web", &[]).expect("served");
+    kill(&server);
+    drop(server);
+    let other = store.folder().join("other").display().to_string();
+    let server = store.serve("web", &["--log-device", &other, "--log-size", "64M"]);
+    kill(&server.expect("served"));
+    let forced = store.serve("web", &["--force"]).expect("what is only in the log is given up");
+    assert_eq!(forced.stop().expect("it stops").status.code(), Some(0));
 }
 
 /// fio verifies what it wrote, in the same run and in the next server.

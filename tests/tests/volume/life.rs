@@ -1,6 +1,6 @@
 //! The life of a volume, from its creation to its deletion.
 
-use mica_tests::guest::Guest;
+use mica_tests::guest::{Answer, Guest, Request};
 use mica_tests::server::Server;
 use mica_tests::volume::{Store, run};
 use mica_tests::{command, mica, nbd, tools};
@@ -153,4 +153,35 @@ fn server_takes_over_from_another_with_its_volume() {
     assert_eq!(drained.code(), Some(0), "{drained}");
     let info = run(["info", &url, "--output", "json"]).json();
     assert_eq!(info["state"], "closed");
+}
+
+/// Sparse from birth to the end of what a volume can have: a trim is one record, whatever it covers.
+#[test]
+fn volume_of_256_tebibytes_is_written_and_trimmed_at_both_ends() {
+    const END: u64 = 1 << 48;
+    const TRIM: u32 = 1 << 31;
+    let store = Store::new();
+    store.create("large", "256T");
+    let server = store.serve("large", &[]).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.len(), END);
+    for at in [0, END / 2, END - 4096] {
+        assert_eq!(guest.write(at, &[1; 4096]).expect("written"), 0);
+    }
+    let trims = (0..512).map(|number| number * u64::from(TRIM));
+    for offset in trims.chain([END - u64::from(TRIM)]) {
+        let trim = Request::Trim { offset, len: TRIM, fua: false };
+        assert_eq!(guest.ask(&trim).expect("answered").errno(), 0);
+    }
+    assert_eq!(guest.flush().expect("flushed"), 0);
+    for (at, byte) in [(0, 0), (END / 2, 1), (END - 4096, 0)] {
+        assert_eq!(guest.read(at, 4096).expect("read"), Answer::Done(vec![byte; 4096]), "{at}");
+    }
+    drop(guest);
+    stop(server);
+    let checked = run(["check", &store.volume("large"), "--output", "json"]).json();
+    assert_eq!(
+        (&checked[0]["damaged-count"], &checked[0]["data-bytes"]),
+        (&0.into(), &4096.into())
+    );
 }

@@ -4,5 +4,6 @@ mod bucket;
 mod copies;
 mod kill;
 mod life;
+mod readme;
 mod snapshots;
 mod urls;

@@ -2,8 +2,9 @@
 
 use mica_tests::server::Server;
 use mica_tests::volume::{Store, run};
-use mica_tests::{command, tools};
+use mica_tests::{command, mica, tools};
 use serde_json::Value;
+use std::process::Command;
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO, tools::NBDCOPY];
 const SIZE: usize = 16 << 20;
@@ -154,4 +155,34 @@ fn snapshot_after_a_kill_has_what_was_flushed() {
     drop(server);
     run(["snapshot", &store.volume("web"), "late"]).ok();
     assert!(content(&store, "web@late") == expected(&[(0, MB, 9)]));
+}
+
+#[test]
+fn snapshot_is_taken_while_a_guest_writes() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let control = store.folder().join("control").display().to_string();
+    let server = store.serve("web", &["--control", &control]).expect("served");
+    let ctl = |words: &[&str]| {
+        let mut ctl = Command::new(mica::binary());
+        command::finish(ctl.args(["ctl", "--control", &control, "--output", "json"]).args(words))
+    };
+    let uri = server.uri();
+    let io = |write: &str| command::run("qemu-io", ["-f", "raw", "-c", write, &uri]).ok();
+    io("write -P 1 0 1M");
+    let taken = ctl(&["snapshot", "web", "a"]).json();
+    assert_eq!((&taken["label"], &taken["sequence"]), (&"a".into(), &1.into()));
+    io("write -P 2 0 1M");
+    ctl(&["snapshot", "web", "b"]).json();
+    io("write -P 3 0 1M");
+    assert_eq!(labels(&ctl(&["snapshots", "web"]).json()), ["a", "b"]);
+    ctl(&["label", "web", "b", "c"]).json();
+    ctl(&["drop", "web", "a"]).json();
+    assert_eq!(labels(&ctl(&["snapshots", "web"]).json()), ["c"]);
+    stop(server);
+    assert!(content(&store, "web@c") == expected(&[(0, MB, 2)]));
+    assert!(content(&store, "web") == expected(&[(0, MB, 3)]));
 }

@@ -1,5 +1,5 @@
-//! `mica ctl snapshot`, `snapshots`, `drop` and `label`: as `mica volume` has them, of a volume that
-//! is served.
+//! `mica ctl snapshot`, `snapshots`, `drop` and `label`: as `mica volume` has them, of a volume
+//! that is served.
 
 use super::text;
 use crate::client::{Client, of_disk};

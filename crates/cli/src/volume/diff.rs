@@ -1,9 +1,9 @@
 //! `mica volume diff`.
 
 use super::session::{SessionArgs, volume};
-use crate::ctl::table;
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, print, print_json};
+use crate::table::table;
 use clap::Args;
 use mica_units::GuestRange;
 use serde_json::{Value, json};

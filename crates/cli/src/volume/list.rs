@@ -1,9 +1,9 @@
 //! `mica volume list`.
 
 use super::session::{SessionArgs, described, state_text, time_text};
-use crate::ctl::table;
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
+use crate::table::table;
 use clap::Args;
 use mica_stack::StoreUrl;
 use std::process::ExitCode;

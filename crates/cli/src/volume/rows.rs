@@ -2,8 +2,8 @@
 
 use super::session::{instant, time_text};
 use crate::client::plain;
-use crate::ctl::table;
 use crate::output::human_size;
+use crate::table::table;
 use mica_block::SnapshotInfo;
 use serde_json::{Value, json};
 

@@ -9,7 +9,7 @@ use mica_serve::CERTIFICATE_FILES;
 use mica_stack::StoreUrl;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// What a process needs to keep.
@@ -129,6 +129,11 @@ impl Needs {
                 Error::from_io(format!("--index-dir {}", folder.display()), error)
             })?;
         }
+        // Opening them reports what is wrong with them.
+        for file in disk.volume.log_device.iter() {
+            let mut options = std::fs::File::options();
+            let _ = options.append(true).create(true).mode(0o600).open(file);
+        }
         for file in disk.images.fault_logs() {
             // The logger reports what is wrong with it.
             let _ = std::fs::File::options().append(true).create(true).open(file);
@@ -162,7 +167,11 @@ impl Needs {
             self.allow_in_folder_of(folder, AccessFs::RemoveDir.into());
         }
         match disk.volume.url() {
-            Ok(Some(url)) => self.add_store(&url.store, disk.settings.writes()),
+            Ok(Some(url)) => {
+                self.add_store(&url.store, disk.settings.writes());
+                let log = disk.volume.log_device.iter();
+                log.for_each(|file| self.allow(file, READ | WRITE));
+            }
             _ if disk.is_file() => self.add_image(disk, writes_image(disk)),
             // Opening it reports what is wrong with it.
             _ => {}

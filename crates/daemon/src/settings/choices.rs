@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use mica_serve::Discard;
 use mica_serve::fuse::AllowOther;
+use mica_stack::Durability;
 use serde::{Deserialize, Serialize};
 
 /// What happens to space that clients no longer need.
@@ -124,4 +125,23 @@ pub enum SandboxMode {
     Require,
     /// Not at all.
     Off,
+}
+
+/// What the answer to a flush of a volume promises.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FlushDurability {
+    /// The log of this machine has it.
+    Host,
+    /// The store has it.
+    Store,
+}
+
+impl From<FlushDurability> for Durability {
+    fn from(choice: FlushDurability) -> Self {
+        match choice {
+            FlushDurability::Host => Self::Host,
+            FlushDurability::Store => Self::Store,
+        }
+    }
 }

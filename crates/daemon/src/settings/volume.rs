@@ -1,12 +1,16 @@
 //! How a volume is opened.
 
+use super::{FlushDurability, Size};
 use clap::Args;
 use mica_block::Result;
-use mica_stack::{StoreUrl, VolumeUrl};
+use mica_stack::{LogPlace, StoreUrl, VolumeOptions, VolumeUrl};
 use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
 
 /// A heading in the help.
 const VOLUME: &str = "Volume";
+/// The default length of a log.
+const LOG_SIZE: Size = Size(1 << 30);
 
 #[expect(
     missing_docs,
@@ -21,6 +25,25 @@ pub struct VolumeSettings {
     /// a snapshot, read-only. `mica volume create` makes one.
     #[arg(long, value_name = "URL", help_heading = VOLUME)]
     pub volume: Option<String>,
+    /// Keep what the store does not have yet in this file or device.
+    ///
+    /// Then a flush is answered as soon as that has it. Volumes of one server may share it. If the
+    /// server is killed, start it again with the same: what it has acknowledged is there.
+    #[arg(long, requires = "volume", value_name = "FILE", help_heading = VOLUME)]
+    pub log_device: Option<PathBuf>,
+    /// Length of the log if it is made; 1G by default.
+    ///
+    /// What guests write faster than the store takes it has to fit. A device has its own length.
+    #[arg(long, requires = "log_device", value_name = "SIZE", help_heading = VOLUME)]
+    #[arg(hide_short_help = true)]
+    pub log_size: Option<Size>,
+    /// What the answer to a flush promises: host, that the log has it; store, that the store does.
+    ///
+    /// host by default where there is a log: the loss of this machine then loses what the store did
+    /// not have yet.
+    #[arg(long, requires = "volume", value_enum, value_name = "host|store", help_heading = VOLUME)]
+    #[arg(hide_short_help = true)]
+    pub durability: Option<FlushDurability>,
     /// Take the volume over from a host that has it open and may be alive.
     ///
     /// That host can write no more, and learns it. What it has not put into the store yet is lost.
@@ -43,9 +66,33 @@ impl VolumeSettings {
         self.url().ok().flatten().is_some_and(|url| matches!(url.store, StoreUrl::Pool { .. }))
     }
 
-    /// An option that belongs to a volume where there is none.
+    /// How it is opened, for reading only or not.
+    pub(crate) fn options(&self, writable: bool) -> VolumeOptions {
+        let len = self.log_size.unwrap_or(LOG_SIZE).0;
+        let log = self.log_device.clone().map(|path| LogPlace { path, len });
+        let durability = self.durability.map(FlushDurability::into);
+        VolumeOptions { writable, force: self.force, log, durability }
+    }
+
+    /// An option that has no effect, and why.
     pub(crate) fn ineffective_option(&self) -> Option<String> {
-        let is_lost = self.volume.is_none() && self.force;
-        is_lost.then(|| "force belongs to a volume: add volume, or leave force out".to_owned())
+        let (has_volume, has_log) = (self.volume.is_some(), self.log_device.is_some());
+        let volume = "a volume: add volume";
+        let log = "a log: add log-device";
+        let all = [
+            (has_log, "log-device", has_volume, volume),
+            (self.log_size.is_some(), "log-size", has_log, log),
+            (self.durability.is_some(), "durability", has_volume, volume),
+            (self.durability == Some(FlushDurability::Host), "durability host", has_log, log),
+            (self.force, "force", has_volume, volume),
+        ];
+        let (_, option, _, of) =
+            all.into_iter().find(|(is_given, _, has_effect, _)| *is_given && !has_effect)?;
+        Some(format!("{option} belongs to {of}, or leave {option} out"))
+    }
+
+    /// Starts relative paths from `folder`.
+    pub(crate) fn resolve(&mut self, folder: &Path) {
+        self.log_device.iter_mut().for_each(|path| *path = folder.join(&*path));
     }
 }

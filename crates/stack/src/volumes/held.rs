@@ -18,12 +18,12 @@ pub(super) struct HeldVolume {
     volume: Volume,
     /// So that others of this process find it.
     _store: Arc<Store>,
-    _lock: Option<VolumeLock>,
+    lock: Option<VolumeLock>,
 }
 
 impl HeldVolume {
     pub(super) fn new(volume: Volume, store: Arc<Store>, lock: Option<VolumeLock>) -> Self {
-        Self { volume, _store: store, _lock: lock }
+        Self { volume, _store: store, lock }
     }
 }
 
@@ -75,7 +75,13 @@ impl Manage for HeldVolume {
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
-        self.volume.close()
+        Box::pin(async {
+            self.volume.close().await?;
+            if let Some(lock) = &self.lock {
+                lock.clear();
+            }
+            Ok(())
+        })
     }
 
     fn latch(&self) -> Option<Error> {

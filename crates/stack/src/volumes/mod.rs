@@ -8,11 +8,15 @@
 mod bucket;
 mod held;
 mod lock;
+mod logs;
 mod open;
 mod stores;
 mod url;
 
+pub use mica_volume::Durability;
+
 pub use bucket::{bucket_files, bucket_ports};
+pub use logs::LogPlace;
 pub use open::{Settled, VolumeOptions};
 pub use stores::{Patience, Store, Stores};
 pub use url::{StoreUrl, VolumeUrl};

@@ -2,10 +2,12 @@
 
 use super::held::HeldVolume;
 use super::lock::VolumeLock;
+use super::logs::LogPlace;
 use super::stores::{Store, Stores, host};
 use super::url::VolumeUrl;
-use mica_block::{Manage, Result};
-use mica_volume::{Claimed, VolumeName};
+use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_volume::{Claimed, Durability, Opening, VolumeName};
+use std::path::Path;
 use std::sync::Arc;
 
 /// How a volume is opened.
@@ -13,8 +15,13 @@ use std::sync::Arc;
 pub struct VolumeOptions {
     /// For reading and writing; a snapshot is only read.
     pub writable: bool,
-    /// Whether another writer that may be alive is fenced.
+    /// Whether another writer that may be alive is fenced, and what is only in its log given up.
     pub force: bool,
+    /// The log of what is not in the store yet.
+    pub log: Option<LogPlace>,
+    /// What the answer to a flush promises: that what was written is in the log, if there is one,
+    /// unless this says something else.
+    pub durability: Option<Durability>,
 }
 
 impl Stores {
@@ -39,9 +46,25 @@ impl Stores {
             store.probe().await?;
         }
         let lock = store.lock_volume(&url.name).await?;
+        let log = match &options.log {
+            Some(place) => Some(self.log(place).await?),
+            None => None,
+        };
         let is_ours = store.is_abandoned(&url.name, lock.as_ref()).await?;
-        let claimed = if options.force || is_ours { Claimed::TakeOver } else { Claimed::Refuse };
-        let volume = store.volumes().open_volume(&url.name, claimed).await?;
+        let left = lock.as_ref().and_then(VolumeLock::left).filter(|_| is_ours);
+        let claimed = match (options.force, is_ours, left, &log) {
+            (true, ..) | (_, true, None, _) => Claimed::TakeOver,
+            // The log knows whether it is the one.
+            (_, true, Some(_), Some(_)) | (_, false, ..) => Claimed::Refuse,
+            (_, true, Some(left), None) => return Err(needs_log(&url.name, left)),
+        };
+        let usual = if log.is_some() { Durability::Host } else { Durability::Store };
+        let durability = options.durability.unwrap_or(usual);
+        let opening = Opening { claimed, log, durability };
+        let volume = store.volumes().open_volume(&url.name, opening).await?;
+        if let Some(lock) = &lock {
+            lock.sign(options.log.as_ref().map(|place| &*place.path));
+        }
         Ok(Arc::new(HeldVolume::new(volume, store, lock)))
     }
 }
@@ -61,6 +84,9 @@ impl Store {
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
         let lock = self.lock_volume(name).await?;
         if self.is_abandoned(name, lock.as_ref()).await? {
+            if let Some(left) = lock.as_ref().and_then(VolumeLock::left) {
+                return Err(needs_log(name, left));
+            }
             self.volumes().open_volume(name, Claimed::TakeOver).await?.close().await?;
         }
         Ok(Settled { _lock: lock })
@@ -73,7 +99,8 @@ impl Store {
     /// `NotFound` if there is none; `Denied` if somebody has it open.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
         let lock = self.lock_volume(name).await?;
-        let is_ours = self.is_abandoned(name, lock.as_ref()).await?;
+        let has_log = lock.as_ref().is_some_and(|lock| lock.left().is_some());
+        let is_ours = self.is_abandoned(name, lock.as_ref()).await? && !has_log;
         let claimed = if force || is_ours { Claimed::TakeOver } else { Claimed::Refuse };
         self.volumes().delete(name, claimed).await?;
         if let Some(lock) = lock {
@@ -102,4 +129,14 @@ impl Store {
         let open_on = self.volumes().info(name).await?.open_on;
         Ok(open_on.is_some_and(|open_on| open_on == host()))
     }
+}
+
+/// Why a volume is left alone whose writer was killed: what it acknowledged may only be in its log.
+fn needs_log(name: &VolumeName, log: &Path) -> Error {
+    let (name, log) = (name.as_str(), log.display());
+    let what = format!(
+        "volume {name} was not closed, and its log {log} may have what the store has not: serve it \
+         with --log-device {log}, or by --force without that"
+    );
+    Error::new(ErrorKind::Denied, what)
 }

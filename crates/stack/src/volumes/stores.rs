@@ -1,13 +1,14 @@
 //! The stores that a process uses: each is opened once, whatever disks are in it.
 
 use super::bucket;
+use super::logs::{LogPlace, Logs};
 use super::url::StoreUrl;
 use mica_block::{Error, ErrorKind, Objects, Result};
 use mica_rados::{Pool, PoolOptions};
 use mica_rt::sync::SharedLock;
 use mica_store::Handles;
 use mica_store::object::{DirectoryObjects, MemoryObjects, RetryObjects, RetryOptions, probe};
-use mica_volume::{Environment, Volumes};
+use mica_volume::{Environment, LogDevice, Volumes};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub enum Patience {
     /// For seconds: somebody waits for a verb.
     Verb,
-    /// Once the store is open, for as long as it takes: a guest must not see an error for an outage.
+    /// Once the store is open, for as long as it takes: a guest must not see an error for an
+    /// outage.
     Guest,
 }
 
@@ -31,6 +33,7 @@ pub struct Stores {
     open: Mutex<BTreeMap<StoreUrl, Weak<Store>>>,
     /// Those in memory live as long as the process.
     in_memory: Mutex<BTreeMap<String, MemoryObjects>>,
+    logs: Logs,
 }
 
 /// A store that is open.
@@ -57,8 +60,13 @@ impl Stores {
     /// No stores yet. Their files are opened through `handles`; the cache of each takes about
     /// `cache_bytes`.
     pub fn new(handles: Arc<Handles>, cache_bytes: u64, patience: Patience) -> Self {
-        let (open, in_memory) = Default::default();
-        Self { handles, cache_bytes, patience, open, in_memory }
+        let (open, in_memory, logs) = Default::default();
+        Self { handles, cache_bytes, patience, open, in_memory, logs }
+    }
+
+    /// The log at `place`, which all volumes of the process share that have it.
+    pub(super) async fn log(&self, place: &LogPlace) -> Result<Arc<LogDevice>> {
+        self.logs.open(place, &self.handles, random_id()?).await
     }
 
     /// The store at `url`, which has volumes.
@@ -220,13 +228,7 @@ fn environment() -> Result<Environment> {
     // Fails here rather than when a number is needed.
     random_numbers()?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let random = || {
-        let [high, low] = random_numbers().expect("the system had random numbers before");
-        let mut id = [0; 16];
-        id[..8].copy_from_slice(&high.to_le_bytes());
-        id[8..].copy_from_slice(&low.to_le_bytes());
-        id
-    };
+    let random = || random_id().expect("the system had random numbers before");
     let now = || {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
@@ -237,6 +239,14 @@ fn environment() -> Result<Environment> {
 /// The name by which heads know this machine.
 pub(super) fn host() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+fn random_id() -> Result<[u8; 16]> {
+    let [high, low] = random_numbers()?;
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&high.to_le_bytes());
+    id[8..].copy_from_slice(&low.to_le_bytes());
+    Ok(id)
 }
 
 /// Random numbers of the system.

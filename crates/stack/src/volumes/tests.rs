@@ -24,7 +24,8 @@ async fn make(stores: &Stores, url: &VolumeUrl) -> Result<()> {
     stores.open_or_make(&url.store).await?.volumes().create(&url.name, LEN).await
 }
 
-const WRITE: VolumeOptions = VolumeOptions { writable: true, force: false };
+const WRITE: VolumeOptions =
+    VolumeOptions { writable: true, force: false, log: None, durability: None };
 
 async fn write(disk: &dyn Manage, byte: u8) -> Result<()> {
     disk.write(GuestOffset::ZERO, Buf::from_slice(&[byte; 4096])).await.0?;

@@ -4,18 +4,16 @@
 //! to the other hosts, or to the protocol.
 
 use super::Volumes;
-use crate::build::{Builder, Signature};
-use crate::heads::{Claimed, End, NoLegacy};
+use crate::heads::Claimed;
+use crate::known::Change;
 use crate::names::VolumeName;
-use crate::place::ExtentId;
-use crate::put::{Patience, put};
-use crate::recent::Batch;
-use crate::segment::{Cut, Segment};
+use crate::segment::Cut;
+use crate::shared::Shared;
 use crate::snapshots::{all, check_new_label, find, missing};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
-use mica_block::{Put, Result, SnapshotInfo, Which, check_label};
+use mica_block::{Manage, Result, SnapshotInfo, Which, check_label};
 use std::sync::Arc;
 
 impl Volumes {
@@ -50,7 +48,7 @@ impl Volumes {
         });
         let (number, state) = taken.await?;
         let label = label.to_owned();
-        Ok(SnapshotInfo { number, label, time_ns, len: state.len, records: state.records - 1 })
+        Ok(SnapshotInfo { number, label, time_ns, len: state.len, records: state.records })
     }
 
     /// Drops a snapshot of a volume that nobody has open. The space comes back with the next
@@ -107,7 +105,8 @@ impl Volumes {
     /// `NotFound` if there is no such volume or snapshot; otherwise what the store reports.
     pub async fn open_snapshot(&self, name: &VolumeName, which: &Which) -> Result<Volume> {
         let state = self.content(name, Some(which)).await?;
-        Ok(Volume::readable(Arc::clone(&self.tree), self.heads(name), state))
+        let (tree, heads) = (Arc::clone(&self.tree), self.heads(name));
+        Ok(Volume::of(Shared::new(tree, heads, None, state)))
     }
 
     /// What a volume has now, or a snapshot of it: a map and a length.
@@ -124,7 +123,7 @@ impl Volumes {
     }
 
     /// Opens a volume that nobody has open, does what `decide` says, and closes it. Returns the
-    /// number of the snapshot that it is about, and the state with it.
+    /// number of the snapshot that it is about, and the state before.
     async fn edit(
         &self,
         name: &VolumeName,
@@ -137,35 +136,18 @@ impl Volumes {
             decide(&self.tree, &head.state).await.map(drop)
         });
         first_look.await?;
-        let owned = heads.open(Claimed::Refuse, &mut NoLegacy).await?;
-        let state = owned.head.state;
-        let (outcome, state) = match decide(&self.tree, &state).await {
+        let volume = self.open_volume(name, Claimed::Refuse).await?;
+        let state = volume.shared().now().state;
+        let outcome = match decide(&self.tree, &state).await {
             Ok(cut) => {
-                let (number, id) = (cut.number(), ExtentId { writer: owned.writer, sequence: 0 });
-                let signature = Signature { store: self.store, volume: owned.head.volume };
-                let segment = Segment {
-                    batch: Arc::new(Batch::default()),
-                    len: state.len,
-                    records: state.records + 1,
-                    time_ns: self.environment.now_ns(),
-                    cuts: vec![cut],
-                };
-                let nonce = self.environment.random();
-                let mut builder = Builder::new(signature, state);
-                let built = builder.build(&self.tree, id, &[segment], nonce).await?;
-                // If the answer stays unclear, the extent may arrive at any time: the volume stays
-                // open, and the next to open it by force finds out.
-                match put(&*self.objects, &id.name(), built.content, Patience::VERB).await? {
-                    Put::Done => {}
-                    Put::Exists => return Err(heads.lost(owned.writer).await),
-                }
-                (Ok((number, built.state)), built.state)
+                let number = cut.number();
+                volume.shared().change_once(Change::Cut(cut)).await?;
+                Ok(number)
             }
-            Err(error) => (Err(error), state),
+            Err(error) => Err(error),
         };
-        let last = heads.last_head(&owned, state, &End::Closed);
-        heads.end(owned.writer, &last).await?;
-        outcome
+        volume.close().await?;
+        Ok((outcome?, state))
     }
 }
 

@@ -1,0 +1,84 @@
+//! The write logs of volumes on this machine: each file or device is opened once in a process,
+//! whatever volumes share it.
+
+use crate::{FileImages, ImageOptions, wait_for_dead};
+use mica_block::{Error, ErrorKind, Images, Result, Store};
+use mica_rt::sync::SharedLock;
+use mica_store::Handles;
+use mica_volume::LogDevice;
+use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// Where a log is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LogPlace {
+    /// A file, or a device.
+    pub path: PathBuf,
+    /// Its length, if it is made. A device has its own.
+    pub len: u64,
+}
+
+/// The logs that a process has open.
+#[derive(Default)]
+pub(super) struct Logs {
+    /// Held by whoever opens one.
+    opening: SharedLock,
+    open: Mutex<BTreeMap<PathBuf, Weak<LogDevice>>>,
+}
+
+impl Logs {
+    /// The log at `place`, which is made if there is none.
+    ///
+    /// # Errors
+    /// `Invalid` if something else is there; `Denied` if another process has it open.
+    pub(super) async fn open(
+        &self,
+        place: &LogPlace,
+        handles: &Arc<Handles>,
+        random: [u8; 16],
+    ) -> Result<Arc<LogDevice>> {
+        let _alone = self.opening.alone().await;
+        let LogPlace { path, len } = place;
+        make_file(path)?;
+        let real = path.canonicalize().unwrap_or_else(|_| path.clone());
+        if let Some(log) = self.lock().get(&real).and_then(Weak::upgrade) {
+            return Ok(log);
+        }
+        let images = FileImages::new(path, ImageOptions::new(Arc::clone(handles)))?;
+        let open = async || images.open_writable(path);
+        let file: Arc<dyn Store> = wait_for_dead(open).await?.store;
+        let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
+        let opened = match file.len()? {
+            0 => LogDevice::create(file, *len, random).await,
+            _ => match LogDevice::open(Arc::clone(&file), random).await {
+                // One that has only zeros becomes a log; of anything else it says what it is.
+                Err(error) if is_device && error.kind() == ErrorKind::Invalid => {
+                    LogDevice::create(file, *len, random).await
+                }
+                opened => opened,
+            },
+        };
+        let log = opened.map_err(|error| error.wrap("the log"))?;
+        let mut open = self.lock();
+        open.retain(|_, log| log.strong_count() > 0);
+        open.insert(real, Arc::downgrade(&log));
+        Ok(log)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Weak<LogDevice>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Makes an empty file for a log, for this user alone, unless something is there.
+fn make_file(path: &Path) -> Result<()> {
+    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            Err(Error::from_io(format!("making the log {}", path.display()), error))
+        }
+        _ => Ok(()),
+    }
+}

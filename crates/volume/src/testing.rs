@@ -1,0 +1,59 @@
+//! What several tests of this crate need.
+
+use crate::environment::Environment;
+use crate::names::VolumeName;
+use crate::volume::Volume;
+use crate::volumes::Volumes;
+use mica_block::{Disk, Extent, Objects, read_whole};
+use mica_rt::{Backend, Buf, Executor};
+use mica_store::object::MemoryObjects;
+use mica_units::{GuestOffset, GuestRange};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub(crate) fn environment(host: &str) -> Environment {
+    // Both only have to differ.
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let next = || NEXT.fetch_add(1, Ordering::Relaxed);
+    Environment::new(host, next, move || {
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&next().to_le_bytes());
+        id
+    })
+}
+
+pub(crate) fn memory() -> MemoryObjects {
+    MemoryObjects::new("memory")
+}
+
+pub(crate) async fn volumes(objects: &Arc<dyn Objects>, host: &str) -> Volumes {
+    let opened = Volumes::open_or_make(Arc::clone(objects), environment(host), 1 << 20).await;
+    opened.expect("a store")
+}
+
+pub(crate) fn name(text: &str) -> VolumeName {
+    VolumeName::new(text).expect("a name")
+}
+
+pub(crate) fn run<T>(seed: u64, test: impl Future<Output = T>) -> T {
+    Executor::new(Backend::Sim { seed }).expect("a simulator").block_on(test)
+}
+
+pub(crate) fn range(start: u64, len: u64) -> GuestRange {
+    GuestRange::new(GuestOffset::new(start), len).expect("on the disk")
+}
+
+pub(crate) fn bytes(count: u64) -> usize {
+    usize::try_from(count).expect("small")
+}
+
+pub(crate) async fn write(volume: &Volume, at: u64, bytes: &[u8]) {
+    let written = volume.write(GuestOffset::new(at), Buf::from_slice(bytes)).await;
+    written.0.expect("written");
+}
+
+pub(crate) async fn read(volume: &Volume, at: u64, len: u64) -> Vec<u8> {
+    let plan = volume.plan(range(at, len), Vec::new()).finish().await.expect("planned");
+    assert!(Extent::covers(&plan, range(at, len)));
+    read_whole(volume, &plan).await.expect("read").to_vec()
+}

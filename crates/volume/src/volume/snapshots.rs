@@ -1,0 +1,136 @@
+//! The snapshots of a volume that is open.
+//!
+//! Invariants
+//! - I1 A snapshot is a record among those of the guest's writes: it has all that were done before
+//!   it, in their order, and none that came later. Nothing waits for it.
+//! - I2 Who needs to know the labels that there are holds `naming` until its record is made, so
+//!   that no two snapshots get the same one. Snapshots without a label wait for nobody, and cost
+//!   the same however many there are.
+
+use super::Volume;
+use crate::known::Change;
+use crate::segment::Cut;
+use crate::shared::Shared;
+use crate::snapshots::{all, check_new_label, find, missing};
+use crate::writing::Step;
+use mica_block::{
+    Error, ErrorKind, LocalFuture, ManageSnapshots, Result, SnapshotInfo, Which, check_label,
+};
+use std::sync::Arc;
+
+impl ManageSnapshots for Volume {
+    fn take<'a>(&'a self, label: &'a str) -> LocalFuture<'a, Result<SnapshotInfo>> {
+        Box::pin(async move {
+            check_label(label)?;
+            let label = label.to_owned();
+            self.request(async move |shared| shared.take_snapshot(label).await).await
+        })
+    }
+
+    fn list(&self) -> LocalFuture<'_, Result<Vec<SnapshotInfo>>> {
+        Box::pin(self.shared.list_snapshots())
+    }
+
+    fn remove<'a>(&'a self, which: &'a Which) -> LocalFuture<'a, Result<()>> {
+        let which = which.clone();
+        Box::pin(self.request(async move |shared| shared.drop_snapshot(&which).await))
+    }
+
+    fn label<'a>(&'a self, which: &'a Which, label: &'a str) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            check_label(label)?;
+            let (which, label) = (which.clone(), label.to_owned());
+            self.request(async move |shared| shared.label_snapshot(&which, label).await).await
+        })
+    }
+}
+
+impl Shared {
+    async fn take_snapshot(self: &Arc<Self>, label: String) -> Result<SnapshotInfo> {
+        self.putter()?;
+        let named = match label.is_empty() {
+            true => None,
+            false => {
+                let alone = self.naming.alone().await;
+                self.check_label_is_free(&label, None).await?;
+                Some(alone)
+            }
+        };
+        let time_ns = self.heads.environment.now_ns();
+        let taken = self.change(|recorder| {
+            let (number, len, records) =
+                (recorder.now.next_snapshot(), recorder.now.len, recorder.now.records);
+            if number == u64::MAX {
+                let what = "the volume has had every snapshot";
+                return Step::Done(Err(Error::new(ErrorKind::Limit, what)));
+            }
+            let cut = Cut::Take { number, label: label.clone(), time_ns };
+            match recorder.record(Change::Cut(cut)) {
+                true => {
+                    let label = label.clone();
+                    Step::Done(Ok(SnapshotInfo { number, label, time_ns, len, records }))
+                }
+                false => Step::Again,
+            }
+        });
+        let info = taken.await??;
+        drop(named);
+        self.flush().await?;
+        Ok(info)
+    }
+
+    async fn list_snapshots(&self) -> Result<Vec<SnapshotInfo>> {
+        let (root, recent) = {
+            let now = self.now();
+            (now.state.snapshots, now.recent_cuts())
+        };
+        let stored = self.explained(all(&self.tree, root).await).await?;
+        Ok(recent.apply_to_all(stored.iter().map(|record| record.info.clone()).collect()))
+    }
+
+    async fn drop_snapshot(self: &Arc<Self>, which: &Which) -> Result<()> {
+        self.putter()?;
+        let number = self.number_of(which).await?;
+        self.change_once(Change::Cut(Cut::Drop { number })).await?;
+        self.flush().await
+    }
+
+    async fn label_snapshot(self: &Arc<Self>, which: &Which, label: String) -> Result<()> {
+        self.putter()?;
+        let alone = self.naming.alone().await;
+        let number = self.number_of(which).await?;
+        self.check_label_is_free(&label, Some(number)).await?;
+        self.change_once(Change::Cut(Cut::Label { number, label })).await?;
+        drop(alone);
+        self.flush().await
+    }
+
+    async fn number_of(&self, which: &Which) -> Result<u64> {
+        let found = match which {
+            Which::Number(number) => {
+                let (root, recent) = {
+                    let now = self.now();
+                    (now.state.snapshots, now.recent_cuts())
+                };
+                let stored = self.explained(find(&self.tree, root, which).await).await?;
+                recent.apply(*number, stored.map(|record| record.info.clone()))
+            }
+            Which::Label(_) => {
+                let all = self.list_snapshots().await?;
+                all.into_iter().find(|snapshot| which.is_of(snapshot))
+            }
+        };
+        let found = found.ok_or_else(|| missing(self.heads.name.as_str(), which))?;
+        Ok(found.number)
+    }
+
+    /// That no snapshot but number `own` has `label`.
+    async fn check_label_is_free(&self, label: &str, own: Option<u64>) -> Result<()> {
+        if label.is_empty() {
+            return Ok(());
+        }
+        let all = self.list_snapshots().await?;
+        let others = all.iter().filter(|snapshot| Some(snapshot.number) != own);
+        check_new_label(label, others.map(|snapshot| &*snapshot.label))
+    }
+}
