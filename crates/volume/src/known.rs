@@ -267,3 +267,6 @@ impl Now {
         self.generation != before
     }
 }
+
+#[cfg(test)]
+mod tests;
