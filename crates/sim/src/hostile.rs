@@ -12,7 +12,9 @@ use mica_qcow2_format::{
 use mica_qcow2_tools::check::{self, Finding};
 use mica_qcow2_tools::{inspect, open_for_check};
 use mica_rt::{Backend, Buf, Executor};
+use mica_store::MemoryStore;
 use mica_units::{GuestOffset, GuestRange};
+use mica_volume::{LogDevice, Record, Writer};
 use std::ffi::OsStr;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
@@ -26,6 +28,8 @@ const RAW: &str = "/chain/base.raw";
 /// Extents of a plan that are read, and bytes of each.
 const EXTENTS_READ_MAX: usize = 64;
 const EXTENT_BYTES_MAX: u64 = 64 << 10;
+/// A log may grow to this length.
+const LOG_LEN_MAX: u64 = 1 << 20;
 /// A larger plan asks layers where they end; a smaller one does not.
 const LONG_PLAN_BYTES: u64 = (1 << 30) + (8 << 20);
 
@@ -53,6 +57,40 @@ pub fn header(bytes: &[u8]) {
         side.unknown_tail.clear();
     }
     assert_eq!(header, again);
+}
+
+/// The log of volumes: looked at, gone on with, ended.
+///
+/// # Panics
+/// If its records are not in order, or what is found cannot be read.
+pub fn log(bytes: &[u8]) {
+    simulated(async |_| {
+        let file = MemoryStore::new_writable("log", bytes.to_vec()).limited(LOG_LEN_MAX);
+        let Ok(device) = LogDevice::open(Arc::new(file), [1; 16]).await else { return };
+        for found in device.volumes() {
+            let looked = device.look(&found, |_, _| Ok(())).await;
+            if looked.is_err() || found.is_set_aside {
+                continue;
+            }
+            let (from, writer) = (found.freed, Writer::FIRST);
+            let Ok(log) = device.go_on(found.volume, writer, from).await else { continue };
+            let mut next = from;
+            let read = log.read(from, |number, _| {
+                assert_eq!(number, next, "records are in order");
+                next += 1;
+                Ok(())
+            });
+            read.await.expect("what is found can be read");
+            assert_eq!(log.recovered(), from..next);
+            if log.push(Record::Drop { number: 1 }).is_ok() {
+                log.sync().await.expect("memory has no faults");
+            }
+            // There may be no segment left to note that in.
+            if log.end().await.is_ok() {
+                assert!(device.found(found.volume) != Some(found), "it is over");
+            }
+        }
+    });
 }
 
 /// An image: alone, as a snapshot's, and under another one, with an index and without, which must

@@ -46,7 +46,8 @@ async fn small_log() -> Vec<u8> {
     read_exact(&*file, HostOffset::ZERO, LEN).await.unwrap().to_vec()
 }
 
-/// How many records are found in `bytes`; each is one that was pushed. `None` if the log is refused.
+/// How many records are found in `bytes`; each is one that was pushed. `None` if the log is
+/// refused.
 async fn records_in(bytes: Vec<u8>) -> Option<u64> {
     let file = Arc::new(MemoryStore::new_writable("log", bytes));
     let device = LogDevice::open(file, [9; 16]).await.ok()?;

@@ -87,8 +87,8 @@ impl Volume {
         Made::new(self.records[usize::try_from(at).unwrap()])
     }
 
-    /// Checks that `log` has a prefix of what was pushed, from what the state lacks on, with all that
-    /// was promised; then that is what there is.
+    /// Checks that `log` has a prefix of what was pushed, from what the state lacks on, with all
+    /// that was promised; then that is what there is.
     pub(crate) async fn expect_recovered(&mut self, log: &Log) {
         let found = log.recovered();
         assert_eq!(found.start, self.stored);

@@ -1,5 +1,5 @@
-//! Volumes that work at random on one device, until the power goes, the process dies, or a change of
-//! the file fails.
+//! Volumes that work at random on one device, until the power goes, the process dies, or a change
+//! of the file fails.
 
 use crate::model::{Chances, Life, Model, Volume};
 use mica_block::Result;
@@ -30,14 +30,7 @@ impl Work<'_> {
         for _ in 0..self.steps {
             match self.below(12) {
                 0..=5 => self.push(log, volume).await?,
-                6 => Self::wait_written(log, volume).await?,
-                7..=8 => {
-                    let next = log.next();
-                    log.sync().await?;
-                    let mut volume = volume.borrow_mut();
-                    volume.durable = volume.durable.max(next);
-                    volume.written = volume.written.max(next);
-                }
+                6..=8 => Self::sync(log, volume).await?,
                 9 => {
                     let stored = {
                         let mut volume = volume.borrow_mut();
@@ -54,14 +47,14 @@ impl Work<'_> {
                 _ => mica_rt::sleep(Duration::from_micros(self.below(200))).await,
             }
         }
-        Self::wait_written(log, volume).await
+        Self::sync(log, volume).await
     }
 
-    async fn wait_written(log: &Log, volume: &RefCell<Volume>) -> Result<()> {
+    async fn sync(log: &Log, volume: &RefCell<Volume>) -> Result<()> {
         let next = log.next();
-        // What is written is what somebody waits for: a sync does, too.
         log.sync().await?;
         let mut volume = volume.borrow_mut();
+        volume.durable = volume.durable.max(next);
         volume.written = volume.written.max(next);
         Ok(())
     }
@@ -82,8 +75,10 @@ impl Work<'_> {
                     }
                     Err(NotPushed::Failed(error)) => return Err(error),
                     Err(NotPushed::NoRoom) => {
+                        // What others push meanwhile has to be stored, too.
                         self.store_all();
-                        log.has_room().await?;
+                        let patience = Duration::from_millis(1);
+                        mica_rt::timeout(patience, log.has_room()).await.unwrap_or(Ok(()))?;
                     }
                 }
             }
@@ -157,7 +152,11 @@ async fn round(world: &World, model: &Model) {
         // Killed: what was written is there. Otherwise only what is durable.
         None if may_die => {}
         None => model.crash(),
-        Some(Ok(())) => assert!(!struck, "nobody noticed that a change failed"),
+        Some(Ok(())) => {
+            assert!(!struck, "nobody noticed that a change failed");
+            // What a call that was given up has begun ends by itself.
+            mica_rt::sleep(Duration::from_millis(50)).await;
+        }
         Some(Err(error)) => {
             assert!(may_fail && struck, "{}", error.in_one_line());
             world.cut_power(loss);

@@ -38,10 +38,10 @@ async fn sync(model: &Model, log: &Log, which: usize) -> Result<()> {
     Ok(())
 }
 
-/// The first `below` records of its log are in extents.
+/// All records but the last `behind` are in extents.
 fn free(model: &Model, log: &Log, which: usize, behind: u64) {
     let mut volume = model.volumes[which].borrow_mut();
-    volume.stored = volume.next() - behind;
+    volume.stored = volume.stored.max(volume.next() - behind);
     log.free(volume.stored);
 }
 

@@ -3,19 +3,26 @@
 
 #![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
+use mica_block::{Store, read_exact};
 use mica_gen::{ChainSpec, Feature, Features, generate};
 use mica_qcow2_format::{L1Entry, L2Entry, Version};
+use mica_rt::{Backend, Executor};
 use mica_sim::{TinyImage, TinySpec, hostile};
+use mica_store::MemoryStore;
+use mica_units::HostOffset;
+use mica_volume::{LogDevice, Record, Writer};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 type Target = (&'static str, fn(&[u8]));
 
-const TARGETS: [Target; 5] = [
+const TARGETS: [Target; 6] = [
     ("qcow2_header", hostile::header),
     ("qcow2_open_read", hostile::open_read),
     ("qcow2_check", hostile::check),
     ("sidecar", hostile::sidecar),
     ("image_name", hostile::image_name),
+    ("log", hostile::log),
 ];
 
 fn corpus() -> PathBuf {
@@ -65,12 +72,48 @@ fn corpus_with_random_faults_is_survived() {
     }
 }
 
+/// A log of two volumes: of one that has gone on once, and of one that was ended.
+fn log() -> Vec<u8> {
+    let executor = Executor::new(Backend::Sim { seed: 1 }).unwrap();
+    executor.block_on(async {
+        let len = 4096 + 6 * (16 << 10);
+        let file: Arc<dyn Store> = Arc::new(MemoryStore::new_writable("log", vec![0; len]));
+        let writer = Writer::new(7).unwrap();
+        let (one, two, label) = ([1; 16], [2; 16], "a label");
+        for process in 0..2 {
+            let device = LogDevice::open(Arc::clone(&file), [process; 16]).await.unwrap();
+            let log = match process {
+                0 => device.start([9; 16], one, writer, 5).await.unwrap(),
+                _ => device.go_on(one, writer, 5).await.unwrap(),
+            };
+            for record in [
+                Record::Take { number: 1, time_ns: 2, label },
+                Record::Nothing { first: 3, count: 4 },
+                Record::Data { block: 5, bytes: &[0; 4096] },
+                Record::Label { number: 1, label },
+                Record::Drop { number: 1 },
+                Record::Length { bytes: 1 << 30 },
+            ] {
+                log.push(record).unwrap();
+            }
+            log.sync().await.unwrap();
+            if process == 0 {
+                device.start([9; 16], two, writer, 0).await.unwrap().end().await.unwrap();
+            }
+        }
+        let bytes = read_exact(&*file, HostOffset::ZERO, len).await.unwrap();
+        let end = bytes.iter().rposition(|byte| *byte != 0).unwrap() + 1;
+        bytes[..end].to_vec()
+    })
+}
+
 fn write_seeds() {
     let write = |target: &str, name: &str, bytes: &[u8]| {
         let folder = corpus().join(target);
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join(name), bytes).unwrap();
     };
+    write("log", "two_volumes", &log());
     for (name, bytes) in images() {
         write("qcow2_header", &name, &bytes[..bytes.len().min(1024)]);
         write("qcow2_open_read", &name, &bytes);

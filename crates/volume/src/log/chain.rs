@@ -53,8 +53,20 @@ mod tests {
     fn header((number, first): (u64, u64)) -> SegmentHeader {
         let [device, session, store, volume] = [[0; 16]; 4];
         let (kind, writers) = (Kind::Records, vec![Writer::FIRST]);
-        let (root, oldest) = (1, 1);
-        SegmentHeader { kind, device, session, store, volume, number, root, oldest, first, writers }
+        let (root, oldest, freed) = (1, 1, 0);
+        SegmentHeader {
+            kind,
+            device,
+            session,
+            store,
+            volume,
+            number,
+            root,
+            oldest,
+            first,
+            freed,
+            writers,
+        }
     }
 
     /// The (first, limit) of the parts of a log of segments (number, first), from `from` on.

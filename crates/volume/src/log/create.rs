@@ -14,6 +14,8 @@ use mica_units::HostOffset;
 /// What is looked at before a device is used: what others write begins or ends within that.
 const DEVICE_ENDS_LEN: u64 = 4 << 20;
 const LOOK_LEN: u64 = 1 << 20;
+/// Bytes of a new log that are written at most: what takes seconds.
+const FILLED_MAX: u64 = 4 << 30;
 
 /// What is at the beginning of `file`.
 pub(super) enum Beginning {
@@ -61,6 +63,7 @@ pub(super) async fn make(file: &dyn Store, id: Id) -> Result<DeviceHeader> {
     })?;
     expect_zeros(file, len).await?;
     allocate(file, &header).await?;
+    fill(file, &header).await?;
     file.sync().await.map_err(|error| error.wrap(file.name()))?;
     write_all(file, Buf::from_slice(&header.encode()), HostOffset::ZERO).await?;
     file.sync().await.map_err(|error| error.wrap(file.name()))?;
@@ -80,6 +83,26 @@ pub(super) async fn allocate(file: &dyn Store, header: &DeviceHeader) -> Result<
         }
         other => other.map_err(|error| error.wrap(format!("allocating the log {}", file.name()))),
     }
+}
+
+/// Writes zeros over the log: space that was only allocated takes twice as long to be synced when
+/// it is written for the first time, as the file system has to note that it was.
+async fn fill(file: &dyn Store, header: &DeviceHeader) -> Result<()> {
+    if is_device(file) {
+        return Ok(());
+    }
+    let len = header.len().min(FILLED_MAX);
+    let mut zeros = Buf::zeroed(usize::try_from(LOOK_LEN).expect("a small piece"));
+    let mut at = 0;
+    while at < len {
+        let left = usize::try_from(len - at).unwrap_or(usize::MAX);
+        zeros.truncate(left.min(zeros.len()));
+        let written = zeros.len() as u64;
+        let (result, back) = file.write_at(zeros, HostOffset::new(at)).await;
+        result.map_err(|error| error.wrap(format!("making the log {}", file.name())))?;
+        (zeros, at) = (back, at + written);
+    }
+    Ok(())
 }
 
 pub(super) fn is_device(file: &dyn Store) -> bool {

@@ -1,12 +1,8 @@
-//! A device: the file, what is on it, and which volume has what of it.
+//! A device: the file, its segments, its writes and syncs.
 
-use super::chain::{self, Part};
 use super::create::{self, Beginning};
 use super::format::{BLOCK, DeviceHeader, Kind, SegmentHeader, WRITERS_MAX};
-use super::record::Record;
-use super::scan::scan;
 use super::slots::{LogKey, Phase, Purpose, Slots};
-use super::tail::Log;
 use crate::format::Id;
 use crate::format::frame::Malformed;
 use crate::place::Writer;
@@ -35,20 +31,6 @@ pub struct LogDevice {
     pub(super) room: Waiters,
     /// What has to be woken when nothing is acknowledged any more.
     waiting: Mutex<Vec<Weak<Waiters>>>,
-}
-
-/// A log that is on a device.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Found {
-    /// The store of its volume.
-    pub store: Id,
-    /// Its volume.
-    pub volume: Id,
-    /// Under whom it may go on.
-    pub writers: Vec<Writer>,
-    /// Whether nobody may go on with it: it is kept until its space is needed.
-    pub is_set_aside: bool,
-    key: LogKey,
 }
 
 impl LogDevice {
@@ -104,143 +86,12 @@ impl LogDevice {
         }))
     }
 
-    /// The log of `volume`, unless there is none, or it is over.
-    pub fn found(&self, volume: Id) -> Option<Found> {
-        let slots = self.slots();
-        let (key, phase) = slots.log_of(volume)?;
-        (phase == Phase::Found).then(|| found_as(&slots, key, phase)).flatten()
-    }
-
-    /// All logs that nobody has open and that were not ended.
-    pub fn volumes(&self) -> Vec<Found> {
-        let slots = self.slots();
-        let is_listed = |phase: &Phase| {
-            matches!(phase, Phase::Found | Phase::Over(Kind::SetAside | Kind::Records))
-        };
-        let logs = slots.logs().filter(|(_, phase)| is_listed(phase));
-        logs.filter_map(|(key, phase)| found_as(&slots, key, phase)).collect()
-    }
-
-    /// Begins a log of `volume`, whose first record has the number `first`. It names `writer`, and
-    /// is found after a power cut, when this returns.
-    ///
-    /// # Errors
-    /// `Denied` if there is one that is not over; `NoSpace` if there is no room for another one.
-    pub async fn start(
-        self: &Arc<Self>,
-        store: Id,
-        volume: Id,
-        writer: Writer,
-        first: u64,
-    ) -> Result<Log> {
-        let segment = {
-            let mut slots = self.slots();
-            slots.check()?;
-            if slots.log_of(volume).is_some() {
-                let what = format!("{} has a log of this volume already", self.file.name());
-                return Err(Error::new(ErrorKind::Denied, what));
-            }
-            let root = slots.next_number();
-            let key = LogKey { volume, root };
-            let taken = slots.take(Purpose::Start, |number| SegmentHeader {
-                number,
-                oldest: number,
-                ..self.segment(store, key, first, vec![writer])
-            });
-            let taken = taken.ok_or_else(|| self.no_room())?;
-            slots.set_phase(key, Phase::Open { has_records: false });
-            taken
-        };
-        let (key, this) = (segment.1.key(), Arc::clone(self));
-        spawn(async move { this.begin_log(key, Vec::new(), segment, first..first).await }).await
-    }
-
-    /// Goes on with the log of `volume` that was found, for the process that claimed `writer`: the
-    /// log names it durably when this returns. Records below `from` are in the state that was
-    /// found, and are not needed.
-    ///
-    /// # Errors
-    /// `NotFound` if there is none, `Denied` if it is open; `Corrupt` if it lacks records from
-    /// `from` on; `Limit` if it names too many writers.
-    pub async fn go_on(self: &Arc<Self>, volume: Id, writer: Writer, from: u64) -> Result<Log> {
-        let this = Arc::clone(self);
-        spawn(async move { this.go_on_here(volume, writer, from).await }).await
-    }
-
-    async fn go_on_here(self: &Arc<Self>, volume: Id, writer: Writer, from: u64) -> Result<Log> {
-        let (key, mut writers, store) = self.claim(volume)?;
-        let gone_on = async {
-            if !writers.contains(&writer) {
-                self.check_names(&writers)?;
-                writers.push(writer);
-            }
-            let (parts, end) = self.recover(key, from).await?;
-            let oldest = parts.first().filter(|_| end > from).map(|part| part.number);
-            let segment = self
-                .take_name(|number| SegmentHeader {
-                    number,
-                    oldest: oldest.unwrap_or(number),
-                    ..self.segment(store, key, end, writers.clone())
-                })
-                .await?;
-            Ok((parts, segment, end))
-        };
-        match gone_on.await {
-            Ok((parts, segment, end)) => self.begin_log(key, parts, segment, from..end).await,
-            Err(error) => {
-                self.slots().abandon(key);
-                Err(error)
-            }
-        }
-    }
-
-    /// Nobody may go on with the log of `volume` any more, durably when this returns. It is kept
-    /// for people until its space is needed.
-    ///
-    /// # Errors
-    /// `NotFound` if there is none, `Denied` if it is open.
-    pub async fn set_aside(self: &Arc<Self>, volume: Id) -> Result<()> {
-        let this = Arc::clone(self);
-        spawn(async move {
-            let (key, writers, store) = this.claim(volume)?;
-            let ended = this.end_log(Kind::SetAside, this.segment(store, key, 0, writers)).await;
-            if ended.is_err() {
-                this.slots().abandon(key);
-            }
-            ended
-        })
-        .await
-    }
-
-    /// Calls `each` with the records of a log that nobody has open, and their numbers, as far as
-    /// they are still there: for people who look for what was lost.
-    ///
-    /// # Errors
-    /// What the file reports, or `each`.
-    pub async fn look(
-        &self,
-        found: &Found,
-        mut each: impl FnMut(u64, Record<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let segments: Vec<_> = {
-            let slots = self.slots();
-            let segments = slots.segments_of(found.key);
-            segments.into_iter().map(|(at, header)| (at, header.clone())).collect()
-        };
-        let first = segments.iter().filter(|(_, header)| header.kind == Kind::Records);
-        let Some(first) = first.map(|(_, header)| header.first).min() else { return Ok(()) };
-        for part in chain::parts(segments.iter().map(|(at, header)| (*at, header)), first) {
-            scan(&*self.file, &self.header, &part, &mut each).await?;
-        }
-        Ok(())
-    }
-
     pub(super) fn slots(&self) -> MutexGuard<'_, Slots> {
         // No code that may panic runs while it is half changed.
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A header of a log, without its number.
+    /// A header of a log that needs nothing before `first`, without its number.
     pub(super) fn segment(
         &self,
         store: Id,
@@ -258,55 +109,9 @@ impl LogDevice {
             root: key.root,
             oldest: 0,
             first,
+            freed: first,
             writers,
         }
-    }
-
-    /// The log of `volume`, which is this caller's from now on; whom it names; its store.
-    fn claim(&self, volume: Id) -> Result<(LogKey, Vec<Writer>, Id)> {
-        let mut slots = self.slots();
-        slots.check()?;
-        let found = slots.log_of(volume).and_then(|(key, phase)| found_as(&slots, key, phase));
-        let found = found.ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, format!("{} has no log of this volume", self.name()))
-        })?;
-        if slots.log_of(volume).is_some_and(|(_, phase)| phase != Phase::Found) {
-            let what = format!("the volume's log in {} is in use", self.name());
-            return Err(Error::new(ErrorKind::Denied, what));
-        }
-        slots.set_phase(found.key, Phase::Open { has_records: true });
-        Ok((found.key, found.writers, found.store))
-    }
-
-    /// The parts of the log that have its records from `from` on, and the number after the last.
-    async fn recover(&self, key: LogKey, from: u64) -> Result<(Vec<Part>, u64)> {
-        let (parts, is_free) = {
-            let slots = self.slots();
-            let segments = slots.segments_of(key);
-            let oldest = segments.last().map_or(0, |(_, newest)| newest.oldest);
-            let parts = chain::parts(segments.into_iter(), from);
-            let is_free = parts.first().is_some_and(|part| part.number < oldest);
-            (parts, is_free)
-        };
-        if parts.is_empty() || is_free {
-            let what = format!(
-                "the log in {} does not have record {from}, which the volume lacks: set it aside",
-                self.name()
-            );
-            return Err(Error::new(ErrorKind::Corrupt, what));
-        }
-        let mut used = Vec::new();
-        let mut end = from;
-        for part in parts {
-            end = scan(&*self.file, &self.header, &part, &mut |_, _| Ok(())).await?;
-            used.push(part);
-            if end < part.limit {
-                break;
-            }
-        }
-        // What is not needed may go now: the newest segment of the log stays until there is another.
-        self.slots().release_all_but(key, &used);
-        Ok((used, end.max(from)))
     }
 
     /// Takes a segment for a header alone.
@@ -341,7 +146,7 @@ impl LogDevice {
         Ok(())
     }
 
-    async fn write_header(&self, at: usize, header: &SegmentHeader) -> Result<()> {
+    pub(super) async fn write_header(&self, at: usize, header: &SegmentHeader) -> Result<()> {
         let offset = HostOffset::new(self.header.at(at));
         let written = write_all(&*self.file, Buf::from_slice(&header.encode()), offset).await;
         self.after_write(written, Some(at)).map(drop)
@@ -369,21 +174,6 @@ impl LogDevice {
         spawn(erased).await
     }
 
-    async fn begin_log(
-        self: &Arc<Self>,
-        key: LogKey,
-        parts: Vec<Part>,
-        (at, header): (usize, SegmentHeader),
-        recovered: std::ops::Range<u64>,
-    ) -> Result<Log> {
-        // From here on, dropping the log gives up what it has.
-        let log = Log::new(Arc::clone(self), key, parts, (at, &header), recovered);
-        self.write_header(at, &header).await?;
-        self.sync_here().await?;
-        log.is_named();
-        Ok(log)
-    }
-
     /// A write is done: of the header of `begun`, if it began a segment. Returns its number.
     pub(super) fn after_write(&self, written: Result<()>, begun: Option<usize>) -> Result<u64> {
         match written {
@@ -406,7 +196,7 @@ impl LogDevice {
     }
 
     /// As [`Self::sync`], in the caller's task.
-    async fn sync_here(&self) -> Result<()> {
+    pub(super) async fn sync_here(&self) -> Result<()> {
         self.syncs.run(async || self.sync_alone().await).await
     }
 
@@ -454,7 +244,7 @@ impl LogDevice {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn name(&self) -> String {
+    pub(super) fn name(&self) -> String {
         self.file.name()
     }
 
@@ -479,18 +269,6 @@ impl LogDevice {
         );
         Error::new(ErrorKind::NoSpace, what)
     }
-}
-
-fn found_as(slots: &Slots, key: LogKey, phase: Phase) -> Option<Found> {
-    let segments = slots.segments_of(key);
-    let (_, newest) = segments.last()?;
-    Some(Found {
-        store: newest.store,
-        volume: key.volume,
-        writers: newest.writers.clone(),
-        is_set_aside: matches!(phase, Phase::Over(_)),
-        key,
-    })
 }
 
 /// The headers of all segments.

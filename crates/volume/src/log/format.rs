@@ -25,6 +25,10 @@ pub(super) const SEGMENTS_MAX: u32 = 16 << 10;
 /// a head ever leaves.
 pub(super) const WRITERS_MAX: usize = 32;
 
+/// Most of what is counted: records, and segments. Nobody ever has so many, and a number that is
+/// larger is not one.
+pub(super) const NUMBER_MAX: u64 = 1 << 62;
+
 /// Bytes of a header that mean something: one sector, which a device writes as a whole.
 const RAW_BYTES: usize = 512;
 pub(super) const MAGIC: [u8; 8] = *b"MICALOG\n";
@@ -148,6 +152,8 @@ pub(super) struct SegmentHeader {
     /// The number of the first record here. In older segments of the log, records from this one on
     /// do not count.
     pub(super) first: u64,
+    /// Records below were not needed any more when this segment was begun.
+    pub(super) freed: u64,
     /// Under whom the log may go on.
     pub(super) writers: Vec<Writer>,
 }
@@ -167,8 +173,9 @@ pub(super) struct RawSegment {
     pub(super) root: U64,
     pub(super) oldest: U64,
     pub(super) first: U64,
+    pub(super) freed: U64,
     pub(super) writers: [U64; WRITERS_MAX],
-    pub(super) padding: [u8; 140],
+    pub(super) padding: [u8; 132],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -201,8 +208,9 @@ impl SegmentHeader {
             root: self.root.into(),
             oldest: self.oldest.into(),
             first: self.first.into(),
+            freed: self.freed.into(),
             writers,
-            padding: [0; 140],
+            padding: [0; 132],
             checksum: 0.into(),
         };
         block_of(raw.as_bytes(), SEGMENT_FRAME)
@@ -237,6 +245,7 @@ impl SegmentHeader {
             root: raw.root.get(),
             oldest: raw.oldest.get(),
             first: raw.first.get(),
+            freed: raw.freed.get(),
             writers,
         };
         let rest_is_zeros = raw.writers[header.writers.len()..].iter().all(|rest| rest.get() == 0);
@@ -244,9 +253,11 @@ impl SegmentHeader {
             && rest_is_zeros
             && header.root <= header.oldest
             && header.oldest <= header.number
-            && header.number < u64::MAX
+            && header.number <= NUMBER_MAX
+            && header.freed <= header.first
+            && header.first <= NUMBER_MAX
             && raw.reserved == [0; 3]
-            && raw.padding == [0; 140];
+            && raw.padding == [0; 132];
         is_fine.then_some(header)
     }
 }

@@ -28,11 +28,14 @@
 //! - I6 There is always a segment in which a log that is found can name the process that goes on
 //!   with it ([`slots`]).
 
+mod appender;
+mod begin;
 mod chain;
 mod create;
 mod device;
 mod format;
 mod group;
+mod handle;
 #[cfg(test)]
 mod page;
 mod record;
@@ -40,6 +43,8 @@ mod scan;
 mod slots;
 mod tail;
 
-pub use device::{Found, LogDevice};
+pub use appender::NotPushed;
+pub use begin::Found;
+pub use device::LogDevice;
+pub use handle::{Log, Room, Ticket};
 pub use record::Record;
-pub use tail::{Log, NotPushed, Room, Ticket};

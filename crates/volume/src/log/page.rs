@@ -1,7 +1,7 @@
 //! That docs/formats/log.md says what the code does.
 
 use super::format::{
-    BLOCK, GROUP_BYTES_MAX, GROUP_HEAD_BYTES, MAGIC, RawDevice, RawGroup, RawSegment,
+    BLOCK, GROUP_BYTES_MAX, GROUP_HEAD_BYTES, MAGIC, NUMBER_MAX, RawDevice, RawGroup, RawSegment,
     SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, SEGMENT_MAGIC, SEGMENTS_MAX, SEGMENTS_MIN, VERSION,
     WRITERS_MAX,
 };
@@ -29,6 +29,7 @@ fn page_has_the_constants_of_the_code() {
         ("SEGMENTS_MIN", u64::from(SEGMENTS_MIN)),
         ("SEGMENTS_MAX", u64::from(SEGMENTS_MAX)),
         ("WRITERS_MAX", WRITERS_MAX as u64),
+        ("NUMBER_MAX", NUMBER_MAX),
         ("GROUP_HEAD_BYTES", GROUP_HEAD_BYTES as u64),
         ("GROUP_BYTES_MAX", GROUP_BYTES_MAX as u64),
         ("RECORD_HEAD_BYTES", RECORD_HEAD_BYTES as u64),
@@ -57,8 +58,8 @@ fn page_has_the_layouts_of_the_code() {
     let device = fields! { RawDevice: magic version segments segment_bytes id padding checksum };
     has_layout(&device, size_of::<RawDevice>());
     let segment = fields! { RawSegment:
-        magic version kind reserved device session store volume number root oldest first writers
-        padding checksum
+        magic version kind reserved device session store volume number root oldest first freed
+        writers padding checksum
     };
     has_layout(&segment, size_of::<RawSegment>());
     let group = fields! { RawGroup: len count segment first reserved sum };

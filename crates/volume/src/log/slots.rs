@@ -9,12 +9,12 @@
 //! - S2 The newest segment of a log that is over is given away only if no other segment has, or
 //!   may have after a power cut, a header of that log.
 //!
-//! And room is kept (I6): for each log whose tail has records, and one more, a segment is **clean**:
-//! free, and a process that finds the device after a power cut knows that. It takes one to name
-//! itself when it goes on with a log. It puts no records there before there is room for that; until
-//! then the next process finds an empty tail, and replaces it. So logs can go on after any number of
-//! crashes, however full the device is. A segment that is free and not clean becomes so when its log
-//! begins another one, whose header says so, or when its header is erased.
+//! And room is kept (I6): for each log whose tail has records, and one more, a segment is
+//! **clean**: free, and a process that finds the device after a power cut knows that. It takes one
+//! to name itself when it goes on with a log. It puts no records there before there is room for
+//! that; until then the next process finds an empty tail, and replaces it. So logs can go on after
+//! any number of crashes, however full the device is. A segment that is free and not clean becomes
+//! so when its log begins another one, whose header says so, or when its header is erased.
 
 use super::chain::Part;
 use super::format::{Kind, SegmentHeader};
@@ -269,8 +269,8 @@ impl Slots {
         slot.change <= self.durable
     }
 
-    /// The clean segments, if what is in `without` is overwritten: free, and what is durable says so.
-    /// If nothing is known yet of what is free, only what is durable counts.
+    /// The clean segments, if what is in `without` is overwritten: free, and what is durable says
+    /// so. If nothing is known yet of what is free, only what is durable counts.
     fn clean(&self, without: Option<usize>) -> impl Iterator<Item = usize> + use<> {
         let durable = || {
             let slots = self.slots.iter().enumerate();
@@ -303,8 +303,8 @@ impl Slots {
         clean.map(|(at, _)| at).collect::<Vec<_>>().into_iter()
     }
 
-    /// The free segment to be used next, if one may be. What is clean is kept, and what was set aside
-    /// for as long as possible; of the rest, what is oldest goes first.
+    /// The free segment to be used next, if one may be. What is clean is kept, and what was set
+    /// aside for as long as possible; of the rest, what is oldest goes first.
     fn pick(&self) -> Option<usize> {
         let clean: BTreeSet<_> = self.clean(None).collect();
         let order = |at: usize, header: &Option<SegmentHeader>| {

@@ -16,6 +16,7 @@ fn segment(writers: u64) -> SegmentHeader {
         root: 3,
         oldest: 4,
         first: 1 << 40,
+        freed: 1 << 30,
         writers: (1..=writers).map(|number| Writer::new(number).unwrap()).collect(),
     }
 }
@@ -85,12 +86,19 @@ fn header_that_contradicts_itself_is_refused() {
         SEGMENT_FRAME.seal(&mut block);
         assert_eq!(SegmentHeader::decode(&block), Err(Malformed::Content), "byte {at}");
     };
-    // Kind, reserved bytes, a root that is newer than the oldest segment, an oldest one that is newer, a writer too large, a writer
-    // behind the last, padding.
+    // Kind, reserved bytes, a root that is newer than the oldest segment, an oldest one that is
+    // newer, a writer too large, a writer behind the last, padding.
     let writers = std::mem::offset_of!(RawSegment, writers);
-    for (at, byte) in
-        [(12, 3), (13, 1), (88, 5), (96, 6), (writers + 7, 1), (writers + 24, 1), (507, 1)]
-    {
+    for (at, byte) in [
+        (12, 3),
+        (13, 1),
+        (88, 5),
+        (96, 6),
+        (119, 1),
+        (writers + 7, 1),
+        (writers + 24, 1),
+        (507, 1),
+    ] {
         no_segment(at, byte);
     }
     no_segment(writers, 0);

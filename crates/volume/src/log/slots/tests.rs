@@ -36,7 +36,19 @@ fn header(number: u64, key: LogKey, kind: Kind, oldest: Option<u64>, first: u64)
     let [device, session, store] = [[0; 16]; 3];
     let (LogKey { volume, root }, writers) = (key, vec![Writer::FIRST]);
     let oldest = oldest.unwrap_or(number);
-    SegmentHeader { kind, device, session, store, volume, number, root, oldest, first, writers }
+    SegmentHeader {
+        kind,
+        device,
+        session,
+        store,
+        volume,
+        number,
+        root,
+        oldest,
+        first,
+        freed: first,
+        writers,
+    }
 }
 
 impl Machine {
@@ -86,7 +98,27 @@ impl Machine {
             self.sync();
             self.slots.take(Purpose::Name, make)
         });
-        self.write(taken.expect("a segment is left to go on with a log, or to end it"))
+        let Some(taken) = taken else {
+            panic!("no segment is left for {key:?}: {}", self.describe());
+        };
+        self.write(taken)
+    }
+
+    /// For a failure: every segment, and every log.
+    fn describe(&self) -> String {
+        let clean: Vec<_> = self.slots.clean(None).collect();
+        let slot = |(at, slot): (usize, &Slot)| {
+            let name = |header: &SegmentHeader| {
+                let SegmentHeader { number, root, oldest, first, .. } = *header;
+                format!("{number} of {root} oldest {oldest} first {first}")
+            };
+            let (header, before) = (slot.header.as_ref().map(name), slot.before.as_ref().map(name));
+            let (is_live, is_clean) = (slot.is_live, clean.contains(&at));
+            let is_durable = self.slots.is_durable(slot);
+            format!("{header:?} before {before:?} {is_live} {is_clean} {is_durable}\n")
+        };
+        let slots: String = self.slots.slots.iter().enumerate().map(slot).collect();
+        format!("\n{slots}{:?}", self.slots.logs)
     }
 
     fn start(&mut self) {
@@ -186,16 +218,16 @@ impl Machine {
         for (at, number, _) in &needed {
             assert!(numbers.contains(number) && self.slots.slots[*at].is_live, "it was needed");
         }
-        if !has_records {
-            needed.pop();
-        }
+        let empty = if has_records { None } else { needed.pop() };
         // The state may have more of it than the volume knew when it freed.
         let drop = usize::try_from(self.rng.below(needed.len() as u64 + 1)).unwrap();
         needed.drain(..drop * usize::from(self.rng.percent(30)));
         let parts: Vec<_> = needed.iter().map(|segment| part(*segment)).collect();
         self.slots.set_phase(key, Phase::Open { has_records: true });
         self.slots.release_all_but(key, &parts);
-        let (first, oldest) = (self.count(), needed.first().map(|(_, number, _)| *number));
+        // Where an empty tail began, nothing was found either.
+        let first = empty.map_or_else(|| self.count(), |(.., first)| first);
+        let oldest = needed.first().map(|(_, number, _)| *number);
         let tail = self.name(key, Kind::Records, oldest, first);
         self.sync();
         self.slots.set_phase(key, Phase::Open { has_records: false });

@@ -1,0 +1,249 @@
+//! The log of one volume that is open: what is pushed, written, synced and freed.
+//!
+//! ```text
+//! push ─▶ group that fills ─▶ full groups, in order ─▶ one write at a time ─▶ sync of the device
+//! ```
+
+use super::appender::{Appender, NotPushed};
+use super::chain::Part;
+use super::device::LogDevice;
+use super::format::{Kind, SegmentHeader};
+use super::record::{RECORD_BYTES_MAX, Record};
+use super::scan::scan;
+use super::slots::{LogKey, Phase};
+use super::tail::Tail;
+use crate::place::Writer;
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::spawn;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The log of one volume. Dropping it leaves what is in it to the next process, or the next
+/// [`LogDevice::go_on`].
+pub struct Log {
+    inner: Arc<Appender>,
+    recovered: Range<u64>,
+}
+
+/// Names a record that was pushed.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Ticket(u64);
+
+impl Ticket {
+    /// The record's number.
+    pub fn number(self) -> u64 {
+        self.0
+    }
+}
+
+/// How full a log is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Room {
+    /// Bytes that cannot be used now: what logs need, this one's and those of others.
+    pub used: u64,
+    /// All that can be used.
+    pub len: u64,
+}
+
+impl Log {
+    /// A log with `parts` to which `segment` is added, whose header is written next.
+    pub(super) fn new(
+        device: Arc<LogDevice>,
+        key: LogKey,
+        parts: Vec<Part>,
+        (slot, header): (usize, &SegmentHeader),
+        recovered: Range<u64>,
+    ) -> Self {
+        let tail = Tail::new(parts, slot, header, recovered.start);
+        let inner = Appender::new(device, key, header.store, tail);
+        Self { inner: Arc::new(inner), recovered }
+    }
+
+    /// The header of its tail is durable: other segments of the log are not needed any more.
+    pub(super) fn is_named(&self) {
+        let Appender { device, key, .. } = &*self.inner;
+        let mut tail = self.inner.tail();
+        let mut slots = device.slots();
+        slots.release_all_but(*key, tail.parts.make_contiguous());
+        slots.set_phase(*key, Phase::Open { has_records: false });
+        tail.trim(&mut slots);
+    }
+
+    /// The records that were found when it was opened: those from the one asked for on.
+    pub fn recovered(&self) -> Range<u64> {
+        self.recovered.clone()
+    }
+
+    /// The number that the next record gets.
+    pub fn next(&self) -> u64 {
+        self.inner.tail().next
+    }
+
+    /// Adds a record. Copies it, and never waits; the order of records is that of the calls. It is
+    /// written when somebody waits for it, or for one that was pushed later.
+    ///
+    /// # Errors
+    /// Nothing was pushed.
+    ///
+    /// # Panics
+    /// If the record cannot be one of a volume.
+    pub fn push(&self, record: Record<'_>) -> std::result::Result<Ticket, NotPushed> {
+        assert!(record.is_valid(), "{record:?} is not a record of a volume");
+        let len = record.encoded_len();
+        let mut tail = self.inner.tail();
+        if !tail.filling.as_ref().is_some_and(|group| group.has_room(len)) {
+            self.inner.begin_group(&mut tail)?;
+        }
+        let group = tail.filling.as_mut().expect("there is one now");
+        group.push(&record);
+        let ticket = Ticket(tail.next);
+        tail.next += 1;
+        Ok(ticket)
+    }
+
+    /// Waits until there may be room for a record.
+    ///
+    /// # Errors
+    /// Why the log takes no more records.
+    pub async fn has_room(&self) -> Result<()> {
+        let device = &self.inner.device;
+        loop {
+            let room_made = {
+                let slots = device.slots();
+                slots.check()?;
+                slots.room_made
+            };
+            let (has_room, next, may_sync) = {
+                let tail = self.inner.tail();
+                let slots = device.slots();
+                let has_room = self.inner.room_for_group(&tail, &slots).is_some();
+                let fills =
+                    tail.filling.as_ref().is_some_and(|group| group.has_room(RECORD_BYTES_MAX));
+                let unwritten = (tail.written < tail.next).then_some(tail.next);
+                (has_room || fills, unwritten, slots.may_sync())
+            };
+            if has_room {
+                return Ok(());
+            }
+            if let Some(next) = next {
+                self.inner.wait_until(|tail| tail.written >= next).await?;
+            } else if may_sync {
+                device.sync().await?;
+            } else if !device.erase().await? {
+                let changed = || {
+                    let slots = device.slots();
+                    (slots.latch.is_some() || slots.room_made != room_made).then_some(())
+                };
+                device.room.until(changed).await;
+            }
+        }
+    }
+
+    /// Waits until the record, and all before it, are in the file: they survive the death of the
+    /// process.
+    ///
+    /// # Errors
+    /// If a write or a sync on the device failed.
+    pub async fn written(&self, ticket: Ticket) -> Result<()> {
+        self.inner.wait_until(|tail| tail.written > ticket.0).await
+    }
+
+    /// Waits until everything that was pushed before this call is durable.
+    ///
+    /// # Errors
+    /// As [`Self::written`].
+    pub async fn sync(&self) -> Result<()> {
+        let next = self.next();
+        self.inner.wait_until(|tail| tail.written >= next).await?;
+        let change = self.inner.tail().change;
+        let is_durable = {
+            let slots = self.inner.device.slots();
+            slots.check()?;
+            slots.durable() >= change
+        };
+        if is_durable { Ok(()) } else { self.inner.device.sync().await }
+    }
+
+    /// Records below `below` are not needed any more: all of them are in extents that were
+    /// answered, without a gap.
+    pub fn free(&self, below: u64) {
+        let device = &self.inner.device;
+        {
+            let mut tail = self.inner.tail();
+            tail.freed = tail.freed.max(below.min(tail.next));
+            tail.trim(&mut device.slots());
+        }
+        device.room.wake_all();
+    }
+
+    /// Calls `each` with every record from `from` on that is written and was not freed, and its
+    /// number, in order.
+    ///
+    /// # Errors
+    /// What the file reports, or `each`; `Corrupt` if a record is not as it was written.
+    pub async fn read(
+        &self,
+        from: u64,
+        mut each: impl FnMut(u64, Record<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let (parts, written) = {
+            let tail = self.inner.tail();
+            (tail.parts.clone(), tail.written)
+        };
+        let device = &self.inner.device;
+        for part in parts.into_iter().filter(|part| part.limit > from && part.first < written) {
+            let part = Part { limit: part.limit.min(written), ..part };
+            let mut wanted = |number, record: Record<'_>| match number < from {
+                true => Ok(()),
+                false => each(number, record),
+            };
+            let end = scan(&*device.file, &device.header, &part, &mut wanted).await?;
+            if end < part.limit {
+                let what = format!("the log {} has lost record {end}", device.file.name());
+                return Err(Error::new(ErrorKind::Corrupt, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// How full it is, for back pressure.
+    pub fn room(&self) -> Room {
+        let tail = self.inner.tail();
+        let (used, all) = self.inner.device.slots().usage();
+        let segment_bytes = self.inner.device.header.segment_bytes;
+        let left = segment_bytes - tail.end().min(segment_bytes);
+        let used = (used as u64 * segment_bytes).saturating_sub(left);
+        Room { used, len: all as u64 * segment_bytes }
+    }
+
+    /// Names another writer under which the log may go on, durably when this returns.
+    ///
+    /// # Errors
+    /// `Limit` if it names too many; as [`Self::written`].
+    pub async fn allow(&self, writer: Writer) -> Result<()> {
+        let inner = Arc::clone(&self.inner);
+        spawn(async move { inner.allow(writer).await }).await
+    }
+
+    /// The volume is `writer`'s for certain: the log names no other from its next segment on.
+    pub fn only(&self, writer: Writer) {
+        self.inner.tail().writers = vec![writer];
+    }
+
+    /// Ends the log: the store has all of it, and nothing is pushed any more. Durable when this
+    /// returns.
+    ///
+    /// # Errors
+    /// As [`Self::written`]. The log is found again then.
+    pub async fn end(&self) -> Result<()> {
+        let inner = Arc::clone(&self.inner);
+        spawn(async move {
+            let next = inner.tail().next;
+            inner.wait_until(|tail| tail.written >= next).await?;
+            let writers = inner.tail().writers.clone();
+            let header = inner.device.segment(inner.store, inner.key, next, writers);
+            inner.device.end_log(Kind::Ended, header).await
+        })
+        .await
+    }
+}
