@@ -3,6 +3,7 @@
 //! Nothing here knows mica's internals; it is a program that is started, queried and stopped like
 //! its peers. Only processes that this crate started are ever signalled.
 
+pub mod bucket;
 pub mod clock;
 pub mod command;
 pub mod guest;
@@ -19,4 +20,5 @@ pub mod storm;
 pub mod takeover;
 pub mod tasks;
 pub mod tools;
+pub mod volume;
 pub mod write_log;

@@ -51,6 +51,9 @@ tools! {
     DPKG = "dpkg" in ["dpkg"];
     DPKG_DEB = "dpkg-deb" in ["dpkg"];
     SCRIPT = "script" in ["bsdutils"];
+    CEPH = "ceph" in ["ceph-common"];
+    CEPH_MON = "ceph-mon" in ["ceph-mon"];
+    CEPH_OSD = "ceph-osd" in ["ceph-osd"];
 }
 
 impl Tool {

@@ -29,6 +29,7 @@ mod plots;
 mod report;
 mod samples;
 mod turns;
+mod volume;
 mod write;
 
 use clap::{Parser, Subcommand};
@@ -71,6 +72,9 @@ enum Bench {
     /// Chains of up to 10,000 layers beside one layer: opening, memory, reads, and the verbs that
     /// go through all layers. Writes a table and JSON.
     Deep(deep::Options),
+    /// Volumes beside a raw file and qcow2, and beside RBD on the same cluster: loads, snapshots,
+    /// clones. Writes a table and JSON.
+    Volume(volume::Options),
 }
 
 fn main() -> ExitCode {
@@ -80,6 +84,7 @@ fn main() -> ExitCode {
         Verb::Bench { what: Bench::Guest(options) } => guest::run(&options),
         Verb::Bench { what: Bench::Nbd(options) } => nbd::run(&options),
         Verb::Bench { what: Bench::Deep(options) } => deep::run(&options),
+        Verb::Bench { what: Bench::Volume(options) } => volume::run(&options),
         Verb::Demo(options) => demo::run(&options),
     };
     match outcome {

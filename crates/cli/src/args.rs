@@ -17,6 +17,7 @@ use crate::resize::ResizeArgs;
 use crate::sections;
 use crate::serve::ServeArgs;
 use crate::top::TopArgs;
+use crate::volume::{self, VolumeArgs};
 use clap::{Parser, Subcommand};
 use mica_daemon::{HELPER_VERB, LogLevel};
 
@@ -77,6 +78,9 @@ pub(crate) enum Verb {
     /// Build, inspect or drop the index of a chain.
     #[command(after_long_help = sections::INDEX)]
     Index(IndexArgs),
+    /// Create, list and manage volumes: disks in a store that any host can attach.
+    #[command(after_long_help = volume::EXAMPLES)]
+    Volume(VolumeArgs),
     /// Generate chains for tests and measurements.
     #[command(after_long_help = sections::GEN)]
     Gen(GenArgs),

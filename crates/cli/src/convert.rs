@@ -16,23 +16,26 @@ use crate::images::{ImageArgs, size_of};
 use crate::output::{OutputFormat, ReportArgs, print_json};
 use clap::Args;
 use content::ContentRules;
+pub(crate) use content::is_zero;
 use engine::{Job, Target};
 use mica_block::{Disk, Manage, Space, Store};
+use mica_daemon::{ImageSettings, IoSettings};
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
+use mica_rt::Executor;
 use mica_stack::Format;
 use mica_units::{HostOffset, SECTOR_BYTES};
-use progress::Progress;
+pub(crate) use progress::Progress;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Copy a disk, with everything its chain holds, into a new image.
-#[derive(Args)]
-pub(crate) struct ConvertArgs {
+// What a copy is to be. (A doc comment would become the help of the verb.)
+#[derive(Args, Clone)]
+pub(crate) struct TargetArgs {
     /// Format of the new image: qcow2 or raw.
     #[arg(short = 'O', long, default_value = "qcow2", value_name = "FMT")]
     #[arg(hide_default_value = true)]
@@ -50,6 +53,28 @@ pub(crate) struct ConvertArgs {
     /// Runs of this length in a raw image, whole clusters in a qcow2 image. 0 writes all zeros.
     #[arg(short = 'S', default_value = "4k", value_name = "SIZE")]
     sparse: String,
+    /// Pieces that are read, compressed and written in parallel.
+    #[arg(short = 'm', long, default_value_t = 8, value_name = "COUNT")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
+    coroutines: usize,
+    /// Show progress on stderr.
+    ///
+    /// A bar on a terminal, elsewhere a line a second, JSON with --output json. SIGUSR1 asks for a
+    /// line at any time.
+    #[arg(short = 'p', long)]
+    progress: bool,
+    /// Overwrite an existing file.
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
+/// Copy a disk, with everything its chain holds, into a new image.
+#[derive(Args)]
+pub(crate) struct ConvertArgs {
+    #[command(flatten)]
+    new: TargetArgs,
     /// Copy this internal snapshot.
     ///
     /// By id or name.
@@ -63,22 +88,9 @@ pub(crate) struct ConvertArgs {
     /// Format of the backing file: qcow2 or raw.
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
-    /// Pieces that are read, compressed and written in parallel.
-    #[arg(short = 'm', long, default_value_t = 8, value_name = "COUNT")]
-    #[arg(hide_short_help = true, help_heading = "Engine")]
-    coroutines: usize,
     /// Accepted for compatibility with qemu-img: pieces are always written out of order.
     #[arg(short = 'W', hide_short_help = true, help_heading = "Engine")]
     out_of_order: bool,
-    /// Show progress on stderr.
-    ///
-    /// A bar on a terminal, elsewhere a line a second, JSON with --output json. SIGUSR1 asks for a
-    /// line at any time.
-    #[arg(short = 'p', long)]
-    progress: bool,
-    /// Overwrite an existing file.
-    #[arg(long)]
-    force: bool,
     /// Write into TARGET, which exists.
     ///
     /// It must be as long or longer; what it has beyond stays.
@@ -87,8 +99,6 @@ pub(crate) struct ConvertArgs {
     /// TARGET holds only zeros: write none.
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
-    #[command(flatten)]
-    report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
     /// The disk to copy: for a chain, its active layer.
@@ -106,39 +116,81 @@ pub(crate) struct ConvertArgs {
 const COROUTINES_MAX: usize = 16;
 
 pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
-    if !(1..=COROUTINES_MAX).contains(&args.coroutines) {
-        let what = format!("-m must be between 1 and {COROUTINES_MAX}");
-        return Err(Failure::new(what));
-    }
-    let sparse = size_of("-S", &args.sparse)?;
-    if !sparse.is_multiple_of(SECTOR_BYTES) {
-        return Err(Failure::new("-S must be a multiple of 512, or 0"));
-    }
-    let format = args.output_format.parse::<Format>()?;
-    if format == Format::Null {
-        return Err(Failure::new("the null format cannot be created"));
-    }
-    stream::check(args, format)?;
+    let checked = args.check()?;
     let executor = args.images.executor()?;
     let source = executor.block_on(open_source(args))?;
+    copy(args, checked, &executor, source)
+}
+
+/// Copies a disk that the user called `source` as [`run`] does.
+pub(crate) fn run_from(
+    source: &str,
+    target: PathBuf,
+    (new, io): (TargetArgs, IoSettings),
+    open: impl FnOnce(&Executor) -> Result<Arc<dyn Manage>, Failure>,
+) -> Result<ExitCode, Failure> {
+    let args = ConvertArgs {
+        new,
+        load_snapshot: None,
+        backing: None,
+        backing_format: None,
+        out_of_order: false,
+        no_create: false,
+        target_is_zero: false,
+        images: ImageArgs { settings: ImageSettings::default(), io },
+        source: PathBuf::from(source),
+        target,
+    };
+    let checked = args.check()?;
+    let executor = args.images.executor()?;
+    let source = open(&executor)?;
+    copy(&args, checked, &executor, source)
+}
+
+impl ConvertArgs {
+    /// The format of the new image, and the length of runs of zeros that are left out.
+    fn check(&self) -> Result<(Format, u64), Failure> {
+        if !(1..=COROUTINES_MAX).contains(&self.new.coroutines) {
+            let what = format!("-m must be between 1 and {COROUTINES_MAX}");
+            return Err(Failure::new(what));
+        }
+        let sparse = size_of("-S", &self.new.sparse)?;
+        if !sparse.is_multiple_of(SECTOR_BYTES) {
+            return Err(Failure::new("-S must be a multiple of 512, or 0"));
+        }
+        let format = self.new.output_format.parse::<Format>()?;
+        if format == Format::Null {
+            return Err(Failure::new("the null format cannot be created"));
+        }
+        stream::check(self, format)?;
+        Ok((format, sparse))
+    }
+}
+
+fn copy(
+    args: &ConvertArgs,
+    (format, sparse): (Format, u64),
+    executor: &Executor,
+    source: Arc<dyn Manage>,
+) -> Result<ExitCode, Failure> {
     // Not even with --force is a disk copied over one of its own files.
     let mut sources = Sources::default();
     sources.add(&args.source, &*source);
     let len = source.geometry().len;
-    let progress = Progress::start(len, args.report.progress(args.progress));
+    let progress = Progress::start(len, args.new.report.progress(args.new.progress));
     if stream::is_stream(&args.target) {
-        stream::convert(&executor, &*source, &progress)?;
+        stream::convert(executor, &*source, &progress)?;
     } else if args.no_create || format == Format::Raw && is_block_device(&args.target) {
         refuse_creation_options(args)?;
-        let job = existing::Onto { args, format, executor: &executor, sparse };
+        let job = existing::Onto { args, format, executor, sparse };
         job.convert(source, &sources, &progress)?;
     } else if format == Format::Raw {
-        convert_to_raw(args, &executor, source, &sources, (sparse, &progress))?;
+        convert_to_raw(args, executor, source, &sources, (sparse, &progress))?;
     } else {
-        convert_to_qcow2(args, &executor, source, sources, (sparse, &progress))?;
+        convert_to_qcow2(args, executor, source, sources, (sparse, &progress))?;
     }
     let figures = progress.finish();
-    if args.report.format() == Some(OutputFormat::Json) {
+    if args.new.report.format() == Some(OutputFormat::Json) {
         print_json(&described(args, format, len, figures))?;
     }
     Ok(ExitCode::SUCCESS)
@@ -161,7 +213,7 @@ fn described(args: &ConvertArgs, format: Format, len: u64, mut figures: Value) -
 /// A block device is as it is.
 fn refuse_creation_options(args: &ConvertArgs) -> Result<(), Failure> {
     let has_base = args.backing.is_some() || args.backing_format.is_some();
-    if args.compress || !args.options.is_empty() || has_base {
+    if args.new.compress || !args.new.options.is_empty() || has_base {
         let what = "exists and is not created: leave out -c, -o, -B and -F";
         return Err(Failure::new(format!("{} {what}", args.target.display())));
     }
@@ -176,7 +228,7 @@ async fn open_source(args: &ConvertArgs) -> Result<Arc<dyn Manage>, Failure> {
 }
 
 fn options_of(args: &ConvertArgs, format: Format) -> Result<NewImageOptions, Failure> {
-    let options = parse_options(&args.options, format)?;
+    let options = parse_options(&args.new.options, format)?;
     if options.size.is_some() {
         let what = "-o size: a copy is as long as its source; `mica resize` changes that";
         return Err(Failure::new(what));
@@ -186,12 +238,12 @@ fn options_of(args: &ConvertArgs, format: Format) -> Result<NewImageOptions, Fai
 
 fn convert_to_raw(
     args: &ConvertArgs,
-    executor: &mica_rt::Executor,
+    executor: &Executor,
     source: Arc<dyn Disk>,
     sources: &Sources,
     (sparse, progress): (u64, &Progress),
 ) -> Result<(), Failure> {
-    if args.compress {
+    if args.new.compress {
         return Err(Failure::new("Compression not supported for this file format"));
     }
     if args.backing.is_some() || args.backing_format.is_some() {
@@ -201,7 +253,7 @@ fn convert_to_raw(
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let size = source.geometry().len;
     let file = executor.block_on(async {
-        let file = NewFile::create(&args.target, args.force, sources, &args.images).await?;
+        let file = NewFile::create(&args.target, args.new.force, sources, &args.images).await?;
         // A fully preallocated image gets its zeros with the data.
         let first = match preallocation {
             Preallocation::Full => Preallocation::Off,
@@ -219,7 +271,7 @@ fn convert_to_raw(
         compress: None,
     };
     let target = Target::Raw(Arc::clone(file.store()));
-    let (coroutines, backend) = (args.coroutines, args.images.backend());
+    let (coroutines, backend) = (args.new.coroutines, args.images.backend());
     engine::copy(&Job { source, backing: None, target, rules, coroutines, backend }, progress)?;
     executor.block_on(file.store().sync())?;
     file.keep();
@@ -228,7 +280,7 @@ fn convert_to_raw(
 
 fn convert_to_qcow2(
     args: &ConvertArgs,
-    executor: &mica_rt::Executor,
+    executor: &Executor,
     source: Arc<dyn Disk>,
     mut sources: Sources,
     (sparse, progress): (u64, &Progress),
@@ -242,12 +294,13 @@ fn convert_to_qcow2(
         subcluster_bytes: 1 << plan.l2.subcluster_bits(),
         keep_zeros,
         reserve_zeros: plan.preallocation != Preallocation::Off,
-        compress: args.compress.then_some(plan.compression),
+        compress: args.new.compress.then_some(plan.compression),
     };
     let falloc = plan.preallocation == Preallocation::Falloc;
     let (image, data) = executor.block_on(async {
-        let image = NewFile::create(&args.target, args.force, &sources, &args.images).await?;
-        let data = new_data_file(&args.target, &plan, args.force, sources, &args.images).await?;
+        let image = NewFile::create(&args.target, args.new.force, &sources, &args.images).await?;
+        let data =
+            new_data_file(&args.target, &plan, args.new.force, sources, &args.images).await?;
         Ok::<_, Failure>((image, data))
     })?;
     let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
@@ -256,7 +309,7 @@ fn convert_to_qcow2(
         data: data_store.clone(),
         writer: Box::new(Mutex::new(ImageWriter::new(plan)?)),
     };
-    let (coroutines, backend) = (args.coroutines, args.images.backend());
+    let (coroutines, backend) = (args.new.coroutines, args.images.backend());
     let job = Job { source, backing, target, rules, coroutines, backend };
     engine::copy(&job, progress)?;
     let Target::Qcow2 { writer, .. } = job.target else { unreachable!("it was created above") };
@@ -290,7 +343,7 @@ fn qcow2_wish(args: &ConvertArgs) -> Result<ImageWish, Failure> {
 
 fn qcow2_plan(args: &ConvertArgs, wish: &ImageWish, size: u64) -> Result<ImagePlan, Failure> {
     let plan = wish.plan(size)?;
-    if args.compress && plan.l2.data_file {
+    if args.new.compress && plan.l2.data_file {
         return Err(Failure::new(
             "Compressed clusters are not possible with an external data file",
         ));

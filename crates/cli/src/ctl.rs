@@ -2,6 +2,7 @@
 
 mod members;
 mod saved;
+mod snapshots;
 
 use crate::client::{Client, ControlArgs, nothing, of_disk, plain};
 use crate::failure::Failure;
@@ -53,6 +54,20 @@ enum CtlVerb {
         #[arg(value_name = "[+]SIZE")]
         size: String,
     },
+    /// Take a snapshot of a volume while it is served.
+    ///
+    /// What was answered before is in it; requests go on meanwhile.
+    #[command(after_long_help = sections::CTL_SNAPSHOT)]
+    Snapshot(snapshots::TakeArgs),
+    /// List the snapshots of a volume that is served.
+    #[command(after_long_help = sections::CTL_SNAPSHOTS)]
+    Snapshots(snapshots::ListArgs),
+    /// Drop a snapshot of a volume that is served.
+    #[command(after_long_help = sections::CTL_DROP)]
+    Drop(snapshots::DropArgs),
+    /// Give a snapshot of a volume that is served another label.
+    #[command(after_long_help = sections::CTL_LABEL)]
+    Label(snapshots::LabelArgs),
     /// Serve another disk.
     ///
     /// An image with options of `mica serve`, or the disks that a TOML file lists.
@@ -124,6 +139,10 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Resize { disk, size } => {
             (client.post(&of_disk(disk, "resize"), &json!({ "size": size }))?, resized)
         }
+        CtlVerb::Snapshot(args) => (args.run(client)?, snapshots::taken),
+        CtlVerb::Snapshots(args) => (args.run(client)?, snapshots::listed),
+        CtlVerb::Drop(args) => (args.run(client)?, snapshots::dropped),
+        CtlVerb::Label(args) => (args.run(client)?, snapshots::labelled),
         CtlVerb::Add(args) => (args.run(client)?, members),
         CtlVerb::Remove(args) => (args.run(client)?, members),
         CtlVerb::Undrain { disk } => (client.post(&of_disk(disk, "undrain"), &nothing())?, members),

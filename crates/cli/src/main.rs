@@ -32,6 +32,7 @@ mod sections;
 mod serve;
 mod top;
 mod unfinished;
+mod volume;
 
 use args::{Cli, Verb};
 use clap::{CommandFactory, Parser};
@@ -78,6 +79,7 @@ fn main() -> ExitCode {
         Verb::Read(args) => dd::read(&args),
         Verb::Write(args) => dd::write(&args),
         Verb::Index(args) => index::run(&args),
+        Verb::Volume(args) => volume::run(&args),
         Verb::Gen(args) => generate::run(&args),
         Verb::Manual(args) => manual::run(&args, Cli::command()),
         Verb::Helper => serve::run_helper(),
@@ -103,10 +105,13 @@ fn options_help() -> Option<String> {
         return None;
     }
     let matches = Cli::command().ignore_errors(true).try_get_matches().ok()?;
-    let (verb, matches) = matches.subcommand()?;
+    let (verb, matches) = match matches.subcommand()? {
+        ("volume", matches) => matches.subcommand()?,
+        verb => verb,
+    };
     let format = match verb {
         "create" => "format",
-        "convert" | "measure" => "output_format",
+        "convert" | "measure" | "export" => "output_format",
         _ => return None,
     };
     let format = matches.get_one::<String>(format).map_or("qcow2", String::as_str);

@@ -14,7 +14,7 @@ pub(crate) enum OutputFormat {
     Json,
 }
 
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub(crate) struct OutputArgs {
     /// How to print the result: human or json.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
@@ -23,7 +23,7 @@ pub(crate) struct OutputArgs {
 }
 
 // Options of verbs that can be quiet. (A doc comment would become the help of the verb.)
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub(crate) struct ReportArgs {
     /// Print only errors.
     #[arg(short = 'q', long)]

@@ -134,6 +134,23 @@ EXAMPLES:
   mica ctl status
   mica ctl status --output json | jq -r '.disks[].state'";
 
+pub(crate) const CTL_SNAPSHOT: &str = "\
+EXAMPLES:
+  mica ctl snapshot web before-the-update";
+
+pub(crate) const CTL_SNAPSHOTS: &str = "\
+EXAMPLES:
+  mica ctl snapshots web
+  mica ctl snapshots --output json web | jq -r '.[].label'";
+
+pub(crate) const CTL_DROP: &str = "\
+EXAMPLES:
+  mica ctl drop web before-the-update";
+
+pub(crate) const CTL_LABEL: &str = "\
+EXAMPLES:
+  mica ctl label web 17 keep-this           # by its number";
+
 pub(crate) const CTL_STATS: &str = "\
 EXAMPLES:
   mica ctl stats web";

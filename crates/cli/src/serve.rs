@@ -12,8 +12,8 @@ use crate::output::print;
 use crate::pid_file::PidFile;
 use clap::{Args, Command, Id};
 use mica_daemon::{
-    Config, Daemon, DiskConfig, DiskSettings, ProcessSettings, StatsSettings, check_config,
-    has_inherited_sockets,
+    Config, Daemon, DiskConfig, DiskSettings, ProcessSettings, StatsSettings, VolumeSettings,
+    check_config, has_inherited_sockets,
 };
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -74,8 +74,11 @@ struct DiskArgs {
     stats: StatsSettings,
     #[command(flatten)]
     images: ImageArgs,
+    #[command(flatten)]
+    volume: VolumeSettings,
     /// The image: for a chain, its active layer.
-    #[arg(value_name = "IMAGE", required_unless_present = "config")]
+    #[arg(value_name = "IMAGE", conflicts_with = "volume")]
+    #[arg(required_unless_present_any = ["config", "volume"])]
     image: Option<PathBuf>,
 }
 
@@ -156,10 +159,9 @@ pub(crate) fn run_helper() -> Result<ExitCode, Failure> {
 }
 
 fn config(args: ServeArgs) -> Result<Config, Failure> {
-    let mut config = match (&args.config, args.disk.image.clone()) {
-        (Some(file), _) => Config::read(file)?,
-        (None, Some(image)) => args.disk.into_config(image, args.takeover)?,
-        (None, None) => return Err(Failure::new("nothing to serve: name an image, or --config")),
+    let mut config = match &args.config {
+        Some(file) => Config::read(file)?,
+        None => args.disk.into_config(args.takeover)?,
     };
     config.process = args.process.or(config.process);
     config.takeover = args.takeover;
@@ -173,8 +175,9 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
 
 impl DiskArgs {
     /// A configuration with this disk only.
-    fn into_config(self, image: PathBuf, takeover: bool) -> Result<Config, Failure> {
-        let DiskArgs { mut settings, stats, images, .. } = self;
+    fn into_config(self, takeover: bool) -> Result<Config, Failure> {
+        let DiskArgs { mut settings, stats, images, volume, image } = self;
+        let disk = named(None, image, volume)?;
         settings.normalize().map_err(|error| Failure::from(error).with_code(2))?;
         settings.nbd.extend(captive::socket().map(|socket| socket.display().to_string()));
         let has_place = settings.has_place() || takeover || has_inherited_sockets();
@@ -186,16 +189,34 @@ impl DiskArgs {
             .with_code(2));
         }
         let ImageArgs { settings: images, io } = images;
-        let disk = DiskConfig { name: name_of(&image), image, settings, images };
+        let disk = DiskConfig { settings, images, ..disk };
         let mut config = Config::default();
         (config.disks, config.io, config.stats) = (vec![disk], io, stats);
         Ok(config)
     }
 }
 
+/// The disk of an image or a volume, with its default name unless it has one.
+pub(crate) fn named(
+    name: Option<String>,
+    image: Option<PathBuf>,
+    volume: VolumeSettings,
+) -> Result<DiskConfig, Failure> {
+    if let Some(url) = volume.url().map_err(|error| Failure::from(error).with_code(2))? {
+        let name = name.unwrap_or_else(|| plain_name(url.name.as_str()));
+        return Ok(DiskConfig::of_volume(name, volume));
+    }
+    let image = image.ok_or_else(|| Failure::new("name an image, a --volume, or --config"))?;
+    let name = name.unwrap_or_else(|| name_of(&image));
+    Ok(DiskConfig { volume, ..DiskConfig::new(name, image) })
+}
+
 /// The default name of a disk: its image's name without the extension.
-pub(crate) fn name_of(image: &Path) -> String {
-    let stem = image.file_stem().unwrap_or_default().to_string_lossy();
+fn name_of(image: &Path) -> String {
+    plain_name(&image.file_stem().unwrap_or_default().to_string_lossy())
+}
+
+fn plain_name(stem: &str) -> String {
     let plain = |letter: char| match letter {
         '-' | '_' | '.' => letter,
         letter if letter.is_ascii_alphanumeric() => letter,

@@ -20,7 +20,10 @@ pub(crate) use gone::{GoneDisk, GoneDisks};
 use crate::held::is_socket_name;
 use crate::opened::Shown;
 use crate::places::{Places, Resident};
-use crate::settings::{DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings};
+use crate::settings::{
+    DiskSettings, ImageSettings, IoSettings, ProcessSettings, SandboxMode, StatsSettings,
+    VolumeSettings,
+};
 use crate::systemd::has_inherited_sockets;
 use mica_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
@@ -64,12 +67,14 @@ pub struct Config {
 pub struct DiskConfig {
     /// Its name, unique among the disks.
     pub name: String,
-    /// The image to open first: for a chain, its active layer.
+    /// The image to open first: for a chain, its active layer. Of a volume, its URL.
     pub image: PathBuf,
     /// How it is served, and where.
     pub settings: DiskSettings,
     /// How its images are opened.
     pub images: ImageSettings,
+    /// The volume, if it is one.
+    pub volume: VolumeSettings,
 }
 
 /// How a disk was left that is closed.
@@ -238,6 +243,9 @@ impl Config {
                 all.push(Error::new(ErrorKind::Invalid, what));
             };
             disk.problem(has_sockets).into_iter().for_each(&mut invalid);
+            if disk.volume.is_in_pool() && self.process.sandbox() != SandboxMode::Off {
+                invalid(NO_ROOM_FOR_POOLS.to_owned());
+            }
             if disk.settings.ephemeral && self.takeover {
                 let what = "ephemeral cannot take over: its clients would lose what they wrote; \
                             restart instead";
@@ -264,14 +272,28 @@ impl Config {
 const DOORBELLS_MAX: usize = 1024;
 /// Doorbells for disks that are added later. Further ones are rung by system calls.
 const DOORBELLS_LATER: usize = 64;
+/// Why a volume in a pool of Ceph is not served.
+pub(crate) const NO_ROOM_FOR_POOLS: &str =
+    "the sandbox has no room for librados, which volumes in a pool need: add --sandbox off";
 /// Longest name of a disk.
 const NAME_BYTES_MAX: usize = 64;
 
 impl DiskConfig {
     /// A disk with default settings.
     pub fn new(name: String, image: PathBuf) -> Self {
-        let (settings, images) = Default::default();
-        Self { name, image, settings, images }
+        let (settings, images, volume) = Default::default();
+        Self { name, image, settings, images, volume }
+    }
+
+    /// A disk that is this volume, or a snapshot of one.
+    pub fn of_volume(name: String, volume: VolumeSettings) -> Self {
+        let image = PathBuf::from(volume.volume.clone().unwrap_or_default());
+        Self { volume, ..Self::new(name, image) }
+    }
+
+    /// Whether the image is a file: a volume is none, nor is a disk of zeros.
+    pub(crate) fn is_file(&self) -> bool {
+        self.volume.volume.is_none() && self.images.is_file()
     }
 
     /// Reads the table of a disk in a configuration file, as JSON.
@@ -322,11 +344,14 @@ impl DiskConfig {
         };
         let mut all = Map::new();
         all.insert("name".to_owned(), json!(self.name));
-        let image = serde_json::to_value(&self.image).map_err(no_text)?;
-        all.insert("image".to_owned(), image);
+        if self.volume.volume.is_none() {
+            let image = serde_json::to_value(&self.image).map_err(no_text)?;
+            all.insert("image".to_owned(), image);
+        }
         let settings = serde_json::to_value(&self.settings).map_err(no_text)?;
         let images = serde_json::to_value(&self.images).map_err(no_text)?;
-        for part in [settings, images] {
+        let volume = serde_json::to_value(&self.volume).map_err(no_text)?;
+        for part in [settings, images, volume] {
             let Value::Object(part) = part else { continue };
             all.extend(part.into_iter().filter(|(_, value)| !value.is_null()));
         }
@@ -347,6 +372,9 @@ impl DiskConfig {
         }
         if let Some(what) = self.ephemeral_problem() {
             return Some(format!("ephemeral {what}"));
+        }
+        if let Some(what) = self.volume_problem() {
+            return Some(what);
         }
         if let Some(what) = self.settings.ineffective_option(has_sockets) {
             return Some(what);
@@ -370,14 +398,31 @@ impl DiskConfig {
             () if *read_only || load_snapshot.is_some() => {
                 Some("is for disks that are written: leave it out, or read-only and load-snapshot")
             }
-            () if !self.images.is_file() => Some("needs an image: a disk of zeros has none"),
+            () if !self.is_file() => {
+                Some("needs an image: a volume is none, nor is a disk of zeros")
+            }
             () => None,
+        }
+    }
+
+    /// What is wrong with its volume, as far as its settings say.
+    fn volume_problem(&self) -> Option<String> {
+        match self.volume.url() {
+            Err(error) => Some(error.in_one_line()),
+            Ok(None) => self.volume.ineffective_option(),
+            Ok(Some(url)) if self.settings.load_snapshot.is_some() => Some(format!(
+                "load-snapshot is for images: name the snapshot of a volume behind an @, as in \
+                 {}/{}@LABEL",
+                url.store,
+                url.name.as_str()
+            )),
+            Ok(Some(_)) => None,
         }
     }
 
     /// Starts relative paths from `folder`.
     pub fn resolve(&mut self, folder: &Path) {
-        if self.images.is_file() {
+        if self.is_file() {
             self.image = folder.join(&self.image);
         }
         self.settings.resolve(folder);

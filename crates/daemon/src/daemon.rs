@@ -26,6 +26,7 @@ use crate::takeover::{Begun, Old, Takeover};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::MapCache;
 use mica_serve::{Workers, find_dead_sockets_with};
+use mica_stack::{Patience, Stores};
 use mica_store::{Handles, Holder, SetAside, WritesInPlace, open_files_limit, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
@@ -217,11 +218,14 @@ fn resources(
     outside: &Outside,
 ) -> Resources {
     let budgets = config.disks.iter().map(|disk| disk.images.index_cache.0);
+    let budget = budgets.max().unwrap_or_else(|| ImageSettings::default().index_cache.0);
+    let stores = Stores::new(Arc::clone(&handles), budget, Patience::Guest);
     Resources {
         handles,
         workers,
         mounts: outside.mounts(),
-        cache: MapCache::new(budgets.max().unwrap_or(0)),
+        cache: MapCache::new(budget),
+        stores: Arc::new(stores),
         indexers: Arc::default(),
         one_by_one: Arc::default(),
         addresses: Arc::new(Addresses::new(outside.clone())),

@@ -139,6 +139,7 @@ mod tests {
     use mica_rt::Backend;
     use mica_serve::Workers;
     use mica_serve::fuse::MountsHere;
+    use mica_stack::{Patience, Stores};
     use mica_store::Handles;
     use std::os::unix::fs::MetadataExt;
     use std::path::{Path, PathBuf};
@@ -163,6 +164,7 @@ mod tests {
             workers: Workers::start(1, Backend::Pool).expect("workers"),
             mounts: Arc::<MountsHere>::default(),
             cache: MapCache::default(),
+            stores: Arc::new(Stores::new(Handles::new(4), 1 << 20, Patience::Guest)),
             indexers: Arc::default(),
             one_by_one: Arc::default(),
             addresses: Arc::default(),

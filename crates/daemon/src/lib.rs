@@ -11,7 +11,7 @@
 //!       └ disks       the set of disks, which may change while it serves
 //!           └ served      one disk: opened, served, suspended, resumed, closed
 //!               ├ ephemeral   the overlay of a disk whose changes are thrown away
-//!               ├ opening     its image
+//!               ├ opening     its image; tending: the work that it has of its own
 //!               ├ addresses   where NBD clients connect, which disks share
 //!               └ servers     NBD, vhost-user, FUSE, and the index thread
 //! sandbox     what the process may still do; helper: a process that does the rest for it
@@ -56,6 +56,7 @@ mod sockets;
 mod stats;
 mod systemd;
 mod takeover;
+mod tending;
 mod tls;
 
 pub use config::{Config, DiskConfig};
@@ -66,6 +67,6 @@ pub use rehearsal::check_config;
 pub use served::SERVING;
 pub use settings::{
     Aio, Cache, Discards, DiskSettings, ImageSettings, IndexMode, IoSettings, OtherUsers,
-    ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer,
+    ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer, VolumeSettings,
 };
 pub use systemd::has_inherited_sockets;

@@ -2,22 +2,44 @@
 
 use crate::ephemeral;
 use crate::servers::Resources;
-use crate::settings::{DiskSettings, ImageSettings, IndexMode};
+use crate::settings::{DiskSettings, ImageSettings, IndexMode, VolumeSettings};
 use mica_block::{Error, Manage, Result};
 use mica_qcow2::{ChainOptions, IndexUse, MapCache, Sharing};
 use mica_rt::{Backend, Executor};
+use mica_stack::VolumeOptions;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Opens an image on the calling thread, which may wait for its storage in system calls: a worker
-/// would keep the clients of other disks waiting meanwhile.
+/// What is opened, and how.
+pub(crate) struct Opening<'a> {
+    pub(crate) image: &'a Path,
+    pub(crate) settings: &'a DiskSettings,
+    pub(crate) images: &'a ImageSettings,
+    pub(crate) volume: &'a VolumeSettings,
+}
+
+/// Opens an image or a volume on the calling thread, which may wait for its storage in system
+/// calls: a worker would keep the clients of other disks waiting meanwhile.
 ///
 /// # Errors
 /// Whatever prevents that.
-pub(crate) fn open(
-    image: &Path,
-    settings: &DiskSettings,
-    images: &ImageSettings,
+pub(crate) fn open(opening: &Opening<'_>, resources: &Resources) -> Result<Arc<dyn Manage>> {
+    let executor =
+        Executor::new(Backend::Pool).map_err(|error| Error::from_io("opening an image", error))?;
+    let Opening { image, settings, images, volume } = *opening;
+    let Some(url) = volume.url()? else {
+        return open_image(&executor, (image, settings, images), resources);
+    };
+    let options = VolumeOptions {
+        writable: settings.writes() && url.snapshot.is_none(),
+        force: volume.force,
+    };
+    executor.block_on(resources.stores.open_volume(&url, &options))
+}
+
+fn open_image(
+    executor: &Executor,
+    (image, settings, images): (&Path, &DiskSettings, &ImageSettings),
     resources: &Resources,
 ) -> Result<Arc<dyn Manage>> {
     let (image, images) = match &settings.overlay_folder {
@@ -32,8 +54,6 @@ pub(crate) fn open(
         true => mica_stack::open_writable(&path, format, options, &chain).await,
         false => mica_stack::open(&path, format, options, &chain).await,
     };
-    let executor =
-        Executor::new(Backend::Pool).map_err(|error| Error::from_io("opening an image", error))?;
     let opened = executor.block_on(open())?;
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());

@@ -29,7 +29,7 @@ mod needs;
 pub(crate) use needs::{Granted, Needs};
 
 use crate::settings::SandboxMode;
-use calls::{Threads, Unlisted};
+use calls::{Allowed, Threads, Unlisted};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, LandlockStatus, NetPort, PathBeneath, PathFd,
     RestrictionStatus, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope,
@@ -46,7 +46,7 @@ const RULES_NEEDED: ABI = ABI::V6;
 #[must_use]
 pub(crate) struct Sandbox {
     mode: SandboxMode,
-    has_tcp: bool,
+    allowed: Allowed,
     lacking: Vec<String>,
 }
 
@@ -57,7 +57,12 @@ impl Sandbox {
     /// # Errors
     /// Those of the system calls.
     pub(crate) fn enter(mode: SandboxMode, needs: &Needs) -> Result<Self> {
-        let mut sandbox = Self { mode, has_tcp: !needs.ports.is_empty(), lacking: Vec::new() };
+        let allowed = Allowed {
+            has_tcp: !needs.ports.is_empty(),
+            has_links: needs.has_links,
+            has_network: !needs.connects.is_empty(),
+        };
+        let mut sandbox = Self { mode, allowed, lacking: Vec::new() };
         if mode == SandboxMode::Off {
             return Ok(sandbox);
         }
@@ -93,7 +98,7 @@ impl Sandbox {
         if self.mode == SandboxMode::Off {
             return Ok(());
         }
-        if let Err(error) = calls::restrict_server(self.has_tcp, threads, unlisted) {
+        if let Err(error) = calls::restrict_server(self.allowed, threads, unlisted) {
             self.lacking.push(format!("seccomp ({error})"));
         }
         if self.lacking.is_empty() {
@@ -142,6 +147,9 @@ fn restrict_files(needs: &Needs) -> std::result::Result<RestrictionStatus, landl
     }
     for port in &needs.ports {
         rules = rules.add_rule(NetPort::new(*port, AccessNet::BindTcp))?;
+    }
+    for port in &needs.connects {
+        rules = rules.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;
     }
     rules.restrict_self()
 }

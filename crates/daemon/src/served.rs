@@ -15,6 +15,7 @@
 mod doors;
 mod report;
 mod resize;
+mod snapshots;
 
 pub(crate) use doors::Doors;
 pub(crate) use resize::NewLength;
@@ -22,12 +23,13 @@ pub(crate) use resize::NewLength;
 use crate::config::{DiskConfig, LeftClosed};
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
-use crate::opening::open;
+use crate::opening::{Opening, open};
 use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
 use crate::servers::{Prepared, Resources, Servers, Subject};
-use crate::settings::{DiskSettings, ImageSettings};
+use crate::settings::{DiskSettings, ImageSettings, VolumeSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
+use crate::tending::tend;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::timeout;
 use std::path::{Path, PathBuf};
@@ -59,6 +61,7 @@ pub(crate) struct Served {
     pub(crate) settings: DiskSettings,
     /// How its images are opened.
     pub(crate) images: ImageSettings,
+    volume: VolumeSettings,
     /// The image of its configuration.
     first_image: PathBuf,
     source: Mutex<Source>,
@@ -131,12 +134,13 @@ impl Served {
         resources: &Resources,
     ) -> Result<Self> {
         let doors = Doors::new(&config, inherited, resources)?;
-        let DiskConfig { name, image, settings, images } = config;
+        let DiskConfig { name, image, settings, images, volume } = config;
         let state = State::ended(End::New);
         Ok(Self {
             name,
             settings,
             images,
+            volume,
             first_image: image.clone(),
             source: Mutex::new(Source::Configuration),
             resources: resources.clone(),
@@ -251,8 +255,15 @@ impl Served {
 
     /// Its configuration.
     pub(crate) fn config(&self) -> DiskConfig {
+        let (name, image) = (self.name.clone(), self.first_image.clone());
         let (settings, images) = (self.settings.clone(), self.images.clone());
-        DiskConfig { name: self.name.clone(), image: self.first_image.clone(), settings, images }
+        DiskConfig { name, image, settings, images, volume: self.volume.clone() }
+    }
+
+    /// Opens its image.
+    fn open_image(&self) -> Result<Arc<dyn Manage>> {
+        let Self { settings, images, volume, resources, .. } = self;
+        open(&Opening { image: &self.image(), settings, images, volume }, resources)
     }
 
     pub(crate) fn source(&self) -> Source {
@@ -275,7 +286,7 @@ impl Served {
         *self.lock() = State::Opening;
         self.doors.are_awaited();
         self.has_opener.store(true, Ordering::Release);
-        let opened = by(&|| open(&self.image(), &self.settings, &self.images, &self.resources));
+        let opened = by(&|| self.open_image());
         let is_wanted = {
             let mut state = self.lock();
             let is_wanted = matches!(*state, State::Opening);
@@ -288,7 +299,7 @@ impl Served {
             }
             is_wanted
         };
-        let opened = opened.inspect_err(|_| {
+        let opened = opened.inspect(|disk| self.tend(disk)).inspect_err(|_| {
             if is_wanted {
                 self.doors.are_closed(FAILED);
             }
@@ -346,7 +357,7 @@ impl Served {
         let subject = Subject {
             name: &self.name,
             settings: &self.settings,
-            image: self.images.is_file().then(|| self.image().to_path_buf()),
+            image: self.is_file().then(|| self.image().to_path_buf()),
             disk: self.opened().disk()?,
             device: self.doors.device().as_ref().map(|held| held.listener.clone()),
             seats: self.doors.seats(),
@@ -397,7 +408,8 @@ impl Served {
     /// Whatever prevents it from being opened or served.
     pub(crate) fn resume(&self) -> Result<()> {
         let _changes = self.lock_changes();
-        let opened = open(&self.image(), &self.settings, &self.images, &self.resources)?;
+        let opened = self.open_image()?;
+        self.tend(&opened);
         *self.opened() = Opened::Open(opened);
         *self.lock() = State::Prepared(Box::default());
         self.prepare_servers().inspect_err(|_| {
@@ -487,6 +499,25 @@ impl Served {
         tracing::warn!(
             "{image} is closed, but still referenced: its files stay open a little longer"
         );
+    }
+
+    /// A volume has work of its own.
+    fn tend(&self, disk: &Arc<dyn Manage>) {
+        if self.volume.volume.is_some() && disk.is_writable() {
+            tend(Arc::clone(disk));
+        }
+    }
+
+    fn is_file(&self) -> bool {
+        self.volume.volume.is_none() && self.images.is_file()
+    }
+
+    /// The format of the image, or what it is instead.
+    pub(crate) fn format(&self) -> &str {
+        match self.volume.volume {
+            Some(_) => "volume",
+            None => &self.images.format,
+        }
     }
 
     fn opened(&self) -> MutexGuard<'_, Opened> {

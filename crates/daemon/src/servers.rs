@@ -10,6 +10,7 @@ use mica_block::{Disk, Manage, Result};
 use mica_qcow2::MapCache;
 use mica_serve::nbd::{Export, Limits, Seat};
 use mica_serve::{Listener, Workers, fuse, nbd, vhost_user};
+use mica_stack::Stores;
 use mica_store::{Handles, SetAside};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,6 +24,8 @@ pub(crate) struct Resources {
     pub(crate) mounts: Arc<dyn fuse::Mounts>,
     /// Memory for the maps of all disks.
     pub(crate) cache: MapCache,
+    /// Where volumes are.
+    pub(crate) stores: Arc<Stores>,
     /// Write the indexes of chains.
     pub(crate) indexers: Arc<Indexers>,
     /// Held while an image is opened that could not be while others were ([`Served::prepare`]).

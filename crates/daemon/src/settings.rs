@@ -10,6 +10,7 @@ mod ineffective;
 mod place;
 mod process;
 mod size;
+mod volume;
 
 pub use choices::{Aio, Cache, Discards, IndexMode, OtherUsers, SandboxMode, TlsMode, VerifyPeer};
 pub use disk::DiskSettings;
@@ -18,3 +19,4 @@ pub use image::ImageSettings;
 pub(crate) use image::NO_REDO_LOGS;
 pub use process::{IoSettings, ProcessSettings, StatsSettings};
 pub use size::Size;
+pub use volume::VolumeSettings;

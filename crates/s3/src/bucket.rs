@@ -1,7 +1,7 @@
 //! A bucket, or a folder of one, as a store of objects.
 
 use crate::list::Listing;
-use crate::outcome::{error_of, says_exists};
+use crate::outcome::{error_of, is_missing_bucket, says_exists};
 use crate::runtime::Runtime;
 use bytes::Bytes;
 use futures_util::TryStreamExt;
@@ -250,7 +250,14 @@ impl Objects for Bucket {
             let (folder, after) = (folder.as_ref(), after.as_ref());
             let listing = Listing { client, prefix, folder, after, count_max: LIST_MAX };
             let listed = listing.run().await;
-            listed.map_err(|error| error_of(format!("listing objects of {name}"), error))
+            listed.map_err(|error| {
+                let is_missing = is_missing_bucket(&error);
+                let error = error_of(format!("listing objects of {name}"), error);
+                match is_missing {
+                    true => Error::new(ErrorKind::Invalid, "there is no such bucket").wrap(name),
+                    false => error,
+                }
+            })
         }))
     }
 

@@ -31,6 +31,12 @@ pub(crate) fn error_of(doing: String, error: ClientError) -> Error {
     Error::new(kind, format!("{doing}: {}", in_one_line(&error)))
 }
 
+/// Whether a listing failed because there is no bucket. The client has no kind for that.
+pub(crate) fn is_missing_bucket(error: &ClientError) -> bool {
+    let text = error.to_string();
+    matches!(error, ClientError::NotFound { .. }) || text.contains("NoSuchBucket")
+}
+
 /// The cause alone: an answer of the service may be a page of XML.
 fn in_one_line(error: &ClientError) -> String {
     const CHARS_MAX: usize = 300;

@@ -3,6 +3,7 @@
 //!
 //! - [`FileImages`] opens image files and keeps their sidecars; `policy` decides what it may open.
 //! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
+//! - [`Stores`] opens stores of volumes, and volumes in them.
 //! - [`Fault`] is what the user asked to go wrong.
 
 mod images;
@@ -14,6 +15,7 @@ mod raw;
 mod redo;
 mod sidecars;
 mod standing;
+mod volumes;
 mod written;
 
 pub use images::{FileImages, ImageOptions};
@@ -26,3 +28,7 @@ pub use redo::RedoPlace;
 pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_folder};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
+pub use volumes::{
+    Patience, Settled, Store, StoreUrl, Stores, VolumeOptions, VolumeUrl, bucket_files,
+    bucket_ports,
+};

@@ -98,7 +98,7 @@ fn mask(answers: impl Iterator<Item = bool>) -> u32 {
 }
 
 /// Whether all bytes are zero.
-pub(super) fn is_zero(bytes: &[u8]) -> bool {
+pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     // Most data differs from zero early on; the rest is compared with itself shifted by one byte,
     // which memcmp does at memory speed.
     match bytes.split_first() {

@@ -89,7 +89,7 @@ impl Onto<'_> {
             backing: None,
             target: Target::Disk(Arc::clone(target) as Arc<dyn Disk>),
             rules,
-            coroutines: args.coroutines,
+            coroutines: args.new.coroutines,
             backend: args.images.backend(),
         };
         Ok(engine::copy(&job, progress)?)

@@ -15,7 +15,7 @@ use std::time::Duration;
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
 /// The progress of one copy.
-pub(super) struct Progress(Arc<Shared>);
+pub(crate) struct Progress(Arc<Shared>);
 
 struct Shared {
     total: u64,
@@ -37,7 +37,7 @@ enum Form {
 impl Progress {
     /// Starts the copy of `total` bytes. Shows it in `format`, if that is given; as a bar if people
     /// read it on a terminal.
-    pub(super) fn start(total: u64, format: Option<OutputFormat>) -> Self {
+    pub(crate) fn start(total: u64, format: Option<OutputFormat>) -> Self {
         let form = match format {
             None => Form::Silent,
             Some(OutputFormat::Human) if std::io::stderr().is_terminal() => Form::Bar(bar(total)),
@@ -52,7 +52,7 @@ impl Progress {
     }
 
     /// Everything before `position` is copied, or about to be.
-    pub(super) fn at(&self, position: u64) {
+    pub(crate) fn at(&self, position: u64) {
         let shared = &*self.0;
         shared.done.store(position, Ordering::Relaxed);
         match &shared.form {
@@ -63,12 +63,12 @@ impl Progress {
     }
 
     /// `bytes` of data were written.
-    pub(super) fn wrote(&self, bytes: u64) {
+    pub(crate) fn wrote(&self, bytes: u64) {
         self.0.data.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// The copy is complete. Returns its figures.
-    pub(super) fn finish(self) -> Value {
+    pub(crate) fn finish(self) -> Value {
         let shared = &*self.0;
         shared.done.store(shared.total, Ordering::Relaxed);
         let figures = shared.figures();

@@ -31,9 +31,9 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
         return Err(Failure::new(what));
     }
     let has_base = args.backing.is_some() || args.backing_format.is_some();
-    let has_options = !args.options.is_empty() || args.compress || has_base;
-    let has_file = args.no_create || args.force;
-    if has_options || has_file || args.report.format() == Some(OutputFormat::Json) {
+    let has_options = !args.new.options.is_empty() || args.new.compress || has_base;
+    let has_file = args.no_create || args.new.force;
+    if has_options || has_file || args.new.report.format() == Some(OutputFormat::Json) {
         let what = "-: standard output is the bytes of the disk: leave out -o, -c, -B, -F, -n, \
                     --force and --output json";
         return Err(Failure::new(what));

@@ -3,9 +3,9 @@
 use super::saved::Saved;
 use crate::client::{Client, disk_path};
 use crate::failure::Failure;
-use crate::serve::name_of;
+use crate::serve::named;
 use clap::{Args, Command, Id};
-use mica_daemon::{Config, DiskConfig, DiskSettings, ImageSettings};
+use mica_daemon::{Config, DiskConfig, DiskSettings, ImageSettings, VolumeSettings};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -38,8 +38,11 @@ struct DiskArgs {
     settings: DiskSettings,
     #[command(flatten)]
     images: ImageSettings,
+    #[command(flatten)]
+    volume: VolumeSettings,
     /// The image: for a chain, its active layer.
-    #[arg(value_name = "IMAGE", required_unless_present = "config")]
+    #[arg(value_name = "IMAGE", conflicts_with = "volume")]
+    #[arg(required_unless_present_any = ["config", "volume"])]
     image: Option<PathBuf>,
 }
 
@@ -89,12 +92,11 @@ impl AddArgs {
     }
 
     fn disks(&self) -> Result<Vec<DiskConfig>, Failure> {
-        let DiskArgs { name, settings, images, image } = &self.disk;
-        match (&self.config, image) {
-            (Some(file), _) => Ok(Config::read(file)?.disks),
-            (None, Some(image)) => {
-                let name = name.clone().unwrap_or_else(|| name_of(image));
-                let mut disk = DiskConfig::new(name, image.clone());
+        let DiskArgs { name, settings, images, volume, image } = &self.disk;
+        match &self.config {
+            Some(file) => Ok(Config::read(file)?.disks),
+            None => {
+                let mut disk = named(name.clone(), image.clone(), volume.clone())?;
                 (disk.settings, disk.images) = (settings.clone(), images.clone());
                 let here = std::env::current_dir().map_err(Failure::from)?;
                 disk.settings.normalize()?;
@@ -102,7 +104,6 @@ impl AddArgs {
                 disk.resolve(&here);
                 Ok(vec![disk])
             }
-            (None, None) => Err(Failure::new("nothing to add: name an image, or --config")),
         }
     }
 }

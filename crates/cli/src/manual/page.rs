@@ -9,7 +9,7 @@ use clap_mangen::roff::{Roff, bold, roman};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Sections that are shown as they are written.
-const VERBATIM: [&str; 2] = ["EXAMPLES", "CONFIGURATION"];
+const VERBATIM: [&str; 3] = ["EXAMPLES", "CONFIGURATION", "STORES"];
 
 /// The page of a verb.
 pub(super) struct Page<'a> {

@@ -5,7 +5,9 @@
 //! position of values in the file.)
 
 use super::{Config, DiskConfig};
-use crate::settings::{DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings};
+use crate::settings::{
+    DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings, VolumeSettings,
+};
 use clap::{Args, Command};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, IntoDeserializer, MapAccess};
@@ -76,7 +78,7 @@ fn all(disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig)>, Misread>
 #[derive(Deserialize)]
 struct Named {
     name: String,
-    image: PathBuf,
+    image: Option<PathBuf>,
 }
 
 /// Reads the table of a disk, whatever format it comes from.
@@ -84,10 +86,18 @@ pub(super) fn disk<'de, E: de::Error>(
     table: &(impl IntoDeserializer<'de, E> + Clone),
 ) -> Result<DiskConfig, E> {
     let named = ["name", "image"].map(str::to_owned).to_vec();
-    let known = [named, keys::<DiskSettings>(), keys::<ImageSettings>()].concat();
+    let of_images = [keys::<ImageSettings>(), keys::<VolumeSettings>()].concat();
+    let known = [named, keys::<DiskSettings>(), of_images].concat();
     check_keys(table.clone(), &known)?;
     let Named { name, image } = part(table)?;
-    Ok(DiskConfig { name, image, settings: part(table)?, images: part(table)? })
+    let volume: VolumeSettings = part(table)?;
+    let disk = match (image, &volume.volume) {
+        (Some(image), None) => DiskConfig { volume, ..DiskConfig::new(name, image) },
+        (None, Some(_)) => DiskConfig::of_volume(name, volume),
+        (None, None) => return Err(E::custom("missing field `image`, or `volume`")),
+        (Some(_), Some(_)) => return Err(E::custom("a disk has an `image` or a `volume`")),
+    };
+    Ok(DiskConfig { settings: part(table)?, images: part(table)?, ..disk })
 }
 
 /// Reads `T` from the keys of a table that it knows.
@@ -175,6 +185,7 @@ mod tests {
         reads_all_keys::<StatsSettings>();
         reads_all_keys::<DiskSettings>();
         reads_all_keys::<ImageSettings>();
+        reads_all_keys::<VolumeSettings>();
         assert_eq!(keys::<IoSettings>(), ["aio"]);
         assert_eq!(keys::<DiskSettings>().len(), 22);
     }
@@ -190,5 +201,11 @@ mod tests {
         let error = read(&json!({"name": "a", "image": "/i", "x": 1})).expect_err("unknown");
         assert!(error.to_string().contains("unknown field `x`, expected one of `name`"), "{error}");
         assert!(read(&json!({"name": "a"})).expect_err("no image").to_string().contains("`image`"));
+        let volume = json!({"name": "a", "volume": "file:///d/a", "force": true});
+        let config = read(&volume).expect("understood");
+        assert!(!config.is_file() && *config.image == *"file:///d/a");
+        assert_eq!(Value::Object(config.to_table().expect("text")), volume);
+        let both = json!({"name": "a", "volume": "file:///d/a", "image": "/i"});
+        assert!(read(&both).expect_err("both").to_string().contains("`volume`"));
     }
 }

@@ -142,7 +142,7 @@ fn status_of(served: &Served) -> Map<String, Value> {
     let export = (!nbd.is_empty()).then(|| served.export_name());
     let more = json!({
         "image": served.image().to_string_lossy(),
-        "format": served.images.format,
+        "format": served.format(),
         "nbd": nbd,
         "export_name": export,
         "vhost_user": settings.vhost_user.as_ref().map(|path| path.to_string_lossy()),

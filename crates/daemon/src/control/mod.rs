@@ -24,9 +24,11 @@ mod history;
 mod log;
 mod metrics;
 mod page;
+mod perform;
 mod reply;
 mod room;
 mod routes;
+mod snapshots;
 mod sources;
 #[cfg(test)]
 mod tests;

@@ -14,20 +14,23 @@
 //! | `POST /v1/disks/NAME/resize` | `{"size": "20G"}`, or `"+5G"` |
 //! | `POST /v1/disks/NAME/drain` | stops serving the disk and closes its image |
 //! | `POST /v1/disks/NAME/undrain` | serves it again |
+//! | `GET /v1/disks/NAME/snapshots` | the snapshots of a volume |
+//! | `POST /v1/disks/NAME/snapshots` | `{"label": "monday"}`: takes one |
+//! | `POST /v1/disks/NAME/drop` | `{"snapshot": "monday"}`: drops it |
+//! | `POST /v1/disks/NAME/label` | `{"snapshot": "monday", "label": "friday"}` |
 //! | `POST /v1/reload` | reads the configuration again: disks are added and removed |
 //! | `POST /v1/drain` | the same for all disks, and ends the process |
 //! | `POST /v1/takeover` | `{"socket": PATH}`: another process of ours takes over |
 //! | `GET`, `PUT /v1/log-level` | `{"level": "debug"}` |
 
-use super::actions::{Actions, TooMany};
 use super::log::LogLevel;
+use super::perform::{Answer, begin, failed_inside, find, perform, perform_held};
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
-use super::{compression, figures, health, metrics, page};
+use super::{compression, figures, health, metrics, page, snapshots};
 use crate::config::DiskConfig;
 use crate::served::{NewLength, Served, Source};
 use crate::settings::Size;
-use crate::shared::Shared;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -41,8 +44,6 @@ use serde_json::{Value, json as value};
 use std::net::IpAddr;
 use std::sync::Arc;
 use tokio::sync::oneshot;
-
-type Answer = Result<Response, Refusal>;
 
 /// Routes that change nothing.
 pub(super) fn read_only(sources: &Sources) -> Router {
@@ -70,6 +71,9 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/disks/{name}/resize", post(resize))
         .route("/v1/disks/{name}/drain", post(drain))
         .route("/v1/disks/{name}/undrain", post(undrain))
+        .route("/v1/disks/{name}/snapshots", get(snapshots::list).post(snapshots::take))
+        .route("/v1/disks/{name}/drop", post(snapshots::drop_one))
+        .route("/v1/disks/{name}/label", post(snapshots::label))
         .route("/v1/reload", post(reload))
         .route("/v1/drain", post(drain_all))
         .route("/v1/takeover", post(take_over))
@@ -268,50 +272,4 @@ async fn set_log_level(State(sources): State<Sources>, sent: Body) -> Answer {
     let Log { level } = body(sent).await?;
     sources.log.set_level(level);
     Ok(log_level(State(sources)).await)
-}
-
-/// The disk called `name`.
-fn find(shared: &Shared, name: &str) -> Result<Arc<Served>, Refusal> {
-    shared.disks.named(name).ok_or_else(|| {
-        let all = shared.disks.all();
-        let there: Vec<_> = all.iter().map(|served| &*served.name).collect();
-        let what = format!("no disk {name:?}; disks are: {}", there.join(", "));
-        Refusal::new(StatusCode::NOT_FOUND, what)
-    })
-}
-
-/// Begins an action that may take long. It completes even if the client goes away.
-fn begin(actions: &Actions, action: impl FnOnce() + Send + 'static) -> Result<(), Refusal> {
-    actions.run(action).map_err(|TooMany| {
-        let what = "too many actions are in progress: try again later";
-        Refusal::new(StatusCode::SERVICE_UNAVAILABLE, what)
-    })
-}
-
-/// Performs an action on disks, while which nothing is handed over to another process.
-async fn perform_held(
-    sources: &Sources,
-    action: impl FnOnce(&Shared) -> mica_block::Result<()> + Send + 'static,
-) -> Result<(), Refusal> {
-    let shared = Arc::clone(&sources.shared);
-    let held = move || {
-        let _held = shared.hold()?;
-        action(&shared)
-    };
-    Ok(perform(&sources.actions, held).await??)
-}
-
-/// Performs such an action, and waits for it.
-async fn perform<T: Send + 'static>(
-    actions: &Actions,
-    action: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, Refusal> {
-    let (sender, done) = oneshot::channel();
-    begin(actions, move || drop(sender.send(action())))?;
-    done.await.map_err(failed_inside)
-}
-
-/// Nobody is left who would say what came of an action.
-fn failed_inside(_: oneshot::error::RecvError) -> Refusal {
-    Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the action failed inside the server")
 }

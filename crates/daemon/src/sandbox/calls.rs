@@ -9,7 +9,7 @@
 
 mod lists;
 
-use lists::{FOR_MOUNTS, OF_BOTH, OF_SERVERS, REFUSED};
+use lists::{FOR_LINKS, FOR_MOUNTS, FOR_NETWORK, OF_BOTH, OF_SERVERS, REFUSED};
 use seccompiler::SeccompCmpArgLen::{Dword, Qword};
 use seccompiler::SeccompCmpOp::{Eq, MaskedEq};
 use seccompiler::{
@@ -41,17 +41,33 @@ impl Unlisted {
         if cfg!(debug_assertions) { Self::Kill } else { Self::Error };
 }
 
+/// What not every server may do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Allowed {
+    /// Listen at TCP ports.
+    pub(super) has_tcp: bool,
+    /// Give files a second name.
+    pub(super) has_links: bool,
+    /// Connect to others over the network.
+    pub(super) has_network: bool,
+}
+
 /// Restricts threads of a server to what a server needs.
 ///
 /// # Errors
 /// If the kernel or the processor supports no filters.
 pub(super) fn restrict_server(
-    has_tcp: bool,
+    allowed: Allowed,
     threads: Threads,
     unlisted: Unlisted,
 ) -> io::Result<()> {
-    let mut rules = listed(&[OF_BOTH, OF_SERVERS]);
-    server_rules(&mut rules, has_tcp).map_err(io::Error::other)?;
+    let links = if allowed.has_links { FOR_LINKS } else { &[] };
+    let network = if allowed.has_network { FOR_NETWORK } else { &[] };
+    let mut rules = listed(&[OF_BOTH, OF_SERVERS, links, network]);
+    server_rules(&mut rules, allowed.has_tcp).map_err(io::Error::other)?;
+    if allowed.has_network {
+        network_rules(&mut rules).map_err(io::Error::other)?;
+    }
     apply(rules, threads, unlisted)
 }
 
@@ -198,6 +214,24 @@ fn server_rules(rules: &mut Rules, has_tcp: bool) -> Result<(), BackendError> {
     // Limits may only be read.
     rules.insert(libc::SYS_prlimit64, vec![all([is_null(2)])?]);
     rules.insert(libc::SYS_io_uring_register, any(1, RING_REGISTERS)?);
+    Ok(())
+}
+
+/// Besides [`server_rules`]: for a client of a service, and for finding its address. Landlock says
+/// which TCP ports it may connect to.
+fn network_rules(rules: &mut Rules) -> Result<(), BackendError> {
+    let kind = |kind| has(1, SOCKET_KIND, kind);
+    let mut sockets = vec![all([is(0, libc::AF_UNIX), kind(libc::SOCK_STREAM)])?];
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        sockets.push(all([is(0, family), kind(libc::SOCK_STREAM)])?);
+        sockets.push(all([is(0, family), kind(libc::SOCK_DGRAM)])?);
+    }
+    // Whoever looks up an address wants to know which families this machine has.
+    sockets.push(all([is(0, libc::AF_NETLINK), is(2, libc::NETLINK_ROUTE)])?);
+    rules.insert(libc::SYS_socket, sockets);
+    for call in [libc::SYS_connect, libc::SYS_sendto, libc::SYS_sendmsg, libc::SYS_setsockopt] {
+        rules.insert(call, Vec::new());
+    }
     Ok(())
 }
 

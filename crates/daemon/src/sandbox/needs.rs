@@ -1,11 +1,12 @@
 //! Which files and ports a configuration needs, and what was granted for those that come later.
 
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, NO_ROOM_FOR_POOLS};
 use crate::settings::{IndexMode, ProcessSettings};
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::CERTIFICATE_FILES;
+use mica_stack::StoreUrl;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
@@ -20,6 +21,10 @@ pub(crate) struct Needs {
     logs: BTreeSet<PathBuf>,
     /// TCP ports to listen on.
     pub(super) ports: BTreeSet<u16>,
+    /// Whether files get a second name.
+    pub(super) has_links: bool,
+    /// TCP ports to connect to.
+    pub(super) connects: BTreeSet<u16>,
 }
 
 /// What a sandboxed process may do, for as long as it lives.
@@ -34,6 +39,8 @@ pub(crate) struct Granted {
     /// By real paths, what existed when the sandbox was entered.
     files: BTreeMap<PathBuf, Grant>,
     ports: BTreeSet<u16>,
+    has_links: bool,
+    has_network: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +70,10 @@ const WRITE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{WriteFile | Truncate
 /// To create, replace and remove files.
 const REPLACE: BitFlags<AccessFs> =
     make_bitflags!(AccessFs::{ReadFile | WriteFile | MakeReg | RemoveFile});
+/// All that is done in a store of objects.
+const STORE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{
+    ReadFile | ReadDir | WriteFile | Truncate | MakeReg | MakeDir | RemoveFile | RemoveDir | Refer
+});
 /// To create and remove sockets: their folder is locked meanwhile, for which it is read.
 const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
 /// To go on in a new file when the log was renamed.
@@ -113,7 +124,7 @@ impl Needs {
 
     /// A rule needs an existing file or folder.
     fn create_folders(&mut self, disk: &DiskConfig) -> Result<()> {
-        if let Some(folder) = disk.images.index_dir.as_ref().filter(|_| disk.images.is_file()) {
+        if let Some(folder) = disk.images.index_dir.as_ref().filter(|_| disk.is_file()) {
             std::fs::create_dir_all(folder).map_err(|error| {
                 Error::from_io(format!("--index-dir {}", folder.display()), error)
             })?;
@@ -136,7 +147,8 @@ impl Needs {
         });
         let context = || format!("--disks-in {}", folder.display());
         found.map_err(|error| Error::from_io(context(), error))?;
-        self.allow(folder, READ | WRITE | REPLACE | SOCKETS);
+        self.allow(folder, READ | WRITE | REPLACE | SOCKETS | STORE);
+        self.has_links = true;
         // Whatever one has there that is not configured in any way.
         self.add_disk(&DiskConfig::new(String::new(), folder.join("image")));
         Ok(())
@@ -149,13 +161,35 @@ impl Needs {
             self.allow(folder, READ | WRITE | REPLACE | AccessFs::ReadDir);
             self.allow_in_folder_of(folder, AccessFs::RemoveDir.into());
         }
-        if disk.images.is_file() {
-            self.add_image(disk, writes_image(disk));
+        match disk.volume.url() {
+            Ok(Some(url)) => self.add_store(&url.store, disk.settings.writes()),
+            _ if disk.is_file() => self.add_image(disk, writes_image(disk)),
+            // Opening it reports what is wrong with it.
+            _ => {}
         }
         for file in disk.images.fault_logs() {
             self.allow(file, AccessFs::WriteFile.into());
         }
         self.add_sockets(disk);
+    }
+
+    /// What a store of volumes needs.
+    fn add_store(&mut self, store: &StoreUrl, writes: bool) {
+        match store {
+            StoreUrl::Directory(folder) => {
+                // To put an object is to give a new file a name in another folder.
+                self.has_links |= writes;
+                self.allow(folder, if writes { STORE } else { READ | AccessFs::ReadDir });
+            }
+            StoreUrl::Bucket { .. } => {
+                self.connects.extend(mica_stack::bucket_ports());
+                for file in mica_stack::bucket_files() {
+                    self.allow(&file, AccessFs::ReadFile | AccessFs::ReadDir);
+                }
+            }
+            // A pool is refused.
+            StoreUrl::Pool { .. } | StoreUrl::Memory(_) => {}
+        }
     }
 
     fn add_image(&mut self, disk: &DiskConfig, writes: bool) {
@@ -233,7 +267,8 @@ impl Needs {
             let grant = files.entry(path).or_insert(Grant { access, folder });
             grant.access |= access;
         }
-        Granted { files, ports: self.ports.clone() }
+        let has_network = !self.connects.is_empty();
+        Granted { files, ports: self.ports.clone(), has_links: self.has_links, has_network }
     }
 
     pub(super) fn allow(&mut self, path: &Path, access: BitFlags<AccessFs>) {
@@ -255,6 +290,9 @@ impl Granted {
                 file.display()
             ));
         }
+        if disk.volume.is_in_pool() {
+            return denied(NO_ROOM_FOR_POOLS.to_owned());
+        }
         let mut needs = Needs::default();
         needs.add_disk(disk);
         if let Some(port) = needs.ports.difference(&self.ports).next() {
@@ -262,6 +300,20 @@ impl Granted {
                 "the sandbox allows no further TCP ports, such as {port}: put the disk into the \
                  configuration and restart the server, or serve it at a unix socket"
             ));
+        }
+        if needs.has_links && !self.has_links {
+            return denied(
+                "the sandbox allows no volumes in directories: put the disk into the \
+                 configuration and restart the server, or start it with --disks-in"
+                    .to_owned(),
+            );
+        }
+        if !needs.connects.is_empty() && !self.has_network {
+            return denied(
+                "the sandbox allows no further volumes behind a network: put the disk into the \
+                 configuration and restart the server"
+                    .to_owned(),
+            );
         }
         if let Some(directory) = folder_of_logs_that_cannot_be_made(disk) {
             let directory = directory.display();
@@ -318,7 +370,7 @@ impl Granted {
 
 /// Where the logs of `disk` would be, if that is a place in which nothing can be made.
 fn folder_of_logs_that_cannot_be_made(disk: &DiskConfig) -> Option<&Path> {
-    let has_logs = disk.images.is_file() && disk.images.format == "qcow2";
+    let has_logs = disk.is_file() && disk.images.format == "qcow2";
     let directory = disk.images.redo_dir().filter(|_| has_logs && writes_image(disk))?;
     mica_stack::lacks_redo_folder(directory).then_some(directory)
 }

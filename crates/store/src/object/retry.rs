@@ -6,7 +6,8 @@
 //!   different writers must differ: each carries a number that no other has.
 //! - I2 An object that is missing decides nothing as long as an attempt is unclear, as that may
 //!   still arrive: the put is repeated.
-//! - I3 Pauses are bounded, and their number is not: whoever asked decides how long to wait.
+//! - I3 Pauses are bounded. Their number is only where somebody waits for a verb: whoever serves a
+//!   guest decides how long to wait.
 //!
 //! A request that is never answered is not repeated either: the store beneath has to end it.
 
@@ -17,7 +18,7 @@ use mica_block::{
 use mica_rt::{Buf, sleep};
 use mica_units::random_at;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Options of a [`RetryObjects`].
@@ -30,12 +31,16 @@ pub struct RetryOptions {
     /// Where the length of pauses comes from: processes that fail at one time do not all return at
     /// one time.
     pub seed: u64,
+    /// Attempts of a request at most, as long as nobody lifts that limit; `None` if it may take as
+    /// long as it likes.
+    pub tries_max: Option<u32>,
 }
 
 impl RetryOptions {
     /// For a store over a network.
     pub fn new(seed: u64) -> Self {
-        Self { pause_min: Duration::from_millis(50), pause_max: Duration::from_secs(10), seed }
+        let (pause_min, pause_max) = (Duration::from_millis(50), Duration::from_secs(10));
+        Self { pause_min, pause_max, seed, tries_max: None }
     }
 }
 
@@ -50,6 +55,8 @@ struct Shared {
     options: RetryOptions,
     /// Pauses so far.
     pauses: AtomicU64,
+    /// Whether requests are no longer limited in their attempts.
+    is_unlimited: AtomicBool,
 }
 
 /// The pauses of one request.
@@ -65,7 +72,13 @@ const SAY_AFTER: u32 = 4;
 impl RetryObjects {
     /// Repeats the requests to `inner`.
     pub fn new(inner: Arc<dyn Objects>, options: RetryOptions) -> Self {
-        Self { shared: Arc::new(Shared { inner, options, pauses: AtomicU64::new(0) }) }
+        let (pauses, is_unlimited) = Default::default();
+        Self { shared: Arc::new(Shared { inner, options, pauses, is_unlimited }) }
+    }
+
+    /// From now on requests may take as long as they like: the store was there, and is waited for.
+    pub fn lift_limit(&self) {
+        self.shared.is_unlimited.store(true, Ordering::Relaxed);
     }
 }
 
@@ -147,9 +160,11 @@ impl Shared {
 }
 
 impl Pauses<'_> {
-    /// Whether another attempt may have another outcome.
+    /// Whether another attempt is made, which may have another outcome.
     fn may_pass(&self, error: &Error) -> bool {
-        error.kind() == ErrorKind::Io
+        let has_tries = self.shared.options.tries_max.is_none_or(|most| self.count + 1 < most)
+            || self.shared.is_unlimited.load(Ordering::Relaxed);
+        error.kind() == ErrorKind::Io && has_tries
     }
 
     /// Waits before the next attempt.
@@ -160,7 +175,7 @@ impl Pauses<'_> {
             let (store, error) = (shared.inner.name(), error.in_one_line());
             tracing::warn!(%store, %error, "{doing} failed {count} times: still trying");
         }
-        let RetryOptions { pause_min, pause_max, seed } = shared.options;
+        let RetryOptions { pause_min, pause_max, seed, .. } = shared.options;
         let longest = pause_min.saturating_mul(1 << (*count - 1).min(20)).min(pause_max);
         let number = shared.pauses.fetch_add(1, Ordering::Relaxed);
         let longest = u64::try_from(longest.as_nanos()).unwrap_or(u64::MAX);

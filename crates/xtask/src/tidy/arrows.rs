@@ -10,7 +10,7 @@ const ROWS: &[&[&str]] = &[
     &["mica-rt"],
     &["mica-block"],
     &["mica-map", "mica-qcow2-format"],
-    &["mica-store", "mica-s3", "mica-qcow2", "mica-volume", "mica-serve"],
+    &["mica-store", "mica-s3", "mica-rados", "mica-qcow2", "mica-volume", "mica-serve"],
     &["mica-qcow2-tools"],
     &["mica-stack", "mica-sim", "mica-gen"],
     &["mica-daemon"],

@@ -63,6 +63,12 @@ pub(super) const OF_SERVERS: &[i64] = &[
     #[cfg(target_arch = "x86_64")] libc::SYS_getrlimit,
 ];
 
+/// What a server in addition needs whose volumes are in a directory.
+pub(super) const FOR_LINKS: &[i64] = &[libc::SYS_linkat, libc::SYS_syncfs];
+
+/// What a server in addition needs whose volumes are behind a network.
+pub(super) const FOR_NETWORK: &[i64] = &[libc::SYS_sendmmsg, libc::SYS_recvmmsg];
+
 /// What a helper that mounts as root needs in addition.
 #[rustfmt::skip]
 pub(super) const FOR_MOUNTS: &[i64] = &[

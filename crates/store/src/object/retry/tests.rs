@@ -10,6 +10,7 @@ const OPTIONS: RetryOptions = RetryOptions {
     pause_min: Duration::from_millis(10),
     pause_max: Duration::from_millis(500),
     seed: 9,
+    tries_max: None,
 };
 
 fn name(text: &str) -> ObjectName {
@@ -164,5 +165,19 @@ fn request_is_repeated_for_as_long_as_the_caller_waits_with_bounded_pauses() {
         assert!((7_200..15_000).contains(&requests), "{requests} attempts in an hour");
         sleep(hour).await;
         assert_eq!(faulty.requests(), requests, "nobody waits any more");
+    });
+}
+
+#[test]
+fn request_of_a_verb_ends_after_its_tries() {
+    simulated(1, async {
+        let memory = MemoryObjects::new("memory");
+        let faults = FaultyOptions { refused: 1.0, ..FaultyOptions::default() };
+        let faulty = FaultyObjects::new(Arc::new(memory), faults);
+        let options = RetryOptions { tries_max: Some(4), ..OPTIONS };
+        let retry = RetryObjects::new(Arc::new(faulty), options);
+        assert_eq!(retry.list(None, None).await.unwrap_err().kind(), ErrorKind::Io);
+        let (put, content) = retry.put_if_absent(&name("a"), Buf::from_slice(b"bytes")).await;
+        assert_eq!((put.unwrap_err().kind(), &*content), (ErrorKind::Io, &b"bytes"[..]));
     });
 }

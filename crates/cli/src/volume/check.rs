@@ -1,0 +1,77 @@
+//! `mica volume check`, with the exit codes of `mica check`.
+
+use super::session::{SessionArgs, Subject, url_in};
+use crate::failure::{Failure, tell};
+use crate::output::{OutputFormat, ReportArgs, human_size, print, print_json};
+use clap::Args;
+use mica_volume::{BLOCK_BYTES, Findings};
+use serde_json::{Value, json};
+use std::process::ExitCode;
+
+/// Read everything that a volume has, or all volumes of a store, and say what is damaged.
+///
+/// Changes nothing. A volume that is open somewhere is checked as its host has left it last.
+#[derive(Args)]
+pub(super) struct CheckArgs {
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The volume, or a store.
+    #[arg(value_name = "URL")]
+    url: String,
+}
+
+/// Something is damaged, as with `mica check`.
+const EXIT_DAMAGED: u8 = 2;
+
+pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
+    let session = args.session.start()?;
+    let (mut all, mut text, mut damaged) = (Vec::new(), String::new(), 0);
+    session.executor.block_on(async {
+        let (store, names) = match session.subject(&args.url).await? {
+            Subject::Volume(store, name) => (store, vec![name]),
+            Subject::Store(store) => {
+                let listed = store.volumes().list().await?;
+                (store, listed.into_iter().map(|info| info.name).collect())
+            }
+        };
+        for name in names {
+            let found = store.volumes().check(&name).await?;
+            let url = url_in(store.url(), &name);
+            found.damaged.iter().for_each(|line| tell(&format!("{url}: {line}")));
+            damaged += found.damaged_count;
+            text += &human(&url, &found);
+            all.push(described(&url, &found));
+        }
+        Ok::<_, Failure>(())
+    })?;
+    match args.report.format() {
+        None => {}
+        Some(OutputFormat::Human) => print(&text)?,
+        Some(OutputFormat::Json) => print_json(&all)?,
+    }
+    Ok(if damaged == 0 { ExitCode::SUCCESS } else { ExitCode::from(EXIT_DAMAGED) })
+}
+
+fn human(url: &str, found: &Findings) -> String {
+    let Findings { blocks, nodes, extents, damaged_count, .. } = *found;
+    let bytes = human_size(blocks * BLOCK_BYTES as u64);
+    let verdict = match damaged_count {
+        0 => "nothing is damaged".to_owned(),
+        1 => "1 part is damaged".to_owned(),
+        count => format!("{count} parts are damaged"),
+    };
+    format!("{url}: {verdict}: {bytes} of data, {nodes} nodes, {extents} extents\n")
+}
+
+fn described(url: &str, found: &Findings) -> Value {
+    json!({
+        "url": url,
+        "data-bytes": found.blocks * BLOCK_BYTES as u64,
+        "nodes": found.nodes,
+        "extents": found.extents,
+        "damaged-count": found.damaged_count,
+        "damaged": found.damaged,
+    })
+}

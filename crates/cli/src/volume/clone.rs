@@ -1,0 +1,54 @@
+//! `mica volume clone`.
+
+use super::session::{SessionArgs, volume};
+use crate::failure::Failure;
+use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use clap::Args;
+use serde_json::json;
+use std::process::ExitCode;
+
+/// Make a volume that begins as a snapshot of another, or as another is now.
+///
+/// In the same store: both share what they have in common, and each is written on its own. It takes
+/// a moment, whatever the length.
+#[derive(Args)]
+pub(super) struct CloneArgs {
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The volume, or with @LABEL one of its snapshots.
+    #[arg(value_name = "URL[@LABEL]")]
+    source: String,
+    /// The new volume.
+    #[arg(value_name = "URL")]
+    target: String,
+}
+
+pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
+    let [source, target] = [volume(&args.source)?, volume(&args.target)?];
+    let target = target.without_snapshot("the target of volume clone")?;
+    if source.store != target.store {
+        let what = format!(
+            "{} and {}: a clone is in the store of its source; `mica volume export` and `import` \
+             copy from one to another",
+            source.store, target.store
+        );
+        return Err(Failure::new(what));
+    }
+    let session = args.session.start()?;
+    session.executor.block_on(async {
+        let store = session.stores.open(&source.store).await?;
+        store.volumes().clone_volume(&source.name, source.which().as_ref(), &target.name).await
+    })?;
+    match args.report.format() {
+        None => {}
+        Some(OutputFormat::Human) => print(&format!("{target}: a clone of {source}\n"))?,
+        Some(OutputFormat::Json) => print_json(&json!({
+            "name": target.name.as_str(),
+            "url": target.to_string(),
+            "source": source.to_string(),
+        }))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}

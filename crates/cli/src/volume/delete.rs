@@ -1,0 +1,43 @@
+//! `mica volume delete`.
+
+use super::session::{SessionArgs, volume};
+use crate::failure::Failure;
+use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use clap::Args;
+use serde_json::json;
+use std::process::ExitCode;
+
+/// Delete a volume, with its snapshots.
+///
+/// Clones of it stay as they are. The space comes back with `mica volume gc`.
+#[derive(Args)]
+pub(super) struct DeleteArgs {
+    /// Delete it also if a host has it open that may be alive.
+    ///
+    /// That host can write no more, and learns it. What it has not put into the store yet is lost.
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The volume.
+    #[arg(value_name = "URL")]
+    url: String,
+}
+
+pub(super) fn run(args: &DeleteArgs) -> Result<ExitCode, Failure> {
+    let url = volume(&args.url)?;
+    let url = url.without_snapshot("volume delete")?;
+    let session = args.session.start()?;
+    session.executor.block_on(async {
+        let store = session.stores.open(&url.store).await?;
+        store.delete(&url.name, args.force).await
+    })?;
+    match args.report.format() {
+        None => {}
+        Some(OutputFormat::Human) => print(&format!("{url}: deleted\n"))?,
+        Some(OutputFormat::Json) => print_json(&json!({ "deleted": url.to_string() }))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}

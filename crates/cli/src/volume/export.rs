@@ -1,0 +1,37 @@
+//! `mica volume export`: as `mica convert`, from a volume or a snapshot.
+
+use super::session::{SessionArgs, stores, volume};
+use crate::convert::{TargetArgs, run_from};
+use crate::failure::Failure;
+use clap::Args;
+use mica_stack::VolumeOptions;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Copy a volume, or one of its snapshots, into a new image.
+///
+/// Of a volume that is open somewhere, what its host has said of it last: take a snapshot first.
+#[derive(Args)]
+pub(super) struct ExportArgs {
+    #[command(flatten)]
+    new: TargetArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The volume, or with @LABEL one of its snapshots.
+    #[arg(value_name = "URL")]
+    url: String,
+    /// The image, with -O raw also a device that is not in use, or - for standard output.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
+pub(super) fn run(args: &ExportArgs) -> Result<ExitCode, Failure> {
+    let url = volume(&args.url)?;
+    let stores = stores();
+    run_from(
+        &args.url,
+        args.file.clone(),
+        (args.new.clone(), args.session.io.clone()),
+        |executor| Ok(executor.block_on(stores.open_volume(&url, &VolumeOptions::default()))?),
+    )
+}

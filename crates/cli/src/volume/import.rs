@@ -1,0 +1,107 @@
+//! `mica volume import`: a volume of an image, with a snapshot of each layer of its chain.
+
+mod copy;
+mod layers;
+
+use super::session::{Session, SessionArgs, volume};
+use crate::convert::Progress;
+use crate::failure::Failure;
+use crate::images::ImageArgs;
+use crate::output::{OutputFormat, ReportArgs, human_size, print, print_json};
+use clap::Args;
+use copy::copy_layer;
+use layers::{Layer, layers};
+use mica_rt::spawn;
+use mica_stack::{VolumeOptions, VolumeUrl};
+use serde_json::json;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// Make a volume of an image.
+///
+/// Each layer of a chain becomes a snapshot, labelled with the name of its file; what layers share
+/// is kept once. The volume has what the uppermost has.
+#[derive(Args)]
+pub(super) struct ImportArgs {
+    /// Show progress on stderr.
+    ///
+    /// As `mica convert` does.
+    #[arg(short = 'p', long)]
+    progress: bool,
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image: for a chain, its active layer.
+    #[arg(value_name = "IMAGE")]
+    image: PathBuf,
+    /// The new volume.
+    #[arg(value_name = "URL")]
+    url: String,
+}
+
+pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
+    let url = volume(&args.url)?;
+    let url = url.without_snapshot("volume import")?;
+    let session = SessionArgs { io: args.images.io.clone() }.start()?;
+    session.executor.block_on(async {
+        let layers = layers(&args.images, &args.image).await?;
+        let last = layers.last().map_or(0, |layer| layer.len);
+        let store = session.stores.open_or_make(&url.store).await?;
+        store.volumes().create(&url.name, layers.first().map_or(last, |layer| layer.len)).await?;
+        if let Err(failure) = fill(args, &session, url, &layers).await {
+            // Half an image must not be taken for all of it. The first failure is reported.
+            let _ = store.delete(&url.name, true).await;
+            return Err(failure);
+        }
+        let labels: Vec<_> = layers.iter().map(|layer| &*layer.label).collect();
+        match args.report.format() {
+            None => {}
+            Some(OutputFormat::Human) => {
+                let (size, count) = (human_size(last), labels.len());
+                let snapshots = if count == 1 { "a snapshot" } else { "snapshots" };
+                print(&format!("{url}: {size}, with {snapshots}: {}\n", labels.join(", ")))?;
+            }
+            Some(OutputFormat::Json) => print_json(&json!({
+                "url": url.to_string(),
+                "virtual-size": last,
+                "snapshots": labels,
+            }))?,
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+/// Copies all layers, one after the other, each with a snapshot.
+async fn fill(
+    args: &ImportArgs,
+    session: &Session,
+    url: &VolumeUrl,
+    layers: &[Layer],
+) -> Result<(), Failure> {
+    let options = VolumeOptions { writable: true, ..VolumeOptions::default() };
+    let store = session.stores.open(&url.store).await?;
+    let total = layers.iter().map(|layer| layer.len).sum();
+    let progress = Progress::start(total, args.report.progress(args.progress));
+    let mut done = 0;
+    for layer in layers {
+        let source = layer.open(&args.images).await?;
+        let volume = session.stores.open_volume(url, &options).await?;
+        let tended = Arc::clone(&volume);
+        let tending = spawn(async move { tended.tend().await });
+        if layer.len > volume.geometry().len {
+            volume.resize(layer.len).await?;
+        }
+        let at = |position| progress.at(done + position);
+        copy_layer(&*source, &*volume, done > 0, at, |bytes| progress.wrote(bytes)).await?;
+        volume.close().await?;
+        tending.await;
+        drop(volume);
+        store.volumes().take_snapshot(&url.name, &layer.label).await?;
+        source.close().await?;
+        done += layer.len;
+    }
+    progress.finish();
+    Ok(())
+}

@@ -1,0 +1,111 @@
+//! The layers of a chain that is imported.
+
+use crate::failure::Failure;
+use crate::images::ImageArgs;
+use mica_block::{LABEL_BYTES_MAX, Manage};
+use mica_qcow2::IndexUse;
+use mica_qcow2_tools::inspect;
+use mica_stack::{FileImages, Format, wait_for_dead};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A layer.
+pub(super) struct Layer {
+    path: PathBuf,
+    format: Format,
+    /// Length of the disk that it is the uppermost layer of.
+    pub(super) len: u64,
+    /// Of its snapshot.
+    pub(super) label: String,
+}
+
+/// Most layers that become snapshots; more are copied as one.
+const LAYERS_MAX: usize = 10_000;
+
+impl Layer {
+    /// The disk of it and the layers below.
+    pub(super) async fn open(&self, images: &ImageArgs) -> Result<Arc<dyn Manage>, Failure> {
+        let mut images = images.clone();
+        self.format.name().clone_into(&mut images.settings.format);
+        images.open(&self.path, IndexUse::Read).await
+    }
+}
+
+/// The layers of the chain of `image`, from the base; only the uppermost if the disk became shorter
+/// from one to the next: a snapshot would show what is beyond its end.
+///
+/// # Errors
+/// If one of them cannot be opened.
+pub(super) async fn layers(images: &ImageArgs, image: &Path) -> Result<Vec<Layer>, Failure> {
+    // Whatever prevents the chain from being opened is said first.
+    let len = images.open(image, IndexUse::Ignore).await?.geometry().len;
+    let format = images.format()?;
+    let top = Layer { path: image.to_owned(), format, len, label: String::new() };
+    let mut all = vec![top];
+    let files = FileImages::new(image, images.image_options()?)?;
+    while let Some(Layer { path, format: Format::Qcow2, .. }) = all.last() {
+        let info = wait_for_dead(async || inspect(&files, path).await).await?;
+        let Some((path, format)) = info.backing(&files, path)? else { break };
+        let format = format.as_deref().unwrap_or("raw").parse()?;
+        let mut layer = Layer { path, format, len: 0, label: String::new() };
+        layer.len = layer.open(images).await?.geometry().len;
+        all.push(layer);
+        if all.len() > LAYERS_MAX {
+            break;
+        }
+    }
+    all.reverse();
+    if !all.is_sorted_by_key(|layer| layer.len) || all.len() > LAYERS_MAX {
+        all.drain(..all.len() - 1);
+    }
+    let mut taken = BTreeSet::new();
+    for layer in &mut all {
+        layer.label = label_of(&layer.path, &taken);
+        taken.insert(layer.label.clone());
+    }
+    Ok(all)
+}
+
+/// A label that says which file it was, and that is not taken.
+fn label_of(path: &Path, taken: &BTreeSet<String>) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let plain = |letter: char| if letter == '@' || letter.is_control() { '_' } else { letter };
+    let mut label: String = name.chars().map(plain).collect();
+    // Room for a number behind it.
+    let mut end = label.len().min(LABEL_BYTES_MAX - 16);
+    while !label.is_char_boundary(end) {
+        end -= 1;
+    }
+    label.truncate(end);
+    if label.bytes().all(|byte| byte.is_ascii_digit()) {
+        label.insert_str(0, "layer ");
+    }
+    let numbered = (2..).map(|number| format!("{label} ({number})"));
+    let mut all = std::iter::once(label.clone()).chain(numbered);
+    all.find(|label| !taken.contains(label)).unwrap_or(label)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_names_of_files_as_far_as_labels_can_be() {
+        let mut taken = BTreeSet::new();
+        for (path, label) in [
+            ("/a/base.qcow2", "base.qcow2"),
+            ("/b/base.qcow2", "base.qcow2 (2)"),
+            ("/c/base.qcow2", "base.qcow2 (3)"),
+            ("/a@b", "a_b"),
+            ("/17", "layer 17"),
+        ] {
+            let made = label_of(Path::new(path), &taken);
+            assert_eq!(made, label);
+            mica_block::check_label(&made).expect("a label");
+            taken.insert(made);
+        }
+        let long = label_of(Path::new(&"ä".repeat(300)), &taken);
+        mica_block::check_label(&long).expect("a label");
+    }
+}

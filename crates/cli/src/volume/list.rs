@@ -1,0 +1,46 @@
+//! `mica volume list`.
+
+use super::session::{SessionArgs, described, state_text, time_text};
+use crate::ctl::table;
+use crate::failure::Failure;
+use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
+use clap::Args;
+use mica_stack::StoreUrl;
+use std::process::ExitCode;
+
+/// List the volumes of a store.
+///
+/// Of one that is open somewhere, what its host has said of it last.
+#[derive(Args)]
+pub(super) struct ListArgs {
+    #[command(flatten)]
+    output: OutputArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The store: file:///DIR, s3://BUCKET/PREFIX or rados://POOL/PREFIX.
+    #[arg(value_name = "STORE")]
+    store: String,
+}
+
+pub(super) fn run(args: &ListArgs) -> Result<ExitCode, Failure> {
+    let url: StoreUrl = args.store.parse()?;
+    let session = args.session.start()?;
+    let all = session.executor.block_on(async {
+        let store = session.stores.open(&url).await?;
+        store.volumes().list().await
+    })?;
+    match args.output.output {
+        OutputFormat::Json => {
+            print_json(&all.iter().map(|info| described(&url, info)).collect::<Vec<_>>())?;
+        }
+        OutputFormat::Human => {
+            let rows = all.iter().map(|info| {
+                let name = info.name.as_str().to_owned();
+                let size = human_size(info.state.len);
+                vec![name, size, state_text(info), time_text(info.state.time_ns)]
+            });
+            print(&table(&["VOLUME", "SIZE", "STATE", "WRITTEN (UTC)"], &[1], rows.collect()))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,87 @@
+//! What stands at the end of the `--help` of each verb.
+
+pub(super) const VOLUME: &str = "\
+EXAMPLES:
+  mica volume create file:///srv/volumes/web 10G
+  mica serve --nbd unix:web.sock --volume file:///srv/volumes/web
+  mica volume list file:///srv/volumes
+
+STORES:
+  file:///DIR            a directory: no server is needed
+  s3://BUCKET/PREFIX     a bucket, reached as the tools of AWS do it: AWS_ACCESS_KEY_ID,
+                         AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for others
+  rados://POOL/PREFIX    a pool of Ceph
+  /NAME behind that is a volume, and @LABEL behind that one of its snapshots.";
+
+pub(super) const CREATE: &str = "\
+EXAMPLES:
+  mica volume create file:///srv/volumes/web 10G
+  mica volume create s3://bucket/volumes/web 1T";
+
+pub(super) const LIST: &str = "\
+EXAMPLES:
+  mica volume list file:///srv/volumes
+  mica volume list --output json s3://bucket/volumes | jq -r '.[].name'";
+
+pub(super) const INFO: &str = "\
+EXAMPLES:
+  mica volume info file:///srv/volumes/web";
+
+pub(super) const DELETE: &str = "\
+EXAMPLES:
+  mica volume delete file:///srv/volumes/web";
+
+pub(super) const CHECK: &str = "\
+EXAMPLES:
+  mica volume check file:///srv/volumes/web
+  mica volume check file:///srv/volumes     # all of them
+
+EXIT STATUS:
+  0  nothing is damaged
+  1  it could not be checked
+  2  something is damaged; each line on standard error names a part";
+
+pub(super) const IMPORT: &str = "\
+EXAMPLES:
+  mica volume import top.qcow2 file:///srv/volumes/web
+  mica volume import -f raw -p disk.raw file:///srv/volumes/db";
+
+pub(super) const EXPORT: &str = "\
+EXAMPLES:
+  mica volume export file:///srv/volumes/web copy.qcow2
+  mica volume export -p -O raw file:///srv/volumes/web@monday copy.raw";
+
+pub(super) const SNAPSHOT: &str = "\
+EXAMPLES:
+  mica volume snapshot file:///srv/volumes/web monday
+  mica ctl snapshot web monday              # while it is served";
+
+pub(super) const SNAPSHOTS: &str = "\
+EXAMPLES:
+  mica volume snapshots file:///srv/volumes/web
+  mica volume snapshots --output json file:///srv/volumes/web | jq -r '.[].label'";
+
+pub(super) const LABEL: &str = "\
+EXAMPLES:
+  mica volume label file:///srv/volumes/web@monday before-the-update";
+
+pub(super) const DROP: &str = "\
+EXAMPLES:
+  mica volume drop file:///srv/volumes/web@monday";
+
+pub(super) const ROLLBACK: &str = "\
+EXAMPLES:
+  mica volume rollback file:///srv/volumes/web@monday";
+
+pub(super) const CLONE: &str = "\
+EXAMPLES:
+  mica volume clone file:///srv/volumes/gold@v1 file:///srv/volumes/web2";
+
+pub(super) const DIFF: &str = "\
+EXAMPLES:
+  mica volume diff file:///srv/volumes/web@monday file:///srv/volumes/web@tuesday";
+
+pub(super) const TREE: &str = "\
+EXAMPLES:
+  mica volume tree file:///srv/volumes
+  mica volume tree --output dot file:///srv/volumes | dot -Tsvg > volumes.svg";

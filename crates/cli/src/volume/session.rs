@@ -1,0 +1,108 @@
+//! What all verbs about volumes share: how a store is reached, and what is said of a volume.
+
+use crate::failure::Failure;
+use clap::Args;
+use mica_block::ErrorKind;
+use mica_daemon::{ImageSettings, IoSettings};
+use mica_rt::Executor;
+use mica_stack::{Patience, Store, StoreUrl, Stores, VolumeUrl};
+use mica_volume::{VolumeInfo, VolumeName};
+use serde_json::{Map, Value, json};
+use std::str::FromStr;
+use std::sync::Arc;
+
+// Options of verbs about volumes. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct SessionArgs {
+    #[command(flatten)]
+    pub(super) io: IoSettings,
+}
+
+/// The stores that a verb uses.
+pub(super) struct Session {
+    pub(super) executor: Executor,
+    pub(super) stores: Stores,
+}
+
+/// What a URL names that may be either.
+pub(super) enum Subject {
+    Store(Arc<Store>),
+    Volume(Arc<Store>, VolumeName),
+}
+
+/// Memory for what is read of maps.
+const CACHE_BYTES: u64 = 32 << 20;
+
+/// The stores of a verb.
+pub(super) fn stores() -> Stores {
+    Stores::new(ImageSettings::handles(), CACHE_BYTES, Patience::Verb)
+}
+
+impl SessionArgs {
+    pub(super) fn start(&self) -> Result<Session, Failure> {
+        let executor = Executor::new(self.io.backend())
+            .map_err(|error| Failure::new(format!("starting the I/O backend: {error}")))?;
+        Ok(Session { executor, stores: stores() })
+    }
+}
+
+impl Session {
+    /// What `url` names, which may be a store, or a volume in one.
+    pub(super) async fn subject(&self, url: &str) -> Result<Subject, Failure> {
+        if let Ok(store) = StoreUrl::from_str(url) {
+            match self.stores.open(&store).await {
+                Ok(store) => return Ok(Subject::Store(store)),
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let VolumeUrl { store, name, .. } = volume(url)?.without_snapshot("this verb")?.clone();
+        Ok(Subject::Volume(self.stores.open(&store).await?, name))
+    }
+}
+
+/// The URL of a volume.
+pub(super) fn volume(text: &str) -> Result<VolumeUrl, Failure> {
+    Ok(text.parse()?)
+}
+
+/// The URL of a volume in `store`.
+pub(super) fn url_in(store: &StoreUrl, name: &VolumeName) -> String {
+    VolumeUrl { store: store.clone(), name: name.clone(), snapshot: None }.to_string()
+}
+
+/// What is known of a volume without opening it, as JSON.
+pub(super) fn described(store: &StoreUrl, info: &VolumeInfo) -> Map<String, Value> {
+    let mut all = Map::new();
+    let mut set = |key: &str, value: Value| all.insert(key.to_owned(), value);
+    set("name", info.name.as_str().into());
+    set("url", url_in(store, &info.name).into());
+    set("virtual-size", info.state.len.into());
+    set("state", if info.open_on.is_some() { "open" } else { "closed" }.into());
+    set("open-on", json!(info.open_on));
+    set("time", json!((info.state.time_ns > 0).then(|| instant(info.state.time_ns))));
+    all
+}
+
+/// A time, by ISO 8601.
+pub(super) fn instant(time_ns: u64) -> String {
+    let (seconds, nanoseconds) = (time_ns / 1_000_000_000, time_ns % 1_000_000_000);
+    let text = crate::calendar::utc(seconds).replace(' ', "T");
+    format!("{text}.{nanoseconds:09}Z")
+}
+
+/// The same for people.
+pub(super) fn time_text(time_ns: u64) -> String {
+    match time_ns {
+        0 => "-".to_owned(),
+        time_ns => crate::calendar::utc(time_ns / 1_000_000_000),
+    }
+}
+
+/// Whether somebody has a volume open, for people.
+pub(super) fn state_text(info: &VolumeInfo) -> String {
+    match &info.open_on {
+        Some(host) => format!("open on {}", crate::client::plain(host)),
+        None => "closed".to_owned(),
+    }
+}

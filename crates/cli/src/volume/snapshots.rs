@@ -1,0 +1,185 @@
+//! `mica volume snapshots`, `snapshot`, `drop`, `label` and `rollback`: what is done with the
+//! snapshots of one volume.
+
+use super::rows::{SnapshotRow, snapshot_json, snapshot_table};
+use super::session::{SessionArgs, volume};
+use crate::failure::Failure;
+use crate::output::{OutputArgs, OutputFormat, ReportArgs, print, print_json};
+use clap::Args;
+use mica_block::{Error, ErrorKind};
+use mica_stack::VolumeUrl;
+use serde_json::{Value, json};
+use std::process::ExitCode;
+
+/// List the snapshots of a volume.
+///
+/// Of one that is open somewhere, also those that its host has taken since.
+#[derive(Args)]
+pub(super) struct ListArgs {
+    #[command(flatten)]
+    output: OutputArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The volume.
+    #[arg(value_name = "URL")]
+    url: String,
+}
+
+/// Take a snapshot of a volume that nobody has open.
+///
+/// Of one that is served, `mica ctl snapshot` takes it where it is served.
+#[derive(Args)]
+pub(super) struct TakeArgs {
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The volume.
+    #[arg(value_name = "URL")]
+    url: String,
+    /// What it is called; no other snapshot of the volume is.
+    #[arg(value_name = "LABEL")]
+    label: String,
+}
+
+/// Drop a snapshot of a volume that nobody has open.
+///
+/// What only it has is freed by `mica volume gc`. Clones of it stay as they are.
+#[derive(Args)]
+pub(super) struct DropArgs {
+    #[command(flatten)]
+    one: OneArgs,
+}
+
+/// Give a snapshot another label.
+#[derive(Args)]
+pub(super) struct LabelArgs {
+    #[command(flatten)]
+    one: OneArgs,
+    /// The new label.
+    #[arg(value_name = "LABEL")]
+    label: String,
+}
+
+/// Make a volume what it was at one of its snapshots.
+///
+/// Nobody may have it open. What was written since is lost, unless there is a snapshot of it; the
+/// snapshots stay, also later ones.
+#[derive(Args)]
+pub(super) struct RollbackArgs {
+    #[command(flatten)]
+    one: OneArgs,
+}
+
+// What names one snapshot. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+struct OneArgs {
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The snapshot.
+    #[arg(value_name = "URL@LABEL")]
+    url: String,
+}
+
+pub(super) fn list(args: &ListArgs) -> Result<ExitCode, Failure> {
+    let url = volume(&args.url)?;
+    let url = url.without_snapshot("volume snapshots")?;
+    let session = args.session.start()?;
+    let all = session.executor.block_on(async {
+        let store = session.stores.open(&url.store).await?;
+        store.volumes().snapshots(&url.name).await
+    })?;
+    let all: Vec<_> = all.into_iter().map(SnapshotRow::from).collect();
+    match args.output.output {
+        OutputFormat::Json => print_json(&all.iter().map(snapshot_json).collect::<Vec<_>>())?,
+        OutputFormat::Human => print(&snapshot_table(&all))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) fn take(args: &TakeArgs) -> Result<ExitCode, Failure> {
+    let url = volume(&args.url)?;
+    let url = url.without_snapshot("volume snapshot")?;
+    let session = args.session.start()?;
+    let taken = session.executor.block_on(async {
+        let store = session.stores.open(&url.store).await?;
+        let _held = store.settle(&url.name).await?;
+        store.volumes().take_snapshot(&url.name, &args.label).await
+    });
+    let taken = taken.map_err(|error| where_it_is_served(error, url, "snapshot", &args.label))?;
+    let text = format!("{url}@{}: taken\n", taken.label);
+    report(&args.report, &text, &snapshot_json(&taken.into()))
+}
+
+pub(super) fn drop_one(args: &DropArgs) -> Result<ExitCode, Failure> {
+    let DropArgs { one: OneArgs { report: how, session, url } } = args;
+    let url = volume(url)?;
+    let which = url.needed_snapshot("volume drop")?;
+    let session = session.start()?;
+    let dropped = session.executor.block_on(async {
+        let store = session.stores.open(&url.store).await?;
+        let _held = store.settle(&url.name).await?;
+        store.volumes().drop_snapshot(&url.name, &which).await
+    });
+    dropped.map_err(|error| where_it_is_served(error, &url, "drop", &which_text(&url)))?;
+    report(how, &format!("{url}: dropped\n"), &json!({ "dropped": url.to_string() }))
+}
+
+pub(super) fn label(args: &LabelArgs) -> Result<ExitCode, Failure> {
+    let LabelArgs { one: OneArgs { report: how, session, url }, label } = args;
+    let url = volume(url)?;
+    let which = url.needed_snapshot("volume label")?;
+    let session = session.start()?;
+    let labelled = session.executor.block_on(async {
+        let store = session.stores.open(&url.store).await?;
+        let _held = store.settle(&url.name).await?;
+        store.volumes().label_snapshot(&url.name, &which, label).await
+    });
+    let what = format!("{} {label}", which_text(&url));
+    labelled.map_err(|error| where_it_is_served(error, &url, "label", &what))?;
+    let now = VolumeUrl { snapshot: Some(label.clone()), ..url.clone() };
+    let answer = json!({ "before": url.to_string(), "now": now.to_string() });
+    report(how, &format!("{url} is {now} now\n"), &answer)
+}
+
+pub(super) fn rollback(args: &RollbackArgs) -> Result<ExitCode, Failure> {
+    let RollbackArgs { one: OneArgs { report: how, session, url } } = args;
+    let url = volume(url)?;
+    let which = url.needed_snapshot("volume rollback")?;
+    let session = session.start()?;
+    session.executor.block_on(async {
+        let store = session.stores.open(&url.store).await?;
+        let _held = store.settle(&url.name).await?;
+        store.volumes().rollback(&url.name, &which).await
+    })?;
+    let text = format!("{}: what it was at {}\n", url.name.as_str(), which_text(&url));
+    report(how, &text, &json!({ "rolled-back-to": url.to_string() }))
+}
+
+/// Prints the outcome of a change.
+fn report(how: &ReportArgs, text: &str, json: &Value) -> Result<ExitCode, Failure> {
+    match how.format() {
+        None => {}
+        Some(OutputFormat::Human) => print(text)?,
+        Some(OutputFormat::Json) => print_json(json)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Why a volume cannot be changed that is open: its server can do it.
+fn where_it_is_served(error: Error, url: &VolumeUrl, verb: &str, what: &str) -> Failure {
+    let is_denied = error.kind() == ErrorKind::Denied;
+    let failure = Failure::from(error);
+    if !is_denied {
+        return failure;
+    }
+    let message = failure.message();
+    let name = url.name.as_str();
+    Failure::new(format!("{message}; where it is served: mica ctl {verb} {name} {what}"))
+}
+
+fn which_text(url: &VolumeUrl) -> String {
+    url.snapshot.clone().unwrap_or_default()
+}

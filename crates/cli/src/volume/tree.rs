@@ -1,0 +1,125 @@
+//! `mica volume tree`.
+
+use super::rows::{SnapshotRow, snapshot_json};
+use super::session::{SessionArgs, Subject, described, state_text, time_text};
+use crate::client::plain;
+use crate::failure::Failure;
+use crate::output::{human_size, print, print_json};
+use clap::{Args, ValueEnum};
+use mica_stack::Store;
+use mica_volume::VolumeInfo;
+use serde_json::Value;
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+/// Show the volumes of a store with their snapshots.
+#[derive(Args)]
+pub(super) struct TreeArgs {
+    /// How to print it: human, json or dot.
+    ///
+    /// dot is for graphviz: `mica volume tree --output dot STORE | dot -Tsvg`.
+    #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
+    #[arg(hide_possible_values = true, hide_default_value = true)]
+    output: TreeFormat,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The store, or one volume.
+    #[arg(value_name = "URL")]
+    url: String,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum TreeFormat {
+    Human,
+    Json,
+    Dot,
+}
+
+/// A volume, and its snapshots by number.
+struct Branch {
+    volume: VolumeInfo,
+    snapshots: Vec<SnapshotRow>,
+}
+
+pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
+    let session = args.session.start()?;
+    let (store, branches) = session.executor.block_on(async {
+        let (store, volumes) = match session.subject(&args.url).await? {
+            Subject::Volume(store, name) => {
+                let info = store.volumes().info(&name).await?;
+                (store, vec![info])
+            }
+            Subject::Store(store) => {
+                let all = store.volumes().list().await?;
+                (store, all)
+            }
+        };
+        let mut branches = Vec::new();
+        for volume in volumes {
+            let snapshots = store.volumes().snapshots(&volume.name).await?;
+            let snapshots = snapshots.into_iter().map(SnapshotRow::from).collect();
+            branches.push(Branch { volume, snapshots });
+        }
+        Ok::<_, Failure>((store, branches))
+    })?;
+    match args.output {
+        TreeFormat::Human => print(&human(&store, &branches))?,
+        TreeFormat::Json => print_json(&json(&store, &branches))?,
+        TreeFormat::Dot => print(&dot(&branches))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn human(store: &Store, branches: &[Branch]) -> String {
+    let mut text = format!("{}\n", store.url());
+    // Writing to a string does not fail.
+    for (at, Branch { volume, snapshots }) in branches.iter().enumerate() {
+        let is_last = at + 1 == branches.len();
+        let (branch, trunk) = if is_last { ("└─", "  ") } else { ("├─", "│ ") };
+        let (name, size) = (volume.name.as_str(), human_size(volume.state.len));
+        let _ = writeln!(text, "{branch} {name}  {size}, {}", state_text(volume));
+        for (at, snapshot) in snapshots.iter().enumerate() {
+            let branch = if at + 1 == snapshots.len() { "└─" } else { "├─" };
+            let (label, taken) = (plain(&snapshot.label), time_text(snapshot.time_ns));
+            let _ = writeln!(text, "{trunk} {branch} @{label}  {}, {taken}", snapshot.number);
+        }
+    }
+    text
+}
+
+fn json(store: &Store, branches: &[Branch]) -> Vec<Value> {
+    let one = |Branch { volume, snapshots }: &Branch| {
+        let mut all = described(store.url(), volume);
+        let snapshots = snapshots.iter().map(snapshot_json).collect::<Vec<_>>();
+        all.insert("snapshots".to_owned(), snapshots.into());
+        Value::Object(all)
+    };
+    branches.iter().map(one).collect()
+}
+
+/// Snapshots in the order in which they were taken, with the volume at the end.
+fn dot(branches: &[Branch]) -> String {
+    let mut text = "digraph volumes {\n  rankdir=LR;\n  node [shape=box];\n".to_owned();
+    for Branch { volume, snapshots } in branches {
+        let name = volume.name.as_str();
+        let mut before: Option<String> = None;
+        let ends = std::iter::once((name.to_owned(), format!("{name}\\n{}", state_text(volume))));
+        let taken = snapshots.iter().map(|snapshot| {
+            let label = format!("@{}\\n{}", snapshot.label, time_text(snapshot.time_ns));
+            (format!("{name}@{}", snapshot.number), label)
+        });
+        for (id, label) in taken.chain(ends) {
+            let (id, label) = (quoted(&id), quoted(&label));
+            let _ = writeln!(text, "  {id} [label={label}];");
+            if let Some(before) = before.replace(id.clone()) {
+                let _ = writeln!(text, "  {before} -> {id};");
+            }
+        }
+    }
+    text + "}\n"
+}
+
+/// A string of DOT, in which `\n` stays what it means there.
+fn quoted(text: &str) -> String {
+    format!("\"{}\"", plain(text).replace('"', "\\\""))
+}

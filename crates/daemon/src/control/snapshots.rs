@@ -1,0 +1,82 @@
+//! The snapshots of a volume that is served.
+
+use super::perform::{Answer, find, perform};
+use super::reply::{body, json};
+use super::sources::Sources;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use mica_block::{SnapshotInfo, Which};
+use serde::Deserialize;
+use serde_json::{Value, json as value};
+use std::sync::Arc;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Take {
+    label: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Drop {
+    snapshot: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Label {
+    snapshot: String,
+    label: String,
+}
+
+pub(super) async fn list(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let all = perform(&sources.actions, move || served.list_snapshots()).await??;
+    let all: Vec<_> = all.iter().map(described).collect();
+    Ok(json(&value!({ "disk": name, "snapshots": all })))
+}
+
+pub(super) async fn take(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let Take { label } = body(sent).await?;
+    let taken = perform(&sources.actions, move || served.take_snapshot(label)).await??;
+    Ok(json(&value!({ "disk": name, "snapshots": [described(&taken)] })))
+}
+
+pub(super) async fn drop_one(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let Drop { snapshot } = body(sent).await?;
+    let which: Which = snapshot.parse()?;
+    perform(&sources.actions, move || served.drop_snapshot(which)).await??;
+    Ok(json(&value!({ "disk": name, "dropped": snapshot })))
+}
+
+pub(super) async fn label(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let Label { snapshot, label } = body(sent).await?;
+    let (which, actions): (Which, _) = (snapshot.parse()?, Arc::clone(&sources.actions));
+    let given = label.clone();
+    perform(&actions, move || served.label_snapshot(which, given)).await??;
+    Ok(json(&value!({ "disk": name, "before": snapshot, "now": label })))
+}
+
+fn described(snapshot: &SnapshotInfo) -> Value {
+    value!({
+        "label": snapshot.label,
+        "sequence": snapshot.number,
+        "time_ns": snapshot.time_ns,
+        "length": snapshot.len,
+    })
+}

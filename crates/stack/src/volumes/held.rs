@@ -1,0 +1,124 @@
+//! A volume that is open for writing, and what has to be held as long as it is.
+
+use super::lock::VolumeLock;
+use super::stores::Store;
+use mica_block::{
+    Disk, Error, Extent, Geometry, IoFuture, LocalFuture, Manage, ManageIndex, ManageSnapshots,
+    MapStats, Planned, Result, WriteStats, Writing, Zeroes,
+};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, LayerNumber};
+use mica_volume::Volume;
+use std::borrow::Cow;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The volume. Everything but its life is its own.
+pub(super) struct HeldVolume {
+    volume: Volume,
+    /// So that others of this process find it.
+    _store: Arc<Store>,
+    _lock: Option<VolumeLock>,
+}
+
+impl HeldVolume {
+    pub(super) fn new(volume: Volume, store: Arc<Store>, lock: Option<VolumeLock>) -> Self {
+        Self { volume, _store: store, _lock: lock }
+    }
+}
+
+impl Disk for HeldVolume {
+    fn geometry(&self) -> Geometry {
+        self.volume.geometry()
+    }
+
+    fn plan(&self, range: GuestRange, extents: Vec<Extent>) -> Planned<'_> {
+        self.volume.plan(range, extents)
+    }
+
+    fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        self.volume.survey(range)
+    }
+
+    fn read(&self, extent: &Extent, buf: Buf) -> IoFuture {
+        self.volume.read(extent, buf)
+    }
+
+    fn is_writable(&self) -> bool {
+        self.volume.is_writable()
+    }
+
+    fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
+        self.volume.write(at, buf)
+    }
+
+    fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        self.volume.write_zeroes(range, how)
+    }
+
+    fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
+        self.volume.discard(range)
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.volume.flush()
+    }
+}
+
+impl Manage for HeldVolume {
+    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.volume.resize(len)
+    }
+
+    fn idle(&self) -> LocalFuture<'_, ()> {
+        self.volume.idle()
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        self.volume.close()
+    }
+
+    fn latch(&self) -> Option<Error> {
+        self.volume.latch()
+    }
+
+    fn weakness(&self) -> Option<Cow<'static, str>> {
+        self.volume.weakness()
+    }
+
+    fn write_stats(&self) -> WriteStats {
+        self.volume.write_stats()
+    }
+
+    fn map_stats(&self) -> MapStats {
+        self.volume.map_stats()
+    }
+
+    fn layer_count(&self) -> usize {
+        self.volume.layer_count()
+    }
+
+    fn layer_paths(&self) -> Vec<PathBuf> {
+        self.volume.layer_paths()
+    }
+
+    fn data_paths(&self) -> Vec<PathBuf> {
+        self.volume.data_paths()
+    }
+
+    fn layer_position(&self, layer: LayerNumber) -> usize {
+        self.volume.layer_position(layer)
+    }
+
+    fn index(&self) -> Option<&dyn ManageIndex> {
+        self.volume.index()
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
+        self.volume.snapshots()
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        self.volume.tend()
+    }
+}

@@ -1,0 +1,21 @@
+//! Volumes in stores of objects, as the user names them.
+//!
+//! ```text
+//! URL ─▶ Stores ─▶ Store ─▶ mica_volume::Volumes      one per store and process: one cache
+//!                     └──▶ lock ─▶ HeldVolume         a volume that this machine has open
+//! ```
+
+mod bucket;
+mod held;
+mod lock;
+mod open;
+mod stores;
+mod url;
+
+pub use bucket::{bucket_files, bucket_ports};
+pub use open::{Settled, VolumeOptions};
+pub use stores::{Patience, Store, Stores};
+pub use url::{StoreUrl, VolumeUrl};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,256 @@
+//! The stores that a process uses: each is opened once, whatever disks are in it.
+
+use super::bucket;
+use super::url::StoreUrl;
+use mica_block::{Error, ErrorKind, Objects, Result};
+use mica_rados::{Pool, PoolOptions};
+use mica_rt::sync::SharedLock;
+use mica_store::Handles;
+use mica_store::object::{DirectoryObjects, MemoryObjects, RetryObjects, RetryOptions, probe};
+use mica_volume::{Environment, Volumes};
+use rustix::rand::{GetRandomFlags, getrandom};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// How long a request to a store over a network may fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Patience {
+    /// For seconds: somebody waits for a verb.
+    Verb,
+    /// Once the store is open, for as long as it takes: a guest must not see an error for an outage.
+    Guest,
+}
+
+/// The stores of a process.
+pub struct Stores {
+    handles: Arc<Handles>,
+    cache_bytes: u64,
+    patience: Patience,
+    open: Mutex<BTreeMap<StoreUrl, Weak<Store>>>,
+    /// Those in memory live as long as the process.
+    in_memory: Mutex<BTreeMap<String, MemoryObjects>>,
+}
+
+/// A store that is open.
+pub struct Store {
+    url: StoreUrl,
+    volumes: Volumes,
+    objects: Arc<dyn Objects>,
+    /// Held by whoever probes it.
+    probing: SharedLock,
+    is_probed: Mutex<bool>,
+}
+
+/// Where objects are that are not used yet.
+struct Reached {
+    objects: Arc<dyn Objects>,
+    /// What repeats requests to it, if it is behind a network.
+    retry: Option<Arc<RetryObjects>>,
+}
+
+/// Attempts while somebody waits: some seconds.
+const TRIES_MAX: u32 = 7;
+
+impl Stores {
+    /// No stores yet. Their files are opened through `handles`; the cache of each takes about
+    /// `cache_bytes`.
+    pub fn new(handles: Arc<Handles>, cache_bytes: u64, patience: Patience) -> Self {
+        let (open, in_memory) = Default::default();
+        Self { handles, cache_bytes, patience, open, in_memory }
+    }
+
+    /// The store at `url`, which has volumes.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none; otherwise what it reports.
+    pub async fn open(&self, url: &StoreUrl) -> Result<Arc<Store>> {
+        if let Some(store) = self.known(url) {
+            return Ok(store);
+        }
+        let reached = self.reach(url)?;
+        let objects = Arc::clone(&reached.objects);
+        let volumes = Volumes::open(objects, environment()?, self.cache_bytes).await?;
+        Ok(self.keep(url, volumes, reached))
+    }
+
+    /// As [`Self::open`]; makes a store of what is empty, and a directory for it in one that there
+    /// is. A store that breaks its promises is refused.
+    ///
+    /// # Errors
+    /// `Unsupported` if it breaks its promises; `Invalid` if something else is there.
+    pub async fn open_or_make(&self, url: &StoreUrl) -> Result<Arc<Store>> {
+        match self.open(url).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            opened => return opened,
+        }
+        if let StoreUrl::Directory(path) = url {
+            make_directory(path)?;
+        }
+        let reached = self.reach(url)?;
+        let objects = Arc::clone(&reached.objects);
+        let made = Volumes::open_or_make(objects, environment()?, self.cache_bytes).await?;
+        let store = self.keep(url, made, reached);
+        store.probe().await?;
+        Ok(store)
+    }
+
+    fn known(&self, url: &StoreUrl) -> Option<Arc<Store>> {
+        self.lock().get(url).and_then(Weak::upgrade)
+    }
+
+    /// Keeps a store that was opened, unless somebody else was faster.
+    fn keep(&self, url: &StoreUrl, volumes: Volumes, reached: Reached) -> Arc<Store> {
+        let Reached { objects, retry } = reached;
+        if let (Patience::Guest, Some(retry)) = (self.patience, retry) {
+            retry.lift_limit();
+        }
+        let mut open = self.lock();
+        if let Some(store) = open.get(url).and_then(Weak::upgrade) {
+            return store;
+        }
+        open.retain(|_, store| store.strong_count() > 0);
+        let (probing, is_probed) = Default::default();
+        let store = Arc::new(Store { url: url.clone(), volumes, objects, probing, is_probed });
+        open.insert(url.clone(), Arc::downgrade(&store));
+        store
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<StoreUrl, Weak<Store>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn reach(&self, url: &StoreUrl) -> Result<Reached> {
+        let local = |objects| Ok(Reached { objects, retry: None });
+        match url {
+            StoreUrl::Directory(path) => {
+                let objects = DirectoryObjects::open(path, &self.handles);
+                local(Arc::new(objects.map_err(|error| missing(path, error))?))
+            }
+            StoreUrl::Bucket { bucket: name, prefix } => {
+                over_network(Arc::new(bucket::open(url, name, prefix.as_ref())?))
+            }
+            StoreUrl::Pool { pool, prefix } => {
+                let options = PoolOptions { namespace: prefix.clone(), ..PoolOptions::new(pool) };
+                over_network(Arc::new(Pool::open(options)?))
+            }
+            StoreUrl::Memory(name) => {
+                let mut in_memory = self.in_memory.lock().unwrap_or_else(PoisonError::into_inner);
+                let new = || MemoryObjects::new(format!("memory:{name}"));
+                local(Arc::new(in_memory.entry(name.clone()).or_insert_with(new).clone()))
+            }
+        }
+    }
+}
+
+fn over_network(objects: Arc<dyn Objects>) -> Result<Reached> {
+    let [seed, _] = random_numbers()?;
+    let options = RetryOptions { tries_max: Some(TRIES_MAX), ..RetryOptions::new(seed) };
+    let retry = Arc::new(RetryObjects::new(objects, options));
+    Ok(Reached { objects: Arc::clone(&retry) as _, retry: Some(retry) })
+}
+
+impl Store {
+    /// Where it is.
+    pub fn url(&self) -> &StoreUrl {
+        &self.url
+    }
+
+    /// Its volumes.
+    pub fn volumes(&self) -> &Volumes {
+        &self.volumes
+    }
+
+    /// Its directory, if it is in one of this machine.
+    pub(super) fn directory(&self) -> Option<&Path> {
+        match &self.url {
+            StoreUrl::Directory(path) => Some(path),
+            _ => None,
+        }
+    }
+
+    /// Whether it may have changed its ways since it was made: a service is updated, or another one
+    /// answers at its address. A directory does not.
+    pub(super) fn is_remote(&self) -> bool {
+        matches!(self.url, StoreUrl::Bucket { .. } | StoreUrl::Pool { .. })
+    }
+
+    /// Finds out, once, whether it keeps its promises.
+    ///
+    /// # Errors
+    /// `Unsupported` if it does not; otherwise what it reports.
+    pub(super) async fn probe(&self) -> Result<()> {
+        let _alone = self.probing.alone().await;
+        let is_probed = || self.is_probed.lock().unwrap_or_else(PoisonError::into_inner);
+        if *is_probed() {
+            return Ok(());
+        }
+        let [nonce, _] = random_numbers()?;
+        probe(&*self.objects, nonce).await?;
+        *is_probed() = true;
+        Ok(())
+    }
+}
+
+/// Makes the directory of a new store. The one that it is in must be there: it may be a file
+/// system that is not mounted.
+fn make_directory(path: &Path) -> Result<()> {
+    match std::fs::create_dir(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            Err(missing(path, Error::from_io(format!("making {}", path.display()), error)))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Says what to do about a directory that is not there.
+fn missing(path: &Path, error: Error) -> Error {
+    if error.kind() != ErrorKind::NotFound {
+        return error;
+    }
+    let parent = path.parent().filter(|parent| !parent.is_dir());
+    let folder = parent.map_or_else(|| path.to_owned(), PathBuf::from);
+    let what = format!("there is no directory {}", folder.display());
+    Error::new(ErrorKind::NotFound, what)
+}
+
+/// What volumes need of this machine.
+fn environment() -> Result<Environment> {
+    // Fails here rather than when a number is needed.
+    random_numbers()?;
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let random = || {
+        let [high, low] = random_numbers().expect("the system had random numbers before");
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&high.to_le_bytes());
+        id[8..].copy_from_slice(&low.to_le_bytes());
+        id
+    };
+    let now = || {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+    };
+    Ok(Environment::new(host, now, random))
+}
+
+/// The name by which heads know this machine.
+pub(super) fn host() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Random numbers of the system.
+fn random_numbers() -> Result<[u64; 2]> {
+    let mut bytes = [0; 16];
+    let filled = getrandom(&mut bytes, GetRandomFlags::empty())
+        .map_err(|error| Error::from_io("random numbers", error.into()))?;
+    if filled < bytes.len() {
+        return Err(Error::new(ErrorKind::Io, "the system has too few random numbers"));
+    }
+    let [high, low] = [0, 8].map(|at| {
+        let mut number = [0; 8];
+        number.copy_from_slice(&bytes[at..at + 8]);
+        u64::from_le_bytes(number)
+    });
+    Ok([high, low])
+}

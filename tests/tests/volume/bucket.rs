@@ -1,0 +1,75 @@
+//! Volumes in a bucket.
+
+use mica_tests::bucket::BucketServer;
+use mica_tests::command::{self, Finished};
+use mica_tests::guest::Guest;
+use mica_tests::server::Server;
+use mica_tests::{mica, nbd};
+use rustix::process::{Pid, Signal, kill_process};
+use std::process::Command;
+
+const URL: &str = "s3://bucket/volumes/web";
+
+fn run(server: &BucketServer, words: &[&str]) -> Finished {
+    let mut mica = Command::new(mica::binary());
+    command::finish(mica.arg("volume").args(words).envs(server.environment()))
+}
+
+fn serve(server: &BucketServer, more: &[&str]) -> anyhow::Result<Server> {
+    Server::start("", |socket| {
+        let mut serve = Command::new(mica::binary());
+        serve.args(["serve", "--volume", URL]).args(more).arg("--nbd").arg(socket);
+        serve.envs(server.environment());
+        serve
+    })
+}
+
+#[test]
+fn volume_in_a_bucket_is_served_from_inside_the_sandbox() {
+    let Some(moto) = BucketServer::start() else { return };
+    moto.make_bucket("bucket");
+    run(&moto, &["create", URL, "1G"]).ok();
+    let server = serve(&moto, &["--sandbox", "require"]).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(1 << 20, &[7; 1 << 20]).expect("written"), 0);
+    assert_eq!(guest.flush().expect("flushed"), 0);
+    drop(guest);
+    let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::KILL).expect("killed");
+    drop(server);
+
+    // Nothing proves that the writer is dead: it may be on a machine with the same name.
+    let refused = serve(&moto, &[]).map(drop).expect_err("it may be alive");
+    assert!(format!("{refused:#}").contains("--force takes it over"), "{refused:#}");
+    let server = serve(&moto, &["--force"]).expect("served");
+    let mut client = server.connect(&nbd::Wish::default()).expect("served");
+    assert_eq!(client.read(1 << 20, 1 << 20).expect("read"), vec![7; 1 << 20]);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+
+    let listed = run(&moto, &["list", "s3://bucket/volumes", "--output", "json"]).json();
+    assert_eq!((&listed[0]["url"], &listed[0]["state"]), (&URL.into(), &"closed".into()));
+    let checked = run(&moto, &["check", URL, "--output", "json"]).json();
+    assert_eq!(checked[0]["damaged-count"], 0);
+    run(&moto, &["delete", URL]).ok();
+}
+
+#[test]
+fn wrong_places_and_dead_services_are_named_in_one_line() {
+    let mut bare = Command::new(mica::binary());
+    for name in ["AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3"] {
+        bare.env_remove(name);
+    }
+    let nowhere = command::finish(bare.args(["volume", "info", URL])).refusal();
+    assert!(nowhere.contains("AWS_ENDPOINT_URL"), "{nowhere}");
+    let Some(moto) = BucketServer::start() else { return };
+    let missing = run(&moto, &["create", "s3://missing/web", "1G"]).refusal();
+    assert!(missing.contains("s3://missing") && missing.contains("no such bucket"), "{missing}");
+    let environment = moto.environment();
+    drop(moto);
+    let mut info = Command::new(mica::binary());
+    let dead = command::finish(info.args(["volume", "info", URL]).envs(environment));
+    assert_eq!(dead.code(), Some(1), "{dead}");
+    // Before that it says that it tries again.
+    let last = dead.stderr.lines().last().expect("a line");
+    assert!(last.starts_with("mica: ") && last.contains("s3://bucket"), "{dead}");
+}

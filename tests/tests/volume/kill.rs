@@ -1,0 +1,184 @@
+//! A server of a volume is killed, and started again on the same machine: it serves, and what was
+//! durable is there.
+//!
+//! `MICA_KILLS` says how often.
+
+use mica_gen::Rng;
+use mica_tests::guest::{Answer, Guest, Request};
+use mica_tests::server::Server;
+use mica_tests::volume::{Store, run};
+use mica_tests::{clock, command, mica, nbd, tools};
+use rustix::process::{Pid, Signal, kill_process};
+use std::collections::HashMap;
+use std::process::Command;
+use std::time::Duration;
+
+const KILLS_DEFAULT: u64 = 3;
+const BLOCK: usize = 4096;
+const DISK_BYTES: u64 = 64 << 20;
+/// Requests in flight at once.
+const BURST: u64 = 16;
+
+fn kills() -> u64 {
+    let told = std::env::var("MICA_KILLS").ok().and_then(|kills| kills.parse().ok());
+    told.unwrap_or(KILLS_DEFAULT)
+}
+
+fn kill(server: &Server) {
+    let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::KILL).expect("killed");
+}
+
+/// What may be in a block.
+#[derive(Clone, Copy, Default)]
+struct Stamp {
+    /// The oldest write that may be there; 0 is nothing.
+    least: u64,
+    /// The newest that was acknowledged, and the newest that was sent.
+    acknowledged: u64,
+    sent: u64,
+}
+
+/// Guests, one after the other, and what they know of their disk.
+struct Guests {
+    blocks: Vec<Stamp>,
+    sequence: u64,
+    rng: Rng,
+}
+
+/// A block filled with its number and the sequence number of its write.
+fn stamped(block: u64, sequence: u64) -> Vec<u8> {
+    let words = [block.to_le_bytes(), sequence.to_le_bytes()].concat();
+    words.iter().copied().cycle().take(BLOCK).collect()
+}
+
+impl Guests {
+    fn new(seed: u64) -> Self {
+        let count = usize::try_from(DISK_BYTES).expect("small") / BLOCK;
+        Self { blocks: vec![Stamp::default(); count], sequence: 0, rng: Rng::new(seed) }
+    }
+
+    /// Writes and flushes until the server is gone.
+    fn work(&mut self, server: &Server) {
+        let Ok(mut guest) = Guest::connect(server) else { return };
+        while self.burst(&mut guest).is_ok() {}
+    }
+
+    fn burst(&mut self, guest: &mut Guest) -> anyhow::Result<()> {
+        let (mut under_way, part) = (HashMap::new(), self.blocks.len() as u64 / BURST);
+        for number in 0..BURST {
+            // Each request has its own part of the disk.
+            let first = number * part + self.rng.below(part - 40);
+            let range = first..first + self.rng.choose(&[1, 1, 2, 8, 39]);
+            self.sequence += 1;
+            let bytes = range.clone().flat_map(|block| stamped(block, self.sequence)).collect();
+            range.clone().for_each(|block| self.block(block).sent = self.sequence);
+            let write = Request::Write { offset: first * BLOCK as u64, bytes, fua: false };
+            under_way.insert(guest.send(&write)?, (range, self.sequence));
+        }
+        while !under_way.is_empty() {
+            let (cookie, answer) = guest.receive()?;
+            assert_eq!(answer, Answer::Done(Vec::new()));
+            let (range, sequence) = under_way.remove(&cookie).expect("asked");
+            range.for_each(|block| self.block(block).acknowledged = sequence);
+        }
+        if self.rng.percent(40) && guest.flush()? == 0 {
+            self.blocks.iter_mut().for_each(|stamp| stamp.least = stamp.acknowledged);
+        }
+        Ok(())
+    }
+
+    fn block(&mut self, number: u64) -> &mut Stamp {
+        &mut self.blocks[usize::try_from(number).expect("small")]
+    }
+
+    /// Compares the disk with what may be there, and from then on requires what it found.
+    #[track_caller]
+    fn judge(&mut self, disk: &[u8], what: &str) {
+        for ((number, stamp), now) in (0..).zip(&mut self.blocks).zip(disk.chunks(BLOCK)) {
+            let (words, _) = now.as_chunks::<8>();
+            let [_, found] = [0, 1].map(|index| u64::from_le_bytes(words[index]));
+            let is_whole = found == 0 && now.iter().all(|byte| *byte == 0);
+            assert!(is_whole || now == stamped(number, found), "{what}: block {number} is foreign");
+            let wanted = stamp.least..=stamp.sent;
+            assert!(wanted.contains(&found), "{what}: block {number}: {found}, not {wanted:?}");
+            *stamp = Stamp { least: found, acknowledged: found, sent: found };
+        }
+    }
+}
+
+fn survives(more: &[&str]) {
+    let seed = std::env::var("MICA_KILL_SEED").ok().map_or(3, |text| text.parse().expect("one"));
+    let store = Store::new();
+    store.create("web", &DISK_BYTES.to_string());
+    let mut guests = Guests::new(seed);
+    for round in 0..kills() {
+        let what = format!("{more:?}, kill {round}, MICA_KILL_SEED={seed}");
+        let server = store.serve("web", more).expect("it serves again, without --force");
+        let life = Duration::from_micros(500 + guests.rng.below(400_000));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                clock::sleep(life);
+                kill(&server);
+            });
+            guests.work(&server);
+        });
+        let again = store.serve("web", more).expect("it serves again, without --force");
+        let mut client = again.connect(&nbd::Wish::default()).expect("served");
+        guests.judge(&client.read_all().expect("read"), &what);
+        let stopped = again.stop().expect("it stops");
+        assert_eq!(stopped.status.code(), Some(0), "{what}: {stopped:?}");
+        let checked = run(["check", &store.volume("web"), "--output", "json"]).json();
+        assert_eq!(checked[0]["damaged-count"], 0, "{what}");
+    }
+}
+
+#[test]
+fn what_was_flushed_before_a_kill_is_there_when_it_is_served_again() {
+    survives(&[]);
+}
+
+/// fio verifies what it wrote, in the same run and in the next server.
+#[test]
+fn fio_finds_what_it_wrote() {
+    if !tools::present(&[tools::FIO]) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "1G");
+    let fio = |server: &Server, rw: &str, more: &[&str]| {
+        let mut fio = Command::new("fio");
+        fio.current_dir(store.folder());
+        fio.args(["--name=v", "--ioengine=nbd", "--bsrange=4k-64k", "--size=64M", "--iodepth=8"]);
+        fio.args(["--verify=crc32c", "--randseed=5", &format!("--rw={rw}")]);
+        fio.arg(format!("--uri={}", server.uri())).args(more);
+        command::finish(&mut fio).ok();
+    };
+    let server = store.serve("web", &[]).expect("served");
+    fio(&server, "randwrite", &["--fsync=16"]);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    let server = store.serve("web", &[]).expect("served");
+    fio(&server, "randread", &["--verify_only=1"]);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+}
+
+/// The story: the first server hangs, somebody starts a second one; then the first is killed.
+#[test]
+fn second_server_is_refused_while_the_first_lives_and_serves_once_it_is_dead() {
+    let store = Store::new();
+    store.create("web", "64M");
+    let first = store.serve("web", &[]).expect("served");
+    let serve = || {
+        let mut serve = Command::new(mica::binary());
+        serve.args(["serve", "--volume", &store.volume("web"), "--nbd"]);
+        serve.arg(store.folder().join("second"));
+        serve
+    };
+    let refused = command::finish(&mut serve()).refusal();
+    assert!(refused.contains(&format!("process {}", first.pid())), "{refused}");
+    let forced = command::finish(serve().arg("--force")).refusal();
+    assert!(forced.contains("is open"), "{forced}");
+    kill(&first);
+    let second = store.serve("web", &[]).expect("served");
+    assert_eq!(second.stop().expect("it stops").status.code(), Some(0));
+}

@@ -1,0 +1,156 @@
+//! The life of a volume, from its creation to its deletion.
+
+use mica_tests::guest::Guest;
+use mica_tests::server::Server;
+use mica_tests::volume::{Store, run};
+use mica_tests::{command, mica, nbd, tools};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// What has to be installed.
+const TOOLS: &[tools::Tool] = &[tools::NBDCOPY, tools::QEMU_IO, tools::QEMU_IMG];
+
+#[track_caller]
+fn stop(server: Server) {
+    let stopped = server.stop().expect("it stops");
+    assert_eq!(stopped.status.code(), Some(0), "{stopped:?}");
+}
+
+/// Copies what is served into a file, by libnbd.
+#[track_caller]
+pub(super) fn copied(server: &Server, file: &Path) -> Vec<u8> {
+    command::run("nbdcopy", [&*server.uri(), &file.display().to_string()]).ok();
+    fs::read(file).expect("copied")
+}
+
+#[track_caller]
+fn io(server: &Server, commands: &[&str]) {
+    let mut words = vec!["-f", "raw"];
+    if commands.iter().all(|command| command.starts_with("read")) {
+        words.push("-r");
+    }
+    commands.iter().for_each(|command| words.extend(["-c", command]));
+    let uri = server.uri();
+    words.push(&uri);
+    let said = command::run("qemu-io", words).ok();
+    assert!(!said.contains("failed"), "{said}");
+}
+
+#[test]
+fn volume_is_created_served_listed_checked_and_deleted() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    let made = run(["create", "--output", "json", &store.volume("web"), "64M"]).json();
+    assert_eq!(made["virtual-size"], 64 << 20);
+    let server = store.serve("web", &[]).expect("served");
+    io(&server, &["write -P 7 1M 3M", "write -z 2M 64k", "write -P 8 63M 1M", "flush"]);
+    let listed = run(["list", &store.url(), "--output", "json"]).json();
+    assert_eq!((&listed[0]["name"], &listed[0]["state"]), (&"web".into(), &"open".into()));
+    let open = run(["delete", &store.volume("web")]).refusal();
+    assert!(open.contains("is open"), "{open}");
+    stop(server);
+
+    let server = store.serve("web", &["--read-only"]).expect("served");
+    io(&server, &["read -P 7 1M 1M", "read -P 0 2M 64k", "read -P 8 63M 1M", "read -P 0 8M 1M"]);
+    let bytes = copied(&server, &store.folder().join("copy.raw"));
+    assert_eq!(bytes.len(), 64 << 20);
+    stop(server);
+
+    let info = run(["info", &store.volume("web"), "--output", "json"]).json();
+    assert_eq!((&info["state"], &info["open-on"]), (&"closed".into(), &Value::Null));
+    let checked = run(["check", &store.volume("web"), "--output", "json"]).json();
+    assert_eq!(checked[0]["damaged-count"], 0);
+    let blocks = checked[0]["data-bytes"].as_u64().expect("a number");
+    assert_eq!(blocks, (4 << 20) - (64 << 10), "zeros take no space");
+    run(["check", &store.url()]).ok();
+    run(["delete", &store.volume("web")]).ok();
+    assert_eq!(run(["list", &store.url(), "--output", "json"]).json(), serde_json::json!([]));
+    assert!(store.serve("web", &[]).is_err());
+}
+
+/// The story: a bit flips in the folder of the store.
+#[test]
+fn damage_is_named_by_check_and_by_its_exit_code() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let server = store.serve("web", &[]).expect("served");
+    io(&server, &["write -P 7 0 1M", "flush"]);
+    stop(server);
+    let extents = store.folder().join("store/extents");
+    let writer = fs::read_dir(extents).expect("there").next().expect("a writer").expect("read");
+    let extent = fs::read_dir(writer.path()).expect("there");
+    let extent = extent.map(|entry| entry.expect("read").path()).min().expect("an extent");
+    let mut bytes = fs::read(&extent).expect("read");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&extent, bytes).expect("written");
+    let checked = run(["check", &store.volume("web")]);
+    assert_eq!(checked.code(), Some(2), "{checked}");
+    assert!(checked.stderr.contains("of the disk"), "{checked}");
+}
+
+#[test]
+fn volume_is_added_drained_and_reported_like_an_image() {
+    let store = Store::new();
+    store.create("web", "1G");
+    store.create("db", "2G");
+    let control = store.folder().join("control");
+    let folder = store.folder().display().to_string();
+    let control_option = control.display().to_string();
+    let more = ["--control", &control_option, "--disks-in", &folder];
+    let server = store.serve("web", &more).expect("served");
+    let ctl = |words: &[&str]| {
+        mica::run([&["ctl", "--control", &control_option, "--output", "json"], words].concat())
+    };
+    let socket = store.folder().join("db.sock").display().to_string();
+    ctl(&["add", "--volume", &store.volume("db"), "--nbd", &socket]).json();
+    let connect = || nbd::Connection::open(Path::new(&socket), "", &nbd::Wish::default());
+    let mut guest = Guest::on(connect().expect("served"));
+    assert_eq!(guest.write(4096, &[9; 4096]).expect("written"), 0);
+    let status = ctl(&["status"]).json();
+    let disks = status["disks"].as_array().expect("disks");
+    let told = |key: &str| disks.iter().map(|disk| disk[key].clone()).collect::<Vec<_>>();
+    assert_eq!(told("name"), ["web", "db"]);
+    assert_eq!(told("format"), ["volume", "volume"]);
+    assert_eq!(told("image"), [store.volume("web"), store.volume("db")]);
+    assert_eq!(told("length"), [1 << 30, 2_u64 << 30]);
+    ctl(&["drain", "db"]).json();
+    let info = run(["info", &store.volume("db"), "--output", "json"]).json();
+    assert_eq!(info["state"], "closed");
+    ctl(&["undrain", "db"]).json();
+    let mut client = connect().expect("served");
+    assert_eq!(client.read(4096, 4096).expect("read"), [9; 4096]);
+    ctl(&["resize", "db", "3G"]).json();
+    stop(server);
+    let info = run(["info", &store.volume("db"), "--output", "json"]).json();
+    assert_eq!((&info["state"], &info["virtual-size"]), (&"closed".into(), &(3_u64 << 30).into()));
+}
+
+#[test]
+fn server_takes_over_from_another_with_its_volume() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "64M");
+    let control = store.folder().join("control").display().to_string();
+    let first = store.serve("web", &["--control", &control]).expect("served");
+    io(&first, &["write -P 1 0 1M", "write -P 2 9M 1M"]);
+    let socket = first.socket().display().to_string();
+    let mut second = std::process::Command::new(mica::binary());
+    let url = store.volume("web");
+    second.args(["serve", "--takeover", "--fork", "--control", &control, "--nbd", &socket]);
+    let taken = command::finish(second.args(["--volume", &url]));
+    assert_eq!(taken.code(), Some(0), "{taken}");
+    io(&first, &["read -P 1 0 1M", "read -P 2 9M 1M", "write -P 3 0 4k", "flush"]);
+    let drained = mica::run(["ctl", "--control", &control, "drain"]);
+    assert_eq!(drained.code(), Some(0), "{drained}");
+    let info = run(["info", &url, "--output", "json"]).json();
+    assert_eq!(info["state"], "closed");
+}

@@ -1,0 +1,157 @@
+//! Snapshots, clones, rollback and differences, judged by qemu-img through exports and servers.
+
+use mica_tests::server::Server;
+use mica_tests::volume::{Store, run};
+use mica_tests::{command, tools};
+use serde_json::Value;
+
+const TOOLS: &[tools::Tool] = &[tools::QEMU_IO, tools::NBDCOPY];
+const SIZE: usize = 16 << 20;
+
+/// Writes `byte` to a part of a volume that nobody has open.
+#[track_caller]
+fn write(store: &Store, name: &str, byte: u8, place: &str) {
+    let server = store.serve(name, &[]).expect("served");
+    let write = format!("write -P {byte} {place}");
+    command::run("qemu-io", ["-f", "raw", "-c", &write, "-c", "flush", &server.uri()]).ok();
+    stop(server);
+}
+
+#[track_caller]
+fn stop(server: Server) {
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+}
+
+/// All bytes of a volume or a snapshot, through a server of it.
+#[track_caller]
+fn content(store: &Store, name: &str) -> Vec<u8> {
+    let server = store.serve(name, &["--read-only"]).expect("served");
+    let file = store.folder().join("content.raw");
+    command::run("nbdcopy", [&*server.uri(), &file.display().to_string()]).ok();
+    stop(server);
+    std::fs::read(&file).expect("copied")
+}
+
+fn expected(parts: &[(usize, usize, u8)]) -> Vec<u8> {
+    let mut all = vec![0; SIZE];
+    for (start, len, byte) in parts {
+        all[*start..start + len].fill(*byte);
+    }
+    all
+}
+
+fn labels(all: &Value) -> Vec<&str> {
+    all.as_array().expect("an array").iter().filter_map(|one| one["label"].as_str()).collect()
+}
+
+const MB: usize = 1 << 20;
+
+#[test]
+fn snapshots_keep_what_was_and_a_rollback_brings_it_back() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let url = store.volume("web");
+    write(&store, "web", 1, "0 4M");
+    run(["snapshot", &url, "a"]).ok();
+    write(&store, "web", 2, "2M 4M");
+    let taken = run(["snapshot", &url, "b", "--output", "json"]).json();
+    assert_eq!((&taken["label"], &taken["sequence"]), (&"b".into(), &2.into()));
+    write(&store, "web", 3, "3M 1M");
+
+    let all = run(["snapshots", &url, "--output", "json"]).json();
+    assert_eq!(labels(&all), ["a", "b"]);
+    assert!(all[0]["time"].as_str().expect("a time") <= all[1]["time"].as_str().expect("a time"));
+    let a = expected(&[(0, 4 * MB, 1)]);
+    let b = expected(&[(0, 4 * MB, 1), (2 * MB, 4 * MB, 2)]);
+    let now = expected(&[(0, 4 * MB, 1), (2 * MB, 4 * MB, 2), (3 * MB, MB, 3)]);
+    assert!(content(&store, "web@a") == a && content(&store, "web@b") == b);
+    assert!(content(&store, "web@2") == b, "by its number");
+    assert!(content(&store, "web") == now);
+
+    run(["rollback", &format!("{url}@a")]).ok();
+    assert!(content(&store, "web") == a);
+    assert!(content(&store, "web@b") == b, "later snapshots stay");
+    let twice = run(["snapshot", &url, "b"]).refusal();
+    assert!(twice.contains('b'), "{twice}");
+    run(["label", &format!("{url}@b"), "later"]).ok();
+    run(["drop", &format!("{url}@a")]).ok();
+    assert_eq!(labels(&run(["snapshots", &url, "--output", "json"]).json()), ["later"]);
+    let missing = run(["rollback", &format!("{url}@a")]).refusal();
+    assert!(missing.contains('a'), "{missing}");
+    assert!(store.serve("web@a", &[]).is_err());
+    assert_eq!(run(["check", &url, "--output", "json"]).json()[0]["damaged-count"], 0);
+}
+
+#[test]
+fn clone_begins_as_its_source_and_goes_its_own_way() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("gold", "16M");
+    write(&store, "gold", 1, "0 4M");
+    run(["snapshot", &store.volume("gold"), "v1"]).ok();
+    write(&store, "gold", 2, "0 1M");
+    let source = format!("{}@v1", store.volume("gold"));
+    for clone in ["one", "two"] {
+        run(["clone", &source, &store.volume(clone)]).ok();
+    }
+    write(&store, "one", 3, "1M 1M");
+    assert!(content(&store, "one") == expected(&[(0, 4 * MB, 1), (MB, MB, 3)]));
+    assert!(content(&store, "two") == expected(&[(0, 4 * MB, 1)]));
+    assert!(content(&store, "gold") == expected(&[(0, 4 * MB, 1), (0, MB, 2)]));
+    let taken = run(["clone", &source, &store.volume("two")]).refusal();
+    assert!(taken.contains("already"), "{taken}");
+    let elsewhere = Store::new();
+    let far = run(["clone", &source, &elsewhere.volume("three")]).refusal();
+    assert!(far.contains("in the store of its source"), "{far}");
+    run(["delete", &store.volume("gold")]).ok();
+    assert!(content(&store, "two") == expected(&[(0, 4 * MB, 1)]), "the source is gone");
+    let tree = run(["tree", &store.url()]).ok();
+    assert!(tree.contains("one") && tree.contains("two") && !tree.contains("gold"), "{tree}");
+}
+
+#[test]
+fn differences_cover_what_was_changed_and_no_more_than_its_blocks() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let url = store.volume("web");
+    write(&store, "web", 1, "0 4M");
+    run(["snapshot", &url, "a"]).ok();
+    write(&store, "web", 2, "1M 64k");
+    write(&store, "web", 3, "8M 4k");
+    run(["snapshot", &url, "b"]).ok();
+    let [a, b] = ["a", "b"].map(|label| format!("{url}@{label}"));
+    let found = run(["diff", &a, &b, "--output", "json"]).json();
+    let wanted = serde_json::json!([
+        {"start": MB, "length": 64 << 10},
+        {"start": 8 * MB, "length": 4096},
+    ]);
+    assert_eq!(found, wanted);
+    assert_eq!(run(["diff", &a, &a, "--output", "json"]).json(), serde_json::json!([]));
+    assert_eq!(run(["diff", &b, &url, "--output", "json"]).json(), serde_json::json!([]));
+}
+
+/// The story: the host lost its server, and somebody takes a snapshot before it is started again.
+#[test]
+fn snapshot_after_a_kill_has_what_was_flushed() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let server = store.serve("web", &[]).expect("served");
+    let uri = server.uri();
+    command::run("qemu-io", ["-f", "raw", "-c", "write -P 9 0 1M", "-c", "flush", &uri]).ok();
+    let open = run(["snapshot", &store.volume("web"), "early"]).refusal();
+    assert!(open.contains("mica ctl snapshot web early"), "{open}");
+    drop(server);
+    run(["snapshot", &store.volume("web"), "late"]).ok();
+    assert!(content(&store, "web@late") == expected(&[(0, MB, 9)]));
+}

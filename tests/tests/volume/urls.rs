@@ -1,0 +1,80 @@
+//! What the user names wrongly.
+
+use mica_tests::volume::{Store, run};
+use mica_tests::{command, mica};
+use std::fs;
+
+/// Each is refused in one line that says what would be right.
+#[test]
+fn wrong_urls_are_refused_with_what_would_be_right() {
+    let store = Store::new();
+    let folder = store.folder().display();
+    for (url, hint) in [
+        (format!("file:/{folder}/web"), "file://"),
+        (format!("file:/{folder}"), "three slashes"),
+        (format!("{folder}/web"), "file:///"),
+        ("web".to_owned(), "s3://BUCKET"),
+        ("s3:/bucket/web".to_owned(), "s3://BUCKET/PREFIX/NAME"),
+        ("s3://bucket".to_owned(), "s3://bucket/NAME"),
+        ("gs://bucket/web".to_owned(), "no store called gs:"),
+        (store.volume("Web"), "a-z"),
+        (store.volume("web@"), "behind the @"),
+        (format!("file://{folder}/missing/store/web"), "there is no directory"),
+    ] {
+        let refusal = run(["create", &url, "1G"]).refusal();
+        assert!(refusal.starts_with("mica: "), "{refusal}");
+        assert!(refusal.contains(hint), "{url}: {refusal}");
+        let mut serve = std::process::Command::new(mica::binary());
+        serve.args(["serve", "--nbd"]).arg(store.folder().join("socket")).args(["--volume", &url]);
+        command::finish(&mut serve).refusal();
+    }
+    assert!(!store.folder().join("socket").exists());
+}
+
+#[test]
+fn what_is_not_there_is_said_to_be_missing() {
+    let store = Store::new();
+    let missing = run(["list", &store.url()]).refusal();
+    assert!(missing.contains("there is no directory"), "{missing}");
+    fs::create_dir(store.folder().join("store")).expect("made");
+    let empty = run(["info", &store.volume("web")]).refusal();
+    assert!(empty.contains("has no volumes"), "{empty}");
+    store.create("web", "1M");
+    for verb in ["info", "delete", "check"] {
+        let missing = run([verb, &store.volume("wob")]).refusal();
+        assert!(missing.contains("there is no volume wob"), "{verb}: {missing}");
+    }
+    let again = run(["create", &store.volume("web"), "1M"]).refusal();
+    assert!(again.contains("already"), "{again}");
+    let odd = run(["create", &store.volume("odd"), "1000"]).refusal();
+    assert!(odd.contains("whole sectors"), "{odd}");
+    let large = run(["create", &store.volume("large"), "512T"]).refusal();
+    assert!(large.contains("281474976710656"), "{large}");
+}
+
+#[test]
+fn folder_with_other_files_does_not_become_a_store() {
+    let store = Store::new();
+    fs::create_dir(store.folder().join("store")).expect("made");
+    fs::write(store.folder().join("store/note"), "mine").expect("written");
+    let refusal = run(["create", &store.volume("web"), "1G"]).refusal();
+    assert!(refusal.contains("use an empty folder"), "{refusal}");
+}
+
+#[test]
+fn options_that_belong_together_are_asked_for() {
+    let store = Store::new();
+    store.create("web", "1M");
+    let url = store.volume("web");
+    let serve = |more: &[&str]| {
+        let mut serve = std::process::Command::new(mica::binary());
+        serve.args(["serve", "--nbd"]).arg(store.folder().join("socket")).args(more);
+        command::finish(&mut serve)
+    };
+    assert_ne!(serve(&["--volume", &url, "image.qcow2"]).code(), Some(0));
+    assert_ne!(serve(&["--force", "image.qcow2"]).code(), Some(0));
+    let overlay = serve(&["--volume", &url, "--ephemeral"]).refusal();
+    assert!(overlay.contains("ephemeral"), "{overlay}");
+    let inner = serve(&["--volume", &url, "--load-snapshot", "a"]).refusal();
+    assert!(inner.contains("/web@LABEL"), "{inner}");
+}
