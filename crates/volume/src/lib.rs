@@ -17,6 +17,7 @@
 
 mod build;
 mod check;
+mod collect;
 mod environment;
 mod format;
 mod heads;
@@ -33,6 +34,7 @@ mod volume;
 mod volumes;
 
 pub use check::Findings;
+pub use collect::{CollectOptions, Collected, Progress, Sparse, Speed, Step};
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;

@@ -46,7 +46,7 @@ impl Patience {
 }
 
 /// Whether trying again can help.
-fn may_pass(kind: ErrorKind) -> bool {
+pub(crate) fn may_pass(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Io | ErrorKind::NoSpace)
 }
 

@@ -104,12 +104,7 @@ impl Tree {
     /// As [`Self::look_up`].
     pub(crate) async fn read_node(&self, at: Place) -> Result<Node> {
         let buf = self.read(at, Buf::new(directory_bytes_max::<Place>())).await?;
-        let damaged = |why: &dyn std::fmt::Display| damaged(at, "a node of the map", why);
-        let payload = open_node(&buf, at).map_err(|error| damaged(&error))?;
-        if crc32c(payload) != at.sum() {
-            return Err(damaged(&"it is not the one that was written there"));
-        }
-        Directory::decode(payload, at).map(Arc::new).map_err(|error| damaged(&error))
+        decode_node(&buf, at).map(Arc::new)
     }
 
     /// Fills `buf` with consecutive blocks: those at `places`, each [`BLOCK_BYTES`] after the one
@@ -157,7 +152,20 @@ pub(crate) fn follows(place: Place, next: Place) -> bool {
     place.extent() == next.extent() && place.offset() + BLOCK_BYTES as u64 == next.offset()
 }
 
-fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Error {
+/// The node at `at`, which `bytes` begin with.
+///
+/// # Errors
+/// `Corrupt` if they are not that node's.
+pub(crate) fn decode_node(bytes: &[u8], at: Place) -> Result<Directory<Place>> {
+    let damaged = |why: &dyn std::fmt::Display| damaged(at, "a node of the map", why);
+    let payload = open_node(bytes, at).map_err(|error| damaged(&error))?;
+    if crc32c(payload) != at.sum() {
+        return Err(damaged(&"it is not the one that was written there"));
+    }
+    Directory::decode(payload, at).map_err(|error| damaged(&error))
+}
+
+pub(crate) fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Error {
     let (extent, offset) = (at.extent().name(), at.offset());
     Error::new(ErrorKind::Corrupt, format!("{what} at offset {offset} of {extent}: {why}"))
 }

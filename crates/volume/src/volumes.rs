@@ -17,9 +17,9 @@ use std::sync::Arc;
 
 /// The volumes of a store, for all of a process that use it: they share a cache.
 pub struct Volumes {
-    objects: Arc<dyn Objects>,
+    pub(crate) objects: Arc<dyn Objects>,
     environment: Environment,
-    store: Id,
+    pub(crate) store: Id,
     tree: Arc<Tree>,
 }
 
