@@ -3,7 +3,7 @@
 //! A server is handed an `Arc<dyn Disk>` and can do none of this. Nothing here has a default: a
 //! wrapper that forgot to forward a call would silently disable it.
 
-use crate::{Disk, Error, ErrorKind, LocalFuture, Result, StoreIdentity};
+use crate::{Disk, Error, ErrorKind, LocalFuture, ManageSnapshots, Result, StoreIdentity};
 use mica_units::{LayerNumber, SECTOR_BYTES};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -53,6 +53,9 @@ pub trait Manage: Disk {
 
     /// The index of a chain; `None` if it is not a chain.
     fn index(&self) -> Option<&dyn ManageIndex>;
+
+    /// The snapshots of a volume; `None` of a disk that has none of its own.
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots>;
 }
 
 /// The index of a chain, which the sidecars of its layers hold.

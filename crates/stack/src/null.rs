@@ -4,7 +4,8 @@
 use crate::raw::{beyond_the_end, check_range};
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
-    ManageIndex, MapStats, Plan, Planned, Result, WriteStats, Writing, Zeroes, ready,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, WriteStats, Writing, Zeroes,
+    ready,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, LayerNumber, SECTOR_BYTES};
@@ -136,6 +137,10 @@ impl Manage for NullDisk {
     }
 
     fn index(&self) -> Option<&dyn ManageIndex> {
+        None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }
 }

@@ -9,8 +9,8 @@
 
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture, LocalFuture,
-    Manage, ManageIndex, MapStats, Plan, Planned, Result, RunKind, Space, Store, WriteStats,
-    Writing, Zeroes, check_longer,
+    Manage, ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, RunKind, Space, Store,
+    WriteStats, Writing, Zeroes, check_longer,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
@@ -321,6 +321,10 @@ impl Manage for RawDisk {
     }
 
     fn index(&self) -> Option<&dyn ManageIndex> {
+        None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }
 }

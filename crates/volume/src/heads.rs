@@ -19,15 +19,15 @@ use crate::format::extent::{Header, Kind};
 use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
 use crate::names::{self, VolumeName};
 use crate::place::{ExtentId, Writer};
-use crate::put::{Patience, elsewhere, put, read, read_header};
+use crate::put::{Patience, elsewhere, last_in, put, read, read_header};
 use crate::state::State;
-use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
+use mica_block::{Error, ErrorKind, Objects, Put, Result};
 use mica_rt::Buf;
 use std::sync::Arc;
 
 /// Heads that one call puts against others at most: each that fails means that somebody else made
 /// one.
-const ROUNDS_MAX: usize = 64;
+pub(crate) const ROUNDS_MAX: usize = 64;
 
 /// The heads of one volume.
 pub(crate) struct Heads {
@@ -48,8 +48,41 @@ pub enum Claimed {
 
 /// A volume that was opened for writing.
 pub(crate) struct Owned {
+    /// The newest head of its writer.
     pub(crate) head: Head,
     pub(crate) writer: Writer,
+}
+
+/// What the last process that had the volume on this machine left there.
+pub(crate) trait Legacy {
+    /// Whether it is of the writer that `head` names, so that the volume is not another's.
+    fn is_of(&self, head: &Head) -> bool;
+
+    /// Called before a head is put that goes on from `head` under `writer` with `state`: once more
+    /// if that is lost.
+    async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()>;
+}
+
+/// Nothing.
+pub(crate) struct NoLegacy;
+
+impl Legacy for NoLegacy {
+    fn is_of(&self, _head: &Head) -> bool {
+        false
+    }
+
+    async fn settle(&mut self, _head: &Head, _writer: Writer, _state: &State) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// How a writer's time ends.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum End {
+    /// Whoever wants it has the volume next.
+    Closed,
+    /// This host has it next.
+    HandedTo(String),
 }
 
 impl Heads {
@@ -70,20 +103,25 @@ impl Heads {
     }
 
     async fn newest_of_any_life(&self) -> Result<Option<Head>> {
-        let Some(last) = last_in(&*self.objects, &self.name.folder()).await? else {
-            return Ok(None);
-        };
-        let damaged = |why: &dyn std::fmt::Display| {
-            Error::new(ErrorKind::Corrupt, format!("head {last} of {}: {why}", self.objects.name()))
-        };
-        let number = names::head_number(&last).ok_or_else(|| damaged(&"no head has this name"))?;
-        let bytes = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await?;
-        let bytes = bytes.ok_or_else(|| damaged(&"it was listed and is gone"))?;
-        let head = Head::decode(&bytes).map_err(|why| why.explain(&last, &*self.objects))?;
-        if head.number != number || head.store != self.store {
-            return Err(elsewhere(&last, &*self.objects));
+        for _ in 0..ROUNDS_MAX {
+            let Some(last) = last_in(&*self.objects, &self.name.folder()).await? else {
+                return Ok(None);
+            };
+            let number = names::head_number(&last).ok_or_else(|| {
+                let what = format!("{last} of {} is no head", self.objects.name());
+                Error::new(ErrorKind::Corrupt, what)
+            })?;
+            // It is deleted as soon as there are others above it.
+            let Some(bytes) = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await? else {
+                continue;
+            };
+            let head = Head::decode(&bytes).map_err(|why| why.explain(&last, &*self.objects))?;
+            if head.number != number || head.store != self.store {
+                return Err(elsewhere(&last, &*self.objects));
+            }
+            return Ok(Some(head));
         }
-        Ok(Some(head))
+        Err(self.too_busy())
     }
 
     /// Makes the volume, with nothing in it.
@@ -91,78 +129,111 @@ impl Heads {
     /// # Errors
     /// `Invalid` if there is one of this name; otherwise what the store reports.
     pub(crate) async fn create(&self, state: State) -> Result<Head> {
-        let before = self.newest_of_any_life().await?;
-        let exists = || {
-            let (name, store) = (self.name.as_str(), self.objects.name());
-            Error::new(ErrorKind::Invalid, format!("there is a volume {name} in {store} already"))
-        };
-        if before.as_ref().is_some_and(|head| head.life != Life::Deleted) {
-            return Err(exists());
+        let volume = self.environment.random();
+        for _ in 0..ROUNDS_MAX {
+            let before = self.newest_of_any_life().await?;
+            if before.as_ref().is_some_and(|head| head.life != Life::Deleted) {
+                let (name, store) = (self.name.as_str(), self.objects.name());
+                let what = format!("there is a volume {name} in {store} already");
+                return Err(Error::new(ErrorKind::Invalid, what));
+            }
+            let number = before.map_or(0, |head| head.number + 1);
+            let head = self.head(number, volume, Life::Closed, state);
+            if self.put_highest(&head).await? {
+                return Ok(head);
+            }
         }
-        let head = Head {
-            number: before.map_or(0, |head| head.number + 1),
-            volume: self.environment.random(),
-            ..self.head(0, [0; 16], Life::Closed, state)
-        };
-        match self.put(&head).await? {
-            Put::Done => Ok(head),
-            Put::Exists => Err(exists()),
-        }
+        Err(self.too_busy())
     }
 
     /// Opens the volume for a new writer.
     ///
     /// # Errors
-    /// `Denied` if another writer has it and is to be left alone; otherwise what the store reports.
-    pub(crate) async fn open(&self, claimed: Claimed) -> Result<Owned> {
+    /// `Denied` if another writer has it, or it is meant for another host, and it is to be left;
+    /// otherwise what `legacy` or the store reports.
+    pub(crate) async fn open(&self, claimed: Claimed, legacy: &mut impl Legacy) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest().await?;
-            if let (Life::Open { writer, .. }, Claimed::Refuse) = (before.life, claimed) {
-                return Err(self.in_use(&before, writer));
+            if claimed == Claimed::Refuse && !legacy.is_of(&before) {
+                self.check_free(&before)?;
             }
             let writer = self.claim(before.volume).await?;
             let state = self.fenced(&before, writer).await?;
+            legacy.settle(&before, writer, &state).await?;
             let life = Life::Open { writer, sequence: 0 };
             let head = self.head(before.number + 1, before.volume, life, state);
-            // If others went on meanwhile, a head of this number may be gone already.
-            if self.put(&head).await? == Put::Done && self.newest().await? == head {
+            if self.put_highest(&head).await? {
                 return Ok(Owned { head, writer });
             }
         }
-        let what = format!("others open volume {} all the time", self.name.as_str());
-        Err(Error::new(ErrorKind::Io, what))
+        Err(self.too_busy())
     }
 
     /// Deletes the volume. What only it had is found by collection.
     ///
     /// # Errors
-    /// `Denied` if a writer has it open.
-    pub(crate) async fn delete(&self) -> Result<()> {
-        let before = self.newest().await?;
-        if let Life::Open { writer, .. } = before.life {
-            return Err(self.in_use(&before, writer));
-        }
-        let head = self.head(before.number + 1, before.volume, Life::Deleted, State::default());
-        match self.put(&head).await? {
-            Put::Done => Ok(()),
-            Put::Exists => {
-                let what = format!("volume {} is being opened or changed", self.name.as_str());
-                Err(Error::new(ErrorKind::Denied, what))
+    /// `Denied` if it is open, or meant for another host, and that is to be left.
+    pub(crate) async fn delete(&self, claimed: Claimed) -> Result<()> {
+        for _ in 0..ROUNDS_MAX {
+            let before = self.newest().await?;
+            if claimed == Claimed::Refuse {
+                self.check_free(&before)?;
+            }
+            let state = match before.writer() {
+                // Only a number of our own may fence.
+                Some(_) => self.fenced(&before, self.claim(before.volume).await?).await?,
+                None => before.state,
+            };
+            let head = self.head(before.number + 1, before.volume, Life::Deleted, state);
+            if self.put_highest(&head).await? {
+                return Ok(());
             }
         }
+        Err(self.too_busy())
     }
 
-    /// Ends the life of `owned` with `state`.
+    /// Says that `owned` has `state`, with the extents before `sequence`, all of which are
+    /// answered. Goes on until the store answers.
     ///
     /// # Errors
     /// `Denied` if somebody else has the volume by now.
-    pub(crate) async fn close(&self, owned: &Owned, state: State) -> Result<()> {
-        let before = &owned.head;
-        let head = self.head(before.number + 1, before.volume, Life::Closed, state);
-        match self.put(&head).await? {
-            Put::Done => Ok(()),
-            Put::Exists => Err(self.lost(owned.writer).await),
+    pub(crate) async fn checkpoint(
+        &self,
+        owned: &mut Owned,
+        state: State,
+        sequence: u32,
+    ) -> Result<()> {
+        let (before, writer) = (&owned.head, owned.writer);
+        let life = Life::Open { writer, sequence };
+        let head = self.head(before.number + 1, before.volume, life, state);
+        match self.put(&head, Patience::Endless).await? {
+            Put::Done => owned.head = head,
+            Put::Exists => return Err(self.lost(writer).await),
         }
+        Ok(())
+    }
+
+    /// The head that ends the life of `owned`, which has `state`. Once it is sent, its writer puts
+    /// no more extents.
+    pub(crate) fn last_head(&self, owned: &Owned, state: State, end: &End) -> Head {
+        let before = &owned.head;
+        let (life, heir) = match end {
+            End::Closed => (Life::Closed, String::new()),
+            End::HandedTo(host) => (Life::HandedOver, host.clone()),
+        };
+        Head { heir, ..self.head(before.number + 1, before.volume, life, state) }
+    }
+
+    /// Puts the last head of `writer`.
+    ///
+    /// # Errors
+    /// `Denied` if somebody else has the volume by now. Otherwise what the store reports: then only
+    /// this same head may be put again.
+    pub(crate) async fn end(&self, writer: Writer, head: &Head) -> Result<()> {
+        if self.put_highest(head).await? {
+            return Ok(());
+        }
+        Err(self.lost(writer).await)
     }
 
     /// Why the extent or head of `writer` could not be put.
@@ -237,33 +308,22 @@ impl Heads {
         Ok(Some(header))
     }
 
-    /// Claims a number for a writer of `volume`.
-    async fn claim(&self, volume: Id) -> Result<Writer> {
-        let mut next =
-            newest_writer(&*self.objects).await?.map_or(Some(Writer::FIRST), Writer::next);
-        for _ in 0..ROUNDS_MAX {
-            let writer = next.ok_or_else(|| {
-                let what = format!("{} has had every writer", self.objects.name());
-                Error::new(ErrorKind::Limit, what)
-            })?;
-            let claim = self.head(0, volume, Life::Open { writer, sequence: 0 }, State::default());
-            let claim = Buf::from_slice(&claim.encode());
-            if put(&*self.objects, &writer.claim(), claim, Patience::VERB).await? == Put::Done {
-                return Ok(writer);
-            }
-            next = writer.next();
-        }
-        let what = format!("others claim numbers in {} all the time", self.objects.name());
-        Err(Error::new(ErrorKind::Io, what))
-    }
-
-    async fn put(&self, head: &Head) -> Result<Put> {
+    async fn put(&self, head: &Head, patience: Patience) -> Result<Put> {
         let name = self.name.head(head.number);
-        put(&*self.objects, &name, Buf::from_slice(&head.encode()), Patience::VERB).await
+        put(&*self.objects, &name, Buf::from_slice(&head.encode()), patience).await
     }
 
-    fn head(&self, number: u64, volume: Id, life: Life, state: State) -> Head {
-        let host: String = self.environment.host().chars().take(HOST_LEN_MAX / 4).collect();
+    /// Puts a head; false if it is not the highest then. Others may have gone on meanwhile so far
+    /// that the head of this number was collected: ours means nothing then.
+    async fn put_highest(&self, head: &Head) -> Result<bool> {
+        if self.put(head, Patience::VERB).await? == Put::Exists {
+            return Ok(false);
+        }
+        let highest = last_in(&*self.objects, &self.name.folder()).await?;
+        Ok(highest.is_some_and(|highest| highest == self.name.head(head.number)))
+    }
+
+    pub(crate) fn head(&self, number: u64, volume: Id, life: Life, state: State) -> Head {
         Head {
             number,
             store: self.store,
@@ -272,8 +332,29 @@ impl Heads {
             life,
             state,
             time_ns: self.environment.now_ns(),
-            host,
+            host: host_name(self.environment.host()),
+            heir: String::new(),
         }
+    }
+
+    /// That nobody has the volume, and it is not meant for another host.
+    fn check_free(&self, head: &Head) -> Result<()> {
+        match head.life {
+            Life::Open { writer, .. } => Err(self.in_use(head, writer)),
+            Life::HandedOver if head.heir != host_name(self.environment.host()) => {
+                let (name, heir) = (self.name.as_str(), &head.heir);
+                let what = format!(
+                    "volume {name} was handed to {heir}, which has not opened it; --force takes it"
+                );
+                Err(Error::new(ErrorKind::Denied, what))
+            }
+            Life::HandedOver | Life::Closed | Life::Deleted => Ok(()),
+        }
+    }
+
+    fn too_busy(&self) -> Error {
+        let what = format!("others open or change volume {} all the time", self.name.as_str());
+        Error::new(ErrorKind::Io, what)
     }
 
     fn in_use(&self, head: &Head, writer: Writer) -> Error {
@@ -286,30 +367,7 @@ impl Heads {
     }
 }
 
-/// The greatest writer that was claimed.
-async fn newest_writer(objects: &dyn Objects) -> Result<Option<Writer>> {
-    let Some(folder) = last_in(objects, &names::claims()).await? else { return Ok(None) };
-    let Some(claim) = last_in(objects, &folder).await? else { return Ok(None) };
-    match Writer::from_claim(&claim) {
-        Some(writer) => Ok(Some(writer)),
-        None => {
-            let what = format!("{claim} of {} is no claim of a writer", objects.name());
-            Err(Error::new(ErrorKind::Corrupt, what))
-        }
-    }
-}
-
-/// The last of what is directly in `folder`.
-async fn last_in(objects: &dyn Objects, folder: &ObjectName) -> Result<Option<ObjectName>> {
-    let mut last = None;
-    loop {
-        let page = objects.list(Some(folder), last.as_ref()).await?;
-        let is_full = page.len() >= LIST_MAX;
-        if let Some(entry) = page.last() {
-            last = Some(Entry::name(entry).clone());
-        }
-        if !is_full {
-            return Ok(last);
-        }
-    }
+/// A host's name as heads have it.
+pub(crate) fn host_name(host: &str) -> String {
+    host.chars().take(HOST_LEN_MAX / 4).collect()
 }

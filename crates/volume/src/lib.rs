@@ -14,14 +14,17 @@
 //! | what names what | `place`, `state` |
 //! | the bytes | `format`, docs/formats/extent.md and head.md |
 //! | the objects of a store | `names` |
+//! | what outlives a power cut before it is in the store | `log`, docs/formats/log.md |
 
 mod build;
 mod check;
 mod collect;
+mod claims;
 mod environment;
 mod format;
 mod heads;
 mod known;
+mod log;
 mod names;
 mod place;
 mod put;
@@ -38,6 +41,7 @@ pub use collect::{CollectOptions, Collected, Progress, Sparse, Speed, Step};
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;
+pub use log::{Found, Log, LogDevice, NotPushed, Record, Room, Ticket};
 pub use names::VolumeName;
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
 pub use state::{Root, State};

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `format` | the store itself |
 //! | `writers/<w>` | the claim of writer `w` (7 and 3 hexadecimal digits, with a `/` between) |
+//! | `boundaries/<b>` | claims below writer `b` (10 digits) are void |
 //! | `extents/<w>/<s>` | extent `s` (8 digits) of writer `w` (10 digits), or a fence |
 //! | `volumes/<name>/<n>` | head `n` (16 digits) of a volume |
 
@@ -51,6 +52,7 @@ impl VolumeName {
 const VOLUMES: &str = "volumes";
 const EXTENTS: &str = "extents";
 const WRITERS: &str = "writers";
+const BOUNDARIES: &str = "boundaries";
 /// Claims in one folder: a listing of the newest is short.
 const CLAIMS_BITS: u32 = 12;
 
@@ -74,7 +76,24 @@ pub(crate) fn claims() -> ObjectName {
     name(WRITERS.to_owned())
 }
 
+/// The folder of all boundaries.
+pub(crate) fn boundaries() -> ObjectName {
+    name(BOUNDARIES.to_owned())
+}
+
 impl Writer {
+    /// The boundary that voids all claims below its number.
+    pub fn boundary(self) -> ObjectName {
+        name(format!("{BOUNDARIES}/{:010x}", self.number()))
+    }
+
+    /// The writer with this boundary; `None` if it is the name of something else.
+    pub fn from_boundary(name: &ObjectName) -> Option<Self> {
+        let (_, number) = name.as_str().rsplit_once('/')?;
+        let this = Self::new(u64::from_str_radix(number, 16).ok()?)?;
+        (this.boundary() == *name).then_some(this)
+    }
+
     /// The claim of its number.
     pub fn claim(self) -> ObjectName {
         let (high, low) = (self.number() >> CLAIMS_BITS, self.number() & ((1 << CLAIMS_BITS) - 1));
@@ -137,6 +156,8 @@ mod tests {
         for number in [1, 4095, 4096, (1 << 40) - 1] {
             let claimed = Writer::from_claim(&writer(number).claim());
             assert_eq!(claimed, Some(writer(number)));
+            let boundary = Writer::from_boundary(&writer(number).boundary());
+            assert_eq!(boundary, Some(writer(number)));
         }
         let web = VolumeName::new("web-1").expect("a name");
         assert_eq!(web.head(26).as_str(), "volumes/web-1/000000000000001a");

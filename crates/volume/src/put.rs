@@ -2,13 +2,14 @@
 //! is found out.
 //!
 //! Invariants
-//! - I1 A put is done only if it was answered so, or if after an unclear answer the object is there
-//!   and begins as what was put, with a nonce that nobody else has.
+//! - I1 A put is done only if it was answered so, or if after a refusal the object is there and
+//!   begins as what was put, with a nonce that nobody else has. An object that is missing proves
+//!   nothing after an unclear answer: the put is repeated.
 //! - I2 A header is returned only if it is that of the extent it was looked for as.
 
 use crate::format::extent::{HEADER_BYTES, Header};
 use crate::place::ExtentId;
-use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
+use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
 use mica_rt::{Buf, sleep};
 use std::time::Duration;
 
@@ -32,8 +33,11 @@ impl Patience {
     /// That of a verb.
     pub(crate) const VERB: Self = Self::Tries(6);
 
-    /// Waits before try number `tried` + 1; false if there is none.
-    async fn pause(self, tried: u32) -> bool {
+    /// Waits before the next try, after `tried` that ended with `error`; false if there is none.
+    pub(crate) async fn bears(self, error: &Error, tried: u32) -> bool {
+        if !may_pass(error.kind()) {
+            return false;
+        }
         if let Self::Tries(tries) = self
             && tried >= tries
         {
@@ -50,6 +54,44 @@ pub(crate) fn may_pass(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Io | ErrorKind::NoSpace)
 }
 
+/// A put that is tried until it is answered.
+pub(crate) struct Putting {
+    name: ObjectName,
+    content: Option<Buf>,
+}
+
+impl Putting {
+    /// Of `content`, whose first bytes nobody else ever puts.
+    pub(crate) fn new(name: ObjectName, content: Buf) -> Self {
+        Self { name, content: Some(content) }
+    }
+
+    /// Tries once. [`Put::Exists`] says that somebody else's object is there, or was.
+    ///
+    /// # Errors
+    /// What the store reports: the object may then be there or not, or come to be there later.
+    ///
+    /// # Panics
+    /// If the future of an earlier try was dropped.
+    pub(crate) async fn attempt(&mut self, objects: &dyn Objects) -> Result<Put> {
+        let content = self.content.take().expect("one try at a time");
+        let (result, content) = objects.put_if_absent(&self.name, content).await;
+        let content = self.content.insert(content);
+        if result? == Put::Done {
+            return Ok(Put::Done);
+        }
+        // It may be our own, of an earlier try or of one that the store repeated.
+        let ours = &content[..SIGNED_BYTES.min(content.len())];
+        match objects.open(&self.name).read_at(Buf::new(ours.len()), 0).await {
+            (Ok(()), there) if *there == *ours => Ok(Put::Done),
+            (Ok(()), _) => Ok(Put::Exists),
+            // It is taken away only if others went on without us.
+            (Err(error), _) if error.kind() == ErrorKind::NotFound => Ok(Put::Exists),
+            (Err(error), _) => Err(error),
+        }
+    }
+}
+
 /// Puts `content`, whose first bytes nobody else ever puts. [`Put::Exists`] says that somebody
 /// else's object is there.
 ///
@@ -61,27 +103,63 @@ pub(crate) async fn put(
     content: Buf,
     patience: Patience,
 ) -> Result<Put> {
-    let (mut content, mut is_unclear, mut tried) = (content, false, 0);
+    let mut putting = Putting::new(name.clone(), content);
+    let mut tried = 0;
     loop {
-        let (result, buf) = objects.put_if_absent(name, content).await;
-        content = buf;
-        let error = match result {
-            Ok(Put::Exists) if is_unclear => {
-                let there = read(objects, name, SIGNED_BYTES, patience).await?;
-                let ours = &content[..SIGNED_BYTES.min(content.len())];
-                // An object that exists is not taken away while its writer waits.
-                let is_ours = there.is_some_and(|there| there[..ours.len()] == *ours);
-                return Ok(if is_ours { Put::Done } else { Put::Exists });
-            }
+        let error = match putting.attempt(objects).await {
             Ok(outcome) => return Ok(outcome),
             Err(error) => error,
         };
-        is_unclear = true;
         tried += 1;
-        if !may_pass(error.kind()) || !patience.pause(tried).await {
+        if !patience.bears(&error, tried).await {
             return Err(error.wrap(format!("putting {name} into {}", objects.name())));
         }
         tracing::warn!(object = %name, error = error.in_one_line(), "a put is tried again");
+    }
+}
+
+/// What is directly in `folder`, after `after`, as [`Objects::list`] has it.
+///
+/// # Errors
+/// What the store reports in the end.
+pub(crate) async fn list(
+    objects: &dyn Objects,
+    folder: &ObjectName,
+    after: Option<&ObjectName>,
+    patience: Patience,
+) -> Result<Vec<Entry>> {
+    let mut tried = 0;
+    loop {
+        match objects.list(Some(folder), after).await {
+            Ok(page) => return Ok(page),
+            Err(error) => {
+                tried += 1;
+                if !patience.bears(&error, tried).await {
+                    return Err(error.wrap(format!("listing {folder} of {}", objects.name())));
+                }
+            }
+        }
+    }
+}
+
+/// The last of what is directly in `folder`.
+///
+/// # Errors
+/// What the store reports in the end.
+pub(crate) async fn last_in(
+    objects: &dyn Objects,
+    folder: &ObjectName,
+) -> Result<Option<ObjectName>> {
+    let mut last = None;
+    loop {
+        let page = list(objects, folder, last.as_ref(), Patience::VERB).await?;
+        let is_full = page.len() >= LIST_MAX;
+        if let Some(entry) = page.last() {
+            last = Some(Entry::name(entry).clone());
+        }
+        if !is_full {
+            return Ok(last);
+        }
     }
 }
 
@@ -103,7 +181,7 @@ pub(crate) async fn read(
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => {
                 tried += 1;
-                if !may_pass(error.kind()) || !patience.pause(tried).await {
+                if !patience.bears(&error, tried).await {
                     return Err(error.wrap(format!("reading {name} of {}", objects.name())));
                 }
             }

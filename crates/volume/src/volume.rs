@@ -12,7 +12,7 @@
 //! - I3 After a put that failed for good nothing is acknowledged: the volume is latched.
 
 use crate::build::{Builder, Signature};
-use crate::heads::{Heads, Owned};
+use crate::heads::{End, Heads, Owned};
 use crate::known::Now;
 use crate::place::{BLOCK_BYTES, ExtentId};
 use crate::put::{Patience, put};
@@ -23,8 +23,8 @@ use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, IoFuture, LocalFuture, Manage,
-    ManageIndex, MapStats, Plan, Planned, Put, Requests, Result, WriteStats, Writing, Zeroes,
-    check_longer,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Put, Requests, Result, WriteStats,
+    Writing, Zeroes, check_longer,
 };
 use mica_rt::sync::SharedLock;
 use mica_rt::{Buf, spawn};
@@ -410,7 +410,9 @@ impl Manage for Volume {
             let Some(putter) = &self.shared.writer else { return Ok(()) };
             self.shared.store().await?;
             let state = self.shared.now().state;
-            self.shared.heads.close(&putter.owned, state).await
+            let heads = &self.shared.heads;
+            let last = heads.last_head(&putter.owned, state, &End::Closed);
+            heads.end(putter.owned.writer, &last).await
         })
     }
 
@@ -456,6 +458,10 @@ impl Manage for Volume {
     }
 
     fn index(&self) -> Option<&dyn ManageIndex> {
+        None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }
 }

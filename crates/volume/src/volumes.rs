@@ -4,7 +4,7 @@ use crate::check::{Findings, check_map};
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::store::{self, STORE_BYTES};
-use crate::heads::{Claimed, Heads};
+use crate::heads::{Claimed, Heads, NoLegacy};
 use crate::names::{self, VolumeName};
 use crate::put::{Patience, put, read};
 use crate::state::State;
@@ -105,12 +105,14 @@ impl Volumes {
         self.heads(name).create(State::empty(len)).await.map(drop)
     }
 
-    /// Deletes a volume that nobody writes. The space comes back with the next collection.
+    /// Deletes a volume. The space comes back with the next collection. With [`Claimed::TakeOver`]
+    /// its writer, if it has one, is fenced first.
     ///
     /// # Errors
-    /// `NotFound` if there is none, `Denied` if it is open.
-    pub async fn delete(&self, name: &VolumeName) -> Result<()> {
-        self.heads(name).delete().await
+    /// `NotFound` if there is none; `Denied` if it is open, or meant for another host, and that is
+    /// to be left.
+    pub async fn delete(&self, name: &VolumeName, claimed: Claimed) -> Result<()> {
+        self.heads(name).delete(claimed).await
     }
 
     /// All volumes, by name.
@@ -163,7 +165,7 @@ impl Volumes {
     /// `NotFound` if there is none; `Denied` if another writer has it and is to be left alone.
     pub async fn open_volume(&self, name: &VolumeName, claimed: Claimed) -> Result<Volume> {
         let heads = self.heads(name);
-        let owned = heads.open(claimed).await?;
+        let owned = heads.open(claimed, &mut NoLegacy).await?;
         Ok(Volume::writable(Arc::clone(&self.tree), heads, owned))
     }
 

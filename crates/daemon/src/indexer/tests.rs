@@ -126,6 +126,10 @@ impl Manage for FakeChain {
     fn index(&self) -> Option<&dyn ManageIndex> {
         Some(self)
     }
+
+    fn snapshots(&self) -> Option<&dyn mica_block::ManageSnapshots> {
+        None
+    }
 }
 
 impl ManageIndex for FakeChain {

@@ -2,8 +2,8 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    Error, IndexProgress, LocalFuture, Manage, ManageIndex, MapStats, Result, SealState,
-    StoreIdentity, WriteStats,
+    Error, IndexProgress, LocalFuture, Manage, ManageIndex, ManageSnapshots, MapStats, Result,
+    SealState, StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::ops::ControlFlow;
@@ -63,6 +63,10 @@ impl Manage for Chain {
 
     fn index(&self) -> Option<&dyn ManageIndex> {
         Some(self)
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
+        None
     }
 }
 

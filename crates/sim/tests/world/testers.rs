@@ -6,7 +6,8 @@
 
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, IoFuture, LocalFuture, Manage,
-    ManageIndex, MapStats, Plan, Planned, Result, Space, Store, WriteStats, Writing, Zeroes,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, Space, Store, WriteStats,
+    Writing, Zeroes,
 };
 use mica_rt::{Backend, Buf, Executor};
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random, loss_at_random};
@@ -249,6 +250,10 @@ impl Manage for Raw {
     }
 
     fn index(&self) -> Option<&dyn ManageIndex> {
+        None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }
 }

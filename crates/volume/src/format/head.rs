@@ -33,6 +33,8 @@ pub(crate) enum Life {
     },
     /// It is gone, and its name may be used again.
     Deleted,
+    /// As closed, but meant for the host that [`Head::heir`] names.
+    HandedOver,
 }
 
 /// A head.
@@ -51,6 +53,8 @@ pub(crate) struct Head {
     pub(crate) time_ns: u64,
     /// The host that put it: for people.
     pub(crate) host: String,
+    /// The host that the volume was handed to; empty in every other life.
+    pub(crate) heir: String,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -60,7 +64,8 @@ pub(super) struct RawHead {
     pub(super) version: U32,
     pub(super) life: u8,
     pub(super) host_len: u8,
-    pub(super) reserved: [u8; 2],
+    pub(super) heir_len: u8,
+    pub(super) reserved: [u8; 1],
     pub(super) number: U64,
     pub(super) store: Id,
     pub(super) volume: Id,
@@ -71,7 +76,8 @@ pub(super) struct RawHead {
     pub(super) state: RawState,
     pub(super) time_ns: U64,
     pub(super) host: [u8; 256],
-    pub(super) padding: [u8; 596],
+    pub(super) heir: [u8; 256],
+    pub(super) padding: [u8; 340],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -83,28 +89,29 @@ impl Head {
     pub(crate) fn writer(&self) -> Option<Writer> {
         match self.life {
             Life::Open { writer, .. } => Some(writer),
-            Life::Closed | Life::Deleted => None,
+            Life::Closed | Life::Deleted | Life::HandedOver => None,
         }
     }
 
     /// The object.
     ///
     /// # Panics
-    /// If the host's name is too long.
+    /// If the name of a host is too long.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let (life, writer, sequence) = match self.life {
             Life::Closed => (0, 0, 0),
             Life::Open { writer, sequence } => (1, writer.number(), sequence),
             Life::Deleted => (2, 0, 0),
+            Life::HandedOver => (4, 0, 0),
         };
-        let mut host = [0; 256];
-        host[..self.host.len()].copy_from_slice(self.host.as_bytes());
+        let ((host, host_len), (heir, heir_len)) = (padded(&self.host), padded(&self.heir));
         let raw = RawHead {
             magic: MAGIC,
             version: VERSION.into(),
             life,
-            host_len: u8::try_from(self.host.len()).expect("at most HOST_LEN_MAX bytes"),
-            reserved: [0; 2],
+            host_len,
+            heir_len,
+            reserved: [0; 1],
             number: self.number.into(),
             store: self.store,
             volume: self.volume,
@@ -115,7 +122,8 @@ impl Head {
             state: RawState::encode(&self.state),
             time_ns: self.time_ns.into(),
             host,
-            padding: [0; 596],
+            heir,
+            padding: [0; 340],
             checksum: 0.into(),
         };
         let mut bytes = raw.as_bytes().to_vec();
@@ -134,7 +142,9 @@ impl Head {
     }
 
     fn of_raw(raw: &RawHead) -> Option<Self> {
-        let host = raw.host.get(..raw.host_len.into())?;
+        let text = |bytes: &[u8], len: u8| {
+            std::str::from_utf8(bytes.get(..len.into())?).ok().map(str::to_owned)
+        };
         Some(Self {
             number: raw.number.get(),
             store: raw.store,
@@ -147,13 +157,22 @@ impl Head {
                     sequence: raw.sequence.get(),
                 },
                 2 => Life::Deleted,
+                4 => Life::HandedOver,
                 _ => return None,
             },
             state: raw.state.decode()?,
             time_ns: raw.time_ns.get(),
-            host: std::str::from_utf8(host).ok()?.to_owned(),
+            host: text(&raw.host, raw.host_len)?,
+            heir: text(&raw.heir, raw.heir_len)?,
         })
     }
+}
+
+/// The name of a host as heads have it, and its length.
+fn padded(host: &str) -> ([u8; 256], u8) {
+    let mut bytes = [0; 256];
+    bytes[..host.len()].copy_from_slice(host.as_bytes());
+    (bytes, u8::try_from(host.len()).expect("at most HOST_LEN_MAX bytes"))
 }
 
 #[cfg(test)]
@@ -171,13 +190,16 @@ mod tests {
             state: State::empty(10 << 30),
             time_ns: 99,
             host: "host-1".to_owned(),
+            heir: String::new(),
         }
     }
 
     #[test]
     fn head_survives_in_each_life() {
         let heads = [Life::Closed, head().life, Life::Deleted].map(|life| Head { life, ..head() });
-        for head in heads {
+        let heir = "host-2".to_owned();
+        let handed = Head { life: Life::HandedOver, heir, ..head() };
+        for head in heads.into_iter().chain([handed]) {
             let bytes = head.encode();
             assert_eq!(bytes.len(), HEAD_BYTES);
             assert_eq!(Head::decode(&bytes), Ok(head));
@@ -202,7 +224,7 @@ mod tests {
     #[test]
     fn head_that_contradicts_itself_is_refused() {
         // A life that there is not, a host that is not text, a writer without a number.
-        for (at, byte) in [(12, 3), (24 + 48 + 16 + 72 + 8, 0xff)] {
+        for (at, byte) in [(12, 9), (24 + 48 + 16 + 72 + 8, 0xff)] {
             let mut bad = head().encode();
             bad[at] = byte;
             FRAME.seal(&mut bad);

@@ -66,8 +66,8 @@ fn pages_have_the_layouts_of_the_code() {
     };
     has_layout(EXTENT, &state, size_of::<RawState>());
     let head = fields! { RawHead:
-        magic version life host_len reserved number store volume nonce writer sequence reserved_too
-        state time_ns host padding checksum
+        magic version life host_len heir_len reserved number store volume nonce writer sequence reserved_too
+        state time_ns host heir padding checksum
     };
     has_layout(HEAD, &head, size_of::<RawHead>());
 }

@@ -421,7 +421,10 @@ fn name_of_a_deleted_volume_is_free_and_shows_nothing_of_the_old_one() {
         let volume = made(&objects, LEN).await;
         write(&volume, 0, &[1; 4096]).await.expect("written");
         let volumes = volumes(&objects, "host-1").await;
-        assert_eq!(volumes.delete(&name("web")).await.unwrap_err().kind(), ErrorKind::Denied);
+        assert_eq!(
+            volumes.delete(&name("web"), Claimed::Refuse).await.unwrap_err().kind(),
+            ErrorKind::Denied
+        );
         assert_eq!(volumes.create(&name("web"), LEN).await.unwrap_err().kind(), ErrorKind::Invalid);
         volume.close().await.expect("closed");
         volumes.create(&name("other"), 512).await.expect("made");
@@ -429,8 +432,11 @@ fn name_of_a_deleted_volume_is_free_and_shows_nothing_of_the_old_one() {
             all.into_iter().map(|info| info.name.as_str().to_owned()).collect::<Vec<_>>()
         };
         assert_eq!(names(volumes.list().await.expect("listed")), ["other", "web"]);
-        volumes.delete(&name("web")).await.expect("deleted");
-        assert_eq!(volumes.delete(&name("web")).await.unwrap_err().kind(), ErrorKind::NotFound);
+        volumes.delete(&name("web"), Claimed::Refuse).await.expect("deleted");
+        assert_eq!(
+            volumes.delete(&name("web"), Claimed::Refuse).await.unwrap_err().kind(),
+            ErrorKind::NotFound
+        );
         assert_eq!(names(volumes.list().await.expect("listed")), ["other"]);
         volumes.create(&name("web"), LEN).await.expect("made again");
         let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");

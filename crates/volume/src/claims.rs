@@ -1,0 +1,71 @@
+//! The numbers of writers: claims, and the boundaries below which they are void.
+//!
+//! Invariants
+//! - I1 No number is used twice: a claim counts if its put was done, and no boundary above it was
+//!   there then. Claims are deleted only below a boundary.
+//! - I2 A number that is claimed now is greater than all that were claimed before.
+
+use crate::format::Id;
+use crate::format::head::Life;
+use crate::heads::{Heads, ROUNDS_MAX};
+use crate::names;
+use crate::place::Writer;
+use crate::put::{Patience, last_in, put};
+use crate::state::State;
+use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
+use mica_rt::Buf;
+
+impl Heads {
+    /// Claims a number for a writer of `volume`.
+    ///
+    /// # Errors
+    /// `Limit` if there are no more; otherwise what the store reports.
+    pub(crate) async fn claim(&self, volume: Id) -> Result<Writer> {
+        let objects = &*self.objects;
+        for _ in 0..ROUNDS_MAX {
+            let last = newest_claim(objects).await?;
+            // Read after the claims: who deletes them has put the boundary before.
+            let boundary = newest_boundary(objects).await?.unwrap_or(Writer::FIRST);
+            let next = last.map_or(Some(boundary), |last| last.next().map(|w| w.max(boundary)));
+            let writer = next.ok_or_else(|| {
+                let what = format!("{} has had every writer", objects.name());
+                Error::new(ErrorKind::Limit, what)
+            })?;
+            let claim = self.head(0, volume, Life::Open { writer, sequence: 0 }, State::default());
+            let claim = Buf::from_slice(&claim.encode());
+            if put(objects, &writer.claim(), claim, Patience::VERB).await? == Put::Exists {
+                continue;
+            }
+            if newest_boundary(objects).await?.is_none_or(|boundary| boundary <= writer) {
+                return Ok(writer);
+            }
+        }
+        let what = format!("others claim numbers in {} all the time", objects.name());
+        Err(Error::new(ErrorKind::Io, what))
+    }
+}
+
+/// The greatest writer that was claimed, as far as claims were not deleted.
+///
+/// # Errors
+/// `Corrupt` if something else is among the claims; otherwise what the store reports.
+pub(crate) async fn newest_claim(objects: &dyn Objects) -> Result<Option<Writer>> {
+    let Some(folder) = last_in(objects, &names::claims()).await? else { return Ok(None) };
+    let Some(claim) = last_in(objects, &folder).await? else { return Ok(None) };
+    let writer = Writer::from_claim(&claim);
+    writer.map(Some).ok_or_else(|| stranger(&claim, objects, "claim of a writer"))
+}
+
+/// The highest boundary.
+///
+/// # Errors
+/// As [`newest_claim`].
+pub(crate) async fn newest_boundary(objects: &dyn Objects) -> Result<Option<Writer>> {
+    let Some(boundary) = last_in(objects, &names::boundaries()).await? else { return Ok(None) };
+    let writer = Writer::from_boundary(&boundary);
+    writer.map(Some).ok_or_else(|| stranger(&boundary, objects, "boundary of claims"))
+}
+
+fn stranger(name: &ObjectName, objects: &dyn Objects, wanted: &str) -> Error {
+    Error::new(ErrorKind::Corrupt, format!("{name} of {} is no {wanted}", objects.name()))
+}

@@ -1,0 +1,129 @@
+//! Making a log in a file or on a device, and finding out whether there is one.
+//!
+//! Nothing is overwritten that is not zeros: a name that was mistyped must not cost a disk.
+
+use super::format::{BLOCK, BLOCK_LEN, DeviceHeader};
+use crate::format::Id;
+use crate::format::frame::Malformed;
+use mica_block::{
+    Error, ErrorKind, Result, RunKind, Space, Store, StoreIdentity, read_exact, write_all,
+};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+
+/// What is looked at before a device is used: what others write begins or ends within that.
+const DEVICE_ENDS_LEN: u64 = 4 << 20;
+const LOOK_LEN: u64 = 1 << 20;
+
+/// What is at the beginning of `file`.
+pub(super) enum Beginning {
+    Log(DeviceHeader),
+    Zeros,
+}
+
+/// # Errors
+/// If it is neither a log nor zeros: then it is said what it is, and what to do.
+pub(super) async fn beginning(file: &dyn Store) -> Result<Beginning> {
+    let bytes = read_exact(file, HostOffset::ZERO, BLOCK).await?;
+    if bytes.iter().all(|byte| *byte == 0) {
+        return Ok(Beginning::Zeros);
+    }
+    match DeviceHeader::decode(&bytes) {
+        Ok(header) => Ok(Beginning::Log(header)),
+        Err(Malformed::Magic) => {
+            let what = format!(
+                "{} is not a log, and is not empty: name another file, or empty it first",
+                file.name()
+            );
+            Err(Error::new(ErrorKind::Invalid, what))
+        }
+        Err(malformed) => Err(explain(file, malformed)),
+    }
+}
+
+pub(super) fn explain(file: &dyn Store, malformed: Malformed) -> Error {
+    let kind = match malformed {
+        Malformed::Version(_) => ErrorKind::Unsupported,
+        _ => ErrorKind::Corrupt,
+    };
+    Error::new(kind, format!("the log {}: {malformed}", file.name()))
+}
+
+/// Makes a log in `file`, which has its length and only zeros. The header comes last: a power cut
+/// leaves zeros or a log.
+pub(super) async fn make(file: &dyn Store, id: Id) -> Result<DeviceHeader> {
+    let len = file.len()?;
+    let header = DeviceHeader::for_len(id, len).ok_or_else(|| {
+        let shortest = DeviceHeader::LEN_MIN;
+        let what =
+            format!("{} has {len} bytes, a log at least {shortest}: make it longer", file.name());
+        Error::new(ErrorKind::Invalid, what)
+    })?;
+    expect_zeros(file, len).await?;
+    allocate(file, &header).await?;
+    file.sync().await.map_err(|error| error.wrap(file.name()))?;
+    write_all(file, Buf::from_slice(&header.encode()), HostOffset::ZERO).await?;
+    file.sync().await.map_err(|error| error.wrap(file.name()))?;
+    Ok(header)
+}
+
+/// Gives the log all its space, so that a lack of it shows now and not when a guest writes.
+pub(super) async fn allocate(file: &dyn Store, header: &DeviceHeader) -> Result<()> {
+    if is_device(file) {
+        return Ok(());
+    }
+    match file.space(Space::Allocate, HostOffset::ZERO, header.len()).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported => {
+            let file = file.name();
+            tracing::warn!(file, "the file system cannot allocate: writes to the log may fail");
+            Ok(())
+        }
+        other => other.map_err(|error| error.wrap(format!("allocating the log {}", file.name()))),
+    }
+}
+
+pub(super) fn is_device(file: &dyn Store) -> bool {
+    matches!(file.identity(), StoreIdentity::File { inode: 0, .. })
+}
+
+/// Checks that there is nothing in `file`: of a file, that it is zeros; of a device, that its ends
+/// are.
+async fn expect_zeros(file: &dyn Store, len: u64) -> Result<()> {
+    if is_device(file) {
+        expect_zeros_in(file, 0, len.min(DEVICE_ENDS_LEN)).await?;
+        return expect_zeros_in(file, len.saturating_sub(DEVICE_ENDS_LEN), len).await;
+    }
+    let mut at = 0;
+    while at < len {
+        let run = file.run_at(HostOffset::new(at), len - at)?;
+        if run.kind == RunKind::Data {
+            expect_zeros_in(file, at, at + run.len).await?;
+        }
+        at += run.len.max(1);
+    }
+    Ok(())
+}
+
+async fn expect_zeros_in(file: &dyn Store, start: u64, end: u64) -> Result<()> {
+    let mut at = start;
+    while at < end {
+        let len = usize::try_from(LOOK_LEN.min(end - at)).expect("a small piece");
+        let bytes = read_exact(file, HostOffset::new(at), len).await?;
+        if bytes.iter().any(|byte| *byte != 0) {
+            let what = format!(
+                "{} is not a log, and there are data between {at} and {}: name another file, or \
+                 empty it first",
+                file.name(),
+                at + len as u64
+            );
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        at += len as u64;
+    }
+    Ok(())
+}
+
+impl DeviceHeader {
+    /// Shortest file that a log can be in.
+    pub(super) const LEN_MIN: u64 = BLOCK_LEN + 3 * super::format::SEGMENT_BYTES_MIN;
+}
