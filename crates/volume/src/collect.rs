@@ -185,14 +185,14 @@ impl Volumes {
     }
 
     /// What is to be done about `listed`.
-    async fn plan(
+    async fn plan<'a>(
         &self,
         client: &Client,
-        listed: &[Listed],
+        listed: &'a [Listed],
         punch: bool,
         at: &mut Progress,
         progress: &mut dyn FnMut(Progress),
-    ) -> Result<Plan> {
+    ) -> Result<Plan<'a>> {
         for _ in 0..ROUNDS_MAX {
             let names = names::stable_names(client, self.store).await?;
             at.names = names.len() as u64;

@@ -18,8 +18,8 @@
 
 mod build;
 mod check;
-mod collect;
 mod claims;
+mod collect;
 mod environment;
 mod format;
 mod heads;

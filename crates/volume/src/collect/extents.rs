@@ -26,7 +26,8 @@ pub(crate) async fn list_extents(
     for entry in client.list(&names::extents()).await? {
         let Entry::Folder(folder) = entry else { continue };
         let client = client.clone();
-        if let Some(found) = in_flight.push(async move { of_writer(&client, &folder).await }).await {
+        if let Some(found) = in_flight.push(async move { of_writer(&client, &folder).await }).await
+        {
             all.extend(found?);
             progress(all.len() as u64);
         }

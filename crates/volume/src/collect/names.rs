@@ -55,9 +55,8 @@ pub(crate) async fn stable_names(client: &Client, store: Id) -> Result<Vec<Arc<N
     let mut before = read_names(client, store, &[]).await?;
     for _ in 0..ROUNDS_MAX {
         let now = read_names(client, store, &before).await?;
-        let is_same = |(a, b): (&Arc<Named>, &Arc<Named>)| {
-            a.name == b.name && a.head.volume == b.head.volume
-        };
+        let is_same =
+            |(a, b): (&Arc<Named>, &Arc<Named>)| a.name == b.name && a.head.volume == b.head.volume;
         if before.len() == now.len() && before.iter().zip(&now).all(is_same) {
             // What a volume names now, it named then, or its writer has put it since.
             return Ok(before);
@@ -69,11 +68,7 @@ pub(crate) async fn stable_names(client: &Client, store: Id) -> Result<Vec<Arc<N
 }
 
 /// The highest head of every name now. Those that `before` has are not read again.
-async fn read_names(
-    client: &Client,
-    store: Id,
-    before: &[Arc<Named>],
-) -> Result<Vec<Arc<Named>>> {
+async fn read_names(client: &Client, store: Id, before: &[Arc<Named>]) -> Result<Vec<Arc<Named>>> {
     let known: HashMap<&VolumeName, &Arc<Named>> =
         before.iter().map(|named| (&named.name, named)).collect();
     let (mut all, mut in_flight) = (Vec::new(), InFlight::new());

@@ -120,8 +120,7 @@ fn sparse(name: &VolumeName, mut extents: Vec<(Listed, u64)>) -> Option<Sparse> 
     let mut bytes: u64 = extents.iter().map(|(listed, _)| listed.len).sum();
     let all_live: u64 = extents.iter().map(|(_, live)| live).sum();
     extents.sort_by_key(|(listed, live)| live * 1000 / listed.len);
-    let mut taken =
-        Sparse { name: name.clone(), extents: Vec::new(), bytes: 0, live_bytes: 0 };
+    let mut taken = Sparse { name: name.clone(), extents: Vec::new(), bytes: 0, live_bytes: 0 };
     for (Listed { id, len }, live) in extents {
         let share = live * 100 / len;
         let is_enough = bytes * 100 <= all_live * TARGET_PERCENT;
