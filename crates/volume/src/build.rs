@@ -1,24 +1,36 @@
 //! Makes extents: edits the map, and puts the blocks, the nodes that changed, and the table into
 //! one object.
 //!
+//! ```text
+//! segment ─▶ map ─▶ its cuts: nodes of the map, record of a snapshot ─▶ segment … ─▶ nodes, table
+//! ```
+//!
 //! Invariants
 //! - I1 An extent has the whole of its segments. Its state is the one before with them applied.
 //! - I2 A node follows all that it names, in this extent or in an earlier one.
+//! - I3 A snapshot in the middle of an extent costs the nodes that changed since the last one, and
+//!   a record. The tree of snapshots is written once, at the end.
+
+mod cuts;
 
 use crate::format::Id;
 use crate::format::extent::{ENTRY_BYTES, Entry, HEADER_BYTES, Header, Kind, LEN_MAX};
+use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::recent::Block;
 use crate::segment::{Segment, WEIGHT_MAX};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::Result;
-use mica_map::{Directory, Editor, crc32c, encode_node};
+use mica_map::{Directory, Editor, HEIGHT_MAX, crc32c, encode_node};
 use mica_rt::Buf;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Directories that an editor holds unchanged.
+/// Directories of the map that are held unchanged.
 const DIRECTORIES_HELD: usize = 1 << 14;
+/// The same of the tree of snapshots, of which mostly the end changes.
+const SNAPSHOT_DIRECTORIES_HELD: usize = 1 << 8;
 
 // The nodes of so many scattered blocks, a path of full directories for each, fit beside them. So
 // do the two paths of a cleared range, and a snapshot's record with its own path.
@@ -29,6 +41,11 @@ const _: () = assert!(
 /// Bytes that a directory takes in an extent, at most.
 const NODE_ROOM_BYTES: usize =
     mica_map::directory_bytes_max::<Place>().next_multiple_of(Place::UNIT_BYTES);
+// A cut takes no more than a block: a record, a path in the tree of snapshots.
+const _: () = assert!(
+    FRAMED_BYTES_MAX.next_multiple_of(Place::UNIT_BYTES) + HEIGHT_MAX as usize * NODE_ROOM_BYTES
+        < BLOCK_BYTES + 18 * NODE_ROOM_BYTES
+);
 
 /// Who puts extents: all that is the same in each.
 #[derive(Clone, Copy, Debug)]
@@ -40,8 +57,12 @@ pub(crate) struct Signature {
 /// Makes the extents of a writer, one after the other.
 pub(crate) struct Builder {
     signature: Signature,
-    editor: Editor<Place>,
+    map: Editor<Place>,
+    snapshots: Editor<Place>,
     state: State,
+    /// The newest records of snapshots that this one made, by number, with the extent that has
+    /// each: the store may not have it yet.
+    fresh: BTreeMap<u64, (ExtentId, Arc<Record>)>,
 }
 
 /// An extent that is to be put.
@@ -55,7 +76,9 @@ pub(crate) struct Built {
 impl Builder {
     /// Goes on from `state`.
     pub(crate) fn new(signature: Signature, state: State) -> Self {
-        Self { signature, editor: Editor::new(state.map, DIRECTORIES_HELD), state }
+        let map = Editor::new(state.map, DIRECTORIES_HELD);
+        let snapshots = Editor::new(state.snapshots, SNAPSHOT_DIRECTORIES_HELD);
+        Self { signature, map, snapshots, state, fresh: BTreeMap::new() }
     }
 
     /// Makes extent `id` of `segments`, one after the other.
@@ -74,12 +97,17 @@ impl Builder {
     ) -> Result<Built> {
         let weight: usize = segments.iter().map(Segment::weight).sum();
         assert!(!segments.is_empty() && weight <= 2 * WEIGHT_MAX, "segments for one extent");
-        let mut content = Content::new(id);
+        let blocks = segments.iter().map(|segment| segment.batch.data_blocks()).sum();
+        let mut content = Content::new(id, blocks);
+        self.forget_old_records(id);
         for segment in segments {
             self.apply(tree, segment, &mut content).await?;
-            assert!(segment.cuts.is_empty(), "cuts come with the next commit");
+            for cut in &segment.cuts {
+                self.cut(tree, cut, &mut content).await?;
+            }
         }
-        self.state.map = self.editor.write(|directory| content.push_node(tree, directory));
+        self.state.map = self.map.write(|directory| content.push_node(tree, directory));
+        self.state.snapshots = self.snapshots.write(|directory| content.push_node(tree, directory));
         let content = content.finish(self.signature, nonce, self.state);
         Ok(Built { state: self.state, content })
     }
@@ -89,16 +117,16 @@ impl Builder {
             match data {
                 Some(data) => {
                     let place = content.push(start, data);
-                    self.editor.grow_for(start);
-                    self.feed(tree, start).await?;
-                    self.editor.set(start, Some(place));
+                    self.map.grow_for(start);
+                    feed(&mut self.map, tree, start).await?;
+                    self.map.set(start, Some(place));
                 }
                 None => {
                     content.entries.push(Entry::Nothing { first: start, count });
                     let last = start + count - 1;
-                    self.feed(tree, start).await?;
-                    self.feed(tree, last).await?;
-                    self.editor.clear(start..=last);
+                    feed(&mut self.map, tree, start).await?;
+                    feed(&mut self.map, tree, last).await?;
+                    self.map.clear(start..=last);
                 }
             }
         }
@@ -113,26 +141,32 @@ impl Builder {
         };
         Ok(())
     }
+}
 
-    async fn feed(&mut self, tree: &Tree, key: u64) -> Result<()> {
-        while let Some((slot, at)) = self.editor.missing(key) {
-            self.editor.feed(slot, Directory::clone(&*tree.node(at).await?));
-        }
-        Ok(())
+/// Feeds an editor what it has to see before `key` is changed.
+async fn feed(editor: &mut Editor<Place>, tree: &Tree, key: u64) -> Result<()> {
+    while let Some((slot, at)) = editor.missing(key) {
+        editor.feed(slot, Directory::clone(&*tree.node(at).await?));
     }
+    Ok(())
 }
 
 /// The parts of an extent while it is made.
 struct Content {
     id: ExtentId,
     blocks: Vec<Block>,
+    /// Where the nodes begin: after all blocks that there will be.
+    nodes_at: usize,
     nodes: Vec<u8>,
     entries: Vec<Entry>,
 }
 
 impl Content {
-    fn new(id: ExtentId) -> Self {
-        Self { id, blocks: Vec::new(), nodes: Vec::new(), entries: Vec::new() }
+    /// An extent that will have so many blocks.
+    fn new(id: ExtentId, blocks: usize) -> Self {
+        let nodes_at = HEADER_BYTES + blocks * BLOCK_BYTES;
+        let (blocks, nodes, entries) = (Vec::with_capacity(blocks), Vec::new(), Vec::new());
+        Self { id, blocks, nodes_at, nodes, entries }
     }
 
     /// Adds guest block `number`.
@@ -147,16 +181,26 @@ impl Content {
     }
 
     fn push_node(&mut self, tree: &Tree, directory: &Directory<Place>) -> Place {
-        let payload = directory.encode();
-        let offset = HEADER_BYTES + self.blocks.len() * BLOCK_BYTES + self.nodes.len();
-        let place = Place::new(self.id, offset, crc32c(&payload));
-        encode_node(&mut self.nodes, place, &payload);
-        self.nodes.resize(self.nodes.len().next_multiple_of(Place::UNIT_BYTES), 0);
+        let place = self.push_framed(&directory.encode());
         tree.keep(place, Arc::new(directory.clone()));
         place
     }
 
+    fn push_record(&mut self, tree: &Tree, record: &Arc<Record>) -> Place {
+        let place = self.push_framed(&record.encode());
+        tree.keep_record(place, Arc::clone(record));
+        place
+    }
+
+    fn push_framed(&mut self, payload: &[u8]) -> Place {
+        let place = Place::new(self.id, self.nodes_at + self.nodes.len(), crc32c(payload));
+        encode_node(&mut self.nodes, place, payload);
+        self.nodes.resize(self.nodes.len().next_multiple_of(Place::UNIT_BYTES), 0);
+        place
+    }
+
     fn finish(self, signature: Signature, nonce: Id, state: State) -> Buf {
+        assert_eq!(HEADER_BYTES + self.blocks.len() * BLOCK_BYTES, self.nodes_at, "as announced");
         let table: Vec<u8> = self.entries.iter().flat_map(|entry| entry.encode()).collect();
         let header = Header {
             kind: Kind::Extent,

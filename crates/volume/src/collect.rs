@@ -37,7 +37,6 @@ mod extents;
 mod mark;
 mod names;
 mod plan;
-mod roots;
 mod sweep;
 
 pub use client::Speed;

@@ -31,6 +31,7 @@ mod put;
 mod reader;
 mod recent;
 mod segment;
+mod snapshots;
 mod state;
 mod tree;
 mod volume;

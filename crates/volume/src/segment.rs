@@ -29,7 +29,6 @@ pub(crate) struct Segment {
 
 /// A change of a volume's snapshots.
 #[derive(Clone, PartialEq, Eq, Debug)]
-#[allow(dead_code, reason = "who takes snapshots comes next")]
 pub(crate) enum Cut {
     /// A snapshot of everything before.
     Take {
@@ -51,6 +50,11 @@ pub(crate) enum Cut {
         number: u64,
         /// As in `Take`.
         label: String,
+    },
+    /// The disk is again what this snapshot has. Only of a volume that no guest has.
+    Rollback {
+        /// Which.
+        number: u64,
     },
 }
 

@@ -2,6 +2,7 @@
 
 use crate::place::{BLOCK_BYTES, Place};
 use mica_map::{HEIGHT_MAX, Reference};
+use mica_units::SECTOR_BYTES;
 use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -17,7 +18,7 @@ pub struct State {
     pub len: u64,
     /// The snapshots by number.
     pub snapshots: Root,
-    /// The number that the next snapshot gets.
+    /// The number that the next snapshot gets; 0 if there never was one, which means 1.
     pub next_snapshot: u64,
     /// Up to which record of the write log everything is in it: all below, and nothing from it on.
     pub records: u64,
@@ -32,6 +33,16 @@ impl State {
     /// An empty disk of `len` bytes.
     pub fn empty(len: u64) -> Self {
         Self { len, ..Self::default() }
+    }
+
+    /// The number that the next snapshot gets.
+    pub(crate) fn next_number(&self) -> u64 {
+        self.next_snapshot.max(1)
+    }
+
+    /// Whether a disk may have `len` bytes.
+    pub(crate) fn is_len(len: u64) -> bool {
+        len <= Self::LEN_MAX && len.is_multiple_of(SECTOR_BYTES)
     }
 
     /// Number of the disk's blocks; the last may be cut by the end.
@@ -86,7 +97,6 @@ impl RawState {
             records: self.records.get(),
             time_ns: self.time_ns.get(),
         };
-        let is_disk = state.len <= State::LEN_MAX && state.len.is_multiple_of(512);
-        is_disk.then_some(state)
+        State::is_len(state.len).then_some(state)
     }
 }

@@ -6,6 +6,7 @@
 //! - I3 The cache holds what its budget allows. Places never come to mean something else, so
 //!   nothing is removed from it for any other reason.
 
+use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::state::Root;
 use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
@@ -18,6 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of memory that a node in the cache takes, about.
 const NODE_MEMORY_BYTES: u64 = 512;
+/// Records of snapshots that are kept: each takes less than a node.
+const RECORDS_MAX: usize = 1 << 14;
 /// Objects that are kept open: what they cost is bounded by the store.
 const OPENED_MAX: usize = 1024;
 
@@ -28,6 +31,7 @@ pub(crate) type Node = Arc<Directory<Place>>;
 pub(crate) struct Tree {
     objects: Arc<dyn Objects>,
     nodes: Cache<Place, Node, NodeMemory>,
+    records: Cache<Place, Arc<Record>>,
     opened: Cache<ExtentId, Arc<dyn Object>>,
     hits: AtomicU64,
     misses: AtomicU64,
@@ -48,7 +52,8 @@ impl Tree {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
         let (hits, misses) = Default::default();
-        Self { objects, nodes, opened: Cache::new(OPENED_MAX), hits, misses }
+        let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
+        Self { objects, nodes, records, opened, hits, misses }
     }
 
     /// Where the leaf of `key` is; `None` if it has none.
@@ -98,6 +103,19 @@ impl Tree {
         self.nodes.insert(at, node);
     }
 
+    /// The record of a snapshot at `at`.
+    ///
+    /// # Errors
+    /// As [`Self::look_up`].
+    pub(crate) async fn record(&self, at: Place) -> Result<Arc<Record>> {
+        self.records.get_or_insert_async(&at, self.read_record(at)).await
+    }
+
+    /// As [`Self::keep`], of a record.
+    pub(crate) fn keep_record(&self, at: Place, record: Arc<Record>) {
+        self.records.insert(at, record);
+    }
+
     /// The node at `at`, as it is in the store.
     ///
     /// # Errors
@@ -105,6 +123,15 @@ impl Tree {
     pub(crate) async fn read_node(&self, at: Place) -> Result<Node> {
         let buf = self.read(at, Buf::new(directory_bytes_max::<Place>())).await?;
         decode_node(&buf, at).map(Arc::new)
+    }
+
+    /// The record of a snapshot at `at`, as it is in the store.
+    ///
+    /// # Errors
+    /// As [`Self::look_up`].
+    pub(crate) async fn read_record(&self, at: Place) -> Result<Arc<Record>> {
+        let buf = self.read(at, Buf::new(FRAMED_BYTES_MAX)).await?;
+        decode_record(&buf, at).map(Arc::new)
     }
 
     /// Fills `buf` with consecutive blocks: those at `places`, each [`BLOCK_BYTES`] after the one
@@ -157,12 +184,30 @@ pub(crate) fn follows(place: Place, next: Place) -> bool {
 /// # Errors
 /// `Corrupt` if they are not that node's.
 pub(crate) fn decode_node(bytes: &[u8], at: Place) -> Result<Directory<Place>> {
-    let damaged = |why: &dyn std::fmt::Display| damaged(at, "a node of the map", why);
+    decode_framed(bytes, at, "a node of the map", |payload| Directory::decode(payload, at))
+}
+
+/// The record of a snapshot at `at`, which `bytes` begin with.
+///
+/// # Errors
+/// As [`decode_node`].
+pub(crate) fn decode_record(bytes: &[u8], at: Place) -> Result<Record> {
+    decode_framed(bytes, at, "the record of a snapshot", |payload| Record::decode(payload, at))
+}
+
+/// What has a frame like a node's.
+fn decode_framed<T, E: std::fmt::Display>(
+    bytes: &[u8],
+    at: Place,
+    what: &str,
+    decode: impl FnOnce(&[u8]) -> std::result::Result<T, E>,
+) -> Result<T> {
+    let damaged = |why: &dyn std::fmt::Display| damaged(at, what, why);
     let payload = open_node(bytes, at).map_err(|error| damaged(&error))?;
     if crc32c(payload) != at.sum() {
         return Err(damaged(&"it is not the one that was written there"));
     }
-    Directory::decode(payload, at).map_err(|error| damaged(&error))
+    decode(payload).map_err(|error| damaged(&error))
 }
 
 pub(crate) fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Error {

@@ -5,6 +5,7 @@
 
 use super::client::{Client, IN_FLIGHT_MAX};
 use crate::format::extent::{HEADER_BYTES, Header, LEN_MAX};
+use crate::format::snapshot::FRAMED_BYTES_MAX;
 use crate::place::{ExtentId, Place};
 use crate::put::elsewhere;
 use mica_block::{Error, ErrorKind, Result};
@@ -78,12 +79,9 @@ impl Areas {
         let start = usize::try_from(at.offset() - area.start).expect("an extent is small");
         let rest = area.bytes.get(start..).unwrap_or_default();
         self.needed = self.needed.max(area.bytes.len() - start.min(area.bytes.len()));
-        Ok(&rest[..rest.len().min(directory_bytes_max::<Place>().max(RECORD_BYTES_MAX))])
+        Ok(&rest[..rest.len().min(directory_bytes_max::<Place>().max(FRAMED_BYTES_MAX))])
     }
 }
-
-/// Longest node that is no directory: a snapshot.
-const RECORD_BYTES_MAX: usize = 1024;
 
 async fn read_area(client: &Client, id: ExtentId, len: usize) -> Result<Area> {
     let (start, bytes) = client.read_end(&id.name(), len).await?;

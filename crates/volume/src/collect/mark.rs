@@ -15,9 +15,10 @@ use super::areas::Areas;
 use super::client::Client;
 use super::names::Named;
 use crate::format::extent::HEADER_BYTES;
+use crate::format::snapshot::Record;
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::state::Root;
-use crate::tree::{damaged, decode_node};
+use crate::tree::{damaged, decode_node, decode_record};
 use mica_block::{Error, ErrorKind, Result};
 use mica_map::{Directory, FANOUT, NODE_HEADER_BYTES, node_len};
 use std::collections::BTreeMap;
@@ -226,8 +227,7 @@ impl Mark {
         let len = node_len(&bytes[..NODE_HEADER_BYTES.min(bytes.len())]).unwrap_or(0);
         let found = match wanted.level {
             Level::Map(_) | Level::Snapshots(1..) => decode_node(bytes, at).map(Found::Directory),
-            Level::Snapshots(0) => super::roots::of_snapshot(bytes, at)
-                .map(|(number, map)| Found::Snapshot { number, map }),
+            Level::Snapshots(0) => decode_record(bytes, at).map(Found::Snapshot),
         };
         let found = match found {
             Ok(found) => found,
@@ -240,16 +240,11 @@ impl Mark {
         pending.parts.add_node(offset as u64, len.next_multiple_of(Place::UNIT_BYTES) as u64);
         match found {
             Found::Directory(directory) => self.want_children(&directory, at, wanted),
-            Found::Snapshot { number, map } => {
+            Found::Snapshot(record) => {
                 self.snapshots += 1;
-                let via = RootOf { snapshot: Some(number), ..wanted.why.via };
-                let is_older = |node: Place| mica_map::Reference::may_name(at, node);
-                if map.node.is_none_or(is_older) {
-                    self.add_root(map, Level::Map, Why { via, owner: Owner::Many, ..wanted.why });
-                } else {
-                    let error = damaged(at, "a snapshot", &"its map is newer");
-                    return self.note(at, wanted.why, error);
-                }
+                let via = RootOf { snapshot: Some(record.info.number), ..wanted.why.via };
+                let why = Why { via, owner: Owner::Many, ..wanted.why };
+                self.add_root(record.map, Level::Map, why);
             }
         }
         Ok(())
@@ -315,5 +310,5 @@ impl Mark {
 
 enum Found {
     Directory(Directory<Place>),
-    Snapshot { number: u64, map: Root },
+    Snapshot(Record),
 }

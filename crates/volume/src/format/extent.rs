@@ -198,6 +198,14 @@ pub(crate) enum Entry {
     Nothing { first: u64, count: u64 },
     /// The disk has this many bytes now.
     Length { bytes: u64 },
+    /// This snapshot was taken of everything before; its record is at this offset.
+    Take { number: u64, record: u64 },
+    /// This snapshot was dropped.
+    Drop { number: u64 },
+    /// This snapshot has another label; its new record is at this offset.
+    Label { number: u64, record: u64 },
+    /// The disk is again what this snapshot has.
+    Rollback { number: u64 },
 }
 
 impl Entry {
@@ -206,6 +214,10 @@ impl Entry {
             Self::Data { first, count } => (1, first, count),
             Self::Nothing { first, count } => (2, first, count),
             Self::Length { bytes } => (3, bytes, 0),
+            Self::Take { number, record } => (4, number, record),
+            Self::Drop { number } => (5, number, 0),
+            Self::Label { number, record } => (6, number, record),
+            Self::Rollback { number } => (7, number, 0),
         };
         assert!(count >> COUNT_BITS == 0, "more blocks than a disk can have");
         let mut bytes = [0; ENTRY_BYTES];
@@ -228,6 +240,12 @@ impl Entry {
             (1, _) => range(|first, count| Self::Data { first, count }),
             (2, _) => range(|first, count| Self::Nothing { first, count }),
             (3, 0) => (value <= State::LEN_MAX).then_some(Self::Length { bytes: value }),
+            // No snapshot has the number 0.
+            (4..=7, _) if value == 0 => None,
+            (4, record) => Some(Self::Take { number: value, record }),
+            (5, 0) => Some(Self::Drop { number: value }),
+            (6, record) => Some(Self::Label { number: value, record }),
+            (7, 0) => Some(Self::Rollback { number: value }),
             _ => None,
         }
     }
@@ -247,6 +265,14 @@ pub(crate) fn decode_table(header: &Header, bytes: &[u8]) -> Result<Vec<Entry>, 
     let (entries, _) = bytes.as_chunks::<ENTRY_BYTES>();
     let table: Option<Vec<_>> = entries.iter().map(|entry| Entry::decode(*entry)).collect();
     let table = table.ok_or(Malformed::Content)?;
+    let nodes = header.nodes_at() as u64..header.table_at() as u64;
+    let is_among_nodes = |entry: &Entry| match entry {
+        Entry::Take { record, .. } | Entry::Label { record, .. } => nodes.contains(record),
+        _ => true,
+    };
+    if !table.iter().all(is_among_nodes) {
+        return Err(Malformed::Content);
+    }
     let stored = table.iter().try_fold(0_u64, |sum, entry| match entry {
         Entry::Data { count, .. } => sum.checked_add(*count),
         _ => Some(sum),

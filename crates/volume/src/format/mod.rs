@@ -8,6 +8,7 @@ pub(crate) mod frame;
 pub(crate) mod head;
 #[cfg(test)]
 mod page;
+pub(crate) mod snapshot;
 pub(crate) mod store;
 
 /// An identity: of a store, a volume, a put.

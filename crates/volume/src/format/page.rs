@@ -2,8 +2,10 @@
 
 use super::extent::{ENTRY_BYTES, HEADER_BYTES, LEN_MAX, MAGIC, RawHeader, VERSION};
 use super::head::{self, HEAD_BYTES, HOST_LEN_MAX, RawHead};
+use super::snapshot::{RECORD_BYTES, RawRecord};
 use crate::place::{BLOCK_BYTES, Place};
 use crate::state::RawState;
+use mica_block::LABEL_BYTES_MAX;
 use std::mem::offset_of;
 
 const EXTENT: &str = include_str!("../../../../docs/formats/extent.md");
@@ -32,6 +34,7 @@ fn pages_have_the_constants_of_the_code() {
         (EXTENT, "ENTRY_BYTES", ENTRY_BYTES),
         (EXTENT, "LEN_MAX", LEN_MAX),
         (EXTENT, "UNIT_BYTES", Place::UNIT_BYTES),
+        (EXTENT, "LABEL_BYTES_MAX", LABEL_BYTES_MAX),
         (HEAD, "VERSION", head::VERSION as usize),
         (HEAD, "HEAD_BYTES", HEAD_BYTES),
         (HEAD, "HOST_LEN_MAX", HOST_LEN_MAX),
@@ -65,6 +68,10 @@ fn pages_have_the_layouts_of_the_code() {
         map snapshots len next_snapshot records time_ns map_height snapshots_height reserved
     };
     has_layout(EXTENT, &state, size_of::<RawState>());
+    let record = fields! { RawRecord:
+        number time_ns records len map map_height label_len reserved
+    };
+    has_layout(EXTENT, &record, RECORD_BYTES);
     let head = fields! { RawHead:
         magic version life host_len heir_len reserved number store volume nonce writer sequence reserved_too
         state time_ns host heir padding checksum

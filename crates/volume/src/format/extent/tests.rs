@@ -88,14 +88,26 @@ fn table_survives_and_has_to_fit_its_extent() {
         Entry::Nothing { first: 0, count: State::LEN_MAX / 4096 },
         Entry::Data { first: 1 << 30, count: 1 },
         Entry::Length { bytes: State::LEN_MAX },
+        Entry::Take { number: 1, record: header().nodes_at() as u64 },
+        Entry::Label { number: u64::MAX, record: header().table_at() as u64 - 16 },
+        Entry::Drop { number: 1 },
+        Entry::Rollback { number: 2 },
     ];
     let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.encode()).collect();
     let header = Header { entries: entries.len(), table_sum: crc32c(&bytes), ..header() };
     assert_eq!(decode_table(&header, &bytes), Ok(entries.to_vec()));
+    for record in [0, header.nodes_at() as u64 - 16, header.table_at() as u64] {
+        let mut bytes = bytes.clone();
+        bytes.extend(Entry::Take { number: 3, record }.encode());
+        let entries = entries.len() + 1;
+        let header = Header { entries, table_sum: crc32c(&bytes), ..header.clone() };
+        let refused = decode_table(&header, &bytes);
+        assert_eq!(refused, Err(Malformed::Content), "a record at {record}");
+    }
     let others = [
         (Header { blocks: 4, ..header.clone() }, Malformed::Content),
         (Header { table_sum: 1, ..header.clone() }, Malformed::Checksum),
-        (Header { entries: 5, ..header }, Malformed::Truncated),
+        (Header { entries: 9, ..header }, Malformed::Truncated),
     ];
     for (header, why) in others {
         assert_eq!(decode_table(&header, &bytes), Err(why));
@@ -105,10 +117,20 @@ fn table_survives_and_has_to_fit_its_extent() {
 #[test]
 fn entries_that_nobody_writes_are_refused() {
     let good = Entry::Data { first: 1, count: 1 }.encode();
-    for (at, byte) in [(15, 0), (15, 4), (15, 255), (8, 0), (7, 255), (14, 255)] {
+    for (at, byte) in [(15, 0), (15, 8), (15, 255), (8, 0), (7, 255), (14, 255)] {
         let mut bad = good;
         bad[at] = byte;
         assert_eq!(Entry::decode(bad), None, "{bad:?}");
+    }
+    for kind in 4..8 {
+        let mut bad = [0; ENTRY_BYTES];
+        bad[15] = kind;
+        assert_eq!(Entry::decode(bad), None, "no snapshot has the number 0");
+    }
+    for good in [Entry::Drop { number: 1 }, Entry::Rollback { number: 1 }] {
+        let mut bad = good.encode();
+        bad[8] = 1;
+        assert_eq!(Entry::decode(bad), None, "a count that means nothing: {bad:?}");
     }
 }
 

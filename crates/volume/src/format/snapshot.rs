@@ -1,0 +1,101 @@
+//! The record of a snapshot: a leaf of the tree of snapshots.
+//!
+//! docs/formats/extent.md specifies it.
+//!
+//! Invariants
+//! - I1 A record is framed and summed as a node is, and names a map that was written before it.
+//! - I2 Its label is one that a snapshot may have: people are shown it.
+
+use super::frame::Malformed;
+use crate::place::Place;
+use crate::state::{Root, State};
+use mica_block::{LABEL_BYTES_MAX, SnapshotInfo, check_label};
+use mica_map::{HEIGHT_MAX, NODE_HEADER_BYTES, Reference};
+use zerocopy::little_endian::U64;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Bytes of a record before its label.
+pub(super) const RECORD_BYTES: usize = size_of::<RawRecord>();
+/// Bytes that a record takes in an extent at most, with the frame of a node.
+pub(crate) const FRAMED_BYTES_MAX: usize = NODE_HEADER_BYTES + RECORD_BYTES + LABEL_BYTES_MAX;
+
+/// A snapshot as it is stored.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Record {
+    /// What people see of it.
+    pub(crate) info: SnapshotInfo,
+    /// The map that the volume had.
+    pub(crate) map: Root,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(super) struct RawRecord {
+    pub(super) number: U64,
+    pub(super) time_ns: U64,
+    pub(super) records: U64,
+    pub(super) len: U64,
+    pub(super) map: [u8; Place::BYTES],
+    pub(super) map_height: u8,
+    pub(super) label_len: u8,
+    pub(super) reserved: [u8; 6],
+}
+
+impl Record {
+    /// The payload of its node.
+    ///
+    /// # Panics
+    /// If the label is too long.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let info = &self.info;
+        let raw = RawRecord {
+            number: info.number.into(),
+            time_ns: info.time_ns.into(),
+            records: info.records.into(),
+            len: info.len.into(),
+            map: self.map.node.map_or([0; Place::BYTES], Place::to_bytes),
+            map_height: self.map.height,
+            label_len: u8::try_from(info.label.len()).expect("a label that was checked"),
+            reserved: [0; 6],
+        };
+        let mut bytes = raw.as_bytes().to_vec();
+        bytes.extend_from_slice(info.label.as_bytes());
+        bytes
+    }
+
+    /// The record with this payload, which was read at `at`.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(crate) fn decode(payload: &[u8], at: Place) -> Result<Self, Malformed> {
+        let (raw, label) =
+            RawRecord::read_from_prefix(payload).map_err(|_| Malformed::Truncated)?;
+        Self::of_raw(&raw, label, at).ok_or(Malformed::Content)
+    }
+
+    fn of_raw(raw: &RawRecord, label: &[u8], at: Place) -> Option<Self> {
+        let label = std::str::from_utf8(label).ok().filter(|label| check_label(label).is_ok())?;
+        let node = match raw.map {
+            none if none == [0; Place::BYTES] => None,
+            bytes => Some(Place::from_bytes(&bytes).filter(|node| at.may_name(*node))?),
+        };
+        let len = Some(raw.len.get()).filter(|len| State::is_len(*len))?;
+        let is_sound = raw.number.get() != 0
+            && raw.map_height <= HEIGHT_MAX
+            && usize::from(raw.label_len) == label.len()
+            && raw.reserved == [0; 6];
+        is_sound.then(|| Self {
+            info: SnapshotInfo {
+                number: raw.number.get(),
+                label: label.to_owned(),
+                time_ns: raw.time_ns.get(),
+                len,
+                records: raw.records.get(),
+            },
+            map: Root { node, height: raw.map_height },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;
