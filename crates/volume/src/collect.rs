@@ -32,10 +32,10 @@
 
 mod areas;
 mod claims;
-mod client;
-mod extents;
-mod mark;
-mod names;
+pub(crate) mod client;
+pub(crate) mod extents;
+pub(crate) mod mark;
+pub(crate) mod names;
 mod plan;
 mod sweep;
 

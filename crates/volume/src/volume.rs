@@ -11,6 +11,8 @@
 //! - I2 Extents are put by one task at a time, which runs to its end whoever waits for it.
 //! - I3 After a put that failed for good nothing is acknowledged: the volume is latched.
 
+mod rewrite;
+
 use crate::build::{Builder, Signature};
 use crate::heads::{End, Heads, Owned};
 use crate::known::Now;

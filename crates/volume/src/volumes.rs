@@ -1,6 +1,5 @@
 //! A store of volumes: which there are, and how one is opened.
 
-use crate::check::{Findings, check_map};
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::store::{self, STORE_BYTES};
@@ -20,7 +19,7 @@ pub struct Volumes {
     pub(crate) objects: Arc<dyn Objects>,
     environment: Environment,
     pub(crate) store: Id,
-    tree: Arc<Tree>,
+    pub(crate) tree: Arc<Tree>,
 }
 
 /// What there is to know of a volume without opening it.
@@ -148,15 +147,6 @@ impl Volumes {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
         Ok(VolumeInfo { name: name.clone(), state: head.state, open_on })
-    }
-
-    /// Reads everything that a volume's newest head names, and says what of it is damaged.
-    ///
-    /// # Errors
-    /// As [`Self::info`]; what the store reports, but damage.
-    pub async fn check(&self, name: &VolumeName) -> Result<Findings> {
-        let head = self.heads(name).newest().await?;
-        check_map(&*self.objects, &self.tree, head.state.map).await
     }
 
     /// Opens a volume for reading and writing.

@@ -156,16 +156,22 @@ impl Client {
 /// Requests that were begun, in order.
 pub(crate) struct InFlight<T> {
     tasks: VecDeque<Task<T>>,
+    max: usize,
 }
 
 impl<T: 'static> InFlight<T> {
     pub(crate) fn new() -> Self {
-        Self { tasks: VecDeque::new() }
+        Self::with_max(IN_FLIGHT_MAX)
+    }
+
+    /// At most `max` at a time.
+    pub(crate) fn with_max(max: usize) -> Self {
+        Self { tasks: VecDeque::new(), max }
     }
 
     /// Begins `request`; if there are as many as there may be, waits for the oldest first.
     pub(crate) async fn push(&mut self, request: impl Future<Output = T> + 'static) -> Option<T> {
-        let done = if self.tasks.len() >= IN_FLIGHT_MAX { self.next().await } else { None };
+        let done = if self.tasks.len() >= self.max { self.next().await } else { None };
         self.tasks.push_back(spawn(request));
         done
     }

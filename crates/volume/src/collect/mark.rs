@@ -129,6 +129,11 @@ impl Parts {
         self.blocks.get(index / 64).is_some_and(|word| word >> (index % 64) & 1 == 1)
     }
 
+    /// How many blocks.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.block_count.into()
+    }
+
     /// How many bytes.
     pub(crate) fn bytes(&self) -> u64 {
         u64::from(self.block_count) * BLOCK_BYTES as u64 + self.node_bytes

@@ -88,8 +88,11 @@ async fn read_names(client: &Client, store: Id, before: &[Arc<Named>]) -> Result
     Ok(all)
 }
 
-/// The highest head of `name`; `None` if it has none.
-async fn read_name(
+/// The highest head of `name`; `None` if it has none. `known` is one that need not be read again.
+///
+/// # Errors
+/// As [`stable_names`].
+pub(crate) async fn read_name(
     client: &Client,
     store: Id,
     name: &VolumeName,
