@@ -35,17 +35,25 @@ pub(crate) async fn find(client: &Client) -> Result<Claims> {
             below.push(claim);
         }
     }
-    let Some(boundary) = last.and_then(Writer::next) else {
-        return Ok(Claims { boundary: None, below: Vec::new() });
-    };
+    let (mut boundaries, mut highest) = (Vec::new(), None);
     for entry in client.list(&names::boundaries()).await? {
         let writer = Writer::from_boundary(entry.name());
-        let writer = writer.ok_or_else(|| stranger(entry.name(), objects, "boundary"))?;
-        if writer < boundary {
-            below.push(entry.name().clone());
+        highest = Some(writer.ok_or_else(|| stranger(entry.name(), objects, "boundary"))?);
+        boundaries.push(entry.name().clone());
+    }
+    match last.and_then(Writer::next) {
+        Some(next) if highest.is_none_or(|highest| highest < next) => {
+            below.extend(boundaries);
+            Ok(Claims { boundary: Some(next), below })
+        }
+        // Others deleted claims above these; or the last number there is was claimed.
+        _ => {
+            below.retain(|claim| Writer::from_claim(claim) < highest);
+            boundaries.pop();
+            below.extend(boundaries);
+            Ok(Claims { boundary: None, below })
         }
     }
-    Ok(Claims { boundary: Some(boundary), below })
 }
 
 impl Claims {

@@ -4,7 +4,7 @@ use super::*;
 
 /// Seeds that are tried: `MICA_COLLECT_SEEDS` for more.
 fn seeds() -> u64 {
-    std::env::var("MICA_COLLECT_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(150)
+    std::env::var("MICA_COLLECT_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(60)
 }
 
 /// Volumes that are written, taken over, closed, deleted and made again, each by one task that

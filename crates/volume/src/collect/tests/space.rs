@@ -4,8 +4,8 @@ use super::*;
 use crate::place::BLOCK_BYTES;
 
 /// Blocks of the disk, and of a round of writing.
-const DISK: u64 = 20_000;
-const ROUND: u64 = 6_000;
+const DISK: u64 = 12_000;
+const ROUND: u64 = 4_000;
 
 /// Random overwrites for many rounds, with a collection and a compaction after each: in the end the
 /// store has at most a quarter more than what is alive.
@@ -24,7 +24,7 @@ async fn age(punch: bool) {
     let mut model = vec![0_u8; DISK as usize];
     let options = CollectOptions { punch, ..CollectOptions::default() };
     let mut written = 0;
-    for round in 0..14_u8 {
+    for round in 0..8_u8 {
         let volume = open(&volumes, "web").await;
         for number in 0..if round == 0 { DISK } else { ROUND } {
             let block = if round == 0 { number } else { rng.below(DISK) };
