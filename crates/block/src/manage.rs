@@ -5,6 +5,7 @@
 
 use crate::{Disk, Error, ErrorKind, LocalFuture, ManageSnapshots, Result, StoreIdentity};
 use mica_units::{LayerNumber, SECTOR_BYTES};
+use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -31,7 +32,7 @@ pub trait Manage: Disk {
     fn latch(&self) -> Option<Error>;
 
     /// Which promise of this disk does not hold now, and why; `None` if all hold.
-    fn weakness(&self) -> Option<&'static str>;
+    fn weakness(&self) -> Option<Cow<'static, str>>;
 
     /// What writing has cost.
     fn write_stats(&self) -> WriteStats;
@@ -56,6 +57,12 @@ pub trait Manage: Disk {
 
     /// The snapshots of a volume; `None` of a disk that has none of its own.
     fn snapshots(&self) -> Option<&dyn ManageSnapshots>;
+
+    /// Does what the disk has to do by itself while it is open: putting what was written into a
+    /// store of objects before somebody asks for it. Returns when the disk is closed or latched,
+    /// and at once if it never has such work. Called once, by its owner, in a task of its own; all
+    /// promises of [`Disk`] hold without it, too.
+    fn tend(&self) -> LocalFuture<'_, ()>;
 }
 
 /// The index of a chain, which the sidecars of its layers hold.

@@ -2,6 +2,7 @@
 
 use mica_block::{Error, ErrorKind, Manage, MapStats, Result, WriteStats};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// What a closed disk still shows of itself, also in another process.
@@ -26,7 +27,7 @@ pub(crate) struct Figures {
     pub(crate) len: u64,
     /// Whether it is writable, or was until it was closed.
     pub(crate) is_writable: bool,
-    pub(crate) weakness: Option<&'static str>,
+    pub(crate) weakness: Option<Cow<'static, str>>,
     /// Why it acknowledges no more writes, if so.
     pub(crate) latch: Option<Error>,
     pub(crate) layers: usize,

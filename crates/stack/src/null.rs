@@ -9,6 +9,7 @@ use mica_block::{
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, LayerNumber, SECTOR_BYTES};
+use std::borrow::Cow;
 use std::path::PathBuf;
 
 /// A disk of zeros.
@@ -108,7 +109,7 @@ impl Manage for NullDisk {
         None
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         None
     }
 
@@ -142,5 +143,9 @@ impl Manage for NullDisk {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }

@@ -14,6 +14,7 @@ use mica_block::{
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -290,7 +291,7 @@ impl Manage for RawDisk {
         writer.check_latch(&*self.store).err()
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         None
     }
 
@@ -326,6 +327,10 @@ impl Manage for RawDisk {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }
 

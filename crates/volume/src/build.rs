@@ -102,9 +102,11 @@ impl Builder {
         self.forget_old_records(id);
         for segment in segments {
             self.apply(tree, segment, &mut content).await?;
-            for cut in &segment.cuts {
+            for (index, cut) in segment.cuts.iter().enumerate() {
+                self.state.records = segment.records_before(index);
                 self.cut(tree, cut, &mut content).await?;
             }
+            self.state.records = segment.records;
         }
         self.state.map = self.map.write(|directory| content.push_node(tree, directory));
         self.state.snapshots = self.snapshots.write(|directory| content.push_node(tree, directory));
@@ -133,12 +135,7 @@ impl Builder {
         if segment.len != self.state.len {
             content.entries.push(Entry::Length { bytes: segment.len });
         }
-        self.state = State {
-            len: segment.len,
-            records: segment.records,
-            time_ns: segment.time_ns,
-            ..self.state
-        };
+        self.state = State { len: segment.len, time_ns: segment.time_ns, ..self.state };
         Ok(())
     }
 }

@@ -13,6 +13,9 @@
 //!   that lost claims another.
 //! - I4 A fence is never deleted, and no writer's number is used again.
 
+mod clone;
+mod counting;
+
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::extent::{Header, Kind};
@@ -129,6 +132,11 @@ impl Heads {
     /// # Errors
     /// `Invalid` if there is one of this name; otherwise what the store reports.
     pub(crate) async fn create(&self, state: State) -> Result<Head> {
+        self.begin(Life::Closed, state).await
+    }
+
+    /// Makes the volume, whose first head is as said.
+    async fn begin(&self, life: Life, state: State) -> Result<Head> {
         let volume = self.environment.random();
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
@@ -138,7 +146,7 @@ impl Heads {
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
             let number = before.map_or(0, |head| head.number + 1);
-            let head = self.head(number, volume, Life::Closed, state);
+            let head = self.head(number, volume, life, state);
             if self.put_highest(&head).await? {
                 return Ok(head);
             }
@@ -153,7 +161,7 @@ impl Heads {
     /// otherwise what `legacy` or the store reports.
     pub(crate) async fn open(&self, claimed: Claimed, legacy: &mut impl Legacy) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
-            let before = self.newest().await?;
+            let before = self.ready().await?;
             if claimed == Claimed::Refuse && !legacy.is_of(&before) {
                 self.check_free(&before)?;
             }
@@ -338,7 +346,7 @@ impl Heads {
     }
 
     /// That nobody has the volume, and it is not meant for another host.
-    fn check_free(&self, head: &Head) -> Result<()> {
+    pub(crate) fn check_free(&self, head: &Head) -> Result<()> {
         match head.life {
             Life::Open { writer, .. } => Err(self.in_use(head, writer)),
             Life::HandedOver if head.heir != host_name(self.environment.host()) => {
@@ -348,7 +356,7 @@ impl Heads {
                 );
                 Err(Error::new(ErrorKind::Denied, what))
             }
-            Life::HandedOver | Life::Closed | Life::Deleted => Ok(()),
+            Life::HandedOver | Life::Closed | Life::Deleted | Life::Pinned => Ok(()),
         }
     }
 

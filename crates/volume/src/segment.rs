@@ -58,7 +58,23 @@ pub(crate) enum Cut {
     },
 }
 
+impl Cut {
+    /// The snapshot that it is about.
+    pub(crate) fn number(&self) -> u64 {
+        let (Self::Take { number, .. }
+        | Self::Drop { number }
+        | Self::Label { number, .. }
+        | Self::Rollback { number }) = self;
+        *number
+    }
+}
+
 impl Segment {
+    /// `State::records` before its cut `index`: each is a record.
+    pub(crate) fn records_before(&self, index: usize) -> u64 {
+        self.records - (self.cuts.len() - index) as u64
+    }
+
     /// What it takes of [`WEIGHT_MAX`].
     pub(crate) fn weight(&self) -> usize {
         self.batch.weight() + self.cuts.len()

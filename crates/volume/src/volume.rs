@@ -31,6 +31,7 @@ use mica_block::{
 use mica_rt::sync::SharedLock;
 use mica_rt::{Buf, spawn};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -422,7 +423,7 @@ impl Manage for Volume {
         self.shared.now().latch.clone()
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         None
     }
 
@@ -465,6 +466,10 @@ impl Manage for Volume {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }
 

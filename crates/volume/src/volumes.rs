@@ -1,7 +1,12 @@
 //! A store of volumes: which there are, and how one is opened.
 
+mod clone;
+mod diff;
+mod snapshots;
+
 use crate::environment::Environment;
 use crate::format::Id;
+use crate::format::head::Life;
 use crate::format::store::{self, STORE_BYTES};
 use crate::heads::{Claimed, Heads, NoLegacy};
 use crate::names::{self, VolumeName};
@@ -31,6 +36,8 @@ pub struct VolumeInfo {
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
     pub open_on: Option<String>,
+    /// Whether it can be opened: a clone cannot before it is finished.
+    pub is_ready: bool,
 }
 
 impl Volumes {
@@ -146,7 +153,8 @@ impl Volumes {
     pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
-        Ok(VolumeInfo { name: name.clone(), state: head.state, open_on })
+        let is_ready = head.life != Life::Pinned;
+        Ok(VolumeInfo { name: name.clone(), state: head.state, open_on, is_ready })
     }
 
     /// Opens a volume for reading and writing.
@@ -159,13 +167,15 @@ impl Volumes {
         Ok(Volume::writable(Arc::clone(&self.tree), heads, owned))
     }
 
-    /// Opens the state of a volume that its newest head has, for reading. It stays as it is.
+    /// Opens what is in the store of a volume now, for reading. It stays as it is, whatever is
+    /// written meanwhile. Who reads for long makes a clone first: what the volume itself does not
+    /// name any more is collected.
     ///
     /// # Errors
     /// As [`Self::info`].
     pub async fn open_readable(&self, name: &VolumeName) -> Result<Volume> {
         let heads = self.heads(name);
-        let state = heads.newest().await?.state;
+        let (_, state) = heads.counting().await?;
         Ok(Volume::readable(Arc::clone(&self.tree), heads, state))
     }
 

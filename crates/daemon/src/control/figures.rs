@@ -7,6 +7,7 @@ use crate::served::Served;
 use crate::stats::Totals;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
+use std::borrow::Cow;
 
 /// `/v1/status`
 pub(super) fn status(sources: &Sources) -> Value {
@@ -95,7 +96,7 @@ struct Brief {
     failure: Option<String>,
     latch: Option<String>,
     device_error: Option<&'static str>,
-    weakness: Option<&'static str>,
+    weakness: Option<Cow<'static, str>>,
 }
 
 impl Brief {

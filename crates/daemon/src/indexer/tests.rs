@@ -8,6 +8,7 @@ use mica_rt::sync::Notify;
 use mica_serve::Workers;
 use mica_stack::NullDisk;
 use mica_units::{GuestRange, LayerNumber};
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -91,7 +92,7 @@ impl Manage for FakeChain {
         self.disk.close()
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         None
     }
 
@@ -129,6 +130,10 @@ impl Manage for FakeChain {
 
     fn snapshots(&self) -> Option<&dyn mica_block::ManageSnapshots> {
         None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }
 

@@ -6,6 +6,7 @@ use mica_block::{
     SealState, StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
+use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -31,8 +32,8 @@ impl Manage for Chain {
         self.writer.load().as_ref()?.latch()
     }
 
-    fn weakness(&self) -> Option<&'static str> {
-        self.writer.load().as_ref()?.weakness()
+    fn weakness(&self) -> Option<Cow<'static, str>> {
+        self.writer.load().as_ref()?.weakness().map(Cow::Borrowed)
     }
 
     fn write_stats(&self) -> WriteStats {
@@ -67,6 +68,10 @@ impl Manage for Chain {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }
 

@@ -13,6 +13,7 @@ use mica_rt::{Backend, Buf, Executor};
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random, loss_at_random};
 use mica_sim::{ChangeFault, ModelDisk, Operation, World, scenario};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -221,7 +222,7 @@ impl Manage for Raw {
         None
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         None
     }
 
@@ -255,6 +256,10 @@ impl Manage for Raw {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }
 

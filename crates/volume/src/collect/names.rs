@@ -35,7 +35,7 @@ impl Named {
 
     /// Whether what it names may be missing: it is a clone that is not ready.
     pub(crate) fn is_pinned(&self) -> bool {
-        false
+        self.head.life == Life::Pinned
     }
 
     /// All of this writer from this extent on counts, too.

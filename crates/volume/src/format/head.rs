@@ -33,6 +33,8 @@ pub(crate) enum Life {
     },
     /// It is gone, and its name may be used again.
     Deleted,
+    /// A clone that is not ready: collectors keep what its state names, and nobody opens it.
+    Pinned,
     /// As closed, but meant for the host that [`Head::heir`] names.
     HandedOver,
 }
@@ -89,7 +91,7 @@ impl Head {
     pub(crate) fn writer(&self) -> Option<Writer> {
         match self.life {
             Life::Open { writer, .. } => Some(writer),
-            Life::Closed | Life::Deleted | Life::HandedOver => None,
+            Life::Closed | Life::Deleted | Life::Pinned | Life::HandedOver => None,
         }
     }
 
@@ -102,6 +104,7 @@ impl Head {
             Life::Closed => (0, 0, 0),
             Life::Open { writer, sequence } => (1, writer.number(), sequence),
             Life::Deleted => (2, 0, 0),
+            Life::Pinned => (3, 0, 0),
             Life::HandedOver => (4, 0, 0),
         };
         let ((host, host_len), (heir, heir_len)) = (padded(&self.host), padded(&self.heir));
@@ -157,6 +160,7 @@ impl Head {
                     sequence: raw.sequence.get(),
                 },
                 2 => Life::Deleted,
+                3 => Life::Pinned,
                 4 => Life::HandedOver,
                 _ => return None,
             },
@@ -196,7 +200,8 @@ mod tests {
 
     #[test]
     fn head_survives_in_each_life() {
-        let heads = [Life::Closed, head().life, Life::Deleted].map(|life| Head { life, ..head() });
+        let heads = [Life::Closed, head().life, Life::Deleted, Life::Pinned]
+            .map(|life| Head { life, ..head() });
         let heir = "host-2".to_owned();
         let handed = Head { life: Life::HandedOver, heir, ..head() };
         for head in heads.into_iter().chain([handed]) {

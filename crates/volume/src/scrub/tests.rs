@@ -97,6 +97,37 @@ fn damage_anywhere_is_found_and_named() {
     });
 }
 
+/// What only a snapshot has is read, too, and named with it.
+#[test]
+fn damage_of_a_snapshot_is_named_with_the_snapshot() {
+    run(async {
+        let objects = store().await;
+        let volumes = volumes(&objects).await;
+        let a = VolumeName::new("a").expect("a name");
+        let taken = volumes.take_snapshot(&a, "before").await.expect("taken");
+        let volume = volumes.open_volume(&a, Claimed::Refuse).await.expect("open");
+        let old = objects.contents();
+        let at = GuestOffset::new(40 * BLOCK_BYTES as u64);
+        volume.write(at, Buf::from_slice(&[8; BLOCK_BYTES])).await.0.expect("written");
+        volume.close().await.expect("closed");
+        let sound = volumes.check(&a, &mut |_| ()).await.expect("checked");
+        assert_eq!((sound.blocks, sound.snapshots, sound.damaged_count), (4, 1, 0));
+        let mut lines = Vec::new();
+        for (extent, content) in old.iter().filter(|(name, _)| name.as_str().contains("extents")) {
+            if content.len() > HEADER_BYTES + BLOCK_BYTES {
+                let bad = changed(&objects, extent, HEADER_BYTES).await;
+                let found = self::volumes(&bad).await.check(&a, &mut |_| ()).await;
+                lines.extend(found.expect("checked").damaged);
+            }
+        }
+        let number = taken.number;
+        let only = format!("a@{number}: 4096 bytes at {} of the disk", 40 * BLOCK_BYTES);
+        assert!(lines.iter().any(|line| line.starts_with(&only)), "{lines:?}");
+        let both = lines.iter().filter(|line| line.contains("4096 bytes at 0 of the disk"));
+        assert_eq!(both.count(), 2, "the volume and its snapshot: {lines:?}");
+    });
+}
+
 #[test]
 fn missing_extent_is_found_with_all_that_it_had() {
     run(async {

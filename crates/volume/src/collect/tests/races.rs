@@ -1,6 +1,7 @@
 //! Collectors beside everything else that is done in a store.
 
 use super::*;
+use mica_block::Which;
 
 /// Seeds that are tried: `MICA_COLLECT_SEEDS` for more.
 fn seeds() -> u64 {
@@ -69,6 +70,7 @@ async fn drive(memory: MemoryObjects, text: &'static str, seed: u64) {
         volumes.create(&name(text), LEN).await.expect("made");
         let mut model = vec![0; BLOCKS as usize];
         let mut last: Option<Volume> = None;
+        let mut snapshots: Vec<(u64, Vec<u8>)> = Vec::new();
         for round in 0..4 {
             // A cache of its own: what is read is in the store.
             let volumes = self::volumes(&memory, "driver").await;
@@ -92,8 +94,9 @@ async fn drive(memory: MemoryObjects, text: &'static str, seed: u64) {
             let volumes = self::volumes(&memory, "reader").await;
             let found = volumes.check(&name(text), &mut |_| ()).await.expect("checked");
             assert_eq!(found.damaged, Vec::<String>::new(), "seed {seed}, round {round}");
-            if rng.percent(50) {
+            if rng.percent(70) {
                 volume.close().await.expect("closed");
+                cut(&volumes, text, &mut rng, &mut model, &mut snapshots).await;
             } else {
                 last = Some(volume);
             }
@@ -102,4 +105,53 @@ async fn drive(memory: MemoryObjects, text: &'static str, seed: u64) {
             volumes.delete(&name(text), Claimed::TakeOver).await.expect("deleted");
         }
     }
+}
+
+/// Takes and drops snapshots of a volume that is closed, rolls it back, and clones it, at random;
+/// all snapshots have what they had.
+async fn cut(
+    volumes: &Volumes,
+    text: &str,
+    rng: &mut Rng,
+    model: &mut Vec<u8>,
+    snapshots: &mut Vec<(u64, Vec<u8>)>,
+) {
+    let name = name(text);
+    if rng.percent(70) {
+        let taken = volumes.take_snapshot(&name, "").await.expect("taken");
+        snapshots.push((taken.number, model.clone()));
+    }
+    if rng.percent(40) && !snapshots.is_empty() {
+        let (number, content) = snapshots[index(rng, snapshots.len())].clone();
+        volumes.rollback(&name, &Which::Number(number)).await.expect("rolled back");
+        *model = content;
+    }
+    if rng.percent(50) && !snapshots.is_empty() {
+        let (number, content) = snapshots[index(rng, snapshots.len())].clone();
+        let copy = self::name(&format!("{text}-copy"));
+        let which = Which::Number(number);
+        volumes.clone_volume(&name, Some(&which), &copy).await.expect("cloned");
+        if rng.percent(50) {
+            volumes.drop_snapshot(&name, &which).await.expect("dropped");
+            snapshots.retain(|(other, _)| *other != number);
+        }
+        sleep(Duration::from_millis(rng.below(60))).await;
+        let volume = open(volumes, copy.as_str()).await;
+        assert_eq!(read(&volume, 0, BLOCKS).await, content, "a clone of {text}@{number}");
+        write(&volume, 0, 3).await;
+        volume.flush().await.expect("flushed");
+        volumes.delete(&copy, Claimed::TakeOver).await.expect("deleted");
+    }
+    if rng.percent(30) && !snapshots.is_empty() {
+        let (number, _) = snapshots.remove(index(rng, snapshots.len()));
+        volumes.drop_snapshot(&name, &Which::Number(number)).await.expect("dropped");
+    }
+    for (number, content) in snapshots {
+        let snapshot = volumes.open_snapshot(&name, &Which::Number(*number)).await.expect("open");
+        assert_eq!(read(&snapshot, 0, BLOCKS).await, *content, "{text}@{number}");
+    }
+}
+
+fn index(rng: &mut Rng, len: usize) -> usize {
+    usize::try_from(rng.below(len as u64)).expect("small")
 }

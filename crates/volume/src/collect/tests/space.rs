@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::place::BLOCK_BYTES;
+use mica_block::Which;
 
 /// Blocks of the disk, and of a round of writing.
 const DISK: u64 = 12_000;
@@ -11,12 +12,18 @@ const ROUND: u64 = 4_000;
 /// store has at most a quarter more than what is alive.
 #[test]
 fn volume_that_is_overwritten_for_long_takes_a_quarter_more_than_it_has() {
-    for can_punch in [false, true] {
-        run(1, age(can_punch));
-    }
+    run(1, age(false, false));
+    run(1, age(true, false));
 }
 
-async fn age(punch: bool) {
+/// The same with three snapshots, of which the oldest is dropped in each round: where a store can
+/// give back parts of extents.
+#[test]
+fn snapshots_that_come_and_go_leave_no_holes() {
+    run(1, age(true, true));
+}
+
+async fn age(punch: bool, has_snapshots: bool) {
     let objects = MemoryObjects::new("memory");
     let volumes = volumes(&objects, "host-1").await;
     volumes.create(&name("web"), DISK * BLOCK).await.expect("made");
@@ -32,6 +39,13 @@ async fn age(punch: bool) {
             model[usize::try_from(block).expect("small")] = round + 1;
         }
         volume.close().await.expect("closed");
+        if has_snapshots {
+            let taken = volumes.take_snapshot(&name("web"), "").await.expect("taken");
+            if let Some(old) = taken.number.checked_sub(3).filter(|old| *old > 0) {
+                let dropped = volumes.drop_snapshot(&name("web"), &Which::Number(old)).await;
+                dropped.expect("dropped");
+            }
+        }
         let before = volumes.collect(options, &mut |_| ()).await.expect("collected");
         for sparse in &before.sparse {
             written += volumes.compact(sparse).await.expect("compacted");
@@ -41,7 +55,7 @@ async fn age(punch: bool) {
         let stored = objects.stored_bytes();
         assert!(after.live_bytes >= live);
         println!(
-            "punch {punch}, round {round}: {:.3} of the guest's, {:.3} of what is alive, \
+            "punch {punch}, snapshots {has_snapshots}, round {round}: {:.3} of the guest's, {:.3} of what is alive, \
              {written} blocks written again",
             stored as f64 / live as f64,
             stored as f64 / after.live_bytes as f64,

@@ -1,0 +1,62 @@
+//! The beginning of a clone: its heads, until it is a volume as any other.
+//!
+//! ```text
+//! pinned: a root for collectors, which nobody opens ─▶ closed: the source still had the snapshot
+//!                                                   └▶ deleted: it may have been collected
+//! ```
+
+use super::Heads;
+use crate::format::head::{Head, Life};
+use crate::state::State;
+use mica_block::{Error, ErrorKind, Result};
+
+impl Heads {
+    /// Puts the first head of a clone that has `state`. Who does has to look back at the source,
+    /// and then to [`Self::unpin`] it.
+    ///
+    /// # Errors
+    /// `Invalid` if there is a volume of this name; otherwise what the store reports.
+    pub(crate) async fn pin(&self, state: State) -> Result<Head> {
+        self.begin(Life::Pinned, state).await
+    }
+
+    /// Makes a volume of a pinned clone, if the source still had what it was made of, or otherwise
+    /// deletes it.
+    ///
+    /// # Errors
+    /// `NotFound` if others deleted it meanwhile; otherwise what the store reports.
+    pub(crate) async fn unpin(&self, pinned: &Head, is_good: bool) -> Result<()> {
+        let life = if is_good { Life::Closed } else { Life::Deleted };
+        let head = self.head(pinned.number + 1, pinned.volume, life, pinned.state);
+        if self.put_highest(&head).await? || !is_good {
+            return Ok(());
+        }
+        // Others may have it open already, or have done the same.
+        let newest = self.newest_of_any_life().await?;
+        let is_ours = newest.is_some_and(|newest| {
+            newest.volume == pinned.volume && !matches!(newest.life, Life::Pinned | Life::Deleted)
+        });
+        if is_ours {
+            return Ok(());
+        }
+        let what = format!("volume {} was deleted while it was made", self.name.as_str());
+        Err(Error::new(ErrorKind::NotFound, what))
+    }
+
+    /// The newest head of a volume that is more than a beginning.
+    ///
+    /// # Errors
+    /// As [`Self::newest`]; `Denied` if it is a clone that is not ready.
+    pub(crate) async fn ready(&self) -> Result<Head> {
+        let head = self.newest().await?;
+        if head.life != Life::Pinned {
+            return Ok(head);
+        }
+        let (name, host) = (self.name.as_str(), &head.host);
+        let what = format!(
+            "volume {name} is a clone that {host} has not finished: if that does not go on, \
+             delete it and clone again"
+        );
+        Err(Error::new(ErrorKind::Denied, what))
+    }
+}

@@ -1,0 +1,83 @@
+//! What counts of a volume, for those who only read it: nobody is fenced.
+
+use super::{Heads, ROUNDS_MAX};
+use crate::format::extent::Kind;
+use crate::format::head::{Head, Life};
+use crate::place::ExtentId;
+use crate::put::last_in;
+use crate::state::State;
+use mica_block::{ErrorKind, Result};
+
+impl Heads {
+    /// The newest head, and the state that counts: the head's, with the extents that its writer put
+    /// since.
+    ///
+    /// # Errors
+    /// As [`Self::ready`].
+    pub(crate) async fn counting(&self) -> Result<(Head, State)> {
+        for _ in 0..ROUNDS_MAX {
+            let head = self.ready().await?;
+            let Some(state) = self.last_state(&head).await? else {
+                return Ok((head.clone(), head.state));
+            };
+            // Otherwise extents may have been missing that others collected.
+            if self.is_newest(&head).await? {
+                return Ok((head, state));
+            }
+        }
+        Err(self.too_busy())
+    }
+
+    /// Does `act` with what counts; once more if something was missing that others collected.
+    ///
+    /// # Errors
+    /// As [`Self::counting`] and `act`.
+    pub(crate) async fn with_counting<T>(
+        &self,
+        act: impl AsyncFn(&Head, &State) -> Result<T>,
+    ) -> Result<T> {
+        for _ in 0..ROUNDS_MAX {
+            let (head, state) = self.counting().await?;
+            match act(&head, &state).await {
+                Err(error)
+                    if error.kind() == ErrorKind::Corrupt && !self.is_newest(&head).await? => {}
+                outcome => return outcome,
+            }
+        }
+        Err(self.too_busy())
+    }
+
+    /// As [`Self::with_counting`], with the head's state.
+    ///
+    /// # Errors
+    /// As [`Self::ready`] and `act`.
+    pub(crate) async fn with_head<T>(&self, act: impl AsyncFn(&Head) -> Result<T>) -> Result<T> {
+        for _ in 0..ROUNDS_MAX {
+            let head = self.ready().await?;
+            match act(&head).await {
+                Err(error)
+                    if error.kind() == ErrorKind::Corrupt && !self.is_newest(&head).await? => {}
+                outcome => return outcome,
+            }
+        }
+        Err(self.too_busy())
+    }
+
+    async fn is_newest(&self, head: &Head) -> Result<bool> {
+        let last = last_in(&*self.objects, &self.name.folder()).await?;
+        Ok(last.is_some_and(|last| last == self.name.head(head.number)))
+    }
+
+    /// The state after all extents of the writer of `head`; `None` if it has none.
+    async fn last_state(&self, head: &Head) -> Result<Option<State>> {
+        let Life::Open { writer, sequence } = head.life else { return Ok(None) };
+        let mut state = head.state;
+        for sequence in sequence..=u32::MAX {
+            match self.extent(ExtentId { writer, sequence }, head.volume).await? {
+                Some(extent) if extent.kind == Kind::Extent => state = extent.state,
+                Some(_) | None => break,
+            }
+        }
+        Ok(Some(state))
+    }
+}

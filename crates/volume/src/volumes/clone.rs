@@ -1,0 +1,131 @@
+//! Clones: volumes that begin with what another has.
+//!
+//! Invariants
+//! - I1 Nothing is copied: a clone costs some requests, whatever its size.
+//! - I2 A clone is ready only if its source still had what it is made of after the clone's first
+//!   head was there, which keeps it from collectors: so nothing of it was collected.
+
+use super::Volumes;
+use crate::format::Id;
+use crate::format::head::{Head, Life};
+use crate::heads::Heads;
+use crate::names::VolumeName;
+use crate::snapshots::{find, missing};
+use crate::state::State;
+use mica_block::{Error, ErrorKind, Result, Which};
+use mica_rt::sleep;
+use std::time::Duration;
+
+/// How often it is looked whether the head of an open volume has a snapshot that was just taken,
+/// and the pause between: its writer puts one soon.
+const LOOKS_MAX: usize = 20;
+const LOOK_PAUSE: Duration = Duration::from_millis(100);
+
+/// What a clone is made of.
+struct Origin {
+    /// The source.
+    volume: Id,
+    /// Its snapshot; `None` if it is what the source itself has.
+    number: Option<u64>,
+    /// The first state of the clone.
+    state: State,
+}
+
+impl Volumes {
+    /// Makes `target`, a volume that begins with what a snapshot of `source` has, or `source`
+    /// itself, which nobody must have open then.
+    ///
+    /// # Errors
+    /// `NotFound` if there is no such volume or snapshot; `Denied` if the source is open and no
+    /// snapshot is named, or was changed meanwhile; `Invalid` if there is a volume `target`;
+    /// otherwise what the store reports.
+    pub async fn clone_volume(
+        &self,
+        source: &VolumeName,
+        which: Option<&Which>,
+        target: &VolumeName,
+    ) -> Result<()> {
+        let (heads, clone) = (self.heads(source), self.heads(target));
+        let origin = self.origin(&heads, which).await?;
+        let pinned = clone.pin(origin.state).await?;
+        let is_there = self.still_has(&heads, &origin).await;
+        clone.unpin(&pinned, matches!(is_there, Ok(true))).await?;
+        if is_there? {
+            return Ok(());
+        }
+        let what = format!(
+            "volume {} was changed while it was cloned, and does not have what was to be cloned \
+             any more",
+            source.as_str()
+        );
+        Err(Error::new(ErrorKind::Denied, what))
+    }
+
+    async fn origin(&self, heads: &Heads, which: Option<&Which>) -> Result<Origin> {
+        for _ in 0..LOOKS_MAX {
+            let found = heads.with_counting(async |head, state| match which {
+                Some(which) => self.snapshot(heads, head, state, which).await,
+                None => whole(heads, head).map(Some),
+            });
+            if let Some(origin) = found.await? {
+                return Ok(origin);
+            }
+            sleep(LOOK_PAUSE).await;
+        }
+        let what = format!(
+            "the snapshot is not in a head of volume {} yet: try again",
+            heads.name.as_str()
+        );
+        Err(Error::new(ErrorKind::Io, what))
+    }
+
+    /// The snapshot `which` of a volume that has `state`, if `head` has it, too; `None` if a head
+    /// will have it soon.
+    async fn snapshot(
+        &self,
+        heads: &Heads,
+        head: &Head,
+        state: &State,
+        which: &Which,
+    ) -> Result<Option<Origin>> {
+        let record = find(&self.tree, state.snapshots, which).await?;
+        let record = record.ok_or_else(|| missing(heads.name.as_str(), which))?;
+        let number = record.info.number;
+        let in_head = find(&self.tree, head.state.snapshots, &Which::Number(number)).await?;
+        Ok(in_head.map(|record| Origin {
+            volume: head.volume,
+            number: Some(number),
+            state: State::of_snapshot(&record),
+        }))
+    }
+
+    /// Whether the source still has `origin`.
+    async fn still_has(&self, heads: &Heads, origin: &Origin) -> Result<bool> {
+        let there = heads.with_head(async |head| {
+            if head.volume != origin.volume {
+                return Ok(false);
+            }
+            let Some(number) = origin.number else {
+                let (now, then) = (head.state, origin.state);
+                return Ok((now.map, now.len) == (then.map, then.len));
+            };
+            let found = find(&self.tree, head.state.snapshots, &Which::Number(number)).await?;
+            Ok(found.is_some_and(|record| record.map == origin.state.map))
+        });
+        match there.await {
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound) => Ok(false),
+            outcome => outcome,
+        }
+    }
+}
+
+/// What a volume itself has.
+fn whole(heads: &Heads, head: &Head) -> Result<Origin> {
+    if let Life::Open { .. } = head.life {
+        let (name, host) = (heads.name.as_str(), &head.host);
+        let what = format!("volume {name} is open on {host}: take a snapshot, and clone that");
+        return Err(Error::new(ErrorKind::Denied, what));
+    }
+    let state = State { map: head.state.map, ..State::empty(head.state.len) };
+    Ok(Origin { volume: head.volume, number: None, state })
+}

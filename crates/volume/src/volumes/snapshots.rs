@@ -1,0 +1,175 @@
+//! The snapshots of volumes that nobody has open, and what there is to read of any.
+//!
+//! What changes a volume is done as a writer does it: claim, head, extent, head. So nothing is new
+//! to the other hosts, or to the protocol.
+
+use super::Volumes;
+use crate::build::{Builder, Signature};
+use crate::heads::{Claimed, End, NoLegacy};
+use crate::names::VolumeName;
+use crate::place::ExtentId;
+use crate::put::{Patience, put};
+use crate::recent::Batch;
+use crate::segment::{Cut, Segment};
+use crate::snapshots::{all, check_new_label, find, missing};
+use crate::state::State;
+use crate::tree::Tree;
+use crate::volume::Volume;
+use mica_block::{Put, Result, SnapshotInfo, Which, check_label};
+use std::sync::Arc;
+
+impl Volumes {
+    /// The snapshots of a volume, by number. Of one that a writer has open these are all that are
+    /// in the store.
+    ///
+    /// # Errors
+    /// `NotFound` if there is no such volume; otherwise what the store reports.
+    pub async fn snapshots(&self, name: &VolumeName) -> Result<Vec<SnapshotInfo>> {
+        let heads = self.heads(name);
+        let infos = heads.with_counting(async |_head, state| {
+            let all = all(&self.tree, state.snapshots).await?;
+            Ok(all.iter().map(|record| record.info.clone()).collect())
+        });
+        infos.await
+    }
+
+    /// Takes a snapshot of a volume that nobody has open.
+    ///
+    /// # Errors
+    /// `Denied` if it is open; `Invalid` if the label is not allowed, or another snapshot has it;
+    /// otherwise as [`Self::snapshots`].
+    pub async fn take_snapshot(&self, name: &VolumeName, label: &str) -> Result<SnapshotInfo> {
+        check_label(label)?;
+        let time_ns = self.environment.now_ns();
+        let taken = self.edit(name, async |tree, state| {
+            let others =
+                if label.is_empty() { Vec::new() } else { all(tree, state.snapshots).await? };
+            check_new_label(label, others.iter().map(|record| &*record.info.label))?;
+            let (number, label) = (state.next_number(), label.to_owned());
+            Ok(Cut::Take { number, label, time_ns })
+        });
+        let (number, state) = taken.await?;
+        let label = label.to_owned();
+        Ok(SnapshotInfo { number, label, time_ns, len: state.len, records: state.records - 1 })
+    }
+
+    /// Drops a snapshot of a volume that nobody has open. The space comes back with the next
+    /// collection.
+    ///
+    /// # Errors
+    /// `Denied` if the volume is open, `NotFound` if there is no such snapshot; otherwise as
+    /// [`Self::snapshots`].
+    pub async fn drop_snapshot(&self, name: &VolumeName, which: &Which) -> Result<()> {
+        let dropped = self.edit(name, async |tree, state| {
+            let number = number_of(tree, state, name, which).await?;
+            Ok(Cut::Drop { number })
+        });
+        dropped.await.map(drop)
+    }
+
+    /// Gives a snapshot of a volume that nobody has open another label; an empty one is none.
+    ///
+    /// # Errors
+    /// As [`Self::drop_snapshot`] and [`Self::take_snapshot`].
+    pub async fn label_snapshot(
+        &self,
+        name: &VolumeName,
+        which: &Which,
+        label: &str,
+    ) -> Result<()> {
+        check_label(label)?;
+        let labelled = self.edit(name, async |tree, state| {
+            let number = number_of(tree, state, name, which).await?;
+            let others = all(tree, state.snapshots).await?;
+            let others = others.iter().filter(|record| record.info.number != number);
+            check_new_label(label, others.map(|record| &*record.info.label))?;
+            Ok(Cut::Label { number, label: label.to_owned() })
+        });
+        labelled.await.map(drop)
+    }
+
+    /// Makes a volume that nobody has open again what a snapshot of it has. All snapshots stay;
+    /// what was written since the last of them is lost.
+    ///
+    /// # Errors
+    /// As [`Self::drop_snapshot`].
+    pub async fn rollback(&self, name: &VolumeName, which: &Which) -> Result<()> {
+        let rolled_back = self.edit(name, async |tree, state| {
+            let number = number_of(tree, state, name, which).await?;
+            Ok(Cut::Rollback { number })
+        });
+        rolled_back.await.map(drop)
+    }
+
+    /// Opens a snapshot, for reading.
+    ///
+    /// # Errors
+    /// `NotFound` if there is no such volume or snapshot; otherwise what the store reports.
+    pub async fn open_snapshot(&self, name: &VolumeName, which: &Which) -> Result<Volume> {
+        let state = self.content(name, Some(which)).await?;
+        Ok(Volume::readable(Arc::clone(&self.tree), self.heads(name), state))
+    }
+
+    /// What a volume has now, or a snapshot of it: a map and a length.
+    pub(super) async fn content(&self, name: &VolumeName, which: Option<&Which>) -> Result<State> {
+        let heads = self.heads(name);
+        let content = heads.with_counting(async |_head, state| {
+            let Some(which) = which else { return Ok(*state) };
+            match find(&self.tree, state.snapshots, which).await? {
+                Some(record) => Ok(State::of_snapshot(&record)),
+                None => Err(missing(name.as_str(), which)),
+            }
+        });
+        content.await
+    }
+
+    /// Opens a volume that nobody has open, does what `decide` says, and closes it. Returns the
+    /// number of the snapshot that it is about, and the state with it.
+    async fn edit(
+        &self,
+        name: &VolumeName,
+        decide: impl AsyncFn(&Tree, &State) -> Result<Cut>,
+    ) -> Result<(u64, State)> {
+        let heads = self.heads(name);
+        // What is refused costs no head.
+        let first_look = heads.with_head(async |head| {
+            heads.check_free(head)?;
+            decide(&self.tree, &head.state).await.map(drop)
+        });
+        first_look.await?;
+        let owned = heads.open(Claimed::Refuse, &mut NoLegacy).await?;
+        let state = owned.head.state;
+        let (outcome, state) = match decide(&self.tree, &state).await {
+            Ok(cut) => {
+                let (number, id) = (cut.number(), ExtentId { writer: owned.writer, sequence: 0 });
+                let signature = Signature { store: self.store, volume: owned.head.volume };
+                let segment = Segment {
+                    batch: Arc::new(Batch::default()),
+                    len: state.len,
+                    records: state.records + 1,
+                    time_ns: self.environment.now_ns(),
+                    cuts: vec![cut],
+                };
+                let nonce = self.environment.random();
+                let mut builder = Builder::new(signature, state);
+                let built = builder.build(&self.tree, id, &[segment], nonce).await?;
+                // If the answer stays unclear, the extent may arrive at any time: the volume stays
+                // open, and the next to open it by force finds out.
+                match put(&*self.objects, &id.name(), built.content, Patience::VERB).await? {
+                    Put::Done => {}
+                    Put::Exists => return Err(heads.lost(owned.writer).await),
+                }
+                (Ok((number, built.state)), built.state)
+            }
+            Err(error) => (Err(error), state),
+        };
+        let last = heads.last_head(&owned, state, &End::Closed);
+        heads.end(owned.writer, &last).await?;
+        outcome
+    }
+}
+
+async fn number_of(tree: &Tree, state: &State, name: &VolumeName, which: &Which) -> Result<u64> {
+    let found = find(tree, state.snapshots, which).await?;
+    found.map(|record| record.info.number).ok_or_else(|| missing(name.as_str(), which))
+}
