@@ -231,7 +231,9 @@ impl Mark {
         };
         let len = node_len(&bytes[..NODE_HEADER_BYTES.min(bytes.len())]).unwrap_or(0);
         let found = match wanted.level {
-            Level::Map(_) | Level::Snapshots(1..) => decode_node(bytes, at).map(Found::Directory),
+            Level::Map(_) | Level::Snapshots(1..) => {
+                decode_node(bytes, at).map(|node| Found::Directory(Box::new(node)))
+            }
             Level::Snapshots(0) => decode_record(bytes, at).map(Found::Snapshot),
         };
         let found = match found {
@@ -314,6 +316,6 @@ impl Mark {
 }
 
 enum Found {
-    Directory(Directory<Place>),
+    Directory(Box<Directory<Place>>),
     Snapshot(Record),
 }

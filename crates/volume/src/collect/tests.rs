@@ -1,6 +1,7 @@
 use super::*;
 use crate::environment::Environment;
 use crate::heads::Claimed;
+use crate::place::BLOCK_BYTES;
 use crate::volume::Volume;
 use mica_block::{Disk, Extent, Manage, ObjectName, Objects, read_whole};
 use mica_rt::{Backend, Buf, Executor, sleep, spawn};
@@ -14,7 +15,7 @@ mod races;
 mod space;
 mod speed;
 
-const BLOCK: u64 = 4096;
+const BLOCK: u64 = BLOCK_BYTES as u64;
 const BLOCKS: u64 = 40;
 const LEN: u64 = BLOCKS * BLOCK;
 
@@ -27,6 +28,11 @@ fn environment(host: &str) -> Environment {
         id[..8].copy_from_slice(&next().to_le_bytes());
         id
     })
+}
+
+/// A disk of so many blocks, by block.
+fn blank(blocks: u64) -> Vec<u8> {
+    vec![0; usize::try_from(blocks).expect("small")]
 }
 
 fn run<T>(seed: u64, test: impl Future<Output = T>) -> T {
@@ -50,7 +56,7 @@ async fn open(volumes: &Volumes, text: &str) -> Volume {
 }
 
 async fn write(volume: &Volume, block: u64, byte: u8) {
-    let buf = Buf::from_slice(&[byte; BLOCK as usize]);
+    let buf = Buf::from_slice(&[byte; BLOCK_BYTES]);
     volume.write(GuestOffset::new(block * BLOCK), buf).await.0.expect("written");
 }
 
@@ -59,7 +65,7 @@ async fn read(volume: &Volume, block: u64, blocks: u64) -> Vec<u8> {
     let plan: Vec<Extent> =
         volume.plan(range, Vec::new()).finish().await.expect("planned").to_vec();
     let whole = read_whole(volume, &plan).await.expect("read");
-    whole.chunks_exact(BLOCK as usize).map(|block| block[0]).collect()
+    whole.chunks_exact(BLOCK_BYTES).map(|block| block[0]).collect()
 }
 
 async fn collect(volumes: &Volumes) -> Collected {

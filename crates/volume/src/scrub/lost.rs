@@ -124,7 +124,7 @@ impl Lost<'_> {
         let what = |error: &Error| {
             let bits = u32::from(level) * FANOUT_BITS;
             let len = (BLOCK_BYTES as u64).checked_shl(bits).unwrap_or(u64::MAX);
-            let start = prefix.checked_mul(len).unwrap_or(u64::MAX);
+            let start = prefix.saturating_mul(len);
             format!("{name}: up to {len} bytes at {start} of the disk: {}", error.in_one_line())
         };
         Ok(match self.findings.note(node, what)? {

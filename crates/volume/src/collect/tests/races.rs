@@ -68,7 +68,7 @@ async fn drive(memory: MemoryObjects, text: &'static str, seed: u64) {
     for life in 0..2 {
         let volumes = volumes(&memory, "driver").await;
         volumes.create(&name(text), LEN).await.expect("made");
-        let mut model = vec![0; BLOCKS as usize];
+        let mut model = blank(BLOCKS);
         let mut last: Option<Volume> = None;
         let mut snapshots: Vec<(u64, Vec<u8>)> = Vec::new();
         for round in 0..4 {

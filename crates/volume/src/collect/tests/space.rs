@@ -1,7 +1,6 @@
 //! How much space an old volume takes.
 
 use super::*;
-use crate::place::BLOCK_BYTES;
 use mica_block::Which;
 
 /// Blocks of the disk, and of a round of writing.
@@ -28,7 +27,7 @@ async fn age(punch: bool, has_snapshots: bool) {
     let volumes = volumes(&objects, "host-1").await;
     volumes.create(&name("web"), DISK * BLOCK).await.expect("made");
     let mut rng = Rng::new(9);
-    let mut model = vec![0_u8; DISK as usize];
+    let mut model = blank(DISK);
     let options = CollectOptions { punch, ..CollectOptions::default() };
     let mut written = 0;
     for round in 0..8_u8 {
@@ -51,7 +50,7 @@ async fn age(punch: bool, has_snapshots: bool) {
             written += volumes.compact(sparse).await.expect("compacted");
         }
         let after = volumes.collect(options, &mut |_| ()).await.expect("collected");
-        let live = DISK * BLOCK_BYTES as u64;
+        let live = DISK * BLOCK;
         let stored = objects.stored_bytes();
         assert!(after.live_bytes >= live);
         println!(
@@ -90,7 +89,8 @@ fn rewriting_changes_nothing_that_a_guest_sees() {
                 .iter()
                 .filter_map(|id| ExtentId::from_name(&ObjectName::new(id).expect("a name")));
             let extents: BTreeSet<ExtentId> = ids.collect();
-            let mut model = vec![1; BLOCKS as usize];
+            let mut model = blank(BLOCKS);
+            model.fill(1);
             let volume = Arc::new(volume);
             let rewriting = {
                 let volume = Arc::clone(&volume);
