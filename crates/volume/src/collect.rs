@@ -62,7 +62,8 @@ pub struct CollectOptions {
     pub dry_run: bool,
     /// How fast it may be.
     pub speed: Speed,
-    /// Whether parts of extents are given back, where the store can do that.
+    /// Whether parts of extents are given back that snapshots or several volumes need, where the
+    /// store can do that.
     pub punch: bool,
 }
 

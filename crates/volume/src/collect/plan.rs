@@ -15,8 +15,9 @@ const SPARSE_PERCENT: u64 = 60;
 const TARGET_PERCENT: u64 = 118;
 /// … but none above this one: what it would give is not worth writing the rest.
 const DENSE_PERCENT: u64 = 90;
-/// Parts are given back if they are more than this share of an extent, in percent.
-const PUNCH_PERCENT: u64 = 5;
+/// Parts of what compaction cannot take are given back if they are more than this share of an
+/// extent, in percent. Each hole is a request to a file system, and asked for again each time.
+const PUNCH_PERCENT: u64 = 15;
 
 /// What is to be done.
 pub(crate) struct Plan<'a> {
@@ -69,7 +70,8 @@ impl<'a> Plan<'a> {
         self.kept.push(Kept { id, live, owner });
         let len = self.listed.binary_search_by_key(&id, |listed| listed.id);
         let len = len.map_or(0, |at| self.listed[at].len);
-        if self.punch && len.saturating_sub(live) * 100 > len * PUNCH_PERCENT {
+        let is_sparse = len.saturating_sub(live) * 100 > len * PUNCH_PERCENT;
+        if self.punch && is_sparse && owner == Owner::Many {
             self.parts.insert(id, parts);
         }
     }
