@@ -7,6 +7,7 @@
 use crate::{Error, ErrorKind, IoFuture, LocalFuture, Result};
 use mica_rt::Buf;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The name of an object: parts of lower-case letters, digits, `-`, `_` and `.`, with `/` between
@@ -121,8 +122,8 @@ pub trait Object: Send + Sync {
 /// No name is both that of an object and that of a folder. Who names objects sees to that: a
 /// directory cannot do it, and nobody checks it in a bucket.
 ///
-/// Nothing here has a default: a wrapper that forgot to forward a call would silently change what a
-/// store promises.
+/// Nothing here has a default but [`Objects::punch`]: a wrapper that forgot to forward a call would
+/// silently change what a store promises.
 pub trait Objects: Send + Sync {
     /// The store's name in messages: its URL without secrets.
     fn name(&self) -> String;
@@ -160,6 +161,21 @@ pub trait Objects: Send + Sync {
     ///
     /// Errors: what the store reports; the object may then be there or not.
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>>;
+
+    /// Gives the space of `ranges` of an object back, which nobody reads again: what they have from
+    /// now on is unspecified, and all the rest stays as it is, its length too. Says how many bytes
+    /// that gave, about. It is not an error if there is no such object, or if there are no ranges,
+    /// which shows whether a store can do it.
+    ///
+    /// Errors: `Unsupported` if the store cannot; otherwise what it reports.
+    fn punch(
+        &self,
+        _name: &ObjectName,
+        _ranges: &[Range<u64>],
+    ) -> LocalFuture<'static, Result<u64>> {
+        let what = format!("{} gives back no parts of objects", self.name());
+        Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
+    }
 }
 
 #[cfg(test)]

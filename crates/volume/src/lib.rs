@@ -23,6 +23,8 @@
 mod build;
 mod check;
 mod claims;
+mod collect;
+mod compact;
 mod destage;
 mod environment;
 mod format;
@@ -36,6 +38,7 @@ mod place;
 mod put;
 mod reader;
 mod recent;
+mod scrub;
 mod segment;
 mod shared;
 mod snapshots;
@@ -49,6 +52,7 @@ mod volumes;
 mod writing;
 
 pub use check::Findings;
+pub use collect::{CollectOptions, Collected, Progress, Sparse, Speed, Step};
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;

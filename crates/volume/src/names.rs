@@ -66,6 +66,11 @@ pub(crate) fn volumes() -> ObjectName {
     name(VOLUMES.to_owned())
 }
 
+/// The folder of all extents.
+pub(crate) fn extents() -> ObjectName {
+    name(EXTENTS.to_owned())
+}
+
 /// The folder of all claims.
 pub(crate) fn claims() -> ObjectName {
     name(WRITERS.to_owned())

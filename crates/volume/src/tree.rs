@@ -178,9 +178,8 @@ impl Tree {
     /// # Errors
     /// As [`Self::look_up`].
     pub(crate) async fn read_node(&self, at: Place) -> Result<Node> {
-        let (len, what) = (directory_bytes_max::<Place>(), "a node of the map");
-        self.read_framed(at, len, what, |payload| Directory::decode(payload, at).map(Arc::new))
-            .await
+        let buf = self.read_framed(at, directory_bytes_max::<Place>()).await?;
+        decode_node(&buf, at).map(Arc::new)
     }
 
     /// The record of a snapshot at `at`, as it is in the store.
@@ -188,31 +187,16 @@ impl Tree {
     /// # Errors
     /// As [`Self::look_up`].
     pub(crate) async fn read_record(&self, at: Place) -> Result<Arc<Record>> {
-        let what = "the record of a snapshot";
-        self.read_framed(at, FRAMED_BYTES_MAX, what, |payload| {
-            Record::decode(payload, at).map(Arc::new)
-        })
-        .await
+        let buf = self.read_framed(at, FRAMED_BYTES_MAX).await?;
+        decode_record(&buf, at).map(Arc::new)
     }
 
     /// What has a frame like a node's, of at most `len` bytes.
-    async fn read_framed<T, E: std::fmt::Display>(
-        &self,
-        at: Place,
-        len: usize,
-        what: &str,
-        decode: impl FnOnce(&[u8]) -> std::result::Result<T, E>,
-    ) -> Result<T> {
-        let buf = match self.read_held(at, len) {
-            Some(buf) => buf,
-            None => self.read(at, Buf::new(len)).await?,
-        };
-        let damaged = |why: &dyn std::fmt::Display| damaged(at, what, why);
-        let payload = open_node(&buf, at).map_err(|error| damaged(&error))?;
-        if crc32c(payload) != at.sum() {
-            return Err(damaged(&"it is not the one that was written there"));
+    async fn read_framed(&self, at: Place, len: usize) -> Result<Buf> {
+        match self.read_held(at, len) {
+            Some(buf) => Ok(buf),
+            None => self.read(at, Buf::new(len)).await,
         }
-        decode(payload).map_err(|error| damaged(&error))
     }
 
     /// Fills `buf` with consecutive blocks: those at `places`, each [`BLOCK_BYTES`] after the one
@@ -277,7 +261,38 @@ pub(crate) fn follows(place: Place, next: Place) -> bool {
     place.extent() == next.extent() && place.offset() + BLOCK_BYTES as u64 == next.offset()
 }
 
-fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Error {
+/// The node at `at`, which `bytes` begin with.
+///
+/// # Errors
+/// `Corrupt` if they are not that node's.
+pub(crate) fn decode_node(bytes: &[u8], at: Place) -> Result<Directory<Place>> {
+    decode_framed(bytes, at, "a node of the map", |payload| Directory::decode(payload, at))
+}
+
+/// The record of a snapshot at `at`, which `bytes` begin with.
+///
+/// # Errors
+/// As [`decode_node`].
+pub(crate) fn decode_record(bytes: &[u8], at: Place) -> Result<Record> {
+    decode_framed(bytes, at, "the record of a snapshot", |payload| Record::decode(payload, at))
+}
+
+/// What has a frame like a node's.
+fn decode_framed<T, E: std::fmt::Display>(
+    bytes: &[u8],
+    at: Place,
+    what: &str,
+    decode: impl FnOnce(&[u8]) -> std::result::Result<T, E>,
+) -> Result<T> {
+    let damaged = |why: &dyn std::fmt::Display| damaged(at, what, why);
+    let payload = open_node(bytes, at).map_err(|error| damaged(&error))?;
+    if crc32c(payload) != at.sum() {
+        return Err(damaged(&"it is not the one that was written there"));
+    }
+    decode(payload).map_err(|error| damaged(&error))
+}
+
+pub(crate) fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Error {
     let (extent, offset) = (at.extent().name(), at.offset());
     Error::new(ErrorKind::Corrupt, format!("{what} at offset {offset} of {extent}: {why}"))
 }

@@ -4,7 +4,6 @@ mod clone;
 mod diff;
 mod snapshots;
 
-use crate::check::{Findings, check_map};
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::head::Life;
@@ -23,10 +22,10 @@ use std::sync::Arc;
 
 /// The volumes of a store, for all of a process that use it: they share a cache.
 pub struct Volumes {
-    objects: Arc<dyn Objects>,
+    pub(crate) objects: Arc<dyn Objects>,
     environment: Environment,
-    store: Id,
-    tree: Arc<Tree>,
+    pub(crate) store: Id,
+    pub(crate) tree: Arc<Tree>,
 }
 
 /// What there is to know of a volume without opening it.
@@ -158,15 +157,6 @@ impl Volumes {
         let open_on = head.writer().map(|_| head.host.clone());
         let is_ready = head.life != Life::Pinned;
         Ok(VolumeInfo { name: name.clone(), state: head.state, open_on, is_ready })
-    }
-
-    /// Reads everything that a volume's newest head names, and says what of it is damaged.
-    ///
-    /// # Errors
-    /// As [`Self::info`]; what the store reports, but damage.
-    pub async fn check(&self, name: &VolumeName) -> Result<Findings> {
-        let head = self.heads(name).newest().await?;
-        check_map(&*self.objects, &self.tree, head.state.map).await
     }
 
     /// Opens a volume for reading and writing. What the log of this machine has of it, and the

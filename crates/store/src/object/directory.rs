@@ -30,6 +30,7 @@ use mica_block::{
 use mica_rt::{Buf, on_thread};
 use mica_units::HostOffset;
 use root::Root;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -92,6 +93,11 @@ impl Objects for DirectoryObjects {
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {
         let name = name.clone();
         self.on_thread(move |root| root.delete(&name))
+    }
+
+    fn punch(&self, name: &ObjectName, ranges: &[Range<u64>]) -> LocalFuture<'static, Result<u64>> {
+        let (name, ranges) = (name.clone(), ranges.to_vec());
+        self.on_thread(move |root| root.punch(&name, &ranges))
     }
 }
 

@@ -11,6 +11,7 @@ use mica_block::{
 use mica_rt::{Buf, spawn};
 use mica_units::Rng;
 use std::future::pending;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -24,7 +25,7 @@ pub enum ObjectOperation {
     Put,
     /// Listing.
     List,
-    /// Deleting an object.
+    /// Deleting an object, or giving back parts of one.
     Delete,
 }
 
@@ -324,6 +325,13 @@ impl Objects for FaultyObjects {
                 _ => shared.inner.delete(&name).await,
             },
         ))
+    }
+
+    fn punch(&self, name: &ObjectName, ranges: &[Range<u64>]) -> LocalFuture<'static, Result<u64>> {
+        let (name, ranges) = (name.clone(), ranges.to_vec());
+        Box::pin(self.request(ObjectOperation::Delete, async move |shared| {
+            shared.inner.punch(&name, &ranges).await
+        }))
     }
 }
 

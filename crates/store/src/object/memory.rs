@@ -8,8 +8,8 @@ use mica_block::{
     Objects, Put, PutFuture, Result,
 };
 use mica_rt::{Buf, simulate, sleep, spawn};
-use std::collections::BTreeMap;
-use std::ops::Bound;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{Bound, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -20,14 +20,23 @@ pub struct MemoryObjects {
     name: String,
     latency: Duration,
     objects: Arc<Mutex<Contents>>,
+    holes: Arc<Mutex<BTreeMap<ObjectName, BTreeSet<u64>>>>,
 }
+
+/// What is given back of objects, in bytes: as file systems do it.
+const PAGE_BYTES: u64 = 4096;
 
 type Contents = BTreeMap<ObjectName, Arc<[u8]>>;
 
 impl MemoryObjects {
     /// No objects, named `name` in messages.
     pub fn new(name: impl Into<String>) -> Self {
-        Self { name: name.into(), latency: Duration::ZERO, objects: Arc::default() }
+        Self {
+            name: name.into(),
+            latency: Duration::ZERO,
+            objects: Arc::default(),
+            holes: Arc::default(),
+        }
     }
 
     /// The same objects, where a request takes about `latency`.
@@ -40,6 +49,34 @@ impl MemoryObjects {
     /// All objects now, for tests.
     pub fn contents(&self) -> BTreeMap<ObjectName, Arc<[u8]>> {
         self.lock().clone()
+    }
+
+    /// Bytes that all objects take now, without what was given back.
+    pub fn stored_bytes(&self) -> u64 {
+        let whole: u64 = self.lock().values().map(|content| content.len() as u64).sum();
+        let pages: usize = self.holes().values().map(BTreeSet::len).sum();
+        whole - pages as u64 * PAGE_BYTES
+    }
+
+    fn holes(&self) -> MutexGuard<'_, BTreeMap<ObjectName, BTreeSet<u64>>> {
+        self.holes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// See [`Objects::punch`].
+    fn give_back(&self, name: &ObjectName, ranges: &[Range<u64>]) -> u64 {
+        let mut objects = self.lock();
+        let Some(content) = objects.get_mut(name) else { return 0 };
+        let (mut bytes, mut holes) = (content.to_vec(), self.holes());
+        let pages = holes.entry(name.clone()).or_default();
+        let before = pages.len();
+        for range in ranges {
+            let part = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(bytes.len());
+            let (start, end) = (part(range.start), part(range.end));
+            bytes[start..end].fill(0);
+            pages.extend(range.start.div_ceil(PAGE_BYTES)..range.end / PAGE_BYTES);
+        }
+        *content = bytes.into();
+        (pages.len() - before) as u64 * PAGE_BYTES
     }
 
     fn lock(&self) -> MutexGuard<'_, Contents> {
@@ -158,8 +195,14 @@ impl Objects for MemoryObjects {
         let name = name.clone();
         Box::pin(self.request(move |store| {
             store.lock().remove(&name);
+            store.holes().remove(&name);
             Ok(())
         }))
+    }
+
+    fn punch(&self, name: &ObjectName, ranges: &[Range<u64>]) -> LocalFuture<'static, Result<u64>> {
+        let (name, ranges) = (name.clone(), ranges.to_vec());
+        Box::pin(self.request(move |store| Ok(store.give_back(&name, &ranges))))
     }
 }
 

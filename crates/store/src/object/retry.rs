@@ -17,6 +17,7 @@ use mica_block::{
 };
 use mica_rt::{Buf, sleep};
 use mica_units::random_at;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -220,6 +221,15 @@ impl Objects for RetryObjects {
         let (shared, name) = (Arc::clone(&self.shared), name.clone());
         Box::pin(async move {
             shared.repeat("deleting an object", first, |inner| inner.delete(&name)).await
+        })
+    }
+
+    fn punch(&self, name: &ObjectName, ranges: &[Range<u64>]) -> LocalFuture<'static, Result<u64>> {
+        let first = self.shared.inner.punch(name, ranges);
+        let (shared, name, ranges) = (Arc::clone(&self.shared), name.clone(), ranges.to_vec());
+        Box::pin(async move {
+            let again = |inner: &dyn Objects| inner.punch(&name, &ranges);
+            shared.repeat("giving back parts of an object", first, again).await
         })
     }
 }

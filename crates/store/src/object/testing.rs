@@ -25,6 +25,7 @@ pub fn conform(backend: Backend, objects: &Arc<dyn Objects>) {
         check_reads(objects).await;
         check_names(objects).await;
         check_listing(objects).await;
+        check_holes(objects).await;
         check_no_folders(objects).await;
     });
     let contestants = match backend {
@@ -221,6 +222,29 @@ async fn check_listing(objects: &dyn Objects) {
 }
 
 /// Nothing is left, and so no folder either.
+/// Where parts can be given back, all others stay.
+async fn check_holes(objects: &dyn Objects) {
+    let name = name("holes");
+    if objects.punch(&name, &[]).await.is_err() {
+        return;
+    }
+    let bytes = content(5, 70_000);
+    assert_eq!(put(objects, &name, &bytes).await, Put::Done);
+    match objects.punch(&name, &[4096..8192, 12_288..65_536]).await {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), ErrorKind::Unsupported, "{error:?}"),
+    }
+    let left = read(objects, &name).await.expect("it is there");
+    assert_eq!(left.len(), bytes.len());
+    for kept in [0..4096, 8192..12_288, 65_536..bytes.len()] {
+        assert_eq!(left[kept.clone()], bytes[kept.clone()], "{kept:?}");
+    }
+    assert_eq!(put(objects, &name, &bytes).await, Put::Exists);
+    delete(objects, &name).await;
+    let missing = objects.punch(&name, &[0..4096]).await;
+    assert!(missing.is_ok_and(|bytes| bytes == 0), "nothing is there");
+}
+
 async fn check_no_folders(objects: &dyn Objects) {
     let top = objects.list(None, None).await.expect("listed");
     assert!(top.iter().all(|entry| entry.name().as_str() != "conformance"), "{top:?}");

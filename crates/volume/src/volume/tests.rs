@@ -194,7 +194,7 @@ fn hosts_that_race_for_a_volume_lose_nothing_that_was_flushed() {
                 assert!(block.iter().all(|byte| *byte == block[0]), "seed {seed}: torn");
                 assert!(block[0] >= flushed, "seed {seed}: {} after {flushed}", block[0]);
             }
-            let found = volumes.check(&name("web")).await.expect("checked");
+            let found = volumes.check(&name("web"), &mut |_| ()).await.expect("checked");
             assert_eq!(found.damaged_count, 0, "seed {seed}: {found:?}");
         });
     }
@@ -330,7 +330,7 @@ fn check_names_what_is_damaged_and_goes_on() {
         let contents = objects.contents();
         let check = async |objects: &MemoryObjects| {
             let volumes = volumes(objects, "host-2").await;
-            volumes.check(&name("web")).await.expect("checked")
+            volumes.check(&name("web"), &mut |_| ()).await.expect("checked")
         };
         let sound = check(&objects).await;
         assert_eq!((sound.blocks, sound.extents, sound.damaged_count), (3, 3, 0));

@@ -6,9 +6,13 @@ use crate::file::{CacheMode, FileStore};
 use crate::kind::FileKind;
 use crate::located::Located;
 use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
+use mica_units::SECTOR_BYTES;
 use rustix::fd::OwnedFd;
-use rustix::fs::{AtFlags, statat, unlinkat};
+use rustix::fs::{
+    AtFlags, FallocateFlags, Mode, OFlags, fallocate, fstat, openat, statat, unlinkat,
+};
 use rustix::io::Errno;
+use std::ops::Range;
 
 impl Root {
     /// See [`mica_block::Objects::put_if_absent`].
@@ -92,6 +96,41 @@ impl Root {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(error) => Err(self.failed("deleting", name.as_str(), error.into())),
         }
+    }
+}
+
+impl Root {
+    /// See [`mica_block::Objects::punch`]: pages of the file become holes.
+    pub(super) fn punch(&self, name: &ObjectName, ranges: &[Range<u64>]) -> Result<u64> {
+        if ranges.is_empty() {
+            return Ok(0);
+        }
+        let failed = |error: Errno| match error {
+            Errno::OPNOTSUPP | Errno::NOSYS => {
+                let what = format!("the file system of {} makes no holes", self.name());
+                Error::new(ErrorKind::Unsupported, what)
+            }
+            error => self.failed("giving back parts of", name.as_str(), error.into()),
+        };
+        let (folder_name, last) = split(name);
+        let Some(folder) = self.open_folder(folder_name)? else { return Ok(0) };
+        let _descriptors = self.handles.set_aside(2);
+        let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = match openat(&folder, last, flags, Mode::empty()) {
+            Ok(file) => file,
+            Err(Errno::NOENT) => return Ok(0),
+            Err(error) => return Err(failed(error)),
+        };
+        let before = fstat(&file).map_err(failed)?;
+        self.check_regular(name, &before)?;
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        for range in ranges {
+            let len = range.end.saturating_sub(range.start);
+            fallocate(&file, mode, range.start, len).map_err(failed)?;
+        }
+        let after = fstat(&file).map_err(failed)?;
+        let sectors = u64::try_from(before.st_blocks.saturating_sub(after.st_blocks));
+        Ok(sectors.unwrap_or(0) * SECTOR_BYTES)
     }
 }
 

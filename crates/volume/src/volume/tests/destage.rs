@@ -93,7 +93,7 @@ fn extents_under_way_are_gone_on_from() {
         let extents = volume.write_stats().groups;
         assert!((20..200).contains(&extents), "{extents} extents for 320 flushes");
         volume.close().await.expect("closed");
-        let found = volumes.check(&name("web")).await.expect("checked");
+        let found = volumes.check(&name("web"), &mut |_| {}).await.expect("checked");
         assert_eq!((found.damaged_count, found.blocks), (0, 320), "{found:?}");
     });
 }

@@ -1,0 +1,111 @@
+//! Reads the nodes of extents: those of one extent together, and of the next ones ahead.
+//!
+//! An extent's nodes are near its end. How much of the end is read at first is what the last ones
+//! needed, so that most extents take one request.
+
+use super::client::{Client, IN_FLIGHT_MAX};
+use crate::format::extent::{HEADER_BYTES, Header, LEN_MAX};
+use crate::format::snapshot::FRAMED_BYTES_MAX;
+use crate::place::{ExtentId, Place};
+use crate::put::elsewhere;
+use mica_block::{Error, ErrorKind, Result};
+use mica_map::directory_bytes_max;
+use mica_rt::{Buf, Task, spawn};
+use std::collections::BTreeMap;
+
+/// Bytes of an end that are read at first, at least.
+const END_MIN: usize = 32 << 10;
+
+/// The end of an extent.
+struct Area {
+    start: u64,
+    bytes: Buf,
+}
+
+/// See the module.
+pub(crate) struct Areas {
+    client: Client,
+    ahead: BTreeMap<ExtentId, Task<Result<Area>>>,
+    current: Option<(ExtentId, Result<Area>)>,
+    /// Bytes of an end that are read at first.
+    guess: usize,
+    /// Bytes that the extent needs that is read.
+    needed: usize,
+}
+
+impl Areas {
+    pub(crate) fn new(client: Client) -> Self {
+        Self { client, ahead: BTreeMap::new(), current: None, guess: 4 * END_MIN, needed: 0 }
+    }
+
+    /// Whether `id` is what is being read.
+    pub(crate) fn has(&self, id: ExtentId) -> bool {
+        self.current.as_ref().is_some_and(|(current, _)| *current == id)
+    }
+
+    /// Begins to read `first`, and some of `others`.
+    pub(crate) fn read_ahead(&mut self, first: ExtentId, others: impl Iterator<Item = ExtentId>) {
+        for id in std::iter::once(first).chain(others).take(IN_FLIGHT_MAX) {
+            // Those that are read already are among the newest, so these are not many.
+            self.ahead.entry(id).or_insert_with(|| {
+                let (client, len) = (self.client.clone(), self.guess);
+                spawn(async move { read_area(&client, id, len).await })
+            });
+        }
+    }
+
+    /// The bytes from `at` on: a node's, and what follows it.
+    ///
+    /// # Errors
+    /// `NotFound` if the extent is not there; what the store reports.
+    pub(crate) async fn bytes(&mut self, at: Place) -> Result<&[u8]> {
+        let id = at.extent();
+        if !self.has(id) {
+            let area = match self.ahead.remove(&id) {
+                Some(reading) => reading.await,
+                None => read_area(&self.client, id, self.guess).await,
+            };
+            self.guess = self.needed.max(self.guess - self.guess / 8).max(END_MIN);
+            self.needed = 0;
+            self.current = Some((id, area));
+        }
+        let Some((_, area)) = &mut self.current else { unreachable!("it was just set") };
+        if let Ok(found) = area
+            && found.start > at.offset()
+        {
+            *area = extend(&self.client, id, found, at.offset()).await;
+        }
+        let area = area.as_ref().map_err(Clone::clone)?;
+        let start = usize::try_from(at.offset() - area.start).expect("an extent is small");
+        let rest = area.bytes.get(start..).unwrap_or_default();
+        self.needed = self.needed.max(area.bytes.len() - start.min(area.bytes.len()));
+        Ok(&rest[..rest.len().min(directory_bytes_max::<Place>().max(FRAMED_BYTES_MAX))])
+    }
+}
+
+async fn read_area(client: &Client, id: ExtentId, len: usize) -> Result<Area> {
+    let (start, bytes) = client.read_end(&id.name(), len).await?;
+    Ok(Area { start, bytes })
+}
+
+/// `area` with the nodes before it, one of which is at `offset`.
+async fn extend(client: &Client, id: ExtentId, area: &Area, offset: u64) -> Result<Area> {
+    let name = id.name();
+    let bytes = client.read(&name, 0, HEADER_BYTES).await?;
+    let header = Header::decode(&bytes).map_err(|why| why.explain(&name, &*client.objects))?;
+    if header.id != id {
+        return Err(elsewhere(&name, &*client.objects));
+    }
+    let start = header.nodes_at() as u64;
+    if start > offset {
+        let what = format!("{name} of {}: it has no node at {offset}", client.objects.name());
+        return Err(Error::new(ErrorKind::Corrupt, what));
+    }
+    let missing = usize::try_from(area.start - start).expect("an extent is small");
+    debug_assert!(missing <= LEN_MAX, "nodes begin within an extent");
+    let front = client.read(&name, start, missing).await?;
+    let mut bytes = Buf::new(missing + area.bytes.len());
+    bytes.put(0, &front);
+    bytes.put(missing, &area.bytes);
+    Ok(Area { start, bytes })
+}

@@ -1,0 +1,321 @@
+//! Finds everything that some roots name: a walk of all their trees at once, from the newest extent
+//! to the oldest.
+//!
+//! A place names only older ones. So when the newest extent that anything is wanted of is taken,
+//! everything that names something in it was seen: each node is read once, however many trees share
+//! it, each extent's nodes are read together, and what is known of an extent then is final.
+//!
+//! Invariants
+//! - I1 An extent is returned after all that name something in it, and what is returned is complete,
+//!   unless [`Mark::damage`] has something.
+//! - I2 Nothing that was read is trusted: a node is what its place says, and names older ones.
+//! - I3 What is held is what is wanted of older extents: the bits of their blocks, and their nodes.
+
+use super::areas::Areas;
+use super::client::Client;
+use super::names::Named;
+use crate::format::extent::HEADER_BYTES;
+use crate::format::snapshot::Record;
+use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::state::Root;
+use crate::tree::{damaged, decode_node, decode_record};
+use mica_block::{Error, ErrorKind, Result};
+use mica_map::{Directory, FANOUT, NODE_HEADER_BYTES, node_len};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Extents among which those are looked for whose nodes are read ahead.
+const AHEAD_MAX: usize = 64;
+
+/// Who names something.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) enum Owner {
+    #[default]
+    Nobody,
+    /// Only the map of the volume with this number among the names.
+    Only(u32),
+    /// A snapshot, or several.
+    Many,
+}
+
+impl Owner {
+    fn join(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Nobody, owner) | (owner, Self::Nobody) => owner,
+            (one, other) if one == other => one,
+            _ => Self::Many,
+        }
+    }
+}
+
+/// A root: of a volume's map, or of a snapshot's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct RootOf {
+    /// The volume's number among the names.
+    pub(crate) name: u32,
+    /// The snapshot's number; `None` for what the volume is now.
+    pub(crate) snapshot: Option<u64>,
+}
+
+/// What a place has, with how many levels beneath.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Level {
+    /// A node of a map; at level 0 a block.
+    Map(u8),
+    /// A node of a tree of snapshots; at level 0 a snapshot.
+    Snapshots(u8),
+}
+
+/// What a node is wanted for.
+#[derive(Clone, Copy, Debug)]
+struct Why {
+    owner: Owner,
+    /// The first root that it was reached from.
+    via: RootOf,
+    /// Whether it has to be there. What only a clone names that is not ready may be missing.
+    is_firm: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Wanted {
+    sum: u32,
+    level: Level,
+    why: Why,
+}
+
+/// What is wanted of an extent.
+#[derive(Default)]
+struct Pending {
+    /// Nodes by their unit.
+    nodes: BTreeMap<u32, Wanted>,
+    parts: Parts,
+    owner: Owner,
+    digest: u64,
+}
+
+/// What of an extent is alive.
+#[derive(Clone, Default, Debug)]
+pub(crate) struct Parts {
+    /// A bit for each block.
+    blocks: Vec<u64>,
+    block_count: u32,
+    /// The nodes: disjoint, the last one first.
+    pub(crate) nodes: Vec<Range<u64>>,
+    node_bytes: u64,
+}
+
+impl Parts {
+    fn add_block(&mut self, index: usize) -> bool {
+        let (word, bit) = (index / 64, 1 << (index % 64));
+        if self.blocks.len() <= word {
+            self.blocks.resize(word + 1, 0);
+        }
+        let is_new = self.blocks[word] & bit == 0;
+        self.blocks[word] |= bit;
+        self.block_count += u32::from(is_new);
+        is_new
+    }
+
+    fn add_node(&mut self, at: u64, len: u64) {
+        self.node_bytes += len;
+        match self.nodes.last_mut() {
+            Some(after) if after.start == at + len => after.start = at,
+            _ => self.nodes.push(at..at + len),
+        }
+    }
+
+    /// Whether block `index` is.
+    pub(crate) fn has_block(&self, index: usize) -> bool {
+        self.blocks.get(index / 64).is_some_and(|word| word >> (index % 64) & 1 == 1)
+    }
+
+    /// How many blocks.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.block_count.into()
+    }
+
+    /// How many bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.block_count) * BLOCK_BYTES as u64 + self.node_bytes
+    }
+}
+
+/// An extent that something is named in.
+pub(crate) struct Marked {
+    pub(crate) id: ExtentId,
+    pub(crate) parts: Parts,
+    pub(crate) owner: Owner,
+    /// Of the places of all its blocks that are named: [`digest_of`], combined by exclusive or.
+    pub(crate) digest: u64,
+}
+
+/// A hash of a block's place in its extent.
+pub(crate) fn digest_of(index: usize, sum: u32) -> u64 {
+    mica_units::random_at(u64::from(sum), index as u64)
+}
+
+/// Something that has to be there and is not, or is something else.
+#[derive(Clone, Debug)]
+pub(crate) struct Damage {
+    pub(crate) at: Place,
+    /// One of the roots that need it.
+    pub(crate) via: RootOf,
+    pub(crate) error: Error,
+}
+
+/// See the module.
+pub(crate) struct Mark {
+    areas: Areas,
+    pending: BTreeMap<ExtentId, Pending>,
+    /// What was found damaged, with everything beneath it unknown.
+    pub(crate) damage: Vec<Damage>,
+    /// Nodes that were read.
+    pub(crate) nodes: u64,
+    /// Snapshots that were found.
+    pub(crate) snapshots: u64,
+}
+
+impl Mark {
+    /// Everything that the heads of `names` name, is to be found.
+    pub(crate) fn new(client: &Client, names: &[std::sync::Arc<Named>]) -> Self {
+        let (pending, damage, areas) = (BTreeMap::new(), Vec::new(), Areas::new(client.clone()));
+        let mut this = Self { areas, pending, damage, nodes: 0, snapshots: 0 };
+        for (number, named) in (0..).zip(names) {
+            if named.is_alive() {
+                let via = RootOf { name: number, snapshot: None };
+                let why = Why { owner: Owner::Only(number), via, is_firm: !named.is_pinned() };
+                let state = &named.head.state;
+                this.add_root(state.map, Level::Map, why);
+                let why = Why { owner: Owner::Many, ..why };
+                this.add_root(state.snapshots, Level::Snapshots, why);
+            }
+        }
+        this
+    }
+
+    fn add_root(&mut self, root: Root, level: fn(u8) -> Level, why: Why) {
+        if let Some(node) = root.node {
+            self.want(node, level(root.height), why);
+        }
+    }
+
+    /// The newest extent that something is named in, when all that name it were seen.
+    ///
+    /// # Errors
+    /// What the store reports, unless it is damage.
+    pub(crate) async fn next(&mut self) -> Result<Option<Marked>> {
+        loop {
+            let Some(mut newest) = self.pending.last_entry() else { return Ok(None) };
+            let id = *newest.key();
+            match newest.get_mut().nodes.pop_last() {
+                Some((unit, wanted)) => self.visit(id, unit, wanted).await?,
+                None => {
+                    let Pending { parts, owner, digest, .. } = newest.remove();
+                    return Ok(Some(Marked { id, parts, owner, digest }));
+                }
+            }
+        }
+    }
+
+    async fn visit(&mut self, id: ExtentId, unit: u32, wanted: Wanted) -> Result<()> {
+        let offset = unit as usize * Place::UNIT_BYTES;
+        let at = Place::new(id, offset, wanted.sum);
+        if !self.areas.has(id) {
+            let newest = self.pending.iter().rev().take(AHEAD_MAX);
+            let needed = newest.filter(|(_, pending)| !pending.nodes.is_empty());
+            self.areas.read_ahead(id, needed.map(|(id, _)| *id));
+        }
+        let bytes = match self.areas.bytes(at).await {
+            Ok(bytes) => bytes,
+            Err(error) => return self.note(at, wanted.why, error),
+        };
+        let len = node_len(&bytes[..NODE_HEADER_BYTES.min(bytes.len())]).unwrap_or(0);
+        let found = match wanted.level {
+            Level::Map(_) | Level::Snapshots(1..) => {
+                decode_node(bytes, at).map(|node| Found::Directory(Box::new(node)))
+            }
+            Level::Snapshots(0) => decode_record(bytes, at).map(Found::Snapshot),
+        };
+        let found = match found {
+            Ok(found) => found,
+            // It was given back, which is as good as deleted.
+            Err(_) if len == NODE_HEADER_BYTES && !wanted.why.is_firm => return Ok(()),
+            Err(error) => return self.note(at, wanted.why, error),
+        };
+        self.nodes += 1;
+        let pending = self.pending.get_mut(&id).expect("it is being visited");
+        pending.parts.add_node(offset as u64, len.next_multiple_of(Place::UNIT_BYTES) as u64);
+        match found {
+            Found::Directory(directory) => self.want_children(&directory, at, wanted),
+            Found::Snapshot(record) => {
+                self.snapshots += 1;
+                let via = RootOf { snapshot: Some(record.info.number), ..wanted.why.via };
+                let why = Why { via, owner: Owner::Many, ..wanted.why };
+                self.add_root(record.map, Level::Map, why);
+            }
+        }
+        Ok(())
+    }
+
+    fn want_children(&mut self, directory: &Directory<Place>, at: Place, wanted: Wanted) {
+        let level = match wanted.level {
+            Level::Map(level) => Level::Map(level - 1),
+            Level::Snapshots(level) => Level::Snapshots(level - 1),
+        };
+        for child in (0..FANOUT).filter_map(|index| directory.child(index)) {
+            debug_assert!(mica_map::Reference::may_name(at, child), "decoding checks it");
+            self.want(child, level, wanted.why);
+        }
+    }
+
+    fn want(&mut self, at: Place, level: Level, why: Why) {
+        let pending = self.pending.entry(at.extent()).or_default();
+        pending.owner = pending.owner.join(why.owner);
+        let offset = usize::try_from(at.offset()).expect("an extent is small");
+        if level == Level::Map(0) {
+            let from_first = offset.checked_sub(HEADER_BYTES);
+            match from_first.filter(|from| from.is_multiple_of(BLOCK_BYTES)) {
+                Some(from_first) => {
+                    let index = from_first / BLOCK_BYTES;
+                    if pending.parts.add_block(index) {
+                        pending.digest ^= digest_of(index, at.sum());
+                    }
+                }
+                None => self.contradiction(at, why, &"no block begins there"),
+            }
+            return;
+        }
+        let unit = u32::try_from(offset / Place::UNIT_BYTES).expect("an extent is small");
+        let new = Wanted { sum: at.sum(), level, why };
+        let wanted = pending.nodes.entry(unit).or_insert(new);
+        if (wanted.sum, wanted.level) != (new.sum, new.level) {
+            return self.contradiction(at, why, &"it is named as two different things");
+        }
+        wanted.why.owner = wanted.why.owner.join(why.owner);
+        if why.is_firm && !wanted.why.is_firm {
+            (wanted.why.via, wanted.why.is_firm) = (why.via, true);
+        }
+    }
+
+    fn contradiction(&mut self, at: Place, why: Why, what: &dyn std::fmt::Display) {
+        let error = damaged(at, "what a map names", what);
+        self.damage.push(Damage { at, via: why.via, error });
+    }
+
+    /// Keeps `error` in mind if it is damage.
+    fn note(&mut self, at: Place, why: Why, error: Error) -> Result<()> {
+        match error.kind() {
+            ErrorKind::NotFound if !why.is_firm => Ok(()),
+            ErrorKind::NotFound | ErrorKind::Corrupt => {
+                self.damage.push(Damage { at, via: why.via, error });
+                Ok(())
+            }
+            _ => Err(error),
+        }
+    }
+}
+
+enum Found {
+    Directory(Box<Directory<Place>>),
+    Snapshot(Record),
+}

@@ -1,0 +1,136 @@
+//! Deletes what a plan says, and gives back parts.
+//!
+//! Invariants
+//! - I1 What fails is counted, and does not keep the rest from being done.
+
+use super::Collected;
+use super::claims::Claims;
+use super::client::{Client, InFlight};
+use super::extents::Listed;
+use super::mark::Parts;
+use super::plan::Plan;
+use crate::format::extent::{HEADER_BYTES, Header};
+use crate::names;
+use crate::place::BLOCK_BYTES;
+use mica_block::{ObjectName, Result};
+use std::ops::Range;
+
+/// Ranges are given back in whole pages of a file system.
+const PAGE_BYTES: u64 = 4096;
+
+/// Whether the store can give back parts of objects.
+pub(crate) async fn can_punch(client: &Client) -> bool {
+    client.objects.punch(&names::format(), &[]).await.is_ok()
+}
+
+/// Does what `plan` says, unless it is a dry run.
+///
+/// # Errors
+/// If a boundary could not be put. What could not be deleted is counted.
+pub(crate) async fn sweep(
+    client: &Client,
+    dry_run: bool,
+    plan: Plan<'_>,
+    claims: Claims,
+    mut progress: impl FnMut(u64),
+) -> Result<Collected> {
+    let mut swept = Swept { collected: plan.collected, done: 0 };
+    swept.collected.freed_heads = plan.heads.iter().map(|(_, lower)| lower.len() as u64).sum();
+    swept.collected.freed_claims = claims.count();
+    if dry_run {
+        return Ok(swept.collected);
+    }
+    claims.put_boundary(client).await?;
+    let extents = plan.dead.iter().map(|listed| listed.id.name());
+    let heads = plan.heads.iter().flat_map(|(name, lower)| lower.iter().map(|n| name.head(*n)));
+    let mut in_flight = InFlight::new();
+    for name in extents.chain(heads).chain(claims.names()) {
+        let client = client.clone();
+        if let Some(deleted) = in_flight.push(async move { client.delete(&name).await }).await {
+            swept.note(deleted.map(|()| 0));
+            progress(swept.done);
+        }
+    }
+    while let Some(deleted) = in_flight.next().await {
+        swept.note(deleted.map(|()| 0));
+        progress(swept.done);
+    }
+    let mut in_flight = InFlight::new();
+    for (listed, parts) in plan.holes {
+        let client = client.clone();
+        let punch = async move { punch(&client, listed, &parts).await };
+        if let Some(punched) = in_flight.push(punch).await {
+            swept.note(punched);
+        }
+    }
+    while let Some(punched) = in_flight.next().await {
+        swept.note(punched);
+    }
+    Ok(swept.collected)
+}
+
+/// What was done so far.
+struct Swept {
+    collected: Collected,
+    done: u64,
+}
+
+impl Swept {
+    fn note(&mut self, outcome: Result<u64>) {
+        match outcome {
+            Ok(punched) => {
+                self.done += 1;
+                self.collected.punched_bytes += punched;
+            }
+            Err(error) => {
+                tracing::warn!(error = error.in_one_line(), "something could not be freed");
+                self.collected.failed += 1;
+                self.collected.failure.get_or_insert(error);
+            }
+        }
+    }
+}
+
+/// Gives back what is not among `parts`.
+async fn punch(client: &Client, listed: Listed, parts: &Parts) -> Result<u64> {
+    let name = listed.id.name();
+    let bytes = match client.read(&name, 0, HEADER_BYTES).await {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == mica_block::ErrorKind::NotFound => return Ok(0),
+        Err(error) => return Err(error),
+    };
+    let header = Header::decode(&bytes).map_err(|why| why.explain(&name, &*client.objects))?;
+    if header.id != listed.id || header.len() as u64 != listed.len {
+        return Err(crate::put::elsewhere(&name, &*client.objects));
+    }
+    let ranges = holes(&header, parts);
+    if ranges.is_empty() { Ok(0) } else { punch_ranges(client, &name, &ranges).await }
+}
+
+async fn punch_ranges(client: &Client, name: &ObjectName, ranges: &[Range<u64>]) -> Result<u64> {
+    client.punch(name, ranges).await
+}
+
+/// The whole pages of an extent's blocks and nodes that are not among `parts`, in order.
+fn holes(header: &Header, parts: &Parts) -> Vec<Range<u64>> {
+    let mut holes: Vec<Range<u64>> = Vec::new();
+    let mut push = |range: Range<u64>| match holes.last_mut() {
+        Some(last) if last.end == range.start => last.end = range.end,
+        _ => holes.push(range),
+    };
+    for index in (0..header.blocks).filter(|index| !parts.has_block(*index)) {
+        let start = (HEADER_BYTES + index * BLOCK_BYTES) as u64;
+        push(start..start + BLOCK_BYTES as u64);
+    }
+    let mut start = header.nodes_at() as u64;
+    let end = header.table_at() as u64;
+    let live = parts.nodes.iter().rev().cloned().chain(std::iter::once(end..end));
+    for live in live {
+        let pages = start.next_multiple_of(PAGE_BYTES)..live.start / PAGE_BYTES * PAGE_BYTES;
+        if pages.start < pages.end {
+            push(pages);
+        }
+        start = live.end;
+    }
+    holes
+}

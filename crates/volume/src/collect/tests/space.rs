@@ -1,0 +1,120 @@
+//! How much space an old volume takes.
+
+use super::*;
+use mica_block::Which;
+
+/// Blocks of the disk, and of a round of writing.
+const DISK: u64 = 12_000;
+const ROUND: u64 = 4_000;
+
+/// Random overwrites for many rounds, with a collection and a compaction after each: in the end the
+/// store has at most a quarter more than what is alive.
+#[test]
+fn volume_that_is_overwritten_for_long_takes_a_quarter_more_than_it_has() {
+    run(1, age(false, false));
+    run(1, age(true, false));
+}
+
+/// The same with three snapshots, of which the oldest is dropped in each round: where a store can
+/// give back parts of extents.
+#[test]
+fn snapshots_that_come_and_go_leave_no_holes() {
+    run(1, age(true, true));
+}
+
+async fn age(punch: bool, has_snapshots: bool) {
+    let objects = MemoryObjects::new("memory");
+    let volumes = volumes(&objects, "host-1").await;
+    volumes.create(&name("web"), DISK * BLOCK).await.expect("made");
+    let mut rng = Rng::new(9);
+    let mut model = blank(DISK);
+    let options = CollectOptions { punch, ..CollectOptions::default() };
+    let mut written = 0;
+    for round in 0..8_u8 {
+        let volume = open(&volumes, "web").await;
+        for number in 0..if round == 0 { DISK } else { ROUND } {
+            let block = if round == 0 { number } else { rng.below(DISK) };
+            write(&volume, block, round + 1).await;
+            model[usize::try_from(block).expect("small")] = round + 1;
+        }
+        volume.close().await.expect("closed");
+        if has_snapshots {
+            let taken = volumes.take_snapshot(&name("web"), "").await.expect("taken");
+            if let Some(old) = taken.number.checked_sub(3).filter(|old| *old > 0) {
+                let dropped = volumes.drop_snapshot(&name("web"), &Which::Number(old)).await;
+                dropped.expect("dropped");
+            }
+        }
+        let before = volumes.collect(options, &mut |_| ()).await.expect("collected");
+        for sparse in &before.sparse {
+            written += volumes.compact(sparse).await.expect("compacted");
+        }
+        let after = volumes.collect(options, &mut |_| ()).await.expect("collected");
+        let live = DISK * BLOCK;
+        let stored = objects.stored_bytes();
+        assert!(after.live_bytes >= live);
+        println!(
+            "punch {punch}, snapshots {has_snapshots}, round {round}: {:.3} of the guest's, {:.3} of what is alive, \
+             {written} blocks written again",
+            stored as f64 / live as f64,
+            stored as f64 / after.live_bytes as f64,
+        );
+        assert!(stored * 100 <= after.live_bytes * 125, "{stored} of {}", after.live_bytes);
+    }
+    let volume = open(&volumes, "web").await;
+    assert_eq!(read(&volume, 0, DISK).await, model);
+    let found = volumes.scrub(Speed::default(), &mut |_| ()).await.expect("scrubbed");
+    assert_eq!(found.damaged, Vec::<String>::new());
+}
+
+/// What is written while blocks are written again stays.
+#[test]
+fn rewriting_changes_nothing_that_a_guest_sees() {
+    for seed in 0..40 {
+        run(seed, async {
+            let objects = MemoryObjects::new("memory").with_latency(Duration::from_millis(1));
+            let volumes = volumes(&objects, "host-1").await;
+            volumes.create(&name("web"), LEN).await.expect("made");
+            let volume = open(&volumes, "web").await;
+            let mut rng = Rng::new(seed);
+            for block in 0..BLOCKS {
+                write(&volume, block, 1).await;
+                if rng.percent(20) {
+                    volume.flush().await.expect("flushed");
+                }
+            }
+            volume.flush().await.expect("flushed");
+            let ids = names_in(&objects, "extents/");
+            let ids = ids
+                .iter()
+                .filter_map(|id| ExtentId::from_name(&ObjectName::new(id).expect("a name")));
+            let extents: BTreeSet<ExtentId> = ids.collect();
+            let mut model = blank(BLOCKS);
+            model.fill(1);
+            let volume = Arc::new(volume);
+            let rewriting = {
+                let volume = Arc::clone(&volume);
+                let extents = extents.clone();
+                spawn(async move { volume.rewrite(&extents).await })
+            };
+            for byte in 2..30 {
+                let block = rng.below(BLOCKS);
+                write(&volume, block, byte).await;
+                model[usize::try_from(block).expect("small")] = byte;
+                if rng.percent(30) {
+                    volume.flush().await.expect("flushed");
+                }
+            }
+            rewriting.await.expect("rewritten");
+            volume.close().await.expect("closed");
+            let volumes = self::volumes(&objects, "host-2").await;
+            collect(&volumes).await;
+            for id in &extents {
+                let is_left = objects.contents().contains_key(&id.name());
+                assert!(!is_left, "seed {seed}: something is left in {id:?}");
+            }
+            let volume = open(&volumes, "web").await;
+            assert_eq!(read(&volume, 0, BLOCKS).await, model, "seed {seed}");
+        });
+    }
+}

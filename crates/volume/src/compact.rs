@@ -1,0 +1,24 @@
+//! Compaction of a volume that nobody has open.
+
+use crate::collect::Sparse;
+use crate::heads::Claimed;
+use crate::volumes::Volumes;
+use mica_block::{Disk, Manage, Result};
+
+impl Volumes {
+    /// Writes again what `sparse` says, so that the next collection can delete its extents; returns
+    /// how many blocks that were.
+    ///
+    /// # Errors
+    /// `Denied` if the volume is open: its server does it then, with [`crate::Volume::rewrite`].
+    /// Otherwise as a write.
+    pub async fn compact(&self, sparse: &Sparse) -> Result<u64> {
+        let volume = self.open_volume(&sparse.name, Claimed::Refuse).await?;
+        let extents = sparse.extents.iter().copied().collect();
+        let rewritten = volume.rewrite(&extents).await;
+        let flushed = volume.flush().await;
+        volume.close().await?;
+        flushed?;
+        rewritten
+    }
+}

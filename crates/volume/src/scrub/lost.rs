@@ -1,0 +1,170 @@
+//! Which volumes and snapshots have lost what, in extents that are known to be damaged.
+//!
+//! Invariants
+//! - I1 A node that names nothing in such an extent is visited once, as far as a bounded memory
+//!   goes, however many snapshots share it. Nodes older than all of these are not visited.
+//! - I2 What is read is what is in the store, past all caches.
+
+use crate::check::Findings;
+use crate::collect::names::Named;
+use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::snapshots;
+use crate::state::Root;
+use crate::tree::Tree;
+use mica_block::{Error, ErrorKind, Result};
+use mica_map::{Directory, FANOUT, FANOUT_BITS};
+use mica_rt::Buf;
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+
+/// Nodes that are known to be sound, at most.
+const SOUND_MAX: usize = 1 << 20;
+/// Blocks that are known to be sound or not, at most.
+const BLOCKS_MAX: usize = 1 << 20;
+
+/// Adds what `names` have lost in the extents `bad` to `findings`.
+///
+/// # Errors
+/// What the store reports, unless it is damage.
+pub(crate) async fn find(
+    tree: &Tree,
+    names: &[Arc<Named>],
+    bad: &BTreeSet<ExtentId>,
+    findings: &mut Findings,
+) -> Result<()> {
+    let Some(oldest) = bad.first() else { return Ok(()) };
+    let (sound, blocks) = (HashSet::new(), HashMap::new());
+    let mut lost = Lost { tree, bad, oldest: *oldest, sound, blocks, findings };
+    for named in names.iter().filter(|named| named.is_alive() && !named.is_pinned()) {
+        let (name, state) = (named.name.as_str(), &named.head.state);
+        lost.walk(name, state.map).await?;
+        match snapshots::all(tree, state.snapshots).await {
+            Ok(records) => {
+                for record in records {
+                    let name = format!("{name}@{}", record.info.number);
+                    lost.walk(&name, record.map).await?;
+                }
+            }
+            Err(error) => {
+                let what = |error: &Error| {
+                    format!("{name}: some of its snapshots: {}", error.in_one_line())
+                };
+                lost.findings.note(Err::<(), _>(error), what)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Lost<'a> {
+    tree: &'a Tree,
+    bad: &'a BTreeSet<ExtentId>,
+    oldest: ExtentId,
+    /// Nodes beneath which nothing is lost.
+    sound: HashSet<Place>,
+    /// What was wrong with blocks in bad extents.
+    blocks: HashMap<Place, Option<Error>>,
+    findings: &'a mut Findings,
+}
+
+/// A directory on the current path.
+struct Frame {
+    at: Place,
+    directory: Arc<Directory<Place>>,
+    level: u8,
+    prefix: u64,
+    next: usize,
+    is_sound: bool,
+}
+
+impl Lost<'_> {
+    /// Goes through the map `root` of `name`.
+    async fn walk(&mut self, name: &str, root: Root) -> Result<()> {
+        let mut frames: Vec<Frame> = Vec::new();
+        let mut wanted = root.node.map(|node| (node, root.height, 0));
+        loop {
+            if let Some((at, level, prefix)) = wanted.take() {
+                let entered = self.enter(name, at, level, prefix).await?;
+                match entered {
+                    Entered::Sound => {}
+                    Entered::Lost => {
+                        frames.iter_mut().for_each(|frame| frame.is_sound = false);
+                    }
+                    Entered::Directory(frame) => frames.push(frame),
+                }
+            }
+            let Some(frame) = frames.last_mut() else { return Ok(()) };
+            let child = (frame.next..FANOUT)
+                .find_map(|index| frame.directory.child(index).map(|child| (index, child)));
+            match child {
+                Some((index, child)) => {
+                    frame.next = index + 1;
+                    let prefix = frame.prefix << FANOUT_BITS | index as u64;
+                    wanted = Some((child, frame.level - 1, prefix));
+                }
+                None => {
+                    if frame.is_sound && self.sound.len() < SOUND_MAX {
+                        self.sound.insert(frame.at);
+                    }
+                    frames.pop();
+                }
+            }
+        }
+    }
+
+    /// Looks at a node, or at level 0 a block, which has the keys with this `prefix`.
+    async fn enter(&mut self, name: &str, at: Place, level: u8, prefix: u64) -> Result<Entered> {
+        if level == 0 {
+            return self.look_at_block(name, at, prefix).await;
+        }
+        if at.extent() < self.oldest || self.sound.contains(&at) {
+            return Ok(Entered::Sound);
+        }
+        let node = self.tree.read_node(at).await;
+        let what = |error: &Error| {
+            let bits = u32::from(level) * FANOUT_BITS;
+            let len = (BLOCK_BYTES as u64).checked_shl(bits).unwrap_or(u64::MAX);
+            let start = prefix.saturating_mul(len);
+            format!("{name}: up to {len} bytes at {start} of the disk: {}", error.in_one_line())
+        };
+        Ok(match self.findings.note(node, what)? {
+            Some(directory) => {
+                Entered::Directory(Frame { at, directory, level, prefix, next: 0, is_sound: true })
+            }
+            None => Entered::Lost,
+        })
+    }
+
+    async fn look_at_block(&mut self, name: &str, at: Place, block: u64) -> Result<Entered> {
+        if !self.bad.contains(&at.extent()) {
+            return Ok(Entered::Sound);
+        }
+        let known = match self.blocks.get(&at) {
+            Some(known) => known.clone(),
+            None => {
+                let read = self.tree.read_blocks(at, [at], Buf::new(BLOCK_BYTES)).await;
+                let known = match read {
+                    Ok(_) => None,
+                    Err(error) if error.kind() == ErrorKind::Corrupt => Some(error),
+                    Err(error) => return Err(error),
+                };
+                if self.blocks.len() < BLOCKS_MAX {
+                    self.blocks.insert(at, known.clone());
+                }
+                known
+            }
+        };
+        let Some(error) = known else { return Ok(Entered::Sound) };
+        let start = block * BLOCK_BYTES as u64;
+        self.findings.add(|| {
+            format!("{name}: {BLOCK_BYTES} bytes at {start} of the disk: {}", error.in_one_line())
+        });
+        Ok(Entered::Lost)
+    }
+}
+
+enum Entered {
+    Sound,
+    Lost,
+    Directory(Frame),
+}
