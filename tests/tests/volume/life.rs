@@ -185,3 +185,17 @@ fn volume_of_256_tebibytes_is_written_and_trimmed_at_both_ends() {
         (&0.into(), &4096.into())
     );
 }
+
+#[test]
+fn volume_that_was_handed_to_another_host_is_left_to_it() {
+    let store = Store::new();
+    store.create("web", "64M");
+    let url = store.volume("web");
+    let server = store.serve("web", &[]).expect("served");
+    assert_ne!(run(["handover", &url, "host-2"]).code(), Some(0), "it is served");
+    stop(server);
+    run(["handover", &url, "host-2"]).ok();
+    let refused = format!("{:#}", store.serve("web", &[]).map(drop).expect_err("not ours"));
+    assert!(refused.contains("host-2"), "{refused}");
+    stop(store.serve("web", &["--force"]).expect("by force"));
+}
