@@ -155,7 +155,8 @@ fn server_takes_over_from_another_with_its_volume() {
     assert_eq!(info["state"], "closed");
 }
 
-/// Sparse from birth to the end of what a volume can have: a trim is one record, whatever it covers.
+/// Sparse from birth to the end of what a volume can have: a trim is one record, whatever it
+/// covers.
 #[test]
 fn volume_of_256_tebibytes_is_written_and_trimmed_at_both_ends() {
     const END: u64 = 1 << 48;
