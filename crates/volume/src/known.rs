@@ -269,3 +269,6 @@ impl Now {
         self.generation != before
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -14,6 +14,10 @@
 //! | what names what | `place`, `state` |
 //! | the bytes | `format`, docs/formats/extent.md and head.md |
 //! | the objects of a store | `names` |
+//! | who writes a volume, and how hosts agree on it | model/README.md; `heads`, `claims`, `tenure` |
+//! | what a write does, and what a flush waits for | `writing`, `shared` |
+//! | what is put, and when | `known`, `destage` |
+//! | what an opening does with a log that it finds | `opening` |
 //! | what outlives a power cut before it is in the store | `log`, docs/formats/log.md |
 
 mod build;

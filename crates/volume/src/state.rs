@@ -1,8 +1,6 @@
 //! A state of a volume: everything that follows from its roots.
 
-use crate::format::snapshot::Record;
 use crate::place::{BLOCK_BYTES, Place};
-use mica_block::SnapshotInfo;
 use mica_map::{HEIGHT_MAX, Reference};
 use mica_units::SECTOR_BYTES;
 use zerocopy::little_endian::U64;
@@ -35,12 +33,6 @@ impl State {
     /// An empty disk of `len` bytes.
     pub fn empty(len: u64) -> Self {
         Self { len, ..Self::default() }
-    }
-
-    /// The first state of a volume that begins with a snapshot.
-    pub(crate) fn of_snapshot(record: &Record) -> Self {
-        let SnapshotInfo { len, time_ns, .. } = record.info;
-        Self { map: record.map, time_ns, ..Self::empty(len) }
     }
 
     /// The number that the next snapshot gets.

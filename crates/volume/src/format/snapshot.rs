@@ -42,6 +42,12 @@ pub(super) struct RawRecord {
 }
 
 impl Record {
+    /// The first state of a volume that begins with the snapshot.
+    pub(crate) fn first_state(&self) -> State {
+        let SnapshotInfo { len, time_ns, .. } = self.info;
+        State { map: self.map, time_ns, ..State::empty(len) }
+    }
+
     /// The payload of its node.
     ///
     /// # Panics

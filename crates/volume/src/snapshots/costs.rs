@@ -1,15 +1,16 @@
 //! What snapshots and clones cost, counted.
 
 use crate::heads::Claimed;
+use crate::known::Change;
 use crate::place::BLOCK_BYTES;
+use crate::segment::Cut;
 use crate::testing::{memory, name, read, run, volumes, write};
 use crate::volume::Volume;
+use crate::writing::Step;
 use mica_block::{Disk, Manage, Objects, Which};
-use mica_rt::{join_all, spawn};
 use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects};
 use mica_units::Rng;
 use std::sync::Arc;
-use std::time::Duration;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
@@ -20,6 +21,19 @@ fn stored(objects: &MemoryObjects) -> u64 {
 async fn take(volume: &Volume) -> u64 {
     let snapshots = volume.snapshots().expect("a volume has them");
     snapshots.take("").await.expect("taken").number
+}
+
+/// Takes a snapshot, which is in the store with the next extent.
+async fn begin_snapshot(volume: &Volume) {
+    let taken = volume.shared().change(|recorder| {
+        let number = recorder.now.next_snapshot();
+        let cut = Cut::Take { number, label: String::new(), time_ns: number };
+        match recorder.record(Change::Cut(cut)) {
+            true => Step::Done(()),
+            false => Step::Again,
+        }
+    });
+    taken.await.expect("taken");
 }
 
 /// A store that counts what is asked of it.
@@ -89,20 +103,18 @@ enum How {
     Never,
     /// Each is waited for: an extent each.
     Waited,
-    /// Nobody waits for them before the end: many are in one extent.
+    /// Nobody waits until they are in the store, as with durability=host: many are in one extent.
     Joined,
 }
 
 /// Bytes that 100 rounds of 8 random writes, and of snapshots, add to a disk with a block in every
 /// so many.
 async fn rounds(len: u64, every: u64, how: How) -> u64 {
-    // As far away as a store may be: what is done meanwhile is put together.
-    let memory = memory().with_latency(Duration::from_millis(20));
+    let memory = memory();
     let objects: Arc<dyn Objects> = Arc::new(memory.clone());
     let volumes = volumes(&objects, "host-1").await;
     volumes.create(&name("web"), len).await.expect("made");
     let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
-    let volume = Arc::new(volume);
     if every > 0 {
         for at in (0..len).step_by(usize::try_from(every * BLOCK).expect("small")) {
             write(&volume, at, &[1; BLOCK_BYTES]).await;
@@ -111,7 +123,6 @@ async fn rounds(len: u64, every: u64, how: How) -> u64 {
     volume.flush().await.expect("flushed");
     let before = stored(&memory);
     let mut rng = Rng::new(5);
-    let mut taken = Vec::new();
     for _ in 0..100 {
         for _ in 0..8 {
             write(&volume, rng.below(len / BLOCK) * BLOCK, &[2; BLOCK_BYTES]).await;
@@ -120,19 +131,13 @@ async fn rounds(len: u64, every: u64, how: How) -> u64 {
             How::OnlyFlush => volume.flush().await.expect("flushed"),
             How::Never => {}
             How::Waited => drop(take(&volume).await),
-            How::Joined => {
-                let volume = Arc::clone(&volume);
-                taken.push(spawn(async move { take(&volume).await }));
-            }
+            How::Joined => begin_snapshot(&volume).await,
         }
     }
-    join_all(taken).await;
     volume.flush().await.expect("flushed");
     // Heads are not counted: how many there are depends on time.
     let contents = memory.contents();
     let heads = contents.keys().filter(|name| name.as_str().starts_with("volumes/")).count();
-    let extents = contents.keys().filter(|name| name.as_str().starts_with("extents/")).count();
-    println!("{how:?}: {extents} extents");
     let after = stored(&memory) - heads as u64 * 1024;
     after + 1024 - before
 }

@@ -25,8 +25,8 @@ struct Progress {
     answered: u64,
 }
 
-/// Write number `n` of a writer goes into block `n % BLOCKS` of its own: so what a snapshot has says
-/// up to where it has the writes.
+/// Write number `n` of a writer goes into block `n % BLOCKS` of its own: so what a snapshot has
+/// says up to where it has the writes.
 async fn write_all(volume: Rc<Volume>, writer: u64, progress: Rc<Cell<Progress>>, seed: u64) {
     let mut rng = Rng::new(seed);
     for number in 1..=WRITES {

@@ -1,3 +1,5 @@
+mod destage;
+
 use super::*;
 use crate::environment::Environment;
 use crate::heads::Claimed;

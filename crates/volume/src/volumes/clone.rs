@@ -95,7 +95,7 @@ impl Volumes {
         Ok(in_head.map(|record| Origin {
             volume: head.volume,
             number: Some(number),
-            state: State::of_snapshot(&record),
+            state: record.first_state(),
         }))
     }
 

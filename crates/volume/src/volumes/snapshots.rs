@@ -115,7 +115,7 @@ impl Volumes {
         let content = heads.with_counting(async |_head, state| {
             let Some(which) = which else { return Ok(*state) };
             match find(&self.tree, state.snapshots, which).await? {
-                Some(record) => Ok(State::of_snapshot(&record)),
+                Some(record) => Ok(record.first_state()),
                 None => Err(missing(name.as_str(), which)),
             }
         });
