@@ -106,6 +106,7 @@ EXAMPLES:
   mica serve --nbd unix:disk.sock disk.qcow2
   mica serve -r --nbd tcp:127.0.0.1:10809 top.qcow2
   mica serve --ephemeral --vhost-user vm.sock base.qcow2
+  mica serve --nbd unix:web.sock --volume file:///srv/volumes/web --log-device /var/lib/mica/log
   mica serve -r --run 'nbdcopy \"$uri\" copy.raw' top.qcow2
   mica serve --config /etc/mica.toml --fork
   mica serve --config /etc/mica.toml --takeover --fork    # upgrades that server

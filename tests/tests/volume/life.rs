@@ -155,7 +155,8 @@ fn server_takes_over_from_another_with_its_volume() {
     assert_eq!(info["state"], "closed");
 }
 
-/// Sparse from birth to the end of what a volume can have: a trim is one record, whatever it covers.
+/// Sparse from birth to the end of what a volume can have: a trim is one record, whatever it
+/// covers.
 #[test]
 fn volume_of_256_tebibytes_is_written_and_trimmed_at_both_ends() {
     const END: u64 = 1 << 48;
@@ -184,4 +185,18 @@ fn volume_of_256_tebibytes_is_written_and_trimmed_at_both_ends() {
         (&checked[0]["damaged-count"], &checked[0]["data-bytes"]),
         (&0.into(), &4096.into())
     );
+}
+
+#[test]
+fn volume_that_was_handed_to_another_host_is_left_to_it() {
+    let store = Store::new();
+    store.create("web", "64M");
+    let url = store.volume("web");
+    let server = store.serve("web", &[]).expect("served");
+    assert_ne!(run(["handover", &url, "host-2"]).code(), Some(0), "it is served");
+    stop(server);
+    run(["handover", &url, "host-2"]).ok();
+    let refused = format!("{:#}", store.serve("web", &[]).map(drop).expect_err("not ours"));
+    assert!(refused.contains("host-2"), "{refused}");
+    stop(store.serve("web", &["--force"]).expect("by force"));
 }

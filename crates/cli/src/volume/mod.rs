@@ -6,6 +6,7 @@ mod create;
 mod delete;
 mod diff;
 mod export;
+mod handover;
 mod import;
 mod info;
 mod list;
@@ -58,6 +59,8 @@ enum VolumeVerb {
     Tree(tree::TreeArgs),
     #[command(after_long_help = sections::CHECK)]
     Check(check::CheckArgs),
+    #[command(after_long_help = sections::HANDOVER)]
+    Handover(handover::HandoverArgs),
     #[command(after_long_help = sections::IMPORT)]
     Import(Box<import::ImportArgs>),
     #[command(after_long_help = sections::EXPORT)]
@@ -79,6 +82,7 @@ pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
         VolumeVerb::Diff(args) => diff::run(args),
         VolumeVerb::Tree(args) => tree::run(args),
         VolumeVerb::Check(args) => check::run(args),
+        VolumeVerb::Handover(args) => handover::run(args),
         VolumeVerb::Import(args) => import::run(args),
         VolumeVerb::Export(args) => export::run(args),
     }

@@ -85,3 +85,7 @@ pub(super) const TREE: &str = "\
 EXAMPLES:
   mica volume tree file:///srv/volumes
   mica volume tree --output dot file:///srv/volumes | dot -Tsvg > volumes.svg";
+
+pub(super) const HANDOVER: &str = "\
+EXAMPLES:
+  mica volume handover s3://bucket/volumes/web host-2";

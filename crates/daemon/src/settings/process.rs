@@ -53,7 +53,7 @@ pub struct ProcessSettings {
     /// Write the process's number to this file.
     ///
     /// Once all is served; it is removed at the end.
-    #[arg(long, value_name = "FILE", help_heading = SERVER)]
+    #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = SERVER)]
     pub pid_file: Option<PathBuf>,
     /// Worker threads for all disks and clients together. One per processor by default, 8 at most.
     #[arg(long, value_name = "COUNT", hide_short_help = true, help_heading = SERVER)]

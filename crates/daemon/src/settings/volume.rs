@@ -23,13 +23,14 @@ pub struct VolumeSettings {
     ///
     /// file:///DIR/NAME, s3://BUCKET/PREFIX/NAME or rados://POOL/PREFIX/NAME; with @LABEL behind it
     /// a snapshot, read-only. `mica volume create` makes one.
-    #[arg(long, value_name = "URL", help_heading = VOLUME)]
+    #[arg(long, value_name = "URL")]
     pub volume: Option<String>,
     /// Keep what the store does not have yet in this file or device.
     ///
     /// Then a flush is answered as soon as that has it. Volumes of one server may share it. If the
     /// server is killed, start it again with the same: what it has acknowledged is there.
     #[arg(long, requires = "volume", value_name = "FILE", help_heading = VOLUME)]
+    #[arg(hide_short_help = true)]
     pub log_device: Option<PathBuf>,
     /// Length of the log if it is made; 1G by default.
     ///

@@ -8,8 +8,8 @@
 //! - I1 A lock is held from before the volume is opened for writing until after it is closed.
 //! - I2 Whoever has the lock has that of the file which has the name: one that was removed since it
 //!   was opened counts for nothing.
-//! - I3 As long as a volume was not closed, its file names the log in which the last writer had what
-//!   the store may lack. Nobody goes on without that log unless somebody wants it by force.
+//! - I3 As long as a volume was not closed, its file names the log in which the last writer had
+//!   what the store may lack. Nobody goes on without that log unless somebody wants it by force.
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sleep;

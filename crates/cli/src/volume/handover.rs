@@ -1,0 +1,44 @@
+//! `mica volume handover`.
+
+use super::session::{SessionArgs, volume};
+use crate::failure::Failure;
+use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use clap::Args;
+use serde_json::json;
+use std::process::ExitCode;
+
+/// Hand a volume that nobody has open to a host: no other opens it then, except by force.
+///
+/// On the host that has it, drain it first (`mica ctl drain`): everything is in the store then.
+#[derive(Args)]
+pub(super) struct HandoverArgs {
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    session: SessionArgs,
+    /// The volume.
+    #[arg(value_name = "URL")]
+    url: String,
+    /// The name of the host, as `uname -n` prints it there.
+    #[arg(value_name = "HOST")]
+    host: String,
+}
+
+pub(super) fn run(args: &HandoverArgs) -> Result<ExitCode, Failure> {
+    let url = volume(&args.url)?;
+    let url = url.without_snapshot("volume handover")?;
+    let session = args.session.start()?;
+    session.executor.block_on(async {
+        let store = session.stores.open(&url.store).await?;
+        let _held = store.settle(&url.name).await?;
+        store.volumes().hand_over(&url.name, &args.host).await
+    })?;
+    match args.report.format() {
+        None => {}
+        Some(OutputFormat::Human) => print(&format!("{url}: handed to {}\n", args.host))?,
+        Some(OutputFormat::Json) => {
+            print_json(&json!({ "url": url.to_string(), "handed-to": args.host }))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
