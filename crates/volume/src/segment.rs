@@ -2,8 +2,8 @@
 //!
 //! Invariants
 //! - I1 What is in a segment was done before its cuts, and all that came later is in later ones.
-//! - I2 Segments become one extent while they weigh less than [`WEIGHT_MAX`] together; what is added
-//!   then may go beyond by a little. An extent has room for twice as much.
+//! - I2 Segments become one extent while they weigh less than [`WEIGHT_MAX`] together; what is
+//!   added then may go beyond by a little. An extent has room for twice as much.
 
 use crate::recent::Batch;
 use std::sync::Arc;
