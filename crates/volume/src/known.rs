@@ -220,7 +220,7 @@ impl Now {
         self.under_way.len() < UNDER_WAY_MAX && taken < self.records && is_due
     }
 
-    /// The segments of the next extent, which is made from now on; `None` if there is nothing to do.
+    /// The segments of the next extent, which is made from now on; `None` if there is none to make.
     pub(crate) fn take(&mut self, environment: &Environment) -> Option<Vec<Segment>> {
         if !self.has_work() {
             return None;

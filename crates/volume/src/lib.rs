@@ -14,7 +14,7 @@
 //! | what names what | `place`, `state` |
 //! | the bytes | `format`, docs/formats/extent.md and head.md |
 //! | the objects of a store | `names` |
-//! | who writes a volume, and how hosts agree on it | model/README.md; `heads`, `claims`, `tenure` |
+//! | who writes a volume, how hosts agree on it | model/README.md; `heads`, `claims`, `tenure` |
 //! | what a write does, and what a flush waits for | `writing`, `shared` |
 //! | what is put, and when | `known`, `destage` |
 //! | what an opening does with a log that it finds | `opening` |
@@ -60,8 +60,9 @@ pub use keep::Keep;
 pub use log::{Found, Log, LogDevice, NotPushed, Record, Room, Ticket};
 pub use mica_block::{SnapshotInfo, Which};
 pub use names::VolumeName;
-pub use opening::{Durability, Opening};
+pub use opening::Opening;
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
+pub use shared::Durability;
 pub use state::{Root, State};
 pub use volume::Volume;
 pub use volumes::{VolumeInfo, Volumes};

@@ -13,7 +13,7 @@ use crate::format::head::Head;
 use crate::heads::{Claimed, Heads, Legacy, Owned};
 use crate::log::{Found, Log, LogDevice};
 use crate::place::Writer;
-use crate::shared::{Counts, Putter, Shared};
+use crate::shared::{Counts, Durability, Putter, Shared};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::writing::as_change;
@@ -21,16 +21,6 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::SharedLock;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-
-/// What the answer to a flush promises.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Durability {
-    /// It is in the log on this machine: a power cut does not lose it, the loss of the machine
-    /// does. Needs a log.
-    Host,
-    /// It is in the store.
-    Store,
-}
 
 /// How a volume is opened for writing.
 #[derive(Clone)]

@@ -7,12 +7,10 @@ use crate::format::head::Head;
 use crate::heads::{Heads, Owned};
 use crate::known::Now;
 use crate::log::Log;
-use crate::opening::Durability;
 use crate::place::Writer;
 use crate::reader::{Plans, View, blocks_of};
 use crate::state::State;
 use crate::tree::Tree;
-use crate::writing::closed;
 use mica_block::{Error, ErrorKind, Requests, Result};
 use mica_rt::sync::{SharedLock, Signal, Waiters};
 use mica_units::GuestRange;
@@ -34,6 +32,16 @@ pub(crate) struct Shared {
     /// Held from the look whether a label is free until a snapshot has it.
     pub(crate) naming: SharedLock,
     pub(crate) plans: Plans,
+}
+
+/// What the answer to a flush promises.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Durability {
+    /// It is in the log on this machine: a power cut does not lose it, the loss of the machine
+    /// does. Needs a log.
+    Host,
+    /// It is in the store.
+    Store,
 }
 
 /// What puts extents and heads.
@@ -187,4 +195,9 @@ impl Shared {
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// That nothing more is accepted.
+fn closed() -> Error {
+    Error::new(ErrorKind::Denied, "the volume is being closed")
 }

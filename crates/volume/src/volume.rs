@@ -9,18 +9,17 @@
 //! Invariants
 //! - I1 A flush is answered when everything that was done before it is as durable as was promised:
 //!   in the log, or in extents that are put, one after the other, without a gap.
-//! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume is
-//!   latched. A store that does not answer makes everybody wait.
+//! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume
+//!   is latched. A store that does not answer makes everybody wait.
 
 mod rewrite;
 mod snapshots;
 
 use crate::heads::{End, Heads, host_name};
 use crate::known::Change;
-use crate::opening::Durability;
 use crate::place::BLOCK_BYTES;
 use crate::reader::{self, View, check_range};
-use crate::shared::{Shared, lock};
+use crate::shared::{Durability, Shared, lock};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{

@@ -15,7 +15,7 @@ use crate::reader;
 use crate::recent::{Block, Known};
 use crate::segment::Cut;
 use crate::shared::Shared;
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Error, Result};
 use mica_rt::sleep;
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
@@ -295,9 +295,4 @@ pub(crate) fn as_change(record: Record<'_>) -> Change {
             Change::Cut(Cut::Label { number, label: label.to_owned() })
         }
     }
-}
-
-/// That nothing more is accepted.
-pub(crate) fn closed() -> Error {
-    Error::new(ErrorKind::Denied, "the volume is being closed")
 }
