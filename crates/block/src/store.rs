@@ -92,7 +92,7 @@ impl StoreIdentity {
 
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
 ///
-/// Only the changes and the hints have defaults. Changes refuse, as on a store that was opened for
+/// Only the changes, the hints and [`Store::sync_written`] have defaults. Changes refuse, as on a store that was opened for
 /// reading, so that a wrapper that forgets to forward one fails at its first use. A default for a
 /// query could be a wrong answer that nobody would notice.
 pub trait Store: Send + Sync {
@@ -173,6 +173,16 @@ pub trait Store: Send + Sync {
     fn sync(&self) -> ChangeFuture {
         let error = self.opened_for_reading();
         Box::pin(async move { Err(error) })
+    }
+
+    /// Makes durable `bytes`, which were written at `offset` and not changed since, with what is
+    /// needed to read them back, and says nothing of what else was written. May write them again.
+    /// Less than a [`Store::sync`] where much else is waiting for the device.
+    ///
+    /// After an error nothing that was not durable before can be relied on.
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        let _ = (bytes, offset);
+        self.sync()
     }
 
     /// Changes the space of `len` bytes at `offset`; see [`Space`]. `Unsupported` if the file

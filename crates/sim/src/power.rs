@@ -13,6 +13,7 @@
 
 use mica_units::SECTOR_BYTES;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Size of a sector: the most that a disk writes atomically.
 const SECTOR: usize = 512;
@@ -86,6 +87,26 @@ impl Change {
         }
     }
 
+    /// What the change does outside of `range`.
+    fn outside(self, range: &Range<usize>) -> Vec<Self> {
+        let (start, len) = match &self {
+            Self::Data { at, bytes } => (*at, bytes.len()),
+            Self::Zeros { at, len } => (*at, *len),
+            Self::Grow { .. } | Self::Shrink { .. } => return vec![self],
+        };
+        let end = start + len;
+        let parts = [start..end.min(range.start), start.max(range.end)..end];
+        let parts = parts.into_iter().filter(|part| part.start < part.end);
+        let part_of = |part: Range<usize>| match &self {
+            Self::Data { bytes, .. } => {
+                let bytes = bytes[part.start - start..part.end - start].to_vec();
+                Self::Data { at: part.start, bytes }
+            }
+            _ => Self::Zeros { at: part.start, len: part.len() },
+        };
+        parts.map(part_of).collect()
+    }
+
     /// The sectors of a partial write that reach the device: each by the toss of a coin.
     pub(crate) fn torn(&self, draw: Draw<'_>) -> Vec<Self> {
         let Self::Data { at, bytes } = self else { return vec![self.clone()] };
@@ -150,6 +171,22 @@ impl Journal {
         for (_, change) in self.changes.drain(..later) {
             change.apply(&mut self.durable);
         }
+    }
+
+    /// Makes durable `bytes`, which were written at `at` before and not changed since, and nothing
+    /// else.
+    pub(crate) fn sync_written(&mut self, at: usize, bytes: &[u8]) {
+        if self.changes.iter().any(|(_, change)| matches!(change, Change::Shrink { .. })) {
+            return self.sync(self.next);
+        }
+        let range = at..at + bytes.len();
+        let changes = std::mem::take(&mut self.changes).into_iter();
+        self.changes = changes
+            .flat_map(|(number, change)| {
+                change.outside(&range).into_iter().map(move |part| (number, part))
+            })
+            .collect();
+        Change::Data { at, bytes: bytes.to_vec() }.apply(&mut self.durable);
     }
 
     /// A sync failed: what was volatile at `mark` is durable or permanently lost, and no later sync
@@ -284,6 +321,21 @@ mod tests {
         journal.sync(mark);
         assert!(!journal.is_settled());
         assert_eq!(sectors(&journal.cut(Loss::Everything, &mut draws(1))), [2, 3, 3]);
+    }
+
+    #[test]
+    fn sync_of_what_was_written_makes_nothing_else_durable() {
+        for seed in 0..200 {
+            let mut journal = journal();
+            journal.push(Change::Zeros { at: 0, len: 1024 });
+            journal.push(data(512, 4, 512));
+            journal.sync_written(512, &[4; 512]);
+            let loss = Loss::ALL[usize::try_from(seed % 6).unwrap()];
+            let file = sectors(&journal.cut(loss, &mut draws(seed)));
+            assert_eq!(file[1], 4, "{file:?}");
+            assert!(loss != Loss::Everything || file == [1, 4], "{file:?}");
+            assert!(loss != Loss::Nothing || file == [0, 4, 3], "{file:?}");
+        }
     }
 
     #[test]

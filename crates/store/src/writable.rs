@@ -25,6 +25,7 @@ use mica_block::{
 use mica_rt::sync::{Claim, Claims, Mode};
 use mica_rt::{Buf, FallocateFlags, File};
 use mica_units::HostOffset;
+use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -92,6 +93,22 @@ impl WritableFile {
     }
 }
 
+/// Writes `bytes`, and waits until they are durable: of the page cache, the system writes these out
+/// and nothing else.
+fn write_through(file: &File, mut bytes: &[u8], mut offset: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        let part = [io::IoSlice::new(bytes)];
+        let count = match pwritev2(file, &part, offset, ReadWriteFlags::DSYNC) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => count,
+            Err(Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+        };
+        (bytes, offset) = (&bytes[count..], offset + count as u64);
+    }
+    Ok(())
+}
+
 impl Store for WritableFile {
     #[inline]
     fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
@@ -151,6 +168,24 @@ impl Store for WritableFile {
             let _turn = inner.syncs.claim(0).await;
             inner.check_synced()?;
             mica_rt::sync_data(&inner.file).await.map_err(|error| {
+                inner.sync_failed.store(true, Ordering::SeqCst);
+                inner.failed("making durable", error)
+            })
+        }))
+    }
+
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        let inner = Arc::clone(&self.inner);
+        if inner.kind != FileKind::Regular || inner.align != Alignment::NONE {
+            return self.sync();
+        }
+        Box::pin(in_own_task(async move {
+            let _turn = inner.syncs.claim(0).await;
+            inner.check_synced()?;
+            let written = mica_rt::on_thread(&inner.file, move |file| {
+                write_through(file, &bytes, offset.bytes())
+            });
+            written.await.map_err(|error| {
                 inner.sync_failed.store(true, Ordering::SeqCst);
                 inner.failed("making durable", error)
             })

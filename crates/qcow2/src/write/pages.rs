@@ -161,6 +161,18 @@ impl Metadata {
         synced
     }
 
+    /// Writes `bytes` and makes them durable, and nothing else.
+    pub(crate) async fn write_durably(&self, bytes: Buf, at: HostOffset) -> Result<()> {
+        let explain = |error: Error| error.wrap(self.store.name());
+        let (written, bytes) = self.store.write_at(bytes, at).await;
+        written.map_err(explain)?;
+        let synced = self.store.sync_written(bytes, at).await.map_err(explain);
+        if let Err(error) = &synced {
+            self.fail_for_good(error);
+        }
+        synced
+    }
+
     /// Writes something that must not stay half-written: a failure ends the writing.
     pub(crate) async fn write_through(&self, bytes: Buf, at: HostOffset) -> Result<()> {
         let written = write_all(&*self.store, bytes, at).await;

@@ -81,6 +81,42 @@ impl SimStore {
         mica_rt::simulate(buf, latency, Box::new(work))
     }
 
+    /// Starts a sync of everything, or of these bytes alone.
+    fn start_sync(&self, only: Option<(usize, Vec<u8>)>) -> ChangeFuture {
+        if self.writer.is_none() {
+            let error = self.opened_for_reading();
+            return Box::pin(async move { Err(error) });
+        }
+        let errno = self.world.start_change(Operation::Sync);
+        let mut file = lock(&self.file);
+        let (mark, ctime_ns) = (file.journal().mark(), file.ctime_ns);
+        let latency = file.nominal_latency() * SYNC_FACTOR;
+        drop(file);
+        let (world, file) = (self.world.clone(), Arc::clone(&self.file));
+        let work = move |_: &mut Buf| {
+            let mut locked = lock(&file);
+            if locked.dead {
+                return Err(io::Error::from_raw_os_error(EIO));
+            }
+            world.trace(|| format!("{} sync {errno:?}", locked.path.display()));
+            match (errno, &only) {
+                (None, _) if world.ignores_sync() => {}
+                (None, Some((at, bytes))) => locked.journal().sync_written(*at, bytes),
+                (None, None) => {
+                    locked.journal().sync(mark);
+                    locked.durable_ctime_ns = ctime_ns;
+                }
+                (Some(_), _) => {
+                    locked.journal().fail_sync(mark, &mut |bound| world.random_below(bound));
+                }
+            }
+            drop(locked);
+            world.complete_change(Operation::Sync);
+            errno.map_or(Ok(0), |code| Err(io::Error::from_raw_os_error(code)))
+        };
+        finish(mica_rt::simulate(Buf::new(0), latency, Box::new(work)), "syncing")
+    }
+
     /// As [`Self::start`], without bytes.
     fn start_space(
         &self,
@@ -197,37 +233,11 @@ impl Store for SimStore {
     }
 
     fn sync(&self) -> ChangeFuture {
-        if self.writer.is_none() {
-            let error = self.opened_for_reading();
-            return Box::pin(async move { Err(error) });
-        }
-        let errno = self.world.start_change(Operation::Sync);
-        let mut file = lock(&self.file);
-        let (mark, ctime_ns) = (file.journal().mark(), file.ctime_ns);
-        let latency = file.nominal_latency() * SYNC_FACTOR;
-        drop(file);
-        let (world, file) = (self.world.clone(), Arc::clone(&self.file));
-        let work = move |_: &mut Buf| {
-            let mut locked = lock(&file);
-            if locked.dead {
-                return Err(io::Error::from_raw_os_error(EIO));
-            }
-            world.trace(|| format!("{} sync {errno:?}", locked.path.display()));
-            match errno {
-                None if world.ignores_sync() => {}
-                None => {
-                    locked.journal().sync(mark);
-                    locked.durable_ctime_ns = ctime_ns;
-                }
-                Some(_) => {
-                    locked.journal().fail_sync(mark, &mut |bound| world.random_below(bound));
-                }
-            }
-            drop(locked);
-            world.complete_change(Operation::Sync);
-            errno.map_or(Ok(0), |code| Err(io::Error::from_raw_os_error(code)))
-        };
-        finish(mica_rt::simulate(Buf::new(0), latency, Box::new(work)), "syncing")
+        self.start_sync(None)
+    }
+
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        self.start_sync(Some((at(offset), bytes.to_vec())))
     }
 
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {

@@ -45,11 +45,7 @@ impl Space {
         let _pinned = self.metadata.pin(host, cluster_bytes);
         let block = Some(&blocks[..cluster_len]);
         self.metadata.lock().put_cluster(host, cluster_bytes, block, Beneath::Same);
-        let written = write_all(&*self.metadata.store, blocks, host).await;
-        let written = match written {
-            Ok(()) => self.metadata.sync().await,
-            Err(error) => Err(error),
-        };
+        let written = self.metadata.write_durably(blocks, host).await;
         if let Err(error) = written {
             self.metadata.lock().drop_cluster(host, cluster_bytes);
             return Err(error);
