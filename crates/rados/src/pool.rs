@@ -42,8 +42,8 @@ impl PoolOptions {
     }
 }
 
-/// How long a request may take, if nothing else was said: longer than a cluster needs to notice that
-/// one of its daemons died.
+/// How long a request may take, if nothing else was said: longer than a cluster needs to notice
+/// that one of its daemons died.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest object: what storage daemons take in one write (`osd_max_write_size`).
 const LEN_MAX: usize = 90 << 20;
@@ -114,9 +114,9 @@ impl Pool {
         Ok(address.map_or(first, |(_, address)| address).to_owned())
     }
 
-    /// Lets the cluster refuse whatever the client at `address` does from now on, for `lasts` (whole
-    /// seconds; an hour if it is zero). When this is done, what is read from here on does not
-    /// change by that client any more.
+    /// Lets the cluster refuse whatever the client at `address` does from now on, for `lasts`
+    /// (whole seconds; an hour if it is zero). When this is done, what is read from here on does
+    /// not change by that client any more.
     ///
     /// # Errors
     /// `Denied` if the key does not allow it: it needs the capability

@@ -3,6 +3,7 @@
 use libc::{c_char, c_int, c_void, size_t, time_t};
 use libloading::Library;
 use mica_rt::Buf;
+use std::error::Error;
 use std::ptr::{null, null_mut};
 
 /// What the library is called everywhere.
@@ -87,8 +88,10 @@ functions! {
 /// Loads the library; says what to do if that fails.
 pub(super) fn load() -> Result<Functions, String> {
     // SAFETY: what runs when librados is loaded may run at any time.
-    let library = unsafe { Library::new(LIBRARY) }
-        .map_err(|error| format!("librados2 is not installed: apt install librados2 ({error})"))?;
+    let library = unsafe { Library::new(LIBRARY) }.map_err(|error| {
+        let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+        format!("librados2 is not installed: apt install librados2 ({why})")
+    })?;
     // Never unloaded: forgotten.
     let library = std::mem::ManuallyDrop::new(library);
     super::end::prepare();
