@@ -1,6 +1,7 @@
 //! Volumes, judged from outside: their verbs, and what serves them.
 
 mod bucket;
+mod collection;
 mod copies;
 mod kill;
 mod life;

@@ -23,7 +23,7 @@ pub(super) struct CheckArgs {
 }
 
 /// Something is damaged, as with `mica check`.
-const EXIT_DAMAGED: u8 = 2;
+pub(super) const EXIT_DAMAGED: u8 = 2;
 
 pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
@@ -37,7 +37,7 @@ pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
             }
         };
         for name in names {
-            let found = store.volumes().check(&name).await?;
+            let found = store.volumes().check(&name, &mut |_| {}).await?;
             let url = url_in(store.url(), &name);
             found.damaged.iter().for_each(|line| tell(&format!("{url}: {line}")));
             damaged += found.damaged_count;
@@ -54,7 +54,7 @@ pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     Ok(if damaged == 0 { ExitCode::SUCCESS } else { ExitCode::from(EXIT_DAMAGED) })
 }
 
-fn human(url: &str, found: &Findings) -> String {
+pub(super) fn human(url: &str, found: &Findings) -> String {
     let Findings { blocks, nodes, extents, damaged_count, .. } = *found;
     let bytes = human_size(blocks * BLOCK_BYTES as u64);
     let verdict = match damaged_count {
@@ -65,7 +65,7 @@ fn human(url: &str, found: &Findings) -> String {
     format!("{url}: {verdict}: {bytes} of data, {nodes} nodes, {extents} extents\n")
 }
 
-fn described(url: &str, found: &Findings) -> Value {
+pub(super) fn described(url: &str, found: &Findings) -> Value {
     json!({
         "url": url,
         "data-bytes": found.blocks * BLOCK_BYTES as u64,

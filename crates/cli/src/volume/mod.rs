@@ -6,11 +6,13 @@ mod create;
 mod delete;
 mod diff;
 mod export;
+mod gc;
 mod handover;
 mod import;
 mod info;
 mod list;
 mod rows;
+mod scrub;
 mod sections;
 mod session;
 mod snapshots;
@@ -59,6 +61,10 @@ enum VolumeVerb {
     Tree(tree::TreeArgs),
     #[command(after_long_help = sections::CHECK)]
     Check(check::CheckArgs),
+    #[command(after_long_help = sections::SCRUB)]
+    Scrub(scrub::ScrubArgs),
+    #[command(after_long_help = sections::GC)]
+    Gc(gc::GcArgs),
     #[command(after_long_help = sections::HANDOVER)]
     Handover(handover::HandoverArgs),
     #[command(after_long_help = sections::IMPORT)]
@@ -82,6 +88,8 @@ pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
         VolumeVerb::Diff(args) => diff::run(args),
         VolumeVerb::Tree(args) => tree::run(args),
         VolumeVerb::Check(args) => check::run(args),
+        VolumeVerb::Scrub(args) => scrub::run(args),
+        VolumeVerb::Gc(args) => gc::run(args),
         VolumeVerb::Handover(args) => handover::run(args),
         VolumeVerb::Import(args) => import::run(args),
         VolumeVerb::Export(args) => export::run(args),

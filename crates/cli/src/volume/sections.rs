@@ -41,6 +41,20 @@ EXIT STATUS:
   1  it could not be checked
   2  something is damaged; each line on standard error names a part";
 
+pub(super) const SCRUB: &str = "\
+EXAMPLES:
+  mica volume scrub file:///srv/volumes
+
+EXIT STATUS:
+  0  nothing is damaged
+  1  it could not be read
+  2  something is damaged; each line on standard error names a part";
+
+pub(super) const GC: &str = "\
+EXAMPLES:
+  mica volume gc file:///srv/volumes
+  mica volume gc --dry-run s3://bucket/volumes   # what would be freed";
+
 pub(super) const IMPORT: &str = "\
 EXAMPLES:
   mica volume import top.qcow2 file:///srv/volumes/web

@@ -183,7 +183,8 @@ fn volume_keeps_a_prefix_with_everything_that_was_promised_wherever_it_is_opened
         for _ in 0..8 {
             story.round().await;
         }
-        let found = machines.sound(0, false).await.volumes.check(&name()).await.unwrap();
+        let found =
+            machines.sound(0, false).await.volumes.check(&name(), &mut |_| {}).await.unwrap();
         assert_eq!(found.damaged_count, 0, "{found:?}");
     });
 }

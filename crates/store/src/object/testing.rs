@@ -241,7 +241,7 @@ async fn check_holes(objects: &dyn Objects) {
     }
     assert_eq!(put(objects, &name, &bytes).await, Put::Exists);
     delete(objects, &name).await;
-    let missing = objects.punch(&name, &[0..4096]).await;
+    let missing = objects.punch(&name, std::slice::from_ref(&(0..4096))).await;
     assert!(missing.is_ok_and(|bytes| bytes == 0), "nothing is there");
 }
 

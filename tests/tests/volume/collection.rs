@@ -1,0 +1,105 @@
+//! Collection and scrub, by their verbs.
+
+use mica_tests::server::Server;
+use mica_tests::volume::{Store, run};
+use mica_tests::{command, tools};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const TOOLS: &[tools::Tool] = &[tools::QEMU_IO];
+
+fn qemu_io(server: &Server, acts: &[&str]) {
+    let mut words = vec!["-f", "raw"];
+    acts.iter().for_each(|act| words.extend(["-c", act]));
+    let uri = server.uri();
+    words.push(&uri);
+    command::run("qemu-io", words).ok();
+}
+
+/// Serves a volume, does `acts` to it, and stops.
+fn with(store: &Store, name: &str, acts: &[&str]) {
+    let server = store.serve(name, &[]).expect("served");
+    qemu_io(&server, acts);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+}
+
+fn report(words: &[&str]) -> Value {
+    let finished = run(words.iter().copied().chain(["--output", "json"]));
+    serde_json::from_str(&finished.ok()).expect("JSON")
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("one").path());
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+#[test]
+fn gc_frees_what_only_a_dropped_snapshot_and_a_deleted_clone_had() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "64M");
+    let (url, clone) = (store.volume("web"), store.volume("clone"));
+    with(&store, "web", &["write -P 1 0 16M", "flush"]);
+    run(["snapshot", &url, "old"]).ok();
+    run(["clone", &format!("{url}@old"), &clone]).ok();
+    with(&store, "web", &["write -P 2 0 16M", "flush"]);
+    // Small extents with what became of snapshots may go.
+    let frees_data = |words: &[&str]| {
+        let report = report(words);
+        report["freed-bytes"].as_u64().expect("a number") >= 16 << 20
+    };
+    assert!(!frees_data(&["gc", &store.url()]), "a snapshot needs it");
+    run(["drop", &format!("{url}@old")]).ok();
+    assert!(!frees_data(&["gc", &store.url()]), "a clone needs it");
+    run(["delete", &clone]).ok();
+    assert!(frees_data(&["gc", "--dry-run", &store.url()]));
+    assert!(frees_data(&["gc", &store.url()]));
+    assert_eq!(report(&["gc", &store.url()])["freed-bytes"], 0, "nothing is left to free");
+    with(&store, "web", &["read -P 2 0 16M", "read -P 0 16M 48M"]);
+    run(["check", &url]).ok();
+}
+
+#[test]
+fn gc_beside_a_server_takes_nothing_that_it_needs() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "64M");
+    let server = store.serve("web", &[]).expect("served");
+    for round in 1..=4 {
+        qemu_io(&server, &[&format!("write -P {round} 0 8M"), "flush"]);
+        run(["gc", &store.url()]).ok();
+        qemu_io(&server, &[&format!("read -P {round} 0 8M"), "read -P 0 8M 56M"]);
+    }
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    run(["gc", &store.url()]).ok();
+    with(&store, "web", &["read -P 4 0 8M"]);
+    run(["scrub", &store.url()]).ok();
+}
+
+#[test]
+fn scrub_names_the_volume_and_the_place_of_what_is_damaged() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "64M");
+    with(&store, "web", &["write -P 1 1M 1M", "flush"]);
+    run(["scrub", &store.url()]).ok();
+    let folder = store.folder().join("store/extents");
+    let extents = files(&folder).into_iter();
+    let extent = extents.max_by_key(|path| fs::metadata(path).map_or(0, |meta| meta.len()));
+    let extent = extent.expect("an extent");
+    let mut bytes = fs::read(&extent).expect("read");
+    bytes[8192] ^= 1;
+    fs::write(&extent, bytes).expect("damaged");
+    let finished = run(["scrub", &store.url()]);
+    assert_eq!(finished.status.code(), Some(2), "{finished}");
+    assert!(finished.stderr.contains("web"), "{finished}");
+    // Collection goes by the map, which is whole.
+    run(["gc", &store.url()]).ok();
+}
