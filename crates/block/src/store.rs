@@ -92,9 +92,9 @@ impl StoreIdentity {
 
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
 ///
-/// Only the changes, the hints and [`Store::sync_written`] have defaults. Changes refuse, as on a store that was opened for
-/// reading, so that a wrapper that forgets to forward one fails at its first use. A default for a
-/// query could be a wrong answer that nobody would notice.
+/// Only the changes, the hints and [`Store::sync_written`] have defaults. Changes refuse, as on a
+/// store that was opened for reading, so that a wrapper that forgets to forward one fails at its
+/// first use. A default for a query could be a wrong answer that nobody would notice.
 pub trait Store: Send + Sync {
     /// Fills `buf` from `offset` on. What is beyond the end reads as zeros, as it does in QEMU.
     fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture;

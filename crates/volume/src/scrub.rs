@@ -1,16 +1,17 @@
-//! Reads everything that is kept, and says what of it is damaged: of a whole store, or of one volume
-//! with its snapshots.
+//! Reads everything that is kept, and says what of it is damaged: of a whole store, or of one
+//! volume with its snapshots.
 //!
 //! Nodes are read as a collector does it ([`Mark`]), which checks the sum of each. Then each extent
-//! is read whole, once, whoever names something in it: the sums of all its blocks that are named are
-//! compared with those that the places have, together. Where they differ, or something is missing,
-//! `lost` finds out which volumes and snapshots have lost what.
+//! is read whole, once, whoever names something in it: the sums of all its blocks that are named
+//! are compared with those that the places have, together. Where they differ, or something is
+//! missing, `lost` finds out which volumes and snapshots have lost what.
 //!
 //! Invariants
 //! - I1 Nothing is changed.
-//! - I2 Damage does not end it: what is beneath a damaged node is unknown, and all the rest is read.
-//! - I3 What others deleted meanwhile is no damage: only what is lost to the heads that there are at
-//!   the end is.
+//! - I2 Damage does not end it: what is beneath a damaged node is unknown, and all the rest is
+//!   read.
+//! - I3 What others deleted meanwhile is no damage: only what is lost to the heads that there are
+//!   at the end is.
 
 mod lost;
 

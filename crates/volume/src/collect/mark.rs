@@ -6,8 +6,8 @@
 //! it, each extent's nodes are read together, and what is known of an extent then is final.
 //!
 //! Invariants
-//! - I1 An extent is returned after all that name something in it, and what is returned is complete,
-//!   unless [`Mark::damage`] has something.
+//! - I1 An extent is returned after all that name something in it, and what is returned is
+//!   complete, unless [`Mark::damage`] has something.
 //! - I2 Nothing that was read is trusted: a node is what its place says, and names older ones.
 //! - I3 What is held is what is wanted of older extents: the bits of their blocks, and their nodes.
 

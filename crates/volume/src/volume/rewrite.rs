@@ -1,10 +1,11 @@
-//! Compaction: blocks that are in sparse extents are written again, in the order of the disk, by the
-//! volume's own writer. The extents that had them are collected when nothing else needs them.
+//! Compaction: blocks that are in sparse extents are written again, in the order of the disk, by
+//! the volume's own writer. The extents that had them are collected when nothing else needs them.
 //!
 //! Invariants
 //! - I1 A block is written again only while the map has it in the place that it was read from, and
 //!   nothing newer is known of it: both are looked at, and it is written, under one lock.
-//! - I2 A node of the map in such an extent moves, too: the first block beneath it is written again.
+//! - I2 A node of the map in such an extent moves, too: the first block beneath it is written
+//!   again.
 
 use super::Volume;
 use crate::known::Change;
