@@ -62,7 +62,7 @@ fn volumes_on_several_threads_share_a_log() {
                             });
                             join_all(writes).await;
                             log.sync().await.unwrap();
-                            log.free(log.next() - 8);
+                            log.free(log.next().saturating_sub(8));
                         }
                     });
                 });
