@@ -180,8 +180,6 @@ counts! {
     members = "disks that came or went";
     /// Clients of the control socket that were killed.
     ctl_kills = "  with a client that was killed";
-    /// Disks that a server refused since its sandbox makes no folder for their logs.
-    no_logs = "  refused, as its log has no folder";
     /// Commands that were given in a takeover.
     overlaps = "commands in takeovers";
     /// Configurations that were held against what was saved.

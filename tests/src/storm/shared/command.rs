@@ -143,11 +143,6 @@ impl Order {
         }
     }
 
-    /// Whether the server has to refuse it.
-    pub(super) fn is_refused(self, fleet: &Fleet<'_>) -> bool {
-        self.verb == Verb::Add && fleet.lacks_logs(&fleet.disks[self.disk])
-    }
-
     fn save(self, listed: &mut std::collections::BTreeSet<String>, name: String) {
         match self.verb {
             Verb::Add => listed.insert(name),
@@ -165,11 +160,7 @@ impl Order {
         let args = self.args(fleet)?;
         self.warn(parties);
         let args: Vec<_> = args.iter().map(String::as_str).collect();
-        let is_refused = self.is_refused(fleet);
         let said = fleet.world.mica(&args)?;
-        if is_refused {
-            return fleet.was_refused(&said);
-        }
         done(said, server)?;
         self.is_done(fleet, server, parties);
         Ok(())
@@ -185,7 +176,6 @@ impl Order {
         parties: &[Party],
     ) -> Outcome {
         let before = fleet.listed.clone();
-        let is_refused = self.is_refused(fleet);
         let args = self.args(fleet)?;
         self.warn(parties);
         let pause = Duration::from_micros(rng.below(20_000));
@@ -197,7 +187,7 @@ impl Order {
         client.wait()?;
         fleet.world.counts.ctl_kills.add();
         let mut after = before.clone();
-        if self.saves && !is_refused {
+        if self.saves {
             self.save(&mut after, fleet.disks[self.disk].name.clone());
         }
         let listed = fleet.read_config()?;
@@ -208,9 +198,6 @@ impl Order {
         fleet.listed = listed;
         let args: Vec<_> = args.iter().map(String::as_str).collect();
         let said = fleet.world.mica(&args)?;
-        if is_refused {
-            return fleet.was_refused(&said);
-        }
         let is_saved_now = said.status.success() && self.saves;
         fleet.tell(format_args!("    and again: {}", said.stderr.trim()));
         let listed = if is_saved_now { after } else { fleet.listed.clone() };
@@ -306,22 +293,14 @@ pub(super) fn read_again(fleet: &mut Fleet<'_>, server: &mut Server, parties: &[
         }
     }
     let args = ["ctl", "--control", text(&fleet.control)?, "reload"];
-    let is_new =
-        |disk: &Disk| fleet.listed.contains(&disk.name) && disk.standing == Standing::Absent;
-    let refused: Vec<_> =
-        fleet.disks.iter().map(|disk| is_new(disk) && fleet.lacks_logs(disk)).collect();
     let said = fleet.world.mica(&args)?;
     fleet.tell(format_args!("  reload: {}", said.stdout.trim()));
-    match refused.contains(&true) {
-        true => fleet.was_refused(&said)?,
-        false => drop(done(said, server)?),
-    }
+    drop(done(said, server)?);
     fleet.world.counts.members.add();
     server.absent_by_command.clear();
     for (number, disk) in fleet.disks.iter_mut().enumerate() {
         let is_listed = fleet.listed.contains(&disk.name);
         match (is_listed, disk.standing, disk.source) {
-            (true, Standing::Absent, _) if refused[number] => {}
             (true, Standing::Absent, _) => disk.standing = Standing::Serving,
             (false, Standing::Serving | Standing::Drained, Source::Configuration) => {
                 match stage_of(number, parties) {

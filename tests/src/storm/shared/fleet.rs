@@ -2,7 +2,6 @@
 
 use super::disk::{Disk, Source, Standing};
 use crate::clock;
-use crate::command::Finished;
 use crate::storm::foreign;
 use crate::storm::loss;
 use crate::storm::story::{Fault, Outcome, Wrong};
@@ -18,8 +17,6 @@ use std::time::Duration;
 /// How long a server may take to do what it was asked for.
 const LIMIT: Duration = Duration::from_secs(40);
 const PAUSE: Duration = Duration::from_millis(5);
-/// How a server refuses a disk whose log would have no folder.
-const NO_LOGS: &str = "the sandbox does not allow a folder for redo logs to be made";
 const SOCKETS: u64 = 2;
 const DISKS_MIN: u64 = 2;
 const DISKS_MORE: u64 = 5;
@@ -67,23 +64,6 @@ impl<'a> Fleet<'a> {
             fs::DirBuilder::new().mode(0o700).create(loss::folder_in(&fleet.world.log))?;
         }
         Ok(fleet)
-    }
-
-    /// Whether a server that runs cannot be given `disk` now: its sandbox, which has the files
-    /// below `--disks-in`, makes no folder, and there is none for the disk's log.
-    pub(super) fn lacks_logs(&self, disk: &Disk) -> bool {
-        disk.cluster.is_some() && !loss::folder_in(&self.world.log).exists()
-    }
-
-    /// Something that has to be refused for that reason was `said`.
-    pub(super) fn was_refused(&self, said: &Finished) -> Outcome {
-        self.tell(format_args!("    refused: {}", said.stderr.trim()));
-        self.world.counts.no_logs.add();
-        let all = [&*said.stdout, &*said.stderr].concat();
-        match !said.status.success() && all.contains(NO_LOGS) {
-            true => Ok(()),
-            false => Err(Fault::new(Wrong::Members, format!("not refused for its log: {said}"))),
-        }
     }
 
     pub(super) fn tell(&self, step: impl std::fmt::Display) {

@@ -65,7 +65,7 @@ fn orders(fleet: &Fleet<'_>, rng: &mut Rng) -> Vec<Order> {
     let mut orders: Vec<Order> = Vec::new();
     for _ in 0..1 + rng.below(ORDERS_MAX) {
         let order = Order::random(fleet, rng);
-        if orders.iter().any(|other| other.disk == order.disk) || order.is_refused(fleet) {
+        if orders.iter().any(|other| other.disk == order.disk) {
             continue;
         }
         // The configuration keeps a disk if all of them are carried out.
