@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, tell};
 use crate::images::ImageArgs;
-use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
+use crate::output::{ReportArgs, progress_bar};
 use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
 use mica_qcow2_tools::check::{CheckReport, Finding, Observer, Progress, check};
@@ -74,11 +74,8 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
         }
         let (report, repaired) =
             done.map_err(|error| error.wrap(args.image.display().to_string()))?;
-        match args.report.format() {
-            None => {}
-            Some(OutputFormat::Human) => print(&(human_repaired(repaired) + &human(&report)))?,
-            Some(OutputFormat::Json) => print_json(&json(args, &report, repaired))?,
-        }
+        let text = human_repaired(repaired) + &human(&report);
+        args.report.print(&text, &json(args, &report, repaired))?;
         Ok(ExitCode::from(report.verdict().exit_status()))
     })
 }

@@ -3,7 +3,7 @@
 use crate::cursor::Cursor;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
-use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
+use crate::output::{OutputFormat, ReportArgs, print, progress_bar};
 use clap::Args;
 use mica_block::{Disk, Result, read_whole};
 use mica_qcow2::IndexUse;
@@ -112,12 +112,6 @@ fn report(args: &CompareArgs, outcome: &Difference) -> std::result::Result<ExitC
         Difference::Length => (false, None, "Strict mode: Image size mismatch!\n".to_owned()),
         Difference::At(at) => (false, Some(*at), format!("Content mismatch at offset {at}!\n")),
     };
-    match args.report.format() {
-        None => {}
-        Some(OutputFormat::Human) => print(&text)?,
-        Some(OutputFormat::Json) => {
-            print_json(&json!({ "identical": identical, "offset": offset }))?;
-        }
-    }
+    args.report.print(&text, &json!({ "identical": identical, "offset": offset }))?;
     Ok(if identical { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }

@@ -42,6 +42,18 @@ impl ReportArgs {
     pub(crate) fn format(&self) -> Option<OutputFormat> {
         Some(self.output.output).filter(|format| !self.quiet || *format == OutputFormat::Json)
     }
+
+    /// Prints the result: `text`, or the same as `json`, or nothing.
+    ///
+    /// # Errors
+    /// If stdout is gone.
+    pub(crate) fn print(&self, text: &str, json: &impl Serialize) -> Result<(), Failure> {
+        match self.format() {
+            None => Ok(()),
+            Some(OutputFormat::Human) => print(text),
+            Some(OutputFormat::Json) => print_json(json),
+        }
+    }
 }
 
 /// Prints text on stdout.

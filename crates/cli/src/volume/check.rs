@@ -2,7 +2,7 @@
 
 use super::session::{SessionArgs, Subject, url_in};
 use crate::failure::{Failure, tell};
-use crate::output::{OutputFormat, ReportArgs, human_size, print, print_json};
+use crate::output::{ReportArgs, human_size};
 use clap::Args;
 use mica_volume::{BLOCK_BYTES, Findings};
 use serde_json::{Value, json};
@@ -29,7 +29,7 @@ pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let (mut all, mut text, mut damaged) = (Vec::new(), String::new(), 0);
     session.executor.block_on(async {
-        let (store, names) = match session.subject(&args.url).await? {
+        let (store, names) = match session.subject(&args.url, "volume check").await? {
             Subject::Volume(store, name) => (store, vec![name]),
             Subject::Store(store) => {
                 let listed = store.volumes().list().await?;
@@ -46,11 +46,7 @@ pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
         }
         Ok::<_, Failure>(())
     })?;
-    match args.report.format() {
-        None => {}
-        Some(OutputFormat::Human) => print(&text)?,
-        Some(OutputFormat::Json) => print_json(&all)?,
-    }
+    args.report.print(&text, &all)?;
     Ok(if damaged == 0 { ExitCode::SUCCESS } else { ExitCode::from(EXIT_DAMAGED) })
 }
 

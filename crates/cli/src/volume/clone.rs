@@ -2,7 +2,7 @@
 
 use super::session::{SessionArgs, volume};
 use crate::failure::Failure;
-use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use crate::output::ReportArgs;
 use clap::Args;
 use serde_json::json;
 use std::process::ExitCode;
@@ -41,14 +41,11 @@ pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         let store = session.stores.open(&source.store).await?;
         store.volumes().clone_volume(&source.name, source.which().as_ref(), &target.name).await
     })?;
-    match args.report.format() {
-        None => {}
-        Some(OutputFormat::Human) => print(&format!("{target}: a clone of {source}\n"))?,
-        Some(OutputFormat::Json) => print_json(&json!({
-            "name": target.name.as_str(),
-            "url": target.to_string(),
-            "source": source.to_string(),
-        }))?,
-    }
+    let json = json!({
+        "name": target.name.as_str(),
+        "url": target.to_string(),
+        "source": source.to_string(),
+    });
+    args.report.print(&format!("{target}: a clone of {source}\n"), &json)?;
     Ok(ExitCode::SUCCESS)
 }

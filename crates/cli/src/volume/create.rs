@@ -3,7 +3,7 @@
 use super::session::{SessionArgs, volume};
 use crate::failure::Failure;
 use crate::images::size_of;
-use crate::output::{OutputFormat, ReportArgs, human_size, print, print_json};
+use crate::output::{ReportArgs, human_size};
 use clap::Args;
 use serde_json::json;
 use std::process::ExitCode;
@@ -35,14 +35,11 @@ pub(super) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
         let store = session.stores.open_or_make(&url.store).await?;
         store.volumes().create(&url.name, len).await
     })?;
-    match args.report.format() {
-        None => {}
-        Some(OutputFormat::Human) => print(&format!("{url}: {}, empty\n", human_size(len)))?,
-        Some(OutputFormat::Json) => print_json(&json!({
-            "name": url.name.as_str(),
-            "url": url.to_string(),
-            "virtual-size": len,
-        }))?,
-    }
+    let json = json!({
+        "name": url.name.as_str(),
+        "url": url.to_string(),
+        "virtual-size": len,
+    });
+    args.report.print(&format!("{url}: {}, empty\n", human_size(len)), &json)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -2,7 +2,7 @@
 
 use super::session::{SessionArgs, volume};
 use crate::failure::Failure;
-use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use crate::output::ReportArgs;
 use clap::Args;
 use serde_json::json;
 use std::process::ExitCode;
@@ -34,10 +34,7 @@ pub(super) fn run(args: &DeleteArgs) -> Result<ExitCode, Failure> {
         let store = session.stores.open(&url.store).await?;
         store.delete(&url.name, args.force).await
     })?;
-    match args.report.format() {
-        None => {}
-        Some(OutputFormat::Human) => print(&format!("{url}: deleted\n"))?,
-        Some(OutputFormat::Json) => print_json(&json!({ "deleted": url.to_string() }))?,
-    }
+    let json = json!({ "deleted": url.to_string() });
+    args.report.print(&format!("{url}: deleted\n"), &json)?;
     Ok(ExitCode::SUCCESS)
 }

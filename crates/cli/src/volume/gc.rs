@@ -1,13 +1,13 @@
 //! `mica volume gc`.
 
-use super::session::SessionArgs;
+use super::session::{SessionArgs, Subject};
 use crate::failure::{Failure, tell};
-use crate::output::{OutputFormat, ReportArgs, human_size, print, print_json, progress_bar};
+use crate::output::{ReportArgs, human_size, progress_bar};
 use clap::Args;
 use mica_block::ErrorKind;
-use mica_stack::StoreUrl;
-use mica_volume::{CollectOptions, Collected, Step, Volumes};
-use serde_json::json;
+use mica_stack::Store;
+use mica_volume::{CollectOptions, Collected, Step};
+use serde_json::{Value, json};
 use std::process::ExitCode;
 
 /// Delete what no volume, snapshot or clone of a store needs.
@@ -29,18 +29,24 @@ pub(super) struct GcArgs {
 }
 
 pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
-    let url: StoreUrl = args.store.parse()?;
     let session = args.session.start()?;
     let bar = progress_bar(0, "extents");
     let collected = session.executor.block_on(async {
-        let store = session.stores.open(&url).await?;
+        let store = match session.subject(&args.store, "volume gc").await? {
+            Subject::Store(store) => store,
+            Subject::Volume(store, name) => {
+                let (name, store) = (name.as_str(), store.url());
+                let what = format!("{name} is a volume: collection is of its whole store, {store}");
+                return Err(Failure::new(what));
+            }
+        };
         let options = CollectOptions { dry_run: args.dry_run, ..CollectOptions::default() };
         let mut show = |at: mica_volume::Progress| {
             bar.set_length(at.of_extents.max(at.extents));
             bar.set_position(if at.step == Step::Free { at.of_extents } else { at.extents });
         };
         let mut collected = store.volumes().collect(options, &mut show).await?;
-        if args.dry_run || !compact(store.volumes(), &collected).await? {
+        if args.dry_run || !compact(&store, &collected).await? {
             return Ok::<_, Failure>(collected);
         }
         let again = store.volumes().collect(options, &mut show).await?;
@@ -58,32 +64,15 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
     if let Some(error) = &collected.failure {
         tell(&format!("mica: {} objects stay: {}", collected.failed, error.in_one_line()));
     }
-    match args.report.format() {
-        None => {}
-        Some(OutputFormat::Human) => print(&human(args, &collected))?,
-        Some(OutputFormat::Json) => print_json(&json!({
-            "dry-run": args.dry_run,
-            "volumes": collected.volumes,
-            "snapshots": collected.snapshots,
-            "extents": collected.extents,
-            "bytes": collected.bytes,
-            "live-bytes": collected.live_bytes,
-            "freed-extents": collected.freed_extents,
-            "freed-bytes": collected.freed_bytes,
-            "punched-bytes": collected.punched_bytes,
-            "freed-heads": collected.freed_heads,
-            "freed-claims": collected.freed_claims,
-            "failed": collected.failed,
-        }))?,
-    }
+    args.report.print(&human(args, &collected), &described(args, &collected))?;
     Ok(if collected.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Writes again what is in sparse extents of volumes that nobody has open; whether there was any.
-async fn compact(volumes: &Volumes, collected: &Collected) -> Result<bool, Failure> {
+async fn compact(store: &Store, collected: &Collected) -> Result<bool, Failure> {
     let mut is_any = false;
     for sparse in &collected.sparse {
-        match volumes.compact(sparse).await {
+        match store.compact(sparse).await {
             Ok(blocks) => is_any |= blocks > 0,
             // Its server has it, or it is gone.
             Err(error) if matches!(error.kind(), ErrorKind::Denied | ErrorKind::NotFound) => {}
@@ -93,13 +82,33 @@ async fn compact(volumes: &Volumes, collected: &Collected) -> Result<bool, Failu
     Ok(is_any)
 }
 
+fn described(args: &GcArgs, collected: &Collected) -> Value {
+    json!({
+        "dry-run": args.dry_run,
+        "volumes": collected.volumes,
+        "snapshots": collected.snapshots,
+        "extents": collected.extents,
+        "bytes": collected.bytes,
+        "live-bytes": collected.live_bytes,
+        "freed-extents": collected.freed_extents,
+        "freed-bytes": collected.freed_bytes,
+        "punched-bytes": collected.punched_bytes,
+        "freed-heads": collected.freed_heads,
+        "freed-claims": collected.freed_claims,
+        "failed": collected.failed,
+    })
+}
+
 fn human(args: &GcArgs, collected: &Collected) -> String {
     let would = if args.dry_run { "would free" } else { "freed" };
     let freed = human_size(collected.freed_bytes + collected.punched_bytes);
     let (all, live) = (human_size(collected.bytes), human_size(collected.live_bytes));
+    let counted =
+        |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     format!(
-        "{would} {freed} in {} extents; {all} were there, {live} of them needed by {} volumes with \
-         {} snapshots\n",
-        collected.freed_extents, collected.volumes, collected.snapshots
+        "{would} {freed} in {}; {all} were there, {live} of them needed by {} with {}\n",
+        counted(collected.freed_extents, "extent"),
+        counted(collected.volumes, "volume"),
+        counted(collected.snapshots, "snapshot"),
     )
 }

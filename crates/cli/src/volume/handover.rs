@@ -2,7 +2,7 @@
 
 use super::session::{SessionArgs, volume};
 use crate::failure::Failure;
-use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use crate::output::ReportArgs;
 use clap::Args;
 use serde_json::json;
 use std::process::ExitCode;
@@ -28,17 +28,8 @@ pub(super) fn run(args: &HandoverArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume handover")?;
     let session = args.session.start()?;
-    session.executor.block_on(async {
-        let store = session.stores.open(&url.store).await?;
-        let _held = store.settle(&url.name).await?;
-        store.volumes().hand_over(&url.name, &args.host).await
-    })?;
-    match args.report.format() {
-        None => {}
-        Some(OutputFormat::Human) => print(&format!("{url}: handed to {}\n", args.host))?,
-        Some(OutputFormat::Json) => {
-            print_json(&json!({ "url": url.to_string(), "handed-to": args.host }))?;
-        }
-    }
+    session.change(url, async |volumes| volumes.hand_over(&url.name, &args.host).await)?;
+    let text = format!("{url}: handed to {}\n", args.host);
+    args.report.print(&text, &json!({ "url": url.to_string(), "handed-to": args.host }))?;
     Ok(ExitCode::SUCCESS)
 }

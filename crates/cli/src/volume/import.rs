@@ -7,7 +7,7 @@ use super::session::{Session, SessionArgs, volume};
 use crate::convert::Progress;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
-use crate::output::{OutputFormat, ReportArgs, human_size, print, print_json};
+use crate::output::{ReportArgs, human_size};
 use clap::Args;
 use copy::copy_layer;
 use layers::{Layer, layers};
@@ -56,19 +56,15 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
             return Err(failure);
         }
         let labels: Vec<_> = layers.iter().map(|layer| &*layer.label).collect();
-        match args.report.format() {
-            None => {}
-            Some(OutputFormat::Human) => {
-                let (size, count) = (human_size(last), labels.len());
-                let snapshots = if count == 1 { "a snapshot" } else { "snapshots" };
-                print(&format!("{url}: {size}, with {snapshots}: {}\n", labels.join(", ")))?;
-            }
-            Some(OutputFormat::Json) => print_json(&json!({
-                "url": url.to_string(),
-                "virtual-size": last,
-                "snapshots": labels,
-            }))?,
-        }
+        let (size, count) = (human_size(last), labels.len());
+        let snapshots = if count == 1 { "a snapshot" } else { "snapshots" };
+        let text = format!("{url}: {size}, with {snapshots}: {}\n", labels.join(", "));
+        let json = json!({
+            "url": url.to_string(),
+            "virtual-size": last,
+            "snapshots": labels,
+        });
+        args.report.print(&text, &json)?;
         Ok(ExitCode::SUCCESS)
     })
 }

@@ -2,11 +2,11 @@
 
 use crate::failure::Failure;
 use clap::Args;
-use mica_block::ErrorKind;
+use mica_block::{Error, ErrorKind};
 use mica_daemon::{ImageSettings, IoSettings};
 use mica_rt::Executor;
 use mica_stack::{Patience, Store, StoreUrl, Stores, VolumeUrl};
-use mica_volume::{VolumeInfo, VolumeName};
+use mica_volume::{VolumeInfo, VolumeName, Volumes};
 use serde_json::{Map, Value, json};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -47,8 +47,24 @@ impl SessionArgs {
 }
 
 impl Session {
-    /// What `url` names, which may be a store, or a volume in one.
-    pub(super) async fn subject(&self, url: &str) -> Result<Subject, Failure> {
+    /// Changes the volume at `url` by `act`, while nobody on this machine opens it.
+    ///
+    /// # Errors
+    /// `Denied` if a writer has it; otherwise what the store or `act` reports.
+    pub(super) fn change<T>(
+        &self,
+        url: &VolumeUrl,
+        act: impl AsyncFnOnce(&Volumes) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        self.executor.block_on(async {
+            let store = self.stores.open(&url.store).await?;
+            let _held = store.settle(&url.name).await?;
+            act(store.volumes()).await
+        })
+    }
+
+    /// What `url` names, which may be a store, or a volume in one, for `verb`.
+    pub(super) async fn subject(&self, url: &str, verb: &str) -> Result<Subject, Failure> {
         if let Ok(store) = StoreUrl::from_str(url) {
             match self.stores.open(&store).await {
                 Ok(store) => return Ok(Subject::Store(store)),
@@ -56,7 +72,7 @@ impl Session {
                 Err(error) => return Err(error.into()),
             }
         }
-        let VolumeUrl { store, name, .. } = volume(url)?.without_snapshot("this verb")?.clone();
+        let VolumeUrl { store, name, .. } = volume(url)?.without_snapshot(verb)?.clone();
         Ok(Subject::Volume(self.stores.open(&store).await?, name))
     }
 }

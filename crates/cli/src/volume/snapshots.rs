@@ -8,7 +8,7 @@ use crate::output::{OutputArgs, OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{Error, ErrorKind};
 use mica_stack::VolumeUrl;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::process::ExitCode;
 
 /// List the snapshots of a volume.
@@ -103,14 +103,12 @@ pub(super) fn take(args: &TakeArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume snapshot")?;
     let session = args.session.start()?;
-    let taken = session.executor.block_on(async {
-        let store = session.stores.open(&url.store).await?;
-        let _held = store.settle(&url.name).await?;
-        store.volumes().take_snapshot(&url.name, &args.label).await
-    });
+    let taken =
+        session.change(url, async |volumes| volumes.take_snapshot(&url.name, &args.label).await);
     let taken = taken.map_err(|error| where_it_is_served(error, url, "snapshot", &args.label))?;
     let text = format!("{url}@{}: taken\n", taken.label);
-    report(&args.report, &text, &snapshot_json(&taken.into()))
+    args.report.print(&text, &snapshot_json(&taken.into()))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 pub(super) fn drop_one(args: &DropArgs) -> Result<ExitCode, Failure> {
@@ -118,13 +116,11 @@ pub(super) fn drop_one(args: &DropArgs) -> Result<ExitCode, Failure> {
     let url = volume(url)?;
     let which = url.needed_snapshot("volume drop")?;
     let session = session.start()?;
-    let dropped = session.executor.block_on(async {
-        let store = session.stores.open(&url.store).await?;
-        let _held = store.settle(&url.name).await?;
-        store.volumes().drop_snapshot(&url.name, &which).await
-    });
+    let dropped =
+        session.change(&url, async |volumes| volumes.drop_snapshot(&url.name, &which).await);
     dropped.map_err(|error| where_it_is_served(error, &url, "drop", &which_text(&url)))?;
-    report(how, &format!("{url}: dropped\n"), &json!({ "dropped": url.to_string() }))
+    how.print(&format!("{url}: dropped\n"), &json!({ "dropped": url.to_string() }))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 pub(super) fn label(args: &LabelArgs) -> Result<ExitCode, Failure> {
@@ -132,16 +128,14 @@ pub(super) fn label(args: &LabelArgs) -> Result<ExitCode, Failure> {
     let url = volume(url)?;
     let which = url.needed_snapshot("volume label")?;
     let session = session.start()?;
-    let labelled = session.executor.block_on(async {
-        let store = session.stores.open(&url.store).await?;
-        let _held = store.settle(&url.name).await?;
-        store.volumes().label_snapshot(&url.name, &which, label).await
-    });
+    let labelled = session
+        .change(&url, async |volumes| volumes.label_snapshot(&url.name, &which, label).await);
     let what = format!("{} {label}", which_text(&url));
     labelled.map_err(|error| where_it_is_served(error, &url, "label", &what))?;
     let now = VolumeUrl { snapshot: Some(label.clone()), ..url.clone() };
     let answer = json!({ "before": url.to_string(), "now": now.to_string() });
-    report(how, &format!("{url} is {now} now\n"), &answer)
+    how.print(&format!("{url} is {now} now\n"), &answer)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 pub(super) fn rollback(args: &RollbackArgs) -> Result<ExitCode, Failure> {
@@ -149,22 +143,9 @@ pub(super) fn rollback(args: &RollbackArgs) -> Result<ExitCode, Failure> {
     let url = volume(url)?;
     let which = url.needed_snapshot("volume rollback")?;
     let session = session.start()?;
-    session.executor.block_on(async {
-        let store = session.stores.open(&url.store).await?;
-        let _held = store.settle(&url.name).await?;
-        store.volumes().rollback(&url.name, &which).await
-    })?;
+    session.change(&url, async |volumes| volumes.rollback(&url.name, &which).await)?;
     let text = format!("{}: what it was at {}\n", url.name.as_str(), which_text(&url));
-    report(how, &text, &json!({ "rolled-back-to": url.to_string() }))
-}
-
-/// Prints the outcome of a change.
-fn report(how: &ReportArgs, text: &str, json: &Value) -> Result<ExitCode, Failure> {
-    match how.format() {
-        None => {}
-        Some(OutputFormat::Human) => print(text)?,
-        Some(OutputFormat::Json) => print_json(json)?,
-    }
+    how.print(&text, &json!({ "rolled-back-to": url.to_string() }))?;
     Ok(ExitCode::SUCCESS)
 }
 

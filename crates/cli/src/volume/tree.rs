@@ -44,7 +44,7 @@ struct Branch {
 pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let (store, branches) = session.executor.block_on(async {
-        let (store, volumes) = match session.subject(&args.url).await? {
+        let (store, volumes) = match session.subject(&args.url, "volume tree").await? {
             Subject::Volume(store, name) => {
                 let info = store.volumes().info(&name).await?;
                 (store, vec![info])

@@ -6,7 +6,7 @@ use super::logs::LogPlace;
 use super::stores::{Store, Stores, host};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_volume::{Claimed, Durability, Opening, VolumeName};
+use mica_volume::{Claimed, Durability, Opening, Sparse, VolumeName};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -107,6 +107,22 @@ impl Store {
             lock.remove();
         }
         Ok(())
+    }
+
+    /// Writes again what is in sparse extents of a volume that nobody has open; returns how many
+    /// blocks that were.
+    ///
+    /// # Errors
+    /// `Denied` if somebody has it open, `NotFound` if it is no more; otherwise what the store
+    /// reports.
+    pub async fn compact(&self, sparse: &Sparse) -> Result<u64> {
+        // Before the lock, which is waited for if a server has it.
+        if let Some(host) = self.volumes().info(&sparse.name).await?.open_on {
+            let what = format!("volume {} is open on {host}", sparse.name.as_str());
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
+        let _lock = self.lock_volume(&sparse.name).await?;
+        self.volumes().compact(sparse).await
     }
 
     /// Takes the lock of a volume, if it is on this machine.
