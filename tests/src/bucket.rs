@@ -1,13 +1,46 @@
-//! A server that speaks S3, for tests: moto, which is installed with `pip install 'moto[server]'`.
+//! A server that speaks S3, for tests: moto, of PyPI, which `cargo xtask setup` installs into a folder
+//! of ours.
 
 use crate::clock;
+use crate::shell;
+use crate::tools::{Tool, none_missing};
+use anyhow::Result;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+/// What pip installs.
+const PACKAGE: &str = "moto[server]==5.2.5";
+/// Its program. No package of Debian has one that is new enough.
+const PROGRAM: Tool = Tool { program: "moto_server", packages: &[] };
 /// How long it may take to answer: it is written in Python.
 const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// Where it is installed: an environment of Python.
+fn folder() -> PathBuf {
+    shell::root().join("target/moto")
+}
+
+fn program() -> Option<PathBuf> {
+    let own = folder().join("bin").join(PROGRAM.program);
+    PROGRAM.find().or_else(|| own.is_file().then_some(own))
+}
+
+/// Whether it is installed.
+pub fn is_there() -> bool {
+    program().is_some()
+}
+
+/// Installs it. Python has to be able to make environments.
+///
+/// # Errors
+/// If Python cannot, or PyPI does not have it.
+pub fn install() -> Result<()> {
+    shell::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(folder()))?;
+    shell::run(Command::new(folder().join("bin/pip")).args(["install", "--quiet", PACKAGE]))
+}
 
 /// The server. It ends with the test.
 #[derive(Debug)]
@@ -17,29 +50,33 @@ pub struct BucketServer {
 }
 
 impl BucketServer {
-    /// Starts one; `None`, with a message, if it is not installed.
+    /// Starts one; `None` if it is not installed: then the test says so and ends.
     ///
     /// # Panics
-    /// If it does not answer.
+    /// If it does not answer. Under CI, if it is not installed.
     pub fn start() -> Option<Self> {
+        let missing = [format!("{} (PyPI: {PACKAGE})", PROGRAM.program)];
+        let Some(program) = program() else {
+            assert!(!none_missing(&missing), "it is missing");
+            return None;
+        };
         let free = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = free.local_addr().expect("bound").port();
         drop(free);
-        let mut command = Command::new("moto_server");
+        let mut command = Command::new(program);
         command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let child = match command.spawn() {
-            Ok(child) => child,
-            Err(error) => {
-                eprintln!("SKIPPED: moto_server cannot be started: {error}");
-                return None;
-            }
-        };
+        let child = command.spawn().expect("started");
         let server = Self { child, port };
         let pause = Duration::from_millis(50);
         let started = clock::poll(START_LIMIT, pause, || server.connect().ok());
         assert!(started.is_some(), "moto_server does not answer");
         Some(server)
+    }
+
+    /// Where clients find it.
+    pub fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
     }
 
     fn connect(&self) -> std::io::Result<TcpStream> {
@@ -66,7 +103,7 @@ impl BucketServer {
     /// What a client has in its environment.
     pub fn environment(&self) -> [(&'static str, String); 4] {
         [
-            ("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{}", self.port)),
+            ("AWS_ENDPOINT_URL", self.endpoint()),
             ("AWS_REGION", "us-east-1".to_owned()),
             ("AWS_ACCESS_KEY_ID", "any".to_owned()),
             ("AWS_SECRET_ACCESS_KEY", "any".to_owned()),

@@ -6,108 +6,43 @@ use crate::{Bucket, BucketOptions, Credentials};
 use mica_block::{Entry, ErrorKind, ObjectName, Objects};
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::object::{probe, testing::conform};
+use mica_tests::bucket::BucketServer;
 use object_store::list::{PaginatedListOptions, PaginatedListResult, PaginatedListStore};
 use object_store::path::Path;
 use object_store::{Error as ClientError, ListResult, ObjectMeta};
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::pin::Pin;
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
 
-/// A server that ends with the test.
-struct Server {
-    child: Child,
-    port: u16,
-}
-
-impl Server {
-    /// Starts one; `None` if it is not installed (`pip install 'moto[server]'`).
-    fn start() -> Option<Self> {
-        let free = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let port = free.local_addr().expect("bound").port();
-        drop(free);
-        let mut command = Command::new("moto_server");
-        command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let child = match command.spawn() {
-            Ok(child) => child,
-            Err(error) => {
-                eprintln!("skipped: moto_server cannot be started: {error}");
-                return None;
-            }
-        };
-        let server = Self { child, port };
-        let executor = Executor::new(Backend::Pool).expect("threads");
-        executor.block_on(async {
-            for _ in 0..600 {
-                if server.connect().is_ok() {
-                    return;
-                }
-                mica_rt::sleep(Duration::from_millis(100)).await;
-            }
-            panic!("moto_server does not answer");
-        });
-        Some(server)
-    }
-
-    fn connect(&self) -> std::io::Result<TcpStream> {
-        TcpStream::connect(("127.0.0.1", self.port))
-    }
-
-    /// Makes a bucket, by hand: the client does not do that.
-    fn make_bucket(&self, name: &str) {
-        let mut stream = self.connect().expect("connected");
-        let request = format!(
-            "PUT /{name} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\
-             Authorization: AWS4-HMAC-SHA256 Credential=any/20260101/us-east-1/s3/aws4_request\r\n\
-             Connection: close\r\n\r\n"
-        );
-        stream.write_all(request.as_bytes()).expect("sent");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("answered");
-        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    }
-
-    fn open(&self, bucket: &str, folder: Option<&str>) -> Bucket {
-        let any = || "any".to_owned();
-        Bucket::open(BucketOptions {
-            bucket: bucket.to_owned(),
-            folder: folder.map(|folder| ObjectName::new(folder).expect("a name")),
-            endpoint: Some(format!("http://127.0.0.1:{}", self.port)),
-            region: Some("us-east-1".to_owned()),
-            credentials: Some(Credentials { key_id: any(), secret: any() }),
-        })
-        .expect("opened")
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn open(server: &BucketServer, bucket: &str, folder: Option<&str>) -> Bucket {
+    let any = || "any".to_owned();
+    Bucket::open(BucketOptions {
+        bucket: bucket.to_owned(),
+        folder: folder.map(|folder| ObjectName::new(folder).expect("a name")),
+        endpoint: Some(server.endpoint()),
+        region: Some("us-east-1".to_owned()),
+        credentials: Some(Credentials { key_id: any(), secret: any() }),
+    })
+    .expect("opened")
 }
 
 #[test]
 fn bucket_keeps_the_promises_of_a_store() {
-    let Some(server) = Server::start() else { return };
+    let Some(server) = BucketServer::start() else { return };
     server.make_bucket("one");
     for folder in [None, Some("in/it")] {
-        let bucket = server.open("one", folder);
+        let bucket = open(&server, "one", folder);
         assert!(bucket.name().starts_with("s3://one/"));
         let executor = Executor::new(Backend::Auto).expect("a backend");
         executor.block_on(probe(&bucket, 1)).expect("it passes the probe");
     }
-    conform(Backend::Auto, &(Arc::new(server.open("one", Some("in/it"))) as _));
+    conform(Backend::Auto, &(Arc::new(open(&server, "one", Some("in/it"))) as _));
 }
 
 #[test]
 fn missing_bucket_is_no_missing_object_and_a_dead_server_may_come_back() {
-    let Some(server) = Server::start() else { return };
-    let bucket = server.open("none", None);
+    let Some(server) = BucketServer::start() else { return };
+    let bucket = open(&server, "none", None);
     let executor = Executor::new(Backend::Pool).expect("threads");
     let name = ObjectName::new("a").expect("a name");
     let put = || executor.block_on(bucket.put_if_absent(&name, Buf::from_slice(b"bytes")));

@@ -1,6 +1,7 @@
 //! Installs the foreign programs that tests, benches and the demonstration need.
 
 use anyhow::{Context, Result, bail, ensure};
+use mica_tests::bucket;
 use mica_tests::machine::parts;
 use mica_tests::shell;
 use mica_tests::tools::{self, Tool};
@@ -18,7 +19,8 @@ pub(crate) fn run() -> Result<()> {
     let missing = missing();
     let names = missing.iter().map(|tool| tool.program);
     let machine = (!parts::are_there()).then_some("a kernel for virtual machines");
-    println!("missing: {}", names.chain(machine).collect::<Vec<_>>().join(", "));
+    let moto = (!bucket::is_there()).then_some("moto, a server of S3");
+    println!("missing: {}", names.chain(machine).chain(moto).collect::<Vec<_>>().join(", "));
     let is_root = rustix::process::geteuid().is_root();
     ensure!(is_root || missing.is_empty(), "to install them, run this as root");
     if is_root {
@@ -27,12 +29,24 @@ pub(crate) fn run() -> Result<()> {
     for tool in missing {
         install(tool)?;
     }
+    if !bucket::is_there() {
+        install_moto()?;
+    }
     parts::download()
+}
+
+/// Debian's Python makes environments only with a package of its own.
+fn install_moto() -> Result<()> {
+    let python = output(Command::new("python3").args(["-c", "import ensurepip"]));
+    if python.is_err() {
+        shell::run(install_command().arg("python3-venv"))?;
+    }
+    bucket::install()
 }
 
 /// Whether nothing is missing.
 pub(crate) fn is_done() -> bool {
-    missing().is_empty() && parts::are_there()
+    missing().is_empty() && parts::are_there() && bucket::is_there()
 }
 
 /// Programs that are not installed.
