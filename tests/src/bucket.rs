@@ -1,5 +1,5 @@
-//! A server that speaks S3, for tests: moto, of PyPI, which `cargo xtask setup` installs into a folder
-//! of ours.
+//! A server that speaks S3, for tests: moto, of PyPI, which `cargo xtask setup` installs into a
+//! folder of ours.
 
 use crate::clock;
 use crate::shell;
