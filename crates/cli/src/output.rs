@@ -43,6 +43,11 @@ impl ReportArgs {
         Some(self.output.output).filter(|format| !self.quiet || *format == OutputFormat::Json)
     }
 
+    /// Whether the result is wanted as JSON.
+    pub(crate) fn is_json(&self) -> bool {
+        self.output.output == OutputFormat::Json
+    }
+
     /// Prints the result: `text`, or the same as `json`, or nothing.
     ///
     /// # Errors

@@ -19,6 +19,7 @@
 //! | what is put, and when | `known`, `destage` |
 //! | what an opening does with a log that it finds | `opening` |
 //! | what outlives a power cut before it is in the store | `log`, docs/formats/log.md |
+//! | how a snapshot gets into another store | `stream`, docs/formats/stream.md |
 
 mod build;
 mod check;
@@ -43,6 +44,7 @@ mod segment;
 mod shared;
 mod snapshots;
 mod state;
+mod stream;
 mod tenure;
 #[cfg(test)]
 mod testing;
@@ -64,5 +66,6 @@ pub use opening::Opening;
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
 pub use shared::Durability;
 pub use state::{Root, State};
+pub use stream::{ReceiveOptions, Received, Sent};
 pub use volume::Volume;
 pub use volumes::{VolumeInfo, Volumes};

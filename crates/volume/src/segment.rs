@@ -5,6 +5,7 @@
 //! - I2 Segments become one extent while they weigh less than [`WEIGHT_MAX`] together; what is
 //!   added then may go beyond by a little. An extent has room for twice as much.
 
+use crate::format::snapshot::Origin;
 use crate::recent::Batch;
 use std::sync::Arc;
 
@@ -38,6 +39,8 @@ pub(crate) enum Cut {
         label: String,
         /// When it was taken, in nanoseconds since 1970.
         time_ns: u64,
+        /// If it was received: of a volume without a log, as all that is received.
+        origin: Option<Origin>,
     },
     /// This snapshot is no more.
     Drop {

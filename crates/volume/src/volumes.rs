@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// The volumes of a store, for all of a process that use it: they share a cache.
 pub struct Volumes {
     pub(crate) objects: Arc<dyn Objects>,
-    environment: Environment,
+    pub(crate) environment: Environment,
     pub(crate) store: Id,
     pub(crate) tree: Arc<Tree>,
 }

@@ -272,12 +272,14 @@ fn as_record(change: &Change) -> Record<'_> {
             Record::Nothing { first: blocks.start, count: blocks.end - blocks.start }
         }
         Change::Length(bytes) => Record::Length { bytes: *bytes },
-        Change::Cut(Cut::Take { number, label, time_ns }) => {
+        Change::Cut(Cut::Take { number, label, time_ns, origin: None }) => {
             Record::Take { number: *number, time_ns: *time_ns, label }
         }
         Change::Cut(Cut::Drop { number }) => Record::Drop { number: *number },
         Change::Cut(Cut::Label { number, label }) => Record::Label { number: *number, label },
-        Change::Cut(Cut::Rollback { .. }) => unreachable!("a volume with a log is not rolled back"),
+        Change::Cut(Cut::Rollback { .. } | Cut::Take { origin: Some(_), .. }) => {
+            unreachable!("a volume with a log is not rolled back, and receives nothing")
+        }
     }
 }
 
@@ -288,7 +290,7 @@ pub(crate) fn as_change(record: Record<'_>) -> Change {
         Record::Nothing { first, count } => Change::Nothing(first..first + count),
         Record::Length { bytes } => Change::Length(bytes),
         Record::Take { number, time_ns, label } => {
-            Change::Cut(Cut::Take { number, label: label.to_owned(), time_ns })
+            Change::Cut(Cut::Take { number, label: label.to_owned(), time_ns, origin: None })
         }
         Record::Drop { number } => Change::Cut(Cut::Drop { number }),
         Record::Label { number, label } => {

@@ -7,4 +7,5 @@ mod kill;
 mod life;
 mod readme;
 mod snapshots;
+mod streams;
 mod urls;

@@ -11,9 +11,11 @@ mod handover;
 mod import;
 mod info;
 mod list;
+mod receive;
 mod rows;
 mod scrub;
 mod sections;
+mod send;
 mod session;
 mod snapshots;
 mod tree;
@@ -71,6 +73,10 @@ enum VolumeVerb {
     Import(Box<import::ImportArgs>),
     #[command(after_long_help = sections::EXPORT)]
     Export(export::ExportArgs),
+    #[command(after_long_help = sections::SEND)]
+    Send(send::SendArgs),
+    #[command(after_long_help = sections::RECEIVE)]
+    Receive(receive::ReceiveArgs),
 }
 
 pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
@@ -93,5 +99,7 @@ pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
         VolumeVerb::Handover(args) => handover::run(args),
         VolumeVerb::Import(args) => import::run(args),
         VolumeVerb::Export(args) => export::run(args),
+        VolumeVerb::Send(args) => send::run(args),
+        VolumeVerb::Receive(args) => receive::run(args),
     }
 }

@@ -79,6 +79,16 @@ pub(super) const LABEL: &str = "\
 EXAMPLES:
   mica volume label file:///srv/volumes/web@monday before-the-update";
 
+pub(super) const SEND: &str = "\
+EXAMPLES:
+  mica volume send file:///srv/volumes/web@monday web-monday.stream
+  mica volume send file:///srv/volumes/web@tuesday --since monday |
+      ssh host-2 mica volume receive s3://bucket/volumes/web";
+
+pub(super) const RECEIVE: &str = "\
+EXAMPLES:
+  mica volume receive file:///srv/copies/web web-monday.stream";
+
 pub(super) const DROP: &str = "\
 EXAMPLES:
   mica volume drop file:///srv/volumes/web@monday";

@@ -10,6 +10,7 @@ mod held;
 mod lock;
 mod logs;
 mod open;
+mod receive;
 mod stores;
 mod url;
 

@@ -72,7 +72,25 @@ impl Stores {
 /// A volume that a verb is about to change: as long as this is there, nobody on this machine opens
 /// it.
 pub struct Settled {
-    _lock: Option<VolumeLock>,
+    lock: Option<VolumeLock>,
+}
+
+impl Settled {
+    pub(super) fn new(lock: Option<VolumeLock>) -> Self {
+        Self { lock }
+    }
+
+    /// Removes what the lock of `name` was held by, unless there is such a volume.
+    pub(super) async fn remove_if_gone(self, store: &Store, name: &VolumeName) {
+        let is_gone = store.volumes().info(name).await.is_err_and(is_missing);
+        if let Some(lock) = self.lock.filter(|_| is_gone) {
+            lock.remove();
+        }
+    }
+}
+
+fn is_missing(error: Error) -> bool {
+    error.kind() == ErrorKind::NotFound
 }
 
 impl Store {
@@ -89,7 +107,7 @@ impl Store {
             }
             self.volumes().open_volume(name, Claimed::TakeOver).await?.close().await?;
         }
-        Ok(Settled { _lock: lock })
+        Ok(Settled::new(lock))
     }
 
     /// Deletes a volume that nobody writes, or with `force` one that somebody may write: that

@@ -26,13 +26,14 @@ impl Builder {
         content: &mut Content,
     ) -> Result<()> {
         match cut {
-            Cut::Take { number, label, time_ns } => {
+            Cut::Take { number, label, time_ns, origin } => {
                 let map = self.map.write(|directory| content.push_node(tree, directory));
                 let State { len, records, .. } = self.state;
                 let (number, label, time_ns) = (*number, label.clone(), *time_ns);
                 let info = SnapshotInfo { number, label, time_ns, len, records };
                 self.snapshots.grow_for(number);
-                let record = self.put_record(tree, Record { info, map }, content).await?;
+                let record = Record { info, map, origin: *origin };
+                let record = self.put_record(tree, record, content).await?;
                 content.entries.push(Entry::Take { number, record });
                 let next = number.saturating_add(1);
                 self.state.next_snapshot = self.state.next_snapshot.max(next);

@@ -69,7 +69,7 @@ fn pages_have_the_layouts_of_the_code() {
     };
     has_layout(EXTENT, &state, size_of::<RawState>());
     let record = fields! { RawRecord:
-        number time_ns records len map map_height label_len reserved
+        number time_ns records len map map_height label_len has_origin reserved
     };
     has_layout(EXTENT, &record, RECORD_BYTES);
     let head = fields! { RawHead:

@@ -46,7 +46,7 @@ enum Changed {
 impl RecentCuts {
     fn push(&mut self, segment: &Segment, index: usize, cut: &Cut) {
         match cut {
-            Cut::Take { number, label, time_ns } => {
+            Cut::Take { number, label, time_ns, .. } => {
                 let (number, label, time_ns) = (*number, label.clone(), *time_ns);
                 let (len, records) = (segment.len, segment.records_before(index));
                 let info = SnapshotInfo { number, label, time_ns, len, records };

@@ -27,7 +27,7 @@ async fn take(volume: &Volume) -> u64 {
 async fn begin_snapshot(volume: &Volume) {
     let taken = volume.shared().change(|recorder| {
         let number = recorder.now.next_snapshot();
-        let cut = Cut::Take { number, label: String::new(), time_ns: number };
+        let cut = Cut::Take { number, label: String::new(), time_ns: number, origin: None };
         match recorder.record(Change::Cut(cut)) {
             true => Step::Done(()),
             false => Step::Again,

@@ -64,7 +64,7 @@ impl Shared {
                 let what = "the volume has had every snapshot";
                 return Step::Done(Err(Error::new(ErrorKind::Limit, what)));
             }
-            let cut = Cut::Take { number, label: label.clone(), time_ns };
+            let cut = Cut::Take { number, label: label.clone(), time_ns, origin: None };
             match recorder.record(Change::Cut(cut)) {
                 true => {
                     let label = label.clone();

@@ -2,7 +2,9 @@
 
 use super::Volumes;
 use crate::names::VolumeName;
-use crate::place::BLOCK_BYTES;
+use crate::place::{BLOCK_BYTES, Place};
+use crate::state::State;
+use crate::tree::Tree;
 use mica_block::{Result, Which};
 use mica_map::{Diff, DiffStep, Directory};
 use mica_units::{GuestOffset, GuestRange};
@@ -26,32 +28,63 @@ impl Volumes {
     ) -> Result<()> {
         let before = self.content(before, which_before).await?;
         let after = self.content(after, which_after).await?;
-        let len = before.len.max(after.len);
-        let mut diff = Diff::new(before.map, after.map, 0..=u64::MAX);
-        let mut run: Option<Range<u64>> = None;
-        let mut tell = |run: Range<u64>| {
-            let end = run.end.saturating_mul(BLOCK_BYTES as u64).min(len);
-            let [start, end] = [run.start * BLOCK_BYTES as u64, end].map(GuestOffset::new);
-            if let Some(range) = GuestRange::between(start, end).filter(|range| !range.is_empty()) {
-                each(range);
-            }
-        };
+        let mut changes = self.changes(before, after);
+        while let Some(range) = changes.next().await? {
+            each(range);
+        }
+        Ok(())
+    }
+
+    /// The ranges in which `before` and `after` may differ: see [`Self::diff`].
+    pub(crate) fn changes(&self, before: State, after: State) -> Changes<'_> {
+        Changes {
+            tree: &self.tree,
+            diff: Diff::new(before.map, after.map, 0..=u64::MAX),
+            run: None,
+            len: before.len.max(after.len),
+        }
+    }
+}
+
+/// See [`Volumes::changes`].
+pub(crate) struct Changes<'a> {
+    tree: &'a Tree,
+    diff: Diff<Place>,
+    /// The last blocks that differ, to which more may be added.
+    run: Option<Range<u64>>,
+    /// Length of the longer disk.
+    len: u64,
+}
+
+impl Changes<'_> {
+    /// The next range, behind all that were returned; `None` if there is none.
+    ///
+    /// # Errors
+    /// What the store reports.
+    pub(crate) async fn next(&mut self) -> Result<Option<GuestRange>> {
         loop {
-            match diff.next_step() {
-                DiffStep::Read(at) => diff.feed(Directory::clone(&*self.tree.node(at).await?)),
-                DiffStep::Changed(change) => match &mut run {
+            match self.diff.next_step() {
+                DiffStep::Read(at) => {
+                    self.diff.feed(Directory::clone(&*self.tree.node(at).await?));
+                }
+                DiffStep::Changed(change) => match &mut self.run {
                     Some(run) if run.end == change.key => run.end += 1,
-                    _ => {
-                        if let Some(run) = run.replace(change.key..change.key + 1) {
-                            tell(run);
+                    run => {
+                        let run = run.replace(change.key..change.key + 1);
+                        if let Some(range) = run.and_then(|run| self.range(run)) {
+                            return Ok(Some(range));
                         }
                     }
                 },
-                DiffStep::Done => {
-                    run.into_iter().for_each(tell);
-                    return Ok(());
-                }
+                DiffStep::Done => return Ok(self.run.take().and_then(|run| self.range(run))),
             }
         }
+    }
+
+    /// The bytes of `run` that are on the disk.
+    fn range(&self, run: Range<u64>) -> Option<GuestRange> {
+        let end = run.end.saturating_mul(BLOCK_BYTES as u64).min(self.len);
+        let [start, end] = [run.start * BLOCK_BYTES as u64, end].map(GuestOffset::new);
+        GuestRange::between(start, end).filter(|range| !range.is_empty())
     }
 }

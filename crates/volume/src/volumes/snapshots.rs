@@ -44,7 +44,7 @@ impl Volumes {
                 if label.is_empty() { Vec::new() } else { all(tree, state.snapshots).await? };
             check_new_label(label, others.iter().map(|record| &*record.info.label))?;
             let (number, label) = (state.next_number(), label.to_owned());
-            Ok(Cut::Take { number, label, time_ns })
+            Ok(Cut::Take { number, label, time_ns, origin: None })
         });
         let (number, state) = taken.await?;
         let label = label.to_owned();

@@ -21,6 +21,7 @@ fn record(label: &str) -> Record {
             records: 77,
         },
         map: Root { node: Some(place(3, 4096)), height: 7 },
+        origin: None,
     }
 }
 
@@ -36,6 +37,23 @@ fn record_survives_with_each_label_and_without_a_map() {
     }
     let empty = Record { map: Root::default(), ..record("nothing written yet") };
     assert_eq!(Record::decode(&empty.encode(), at()), Ok(empty));
+}
+
+#[test]
+fn record_keeps_where_it_was_received_from() {
+    let origin = Origin { volume: [9; 16], number: 31 };
+    let long = "l".repeat(LABEL_BYTES_MAX);
+    for label in ["", "monday", &long] {
+        let received = Record { origin: Some(origin), ..record(label) };
+        let bytes = received.encode();
+        assert_eq!(bytes.len(), RECORD_BYTES + ORIGIN_BYTES + label.len());
+        assert!(bytes.len() + NODE_HEADER_BYTES <= FRAMED_BYTES_MAX);
+        assert_eq!(received.identity([1; 16]), origin);
+        assert_eq!(Record::decode(&bytes, at()), Ok(received));
+    }
+    assert_eq!(record("here").identity([1; 16]), Origin { volume: [1; 16], number: 5 });
+    let zero = Record { origin: Some(Origin { number: 0, ..origin }), ..record("") };
+    assert_eq!(Record::decode(&zero.encode(), at()), Err(Malformed::Content));
 }
 
 #[test]

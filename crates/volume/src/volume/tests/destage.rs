@@ -15,7 +15,7 @@ fn snapshots_are_in_one_extent_and_one_head_soon_after_they_were_taken() {
         for number in 1..=3 {
             write(&volume, 0, &[number; 512]).await.expect("written");
             let (number, label) = (number.into(), String::new());
-            let cut = Cut::Take { number, label, time_ns: 1 };
+            let cut = Cut::Take { number, label, time_ns: 1, origin: None };
             volume.shared.change_once(Change::Cut(cut)).await.expect("taken");
         }
         assert_eq!(volume.write_stats().groups, 0, "nothing waited");

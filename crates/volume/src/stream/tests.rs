@@ -1,0 +1,284 @@
+//! Streams between stores of the simulator, against copies of whole disks.
+
+use super::format::{BEGIN_BYTES, Begin, PART_BYTES, Part};
+use super::*;
+use crate::format::frame::Malformed;
+use crate::format::snapshot::Origin;
+use crate::heads::Claimed;
+use crate::names::VolumeName;
+use crate::testing::{bytes, memory, name, range, read, run, volumes, write};
+use crate::volumes::Volumes;
+use mica_block::{Disk as _, ErrorKind, Manage as _, Objects, Result, Which, Zeroes};
+use mica_units::{Rng, SECTOR_BYTES};
+use std::sync::Arc;
+
+const BLOCK: u64 = 4096;
+/// The last block is cut.
+const LEN: u64 = 40 * BLOCK + SECTOR_BYTES;
+
+async fn store() -> Volumes {
+    let objects: Arc<dyn Objects> = Arc::new(memory());
+    volumes(&objects, "host").await
+}
+
+fn label(text: &str) -> Which {
+    Which::Label(text.to_owned())
+}
+
+/// Writes, clears and sometimes makes longer what `name` has.
+async fn change(volumes: &Volumes, name: &VolumeName, rng: &mut Rng) {
+    let volume = volumes.open_volume(name, Claimed::Refuse).await.expect("open");
+    for _ in 0..rng.below(12) {
+        let blocks = volume.geometry().len / BLOCK;
+        let first = rng.below(blocks);
+        let count = 1 + rng.below(4.min(blocks - first));
+        if rng.below(3) == 0 {
+            let how = Zeroes { may_unmap: true, fast: false };
+            let cleared = range(first * BLOCK, count * BLOCK);
+            volume.write_zeroes(cleared, how).await.expect("cleared");
+        } else {
+            let byte = u8::try_from(1 + rng.below(255)).expect("a byte");
+            let sectors = 1 + rng.below(count * BLOCK / SECTOR_BYTES);
+            write(&volume, first * BLOCK, &vec![byte; bytes(sectors * SECTOR_BYTES)]).await;
+        }
+    }
+    if rng.below(4) == 0 {
+        let longer = volume.geometry().len + (1 + rng.below(20)) * SECTOR_BYTES;
+        volume.resize(longer).await.expect("longer");
+    }
+    volume.close().await.expect("closed");
+}
+
+async fn content(volumes: &Volumes, name: &VolumeName, which: Option<&Which>) -> Vec<u8> {
+    let opened = match which {
+        Some(which) => volumes.open_snapshot(name, which).await,
+        None => volumes.open_readable(name).await,
+    };
+    let volume = opened.expect("open");
+    read(&volume, 0, volume.geometry().len).await
+}
+
+async fn sent(
+    volumes: &Volumes,
+    name: &VolumeName,
+    which: &str,
+    since: Option<&str>,
+    is_each: bool,
+) -> Vec<u8> {
+    let mut stream = Vec::new();
+    let since = since.map(label);
+    let out = |bytes: &[u8]| {
+        stream.extend_from_slice(bytes);
+        Ok(())
+    };
+    let sent = volumes.send(name, &label(which), (since.as_ref(), is_each), out, |_| {}).await;
+    sent.expect("sent");
+    stream
+}
+
+async fn received(
+    volumes: &Volumes,
+    name: &VolumeName,
+    mut stream: &[u8],
+    force: bool,
+) -> Result<Vec<Received>> {
+    let mut all = Vec::new();
+    let options = ReceiveOptions { force };
+    volumes.receive(name, options, &mut stream, |step| all.push(step.clone())).await?;
+    Ok(all)
+}
+
+/// A volume with snapshots "s0" to "s4" and changes between, and what each has.
+async fn history(volumes: &Volumes, name: &VolumeName, rng: &mut Rng) -> Vec<Vec<u8>> {
+    volumes.create(name, LEN).await.expect("made");
+    let mut contents = Vec::new();
+    for index in 0..5 {
+        change(volumes, name, rng).await;
+        volumes.take_snapshot(name, &format!("s{index}")).await.expect("taken");
+        contents.push(content(volumes, name, None).await);
+    }
+    contents
+}
+
+#[test]
+fn copies_and_copies_of_copies_have_every_snapshot_whatever_the_steps_are() {
+    for seed in 0..40 {
+        run(seed, async {
+            let mut rng = Rng::new(seed);
+            let (from, to, third) = (store().await, store().await, store().await);
+            let (web, copy) = (name("web"), name("copy"));
+            let contents = history(&from, &web, &mut rng).await;
+            change(&from, &web, &mut rng).await;
+            let middle = bytes(rng.below(4));
+            let is_each = rng.below(2) == 0;
+            let first = sent(&from, &web, &format!("s{middle}"), None, is_each).await;
+            let (base, last) = (format!("s{middle}"), "s4");
+            let second = sent(&from, &web, last, Some(&base), is_each).await;
+            let mut listed = received(&to, &copy, &first, false).await.expect("received");
+            listed.extend(received(&to, &copy, &second, false).await.expect("received"));
+            assert!(listed.iter().all(|step| !step.was_there));
+            for step in &listed {
+                let label = &step.snapshot.label;
+                let index: usize = label[1..].parse().expect("a number");
+                let which = Which::Label(label.clone());
+                assert_eq!(content(&to, &copy, Some(&which)).await, contents[index], "{label}");
+                assert_eq!(content(&from, &web, Some(&which)).await, contents[index], "{label}");
+            }
+            assert_eq!(content(&to, &copy, None).await, contents[4]);
+            let times = |infos: Vec<mica_block::SnapshotInfo>| -> Vec<_> {
+                infos.into_iter().map(|info| (info.label, info.time_ns, info.len)).collect()
+            };
+            let there = times(to.snapshots(&copy).await.expect("listed"));
+            let all = times(from.snapshots(&web).await.expect("listed"));
+            assert!(there.iter().all(|snapshot| all.contains(snapshot)));
+            // What is there changes nothing when it comes again, and a copy of the copy takes what
+            // the first volume sends.
+            let again = received(&to, &copy, &second, false).await.expect("received");
+            assert!(again.iter().all(|step| step.was_there));
+            let whole = sent(&to, &copy, &base, None, false).await;
+            received(&third, &web, &whole, false).await.expect("received");
+            received(&third, &web, &second, false).await.expect("received");
+            assert_eq!(content(&third, &web, None).await, contents[4]);
+        });
+    }
+}
+
+#[test]
+fn only_what_changed_is_sent() {
+    run(1, async {
+        let (from, web) = (store().await, name("web"));
+        from.create(&web, 1 << 40).await.expect("made");
+        let volume = from.open_volume(&web, Claimed::Refuse).await.expect("open");
+        write(&volume, 0, &vec![1; bytes(200 * BLOCK)]).await;
+        volume.close().await.expect("closed");
+        from.take_snapshot(&web, "a").await.expect("taken");
+        let volume = from.open_volume(&web, Claimed::Refuse).await.expect("open");
+        write(&volume, (1 << 40) - BLOCK, &vec![2; bytes(BLOCK)]).await;
+        volume.discard(range(0, 50 * BLOCK)).await.expect("discarded");
+        volume.close().await.expect("closed");
+        from.take_snapshot(&web, "b").await.expect("taken");
+        let frame = |parts: usize| BEGIN_BYTES + parts * PART_BYTES;
+        let whole = sent(&from, &web, "a", None, false).await;
+        assert_eq!(whole.len(), frame(2) + bytes(200 * BLOCK));
+        let step = sent(&from, &web, "b", Some("a"), false).await;
+        assert_eq!(step.len(), frame(3) + bytes(BLOCK));
+    });
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_changes_nothing() {
+    run(2, async {
+        let (from, to) = (store().await, store().await);
+        let (web, copy, other) = (name("web"), name("copy"), name("other"));
+        let mut rng = Rng::new(2);
+        history(&from, &web, &mut rng).await;
+        history(&from, &other, &mut rng).await;
+        let whole = sent(&from, &web, "s0", None, false).await;
+        let step = sent(&from, &web, "s1", Some("s0"), false).await;
+        let kind = |outcome: Result<Vec<Received>>| outcome.expect_err("refused").kind();
+        assert_eq!(kind(received(&to, &copy, &step, false).await), ErrorKind::NotFound);
+        assert!(to.list().await.expect("listed").is_empty());
+        assert_eq!(kind(received(&to, &copy, &[], false).await), ErrorKind::Corrupt);
+        received(&to, &copy, &whole, false).await.expect("received");
+        // Another volume's snapshots have the same labels and numbers.
+        let foreign = sent(&from, &other, "s1", Some("s0"), false).await;
+        assert_eq!(kind(received(&to, &copy, &foreign, false).await), ErrorKind::NotFound);
+        let foreign = sent(&from, &other, "s0", None, false).await;
+        assert_eq!(kind(received(&to, &copy, &foreign, false).await), ErrorKind::Invalid);
+        // Written meanwhile.
+        let before = content(&to, &copy, None).await;
+        let volume = to.open_volume(&copy, Claimed::Refuse).await.expect("open");
+        assert_eq!(kind(received(&to, &copy, &step, false).await), ErrorKind::Denied);
+        write(&volume, 7 * BLOCK, &[9; 4096]).await;
+        volume.close().await.expect("closed");
+        let written = content(&to, &copy, None).await;
+        assert_ne!(written, before);
+        assert_eq!(kind(received(&to, &copy, &step, false).await), ErrorKind::Denied);
+        assert_eq!(content(&to, &copy, None).await, written);
+        received(&to, &copy, &step, true).await.expect("received");
+        assert_eq!(content(&to, &copy, None).await, content(&from, &web, Some(&label("s1"))).await);
+        // A label that another snapshot has.
+        to.take_snapshot(&copy, "s2").await.expect("taken");
+        let step = sent(&from, &web, "s2", Some("s1"), false).await;
+        assert_eq!(kind(received(&to, &copy, &step, false).await), ErrorKind::Invalid);
+        let same = label("s1");
+        let sent = from.send(&web, &same, (Some(&same), false), |_| Ok(()), |_| {}).await;
+        assert_eq!(sent.expect_err("refused").kind(), ErrorKind::Invalid);
+    });
+}
+
+#[test]
+fn damage_and_cuts_anywhere_are_found_and_taken_back() {
+    run(3, async {
+        let (from, to) = (store().await, store().await);
+        let (web, copy) = (name("web"), name("copy"));
+        let mut rng = Rng::new(3);
+        history(&from, &web, &mut rng).await;
+        let whole = sent(&from, &web, "s0", None, false).await;
+        let step = sent(&from, &web, "s3", Some("s0"), true).await;
+        let bad = |rng: &mut Rng, good: &[u8]| {
+            let mut bad = good.to_vec();
+            let at = bytes(rng.below(good.len() as u64));
+            match rng.below(2) {
+                0 => bad.truncate(at),
+                _ => bad[at] ^= 1 << rng.below(8),
+            }
+            bad
+        };
+        for _ in 0..200 {
+            received(&to, &copy, &bad(&mut rng, &whole), false).await.expect_err("damaged");
+            assert!(to.list().await.expect("listed").is_empty(), "half a volume is left");
+        }
+        received(&to, &copy, &whole, false).await.expect("received");
+        for _ in 0..200 {
+            let bad = bad(&mut rng, &step);
+            // Cut between two steps it is a stream of fewer.
+            let outcome = received(&to, &copy, &bad, false).await;
+            let snapshots = to.snapshots(&copy).await.expect("listed");
+            let last = &snapshots.last().expect("the first").label;
+            assert_eq!(
+                content(&to, &copy, None).await,
+                content(&from, &web, Some(&label(last))).await
+            );
+            assert!(outcome.is_err() || step.starts_with(&bad), "damage was not found");
+        }
+        received(&to, &copy, &step, false).await.expect("received");
+        assert_eq!(content(&to, &copy, None).await, content(&from, &web, Some(&label("s3"))).await);
+    });
+}
+
+#[test]
+fn parts_out_of_order_or_bounds_are_refused_before_their_data_is_read() {
+    let part = |part: Part, sequence: u64| part.encode(sequence, &[]);
+    let announced = |bytes, from| Part::announced(&bytes, 5, from, LEN);
+    let data = |start, len| Part::Data { start, len };
+    let good = data(BLOCK, 2 * BLOCK);
+    assert_eq!(announced(part(good, 5), BLOCK), Ok(good));
+    let last = Part::Nothing { start: 40 * BLOCK, len: SECTOR_BYTES };
+    assert_eq!(announced(part(last, 5), BLOCK), Ok(last));
+    for (bad, sequence, from) in [
+        (good, 4, 0),
+        (good, 5, BLOCK + 1),
+        (data(0, 0), 5, 0),
+        (data(SECTOR_BYTES, BLOCK), 5, 0),
+        (data(0, BLOCK - 512), 5, 0),
+        (data(40 * BLOCK, BLOCK), 5, 0),
+        (data(u64::MAX - 4095, 4096), 5, 0),
+        (Part::Nothing { start: 0, len: LEN + 512 }, 5, 0),
+    ] {
+        assert_eq!(announced(part(bad, sequence), from), Err(Malformed::Content), "{bad:?}");
+    }
+    let begin = Begin {
+        snapshot: Origin { volume: [1; 16], number: 2 },
+        base: None,
+        time_ns: 3,
+        len: LEN,
+        label: "monday".to_owned(),
+    };
+    assert_eq!(Begin::decode(&begin.encode()), Ok(begin.clone()));
+    for bit in 0..BEGIN_BYTES * 8 {
+        let mut bad = begin.encode();
+        bad[bit / 8] ^= 1 << (bit % 8);
+        assert!(Begin::decode(&bad).is_err(), "bit {bit}");
+    }
+}
