@@ -17,7 +17,9 @@
 //! Such a `Buf` is handed to the kernel, filled, or copied; no decision may rest on reading its
 //! bytes twice.
 //!
-//! Freed blocks go to a small list of the thread, so that the data path does not allocate.
+//! Freed blocks go to a small list of the thread, so that the data path does not allocate. Large ones
+//! are mapped, not zeroed twice, and go to a list of the process: they are filled by one thread and
+//! freed by another.
 
 use rustix::io::Errno;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -28,7 +30,7 @@ use std::io;
 use std::ops::{Deref, Range};
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Alignment of every buffer: a page, which satisfies O_DIRECT on every device.
 pub const BUF_ALIGN: usize = 4096;
@@ -55,19 +57,40 @@ unsafe impl Sync for Block {}
 
 impl Block {
     fn new(capacity: usize) -> Self {
-        let layout = Layout::from_size_align(capacity, BUF_ALIGN).expect("a power-of-two capacity");
-        // SAFETY: `layout` has a non-zero size: `class_of` is at least a page.
-        let memory = unsafe { alloc_zeroed(layout) };
-        let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
+        let layout = Layout::from_size_align(capacity, BUF_ALIGN).expect("less than all memory");
+        let memory = match is_large(capacity) {
+            true => map(capacity),
+            // SAFETY: `layout` has a non-zero size: `class_of` is at least a page.
+            false => NonNull::new(unsafe { alloc_zeroed(layout) }),
+        };
+        let Some(memory) = memory else { handle_alloc_error(layout) };
         Self { memory, layout, owner: None }
     }
 }
 
+/// Maps `len` bytes of zeros: the system makes pages of them, large ones if it can, as they are
+/// used.
+fn map(len: usize) -> Option<NonNull<u8>> {
+    let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANON);
+    // SAFETY: a new mapping of nothing, wherever there is room.
+    let memory = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, -1, 0) };
+    if memory == libc::MAP_FAILED {
+        return None;
+    }
+    // SAFETY: the mapping that was just made. If it is refused, pages are small.
+    let _ = unsafe { libc::madvise(memory, len, libc::MADV_HUGEPAGE) };
+    NonNull::new(memory.cast())
+}
+
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.owner.is_none() {
+        let (memory, len) = (self.memory.as_ptr(), self.layout.size());
+        match (&self.owner, is_large(len)) {
+            (Some(_), _) => {}
+            // SAFETY: mapped in `new` with this length, unmapped once (I3).
+            (None, true) => drop(unsafe { libc::munmap(memory.cast(), len) }),
             // SAFETY: allocated in `new` with this layout, freed once (I3).
-            unsafe { dealloc(self.memory.as_ptr(), self.layout) }
+            (None, false) => unsafe { dealloc(memory, self.layout) },
         }
     }
 }
@@ -377,6 +400,44 @@ const CLASS_BITS_MAX: u32 = 21;
 const CLASS_COUNT: usize = (CLASS_BITS_MAX - CLASS_BITS_MIN + 1) as usize;
 /// Maximum number of bytes that one thread keeps for reuse.
 const KEPT_BYTES_MAX: usize = 4 << 20;
+/// The same of large blocks, of the process; a block has a multiple of the unit.
+const LARGE_KEPT_BYTES_MAX: usize = 32 << 20;
+const LARGE_UNIT_BYTES: usize = 1 << 20;
+
+/// Large blocks that are kept for reuse: few.
+static LARGE: Mutex<Vec<Arc<Block>>> = Mutex::new(Vec::new());
+
+fn large() -> MutexGuard<'static, Vec<Arc<Block>>> {
+    // A list that a panic interrupted is a list still.
+    LARGE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether a block of this capacity is mapped on its own.
+fn is_large(capacity: usize) -> bool {
+    capacity > 1 << CLASS_BITS_MAX
+}
+
+/// The smallest that is kept and is not much too large.
+fn take_large(len: usize) -> Arc<Block> {
+    let capacity = len.next_multiple_of(LARGE_UNIT_BYTES);
+    let mut free = large();
+    let fitting = free.iter().enumerate().map(|(index, block)| (block.layout.size(), index));
+    let fitting = fitting.filter(|(size, _)| (capacity..=2 * capacity).contains(size)).min();
+    let kept = fitting.map(|(_, index)| free.swap_remove(index));
+    drop(free);
+    kept.unwrap_or_else(|| Arc::new(Block::new(capacity)))
+}
+
+fn keep_large(block: Arc<Block>) {
+    let mut free = large();
+    let kept: usize = free.iter().map(|block| block.layout.size()).sum();
+    if kept + block.layout.size() <= LARGE_KEPT_BYTES_MAX {
+        free.push(block);
+        return;
+    }
+    // Unmapped without the lock.
+    drop(free);
+}
 
 #[derive(Default)]
 struct FreeBlocks {
@@ -394,6 +455,9 @@ fn class_of(len: usize) -> (usize, usize) {
 }
 
 fn take_block(len: usize) -> Arc<Block> {
+    if is_large(len) {
+        return take_large(len);
+    }
     let (class, capacity) = class_of(len);
     let kept = FREE
         .try_with(|free| {
@@ -409,6 +473,9 @@ fn take_block(len: usize) -> Arc<Block> {
 
 fn keep_block(block: Arc<Block>) {
     let capacity = block.layout.size();
+    if is_large(capacity) {
+        return keep_large(block);
+    }
     let (class, _) = class_of(capacity);
     // After the thread's locals are gone the block is simply freed.
     let _ = FREE.try_with(|free| {
@@ -553,6 +620,28 @@ mod tests {
         assert_ne!(Buf::new(8192).as_ptr(), address);
         drop(tail);
         assert_eq!(Buf::new(8192).as_ptr(), address);
+    }
+
+    #[test]
+    fn large_block_is_reused_by_another_thread_for_as_many_bytes_or_somewhat_fewer() {
+        let sizes = [23 << 20, (23 << 20) - 5, 12 << 20];
+        let mut buf = Buf::new(sizes[0]);
+        buf.fill(7);
+        let address = buf.as_ptr().addr();
+        drop(buf);
+        for len in sizes {
+            let found = std::thread::spawn(move || {
+                let buf = Buf::new(len);
+                (buf.as_ptr().addr(), buf.len())
+            });
+            assert_eq!(found.join().unwrap(), (address, len));
+        }
+        assert_ne!(Buf::new(11 << 20).as_ptr().addr(), address, "twice as much is too much");
+        let more: Vec<_> = (0..3).map(|_| Buf::zeroed(20 << 20)).collect();
+        assert!(more.iter().all(|buf| buf.iter().all(|byte| *byte == 0)));
+        drop(more);
+        let kept: usize = large().iter().map(|block| block.layout.size()).sum();
+        assert!(kept <= LARGE_KEPT_BYTES_MAX, "{kept} bytes are kept");
     }
 
     #[test]

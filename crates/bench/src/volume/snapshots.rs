@@ -65,21 +65,21 @@ pub(super) fn run(context: &Context<'_>, disk: Disk, sample: &mut Sample) -> Res
 
 /// Takes them in the given rhythm; how long each took.
 fn take_snapshots(control: &Path) -> Result<Histogram> {
-    let mut http = BufReader::new(UnixStream::connect(control)?);
     let mut taken = Histogram::default();
     let start = clock::now();
     for number in 0..SNAPSHOTS {
         clock::sleep((EVERY * number).saturating_sub(start.elapsed()));
         let before = clock::now();
         let body = format!("{{\"label\": \"n{number}\"}}");
-        post(&mut http, &format!("/v1/disks/{NAME}/snapshots"), &body)?;
+        post(control, &format!("/v1/disks/{NAME}/snapshots"), &body)?;
         taken.add(before.elapsed());
     }
     Ok(taken)
 }
 
-/// Sends a request, and waits for its answer.
-fn post(http: &mut BufReader<UnixStream>, path: &str, body: &str) -> Result<()> {
+/// Sends a request over a connection of its own, as the server wants it, and waits for the answer.
+fn post(control: &Path, path: &str, body: &str) -> Result<()> {
+    let mut http = BufReader::new(UnixStream::connect(control)?);
     let head = format!(
         "POST {path} HTTP/1.1\r\nHost: mica\r\nContent-Type: application/json\r\n\
          Content-Length: {}\r\n\r\n{body}",
