@@ -12,7 +12,7 @@ fn write(dir: &Path, store: &Store, name: &str, byte: u8, offset: &str, kib: usi
     let server = store.serve(name, &[]).expect("served");
     let command = format!("write -s {} {offset} {kib}k", content.display());
     qemu::io(dir, &["-f", "raw"], &server.uri(), &[&command]);
-    server.stop();
+    server.stop().expect("stopped");
 }
 
 #[track_caller]
@@ -51,7 +51,10 @@ fn steps_through_a_pipe_and_through_files_make_the_same_volume() {
     let refused = run(["send", &monday, &file]).refusal();
     assert!(refused.contains("exists"), "{refused}");
     let received = run(["receive", "--output", "json", &copy, &file]).json();
-    assert_eq!((&received[0]["label"], &received[0]["was-there"]), (&"monday".into(), &false.into()));
+    assert_eq!(
+        (&received[0]["label"], &received[0]["was-there"]),
+        (&"monday".into(), &false.into())
+    );
     same(dir, &web.replace("/web", "/web@monday"), &copy);
     let program = mica::binary();
     let pipe = format!(

@@ -46,17 +46,16 @@ impl Volumes {
         at: impl Fn(u64),
     ) -> Result<Vec<Sent>> {
         let heads = self.heads(name);
-        let (volume, records) = heads
-            .with_counting(async |head, state| {
-                Ok((head.volume, all(&self.tree, state.snapshots).await?))
-            })
-            .await?;
-        let of = |which: &Which| {
-            let found = records.iter().position(|record| which.is_of(&record.info));
-            found.ok_or_else(|| missing(name.as_str(), which))
-        };
-        let last = of(which)?;
-        let base = since.map(of).transpose()?;
+        let found = self.with_recent(&heads, async |head, state| {
+            let records = all(&self.tree, state.snapshots).await?;
+            let of = |which: &Which| {
+                let found = records.iter().position(|record| which.is_of(&record.info));
+                found.ok_or_else(|| missing(name.as_str(), which))
+            };
+            let (last, base) = (of(which)?, since.map(of).transpose()?);
+            Ok((head.volume, last, base, records))
+        });
+        let (volume, last, base, records) = found.await?;
         if base.is_some_and(|base| base >= last) {
             let what =
                 format!("snapshot {which} is not newer than the one that it is to go on from");

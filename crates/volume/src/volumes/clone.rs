@@ -13,13 +13,6 @@ use crate::names::VolumeName;
 use crate::snapshots::{find, missing};
 use crate::state::State;
 use mica_block::{Error, ErrorKind, Result, Which};
-use mica_rt::sleep;
-use std::time::Duration;
-
-/// How often it is looked whether the head of an open volume has a snapshot that was just taken,
-/// and the pause between: its writer puts one soon.
-const LOOKS_MAX: usize = 20;
-const LOOK_PAUSE: Duration = Duration::from_millis(100);
 
 /// What a clone is made of.
 struct Origin {
@@ -62,41 +55,31 @@ impl Volumes {
     }
 
     async fn origin(&self, heads: &Heads, which: Option<&Which>) -> Result<Origin> {
-        for _ in 0..LOOKS_MAX {
-            let found = heads.with_counting(async |head, state| match which {
-                Some(which) => self.snapshot(heads, head, state, which).await,
-                None => whole(heads, head).map(Some),
-            });
-            if let Some(origin) = found.await? {
-                return Ok(origin);
-            }
-            sleep(LOOK_PAUSE).await;
-        }
-        let what = format!(
-            "the snapshot is not in a head of volume {} yet: try again",
-            heads.name.as_str()
-        );
-        Err(Error::new(ErrorKind::Io, what))
+        let origin = self.with_recent(heads, async |head, state| match which {
+            Some(which) => self.snapshot(heads, head, state, which).await,
+            None => whole(heads, head),
+        });
+        origin.await
     }
 
-    /// The snapshot `which` of a volume that has `state`, if `head` has it, too; `None` if a head
-    /// will have it soon.
+    /// The snapshot `which` of a volume that has `state`, if `head` has it, too.
     async fn snapshot(
         &self,
         heads: &Heads,
         head: &Head,
         state: &State,
         which: &Which,
-    ) -> Result<Option<Origin>> {
+    ) -> Result<Origin> {
         let record = find(&self.tree, state.snapshots, which).await?;
         let record = record.ok_or_else(|| missing(heads.name.as_str(), which))?;
         let number = record.info.number;
         let in_head = find(&self.tree, head.state.snapshots, &Which::Number(number)).await?;
-        Ok(in_head.map(|record| Origin {
-            volume: head.volume,
-            number: Some(number),
-            state: record.first_state(),
-        }))
+        let Some(record) = in_head else {
+            let name = heads.name.as_str();
+            let what = format!("snapshot {which} is in no head of volume {name} yet: try again");
+            return Err(Error::new(ErrorKind::NotFound, what));
+        };
+        Ok(Origin { volume: head.volume, number: Some(number), state: record.first_state() })
     }
 
     /// Whether the source still has `origin`.

@@ -4,7 +4,9 @@
 //! to the other hosts, or to the protocol.
 
 use super::Volumes;
+use crate::format::head::Head;
 use crate::heads::Claimed;
+use crate::heads::Heads;
 use crate::known::Change;
 use crate::names::VolumeName;
 use crate::segment::Cut;
@@ -13,8 +15,15 @@ use crate::snapshots::{all, check_new_label, find, missing};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
-use mica_block::{Manage, Result, SnapshotInfo, Which, check_label};
+use mica_block::{ErrorKind, Manage, Result, SnapshotInfo, Which, check_label};
+use mica_rt::sleep;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How often it is looked whether the store has a snapshot of an open volume, and the pause between:
+/// its writer puts what was just taken soon.
+const LOOKS_MAX: usize = 20;
+const LOOK_PAUSE: Duration = Duration::from_millis(100);
 
 impl Volumes {
     /// The snapshots of a volume, by number. Of one that a writer has open these are all that are
@@ -112,7 +121,7 @@ impl Volumes {
     /// What a volume has now, or a snapshot of it: a map and a length.
     pub(super) async fn content(&self, name: &VolumeName, which: Option<&Which>) -> Result<State> {
         let heads = self.heads(name);
-        let content = heads.with_counting(async |_head, state| {
+        let content = self.with_recent(&heads, async |_head, state| {
             let Some(which) = which else { return Ok(*state) };
             match find(&self.tree, state.snapshots, which).await? {
                 Some(record) => Ok(record.first_state()),
@@ -120,6 +129,25 @@ impl Volumes {
             }
         });
         content.await
+    }
+
+    /// As [`Heads::with_counting`]; if `act` does not find what it looks for, and the volume is
+    /// open, again for a while.
+    pub(crate) async fn with_recent<T>(
+        &self,
+        heads: &Heads,
+        act: impl AsyncFn(&Head, &State) -> Result<T>,
+    ) -> Result<T> {
+        for _ in 1..LOOKS_MAX {
+            match heads.with_counting(&act).await {
+                Err(error)
+                    if error.kind() == ErrorKind::NotFound
+                        && heads.newest().await?.writer().is_some() => {}
+                outcome => return outcome,
+            }
+            sleep(LOOK_PAUSE).await;
+        }
+        heads.with_counting(&act).await
     }
 
     /// Opens a volume that nobody has open, does what `decide` says, and closes it. Returns the
