@@ -156,7 +156,7 @@ impl Appender {
             return None;
         }
         tail.is_writing = true;
-        Some(Role::Leads(Writing(Arc::clone(self))))
+        Some(Role::Leads(Writing { of: Arc::clone(self), is_under_way: false }))
     }
 
     pub(super) async fn allow(self: Arc<Self>, writer: Writer) -> Result<()> {
@@ -203,13 +203,18 @@ impl Drop for Appender {
     }
 }
 
-/// The write that is under way of a log. However it ends, somebody else may lead the next one.
-struct Writing(Arc<Appender>);
+/// The writes of a log that one task leads. When they have ended, somebody else may lead the next.
+struct Writing {
+    of: Arc<Appender>,
+    /// Whether a group is on its way: it is in no queue any more, and whether the file has it is
+    /// not known.
+    is_under_way: bool,
+}
 
 impl Writing {
     /// Writes what was pushed until now.
-    async fn run(self) {
-        let up_to = self.0.tail().next;
+    async fn run(mut self) {
+        let up_to = self.of.tail().next;
         while let Some(group) = self.next_group(up_to) {
             if !self.write(group).await {
                 return;
@@ -218,7 +223,7 @@ impl Writing {
     }
 
     fn next_group(&self, up_to: u64) -> Option<Group> {
-        let mut tail = self.0.tail();
+        let mut tail = self.of.tail();
         if tail.sealed.is_empty() && tail.filling.as_ref().is_some_and(|group| group.first < up_to)
         {
             tail.seal();
@@ -227,16 +232,20 @@ impl Writing {
     }
 
     /// Returns whether it was written.
-    async fn write(&self, group: Group) -> bool {
-        let Appender { device, waiters, .. } = &*self.0;
+    async fn write(&mut self, group: Group) -> bool {
+        let Self { of, is_under_way } = self;
+        let Appender { device, waiters, .. } = &**of;
+        *is_under_way = true;
         let (place, next) = (group.place, group.next());
         let begun = group.begins_segment().then_some(place.slot);
         let buf = group.finish(&device.header.id, &device.session);
         let (result, _) = device.write(buf, place.slot, place.at).await;
         let result = result.map_err(|error| error.wrap(device.file.name()));
-        let Ok(change) = device.after_write(result, begun) else { return false };
+        let written = device.after_write(result, begun);
+        *is_under_way = false;
+        let Ok(change) = written else { return false };
         {
-            let mut tail = self.0.tail();
+            let mut tail = of.tail();
             (tail.written, tail.change, tail.named) = (next, change, place.segment);
             tail.trim(&mut device.slots());
         }
@@ -248,7 +257,10 @@ impl Writing {
 
 impl Drop for Writing {
     fn drop(&mut self) {
-        self.0.tail().is_writing = false;
-        self.0.waiters.wake_all();
+        if self.is_under_way {
+            self.of.device.give_up();
+        }
+        self.of.tail().is_writing = false;
+        self.of.waiters.wake_all();
     }
 }

@@ -233,6 +233,13 @@ impl LogDevice {
         latched
     }
 
+    /// A write was dropped before it ended: nobody knows what the file has of it. What is pushed
+    /// later must not be acknowledged, for that would say that this was written, too.
+    pub(super) fn give_up(&self) {
+        let what = "a write was given up before it ended: the executor that had begun it is gone";
+        self.latch(Error::new(ErrorKind::Io, what));
+    }
+
     /// `waiters` are woken when nothing is acknowledged any more.
     pub(super) fn wake_on_latch(&self, waiters: &Arc<Waiters>) {
         let mut waiting = self.waiting();
