@@ -6,10 +6,9 @@
 use super::device::LogDevice;
 use super::format::SegmentHeader;
 use super::group::{Group, Place};
-use super::slots::{LogKey, Phase, Purpose, Slots};
+use super::slots::{LogKey, Purpose, Slots};
 use super::tail::{GROUP_BYTES_MIN, SEALED_MAX, Tail};
 use crate::format::Id;
-use crate::place::Writer;
 use mica_block::{Error, Result};
 use mica_rt::spawn;
 use mica_rt::sync::Waiters;
@@ -116,12 +115,13 @@ impl Appender {
         slots: &mut Slots,
         purpose: Purpose,
     ) -> Option<SegmentHeader> {
-        let oldest = tail.oldest_needed();
+        let (oldest, durable) = (tail.oldest_needed(), tail.durable_now(slots));
         let header = self.device.segment(self.store, self.key, tail.next, tail.writers.clone());
         let (slot, header) = slots.take(purpose, |number| SegmentHeader {
             number,
             oldest: oldest.unwrap_or(number),
             freed: tail.freed,
+            durable,
             ..header
         })?;
         tail.add(slot, &header);
@@ -157,42 +157,6 @@ impl Appender {
         }
         tail.is_writing = true;
         Some(Role::Leads(Writing { of: Arc::clone(self), is_under_way: false }))
-    }
-
-    pub(super) async fn allow(self: Arc<Self>, writer: Writer) -> Result<()> {
-        let number = loop {
-            match self.begin_names(writer)? {
-                Some(number) => break number,
-                None => self.device.sync().await?,
-            }
-        };
-        self.wait_until(|tail| tail.named >= number).await?;
-        self.device.sync().await
-    }
-
-    /// Begins a segment that names `writer`, too; `None` if a sync has to come first. Returns its
-    /// number.
-    fn begin_names(self: &Arc<Self>, writer: Writer) -> Result<Option<u64>> {
-        let mut tail = self.tail();
-        let mut slots = self.device.slots();
-        slots.check()?;
-        if !tail.writers.contains(&writer) {
-            self.device.check_names(&tail.writers)?;
-            tail.writers.push(writer);
-        }
-        let Some(header) = self.add_segment(&mut tail, &mut slots, Purpose::Name) else {
-            return if slots.may_sync() { Ok(None) } else { Err(self.device.no_room()) };
-        };
-        slots.set_phase(self.key, Phase::Open { has_records: false });
-        tail.may_have_records = false;
-        tail.seal();
-        let last = tail.parts.back().expect("there is a tail");
-        let place = Place { slot: last.slot, segment: last.number, at: 0 };
-        let segment_bytes = self.device.header.segment_bytes;
-        let (buf, first) = (Group::buffer(), tail.next);
-        tail.filling = Some(Group::new(buf, place, segment_bytes, Some(&header), first));
-        tail.seal();
-        Ok(Some(header.number))
     }
 }
 
