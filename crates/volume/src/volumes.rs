@@ -2,6 +2,7 @@
 
 mod clone;
 mod diff;
+mod retention;
 mod snapshots;
 
 use crate::environment::Environment;
