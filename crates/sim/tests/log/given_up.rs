@@ -65,17 +65,17 @@ fn log_is_as_full_as_its_own_share_unless_the_device_is_emptier() {
             let room = log.room();
             room.used as f64 / room.len as f64
         };
-        fill(&large, 8).await;
-        // More than half of its share, and less than a half of the device: that counts.
+        fill(&large, 5).await;
+        // A record takes a segment here: five of a share of eight, but of seventeen that there are.
         assert!(part(&large) < 0.5, "{:?}", large.room());
         let mut fullest = part(&large);
-        while large.next() < 26 {
+        while large.next() < 13 {
             fill(&large, 1).await;
             assert!(part(&large) >= fullest, "{:?}", large.room());
             fullest = part(&large);
         }
         assert!(fullest > 0.8, "{:?}", large.room());
-        assert!(part(&small) < 0.2, "it is not slowed: {:?}", small.room());
+        assert!(part(&small) < 0.25, "it is not slowed: {:?}", small.room());
         large.free(large.next());
         assert!(part(&large) < 0.2, "{:?}", large.room());
     });
