@@ -44,8 +44,8 @@ mod walk;
 pub use diff::{Change, Diff, DiffStep};
 pub use editor::{Editor, Slot};
 pub use node::{
-    Directory, FANOUT, FANOUT_BITS, NODE_HEADER_BYTES, NodeError, crc32c, directory_bytes_max,
-    encode_node, node_len, open_node,
+    Directory, FANOUT, FANOUT_BITS, NODE_HEADER_BYTES, NodeError, crc32c, crc32c_of,
+    directory_bytes_max, encode_node, node_len, open_node,
 };
 pub use walk::{Walk, WalkStep};
 

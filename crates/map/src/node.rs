@@ -76,12 +76,16 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     u32::try_from(sum).expect("a 32-bit sum")
 }
 
+/// CRC-32C of several pieces, one after the other.
+pub fn crc32c_of(pieces: &[&[u8]]) -> u32 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    pieces.iter().for_each(|piece| digest.update(piece));
+    u32::try_from(digest.finalize()).expect("a 32-bit sum")
+}
+
 /// Covers the reference, so that a good node at the wrong place is refused too.
 fn checksum<R: Reference>(at: R, payload: &[u8]) -> u32 {
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    digest.update(at.to_bytes().as_ref());
-    digest.update(payload);
-    u32::try_from(digest.finalize()).expect("a 32-bit sum")
+    crc32c_of(&[at.to_bytes().as_ref(), payload])
 }
 
 /// A directory: its children by index.

@@ -110,6 +110,10 @@ impl Builder {
         }
         self.state.map = self.map.write(|directory| content.push_node(tree, directory));
         self.state.snapshots = self.snapshots.write(|directory| content.push_node(tree, directory));
+        if content.entries.is_empty() {
+            // As when a snapshot was dropped by somebody who was faster. A header alone is a fence.
+            content.entries.push(Entry::Length { bytes: self.state.len });
+        }
         let content = content.finish(self.signature, nonce, self.state);
         Ok(Built { state: self.state, content })
     }

@@ -50,6 +50,7 @@ use mark::{Damage, Mark};
 use mica_block::{Error, ErrorKind, Result};
 use names::Named;
 use plan::Plan;
+use std::ops::AddAssign;
 use std::sync::Arc;
 
 /// Times that a collector begins again, at most, because of what others deleted meanwhile.
@@ -137,6 +138,19 @@ pub struct Collected {
     pub failed: u64,
     /// Why the first of them could not.
     pub failure: Option<Error>,
+}
+
+/// What another collection did after this one, which says what there is.
+impl AddAssign for Collected {
+    fn add_assign(&mut self, later: Self) {
+        self.freed_extents += later.freed_extents;
+        self.freed_bytes += later.freed_bytes;
+        self.punched_bytes += later.punched_bytes;
+        self.freed_heads += later.freed_heads;
+        self.freed_claims += later.freed_claims;
+        self.failed += later.failed;
+        self.failure = self.failure.take().or(later.failure);
+    }
 }
 
 /// Extents that hold little, which only what a volume is now needs: none of its snapshots, and no

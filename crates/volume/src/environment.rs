@@ -13,8 +13,9 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// A host of this name, with a clock (nanoseconds since 1970; nothing but what people are told
-    /// depends on it) and a source of random numbers that no two hosts share.
+    /// A host of this name, with a clock (nanoseconds since 1970; nothing depends on it but what
+    /// people are told, and how long automatic snapshots are kept) and a source of random numbers
+    /// that no two hosts share.
     pub fn new(
         host: impl Into<Arc<str>>,
         now_ns: impl Fn() -> u64 + Send + Sync + 'static,

@@ -22,7 +22,7 @@ use crate::format::extent::{Header, Kind};
 use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
 use crate::names::{self, VolumeName};
 use crate::place::{ExtentId, Writer};
-use crate::put::{Patience, elsewhere, last_in, put, read, read_header};
+use crate::put::{Patience, decode_head, elsewhere, last_in, put, read, read_header};
 use crate::state::State;
 use mica_block::{Error, ErrorKind, Objects, Put, Result};
 use mica_rt::Buf;
@@ -106,10 +106,7 @@ impl Heads {
             let Some(bytes) = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await? else {
                 continue;
             };
-            let head = Head::decode(&bytes).map_err(|why| why.explain(&last, &*self.objects))?;
-            if head.number != number || head.store != self.store {
-                return Err(elsewhere(&last, &*self.objects));
-            }
+            let head = decode_head(&*self.objects, &last, (self.store, number), &bytes)?;
             return Ok(Some(head));
         }
         Err(self.too_busy())

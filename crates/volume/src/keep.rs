@@ -5,6 +5,7 @@
 //! ```
 //!
 //! Automatic snapshots are those without a label. Whoever wants to keep one gives it a label.
+//! `volume::Volume::keep_snapshots` and `volumes::Volumes::keep_snapshots` apply the rules.
 //!
 //! Invariants
 //! - I1 A snapshot with a label is never dropped.
@@ -13,7 +14,7 @@
 //!   from 1970, keeps its first snapshot for as long as the interval is in the rule's time.
 
 use mica_block::{Error, ErrorKind, Result, SnapshotInfo};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -40,6 +41,14 @@ impl Keep {
         Duration::from_nanos(every.expect("there is a rule"))
     }
 
+    /// Those of `snapshots` that are to be dropped at `now_ns`; the oldest first.
+    pub(crate) fn dropped(&self, now_ns: u64, snapshots: Vec<SnapshotInfo>) -> Vec<SnapshotInfo> {
+        let numbers = self.drops(now_ns, &snapshots);
+        let mut all: BTreeMap<u64, SnapshotInfo> =
+            snapshots.into_iter().map(|snapshot| (snapshot.number, snapshot)).collect();
+        numbers.into_iter().filter_map(|number| all.remove(&number)).collect()
+    }
+
     /// The numbers of those of `snapshots` that are to be dropped at `now_ns`, nanoseconds since
     /// 1970; the oldest first.
     pub fn drops(&self, now_ns: u64, snapshots: &[SnapshotInfo]) -> Vec<u64> {
@@ -49,11 +58,13 @@ impl Keep {
         automatic.sort_unstable();
         // It leaves when the next one comes.
         automatic.pop();
-        let mut taken = vec![BTreeSet::new(); self.rules.len()];
+        // They come by time: an interval that was had is the last one that was.
+        let mut taken = vec![None; self.rules.len()];
         automatic.retain(|(time_ns, _)| {
             let mut is_kept = false;
             for (rule, taken) in self.rules.iter().zip(&mut taken) {
-                let is_first = taken.insert(time_ns / rule.every_ns);
+                let interval = Some(time_ns / rule.every_ns);
+                let is_first = std::mem::replace(taken, interval) != interval;
                 // A clock that was set back makes it young, not old.
                 is_kept |= is_first && now_ns.saturating_sub(*time_ns) <= rule.span_ns;
             }
@@ -115,6 +126,7 @@ fn nanoseconds(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
     use mica_units::Rng;
+    use std::collections::BTreeSet;
 
     const MS: u64 = 1_000_000;
     const SECOND: u64 = 1000 * MS;

@@ -59,7 +59,7 @@ pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;
 pub use keep::Keep;
-pub use log::{Found, Log, LogDevice, NotPushed, Record, Room, Ticket};
+pub use log::{DropLog, Found, Log, LogDevice, LogSummary, NotPushed, Record, Room, Ticket};
 pub use mica_block::{SnapshotInfo, Which};
 pub use names::VolumeName;
 pub use opening::Opening;

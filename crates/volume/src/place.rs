@@ -74,6 +74,16 @@ impl Place {
         Self { extent, unit, sum }
     }
 
+    /// A place as headers and records have it that may have none: zeros then.
+    pub(crate) fn to_bytes_or_zeros(place: Option<Self>) -> [u8; Self::BYTES] {
+        place.map_or([0; Self::BYTES], Self::to_bytes)
+    }
+
+    /// The opposite of [`Self::to_bytes_or_zeros`]. `None` if these are the bytes of no place.
+    pub(crate) fn from_bytes_or_zeros(bytes: &[u8; Self::BYTES]) -> Option<Option<Self>> {
+        if *bytes == [0; Self::BYTES] { Some(None) } else { Self::from_bytes(bytes).map(Some) }
+    }
+
     /// The extent.
     pub fn extent(self) -> ExtentId {
         self.extent

@@ -5,9 +5,11 @@
 //! - I1 A put is done only if it was answered so, or if after a refusal the object is there and
 //!   begins as what was put, with a nonce that nobody else has. An object that is missing proves
 //!   nothing after an unclear answer: the put is repeated.
-//! - I2 A header is returned only if it is that of the extent it was looked for as.
+//! - I2 A header or a head is returned only if it is what it was looked for as.
 
+use crate::format::Id;
 use crate::format::extent::{HEADER_BYTES, Header};
+use crate::format::head::Head;
 use crate::place::ExtentId;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
 use mica_rt::{Buf, sleep};
@@ -197,12 +199,37 @@ pub(crate) async fn read(
 pub(crate) async fn read_header(objects: &dyn Objects, id: ExtentId) -> Result<Option<Header>> {
     let name = id.name();
     let bytes = read(objects, &name, HEADER_BYTES, Patience::VERB).await?;
-    let Some(bytes) = bytes else { return Ok(None) };
-    let header = Header::decode(&bytes).map_err(|why| why.explain(&name, objects))?;
-    if header.id != id {
-        return Err(elsewhere(&name, objects));
+    bytes.map(|bytes| decode_header(objects, id, &bytes)).transpose()
+}
+
+/// The header that `bytes`, which were read in the place of extent `id`, begin with.
+///
+/// # Errors
+/// As [`read_header`].
+pub(crate) fn decode_header(objects: &dyn Objects, id: ExtentId, bytes: &[u8]) -> Result<Header> {
+    let name = id.name();
+    let header = Header::decode(bytes).map_err(|why| why.explain(&name, objects))?;
+    match header.id == id {
+        true => Ok(header),
+        false => Err(elsewhere(&name, objects)),
     }
-    Ok(Some(header))
+}
+
+/// The head that `bytes`, which were read in the place of head `number` as `name`, begin with.
+///
+/// # Errors
+/// As [`read_header`].
+pub(crate) fn decode_head(
+    objects: &dyn Objects,
+    name: &ObjectName,
+    (store, number): (Id, u64),
+    bytes: &[u8],
+) -> Result<Head> {
+    let head = Head::decode(bytes).map_err(|why| why.explain(name, objects))?;
+    match (head.store, head.number) == (store, number) {
+        true => Ok(head),
+        false => Err(elsewhere(name, objects)),
+    }
 }
 
 /// That an object was found which another name, volume or store should have.

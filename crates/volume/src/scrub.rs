@@ -22,10 +22,10 @@ use crate::collect::mark::{Mark, Marked, digest_of};
 use crate::collect::names::{Named, stable_names};
 use crate::collect::{Progress, Speed, Step};
 use crate::format::Id;
-use crate::format::extent::{self, HEADER_BYTES, Header, Kind};
+use crate::format::extent::{self, HEADER_BYTES, Kind};
 use crate::names::VolumeName;
 use crate::place::{BLOCK_BYTES, ExtentId};
-use crate::put::elsewhere;
+use crate::put::{decode_header, elsewhere};
 use crate::volumes::Volumes;
 use mica_block::{Error, ErrorKind, Result};
 use mica_map::crc32c;
@@ -199,10 +199,8 @@ async fn read_whole(
         }
         Err(error) => return Err(error),
     };
-    let header = Header::decode(&bytes).map_err(|why| why.explain(&name, &*client.objects));
-    let is_right = |header: &Header| header.id == id && header.store == store;
-    let header = match header {
-        Ok(header) if is_right(&header) && header.kind == Kind::Extent => header,
+    let header = match decode_header(&*client.objects, id, &bytes) {
+        Ok(header) if header.store == store && header.kind == Kind::Extent => header,
         other => {
             whole.is_complete = marked.is_none();
             whole.frame = other.and(Err(elsewhere(&name, &*client.objects)));

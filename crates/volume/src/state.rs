@@ -68,10 +68,9 @@ pub(crate) struct RawState {
 
 impl RawState {
     pub(crate) fn encode(state: &State) -> Self {
-        let place = |root: Root| root.node.map_or([0; Place::BYTES], Place::to_bytes);
         Self {
-            map: place(state.map),
-            snapshots: place(state.snapshots),
+            map: Place::to_bytes_or_zeros(state.map.node),
+            snapshots: Place::to_bytes_or_zeros(state.snapshots.node),
             len: state.len.into(),
             next_snapshot: state.next_snapshot.into(),
             records: state.records.into(),
@@ -85,8 +84,7 @@ impl RawState {
     /// `None` if these are not the bytes of a state.
     pub(crate) fn decode(&self) -> Option<State> {
         let root = |node: [u8; Place::BYTES], height| {
-            let node =
-                if node == [0; Place::BYTES] { None } else { Some(Place::from_bytes(&node)?) };
+            let node = Place::from_bytes_or_zeros(&node)?;
             (height <= HEIGHT_MAX).then_some(Root { node, height })
         };
         let state = State {

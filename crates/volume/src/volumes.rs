@@ -2,6 +2,7 @@
 
 mod clone;
 mod diff;
+mod retention;
 mod snapshots;
 
 use crate::environment::Environment;
@@ -17,7 +18,6 @@ use crate::tree::Tree;
 use crate::volume::Volume;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, Objects, Put, Result};
 use mica_rt::Buf;
-use mica_units::SECTOR_BYTES;
 use std::sync::Arc;
 
 /// The volumes of a store, for all of a process that use it: they share a cache.
@@ -33,6 +33,8 @@ pub struct Volumes {
 pub struct VolumeInfo {
     /// Its name.
     pub name: VolumeName,
+    /// Its identity: that of no other volume, also if the name is used again.
+    pub volume: Id,
     /// Its state. Of one that a writer has open this may be an older one.
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
@@ -99,12 +101,17 @@ impl Volumes {
         Self { objects, environment, store, tree }
     }
 
+    /// The identity of the store.
+    pub fn identity(&self) -> Id {
+        self.store
+    }
+
     /// Makes a volume of `len` bytes that reads as zeros.
     ///
     /// # Errors
     /// `Invalid` if no volume has this length, or there is one of this name already.
     pub async fn create(&self, name: &VolumeName, len: u64) -> Result<()> {
-        if len == 0 || len > State::LEN_MAX || !len.is_multiple_of(SECTOR_BYTES) {
+        if len == 0 || !State::is_len(len) {
             let most = State::LEN_MAX;
             let what = format!("a volume has whole sectors, up to {most} bytes, and not {len}");
             return Err(Error::new(ErrorKind::Invalid, what));
@@ -156,7 +163,8 @@ impl Volumes {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
         let is_ready = head.life != Life::Pinned;
-        Ok(VolumeInfo { name: name.clone(), state: head.state, open_on, is_ready })
+        let (name, volume) = (name.clone(), head.volume);
+        Ok(VolumeInfo { name, volume, state: head.state, open_on, is_ready })
     }
 
     /// Opens a volume for reading and writing. What the log of this machine has of it, and the

@@ -3,6 +3,7 @@
 mod bucket;
 mod collection;
 mod copies;
+mod given_up;
 mod kill;
 mod life;
 mod readme;

@@ -49,14 +49,7 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
         if args.dry_run || !compact(&store, &collected).await? {
             return Ok::<_, Failure>(collected);
         }
-        let again = store.volumes().collect(options, &mut show).await?;
-        collected.freed_extents += again.freed_extents;
-        collected.freed_bytes += again.freed_bytes;
-        collected.punched_bytes += again.punched_bytes;
-        collected.freed_heads += again.freed_heads;
-        collected.freed_claims += again.freed_claims;
-        collected.failed += again.failed;
-        collected.failure = collected.failure.or(again.failure);
+        collected += store.volumes().collect(options, &mut show).await?;
         Ok(collected)
     });
     bar.finish_and_clear();

@@ -10,7 +10,9 @@ mod gc;
 mod handover;
 mod import;
 mod info;
+mod keep;
 mod list;
+mod log;
 mod receive;
 mod rows;
 mod scrub;
@@ -53,6 +55,8 @@ enum VolumeVerb {
     Label(snapshots::LabelArgs),
     #[command(after_long_help = sections::DROP)]
     Drop(snapshots::DropArgs),
+    #[command(after_long_help = sections::KEEP)]
+    Keep(keep::KeepArgs),
     #[command(after_long_help = sections::ROLLBACK)]
     Rollback(snapshots::RollbackArgs),
     #[command(after_long_help = sections::CLONE)]
@@ -67,6 +71,7 @@ enum VolumeVerb {
     Scrub(scrub::ScrubArgs),
     #[command(after_long_help = sections::GC)]
     Gc(gc::GcArgs),
+    Log(log::LogArgs),
     #[command(after_long_help = sections::HANDOVER)]
     Handover(handover::HandoverArgs),
     #[command(after_long_help = sections::IMPORT)]
@@ -89,6 +94,8 @@ pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
         VolumeVerb::Snapshots(args) => snapshots::list(args),
         VolumeVerb::Label(args) => snapshots::label(args),
         VolumeVerb::Drop(args) => snapshots::drop_one(args),
+        VolumeVerb::Keep(args) => keep::run(args),
+        VolumeVerb::Log(args) => log::run(args),
         VolumeVerb::Rollback(args) => snapshots::rollback(args),
         VolumeVerb::Clone(args) => clone::run(args),
         VolumeVerb::Diff(args) => diff::run(args),

@@ -113,3 +113,18 @@ EXAMPLES:
 pub(super) const HANDOVER: &str = "\
 EXAMPLES:
   mica volume handover s3://bucket/volumes/web host-2";
+
+pub(super) const KEEP: &str = "\
+EXAMPLES:
+  mica volume keep file:///srv/volumes/web 1h/1m,1d/1h,4w/1d
+  mica volume keep --dry-run file:///srv/volumes/web 1w/1d";
+
+pub(super) const LOG_LIST: &str = "\
+EXAMPLES:
+  mica volume log list /var/lib/mica/log
+  mica volume log list /var/lib/mica/log file:///srv/volumes   # with names";
+
+pub(super) const LOG_DROP: &str = "\
+EXAMPLES:
+  mica volume log drop /var/lib/mica/log 5f0c
+  mica volume log drop --force /var/lib/mica/log damaged";

@@ -1,7 +1,7 @@
 //! The bytes of a log: header, groups, records.
 
 use mica_block::{RedoMemory, RedoOrigin, Result, Store, Witness};
-use mica_map::crc32c;
+use mica_map::{crc32c, crc32c_of};
 use std::sync::Arc;
 
 /// The autoclear bits that name the log of a writer: any other program that opens the image for
@@ -189,12 +189,8 @@ impl GroupHead {
     /// For these `records`. The checksum covers the log's salt and the group's number too, so that
     /// remains of an earlier group or log are not taken for a later one.
     pub(super) fn of(salt: u32, number: u64, time_ns: i64, records: &[u8]) -> Self {
-        let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-        sum.update(&salt.to_le_bytes());
-        sum.update(&number.to_le_bytes());
-        sum.update(&time_ns.to_le_bytes());
-        sum.update(records);
-        let sum = u32::try_from(sum.finalize()).expect("32 bits");
+        let (salt, number_bytes) = (salt.to_le_bytes(), number.to_le_bytes());
+        let sum = crc32c_of(&[&salt, &number_bytes, &time_ns.to_le_bytes(), records]);
         let len = u32::try_from(records.len()).expect("within the log");
         Self { number, time_ns, len, sum }
     }

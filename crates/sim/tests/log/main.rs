@@ -4,6 +4,8 @@
 
 mod damage;
 mod files;
+mod given_up;
+mod lost;
 mod model;
 mod random;
 mod steps;

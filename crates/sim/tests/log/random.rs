@@ -39,11 +39,6 @@ impl Work<'_> {
                     };
                     log.free(stored - self.below(3).min(stored));
                 }
-                10 if self.below(8) == 0 => {
-                    let writer = self.model.claim();
-                    log.allow(writer).await?;
-                    volume.borrow_mut().writer = Some(writer);
-                }
                 _ => mica_rt::sleep(Duration::from_micros(self.below(200))).await,
             }
         }

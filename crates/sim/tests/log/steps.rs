@@ -62,9 +62,6 @@ async fn story(model: &Model) -> Result<()> {
             free(model, two, 1, 1);
         }
         sync(model, two, 1).await?;
-        let writer = model.claim();
-        one.allow(writer).await?;
-        model.volumes[0].borrow_mut().writer = Some(writer);
         push(model, one, 0, 3).await?;
     }
     // The next process, while the first has died.

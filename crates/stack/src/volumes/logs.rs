@@ -68,6 +68,22 @@ impl Logs {
         Ok(log)
     }
 
+    /// The log at `path`, which is one already, for this caller alone.
+    ///
+    /// # Errors
+    /// `NotFound` if nothing is there, `Invalid` if it is something else; `Denied` if another
+    /// process has it open.
+    pub(super) async fn open_existing(
+        path: &Path,
+        handles: &Arc<Handles>,
+        random: [u8; 16],
+    ) -> Result<Arc<LogDevice>> {
+        let images = FileImages::new(path, ImageOptions::new(Arc::clone(handles)))?;
+        let file = images.open_writable(path)?.store;
+        let opened = LogDevice::open_existing(file, random).await;
+        opened.map_err(|error| error.wrap("the log"))
+    }
+
     fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Weak<LogDevice>>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }

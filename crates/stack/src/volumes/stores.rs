@@ -69,6 +69,16 @@ impl Stores {
         self.logs.open(place, &self.handles, random_id()?).await
     }
 
+    /// The log at `path`, which is there and no server has open, to look at it or to give up what
+    /// nobody needs.
+    ///
+    /// # Errors
+    /// `NotFound` if nothing is there, `Invalid` if it is something else; `Denied` if another
+    /// process has it open.
+    pub async fn existing_log(&self, path: &Path) -> Result<Arc<LogDevice>> {
+        Logs::open_existing(path, &self.handles, random_id()?).await
+    }
+
     /// The store at `url`, which has volumes.
     ///
     /// # Errors

@@ -4,10 +4,10 @@
 //! needed, so that most extents take one request.
 
 use super::client::{Client, IN_FLIGHT_MAX};
-use crate::format::extent::{HEADER_BYTES, Header, LEN_MAX};
+use crate::format::extent::{HEADER_BYTES, LEN_MAX};
 use crate::format::snapshot::FRAMED_BYTES_MAX;
 use crate::place::{ExtentId, Place};
-use crate::put::elsewhere;
+use crate::put::decode_header;
 use mica_block::{Error, ErrorKind, Result};
 use mica_map::directory_bytes_max;
 use mica_rt::{Buf, Task, spawn};
@@ -92,10 +92,7 @@ async fn read_area(client: &Client, id: ExtentId, len: usize) -> Result<Area> {
 async fn extend(client: &Client, id: ExtentId, area: &Area, offset: u64) -> Result<Area> {
     let name = id.name();
     let bytes = client.read(&name, 0, HEADER_BYTES).await?;
-    let header = Header::decode(&bytes).map_err(|why| why.explain(&name, &*client.objects))?;
-    if header.id != id {
-        return Err(elsewhere(&name, &*client.objects));
-    }
+    let header = decode_header(&*client.objects, id, &bytes)?;
     let start = header.nodes_at() as u64;
     if start > offset {
         let what = format!("{name} of {}: it has no node at {offset}", client.objects.name());

@@ -1,6 +1,6 @@
 //! Requests of a collector: repeated for a while, no faster than it may go, some at a time.
 
-use crate::put::may_pass;
+use crate::put::Patience;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, LocalFuture, ObjectName, Objects, Result};
 use mica_rt::{Buf, Instant, Task, now, sleep, spawn};
 use std::collections::VecDeque;
@@ -9,9 +9,6 @@ use std::time::Duration;
 
 /// Requests under way at once.
 pub(crate) const IN_FLIGHT_MAX: usize = 16;
-/// Tries of one request, and the first pause between two.
-const TRIES: u32 = 6;
-const PAUSE_MIN: Duration = Duration::from_millis(10);
 
 /// How fast a collector may go; nothing bounds it by default.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -71,10 +68,9 @@ impl Client {
                 Err(error) => error,
             };
             tried += 1;
-            if tried >= TRIES || !may_pass(error.kind()) {
+            if !Patience::VERB.bears(&error, tried).await {
                 return Err(error);
             }
-            sleep(PAUSE_MIN * (1 << tried)).await;
         }
     }
 

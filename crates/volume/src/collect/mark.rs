@@ -14,13 +14,14 @@
 use super::areas::Areas;
 use super::client::Client;
 use super::names::Named;
+use super::sweep::PAGE_BYTES;
 use crate::format::extent::HEADER_BYTES;
 use crate::format::snapshot::Record;
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::state::Root;
 use crate::tree::{damaged, decode_node, decode_record};
 use mica_block::{Error, ErrorKind, Result};
-use mica_map::{Directory, FANOUT, NODE_HEADER_BYTES, node_len};
+use mica_map::{Directory, FANOUT, node_len};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -229,7 +230,7 @@ impl Mark {
             Ok(bytes) => bytes,
             Err(error) => return self.note(at, wanted.why, error),
         };
-        let len = node_len(&bytes[..NODE_HEADER_BYTES.min(bytes.len())]).unwrap_or(0);
+        let len = node_len(bytes).unwrap_or(0);
         let found = match wanted.level {
             Level::Map(_) | Level::Snapshots(1..) => {
                 decode_node(bytes, at).map(|node| Found::Directory(Box::new(node)))
@@ -238,8 +239,8 @@ impl Mark {
         };
         let found = match found {
             Ok(found) => found,
-            // It was given back, which is as good as deleted.
-            Err(_) if len == NODE_HEADER_BYTES && !wanted.why.is_firm => return Ok(()),
+            // That is as good as deleted.
+            Err(_) if !wanted.why.is_firm && is_given_back(bytes, at.offset()) => return Ok(()),
             Err(error) => return self.note(at, wanted.why, error),
         };
         self.nodes += 1;
@@ -315,7 +316,49 @@ impl Mark {
     }
 }
 
+/// Whether the node at `offset`, which `bytes` begin with, was given back, or the part of it that
+/// is in another page: of that only zeros are left, and of whatever follows it there.
+fn is_given_back(bytes: &[u8], offset: u64) -> bool {
+    let in_page = usize::try_from(PAGE_BYTES - offset % PAGE_BYTES).expect("a page is small");
+    let (first, rest) = bytes.split_at(in_page.min(bytes.len()));
+    let is_zeros = |part: &[u8]| !part.is_empty() && part.iter().all(|byte| *byte == 0);
+    let goes_on = node_len(first).is_some_and(|len| len > first.len());
+    is_zeros(first) || goes_on && is_zeros(rest)
+}
+
 enum Found {
     Directory(Box<Directory<Place>>),
     Snapshot(Record),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn node_was_given_back_if_a_page_of_it_is_zeros() {
+        let page = usize::try_from(PAGE_BYTES).expect("small");
+        // A node of 100 bytes, and others behind it.
+        let node = [&92_u32.to_le_bytes()[..], &[7; 300]].concat();
+        let zeros_from = |kept: usize| {
+            let mut bytes = node.clone();
+            bytes[kept..].fill(0);
+            bytes
+        };
+        for (bytes, offset, wanted) in [
+            (node.clone(), page - 48, false),
+            (zeros_from(0), page, true),
+            (zeros_from(0), page + 512, true),
+            // It begins in a page that stays; another one in the next page does, too.
+            (zeros_from(48), page - 48, true),
+            ([&zeros_from(48)[..300], &[7]].concat(), page - 48, false),
+            // It ends in its page, or there is damage that is not of whole pages.
+            (zeros_from(48), page, false),
+            (zeros_from(112), page - 112, false),
+            (zeros_from(64), page - 48, false),
+            (Vec::new(), page, false),
+        ] {
+            assert_eq!(is_given_back(&bytes, offset as u64), wanted, "{offset} {bytes:?}");
+        }
+    }
 }

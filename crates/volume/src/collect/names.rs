@@ -9,7 +9,7 @@ use crate::format::Id;
 use crate::format::head::{HEAD_BYTES, Head, Life};
 use crate::names::{self, VolumeName};
 use crate::place::Writer;
-use crate::put::elsewhere;
+use crate::put::decode_head;
 use mica_block::{Entry, Error, ErrorKind, Result};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -111,10 +111,7 @@ pub(crate) async fn read_name(
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             Err(error) => return Err(error),
         };
-        let head = Head::decode(&bytes).map_err(|why| why.explain(&object, &*client.objects))?;
-        if head.number != number || head.store != store {
-            return Err(elsewhere(&object, &*client.objects));
-        }
+        let head = decode_head(&*client.objects, &object, (store, number), &bytes)?;
         return Ok(Some(Arc::new(Named { name: name.clone(), head, lower })));
     }
     let what = format!("the heads of volume {} change all the time", name.as_str());

@@ -12,11 +12,12 @@ use super::plan::Plan;
 use crate::format::extent::{HEADER_BYTES, Header};
 use crate::names;
 use crate::place::BLOCK_BYTES;
-use mica_block::{ObjectName, Result};
+use crate::put::{decode_header, elsewhere};
+use mica_block::{ErrorKind, Result};
 use std::ops::Range;
 
 /// Ranges are given back in whole pages of a file system.
-const PAGE_BYTES: u64 = 4096;
+pub(crate) const PAGE_BYTES: u64 = 4096;
 
 /// Whether the store can give back parts of objects.
 pub(crate) async fn can_punch(client: &Client) -> bool {
@@ -96,19 +97,15 @@ async fn punch(client: &Client, listed: Listed, parts: &Parts) -> Result<u64> {
     let name = listed.id.name();
     let bytes = match client.read(&name, 0, HEADER_BYTES).await {
         Ok(bytes) => bytes,
-        Err(error) if error.kind() == mica_block::ErrorKind::NotFound => return Ok(0),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
         Err(error) => return Err(error),
     };
-    let header = Header::decode(&bytes).map_err(|why| why.explain(&name, &*client.objects))?;
-    if header.id != listed.id || header.len() as u64 != listed.len {
-        return Err(crate::put::elsewhere(&name, &*client.objects));
+    let header = decode_header(&*client.objects, listed.id, &bytes)?;
+    if header.len() as u64 != listed.len {
+        return Err(elsewhere(&name, &*client.objects));
     }
     let ranges = holes(&header, parts);
-    if ranges.is_empty() { Ok(0) } else { punch_ranges(client, &name, &ranges).await }
-}
-
-async fn punch_ranges(client: &Client, name: &ObjectName, ranges: &[Range<u64>]) -> Result<u64> {
-    client.punch(name, ranges).await
+    if ranges.is_empty() { Ok(0) } else { client.punch(&name, &ranges).await }
 }
 
 /// The whole pages of an extent's blocks and nodes that are not among `parts`, in order.

@@ -11,6 +11,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+mod clones;
 mod races;
 mod space;
 mod speed;

@@ -239,7 +239,7 @@ impl Entry {
         match (kind, count) {
             (1, _) => range(|first, count| Self::Data { first, count }),
             (2, _) => range(|first, count| Self::Nothing { first, count }),
-            (3, 0) => (value <= State::LEN_MAX).then_some(Self::Length { bytes: value }),
+            (3, 0) => State::is_len(value).then_some(Self::Length { bytes: value }),
             // No snapshot has the number 0.
             (4..=7, _) if value == 0 => None,
             (4, record) => Some(Self::Take { number: value, record }),

@@ -7,7 +7,7 @@ pub(crate) mod extent;
 pub(crate) mod frame;
 pub(crate) mod head;
 #[cfg(test)]
-mod page;
+pub(crate) mod page;
 pub(crate) mod snapshot;
 pub(crate) mod store;
 

@@ -6,19 +6,19 @@ use super::snapshot::{RECORD_BYTES, RawRecord};
 use crate::place::{BLOCK_BYTES, Place};
 use crate::state::RawState;
 use mica_block::LABEL_BYTES_MAX;
-use std::mem::offset_of;
 
 const EXTENT: &str = include_str!("../../../../docs/formats/extent.md");
 const HEAD: &str = include_str!("../../../../docs/formats/head.md");
 
 /// What the table of constants of `page` says of `name`.
-fn constant(page: &'static str, name: &str) -> &'static str {
+pub(crate) fn constant(page: &'static str, name: &str) -> &'static str {
     let row = format!("| `{name}` | ");
     let said = page.lines().find_map(|line| line.strip_prefix(&row)).expect("the page has it");
     said.split_once(" |").expect("a table").0
 }
 
-fn as_written(magic: [u8; 8]) -> String {
+/// A magic as a page shows it.
+pub(crate) fn as_written(magic: [u8; 8]) -> String {
     let magic = String::from_utf8(magic.to_vec()).expect("letters");
     format!("`{}`", magic.replace('\n', "\\n"))
 }
@@ -44,7 +44,7 @@ fn pages_have_the_constants_of_the_code() {
 }
 
 /// Checks that `page` has a row for each of `fields`, which end at `end`.
-fn has_layout(page: &str, fields: &[(&str, usize)], end: usize) {
+pub(crate) fn has_layout(page: &str, fields: &[(&str, usize)], end: usize) {
     let ends = fields.iter().skip(1).map(|(_, offset)| *offset).chain([end]);
     for ((name, offset), end) in fields.iter().zip(ends) {
         let row = format!("\n| {offset} | {} | `{name}` |", end - offset);
@@ -52,13 +52,16 @@ fn has_layout(page: &str, fields: &[(&str, usize)], end: usize) {
     }
 }
 
+/// The names and offsets of the fields of a struct.
+macro_rules! fields {
+    ($raw:ident: $($field:ident)*) => {
+        [$((stringify!($field), std::mem::offset_of!($raw, $field))),*]
+    };
+}
+pub(crate) use fields;
+
 #[test]
 fn pages_have_the_layouts_of_the_code() {
-    macro_rules! fields {
-        ($raw:ident: $($field:ident)*) => {
-            [$((stringify!($field), offset_of!($raw, $field))),*]
-        };
-    }
     let header = fields! { RawHeader:
         magic version kind reserved store volume nonce writer by sequence blocks nodes_len entries
         table_sum reserved_too state padding checksum

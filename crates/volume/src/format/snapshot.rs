@@ -86,7 +86,7 @@ impl Record {
             time_ns: info.time_ns.into(),
             records: info.records.into(),
             len: info.len.into(),
-            map: self.map.node.map_or([0; Place::BYTES], Place::to_bytes),
+            map: Place::to_bytes_or_zeros(self.map.node),
             map_height: self.map.height,
             label_len: u8::try_from(info.label.len()).expect("a label that was checked"),
             has_origin: self.origin.is_some().into(),
@@ -120,12 +120,11 @@ impl Record {
             _ => return None,
         };
         let label = std::str::from_utf8(label).ok().filter(|label| check_label(label).is_ok())?;
-        let node = match raw.map {
-            none if none == [0; Place::BYTES] => None,
-            bytes => Some(Place::from_bytes(&bytes).filter(|node| at.may_name(*node))?),
-        };
+        let node = Place::from_bytes_or_zeros(&raw.map)?;
+        let names_older = node.is_none_or(|node| at.may_name(node));
         let len = Some(raw.len.get()).filter(|len| State::is_len(*len))?;
-        let is_sound = raw.number.get() != 0
+        let is_sound = names_older
+            && raw.number.get() != 0
             && raw.map_height <= HEIGHT_MAX
             && usize::from(raw.label_len) == label.len()
             && raw.reserved == [0; 5];

@@ -6,10 +6,9 @@
 use super::device::LogDevice;
 use super::format::SegmentHeader;
 use super::group::{Group, Place};
-use super::slots::{LogKey, Phase, Purpose, Slots};
+use super::slots::{LogKey, Purpose, Slots};
 use super::tail::{GROUP_BYTES_MIN, SEALED_MAX, Tail};
 use crate::format::Id;
-use crate::place::Writer;
 use mica_block::{Error, Result};
 use mica_rt::spawn;
 use mica_rt::sync::Waiters;
@@ -116,12 +115,13 @@ impl Appender {
         slots: &mut Slots,
         purpose: Purpose,
     ) -> Option<SegmentHeader> {
-        let oldest = tail.oldest_needed();
+        let (oldest, durable) = (tail.oldest_needed(), tail.durable_now(slots));
         let header = self.device.segment(self.store, self.key, tail.next, tail.writers.clone());
         let (slot, header) = slots.take(purpose, |number| SegmentHeader {
             number,
             oldest: oldest.unwrap_or(number),
             freed: tail.freed,
+            durable,
             ..header
         })?;
         tail.add(slot, &header);
@@ -156,43 +156,7 @@ impl Appender {
             return None;
         }
         tail.is_writing = true;
-        Some(Role::Leads(Writing(Arc::clone(self))))
-    }
-
-    pub(super) async fn allow(self: Arc<Self>, writer: Writer) -> Result<()> {
-        let number = loop {
-            match self.begin_names(writer)? {
-                Some(number) => break number,
-                None => self.device.sync().await?,
-            }
-        };
-        self.wait_until(|tail| tail.named >= number).await?;
-        self.device.sync().await
-    }
-
-    /// Begins a segment that names `writer`, too; `None` if a sync has to come first. Returns its
-    /// number.
-    fn begin_names(self: &Arc<Self>, writer: Writer) -> Result<Option<u64>> {
-        let mut tail = self.tail();
-        let mut slots = self.device.slots();
-        slots.check()?;
-        if !tail.writers.contains(&writer) {
-            self.device.check_names(&tail.writers)?;
-            tail.writers.push(writer);
-        }
-        let Some(header) = self.add_segment(&mut tail, &mut slots, Purpose::Name) else {
-            return if slots.may_sync() { Ok(None) } else { Err(self.device.no_room()) };
-        };
-        slots.set_phase(self.key, Phase::Open { has_records: false });
-        tail.may_have_records = false;
-        tail.seal();
-        let last = tail.parts.back().expect("there is a tail");
-        let place = Place { slot: last.slot, segment: last.number, at: 0 };
-        let segment_bytes = self.device.header.segment_bytes;
-        let (buf, first) = (Group::buffer(), tail.next);
-        tail.filling = Some(Group::new(buf, place, segment_bytes, Some(&header), first));
-        tail.seal();
-        Ok(Some(header.number))
+        Some(Role::Leads(Writing { of: Arc::clone(self), is_under_way: false }))
     }
 }
 
@@ -203,13 +167,18 @@ impl Drop for Appender {
     }
 }
 
-/// The write that is under way of a log. However it ends, somebody else may lead the next one.
-struct Writing(Arc<Appender>);
+/// The writes of a log that one task leads. When they have ended, somebody else may lead the next.
+struct Writing {
+    of: Arc<Appender>,
+    /// Whether a group is on its way: it is in no queue any more, and whether the file has it is
+    /// not known.
+    is_under_way: bool,
+}
 
 impl Writing {
     /// Writes what was pushed until now.
-    async fn run(self) {
-        let up_to = self.0.tail().next;
+    async fn run(mut self) {
+        let up_to = self.of.tail().next;
         while let Some(group) = self.next_group(up_to) {
             if !self.write(group).await {
                 return;
@@ -218,7 +187,7 @@ impl Writing {
     }
 
     fn next_group(&self, up_to: u64) -> Option<Group> {
-        let mut tail = self.0.tail();
+        let mut tail = self.of.tail();
         if tail.sealed.is_empty() && tail.filling.as_ref().is_some_and(|group| group.first < up_to)
         {
             tail.seal();
@@ -227,16 +196,20 @@ impl Writing {
     }
 
     /// Returns whether it was written.
-    async fn write(&self, group: Group) -> bool {
-        let Appender { device, waiters, .. } = &*self.0;
+    async fn write(&mut self, group: Group) -> bool {
+        let Self { of, is_under_way } = self;
+        let Appender { device, waiters, .. } = &**of;
+        *is_under_way = true;
         let (place, next) = (group.place, group.next());
         let begun = group.begins_segment().then_some(place.slot);
         let buf = group.finish(&device.header.id, &device.session);
         let (result, _) = device.write(buf, place.slot, place.at).await;
         let result = result.map_err(|error| error.wrap(device.file.name()));
-        let Ok(change) = device.after_write(result, begun) else { return false };
+        let written = device.after_write(result, begun);
+        *is_under_way = false;
+        let Ok(change) = written else { return false };
         {
-            let mut tail = self.0.tail();
+            let mut tail = of.tail();
             (tail.written, tail.change, tail.named) = (next, change, place.segment);
             tail.trim(&mut device.slots());
         }
@@ -248,7 +221,10 @@ impl Writing {
 
 impl Drop for Writing {
     fn drop(&mut self) {
-        self.0.tail().is_writing = false;
-        self.0.waiters.wake_all();
+        if self.is_under_way {
+            self.of.device.give_up();
+        }
+        self.of.tail().is_writing = false;
+        self.of.waiters.wake_all();
     }
 }

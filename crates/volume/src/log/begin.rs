@@ -27,7 +27,7 @@ pub struct Found {
     pub freed: u64,
     /// Whether nobody may go on with it: it is kept until its space is needed.
     pub is_set_aside: bool,
-    key: LogKey,
+    pub(super) key: LogKey,
 }
 
 impl LogDevice {
@@ -86,8 +86,9 @@ impl LogDevice {
     /// found, and are not needed.
     ///
     /// # Errors
-    /// `NotFound` if there is none, `Denied` if it is open; `Corrupt` if the store
-    /// had records from `from` on already; `Limit` if it names too many writers.
+    /// `NotFound` if there is none, `Denied` if it is open; `Corrupt` if the store had records from
+    /// `from` on already, or the log has lost what was durable, or may have; `Limit` if it names
+    /// too many writers.
     pub async fn go_on(self: &Arc<Self>, volume: Id, writer: Writer, from: u64) -> Result<Log> {
         let this = Arc::clone(self);
         spawn(async move { this.go_on_here(volume, writer, from).await }).await
@@ -95,7 +96,7 @@ impl LogDevice {
 
     async fn go_on_here(self: &Arc<Self>, volume: Id, writer: Writer, from: u64) -> Result<Log> {
         check_number(from)?;
-        let (key, mut writers, store) = self.claim(volume)?;
+        let Found { key, mut writers, store, .. } = self.claim(volume)?;
         let gone_on = async {
             if !writers.contains(&writer) {
                 self.check_names(&writers)?;
@@ -128,14 +129,29 @@ impl LogDevice {
     /// # Errors
     /// `NotFound` if there is none, `Denied` if it is open.
     pub async fn set_aside(self: &Arc<Self>, volume: Id) -> Result<()> {
+        self.set_aside_if(volume, async |_, _| Ok(())).await
+    }
+
+    /// Sets the log of `volume` aside if `may_be` says nothing against it.
+    pub(super) async fn set_aside_if(
+        self: &Arc<Self>,
+        volume: Id,
+        may_be: impl AsyncFn(&Self, &Found) -> Result<()> + 'static,
+    ) -> Result<()> {
         let this = Arc::clone(self);
         spawn(async move {
-            let (key, writers, store) = this.claim(volume)?;
-            let ended = this.end_log(Kind::SetAside, this.segment(store, key, 0, writers)).await;
-            if ended.is_err() {
+            let found = this.claim(volume)?;
+            let Found { key, store, ref writers, freed, .. } = found;
+            let set_aside = async {
+                may_be(&this, &found).await?;
+                let header = this.segment(store, key, freed, writers.clone());
+                this.end_log(Kind::SetAside, header).await
+            };
+            let set_aside = set_aside.await;
+            if set_aside.is_err() {
                 this.slots().abandon(key);
             }
-            ended
+            set_aside
         })
         .await
     }
@@ -163,8 +179,8 @@ impl LogDevice {
         Ok(())
     }
 
-    /// The log of `volume`, which is this caller's from now on; whom it names; its store.
-    fn claim(&self, volume: Id) -> Result<(LogKey, Vec<Writer>, Id)> {
+    /// The log of `volume`, which is this caller's from now on.
+    fn claim(&self, volume: Id) -> Result<Found> {
         let mut slots = self.slots();
         slots.check()?;
         let found = slots.log_of(volume).and_then(|(key, phase)| found_as(&slots, key, phase));
@@ -176,18 +192,22 @@ impl LogDevice {
             return Err(Error::new(ErrorKind::Denied, what));
         }
         slots.set_phase(found.key, Phase::Open { has_records: true });
-        Ok((found.key, found.writers, found.store))
+        Ok(found)
     }
 
     /// The parts of the log that have its records from `from` on, and the number after the last.
     async fn recover(&self, key: LogKey, from: u64) -> Result<(Vec<Part>, u64)> {
-        let (parts, freed) = {
+        let (parts, Promised { freed, durable }) = {
             let slots = self.slots();
+            if let Some(at) = slots.damaged_of(key) {
+                return Err(self.damaged(at));
+            }
             let segments = slots.segments_of(key);
-            let newest = segments.last().map(|(_, newest)| (newest.oldest, newest.freed));
-            let (oldest, freed) = newest.unwrap_or_default();
+            let newest = segments.last().map(|(_, newest)| *newest);
+            let oldest = newest.map_or(0, |newest| newest.oldest);
+            let promised = newest.map(Promised::of).unwrap_or_default();
             let needed = segments.into_iter().filter(|(_, header)| header.number >= oldest);
-            (chain::parts(needed, from), freed)
+            (chain::parts(needed, from), promised)
         };
         if from < freed {
             let what = format!(
@@ -197,10 +217,10 @@ impl LogDevice {
             );
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
-        let mut used = Vec::new();
-        let mut end = from;
+        let (mut used, mut end, mut last) = (Vec::new(), from, None);
         for part in parts {
             end = scan(&*self.file, &self.header, &part, &mut |_, _| Ok(())).await?;
+            last = Some(part.slot);
             // One that has nothing is of a process that died when it had named itself.
             if end > part.first.max(from) {
                 used.push(part);
@@ -209,10 +229,42 @@ impl LogDevice {
                 break;
             }
         }
+        let end = end.max(from);
+        if end < durable {
+            return Err(self.lost(last, end..durable));
+        }
         // What is not needed may go now: the newest segment of the log stays until there is
         // another.
         self.slots().release_all_but(key, &used);
-        Ok((used, end.max(from)))
+        Ok((used, end))
+    }
+
+    /// That records are missing that were durable when the newest segment of their log was begun.
+    fn lost(&self, slot: Option<usize>, records: Range<u64>) -> Error {
+        let place = match slot {
+            Some(slot) => format!("the segment at {} of the file is damaged", self.header.at(slot)),
+            None => "the segment that had the first of them is missing".to_owned(),
+        };
+        let what = format!(
+            "the log {} has lost records {} to {} of the volume, which were durable: {place}; \
+             restore the file from a copy, or open the volume by force, without this log",
+            self.name(),
+            records.start,
+            records.end - 1
+        );
+        Error::new(ErrorKind::Corrupt, what)
+    }
+
+    /// That a header is damaged, so that it is unknown whose records are behind it.
+    fn damaged(&self, slot: usize) -> Error {
+        let what = format!(
+            "the header of the segment at {} of the log {} is damaged, and records of the volume \
+             may be behind it: restore the file from a copy, or give them up: \
+             mica volume log drop --force FILE damaged",
+            self.header.at(slot),
+            self.name()
+        );
+        Error::new(ErrorKind::Corrupt, what)
     }
 
     async fn begin_log(
@@ -228,6 +280,21 @@ impl LogDevice {
         self.sync_here().await?;
         log.is_named();
         Ok(log)
+    }
+}
+
+/// What the newest segment of a log says of the records before it.
+#[derive(Clone, Copy, Default)]
+struct Promised {
+    /// Those below were in the store.
+    freed: u64,
+    /// Those below were durable.
+    durable: u64,
+}
+
+impl Promised {
+    fn of(newest: &SegmentHeader) -> Self {
+        Self { freed: newest.freed, durable: newest.durable }
     }
 }
 

@@ -53,7 +53,7 @@ mod tests {
     fn header((number, first): (u64, u64)) -> SegmentHeader {
         let [device, session, store, volume] = [[0; 16]; 4];
         let (kind, writers) = (Kind::Records, vec![Writer::FIRST]);
-        let (root, oldest, freed) = (1, 1, 0);
+        let (root, oldest, freed, durable) = (1, 1, 0, 0);
         SegmentHeader {
             kind,
             device,
@@ -65,6 +65,7 @@ mod tests {
             oldest,
             first,
             freed,
+            durable,
             writers,
         }
     }

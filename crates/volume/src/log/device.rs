@@ -1,7 +1,7 @@
 //! A device: the file, its segments, its writes and syncs.
 
 use super::create::{self, Beginning};
-use super::format::{BLOCK, DeviceHeader, Kind, SegmentHeader, WRITERS_MAX};
+use super::format::{BLOCK, DeviceHeader, Kind, Remains, SegmentHeader, WRITERS_MAX};
 use super::slots::{LogKey, Phase, Purpose, Slots};
 use crate::format::Id;
 use crate::format::frame::Malformed;
@@ -66,12 +66,40 @@ impl LogDevice {
             }
             Beginning::Zeros => create::make(&*file, random).await?,
         };
+        Self::with_header(file, header, random).await
+    }
+
+    /// As [`Self::open`], but nothing becomes a log that is none yet.
+    ///
+    /// # Errors
+    /// `Invalid` if the file is something else, or empty; as [`Self::open`].
+    pub async fn open_existing(file: Arc<dyn Store>, random: Id) -> Result<Arc<Self>> {
+        match create::beginning(&*file).await? {
+            Beginning::Log(header) => Self::with_header(file, header, random).await,
+            Beginning::Zeros => {
+                let what = format!("{} is not a log yet: it is empty", file.name());
+                Err(Error::new(ErrorKind::Invalid, what))
+            }
+        }
+    }
+
+    async fn with_header(
+        file: Arc<dyn Store>,
+        header: DeviceHeader,
+        random: Id,
+    ) -> Result<Arc<Self>> {
         if file.len()? < header.len() {
             let (file, len) = (file.name(), header.len());
             tracing::warn!(file, "the log was cut: it had {len} bytes");
         }
         create::allocate(&*file, &header).await?;
-        let slots = Slots::new(read_headers(&*file, &header).await?);
+        let (headers, damaged) = read_headers(&*file, &header).await?;
+        if !damaged.is_empty() {
+            let (file, at) = (file.name(), damaged.iter().map(|(slot, _)| header.at(*slot)));
+            let at = at.collect::<Vec<_>>();
+            tracing::warn!(file, ?at, "headers of segments of the log are damaged");
+        }
+        let slots = Slots::new(headers, damaged);
         // A process that died may have left what is written and not durable. What is found now must
         // not be lost later, when others rely on it.
         file.sync().await.map_err(|error| error.wrap(file.name()))?;
@@ -110,6 +138,7 @@ impl LogDevice {
             oldest: 0,
             first,
             freed: first,
+            durable: first,
             writers,
         }
     }
@@ -155,11 +184,21 @@ impl LogDevice {
     /// Erases headers of segments that are free, so that this is known after a power cut, too.
     /// Returns whether there were any.
     pub(super) async fn erase(self: &Arc<Self>) -> Result<bool> {
+        Ok(self.erase_headers(ERASED_AT_ONCE, Slots::take_unclean).await? > 0)
+    }
+
+    /// Erases the headers of segments that `take` takes, at most so many, and releases them.
+    /// Durable when this returns how many those were.
+    pub(super) async fn erase_headers(
+        self: &Arc<Self>,
+        count_max: usize,
+        take: fn(&mut Slots) -> Option<usize>,
+    ) -> Result<usize> {
         let this = Arc::clone(self);
         let erased = async move {
             let mut count = 0;
-            while count < ERASED_AT_ONCE {
-                let Some(at) = this.slots().take_unclean() else { break };
+            while count < count_max {
+                let Some(at) = take(&mut this.slots()) else { break };
                 let offset = HostOffset::new(this.header.at(at));
                 let written = write_all(&*this.file, Buf::zeroed(BLOCK), offset).await;
                 this.after_write(written, Some(at))?;
@@ -169,7 +208,7 @@ impl LogDevice {
             if count > 0 {
                 this.sync_here().await?;
             }
-            Ok(count > 0)
+            Ok(count)
         };
         spawn(erased).await
     }
@@ -233,6 +272,13 @@ impl LogDevice {
         latched
     }
 
+    /// A write was dropped before it ended: nobody knows what the file has of it. What is pushed
+    /// later must not be acknowledged, for that would say that this was written, too.
+    pub(super) fn give_up(&self) {
+        let what = "a write was given up before it ended: the executor that had begun it is gone";
+        self.latch(Error::new(ErrorKind::Io, what));
+    }
+
     /// `waiters` are woken when nothing is acknowledged any more.
     pub(super) fn wake_on_latch(&self, waiters: &Arc<Waiters>) {
         let mut waiting = self.waiting();
@@ -271,26 +317,31 @@ impl LogDevice {
     }
 }
 
-/// The headers of all segments.
+/// The headers of all segments, and what is left of those that are damaged.
 async fn read_headers(
     file: &dyn Store,
     device: &DeviceHeader,
-) -> Result<Vec<Option<SegmentHeader>>> {
+) -> Result<(Vec<Option<SegmentHeader>>, Vec<(usize, Remains)>)> {
     let count = usize::try_from(device.segments).expect("few segments");
-    let mut headers = Vec::with_capacity(count);
+    let (mut headers, mut damaged) = (Vec::with_capacity(count), Vec::new());
     while headers.len() < count {
         let end = count.min(headers.len() + READS_AT_ONCE);
         let reads = (headers.len()..end)
             .map(|slot| read_exact(file, HostOffset::new(device.at(slot)), HEADER_READ));
         for read in join_all(reads).await {
-            headers.push(match SegmentHeader::decode(&read?) {
+            let bytes = read?;
+            headers.push(match SegmentHeader::decode(&bytes) {
                 Ok(header) => Some(header).filter(|header| header.device == device.id),
                 Err(Malformed::Version(version)) => {
                     return Err(create::explain(file, Malformed::Version(version)));
                 }
-                Err(_) => None,
+                Err(_) => {
+                    let remains = SegmentHeader::remains(&bytes, &device.id);
+                    damaged.extend(remains.map(|remains| (headers.len(), remains)));
+                    None
+                }
             });
         }
     }
-    Ok(headers)
+    Ok((headers, damaged))
 }

@@ -5,6 +5,7 @@
 use crate::format::Id;
 use crate::format::frame::{Frame, Malformed};
 use crate::place::Writer;
+use mica_map::crc32c_of;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -154,8 +155,18 @@ pub(super) struct SegmentHeader {
     pub(super) first: u64,
     /// Records below were not needed any more when this segment was begun.
     pub(super) freed: u64,
+    /// Records below were durable, here or in the store, when this segment was begun.
+    pub(super) durable: u64,
     /// Under whom the log may go on.
     pub(super) writers: Vec<Writer>,
+}
+
+/// What a damaged header seems to have been: any of it may be wrong.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Remains {
+    pub(super) volume: Id,
+    pub(super) root: u64,
+    pub(super) number: u64,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -174,8 +185,9 @@ pub(super) struct RawSegment {
     pub(super) oldest: U64,
     pub(super) first: U64,
     pub(super) freed: U64,
+    pub(super) durable: U64,
     pub(super) writers: [U64; WRITERS_MAX],
-    pub(super) padding: [u8; 132],
+    pub(super) padding: [u8; 124],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -209,11 +221,23 @@ impl SegmentHeader {
             oldest: self.oldest.into(),
             first: self.first.into(),
             freed: self.freed.into(),
+            durable: self.durable.into(),
             writers,
-            padding: [0; 132],
+            padding: [0; 124],
             checksum: 0.into(),
         };
         block_of(raw.as_bytes(), SEGMENT_FRAME)
+    }
+
+    /// What `bytes`, which are no header, were before they were damaged: `None` if they are zeros,
+    /// or what was there before the log of `device` was made.
+    pub(super) fn remains(bytes: &[u8], device: &Id) -> Option<Remains> {
+        let (raw, _) = RawSegment::read_from_prefix(bytes).ok()?;
+        let is_changed = SEGMENT_FRAME.open(bytes) == Err(Malformed::Checksum);
+        let is_ours = raw.device == *device || is_changed;
+        let is_something = bytes.iter().any(|byte| *byte != 0);
+        let (volume, root, number) = (raw.volume, raw.root.get(), raw.number.get());
+        (is_ours && is_something).then_some(Remains { volume, root, number })
     }
 
     /// The header that `bytes` begin with.
@@ -246,6 +270,7 @@ impl SegmentHeader {
             oldest: raw.oldest.get(),
             first: raw.first.get(),
             freed: raw.freed.get(),
+            durable: raw.durable.get(),
             writers,
         };
         let rest_is_zeros = raw.writers[header.writers.len()..].iter().all(|rest| rest.get() == 0);
@@ -255,9 +280,10 @@ impl SegmentHeader {
             && header.oldest <= header.number
             && header.number <= NUMBER_MAX
             && header.freed <= header.first
+            && header.durable <= header.first
             && header.first <= NUMBER_MAX
             && raw.reserved == [0; 3]
-            && raw.padding == [0; 132];
+            && raw.padding == [0; 124];
         is_fine.then_some(header)
     }
 }
@@ -350,12 +376,7 @@ impl GroupHead {
 }
 
 fn sum_of(device: &Id, session: &Id, head: &[u8], records: &[u8]) -> u32 {
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    digest.update(device);
-    digest.update(session);
-    digest.update(&head[..SUMMED_BYTES]);
-    digest.update(records);
-    u32::try_from(digest.finalize()).expect("a 32-bit sum")
+    crc32c_of(&[device, session, &head[..SUMMED_BYTES], records])
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::device::LogDevice;
 use super::format::{Kind, SegmentHeader};
 use super::record::{RECORD_BYTES_MAX, Record};
 use super::scan::scan;
-use super::slots::{LogKey, Phase};
+use super::slots::{LogKey, Phase, Usage};
 use super::tail::Tail;
 use crate::place::Writer;
 use mica_block::{Error, ErrorKind, Result};
@@ -36,13 +36,22 @@ impl Ticket {
     }
 }
 
-/// How full a log is.
+/// How full a log is: its own share of the device, or the whole device if that is less full.
+/// Nobody is full because of what others have, nor while there is room that nobody wants.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Room {
-    /// Bytes that cannot be used now: what logs need, this one's and those of others.
+    /// Bytes that cannot be used now.
     pub used: u64,
     /// All that can be used.
     pub len: u64,
+}
+
+impl Room {
+    /// The less full of two.
+    fn or(self, other: Self) -> Self {
+        let part = |of: Self, other: Self| u128::from(of.used) * u128::from(other.len);
+        if part(other, self) < part(self, other) { other } else { self }
+    }
 }
 
 impl Log {
@@ -209,20 +218,15 @@ impl Log {
     /// How full it is, for back pressure.
     pub fn room(&self) -> Room {
         let tail = self.inner.tail();
-        let (used, all) = self.inner.device.slots().usage();
+        let Usage { used, all, logs } = self.inner.device.slots().usage();
         let segment_bytes = self.inner.device.header.segment_bytes;
         let left = segment_bytes - tail.end().min(segment_bytes);
-        let used = (used as u64 * segment_bytes).saturating_sub(left);
-        Room { used, len: all as u64 * segment_bytes }
-    }
-
-    /// Names another writer under which the log may go on, durably when this returns.
-    ///
-    /// # Errors
-    /// `Limit` if it names too many; as [`Self::written`].
-    pub async fn allow(&self, writer: Writer) -> Result<()> {
-        let inner = Arc::clone(&self.inner);
-        spawn(async move { inner.allow(writer).await }).await
+        let room = |used: usize, len| Room {
+            used: (used as u64 * segment_bytes).saturating_sub(left),
+            len,
+        };
+        let len = all as u64 * segment_bytes;
+        room(used, len).or(room(tail.parts.len(), len / logs.max(1) as u64))
     }
 
     /// The volume is `writer`'s for certain: the log names no other from its next segment on.

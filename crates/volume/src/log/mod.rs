@@ -27,6 +27,9 @@
 //! - I5 No lock is held across I/O. Lock order: a log's tail, then the device's slots.
 //! - I6 There is always a segment in which a log that is found can name the process that goes on
 //!   with it ([`slots`]).
+//! - I7 A log that has lost what was durable is not gone on with: each segment says up to where its
+//!   log was durable when it was begun, and what is behind a damaged header belongs to any log that
+//!   may have had it.
 
 mod appender;
 mod begin;
@@ -41,6 +44,7 @@ mod page;
 mod record;
 mod scan;
 mod slots;
+mod survey;
 mod tail;
 
 pub use appender::NotPushed;
@@ -48,3 +52,4 @@ pub use begin::Found;
 pub use device::LogDevice;
 pub use handle::{Log, Room, Ticket};
 pub use record::Record;
+pub use survey::{DropLog, LogSummary};

@@ -74,7 +74,7 @@ impl<'a> Record<'a> {
         match *self {
             Self::Data { block, .. } => is_on_a_disk(block, 1),
             Self::Nothing { first, count } => is_on_a_disk(first, count),
-            Self::Length { bytes } => bytes <= State::LEN_MAX && bytes.is_multiple_of(512),
+            Self::Length { bytes } => State::is_len(bytes),
             Self::Take { label, .. } | Self::Label { label, .. } => is_label(label),
             Self::Drop { .. } => true,
         }

@@ -15,10 +15,18 @@
 //! that; until then the next process finds an empty tail, and replaces it. So logs can go on after
 //! any number of crashes, however full the device is. A segment that is free and not clean becomes
 //! so when its log begins another one, whose header says so, or when its header is erased.
+//!
+//! - S3 A segment whose header is damaged stays as it is until somebody says otherwise: it may have
+//!   what a log needs.
+
+mod counts;
+
+pub(super) use counts::Usage;
 
 use super::chain::Part;
-use super::format::{Kind, SegmentHeader};
+use super::format::{Kind, NUMBER_MAX, Remains, SegmentHeader};
 use crate::format::Id;
+use counts::Counts;
 use mica_block::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -77,7 +85,13 @@ const NEVER: u64 = u64::MAX;
 /// See the module.
 pub(super) struct Slots {
     slots: Vec<Slot>,
+    /// How many of them are live.
+    live: usize,
+    /// Those whose headers are damaged (S3), and what is left of these.
+    damaged: BTreeMap<usize, Remains>,
     logs: BTreeMap<LogKey, Phase>,
+    /// How many of the logs are not over, and how many of those a segment is kept clean for.
+    counts: Counts,
     next_number: u64,
     /// Changes that were written so far.
     written: u64,
@@ -92,14 +106,20 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// A device on which these segments were found.
-    pub(super) fn new(found: Vec<Option<SegmentHeader>>) -> Self {
+    /// A device on which these segments were found, some of them with `damaged` headers.
+    pub(super) fn new(found: Vec<Option<SegmentHeader>>, damaged: Vec<(usize, Remains)>) -> Self {
         let numbers = found.iter().flatten().map(|header| header.number);
+        let damaged_numbers = damaged.iter().map(|(_, remains)| remains.number);
+        // One that nobody ever comes to is damaged itself.
+        let numbers = numbers.chain(damaged_numbers.filter(|number| *number < NUMBER_MAX / 2));
         let next_number = numbers.max().map_or(1, |number| number + 1);
         let slot = |header| Slot { header, change: 0, before: None, is_live: true };
         let mut slots = Self {
+            live: found.len(),
             slots: found.into_iter().map(slot).collect(),
+            damaged: damaged.into_iter().collect(),
             logs: BTreeMap::new(),
+            counts: Counts::default(),
             next_number,
             written: 0,
             durable: 0,
@@ -132,10 +152,40 @@ impl Slots {
             Kind::Records => Phase::Over(Kind::SetAside),
             kind => Phase::Over(kind),
         };
-        self.logs = newest.iter().map(|(key, header)| (*key, phase(key, header))).collect();
-        for at in self.clean(None) {
-            self.slots[at].is_live = false;
+        let phases: Vec<_> =
+            newest.iter().map(|(key, header)| (*key, phase(key, header))).collect();
+        for (key, phase) in phases {
+            self.note(key, Some(phase));
         }
+        for at in self.clean(None) {
+            self.set_live(at, self.damaged.contains_key(&at));
+        }
+    }
+
+    /// The log `key` is this now; nothing, if it is not there any more.
+    fn note(&mut self, key: LogKey, phase: Option<Phase>) {
+        let before = match phase {
+            Some(phase) => self.logs.insert(key, phase),
+            None => self.logs.remove(&key),
+        };
+        let (before, now) = (Counts::of(before), Counts::of(phase));
+        self.counts = Counts {
+            there: self.counts.there - before.there + now.there,
+            in_need: self.counts.in_need - before.in_need + now.in_need,
+        };
+    }
+
+    fn set_live(&mut self, at: usize, is_live: bool) {
+        let slot = &mut self.slots[at];
+        self.live = self.live - usize::from(slot.is_live) + usize::from(is_live);
+        slot.is_live = is_live;
+    }
+
+    /// The segments of the log `key`, whether they are written or not.
+    fn all_of(&self, key: LogKey) -> Vec<usize> {
+        let slots = self.slots.iter().enumerate();
+        let is_its = |slot: &Slot| slot.header.as_ref().is_some_and(|header| header.key() == key);
+        slots.filter(|(_, slot)| is_its(slot)).map(|(at, _)| at).collect()
     }
 
     /// The log of `volume` that may go on.
@@ -163,10 +213,10 @@ impl Slots {
     }
 
     pub(super) fn set_phase(&mut self, key: LogKey, phase: Phase) {
-        self.logs.insert(key, phase);
+        self.note(key, Some(phase));
         if matches!(phase, Phase::Over(_)) {
-            for slot in &mut self.slots {
-                slot.is_live &= slot.header.as_ref().map(SegmentHeader::key) != Some(key);
+            for at in self.all_of(key) {
+                self.set_live(at, false);
             }
             self.room_made += 1;
         }
@@ -174,18 +224,16 @@ impl Slots {
 
     /// The volume that had the log open is gone. What it took and did not write it has not.
     pub(super) fn abandon(&mut self, key: LogKey) {
-        for slot in &mut self.slots {
-            let is_its = slot.header.as_ref().map(SegmentHeader::key) == Some(key);
-            if is_its && slot.change == NEVER {
-                *slot =
-                    Slot { header: slot.before.take(), change: 0, before: None, is_live: false };
+        for at in self.all_of(key) {
+            let slot = &mut self.slots[at];
+            if slot.change == NEVER {
+                (slot.header, slot.change) = (slot.before.take(), 0);
+                self.set_live(at, false);
             }
         }
         let is_there = !self.segments_of(key).is_empty();
-        match self.logs.get(&key) {
-            Some(Phase::Open { .. }) if is_there => _ = self.logs.insert(key, Phase::Found),
-            Some(Phase::Open { .. }) => _ = self.logs.remove(&key),
-            _ => {}
+        if let Some(Phase::Open { .. }) = self.logs.get(&key) {
+            self.note(key, is_there.then_some(Phase::Found));
         }
         self.room_made += 1;
     }
@@ -202,7 +250,7 @@ impl Slots {
         let has_room = match purpose {
             Purpose::Name => true,
             // It must be able to get going, whatever the others do that are there.
-            Purpose::Start => clean() > self.count_logs() + 1,
+            Purpose::Start => clean() > self.counts.there + 1,
             Purpose::Records { is_spent } => {
                 clean() + usize::from(is_spent) >= self.reserve(Some(key))
             }
@@ -226,9 +274,9 @@ impl Slots {
         self.next_number += 1;
         self.forget_overwritten();
         // What is here may come back in the place of what was taken and is not durable.
-        let before = self.slots[at].header.take();
-        let header_here = Some(header.clone());
-        self.slots[at] = Slot { header: header_here, change: NEVER, before, is_live: true };
+        let slot = &mut self.slots[at];
+        (slot.before, slot.change) = (slot.header.replace(header.clone()), NEVER);
+        self.set_live(at, true);
         Some((at, header))
     }
 
@@ -246,23 +294,15 @@ impl Slots {
 
     /// The tail of `key` has records now.
     pub(super) fn begin(&mut self, key: LogKey) {
-        self.logs.insert(key, Phase::Open { has_records: true });
+        self.note(key, Some(Phase::Open { has_records: true }));
     }
 
     /// Segments that are kept clean: for each log with records in its tail, counting `with` as one,
     /// and one more.
     fn reserve(&self, with: Option<LogKey>) -> usize {
-        let has_records = |(key, phase): (&LogKey, &Phase)| match phase {
-            _ if Some(*key) == with => true,
-            Phase::Found | Phase::Open { has_records: true } => true,
-            Phase::Open { has_records: false } | Phase::Over(_) => false,
-        };
-        1 + self.logs.iter().filter(|log| has_records(*log)).count()
-    }
-
-    /// Logs that are not over.
-    fn count_logs(&self) -> usize {
-        self.logs.values().filter(|phase| !matches!(phase, Phase::Over(_))).count()
+        let phase = with.and_then(|key| self.logs.get(&key).copied());
+        let extra = usize::from(with.is_some()) - Counts::of(phase).in_need;
+        1 + self.counts.in_need + extra
     }
 
     fn is_durable(&self, slot: &Slot) -> bool {
@@ -355,22 +395,53 @@ impl Slots {
     pub(super) fn take_unclean(&mut self) -> Option<usize> {
         let clean: BTreeSet<_> = self.clean(None).collect();
         let at = self.reusable().into_iter().find(|at| !clean.contains(at))?;
-        let before = self.slots[at].header.take();
-        self.slots[at] = Slot { header: None, change: NEVER, before, is_live: true };
+        self.vacate(at);
+        Some(at)
+    }
+
+    /// The header in `at` is about to be erased.
+    fn vacate(&mut self, at: usize) {
+        let slot = &mut self.slots[at];
+        (slot.before, slot.change) = (slot.header.take(), NEVER);
+        self.set_live(at, true);
+    }
+
+    /// The segments whose headers are damaged.
+    pub(super) fn damaged(&self) -> impl Iterator<Item = usize> {
+        self.damaged.keys().copied()
+    }
+
+    /// A segment whose header is damaged and may be one of the log `key`: not if it seems to be
+    /// another volume's that has a log here, nor if all its numbers are of before the log began.
+    pub(super) fn damaged_of(&self, key: LogKey) -> Option<usize> {
+        let is_anothers = |volume: Id| {
+            volume != key.volume && self.logs.keys().any(|other| other.volume == volume)
+        };
+        let may_be = |remains: &Remains| {
+            !is_anothers(remains.volume) && remains.root.max(remains.number) >= key.root
+        };
+        self.damaged.iter().find(|(_, remains)| may_be(remains)).map(|(at, _)| *at)
+    }
+
+    /// Takes a segment whose header is damaged, to erase it: nobody wants what is in it.
+    pub(super) fn take_damaged(&mut self) -> Option<usize> {
+        let (at, _) = self.damaged.pop_first()?;
+        self.vacate(at);
         Some(at)
     }
 
     /// Its log does not need the segment any more.
     pub(super) fn release(&mut self, at: usize) {
-        self.slots[at].is_live = false;
+        self.set_live(at, false);
         self.room_made += 1;
     }
 
     /// Of the log `key`, only `parts` are needed.
     pub(super) fn release_all_but(&mut self, key: LogKey, parts: &[Part]) {
-        for (at, slot) in self.slots.iter_mut().enumerate() {
-            let is_its = slot.header.as_ref().map(SegmentHeader::key) == Some(key);
-            slot.is_live &= !is_its || parts.iter().any(|part| part.slot == at);
+        for at in self.all_of(key) {
+            if parts.iter().all(|part| part.slot != at) {
+                self.set_live(at, false);
+            }
         }
         self.room_made += 1;
     }
@@ -407,11 +478,15 @@ impl Slots {
         self.durable
     }
 
-    /// Segments that logs use, and all that they may.
-    pub(super) fn usage(&self) -> (usize, usize) {
-        let all = self.slots.len();
-        let used = self.slots.iter().filter(|slot| slot.is_live).count();
-        (used, all.saturating_sub(self.reserve(None)).max(1))
+    /// Segments that nobody else may use because of the log `key`.
+    pub(super) fn live_of(&self, key: LogKey) -> usize {
+        self.all_of(key).into_iter().filter(|at| self.slots[*at].is_live).count()
+    }
+
+    /// How much is used. Asked for with each write, and so nothing is counted.
+    pub(super) fn usage(&self) -> Usage {
+        let all = self.slots.len().saturating_sub(self.reserve(None)).max(1);
+        Usage { used: self.live, all, logs: self.counts.there }
     }
 }
 

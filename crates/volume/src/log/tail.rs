@@ -24,6 +24,8 @@ pub(super) struct Tail {
     pub(super) written: u64,
     /// Records below are not needed any more.
     pub(super) freed: u64,
+    /// Records below are durable in the file, as far as this log looked.
+    pub(super) durable: u64,
     /// The segments that have what is needed, in order; the last is the tail.
     pub(super) parts: VecDeque<Part>,
     /// Where the next group begins in the tail, behind what is sealed.
@@ -49,6 +51,7 @@ impl Tail {
             next,
             written: next,
             freed,
+            durable: header.durable,
             parts: parts.into(),
             at: BLOCK_LEN,
             may_have_records: false,
@@ -82,6 +85,14 @@ impl Tail {
     pub(super) fn seal(&mut self) {
         self.at = self.end();
         self.sealed.extend(self.filling.take());
+    }
+
+    /// Records below are durable in the file.
+    pub(super) fn durable_now(&mut self, slots: &Slots) -> u64 {
+        if self.change <= slots.durable() {
+            self.durable = self.written;
+        }
+        self.durable
     }
 
     /// The number of the oldest segment with a record that is needed, if there is one.

@@ -1,5 +1,6 @@
 use super::*;
 use crate::environment::Environment;
+use crate::format::extent::Header;
 use crate::heads::Claimed;
 use mica_block::{Disk, Manage, ObjectName, Objects};
 use mica_rt::{Backend, Buf, Executor};

@@ -6,8 +6,10 @@
 //! - I2 Who needs to know the labels that there are holds `naming` until its record is made, so
 //!   that no two snapshots get the same one. Snapshots without a label wait for nobody, and cost
 //!   the same however many there are.
+//! - I3 Rules drop no snapshot that has a label: they hold `naming`, too.
 
 use super::Volume;
+use crate::keep::Keep;
 use crate::known::Change;
 use crate::segment::Cut;
 use crate::shared::Shared;
@@ -17,6 +19,18 @@ use mica_block::{
     Error, ErrorKind, LocalFuture, ManageSnapshots, Result, SnapshotInfo, Which, check_label,
 };
 use std::sync::Arc;
+
+impl Volume {
+    /// Drops the automatic snapshots that `rules` do not keep now, and says which those were, the
+    /// oldest first. Answered as [`ManageSnapshots::remove`]; requests go on meanwhile.
+    ///
+    /// # Errors
+    /// As [`ManageSnapshots::remove`]: some may be dropped then.
+    pub async fn keep_snapshots(&self, rules: &Keep) -> Result<Vec<SnapshotInfo>> {
+        let rules = rules.clone();
+        self.request(async move |shared| shared.keep_snapshots(&rules).await).await
+    }
+}
 
 impl ManageSnapshots for Volume {
     fn take<'a>(&'a self, label: &'a str) -> LocalFuture<'a, Result<SnapshotInfo>> {
@@ -93,6 +107,23 @@ impl Shared {
         let number = self.number_of(which).await?;
         self.change_once(Change::Cut(Cut::Drop { number })).await?;
         self.flush().await
+    }
+
+    async fn keep_snapshots(self: &Arc<Self>, rules: &Keep) -> Result<Vec<SnapshotInfo>> {
+        self.putter()?;
+        // Nobody gives one a label between the look and its end (I3).
+        let alone = self.naming.alone().await;
+        let all = self.list_snapshots().await?;
+        let dropped = rules.dropped(self.heads.environment.now_ns(), all);
+        for snapshot in &dropped {
+            let number = snapshot.number;
+            self.change_once(Change::Cut(Cut::Drop { number })).await?;
+        }
+        drop(alone);
+        if !dropped.is_empty() {
+            self.flush().await?;
+        }
+        Ok(dropped)
     }
 
     async fn label_snapshot(self: &Arc<Self>, which: &Which, label: String) -> Result<()> {

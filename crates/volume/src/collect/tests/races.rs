@@ -152,6 +152,104 @@ async fn cut(
     }
 }
 
+/// A store with answers that are lost, and changes that are done after they failed.
+fn unsteady(memory: &MemoryObjects, seed: u64) -> Arc<dyn Objects> {
+    let options = FaultyOptions {
+        seed,
+        refused: 0.02,
+        lost: 0.05,
+        late: 0.03,
+        slow: 0.1,
+        slow_by: Duration::from_millis(40),
+        ..FaultyOptions::default()
+    };
+    Arc::new(FaultyObjects::new(Arc::new(memory.clone()), options))
+}
+
+/// Writers that take, label and drop snapshots while they write, each of which calls for a
+/// checkpoint, over a store that loses answers; whoever takes over finds all that was answered. Two
+/// collectors all the time, to which the same happens.
+#[test]
+fn checkpoints_and_lost_answers_leave_what_was_answered() {
+    let mut all_freed = 0;
+    for seed in 0..seeds() {
+        all_freed += run(seed, async {
+            let memory = MemoryObjects::new("memory").with_latency(Duration::from_millis(2));
+            drop(volumes(&memory, "first").await);
+            let is_done = Arc::new(AtomicBool::new(false));
+            let collectors: Vec<_> = (0..2_u64)
+                .map(|number| {
+                    let objects = unsteady(&memory, seed * 8 + number);
+                    spawn(keep_collecting(objects, Arc::clone(&is_done)))
+                })
+                .collect();
+            let drivers: Vec<_> = ["a", "b"]
+                .into_iter()
+                .zip(2..)
+                .map(|(text, number)| spawn(serve(memory.clone(), text, seed * 8 + number)))
+                .collect();
+            mica_rt::join_all(drivers).await;
+            is_done.store(true, Ordering::Relaxed);
+            let freed: u64 = mica_rt::join_all(collectors).await.into_iter().sum();
+            let volumes = volumes(&memory, "judge").await;
+            let found = volumes.scrub(Speed::default(), &mut |_| ()).await.expect("scrubbed");
+            assert_eq!(found.damaged, Vec::<String>::new(), "seed {seed}");
+            freed
+        });
+    }
+    assert!(all_freed > seeds(), "{all_freed} extents were deleted");
+}
+
+/// Serves one volume, by one host after the other, most of which die.
+async fn serve(memory: MemoryObjects, text: &'static str, seed: u64) {
+    let mut rng = Rng::new(seed);
+    let wanted = name(text);
+    volumes(&memory, "maker").await.create(&wanted, LEN).await.expect("made");
+    let mut model = blank(BLOCKS);
+    let mut snapshots: Vec<(u64, Vec<u8>)> = Vec::new();
+    for life in 0..5 {
+        let objects = unsteady(&memory, seed ^ rng.below(1 << 40));
+        let volumes = volumes_in(objects, "server").await;
+        let volume = open(&volumes, text).await;
+        assert_eq!(read(&volume, 0, BLOCKS).await, model, "seed {seed}, life {life}");
+        let listed = volume.snapshots().expect("it has some").list().await.expect("listed");
+        let listed: Vec<_> = listed.iter().map(|snapshot| snapshot.number).collect();
+        let known: Vec<_> = snapshots.iter().map(|(number, _)| *number).collect();
+        assert_eq!(listed, known, "seed {seed}, life {life}");
+        for (number, content) in &snapshots {
+            let which = Which::Number(*number);
+            let snapshot = volumes.open_snapshot(&wanted, &which).await.expect("open");
+            assert_eq!(read(&snapshot, 0, BLOCKS).await, *content, "{text}@{number}");
+        }
+        for _ in 0..6 {
+            for _ in 0..1 + rng.below(5) {
+                let block = rng.below(BLOCKS);
+                let byte = u8::try_from(1 + rng.below(200)).expect("a byte");
+                write(&volume, block, byte).await;
+                model[usize::try_from(block).expect("small")] = byte;
+            }
+            let manage = volume.snapshots().expect("it has some");
+            match rng.below(5) {
+                0 | 1 => {
+                    let taken = manage.take("").await.expect("taken");
+                    snapshots.push((taken.number, model.clone()));
+                }
+                2 if !snapshots.is_empty() => {
+                    let (number, _) = snapshots.remove(index(&mut rng, snapshots.len()));
+                    manage.remove(&Which::Number(number)).await.expect("dropped");
+                }
+                _ => volume.flush().await.expect("flushed"),
+            }
+            sleep(Duration::from_millis(rng.below(60))).await;
+        }
+        // Everything is in the store now.
+        volume.flush().await.expect("flushed");
+        if rng.percent(30) {
+            volume.close().await.expect("closed");
+        }
+    }
+}
+
 fn index(rng: &mut Rng, len: usize) -> usize {
     usize::try_from(rng.below(len as u64)).expect("small")
 }

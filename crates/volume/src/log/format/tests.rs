@@ -17,6 +17,7 @@ fn segment(writers: u64) -> SegmentHeader {
         oldest: 4,
         first: 1 << 40,
         freed: 1 << 30,
+        durable: 1 << 31,
         writers: (1..=writers).map(|number| Writer::new(number).unwrap()).collect(),
     }
 }
@@ -87,7 +88,8 @@ fn header_that_contradicts_itself_is_refused() {
         assert_eq!(SegmentHeader::decode(&block), Err(Malformed::Content), "byte {at}");
     };
     // Kind, reserved bytes, a root that is newer than the oldest segment, an oldest one that is
-    // newer, a writer too large, a writer behind the last, padding.
+    // newer, more that is freed or durable than there is, a writer too large, a writer behind the
+    // last, padding.
     let writers = std::mem::offset_of!(RawSegment, writers);
     for (at, byte) in [
         (12, 3),
@@ -95,6 +97,7 @@ fn header_that_contradicts_itself_is_refused() {
         (88, 5),
         (96, 6),
         (119, 1),
+        (127, 1),
         (writers + 7, 1),
         (writers + 24, 1),
         (507, 1),

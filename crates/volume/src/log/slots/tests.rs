@@ -47,6 +47,7 @@ fn header(number: u64, key: LogKey, kind: Kind, oldest: Option<u64>, first: u64)
         oldest,
         first,
         freed: first,
+        durable: first,
         writers,
     }
 }
@@ -55,7 +56,7 @@ impl Machine {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let count = usize::try_from(3 + rng.below(8)).unwrap();
-        let slots = Slots::new(vec![None; count]);
+        let slots = Slots::new(vec![None; count], Vec::new());
         let disk = vec![OnDisk::default(); count];
         Self { rng, slots, disk, logs: Vec::new(), over: Vec::new(), made: 0 }
     }
@@ -190,7 +191,8 @@ impl Machine {
                 slot.durable = header;
             }
         }
-        self.slots = Slots::new(self.disk.iter().map(|slot| slot.durable.clone()).collect());
+        self.slots =
+            Slots::new(self.disk.iter().map(|slot| slot.durable.clone()).collect(), Vec::new());
         for key in &self.over {
             let phase = self.slots.logs().find(|(known, _)| known == key).map(|(_, phase)| phase);
             assert!(matches!(phase, None | Some(Phase::Over(_))), "{key:?} came back: {phase:?}");
@@ -256,7 +258,20 @@ impl Machine {
         }
     }
 
+    /// What is counted is what there is.
+    fn expect_counts(&self) {
+        let live = self.slots.slots.iter().filter(|slot| slot.is_live).count();
+        assert_eq!(self.slots.live, live);
+        let phases = || self.slots.logs.values();
+        let there = phases().filter(|phase| !matches!(phase, Phase::Over(_))).count();
+        let is_in_need =
+            |phase: &&Phase| matches!(phase, Phase::Found | Phase::Open { has_records: true });
+        let in_need = phases().filter(is_in_need).count();
+        assert_eq!(self.slots.counts, Counts { there, in_need });
+    }
+
     fn step(&mut self) {
+        self.expect_counts();
         let which = usize::try_from(self.rng.below(self.logs.len().max(1) as u64)).unwrap();
         match self.rng.below(12) {
             0 => self.start(),
@@ -292,7 +307,7 @@ fn logs_keep_what_they_need_can_go_on_and_do_not_come_back() {
 
 #[test]
 fn log_that_was_set_aside_is_overwritten_last() {
-    let mut slots = Slots::new(vec![None; 6]);
+    let mut slots = Slots::new(vec![None; 6], Vec::new());
     let take = |slots: &mut Slots, volume: u8, kind, purpose, root: Option<u64>| {
         let root = root.unwrap_or(slots.next_number());
         let key = LogKey { volume: [volume; 16], root };
@@ -313,4 +328,34 @@ fn log_that_was_set_aside_is_overwritten_last() {
     let mut taken = |_| take(&mut slots, 3, Kind::Records, Purpose::Name, Some(key.root)).0;
     // What was never used, what was ended, and only then what is kept for people.
     assert_eq!((0..6).map(&mut taken).collect::<Vec<_>>(), [4, 5, 2, 3, 0, 1]);
+}
+
+/// What a damaged header had is unknown: its segment may be the one that a log needs.
+#[test]
+fn segment_with_a_damaged_header_is_given_away_only_when_somebody_says_so() {
+    let key = |root| LogKey { volume: [1; 16], root };
+    let remains = |volume, number| Remains { volume: [volume; 16], root: 1, number };
+    let damaged = vec![(0, remains(1, 4)), (3, remains(2, 5))];
+    let mut slots = Slots::new(vec![None; 5], damaged);
+    // The second may be of this volume, too: nobody has the one that it names.
+    let of = |slots: &Slots, root| slots.damaged_of(key(root));
+    assert_eq!([of(&slots, 1), of(&slots, 5), of(&slots, 6)], [Some(0), Some(3), None]);
+    let take = |slots: &mut Slots| {
+        let make = |number| header(number, key(1), Kind::Records, Some(1), number);
+        let taken = slots.take(Purpose::Name, make).map(|(at, _)| at);
+        if let Some(at) = taken {
+            slots.wrote(Some(at));
+            slots.synced(slots.written());
+        }
+        taken
+    };
+    assert_eq!(slots.usage().used, 2);
+    let taken: Vec<_> = std::iter::from_fn(|| take(&mut slots)).collect();
+    assert_eq!(taken, [1, 2, 4]);
+    assert_eq!(slots.damaged().collect::<Vec<_>>(), [0, 3]);
+    let at = slots.take_damaged().expect("it is known");
+    slots.wrote(Some(at));
+    slots.synced(slots.written());
+    slots.release(at);
+    assert_eq!((take(&mut slots), take(&mut slots)), (Some(0), None));
 }
