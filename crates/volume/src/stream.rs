@@ -18,6 +18,8 @@
 //! [`Origin`]: crate::format::snapshot::Origin
 
 mod format;
+#[cfg(test)]
+mod page;
 mod receive;
 mod send;
 #[cfg(test)]

@@ -21,8 +21,8 @@ pub(super) const PART_BYTES: usize = size_of::<RawPart>();
 /// Bytes of data in a part, at most.
 pub(super) const DATA_BYTES_MAX: u64 = 1 << 20;
 
-const MAGIC: [u8; 8] = *b"MICASTR\n";
-const VERSION: u32 = 1;
+pub(super) const MAGIC: [u8; 8] = *b"MICASTR\n";
+pub(super) const VERSION: u32 = 1;
 const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: BEGIN_BYTES };
 
 /// What a step makes of what.
@@ -42,22 +42,22 @@ pub(super) struct Begin {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct RawBegin {
-    magic: [u8; 8],
-    version: U32,
-    label_len: u8,
-    has_base: u8,
-    reserved: [u8; 2],
-    volume: Id,
-    number: U64,
-    base_volume: Id,
-    base_number: U64,
-    time_ns: U64,
-    len: U64,
-    label: [u8; 256],
-    padding: [u8; 172],
+pub(super) struct RawBegin {
+    pub(super) magic: [u8; 8],
+    pub(super) version: U32,
+    pub(super) label_len: u8,
+    pub(super) has_base: u8,
+    pub(super) reserved: [u8; 2],
+    pub(super) volume: Id,
+    pub(super) number: U64,
+    pub(super) base_volume: Id,
+    pub(super) base_number: U64,
+    pub(super) time_ns: U64,
+    pub(super) len: U64,
+    pub(super) label: [u8; 256],
+    pub(super) padding: [u8; 172],
     /// CRC-32C of all bytes before this field.
-    checksum: U32,
+    pub(super) checksum: U32,
 }
 
 const _: () = assert!(size_of::<RawBegin>() == BEGIN_BYTES && LABEL_BYTES_MAX <= 256);
@@ -129,13 +129,13 @@ pub(super) enum Part {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct RawPart {
-    kind: U32,
+pub(super) struct RawPart {
+    pub(super) kind: U32,
     /// CRC-32C of the other fields and the data.
-    checksum: U32,
-    sequence: U64,
-    start: U64,
-    len: U64,
+    pub(super) checksum: U32,
+    pub(super) sequence: U64,
+    pub(super) start: U64,
+    pub(super) len: U64,
 }
 
 impl Part {
