@@ -1,5 +1,7 @@
 use super::*;
 use crate::config::DiskConfig;
+use crate::settings::{ProcessSettings, VolumeSettings};
+use crate::sockets::Sockets;
 use io_uring::IoUring;
 use mica_rt::{Backend, Executor};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking};
@@ -518,4 +520,32 @@ fn without_a_sandbox_nothing_changes() {
         });
         assert_eq!(thread.join().expect("ended"), SECRET);
     });
+}
+
+/// The story: a snapshot was only read, and its whole store could be written; a log was made for
+/// it, too.
+#[test]
+fn volume_that_is_only_read_gets_no_rights_to_write_and_no_log() {
+    let place = Place::new();
+    let (store, log) = (place.at("in"), place.at("out/log"));
+    let disk = |name: &str| {
+        let volume = Some(format!("file://{}/{name}", store.display()));
+        let volume =
+            VolumeSettings { volume, log_device: Some(log.clone()), ..VolumeSettings::default() };
+        DiskConfig::of_volume("web".to_owned(), volume)
+    };
+    let mut read_only = disk("web");
+    read_only.settings.read_only = true;
+    for disk in [disk("web@monday"), read_only] {
+        let needs = Needs::of(&ProcessSettings::default(), &[disk], &Sockets::default());
+        let needs = needs.expect("nothing is in the way");
+        assert!(!needs.has_links && !log.exists());
+        let writes = AccessFs::WriteFile | AccessFs::MakeReg | AccessFs::RemoveFile;
+        let granted = needs.files.iter().filter(|(_, access)| access.intersects(writes));
+        assert_eq!(granted.count(), 0, "{needs:?}");
+    }
+    let needs = Needs::of(&ProcessSettings::default(), &[disk("web")], &Sockets::default());
+    let needs = needs.expect("nothing is in the way");
+    assert!(needs.has_links && log.exists());
+    assert!(needs.files[&store].contains(AccessFs::WriteFile | AccessFs::MakeReg));
 }
