@@ -115,10 +115,9 @@ fn import_that_fails_halfway_leaves_no_volume_and_no_lock() {
     let dir = store.folder();
     chain(dir);
     // Only the base is that long.
-    let faulty = ["--inject", "error=range:31M-32M"];
+    let fault = "error=range:31M-32M";
     let top = dir.join("top.qcow2").display().to_string();
-    let words = [&["import"], &*faulty, &[&*top, &store.volume("web")]].concat();
-    let refused = run(words).refusal();
+    let refused = run(["import", "--inject", fault, &top, &store.volume("web")]).refusal();
     assert!(!refused.contains("delete it"), "{refused}");
     let info = run(["info", &store.volume("web")]).refusal();
     assert!(info.contains("there is no volume web"), "{info}");
