@@ -86,8 +86,20 @@ struct ForOnce;
 
 impl<'de> Deserialize<'de> for ForOnce {
     fn deserialize<D: Deserializer<'de>>(value: D) -> Result<Self, D::Error> {
-        bool::deserialize(value)?;
-        Err(de::Error::custom(
+        // From inside the visitor the error gets its place in the file.
+        value.deserialize_bool(Self)
+    }
+}
+
+impl de::Visitor<'_> for ForOnce {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a boolean")
+    }
+
+    fn visit_bool<E: de::Error>(self, _: bool) -> Result<Self, E> {
+        Err(E::custom(
             "force counts once, and a file would have it count at each start: say --force to \
              `mica serve --volume` or `mica ctl add`",
         ))

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! 1234                                  the process that has the lock, or had it
-//! log /var/lib/mica/log                 what the last writer had, as long as the volume is not closed
+//! log /var/lib/mica/log                 what the last writer had, until the volume is closed
 //! import                                it was making the volume of an image
 //! host web1                             where the last writer was
 //! machine 4cd0...
