@@ -139,7 +139,7 @@ mod tests {
         let secrets = ["/etc/ssl/private/key.pem", "/etc/pki/tls/private/key.pem", "/etc/shadow"];
         for granted in bucket_files() {
             let has = |secret: &&str| Path::new(secret).starts_with(&granted);
-            assert!(!secrets.iter().any(|secret| has(secret)), "{granted:?}");
+            assert!(!secrets.iter().any(has), "{granted:?}");
         }
         for (file, folder) in [
             ("/run/systemd/resolve/stub-resolv.conf", Some("/run/systemd/resolve")),
