@@ -28,6 +28,7 @@ mod compact;
 mod destage;
 mod environment;
 mod format;
+mod hasten;
 mod heads;
 mod keep;
 mod known;
