@@ -5,6 +5,7 @@ use crate::clock;
 use crate::shell;
 use crate::tools::{Tool, none_missing};
 use anyhow::Result;
+use rustix::process::{Pid, Signal, kill_process};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -77,6 +78,27 @@ impl BucketServer {
     /// Where clients find it.
     pub fn endpoint(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
+    }
+
+    /// Answers nothing until [`Self::go_on`]: connections are made, and nobody hears of them again.
+    ///
+    /// # Panics
+    /// If the system does not let it.
+    pub fn pause(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    /// Answers again.
+    ///
+    /// # Panics
+    /// As [`Self::pause`].
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        kill_process(pid.expect("a process"), signal).expect("signalled");
     }
 
     fn connect(&self) -> std::io::Result<TcpStream> {

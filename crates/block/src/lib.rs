@@ -32,7 +32,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
 pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot};
 pub use manage::{
-    IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
+    Haste, IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};

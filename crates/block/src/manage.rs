@@ -27,6 +27,13 @@ pub trait Manage: Disk {
     /// be in flight, and nothing is written afterwards.
     fn close(&self) -> LocalFuture<'_, Result<()>>;
 
+    /// The process is about to end: from now on a store that does not answer is not waited for
+    /// longer than `haste` allows. Returns when the disk is closed, or was given up: then it is
+    /// latched, and [`Self::close`] says whether what it promised is kept all the same. Of a disk
+    /// that waits for no store, at once. Runs beside requests and [`Self::close`], and a second
+    /// time beside the first.
+    fn hasten(&self, haste: Haste) -> LocalFuture<'_, ()>;
+
     /// Why the disk is latched: after this failure it acknowledges no more writes until it is
     /// opened again. `None` if it is not.
     fn latch(&self) -> Option<Error>;
@@ -63,6 +70,15 @@ pub trait Manage: Disk {
     /// and at once if it never has such work. Called once, by its owner, in a task of its own; all
     /// promises of [`Disk`] hold without it, too.
     fn tend(&self) -> LocalFuture<'_, ()>;
+}
+
+/// How long the end of a process may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Haste {
+    /// A store that answers is waited for, and one that does not for a moment.
+    Soon,
+    /// No store is waited for.
+    AtOnce,
 }
 
 /// The index of a chain, which the sidecars of its layers hold.

@@ -162,10 +162,10 @@ pub trait Objects: Send + Sync {
     /// Errors: what the store reports; the object may then be there or not.
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>>;
 
-    /// Gives the space of `ranges` of an object back, which nobody needs again: from now on each
-    /// page of them has zeros, or what it had; all the rest stays as it is, its length too. Says how
-    /// many bytes that gave, about. It is not an error if there is no such object, or if there are no ranges,
-    /// which shows whether a store can do it.
+    /// Gives the space of `ranges` of an object back, which nobody needs again: each page of them
+    /// has zeros from now on, or what it had; all the rest stays as it is, its length too. Says how
+    /// many bytes that gave, about. It is not an error if there is no such object, or if there are
+    /// no ranges, which shows whether a store can do it.
     ///
     /// Errors: `Unsupported` if the store cannot; otherwise what it reports.
     fn punch(

@@ -296,6 +296,19 @@ impl DiskConfig {
         self.volume.volume.is_none() && self.images.is_file()
     }
 
+    /// Whether what is served is opened for writing.
+    pub(crate) fn writes(&self) -> bool {
+        self.settings.writes() && !self.volume.is_snapshot()
+    }
+
+    /// The same without what counts for the first opening only.
+    #[must_use]
+    pub fn kept(&self) -> Self {
+        let mut kept = self.clone();
+        kept.volume.force = false;
+        kept
+    }
+
     /// Reads the table of a disk in a configuration file, as JSON.
     ///
     /// # Errors
@@ -416,7 +429,13 @@ impl DiskConfig {
                 url.store,
                 url.name.as_str()
             )),
-            Ok(Some(_)) => None,
+            Ok(Some(_)) if !self.writes() => {
+                let option = self.volume.option_of_writers()?;
+                Some(format!(
+                    "{option} is for volumes that are written, and this is only read: leave it out"
+                ))
+            }
+            Ok(Some(_)) => self.volume.ineffective_option().or_else(|| self.volume.log_problem()),
         }
     }
 

@@ -23,7 +23,7 @@ use crate::signals;
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::{Begun, Old, Takeover};
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Error, ErrorKind, Haste, Result};
 use mica_qcow2::MapCache;
 use mica_serve::{Workers, find_dead_sockets_with};
 use mica_stack::{Patience, Stores};
@@ -39,7 +39,10 @@ use std::fs::File;
 use std::io::{Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
+/// How long the end may take once no store is waited for.
+const AT_ONCE_LIMIT: Duration = Duration::from_secs(5);
 /// Upper bound on the default number of worker threads.
 const THREADS_DEFAULT_MAX: usize = 8;
 
@@ -48,7 +51,8 @@ pub struct Daemon {
     pub(crate) shared: Arc<Shared>,
     pub(crate) control: Option<Control>,
     _watchdog: Option<Watchdog>,
-    signals: Signals,
+    /// Until its end has begun.
+    signals: Option<Signals>,
     log: Arc<dyn LogSwitch>,
     /// Whether SIGHUP makes it read its configuration again, and does not end it.
     reloads: bool,
@@ -124,7 +128,7 @@ impl Daemon {
                     shared,
                     control,
                     _watchdog,
-                    signals,
+                    signals: Some(signals),
                     log,
                     reloads,
                     stats_file,
@@ -141,14 +145,16 @@ impl Daemon {
     }
 
     /// Serves until SIGTERM or SIGINT, and ends. On SIGHUP it reads its configuration again, but
-    /// ends if it has a terminal, which is gone then.
+    /// ends if it has a terminal, which is gone then. At a second signal no store is waited for.
     ///
     /// # Errors
     /// If some acknowledged writes are not in the images; otherwise if the figures cannot be
     /// written.
     pub fn run(mut self) -> Result<()> {
-        let ending = self.signals.forever().find(|signal| {
-            let reloads = *signal == SIGHUP && self.reloads;
+        let signals = self.signals.take();
+        let (mut signals, reloads) = (signals.expect("it runs once"), self.reloads);
+        let ending = signals.forever().find(|signal| {
+            let reloads = *signal == SIGHUP && reloads;
             if reloads {
                 hang_up(&self.shared, &self.log);
             }
@@ -158,6 +164,7 @@ impl Daemon {
             Some(signal) => tracing::info!("stopping on {signal}"),
             None => tracing::info!("stopping"),
         }
+        hear_again(signals, Arc::clone(&self.shared));
         self.stop()
     }
 
@@ -184,6 +191,29 @@ impl Daemon {
             return Ok(());
         };
         file.write(&format!("{}\n", Value::Object(served.figures())))
+    }
+}
+
+/// Hears a second signal while the process ends. The first one that ends it was heard.
+fn hear_again(mut signals: Signals, shared: Arc<Shared>) {
+    let body = move || {
+        if !signals.forever().any(|signal| signal != SIGHUP) {
+            return;
+        }
+        if !shared.hasten(Haste::AtOnce) {
+            return;
+        }
+        tracing::warn!("stopping at once: stores are not waited for");
+        let began = mica_rt::now();
+        while mica_rt::now().saturating_since(began) < AT_ONCE_LIMIT {
+            std::thread::park_timeout(AT_ONCE_LIMIT);
+        }
+        tracing::error!("not all disks could be closed");
+        std::process::exit(1);
+    };
+    let thread = std::thread::Builder::new().name("mica-ending".to_owned()).spawn(body);
+    if let Err(error) = thread {
+        tracing::warn!(%error, "a second signal will have no effect");
     }
 }
 
@@ -228,6 +258,7 @@ fn resources(
         stores: Arc::new(stores),
         indexers: Arc::default(),
         one_by_one: Arc::default(),
+        tending: Arc::default(),
         addresses: Arc::new(Addresses::new(outside.clone())),
     }
 }

@@ -167,6 +167,7 @@ mod tests {
             stores: Arc::new(Stores::new(Handles::new(4), 1 << 20, Patience::Guest)),
             indexers: Arc::default(),
             one_by_one: Arc::default(),
+            tending: Arc::default(),
             addresses: Arc::default(),
         }
     }

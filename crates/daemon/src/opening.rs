@@ -6,6 +6,7 @@ use crate::settings::{DiskSettings, ImageSettings, IndexMode, VolumeSettings};
 use mica_block::{Error, Manage, Result};
 use mica_qcow2::{ChainOptions, IndexUse, MapCache, Sharing};
 use mica_rt::{Backend, Executor};
+use mica_stack::VolumeOptions;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -15,6 +16,8 @@ pub(crate) struct Opening<'a> {
     pub(crate) settings: &'a DiskSettings,
     pub(crate) images: &'a ImageSettings,
     pub(crate) volume: &'a VolumeSettings,
+    /// Whether another writer of the volume is fenced.
+    pub(crate) force: bool,
 }
 
 /// Opens an image or a volume on the calling thread, which may wait for its storage in system
@@ -25,11 +28,12 @@ pub(crate) struct Opening<'a> {
 pub(crate) fn open(opening: &Opening<'_>, resources: &Resources) -> Result<Arc<dyn Manage>> {
     let executor =
         Executor::new(Backend::Pool).map_err(|error| Error::from_io("opening an image", error))?;
-    let Opening { image, settings, images, volume } = *opening;
+    let Opening { image, settings, images, volume, force } = *opening;
     let Some(url) = volume.url()? else {
         return open_image(&executor, (image, settings, images), resources);
     };
-    let options = volume.options(settings.writes() && url.snapshot.is_none());
+    let is_written = settings.writes() && url.snapshot.is_none();
+    let options = VolumeOptions { force: force && is_written, ..volume.options(is_written) };
     executor.block_on(resources.stores.open_volume(&url, &options))
 }
 

@@ -29,8 +29,7 @@ use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings, VolumeSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
-use crate::tending::tend;
-use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_block::{Error, ErrorKind, Haste, Manage, Result};
 use mica_rt::timeout;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -61,7 +60,10 @@ pub(crate) struct Served {
     pub(crate) settings: DiskSettings,
     /// How its images are opened.
     pub(crate) images: ImageSettings,
+    /// Without force, which counts once.
     volume: VolumeSettings,
+    /// Whether another writer of the volume is fenced when it is opened for the first time.
+    is_forced: AtomicBool,
     /// The image of its configuration.
     first_image: PathBuf,
     source: Mutex<Source>,
@@ -134,13 +136,15 @@ impl Served {
         resources: &Resources,
     ) -> Result<Self> {
         let doors = Doors::new(&config, inherited, resources)?;
-        let DiskConfig { name, image, settings, images, volume } = config;
+        let is_forced = AtomicBool::new(config.volume.force);
+        let DiskConfig { name, image, settings, images, volume } = config.kept();
         let state = State::ended(End::New);
         Ok(Self {
             name,
             settings,
             images,
             volume,
+            is_forced,
             first_image: image.clone(),
             source: Mutex::new(Source::Configuration),
             resources: resources.clone(),
@@ -175,7 +179,9 @@ impl Served {
                 opened = open();
             }
             let mut first = Some(opened);
-            while_held(patience, is_cancelled, || first.take().unwrap_or_else(open))
+            let opened = while_held(patience, is_cancelled, || first.take().unwrap_or_else(open));
+            self.is_forced.store(false, Ordering::Relaxed);
+            opened
         })
     }
 
@@ -223,6 +229,7 @@ impl Served {
     /// may have lost something.
     pub(crate) fn leave_closed(&self, left: LeftClosed) {
         let LeftClosed { loss, shown } = left;
+        self.is_forced.store(false, Ordering::Relaxed);
         self.doors.close(DRAINED);
         *self.opened() = Opened::Closed(shown.into());
         let outcome = loss.map_or(Ok(()), |loss| Err(Error::new(ErrorKind::Io, loss)));
@@ -263,7 +270,8 @@ impl Served {
     /// Opens its image.
     fn open_image(&self) -> Result<Arc<dyn Manage>> {
         let Self { settings, images, volume, resources, .. } = self;
-        open(&Opening { image: &self.image(), settings, images, volume }, resources)
+        let force = self.is_forced.load(Ordering::Relaxed);
+        open(&Opening { image: &self.image(), settings, images, volume, force }, resources)
     }
 
     pub(crate) fn source(&self) -> Source {
@@ -504,12 +512,24 @@ impl Served {
     /// A volume has work of its own.
     fn tend(&self, disk: &Arc<dyn Manage>) {
         if self.volume.volume.is_some() && disk.is_writable() {
-            tend(Arc::clone(disk));
+            self.resources.tending.tend(Arc::clone(disk));
         }
     }
 
+    /// The process is about to end: a store that does not answer holds up the end of a volume no
+    /// longer than `haste` allows. Returns whether it is an open volume. Waits for nothing.
+    pub(crate) fn hasten(&self, haste: Haste) -> bool {
+        let disk = self.opened().disk().ok().filter(|_| self.volume.volume.is_some());
+        let Some(disk) = disk else { return false };
+        let begun = self.resources.tending.run(move || async move { disk.hasten(haste).await });
+        if let Err(error) = begun {
+            tracing::warn!(%error, "the end of {:?} may wait for its store", self.name);
+        }
+        true
+    }
+
     fn is_file(&self) -> bool {
-        self.volume.volume.is_none() && self.images.is_file()
+        self.config().is_file()
     }
 
     /// The format of the image, or what it is instead.

@@ -6,6 +6,7 @@ use crate::indexer::{Indexed, Indexers};
 use crate::one_by_one::OneByOne;
 use crate::settings::{DiskSettings, IndexMode};
 use crate::stats::Counts;
+use crate::tending::Tending;
 use mica_block::{Disk, Manage, Result};
 use mica_qcow2::MapCache;
 use mica_serve::nbd::{Export, Limits, Seat};
@@ -32,6 +33,8 @@ pub(crate) struct Resources {
     ///
     /// [`Served::prepare`]: crate::served::Served::prepare
     pub(crate) one_by_one: Arc<OneByOne>,
+    /// Lets volumes do their own work.
+    pub(crate) tending: Arc<Tending>,
     /// Where NBD clients connect.
     pub(crate) addresses: Arc<Addresses>,
 }

@@ -13,7 +13,7 @@ use crate::servers::Resources;
 use crate::settings::ProcessSettings;
 use crate::sockets::{ControlSockets, Sockets};
 use crate::systemd;
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Error, ErrorKind, Haste, Result};
 use sd_notify::NotifyState;
 use signal_hook::iterator::Handle;
 use std::collections::BTreeSet;
@@ -298,9 +298,18 @@ impl Shared {
         Ok(held)
     }
 
+    /// From now on stores that do not answer are not waited for longer than `haste` allows. Returns
+    /// whether there are any.
+    pub(crate) fn hasten(&self, haste: Haste) -> bool {
+        let disks = self.disks.all();
+        disks.iter().filter(|served| served.hasten(haste)).count() > 0
+    }
+
     /// Stops every disk. One that is being drained, which may hang, delays no other.
     pub(crate) fn stop(&self) -> Result<()> {
         self.is_stopping.store(true, Ordering::Relaxed);
+        // Also those that are just being closed, which others may wait for.
+        self.hasten(Haste::Soon);
         let _held = self.life.read().unwrap_or_else(PoisonError::into_inner);
         // Every disk is closed; the first failure is reported.
         let stopped = each_of(&self.disks.all(), |served| served.stop())

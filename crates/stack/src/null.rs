@@ -3,7 +3,7 @@
 
 use crate::raw::{beyond_the_end, check_range};
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Haste, IoFuture, LocalFuture, Manage,
     ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, WriteStats, Writing, Zeroes,
     ready,
 };
@@ -103,6 +103,10 @@ impl Manage for NullDisk {
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn hasten(&self, _haste: Haste) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 
     fn latch(&self) -> Option<Error> {

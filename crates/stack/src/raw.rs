@@ -8,9 +8,9 @@
 //! the missing part of the last sector reads as zeros and is not written.
 
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture, LocalFuture,
-    Manage, ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, RunKind, Space, Store,
-    WriteStats, Writing, Zeroes, check_longer,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Haste, Images, IoFuture,
+    LocalFuture, Manage, ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, RunKind,
+    Space, Store, WriteStats, Writing, Zeroes, check_longer,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
@@ -284,6 +284,10 @@ impl Manage for RawDisk {
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         self.flush()
+    }
+
+    fn hasten(&self, _haste: Haste) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 
     fn latch(&self) -> Option<Error> {

@@ -48,6 +48,8 @@ pub(crate) struct Now {
     pub(crate) is_closing: bool,
     /// Whether the last head of its writer is put.
     pub(crate) is_ended: bool,
+    /// Whether it was given up, with all that was promised in the log.
+    pub(crate) is_left_to_log: bool,
     /// Why nothing is acknowledged any more.
     pub(crate) latch: Option<Error>,
     /// What heads say of it.
@@ -106,6 +108,7 @@ impl Now {
             is_driven: false,
             is_closing: false,
             is_ended: false,
+            is_left_to_log: false,
             latch: None,
             heads: HeadsOfNow::default(),
             sealed: VecDeque::new(),

@@ -29,6 +29,7 @@ mod compact;
 mod destage;
 mod environment;
 mod format;
+mod hasten;
 mod heads;
 mod keep;
 mod known;

@@ -28,6 +28,8 @@ pub(crate) struct Shared {
     pub(crate) progress: Waiters,
     /// Raised when nothing is put any more: closed or latched.
     pub(crate) over: Signal,
+    /// Raised when the store is not waited for any more.
+    pub(crate) given_up: Signal,
     pub(crate) requests: Arc<Requests>,
     /// Held from the look whether a label is free until a snapshot has it.
     pub(crate) naming: SharedLock,
@@ -85,9 +87,21 @@ impl Shared {
         state: State,
     ) -> Arc<Self> {
         let (progress, over, requests) = (Waiters::default(), Signal::default(), Arc::default());
+        let given_up = Signal::default();
         let (now, naming) = (Mutex::new(Now::new(state)), SharedLock::default());
         let plans = Plans::default();
-        Arc::new(Self { naming, tree, heads, writer, now, progress, over, requests, plans })
+        Arc::new(Self {
+            tree,
+            heads,
+            writer,
+            now,
+            progress,
+            over,
+            given_up,
+            requests,
+            naming,
+            plans,
+        })
     }
 
     pub(crate) fn now(&self) -> MutexGuard<'_, Now> {

@@ -84,7 +84,10 @@ impl Shared {
         self.over.raise();
         self.progress.wake_all();
         match self.heads.end(putter.writer, &last).await {
-            Ok(()) => self.now().is_ended = true,
+            Ok(()) => {
+                self.now().is_ended = true;
+                self.progress.wake_all();
+            }
             Err(error) if error.kind() == ErrorKind::Denied => return Err(self.fails(error)),
             Err(error) => return Err(error),
         }

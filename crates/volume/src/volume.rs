@@ -23,7 +23,7 @@ use crate::shared::{Durability, Shared, lock};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Haste, IoFuture, LocalFuture, Manage,
     ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Requests, Result, WriteStats, Writing,
     Zeroes, check_longer,
 };
@@ -63,6 +63,11 @@ impl Volume {
             return Err(Error::new(ErrorKind::Invalid, format!("{host:?} is no name of a host")));
         }
         self.shared.end(&End::HandedTo(host.to_owned())).await
+    }
+
+    /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.
+    pub fn is_left_to_log(&self) -> bool {
+        self.shared.now().is_left_to_log
     }
 
     fn planned(&self, view: &View, range: GuestRange, mut extents: Vec<Extent>) -> Plan<'static> {
@@ -215,10 +220,14 @@ impl Manage for Volume {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             match self.shared.writer {
-                Some(_) => self.shared.end(&End::Closed).await,
+                Some(_) => self.shared.unless_given_up(self.shared.end(&End::Closed)).await,
                 None => Ok(()),
             }
         })
+    }
+
+    fn hasten(&self, haste: Haste) -> LocalFuture<'_, ()> {
+        Box::pin(self.shared.hasten(haste))
     }
 
     fn latch(&self) -> Option<Error> {

@@ -4,9 +4,10 @@ use mica_tests::bucket::BucketServer;
 use mica_tests::command::{self, Finished};
 use mica_tests::guest::Guest;
 use mica_tests::server::Server;
-use mica_tests::{mica, nbd};
+use mica_tests::{clock, mica, nbd};
 use rustix::process::{Pid, Signal, kill_process};
 use std::process::Command;
+use std::time::Duration;
 
 const URL: &str = "s3://bucket/volumes/web";
 
@@ -51,6 +52,55 @@ fn volume_in_a_bucket_is_served_from_inside_the_sandbox() {
     let checked = run(&moto, &["check", URL, "--output", "json"]).json();
     assert_eq!(checked[0]["damaged-count"], 0);
     run(&moto, &["delete", URL]).ok();
+}
+
+/// The story: the service was down, and a server did not end on SIGTERM.
+#[test]
+fn server_with_a_log_ends_soon_while_the_bucket_is_away() {
+    let Some(moto) = BucketServer::start() else { return };
+    moto.make_bucket("bucket");
+    run(&moto, &["create", URL, "1G"]).ok();
+    let folder = tempfile::tempdir().expect("a folder");
+    let log = folder.path().join("log").display().to_string();
+    let with_log = ["--log-device", &*log, "--log-size", "64M"];
+    let server = serve(&moto, &with_log).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(0, &[7; 4096]).expect("written"), 0);
+    moto.pause();
+    assert_eq!(guest.write(8192, &[8; 4096]).expect("written"), 0);
+    assert_eq!(guest.flush().expect("it is in the log"), 0);
+    drop(guest);
+    let begun = clock::now();
+    let stopped = server.stop().expect("it stops");
+    assert_eq!(stopped.status.code(), Some(0), "{stopped:?}");
+    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+    assert!(stopped.log.contains("the log has them"), "{stopped:?}");
+    moto.go_on();
+    let server = serve(&moto, &with_log).expect("served, without --force");
+    let mut client = server.connect(&nbd::Wish::default()).expect("served");
+    assert_eq!(client.read(0, 4096).expect("read"), [7; 4096]);
+    assert_eq!(client.read(8192, 4096).expect("read"), [8; 4096]);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+}
+
+#[test]
+fn second_signal_ends_a_server_whose_bucket_is_away_and_says_what_is_lost() {
+    let Some(moto) = BucketServer::start() else { return };
+    moto.make_bucket("bucket");
+    run(&moto, &["create", URL, "1G"]).ok();
+    let server = serve(&moto, &[]).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    moto.pause();
+    assert_eq!(guest.write(0, &[7; 4096]).expect("written"), 0);
+    drop(guest);
+    let begun = clock::now();
+    let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::TERM).expect("signalled");
+    clock::sleep(Duration::from_secs(1));
+    let stopped = server.stop().expect("it stops");
+    assert_eq!(stopped.status.code(), Some(1), "{stopped:?}");
+    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+    assert!(stopped.log.contains("they are lost"), "{stopped:?}");
 }
 
 #[test]

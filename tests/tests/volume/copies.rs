@@ -103,3 +103,25 @@ fn import_that_fails_leaves_no_volume() {
     assert!(refused.contains("base.raw"), "{refused}");
     assert!(run(["info", &store.volume("web")]).code() != Some(0));
 }
+
+/// The story: a task that tended the volume still had its lock when the import failed halfway, so
+/// that half an image stayed, and looked like all of it.
+#[test]
+fn import_that_fails_halfway_leaves_no_volume_and_no_lock() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    let dir = store.folder();
+    chain(dir);
+    // Only the base is that long.
+    let fault = "error=range:31M-32M";
+    let top = dir.join("top.qcow2").display().to_string();
+    let refused = run(["import", "--inject", fault, &top, &store.volume("web")]).refusal();
+    assert!(!refused.contains("delete it"), "{refused}");
+    let info = run(["info", &store.volume("web")]).refusal();
+    assert!(info.contains("there is no volume web"), "{info}");
+    let locks = std::fs::read_dir(dir.join("store/.locks")).expect("a folder").count();
+    assert_eq!(locks, 0);
+    run(["import", &top, &store.volume("web")]).ok();
+}

@@ -3,6 +3,7 @@
 use mica_tests::volume::{Store, run};
 use mica_tests::{command, mica};
 use std::fs;
+use std::path::Path;
 
 /// Each is refused in one line that says what would be right.
 #[test]
@@ -77,4 +78,32 @@ fn options_that_belong_together_are_asked_for() {
     assert!(overlay.contains("ephemeral"), "{overlay}");
     let inner = serve(&["--volume", &url, "--load-snapshot", "a"]).refusal();
     assert!(inner.contains("/web@LABEL"), "{inner}");
+    // What is only read has no log, and fences nobody.
+    run(["snapshot", &url, "a"]).ok();
+    let (snapshot, log) = (format!("{url}@a"), store.folder().join("log").display().to_string());
+    for more in [
+        ["--log-device", &*log].as_slice(),
+        &["--log-device", &log, "--log-size", "64M"],
+        &["--durability", "store"],
+        &["--force"],
+    ] {
+        for what in [["--volume", &*snapshot].as_slice(), &["--volume", &url, "-r"]] {
+            let refused = serve(&[what, more].concat()).refusal();
+            assert!(refused.contains(&more[0][2..]), "{refused}");
+            assert!(refused.contains("only read"), "{refused}");
+        }
+    }
+    let short = serve(&["--volume", &url, "--log-device", &log, "--log-size", "4k"]).refusal();
+    assert!(short.contains("log-size 4096"), "{short}");
+    assert!(!Path::new(&log).exists());
+    let config = store.folder().join("mica.toml");
+    let text = format!("[[disk]]\nname = 'a'\nvolume = '{url}'\nnbd = '/s'\nforce = true\n");
+    fs::write(&config, text).expect("written");
+    let mut kept = std::process::Command::new(mica::binary());
+    let kept = command::finish(kept.args(["serve", "--config"]).arg(&config)).refusal();
+    assert!(kept.contains("line 5") && kept.contains("force counts once"), "{kept}");
+    for verb in [["create", "memory:x/web", "1G"].as_slice(), &["list", "memory:x"]] {
+        let gone = run(verb.iter().copied()).refusal();
+        assert!(gone.contains("memory of one process"), "{gone}");
+    }
 }

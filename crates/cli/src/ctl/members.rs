@@ -72,11 +72,11 @@ impl AddArgs {
         let saved = self.save.then(|| Saved::of(client)).transpose()?;
         let mut names = Vec::new();
         let mut saving = saved.iter().flat_map(|saved| disks.iter().map(move |disk| (saved, disk)));
-        saving.try_for_each(|(saved, disk)| saved.refuse_another(disk))?;
+        saving.try_for_each(|(saved, disk)| saved.refuse_another(&disk.kept()))?;
         for disk in &disks {
             let added = disk.to_table().map_err(Failure::from).and_then(|table| {
-                client.post("/v1/disks", &Value::Object(table.clone()))?;
-                saved.as_ref().map_or(Ok(()), |saved| saved.add(&table))
+                client.post("/v1/disks", &Value::Object(table))?;
+                saved.as_ref().map_or(Ok(()), |saved| saved.add(&disk.kept().to_table()?))
             });
             added.map_err(|failure| match names.is_empty() {
                 true => failure,

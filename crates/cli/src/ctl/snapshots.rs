@@ -83,15 +83,20 @@ impl LabelArgs {
     }
 }
 
-/// The snapshots in an answer.
+/// The snapshots in an answer of a server.
 fn rows(answer: &Value) -> Vec<SnapshotRow> {
+    rows_of(&answer["snapshots"], ["time_ns", "length"])
+}
+
+/// A list of snapshots, with the names that two of their values have in it.
+fn rows_of(all: &Value, [time_ns, len]: [&str; 2]) -> Vec<SnapshotRow> {
     let one = |snapshot: &Value| SnapshotRow {
         number: snapshot["sequence"].as_u64().unwrap_or(0),
         label: snapshot["label"].as_str().unwrap_or_default().to_owned(),
-        time_ns: snapshot["time_ns"].as_u64().unwrap_or(0),
-        len: snapshot["length"].as_u64().unwrap_or(0),
+        time_ns: snapshot[time_ns].as_u64().unwrap_or(0),
+        len: snapshot[len].as_u64().unwrap_or(0),
     };
-    answer["snapshots"].as_array().into_iter().flatten().map(one).collect()
+    all.as_array().into_iter().flatten().map(one).collect()
 }
 
 pub(super) fn taken(answer: &Value) -> String {
@@ -99,13 +104,8 @@ pub(super) fn taken(answer: &Value) -> String {
 }
 
 pub(super) fn listed(answer: &Value) -> String {
-    let one = |snapshot: &Value| SnapshotRow {
-        number: snapshot["sequence"].as_u64().unwrap_or(0),
-        label: snapshot["label"].as_str().unwrap_or_default().to_owned(),
-        time_ns: snapshot["time-ns"].as_u64().unwrap_or(0),
-        len: snapshot["virtual-size"].as_u64().unwrap_or(0),
-    };
-    let all: Vec<_> = answer.as_array().into_iter().flatten().map(one).collect();
+    // As `snapshot_json` has them.
+    let all = rows_of(answer, ["time-ns", "virtual-size"]);
     snapshot_table(&all)
 }
 

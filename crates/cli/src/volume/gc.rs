@@ -12,13 +12,19 @@ use std::process::ExitCode;
 
 /// Delete what no volume, snapshot or clone of a store needs.
 ///
-/// Sparse extents of volumes that nobody has open are written again. Whatever is done in the store
-/// meanwhile goes on; it may be stopped at any time.
+/// In a directory, sparse extents of volumes that nobody has open are written again. Whatever is
+/// done in the store meanwhile goes on; it may be stopped at any time.
 #[derive(Args)]
 pub(super) struct GcArgs {
     /// Only say what would be freed.
     #[arg(short = 'n', long)]
     dry_run: bool,
+    /// Write sparse extents again in a bucket or a pool, too.
+    ///
+    /// While that is done with a volume it is open on this host, and no other opens it, except by
+    /// force; nor afterwards, if this verb is killed.
+    #[arg(long, conflicts_with = "dry_run")]
+    compact: bool,
     #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
@@ -46,7 +52,9 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
             bar.set_position(if at.step == Step::Free { at.of_extents } else { at.extents });
         };
         let mut collected = store.volumes().collect(options, &mut show).await?;
-        if args.dry_run || !compact(&store, &collected).await? {
+        // A server that starts has precedence only where a lock proves who is dead.
+        let compacts = !args.dry_run && (args.compact || !store.is_remote());
+        if !compacts || !compact(&store, &collected).await? {
             return Ok::<_, Failure>(collected);
         }
         collected += store.volumes().collect(options, &mut show).await?;

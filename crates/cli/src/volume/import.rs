@@ -11,12 +11,18 @@ use crate::output::{ReportArgs, human_size};
 use clap::Args;
 use copy::copy_layer;
 use layers::{Layer, layers};
-use mica_rt::spawn;
-use mica_stack::{VolumeOptions, VolumeUrl};
+use mica_block::Manage;
+use mica_rt::sync::Signal;
+use mica_rt::{spawn, timeout};
+use mica_stack::{VolumeAccess, VolumeOptions, VolumeUrl};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a volume may take to be closed that is deleted then.
+const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Make a volume of an image.
 ///
@@ -51,9 +57,15 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
         let store = session.stores.open_or_make(&url.store).await?;
         store.volumes().create(&url.name, layers.first().map_or(last, |layer| layer.len)).await?;
         if let Err(failure) = fill(args, &session, url, &layers).await {
-            // Half an image must not be taken for all of it. The first failure is reported.
-            let _ = store.delete(&url.name, true).await;
-            return Err(failure);
+            // Half an image must not be taken for all of it.
+            return Err(match store.delete(&url.name, true).await {
+                Ok(()) => failure,
+                Err(error) => {
+                    let (message, error) = (failure.message(), error.in_one_line());
+                    let what = format!("{message}; {url} has a part of it, delete it: {error}");
+                    Failure::new(what)
+                }
+            });
         }
         let labels: Vec<_> = layers.iter().map(|layer| &*layer.label).collect();
         let (size, count) = (human_size(last), labels.len());
@@ -76,25 +88,46 @@ async fn fill(
     url: &VolumeUrl,
     layers: &[Layer],
 ) -> Result<(), Failure> {
-    let options = VolumeOptions { writable: true, ..VolumeOptions::default() };
-    let store = session.stores.open(&url.store).await?;
+    let access = VolumeAccess::Import;
+    let options = VolumeOptions { access, ..VolumeOptions::default() };
+    let volume = session.stores.open_volume(url, &options).await?;
+    let (tended, ended) = (Arc::clone(&volume), Arc::new(Signal::default()));
+    let ends = Arc::clone(&ended);
+    let tending = spawn(async move {
+        ends.unless_raised(tended.tend()).await;
+    });
+    let copied = copy_layers(args, &*volume, layers).await;
+    let closed = match copied {
+        Ok(()) => volume.close().await.map_err(Failure::from),
+        Err(failure) => {
+            // Its store may be what fails. Whatever comes of this, the volume is deleted.
+            let _ = timeout(CLOSE_LIMIT, volume.close()).await;
+            Err(failure)
+        }
+    };
+    // Nothing holds the volume and its lock any longer than this.
+    ended.raise();
+    tending.await;
+    closed
+}
+
+async fn copy_layers(
+    args: &ImportArgs,
+    volume: &dyn Manage,
+    layers: &[Layer],
+) -> Result<(), Failure> {
+    let snapshots = volume.snapshots().expect("a volume has snapshots");
     let total = layers.iter().map(|layer| layer.len).sum();
     let progress = Progress::start(total, args.report.progress(args.progress));
     let mut done = 0;
     for layer in layers {
         let source = layer.open(&args.images).await?;
-        let volume = session.stores.open_volume(url, &options).await?;
-        let tended = Arc::clone(&volume);
-        let tending = spawn(async move { tended.tend().await });
         if layer.len > volume.geometry().len {
             volume.resize(layer.len).await?;
         }
         let at = |position| progress.at(done + position);
-        copy_layer(&*source, &*volume, done > 0, at, |bytes| progress.wrote(bytes)).await?;
-        volume.close().await?;
-        tending.await;
-        drop(volume);
-        store.volumes().take_snapshot(&url.name, &layer.label).await?;
+        copy_layer(&*source, volume, done > 0, at, |bytes| progress.wrote(bytes)).await?;
+        snapshots.take(&layer.label).await?;
         source.close().await?;
         done += layer.len;
     }

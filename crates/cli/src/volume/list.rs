@@ -1,11 +1,10 @@
 //! `mica volume list`.
 
-use super::session::{SessionArgs, described, state_text, time_text};
+use super::session::{SessionArgs, described, state_text, store, time_text};
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
 use crate::table::table;
 use clap::Args;
-use mica_stack::StoreUrl;
 use std::process::ExitCode;
 
 /// List the volumes of a store.
@@ -23,7 +22,7 @@ pub(super) struct ListArgs {
 }
 
 pub(super) fn run(args: &ListArgs) -> Result<ExitCode, Failure> {
-    let url: StoreUrl = args.store.parse()?;
+    let url = store(&args.store)?;
     let session = args.session.start()?;
     let all = session.executor.block_on(async {
         let store = session.stores.open(&url).await?;

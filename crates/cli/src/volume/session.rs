@@ -66,6 +66,7 @@ impl Session {
     /// What `url` names, which may be a store, or a volume in one, for `verb`.
     pub(super) async fn subject(&self, url: &str, verb: &str) -> Result<Subject, Failure> {
         if let Ok(store) = StoreUrl::from_str(url) {
+            store.check_lasting()?;
             match self.stores.open(&store).await {
                 Ok(store) => return Ok(Subject::Store(store)),
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -79,7 +80,16 @@ impl Session {
 
 /// The URL of a volume.
 pub(super) fn volume(text: &str) -> Result<VolumeUrl, Failure> {
-    Ok(text.parse()?)
+    let url: VolumeUrl = text.parse()?;
+    url.store.check_lasting()?;
+    Ok(url)
+}
+
+/// The URL of a store.
+pub(super) fn store(text: &str) -> Result<StoreUrl, Failure> {
+    let url: StoreUrl = text.parse()?;
+    url.check_lasting()?;
+    Ok(url)
 }
 
 /// The URL of a volume in `store`.

@@ -33,6 +33,6 @@ impl GoneDisks {
         is_known: impl FnOnce(&str) -> bool,
     ) -> Option<&GoneDisk> {
         let gone = self.0.get(&disk.image)?;
-        (disk.settings.writes() && !is_known(&disk.name)).then_some(gone)
+        (disk.writes() && !is_known(&disk.name)).then_some(gone)
     }
 }

@@ -64,7 +64,11 @@ fn all(disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig)>, Misread>
         // serde says what it is instead.
         _ => return Ok(part::<Vec<IgnoredAny>, _>(&disks).map(|_| Vec::new())?),
     };
-    let read = |table: Spanned<DeValue<'_>>| match disk(&table) {
+    let checked = |table: &Spanned<DeValue<'_>>| {
+        table.as_ref().get(FORCE).map_or(Ok(()), |force| part::<ForOnce, _>(force).map(drop))?;
+        disk(table)
+    };
+    let read = |table: Spanned<DeValue<'_>>| match checked(&table) {
         Ok(disk) => Ok((table.span().start, disk)),
         Err(error) => {
             let name = table.as_ref().get("name").and_then(|name| name.as_ref().as_str());
@@ -72,6 +76,34 @@ fn all(disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig)>, Misread>
         }
     };
     disks.into_iter().map(read).collect()
+}
+
+/// What is said once, to a server that begins with the disk or to which it is added.
+const FORCE: &str = "force";
+
+/// Refuses a key in a file, which would count again whenever it is read.
+struct ForOnce;
+
+impl<'de> Deserialize<'de> for ForOnce {
+    fn deserialize<D: Deserializer<'de>>(value: D) -> Result<Self, D::Error> {
+        // From inside the visitor the error gets its place in the file.
+        value.deserialize_bool(Self)
+    }
+}
+
+impl de::Visitor<'_> for ForOnce {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a boolean")
+    }
+
+    fn visit_bool<E: de::Error>(self, _: bool) -> Result<Self, E> {
+        Err(E::custom(
+            "force counts once, and a file would have it count at each start: say --force to \
+             `mica serve --volume` or `mica ctl add`",
+        ))
+    }
 }
 
 /// The keys of a disk that are not options of the command line.
@@ -205,6 +237,8 @@ mod tests {
         let config = read(&volume).expect("understood");
         assert!(!config.is_file() && *config.image == *"file:///d/a");
         assert_eq!(Value::Object(config.to_table().expect("text")), volume);
+        let kept = config.kept().to_table().expect("text");
+        assert!(!kept.contains_key("force"), "it counts once: {kept:?}");
         let both = json!({"name": "a", "volume": "file:///d/a", "image": "/i"});
         assert!(read(&both).expect_err("both").to_string().contains("`volume`"));
     }

@@ -264,3 +264,10 @@ fn drained_disk_is_known_by_its_image_if_its_name_is_gone() {
         assert_eq!(config.drained["x"].loss.as_deref(), Some("lost"));
     }
 }
+
+#[test]
+fn force_is_refused_in_a_file_where_it_stands() {
+    let text = "[[disk]]\nname = 'a'\nvolume = 'file:///d/a'\nnbd = '/s'\nforce = true\n";
+    let message = refused(text);
+    assert!(message.contains("line 5: disk \"a\": force counts once"), "{message}");
+}

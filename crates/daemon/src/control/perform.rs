@@ -34,10 +34,10 @@ pub(super) fn begin(
 }
 
 /// Performs an action on disks, while which nothing is handed over to another process.
-pub(super) async fn perform_held(
+pub(super) async fn perform_held<T: Send + 'static>(
     sources: &Sources,
-    action: impl FnOnce(&Shared) -> mica_block::Result<()> + Send + 'static,
-) -> Result<(), Refusal> {
+    action: impl FnOnce(&Shared) -> mica_block::Result<T> + Send + 'static,
+) -> Result<T, Refusal> {
     let shared = Arc::clone(&sources.shared);
     let held = move || {
         let _held = shared.hold()?;

@@ -1,6 +1,6 @@
 //! The snapshots of a volume that is served.
 
-use super::perform::{Answer, find, perform};
+use super::perform::{Answer, find, perform, perform_held};
 use super::reply::{body, json};
 use super::sources::Sources;
 use axum::body::Body;
@@ -8,7 +8,6 @@ use axum::extract::{Path, State};
 use mica_block::{SnapshotInfo, Which};
 use serde::Deserialize;
 use serde_json::{Value, json as value};
-use std::sync::Arc;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -43,7 +42,7 @@ pub(super) async fn take(
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
     let Take { label } = body(sent).await?;
-    let taken = perform(&sources.actions, move || served.take_snapshot(label)).await??;
+    let taken = perform_held(&sources, move |_| served.take_snapshot(label)).await?;
     Ok(json(&value!({ "disk": name, "snapshots": [described(&taken)] })))
 }
 
@@ -55,7 +54,7 @@ pub(super) async fn drop_one(
     let served = find(&sources.shared, &name)?;
     let Drop { snapshot } = body(sent).await?;
     let which: Which = snapshot.parse()?;
-    perform(&sources.actions, move || served.drop_snapshot(which)).await??;
+    perform_held(&sources, move |_| served.drop_snapshot(which)).await?;
     Ok(json(&value!({ "disk": name, "dropped": snapshot })))
 }
 
@@ -66,9 +65,8 @@ pub(super) async fn label(
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
     let Label { snapshot, label } = body(sent).await?;
-    let (which, actions): (Which, _) = (snapshot.parse()?, Arc::clone(&sources.actions));
-    let given = label.clone();
-    perform(&actions, move || served.label_snapshot(which, given)).await??;
+    let (which, given): (Which, _) = (snapshot.parse()?, label.clone());
+    perform_held(&sources, move |_| served.label_snapshot(which, given)).await?;
     Ok(json(&value!({ "disk": name, "before": snapshot, "now": label })))
 }
 

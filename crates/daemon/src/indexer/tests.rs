@@ -96,6 +96,10 @@ impl Manage for FakeChain {
         None
     }
 
+    fn hasten(&self, _haste: mica_block::Haste) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
     fn latch(&self) -> Option<Error> {
         None
     }

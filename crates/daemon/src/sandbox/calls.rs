@@ -64,10 +64,7 @@ pub(super) fn restrict_server(
     let links = if allowed.has_links { FOR_LINKS } else { &[] };
     let network = if allowed.has_network { FOR_NETWORK } else { &[] };
     let mut rules = listed(&[OF_BOTH, OF_SERVERS, links, network]);
-    server_rules(&mut rules, allowed.has_tcp).map_err(io::Error::other)?;
-    if allowed.has_network {
-        network_rules(&mut rules).map_err(io::Error::other)?;
-    }
+    server_rules(&mut rules, allowed).map_err(io::Error::other)?;
     apply(rules, threads, unlisted)
 }
 
@@ -85,7 +82,8 @@ pub(super) fn restrict_helper(mounts: bool, unlisted: Unlisted) -> io::Result<()
 #[cfg(test)]
 pub(super) fn knows(call: i64) -> bool {
     let mut rules = listed(&[OF_BOTH, OF_SERVERS]);
-    server_rules(&mut rules, true).expect("rules");
+    let allowed = Allowed { has_tcp: true, has_links: false, has_network: false };
+    server_rules(&mut rules, allowed).expect("rules");
     rules.contains_key(&call)
 }
 
@@ -180,33 +178,15 @@ fn common_rules(rules: &mut Rules) -> Result<(), BackendError> {
     Ok(())
 }
 
-fn server_rules(rules: &mut Rules, has_tcp: bool) -> Result<(), BackendError> {
+fn server_rules(rules: &mut Rules, allowed: Allowed) -> Result<(), BackendError> {
     common_rules(rules)?;
-    // Stream sockets to listen on: an unconnected one reaches nobody, and connecting is refused.
-    let kind = |kind| has(1, SOCKET_KIND, kind);
-    let mut sockets = vec![all([is(0, libc::AF_UNIX), kind(libc::SOCK_STREAM)])?];
-    if has_tcp {
-        for family in [libc::AF_INET, libc::AF_INET6] {
-            for protocol in [libc::IPPROTO_IP, libc::IPPROTO_TCP] {
-                let kind = kind(libc::SOCK_STREAM);
-                sockets.push(all([is(0, family), kind, is(2, protocol)])?);
-            }
-        }
+    rules.insert(libc::SYS_socket, socket_rules(allowed)?);
+    send_rules(rules, allowed)?;
+    rules.insert(libc::SYS_setsockopt, option_rules(allowed)?);
+    if allowed.has_network {
+        // Landlock says which TCP ports.
+        rules.insert(libc::SYS_connect, Vec::new());
     }
-    rules.insert(libc::SYS_socket, sockets);
-    // No address, and no implicit connecting.
-    let no_open = |argument| has(argument, libc::MSG_FASTOPEN, 0);
-    rules.insert(libc::SYS_sendto, vec![all([is_null(4), no_open(3)])?]);
-    if has_tcp {
-        rules.insert(libc::SYS_sendmsg, vec![all([no_open(2)])?]);
-    } else {
-        rules.insert(libc::SYS_sendmsg, Vec::new());
-    }
-    let option = |level, option| all([is(1, level), is(2, option)]);
-    let of_sockets = SOCKET_OPTIONS.iter().map(|name| option(libc::SOL_SOCKET, *name));
-    let of_tcp = TCP_OPTIONS.iter().map(|name| option(libc::IPPROTO_TCP, *name));
-    let options = of_sockets.chain(of_tcp).collect::<Result<_, _>>()?;
-    rules.insert(libc::SYS_setsockopt, options);
     // An ioctl request has 32 bits, whatever the type of the constant.
     rules.insert(libc::SYS_ioctl, any(1, IOCTLS)?);
     // A mode may only be set to private: access of others is never widened.
@@ -217,22 +197,67 @@ fn server_rules(rules: &mut Rules, has_tcp: bool) -> Result<(), BackendError> {
     Ok(())
 }
 
-/// Besides [`server_rules`]: for a client of a service, and for finding its address. Landlock says
-/// which TCP ports it may connect to.
-fn network_rules(rules: &mut Rules) -> Result<(), BackendError> {
+/// Stream sockets to listen on: an unconnected one reaches nobody. Who has a store behind a network
+/// also connects, and looks up addresses. Only TCP itself: landlock does not see the ports of other
+/// protocols, such as MPTCP.
+fn socket_rules(allowed: Allowed) -> Result<Vec<SeccompRule>, BackendError> {
     let kind = |kind| has(1, SOCKET_KIND, kind);
     let mut sockets = vec![all([is(0, libc::AF_UNIX), kind(libc::SOCK_STREAM)])?];
-    for family in [libc::AF_INET, libc::AF_INET6] {
-        sockets.push(all([is(0, family), kind(libc::SOCK_STREAM)])?);
-        sockets.push(all([is(0, family), kind(libc::SOCK_DGRAM)])?);
+    let mut inet = |socket, protocols: [libc::c_int; 2]| -> Result<(), BackendError> {
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            for protocol in protocols {
+                sockets.push(all([is(0, family), kind(socket), is(2, protocol)])?);
+            }
+        }
+        Ok(())
+    };
+    if allowed.has_tcp || allowed.has_network {
+        inet(libc::SOCK_STREAM, [libc::IPPROTO_IP, libc::IPPROTO_TCP])?;
     }
-    // Whoever looks up an address wants to know which families this machine has.
-    sockets.push(all([is(0, libc::AF_NETLINK), is(2, libc::NETLINK_ROUTE)])?);
-    rules.insert(libc::SYS_socket, sockets);
-    for call in [libc::SYS_connect, libc::SYS_sendto, libc::SYS_sendmsg, libc::SYS_setsockopt] {
-        rules.insert(call, Vec::new());
+    if allowed.has_network {
+        inet(libc::SOCK_DGRAM, [libc::IPPROTO_IP, libc::IPPROTO_UDP])?;
+        // Whoever looks up an address wants to know which families this machine has.
+        sockets.push(all([is(0, libc::AF_NETLINK), is(2, libc::NETLINK_ROUTE)])?);
+    }
+    Ok(sockets)
+}
+
+/// No implicit connecting, which landlock may not see; and no address, except for who looks up
+/// addresses.
+fn send_rules(rules: &mut Rules, allowed: Allowed) -> Result<(), BackendError> {
+    let Allowed { has_tcp, has_network, .. } = allowed;
+    let no_open = |argument| has(argument, libc::MSG_FASTOPEN, 0);
+    let send = match has_network {
+        true => all([no_open(3)])?,
+        false => all([is_null(4), no_open(3)])?,
+    };
+    rules.insert(libc::SYS_sendto, vec![send]);
+    let messages = match has_tcp || has_network {
+        true => vec![all([no_open(2)])?],
+        false => Vec::new(),
+    };
+    rules.insert(libc::SYS_sendmsg, messages);
+    if has_network {
+        rules.insert(libc::SYS_sendmmsg, vec![all([no_open(3)])?]);
     }
     Ok(())
+}
+
+fn option_rules(allowed: Allowed) -> Result<Vec<SeccompRule>, BackendError> {
+    let all_of = |level, names: &'static [libc::c_int]| {
+        names.iter().map(move |name| all([is(1, level), is(2, *name)]))
+    };
+    let of_servers = all_of(libc::SOL_SOCKET, SOCKET_OPTIONS)
+        .chain(all_of(libc::IPPROTO_TCP, TCP_OPTIONS))
+        .collect::<Result<Vec<_>, _>>()?;
+    if !allowed.has_network {
+        return Ok(of_servers);
+    }
+    let of_clients = all_of(libc::IPPROTO_TCP, CLIENT_TCP_OPTIONS)
+        .chain(all_of(libc::IPPROTO_IP, LOOKUP_IP_OPTIONS))
+        .chain(all_of(libc::IPPROTO_IPV6, LOOKUP_IPV6_OPTIONS))
+        .collect::<Result<Vec<_>, _>>()?;
+    Ok([of_servers, of_clients].concat())
 }
 
 fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
@@ -288,3 +313,10 @@ const SOCKET_OPTIONS: &[libc::c_int] = &[
 
 const TCP_OPTIONS: &[libc::c_int] =
     &[libc::TCP_NODELAY, libc::TCP_KEEPIDLE, libc::TCP_KEEPINTVL, libc::TCP_KEEPCNT];
+
+/// What clients of HTTP set in addition.
+const CLIENT_TCP_OPTIONS: &[libc::c_int] = &[libc::TCP_USER_TIMEOUT];
+
+/// What the C libraries set on the sockets by which they look up addresses.
+const LOOKUP_IP_OPTIONS: &[libc::c_int] = &[libc::IP_RECVERR];
+const LOOKUP_IPV6_OPTIONS: &[libc::c_int] = &[libc::IPV6_RECVERR, libc::IPV6_V6ONLY];

@@ -6,10 +6,10 @@ use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::CERTIFICATE_FILES;
-use mica_stack::StoreUrl;
+use mica_stack::{MACHINE_ID, StoreUrl};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// What a process needs to keep.
@@ -81,7 +81,7 @@ const LOGS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{MakeReg | WriteFile})
 /// To give a file that is open its name, and to remove it.
 const RENAME: BitFlags<AccessFs> = make_bitflags!(AccessFs::{MakeReg | RemoveFile});
 
-/// Tells logs of an earlier boot from current ones.
+/// Tells logs of an earlier boot, and dead writers of volumes, from current ones.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 impl Needs {
@@ -96,6 +96,7 @@ impl Needs {
     ) -> Result<Self> {
         let mut needs = Self::default();
         needs.allow(Path::new(BOOT_ID), AccessFs::ReadFile.into());
+        needs.allow(Path::new(MACHINE_ID), AccessFs::ReadFile.into());
         for disk in disks {
             needs.create_folders(disk)?;
             needs.add_disk(disk);
@@ -130,9 +131,8 @@ impl Needs {
             })?;
         }
         // Opening them reports what is wrong with them.
-        for file in disk.volume.log_device.iter() {
-            let mut options = std::fs::File::options();
-            let _ = options.append(true).create(true).mode(0o600).open(file);
+        if let Some(log) = disk.volume.log().filter(|_| disk.writes()) {
+            let _ = log.make();
         }
         for file in disk.images.fault_logs() {
             // The logger reports what is wrong with it.
@@ -168,9 +168,9 @@ impl Needs {
         }
         match disk.volume.url() {
             Ok(Some(url)) => {
-                self.add_store(&url.store, disk.settings.writes());
-                let log = disk.volume.log_device.iter();
-                log.for_each(|file| self.allow(file, READ | WRITE));
+                self.add_store(&url.store, disk.writes());
+                let log = disk.volume.log().filter(|_| disk.writes());
+                log.iter().for_each(|log| self.allow(&log.path, READ | WRITE));
             }
             _ if disk.is_file() => self.add_image(disk, writes_image(disk)),
             // Opening it reports what is wrong with it.

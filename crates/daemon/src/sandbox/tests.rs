@@ -1,12 +1,14 @@
 use super::*;
 use crate::config::DiskConfig;
+use crate::settings::{ProcessSettings, VolumeSettings};
+use crate::sockets::Sockets;
 use io_uring::IoUring;
 use mica_rt::{Backend, Executor};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking};
 use std::fs::{self, File};
 use std::io;
 use std::net::{TcpListener, TcpStream, UdpSocket};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, symlink};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
@@ -342,6 +344,91 @@ fn port_and_socket_of_the_configuration_are_left() {
     });
 }
 
+/// The story: the rules for buckets took the place of those for servers, so that one with a bucket
+/// could open sockets of any protocol, connect by sending, and set any option.
+#[test]
+fn bucket_widens_nothing_but_what_a_client_of_it_does() {
+    use libc::{AF_INET, AF_INET6, AF_NETLINK, AF_PACKET, AF_VSOCK};
+    let mut place = Place::new();
+    let service = TcpListener::bind("127.0.0.1:0").expect("bound");
+    let elsewhere = TcpListener::bind("127.0.0.1:0").expect("bound");
+    let address = |of: &TcpListener| of.local_addr().expect("an address");
+    let (service_address, elsewhere_address) = (address(&service), address(&elsewhere));
+    place.needs.connects.insert(service_address.port());
+    place.inside(|| {
+        let socket = |family, kind, protocol| {
+            // SAFETY: it names no memory.
+            let made = unsafe { libc::socket(family, kind, protocol) };
+            // SAFETY: it was just made, and nobody else has it.
+            (made >= 0).then(|| unsafe { OwnedFd::from_raw_fd(made) })
+        };
+        let (stream, datagram) = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC, libc::SOCK_DGRAM);
+        for (family, kind, protocol) in [
+            (AF_INET, stream, libc::IPPROTO_MPTCP),
+            (AF_INET6, stream, libc::IPPROTO_MPTCP),
+            (AF_INET, stream, libc::IPPROTO_SCTP),
+            (AF_INET, datagram, libc::IPPROTO_ICMP),
+            (AF_INET, datagram, libc::IPPROTO_UDPLITE),
+            (AF_INET, libc::SOCK_RAW, libc::IPPROTO_TCP),
+            (AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_NETFILTER),
+            (AF_PACKET, datagram, 0),
+            (AF_VSOCK, stream, 0),
+            (libc::AF_UNIX, datagram, 0),
+        ] {
+            let made = socket(family, kind, protocol);
+            assert!(made.is_none(), "{family} {kind} {protocol}");
+            let errno = io::Error::last_os_error();
+            assert_eq!(errno.raw_os_error(), Some(libc::ENOSYS), "{family} {kind} {protocol}");
+        }
+        assert!(is_refused(TcpStream::connect(elsewhere_address)), "another port");
+        let connected = TcpStream::connect(service_address).expect("the service");
+        let descriptor = connected.as_raw_fd();
+        let option = |level, name: libc::c_int| {
+            let value: libc::c_int = 1;
+            let len = libc::socklen_t::try_from(size_of_val(&value)).expect("small");
+            // SAFETY: the value lives through the call, and has this length.
+            let set = unsafe {
+                libc::setsockopt(descriptor, level, name, std::ptr::from_ref(&value).cast(), len)
+            };
+            (set != 0).then(|| io::Error::last_os_error().raw_os_error()).flatten()
+        };
+        for (level, name) in [
+            (libc::SOL_SOCKET, libc::SO_BINDTODEVICE),
+            (libc::SOL_SOCKET, libc::SO_DEBUG),
+            (libc::IPPROTO_TCP, libc::TCP_FASTOPEN_CONNECT),
+            (libc::IPPROTO_TCP, libc::TCP_REPAIR),
+            (libc::IPPROTO_IP, libc::IP_TRANSPARENT),
+        ] {
+            assert_eq!(option(level, name), Some(libc::ENOSYS), "{level} {name}");
+        }
+        for (level, name) in [
+            (libc::SOL_SOCKET, libc::SO_KEEPALIVE),
+            (libc::IPPROTO_TCP, libc::TCP_NODELAY),
+            (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT),
+        ] {
+            assert_eq!(option(level, name), None, "{level} {name}");
+        }
+        let opens = socket(AF_INET, stream, 0).expect("TCP");
+        let flags = rustix::net::SendFlags::from_bits_retain(libc::MSG_FASTOPEN.cast_unsigned());
+        let sent = rustix::net::sendto(&opens, b"x", flags, &elsewhere_address);
+        assert!(is_errno_of_refusal(sent), "connecting by sending");
+        let message = [libc::SYS_sendmsg, libc::SYS_sendmmsg].map(|call| {
+            let descriptor = i64::from(opens.as_raw_fd());
+            let flags = i64::from(libc::MSG_FASTOPEN);
+            // SAFETY: a call that is refused reads nothing, and null is no memory.
+            match unsafe { libc::syscall(call, descriptor, 0, flags, flags) } {
+                -1 => io::Error::last_os_error().raw_os_error(),
+                _ => None,
+            }
+        });
+        assert_eq!(message, [Some(libc::ENOSYS); 2], "connecting by sending");
+        // For names of hosts.
+        let lookup = UdpSocket::bind("127.0.0.1:0").expect("datagrams");
+        lookup.send_to(b"x", lookup.local_addr().expect("bound")).expect("sent");
+        assert!(socket(AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_ROUTE).is_some());
+    });
+}
+
 /// The story: all shared memory of other programs could be written to.
 #[test]
 fn logs_of_this_user_are_left_and_nothing_beside_them() {
@@ -433,4 +520,32 @@ fn without_a_sandbox_nothing_changes() {
         });
         assert_eq!(thread.join().expect("ended"), SECRET);
     });
+}
+
+/// The story: a snapshot was only read, and its whole store could be written; a log was made for
+/// it, too.
+#[test]
+fn volume_that_is_only_read_gets_no_rights_to_write_and_no_log() {
+    let place = Place::new();
+    let (store, log) = (place.at("in"), place.at("out/log"));
+    let disk = |name: &str| {
+        let volume = Some(format!("file://{}/{name}", store.display()));
+        let volume =
+            VolumeSettings { volume, log_device: Some(log.clone()), ..VolumeSettings::default() };
+        DiskConfig::of_volume("web".to_owned(), volume)
+    };
+    let mut read_only = disk("web");
+    read_only.settings.read_only = true;
+    for disk in [disk("web@monday"), read_only] {
+        let needs = Needs::of(&ProcessSettings::default(), &[disk], &Sockets::default());
+        let needs = needs.expect("nothing is in the way");
+        assert!(!needs.has_links && !log.exists());
+        let writes = AccessFs::WriteFile | AccessFs::MakeReg | AccessFs::RemoveFile;
+        let granted = needs.files.iter().filter(|(_, access)| access.intersects(writes));
+        assert_eq!(granted.count(), 0, "{needs:?}");
+    }
+    let needs = Needs::of(&ProcessSettings::default(), &[disk("web")], &Sockets::default());
+    let needs = needs.expect("nothing is in the way");
+    assert!(needs.has_links && log.exists());
+    assert!(needs.files[&store].contains(AccessFs::WriteFile | AccessFs::MakeReg));
 }

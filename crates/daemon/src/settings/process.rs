@@ -40,8 +40,9 @@ pub struct ProcessSettings {
     pub strict: bool,
     /// Allow disks from here to be added later.
     ///
-    /// With mica ctl add: their images and sockets are in this directory or below. The sandbox
-    /// allows no others. Can be repeated.
+    /// With mica ctl add: their images, stores of volumes and sockets are in this directory or
+    /// below. The sandbox allows no others; and volumes in buckets only where the server begins
+    /// with one. A --log-device has to exist. Can be repeated.
     #[arg(long, value_name = "DIR", help_heading = SERVER)]
     pub disks_in: Vec<PathBuf>,
     /// Append the log to this file.

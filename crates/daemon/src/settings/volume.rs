@@ -3,7 +3,7 @@
 use super::{FlushDurability, Size};
 use clap::Args;
 use mica_block::Result;
-use mica_stack::{LogPlace, StoreUrl, VolumeOptions, VolumeUrl};
+use mica_stack::{LOG_BYTES_MIN, LogPlace, StoreUrl, VolumeAccess, VolumeOptions, VolumeUrl};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -48,7 +48,8 @@ pub struct VolumeSettings {
     /// Take the volume over from a host that has it open and may be alive.
     ///
     /// That host can write no more, and learns it. What it has not put into the store yet is lost.
-    /// A writer of this machine that was killed needs no force.
+    /// A writer of this machine that was killed needs no force. It counts for the first opening
+    /// only; no configuration has it.
     #[arg(long, requires = "volume", help_heading = VOLUME, hide_short_help = true)]
     pub force: bool,
 }
@@ -59,7 +60,15 @@ impl VolumeSettings {
     /// # Errors
     /// `Invalid` if that is no URL of one.
     pub fn url(&self) -> Result<Option<VolumeUrl>> {
-        self.volume.as_deref().map(str::parse).transpose()
+        let Some(text) = &self.volume else { return Ok(None) };
+        let url: VolumeUrl = text.parse()?;
+        url.store.check_lasting()?;
+        Ok(Some(url))
+    }
+
+    /// Whether it is a snapshot, which is never written.
+    pub(crate) fn is_snapshot(&self) -> bool {
+        self.url().ok().flatten().is_some_and(|url| url.snapshot.is_some())
     }
 
     /// Whether it is in a pool of Ceph.
@@ -67,12 +76,37 @@ impl VolumeSettings {
         self.url().ok().flatten().is_some_and(|url| matches!(url.store, StoreUrl::Pool { .. }))
     }
 
-    /// How it is opened, for reading only or not.
-    pub(crate) fn options(&self, writable: bool) -> VolumeOptions {
+    /// Where its log is, if it has one.
+    pub(crate) fn log(&self) -> Option<LogPlace> {
         let len = self.log_size.unwrap_or(LOG_SIZE).0;
-        let log = self.log_device.clone().map(|path| LogPlace { path, len });
-        let durability = self.durability.map(FlushDurability::into);
-        VolumeOptions { writable, force: self.force, log, durability }
+        self.log_device.clone().map(|path| LogPlace { path, len })
+    }
+
+    /// How it is opened, for reading only or not, without force.
+    pub(crate) fn options(&self, is_written: bool) -> VolumeOptions {
+        if !is_written {
+            return VolumeOptions::default();
+        }
+        let (access, durability) =
+            (VolumeAccess::Write, self.durability.map(FlushDurability::into));
+        VolumeOptions { access, force: false, log: self.log(), durability }
+    }
+
+    /// An option that has no effect on what is only read, as the snapshot of a volume is.
+    pub(crate) fn option_of_writers(&self) -> Option<&'static str> {
+        let all = [
+            (self.log_device.is_some(), "log-device"),
+            (self.log_size.is_some(), "log-size"),
+            (self.durability.is_some(), "durability"),
+            (self.force, "force"),
+        ];
+        all.into_iter().find_map(|(is_given, option)| is_given.then_some(option))
+    }
+
+    /// Why no log can be made, as far as its settings say.
+    pub(crate) fn log_problem(&self) -> Option<String> {
+        let Size(len) = self.log_size.filter(|len| len.0 < LOG_BYTES_MIN)?;
+        Some(format!("log-size {len}: a log has at least {LOG_BYTES_MIN} bytes"))
     }
 
     /// An option that has no effect, and why.

@@ -2,8 +2,8 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    Error, IndexProgress, LocalFuture, Manage, ManageIndex, ManageSnapshots, MapStats, Result,
-    SealState, StoreIdentity, WriteStats,
+    Error, Haste, IndexProgress, LocalFuture, Manage, ManageIndex, ManageSnapshots, MapStats,
+    Result, SealState, StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
@@ -26,6 +26,10 @@ impl Manage for Chain {
                 None => Ok(()),
             }
         })
+    }
+
+    fn hasten(&self, _haste: Haste) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 
     fn latch(&self) -> Option<Error> {

@@ -140,8 +140,9 @@ fn log_is_made_once_and_only_of_nothing() {
         let error = LogDevice::create(Arc::clone(&file), LEN as u64, [2; 16]).await.err().unwrap();
         assert!(error.to_string().contains("is a log already"), "{error}");
         let short: Arc<dyn Store> = Arc::new(MemoryStore::new_writable("log", Vec::new()));
-        let error = LogDevice::create(short, 4096, [2; 16]).await.err().unwrap();
+        let error = LogDevice::create(Arc::clone(&short), 4096, [2; 16]).await.err().unwrap();
         assert!(error.to_string().contains(&format!("at least {SHORT}")), "{error}");
+        assert_eq!(short.len().unwrap(), 0, "it is as it was");
         // There is no space: it shows now.
         let full = Arc::new(MemoryStore::new_writable("log", Vec::new()).limited(8192));
         let error = LogDevice::create(full, LEN as u64, [2; 16]).await.err().unwrap();

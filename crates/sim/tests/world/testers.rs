@@ -218,6 +218,10 @@ impl Manage for Raw {
         self.flush()
     }
 
+    fn hasten(&self, _haste: mica_block::Haste) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
     fn latch(&self) -> Option<Error> {
         None
     }

@@ -3,8 +3,8 @@
 use super::lock::VolumeLock;
 use super::stores::Store;
 use mica_block::{
-    Disk, Error, Extent, Geometry, IoFuture, LocalFuture, Manage, ManageIndex, ManageSnapshots,
-    MapStats, Planned, Result, WriteStats, Writing, Zeroes,
+    Disk, Error, Extent, Geometry, Haste, IoFuture, LocalFuture, Manage, ManageIndex,
+    ManageSnapshots, MapStats, Planned, Result, WriteStats, Writing, Zeroes,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
@@ -17,13 +17,13 @@ use std::sync::Arc;
 pub(super) struct HeldVolume {
     volume: Volume,
     /// So that others of this process find it.
-    _store: Arc<Store>,
+    store: Arc<Store>,
     lock: Option<VolumeLock>,
 }
 
 impl HeldVolume {
     pub(super) fn new(volume: Volume, store: Arc<Store>, lock: Option<VolumeLock>) -> Self {
-        Self { volume, _store: store, lock }
+        Self { volume, store, lock }
     }
 }
 
@@ -77,10 +77,21 @@ impl Manage for HeldVolume {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
             self.volume.close().await?;
-            if let Some(lock) = &self.lock {
+            // One that is left to its log is not closed.
+            if let Some(lock) = self.lock.as_ref().filter(|_| !self.volume.is_left_to_log()) {
                 lock.clear();
             }
             Ok(())
+        })
+    }
+
+    fn hasten(&self, haste: Haste) -> LocalFuture<'_, ()> {
+        Box::pin(async move {
+            self.volume.hasten(haste).await;
+            // Guests that wait for what they read would hold up the end, too.
+            if self.volume.latch().is_some() {
+                self.store.give_up();
+            }
         })
     }
 

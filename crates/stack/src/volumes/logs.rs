@@ -9,8 +9,11 @@ use mica_volume::LogDevice;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// Bytes of a log, at least.
+pub const LOG_BYTES_MIN: u64 = LogDevice::LEN_MIN;
 
 /// Where a log is.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -19,6 +22,22 @@ pub struct LogPlace {
     pub path: PathBuf,
     /// Its length, if it is made. A device has its own.
     pub len: u64,
+}
+
+impl LogPlace {
+    /// Makes an empty file for it, for this user alone, unless something is there. Returns whether
+    /// it did.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn make(&self) -> Result<bool> {
+        let path = &self.path;
+        match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(Error::from_io(format!("making the log {}", path.display()), error)),
+        }
+    }
 }
 
 /// The logs that a process has open.
@@ -42,7 +61,7 @@ impl Logs {
     ) -> Result<Arc<LogDevice>> {
         let _alone = self.opening.alone().await;
         let LogPlace { path, len } = place;
-        make_file(path)?;
+        let is_new = place.make()?;
         let real = path.canonicalize().unwrap_or_else(|_| path.clone());
         if let Some(log) = self.lock().get(&real).and_then(Weak::upgrade) {
             return Ok(log);
@@ -61,7 +80,13 @@ impl Logs {
                 opened => opened,
             },
         };
-        let log = opened.map_err(|error| error.wrap("the log"))?;
+        let log = opened.map_err(|error| {
+            if is_new {
+                // In a sandbox it cannot be removed, and stays empty.
+                let _ = std::fs::remove_file(path);
+            }
+            error.wrap("the log")
+        })?;
         let mut open = self.lock();
         open.retain(|_, log| log.strong_count() > 0);
         open.insert(real, Arc::downgrade(&log));
@@ -86,15 +111,5 @@ impl Logs {
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Weak<LogDevice>>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Makes an empty file for a log, for this user alone, unless something is there.
-fn make_file(path: &Path) -> Result<()> {
-    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-            Err(Error::from_io(format!("making the log {}", path.display()), error))
-        }
-        _ => Ok(()),
     }
 }

@@ -9,6 +9,7 @@ mod bucket;
 mod held;
 mod lock;
 mod logs;
+mod machine;
 mod open;
 mod receive;
 mod stores;
@@ -17,8 +18,9 @@ mod url;
 pub use mica_volume::Durability;
 
 pub use bucket::{bucket_files, bucket_ports};
-pub use logs::LogPlace;
-pub use open::{Settled, VolumeOptions};
+pub use logs::{LOG_BYTES_MIN, LogPlace};
+pub use machine::MACHINE_ID;
+pub use open::{Settled, VolumeAccess, VolumeOptions};
 pub use stores::{Patience, Store, Stores};
 pub use url::{StoreUrl, VolumeUrl};
 

@@ -3,18 +3,18 @@
 use super::held::HeldVolume;
 use super::lock::VolumeLock;
 use super::logs::LogPlace;
-use super::stores::{Store, Stores, host};
+use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_volume::{Claimed, Durability, Opening, Sparse, VolumeName};
-use std::path::Path;
+use mica_volume::{Claimed, Durability, LogDevice, Opening, Sparse, Volume, VolumeName};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// How a volume is opened.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct VolumeOptions {
-    /// For reading and writing; a snapshot is only read.
-    pub writable: bool,
+    /// What for. A snapshot is only read.
+    pub access: VolumeAccess,
     /// Whether another writer that may be alive is fenced, and what is only in its log given up.
     pub force: bool,
     /// The log of what is not in the store yet.
@@ -24,12 +24,62 @@ pub struct VolumeOptions {
     pub durability: Option<Durability>,
 }
 
+/// What a volume is opened for.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum VolumeAccess {
+    /// To read it.
+    #[default]
+    Read,
+    /// To read and write it.
+    Write,
+    /// To write an image into it: until it is closed, nobody may take it for all of that.
+    Import,
+}
+
+/// Who has a volume, as far as heads and the lock of this machine say.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Standing {
+    Closed,
+    /// Its writer was on this machine and is dead.
+    Abandoned,
+    /// Its writer may be alive.
+    Open,
+}
+
+/// A volume whose lock was taken, if it is on this machine.
+struct Locked {
+    lock: Option<VolumeLock>,
+    standing: Standing,
+}
+
+impl Locked {
+    /// The log of a writer of this machine that did not close the volume.
+    fn left(&self) -> Option<&Path> {
+        let lock = self.lock.as_ref().filter(|_| self.standing == Standing::Abandoned)?;
+        lock.found().log.as_deref()
+    }
+
+    /// That the volume is all of something.
+    fn check_whole(&self, name: &VolumeName) -> Result<()> {
+        let is_import = self.lock.as_ref().is_some_and(|lock| lock.found().is_import);
+        if is_import && self.standing != Standing::Closed {
+            Err(part_of_image(name))
+        } else {
+            Ok(())
+        }
+    }
+
+    fn sign(&self, log: Option<&Path>, is_import: bool) -> Result<()> {
+        self.lock.as_ref().map_or(Ok(()), |lock| lock.sign(log, is_import))
+    }
+}
+
 impl Stores {
     /// Opens what `url` names.
     ///
     /// # Errors
     /// `NotFound` if it does not exist; `Denied` if a writer has it that may be alive, unless that
-    /// one is to be fenced.
+    /// one is to be fenced, or if it is part of an image whose import did not end.
     pub async fn open_volume(
         &self,
         url: &VolumeUrl,
@@ -39,58 +89,71 @@ impl Stores {
         if let Some(which) = url.which() {
             return Ok(Arc::new(store.volumes().open_snapshot(&url.name, &which).await?));
         }
-        if !options.writable {
+        if options.access == VolumeAccess::Read {
+            store.check_whole(&url.name).await?;
             return Ok(Arc::new(store.volumes().open_readable(&url.name).await?));
         }
         if store.is_remote() {
             store.probe().await?;
         }
-        let lock = store.lock_volume(&url.name).await?;
+        let locked = store.locked(&url.name).await?;
+        locked.check_whole(&url.name)?;
         let log = match &options.log {
             Some(place) => Some(self.log(place).await?),
             None => None,
         };
-        let is_ours = store.is_abandoned(&url.name, lock.as_ref()).await?;
-        let left = lock.as_ref().and_then(VolumeLock::left).filter(|_| is_ours);
-        let claimed = match (options.force, is_ours, left, &log) {
-            (true, ..) | (_, true, None, _) => Claimed::TakeOver,
-            // The log knows whether it is the one.
-            (_, true, Some(_), Some(_)) | (_, false, ..) => Claimed::Refuse,
-            (_, true, Some(left), None) => return Err(needs_log(&url.name, left)),
-        };
-        let usual = if log.is_some() { Durability::Host } else { Durability::Store };
-        let durability = options.durability.unwrap_or(usual);
-        let opening = Opening { claimed, log, durability };
-        let volume = store.volumes().open_volume(&url.name, opening).await?;
-        if let Some(lock) = &lock {
-            lock.sign(options.log.as_ref().map(|place| &*place.path));
-        }
-        Ok(Arc::new(HeldVolume::new(volume, store, lock)))
+        let volume = open_locked(&store, &url.name, &locked, options, log).await?;
+        Ok(Arc::new(HeldVolume::new(volume, store, locked.lock)))
     }
+}
+
+/// Opens a volume for writing, and says in its lock's file who has it (lock, I3): before that as
+/// the writer, and afterwards with its log, before anybody else can write.
+async fn open_locked(
+    store: &Store,
+    name: &VolumeName,
+    locked: &Locked,
+    options: &VolumeOptions,
+    log: Option<Arc<LogDevice>>,
+) -> Result<Volume> {
+    let is_import = options.access == VolumeAccess::Import;
+    let claimed = match (options.force, locked.standing, locked.left(), &log) {
+        (true, ..) | (_, Standing::Abandoned, None, _) => Claimed::TakeOver,
+        // The log knows whether it is the one.
+        (_, Standing::Abandoned, Some(_), Some(_)) | (_, Standing::Closed | Standing::Open, ..) => {
+            Claimed::Refuse
+        }
+        (_, Standing::Abandoned, Some(left), None) => return Err(needs_log(name, left)),
+    };
+    let usual = if log.is_some() { Durability::Host } else { Durability::Store };
+    let durability = options.durability.unwrap_or(usual);
+    let opening = Opening { claimed, log, durability };
+    // Of one that may be alive the file goes on to say what it says.
+    if options.force || locked.standing != Standing::Open {
+        locked.sign(locked.left(), is_import)?;
+    }
+    let opened = store.volumes().open_volume(name, opening).await;
+    let volume = opened.inspect_err(|_| {
+        locked.lock.iter().for_each(VolumeLock::restore);
+    })?;
+    let log = options.log.as_ref().map(|place| absolute(&place.path));
+    if let Err(error) = locked.sign(log.as_deref(), is_import) {
+        // Nobody has written. The first failure is the one to report.
+        let _ = volume.close().await;
+        return Err(error);
+    }
+    Ok(volume)
+}
+
+/// Where a log is, for whoever reads of it in another folder.
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
 /// A volume that a verb is about to change: as long as this is there, nobody on this machine opens
 /// it.
 pub struct Settled {
-    lock: Option<VolumeLock>,
-}
-
-impl Settled {
-    pub(super) fn new(lock: Option<VolumeLock>) -> Self {
-        Self { lock }
-    }
-
-    /// Removes what the lock of `name` was held by, unless there is such a volume.
-    pub(super) async fn remove_if_gone(self, store: &Store, name: &VolumeName) {
-        let is_gone = store.volumes().info(name).await.is_err_and(is_missing);
-        if let Some(lock) = self.lock.filter(|_| is_gone) {
-            lock.remove();
-        }
-    }
-}
-
-fn is_missing(error: Error) -> bool {
-    error.kind() == ErrorKind::NotFound
+    _lock: Option<VolumeLock>,
 }
 
 impl Store {
@@ -98,16 +161,22 @@ impl Store {
     /// time is over, and what it had put into the store counts.
     ///
     /// # Errors
-    /// `Denied` if another process of this machine has it open; otherwise what the store reports.
+    /// `Denied` if another process of this machine has it open, or it is part of an image;
+    /// otherwise what the store reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
-        let lock = self.lock_volume(name).await?;
-        if self.is_abandoned(name, lock.as_ref()).await? {
-            if let Some(left) = lock.as_ref().and_then(VolumeLock::left) {
+        let locked = self.locked(name).await?;
+        locked.check_whole(name)?;
+        if locked.standing == Standing::Abandoned {
+            if let Some(left) = locked.left() {
                 return Err(needs_log(name, left));
             }
             self.volumes().open_volume(name, Claimed::TakeOver).await?.close().await?;
         }
-        Ok(Settled::new(lock))
+        if locked.standing != Standing::Open {
+            // The verb may be killed as well.
+            locked.sign(None, false)?;
+        }
+        Ok(Settled { _lock: locked.lock })
     }
 
     /// Deletes a volume that nobody writes, or with `force` one that somebody may write: that
@@ -116,53 +185,90 @@ impl Store {
     /// # Errors
     /// `NotFound` if there is none; `Denied` if somebody has it open.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
-        let lock = self.lock_volume(name).await?;
-        let has_log = lock.as_ref().is_some_and(|lock| lock.left().is_some());
-        let is_ours = self.is_abandoned(name, lock.as_ref()).await? && !has_log;
+        let locked = self.locked(name).await?;
+        let is_ours = locked.standing == Standing::Abandoned && locked.left().is_none();
         let claimed = if force || is_ours { Claimed::TakeOver } else { Claimed::Refuse };
         self.volumes().delete(name, claimed).await?;
-        if let Some(lock) = lock {
+        if let Some(lock) = locked.lock {
             lock.remove();
         }
         Ok(())
     }
 
     /// Writes again what is in sparse extents of a volume that nobody has open; returns how many
-    /// blocks that were.
+    /// blocks that were. Whoever opens the volume meanwhile, on this machine or by force, has it:
+    /// this ends then.
     ///
     /// # Errors
     /// `Denied` if somebody has it open, `NotFound` if it is no more; otherwise what the store
     /// reports.
     pub async fn compact(&self, sparse: &Sparse) -> Result<u64> {
+        let name = &sparse.name;
+        let open = || {
+            let what = format!("volume {} is open", name.as_str());
+            Error::new(ErrorKind::Denied, what)
+        };
         // Before the lock, which is waited for if a server has it.
-        if let Some(host) = self.volumes().info(&sparse.name).await?.open_on {
-            let what = format!("volume {} is open on {host}", sparse.name.as_str());
-            return Err(Error::new(ErrorKind::Denied, what));
+        if self.volumes().info(name).await?.open_on.is_some() {
+            return Err(open());
         }
-        let _lock = self.lock_volume(&sparse.name).await?;
+        let locked = self.locked(name).await?;
+        if locked.standing != Standing::Closed {
+            return Err(open());
+        }
+        // Not held any longer: a server that starts must not fail for this. It finds a writer that
+        // was here, whose lock is free, and fences it.
+        locked.sign(None, false)?;
+        drop(locked);
         self.volumes().compact(sparse).await
     }
 
-    /// Takes the lock of a volume, if it is on this machine.
-    pub(super) async fn lock_volume(&self, name: &VolumeName) -> Result<Option<VolumeLock>> {
-        match self.directory() {
-            Some(directory) => Ok(Some(VolumeLock::take(directory, name).await?)),
-            None => Ok(None),
-        }
+    /// Takes the lock of a volume, if it is on this machine, and finds out who has it.
+    ///
+    /// # Errors
+    /// `Denied` if another process of this machine has it open; `NotFound` if there is none.
+    async fn locked(&self, name: &VolumeName) -> Result<Locked> {
+        let lock = match self.directory() {
+            Some(directory) => Some(VolumeLock::take(directory, name).await?),
+            None => None,
+        };
+        let info = match self.volumes().info(name).await {
+            Ok(info) => info,
+            Err(error) => {
+                if let Some(lock) = lock.filter(|_| error.kind() == ErrorKind::NotFound) {
+                    lock.remove();
+                }
+                return Err(error);
+            }
+        };
+        let is_dead = |host: &str| lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
+        let standing = match &info.open_on {
+            None => Standing::Closed,
+            Some(host) if is_dead(host) => Standing::Abandoned,
+            Some(_) => Standing::Open,
+        };
+        Ok(Locked { lock, standing })
     }
 
-    /// Whether the volume's writer was on this machine and is dead, which the lock proves.
-    pub(super) async fn is_abandoned(
-        &self,
-        name: &VolumeName,
-        lock: Option<&VolumeLock>,
-    ) -> Result<bool> {
-        if lock.is_none() {
-            return Ok(false);
+    /// That a volume which is only read is all of something.
+    async fn check_whole(&self, name: &VolumeName) -> Result<()> {
+        let Some(directory) = self.directory() else { return Ok(()) };
+        let is_import = VolumeLock::look(directory, name).is_import;
+        if is_import && self.volumes().info(name).await?.open_on.is_some() {
+            return Err(part_of_image(name));
         }
-        let open_on = self.volumes().info(name).await?.open_on;
-        Ok(open_on.is_some_and(|open_on| open_on == host()))
+        Ok(())
     }
+}
+
+/// Why a volume is left alone that a process was making of an image.
+fn part_of_image(name: &VolumeName) -> Error {
+    let what = format!(
+        "volume {} has a part of an image, whose import has not ended: wait for it, or delete the \
+         volume and import again",
+        name.as_str()
+    );
+    Error::new(ErrorKind::Denied, what)
 }
 
 /// Why a volume is left alone whose writer was killed: what it acknowledged may only be in its log.

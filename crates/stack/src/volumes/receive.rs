@@ -1,13 +1,14 @@
 //! Receiving a volume that another store has sent.
 
-use super::open::Settled;
+use super::lock::VolumeLock;
 use super::stores::Store;
 use mica_block::{ErrorKind, Result};
 use mica_volume::{ReceiveOptions, Received, VolumeName};
 use std::io::Read;
 
 impl Store {
-    /// As [`mica_volume::Volumes::receive`], while nobody on this machine opens the volume.
+    /// As [`mica_volume::Volumes::receive`], while nobody on this machine opens the volume. In a
+    /// directory, what a process leaves of a new volume if it is killed is refused as a part.
     ///
     /// # Errors
     /// As there; `Denied` if another process of this machine has it open.
@@ -18,18 +19,39 @@ impl Store {
         source: &mut dyn Read,
         each: impl FnMut(&Received),
     ) -> Result<()> {
-        let is_there = match self.volumes().info(name).await {
-            Ok(_) => true,
-            Err(error) if error.kind() == ErrorKind::NotFound => false,
-            Err(error) => return Err(error),
+        match self.volumes().info(name).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                self.receive_new(name, options, source, each).await
+            }
+            Err(error) => Err(error),
+            Ok(_) => {
+                let _held = self.settle(name).await?;
+                self.volumes().receive(name, options, source, each).await
+            }
+        }
+    }
+
+    async fn receive_new(
+        &self,
+        name: &VolumeName,
+        options: ReceiveOptions,
+        source: &mut dyn Read,
+        each: impl FnMut(&Received),
+    ) -> Result<()> {
+        let lock = match self.directory() {
+            Some(directory) => Some(VolumeLock::take(directory, name).await?),
+            None => None,
         };
-        let held = match is_there {
-            true => self.settle(name).await?,
-            false => Settled::new(self.lock_volume(name).await?),
-        };
+        if let Some(lock) = &lock {
+            lock.sign(None, true)?;
+        }
         let received = self.volumes().receive(name, options, source, each).await;
-        if !is_there && received.is_err() {
-            held.remove_if_gone(self, name).await;
+        let Some(lock) = lock else { return received };
+        match self.volumes().info(name).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => lock.remove(),
+            // Whoever could not take it back has left a part, and it stays signed as one.
+            Ok(info) if info.open_on.is_none() => lock.clear(),
+            Ok(_) | Err(_) => {}
         }
         received
     }

@@ -2,6 +2,7 @@
 
 use super::bucket;
 use super::logs::{LogPlace, Logs};
+use super::machine::host;
 use super::url::StoreUrl;
 use mica_block::{Error, ErrorKind, Objects, Result};
 use mica_rados::{Pool, PoolOptions};
@@ -41,6 +42,8 @@ pub struct Store {
     url: StoreUrl,
     volumes: Volumes,
     objects: Arc<dyn Objects>,
+    /// What repeats requests to it, if it is behind a network.
+    retry: Option<Arc<RetryObjects>>,
     /// Held by whoever probes it.
     probing: SharedLock,
     is_probed: Mutex<bool>,
@@ -121,7 +124,7 @@ impl Stores {
     /// Keeps a store that was opened, unless somebody else was faster.
     fn keep(&self, url: &StoreUrl, volumes: Volumes, reached: Reached) -> Arc<Store> {
         let Reached { objects, retry } = reached;
-        if let (Patience::Guest, Some(retry)) = (self.patience, retry) {
+        if let (Patience::Guest, Some(retry)) = (self.patience, &retry) {
             retry.lift_limit();
         }
         let mut open = self.lock();
@@ -130,8 +133,10 @@ impl Stores {
         }
         open.retain(|_, store| store.strong_count() > 0);
         let (probing, is_probed) = Default::default();
-        let store = Arc::new(Store { url: url.clone(), volumes, objects, probing, is_probed });
-        open.insert(url.clone(), Arc::downgrade(&store));
+        let url = url.clone();
+        let store = Store { url: url.clone(), volumes, objects, retry, probing, is_probed };
+        let store = Arc::new(store);
+        open.insert(url, Arc::downgrade(&store));
         store
     }
 
@@ -190,8 +195,14 @@ impl Store {
 
     /// Whether it may have changed its ways since it was made: a service is updated, or another one
     /// answers at its address. A directory does not.
-    pub(super) fn is_remote(&self) -> bool {
+    pub fn is_remote(&self) -> bool {
         matches!(self.url, StoreUrl::Bucket { .. } | StoreUrl::Pool { .. })
+    }
+
+    /// The process is about to end without an answer of it: whoever waits for one gets the error of
+    /// the last attempt.
+    pub(super) fn give_up(&self) {
+        self.retry.iter().for_each(|retry| retry.give_up());
     }
 
     /// Finds out, once, whether it keeps its promises.
@@ -237,18 +248,12 @@ fn missing(path: &Path, error: Error) -> Error {
 fn environment() -> Result<Environment> {
     // Fails here rather than when a number is needed.
     random_numbers()?;
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let random = || random_id().expect("the system had random numbers before");
     let now = || {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
     };
-    Ok(Environment::new(host, now, random))
-}
-
-/// The name by which heads know this machine.
-pub(super) fn host() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
+    Ok(Environment::new(host(), now, random))
 }
 
 fn random_id() -> Result<[u8; 16]> {

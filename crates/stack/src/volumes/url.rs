@@ -99,6 +99,25 @@ impl FromStr for VolumeUrl {
     }
 }
 
+impl StoreUrl {
+    /// That other processes find what one leaves there.
+    ///
+    /// # Errors
+    /// `Invalid` if they do not.
+    pub fn check_lasting(&self) -> Result<()> {
+        match self {
+            Self::Directory(_) | Self::Bucket { .. } | Self::Pool { .. } => Ok(()),
+            Self::Memory(_) => {
+                let what = format!(
+                    "that is memory of one process, for tests inside it: what is there ends with \
+                     it; use {FORMS}"
+                );
+                Err(invalid(&self.to_string(), &what))
+            }
+        }
+    }
+}
+
 impl VolumeUrl {
     /// The snapshot, if it is one.
     pub fn which(&self) -> Option<Which> {

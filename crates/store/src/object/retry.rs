@@ -15,6 +15,7 @@ use mica_block::{
     EndFuture, Entry, Error, ErrorKind, IoFuture, LocalFuture, Object, ObjectName, Objects, Put,
     PutFuture, Result,
 };
+use mica_rt::sync::Signal;
 use mica_rt::{Buf, sleep};
 use mica_units::random_at;
 use std::ops::Range;
@@ -58,6 +59,8 @@ struct Shared {
     pauses: AtomicU64,
     /// Whether requests are no longer limited in their attempts.
     is_unlimited: AtomicBool,
+    /// Raised when nothing is repeated any more.
+    given_up: Signal,
 }
 
 /// The pauses of one request.
@@ -73,13 +76,19 @@ const SAY_AFTER: u32 = 4;
 impl RetryObjects {
     /// Repeats the requests to `inner`.
     pub fn new(inner: Arc<dyn Objects>, options: RetryOptions) -> Self {
-        let (pauses, is_unlimited) = Default::default();
-        Self { shared: Arc::new(Shared { inner, options, pauses, is_unlimited }) }
+        let (pauses, is_unlimited, given_up) = Default::default();
+        Self { shared: Arc::new(Shared { inner, options, pauses, is_unlimited, given_up }) }
     }
 
     /// From now on requests may take as long as they like: the store was there, and is waited for.
     pub fn lift_limit(&self) {
         self.shared.is_unlimited.store(true, Ordering::Relaxed);
+    }
+
+    /// From now on no request is repeated, and none that pauses goes on pausing: whoever waits for
+    /// one gets the error of its last attempt.
+    pub fn give_up(&self) {
+        self.shared.given_up.raise();
     }
 }
 
@@ -165,7 +174,7 @@ impl Pauses<'_> {
     fn may_pass(&self, error: &Error) -> bool {
         let has_tries = self.shared.options.tries_max.is_none_or(|most| self.count + 1 < most)
             || self.shared.is_unlimited.load(Ordering::Relaxed);
-        error.kind() == ErrorKind::Io && has_tries
+        error.kind() == ErrorKind::Io && has_tries && !self.shared.given_up.is_raised()
     }
 
     /// Waits before the next attempt.
@@ -182,7 +191,8 @@ impl Pauses<'_> {
         let longest = u64::try_from(longest.as_nanos()).unwrap_or(u64::MAX);
         let half = longest / 2;
         let nanos = half + random_at(seed, number) % (longest - half + 1);
-        sleep(Duration::from_nanos(nanos)).await;
+        // The attempt after one that was cut short is the last.
+        shared.given_up.unless_raised(sleep(Duration::from_nanos(nanos))).await;
     }
 }
 

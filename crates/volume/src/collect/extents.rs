@@ -6,6 +6,9 @@ use crate::names;
 use crate::place::ExtentId;
 use mica_block::{Entry, ObjectName, Result};
 
+/// Parts of extents are given back in whole pages of a file system.
+pub(crate) const PAGE_BYTES: u64 = 4096;
+
 /// An extent that was there. 24 bytes, and nothing else is kept of those that are only listed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Listed {

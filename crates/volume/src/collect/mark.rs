@@ -13,8 +13,8 @@
 
 use super::areas::Areas;
 use super::client::Client;
+use super::extents::PAGE_BYTES;
 use super::names::Named;
-use super::sweep::PAGE_BYTES;
 use crate::format::extent::HEADER_BYTES;
 use crate::format::snapshot::Record;
 use crate::place::{BLOCK_BYTES, ExtentId, Place};

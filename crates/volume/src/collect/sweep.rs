@@ -6,7 +6,7 @@
 use super::Collected;
 use super::claims::Claims;
 use super::client::{Client, InFlight};
-use super::extents::Listed;
+use super::extents::{Listed, PAGE_BYTES};
 use super::mark::Parts;
 use super::plan::Plan;
 use crate::format::extent::{HEADER_BYTES, Header};
@@ -15,9 +15,6 @@ use crate::place::BLOCK_BYTES;
 use crate::put::{decode_header, elsewhere};
 use mica_block::{ErrorKind, Result};
 use std::ops::Range;
-
-/// Ranges are given back in whole pages of a file system.
-pub(crate) const PAGE_BYTES: u64 = 4096;
 
 /// Whether the store can give back parts of objects.
 pub(crate) async fn can_punch(client: &Client) -> bool {

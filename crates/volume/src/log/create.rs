@@ -55,12 +55,7 @@ pub(super) fn explain(file: &dyn Store, malformed: Malformed) -> Error {
 /// leaves zeros or a log.
 pub(super) async fn make(file: &dyn Store, id: Id) -> Result<DeviceHeader> {
     let len = file.len()?;
-    let header = DeviceHeader::for_len(id, len).ok_or_else(|| {
-        let shortest = DeviceHeader::LEN_MIN;
-        let what =
-            format!("{} has {len} bytes, a log at least {shortest}: make it longer", file.name());
-        Error::new(ErrorKind::Invalid, what)
-    })?;
+    let header = DeviceHeader::for_len(id, len).ok_or_else(|| too_short(file, len))?;
     expect_zeros(file, len).await?;
     allocate(file, &header).await?;
     fill(file, &header).await?;
@@ -68,6 +63,17 @@ pub(super) async fn make(file: &dyn Store, id: Id) -> Result<DeviceHeader> {
     write_all(file, Buf::from_slice(&header.encode()), HostOffset::ZERO).await?;
     file.sync().await.map_err(|error| error.wrap(file.name()))?;
     Ok(header)
+}
+
+/// That a log may have `len` bytes.
+pub(super) fn check_len(file: &dyn Store, len: u64) -> Result<()> {
+    if len < DeviceHeader::LEN_MIN { Err(too_short(file, len)) } else { Ok(()) }
+}
+
+fn too_short(file: &dyn Store, len: u64) -> Error {
+    let (name, shortest) = (file.name(), DeviceHeader::LEN_MIN);
+    let what = format!("{name} has {len} bytes, a log at least {shortest}: make it longer");
+    Error::new(ErrorKind::Invalid, what)
 }
 
 /// Gives the log all its space, so that a lack of it shows now and not when a guest writes.

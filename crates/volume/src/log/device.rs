@@ -34,6 +34,9 @@ pub struct LogDevice {
 }
 
 impl LogDevice {
+    /// The shortest log.
+    pub const LEN_MIN: u64 = DeviceHeader::LEN_MIN;
+
     /// Makes a log of `len` bytes in `file`, which has no length yet, or that many zeros. A block
     /// device has its own length, and zeros at its ends. `random` is a new random number.
     ///
@@ -41,6 +44,8 @@ impl LogDevice {
     /// `Invalid` if there is something in it, or it is too short; `NoSpace` if there is no space.
     pub async fn create(file: Arc<dyn Store>, len: u64, random: Id) -> Result<Arc<Self>> {
         if file.len()? == 0 {
+            // Before it has a length: what is not a log in the end stays empty.
+            create::check_len(&*file, len)?;
             file.set_len(len).await.map_err(|error| error.wrap(file.name()))?;
         }
         if matches!(create::beginning(&*file).await?, Beginning::Log(_)) {

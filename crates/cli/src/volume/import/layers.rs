@@ -39,18 +39,22 @@ impl Layer {
 /// If one of them cannot be opened.
 pub(super) async fn layers(images: &ImageArgs, image: &Path) -> Result<Vec<Layer>, Failure> {
     // Whatever prevents the chain from being opened is said first.
-    let len = images.open(image, IndexUse::Ignore).await?.geometry().len;
+    images.open(image, IndexUse::Ignore).await?.close().await?;
     let format = images.format()?;
-    let top = Layer { path: image.to_owned(), format, len, label: String::new() };
-    let mut all = vec![top];
+    let mut all = vec![Layer { path: image.to_owned(), format, len: 0, label: String::new() }];
     let files = FileImages::new(image, images.image_options()?)?;
-    while let Some(Layer { path, format: Format::Qcow2, .. }) = all.last() {
-        let info = wait_for_dead(async || inspect(&files, path).await).await?;
-        let Some((path, format)) = info.backing(&files, path)? else { break };
+    while let Some(last) = all.last_mut() {
+        if last.format != Format::Qcow2 {
+            last.len = last.open(images).await?.geometry().len;
+            break;
+        }
+        let path = last.path.clone();
+        // Its header alone: to open it would open all that are below.
+        let info = wait_for_dead(async || inspect(&files, &path).await).await?;
+        last.len = info.header.size;
+        let Some((path, format)) = info.backing(&files, &path)? else { break };
         let format = format.as_deref().unwrap_or("raw").parse()?;
-        let mut layer = Layer { path, format, len: 0, label: String::new() };
-        layer.len = layer.open(images).await?.geometry().len;
-        all.push(layer);
+        all.push(Layer { path, format, len: 0, label: String::new() });
         if all.len() > LAYERS_MAX {
             break;
         }

@@ -66,8 +66,9 @@ pub(super) const OF_SERVERS: &[i64] = &[
 /// What a server in addition needs whose volumes are in a directory.
 pub(super) const FOR_LINKS: &[i64] = &[libc::SYS_linkat, libc::SYS_syncfs];
 
-/// What a server in addition needs whose volumes are behind a network.
-pub(super) const FOR_NETWORK: &[i64] = &[libc::SYS_sendmmsg, libc::SYS_recvmmsg];
+/// What a server in addition needs whose volumes are behind a network, besides what it may do with
+/// certain arguments only.
+pub(super) const FOR_NETWORK: &[i64] = &[libc::SYS_recvmmsg];
 
 /// What a helper that mounts as root needs in addition.
 #[rustfmt::skip]
