@@ -14,6 +14,8 @@
 
 mod cuts;
 
+pub(crate) use cuts::RecentCuts;
+
 use crate::environment::Environment;
 use crate::recent::{Batch, Block, Known};
 use crate::segment::{Cut, Segment, WEIGHT_MAX};
@@ -46,7 +48,7 @@ pub(crate) struct Now {
     pub(crate) is_driven: bool,
     /// Whether nothing more is accepted.
     pub(crate) is_closing: bool,
-    /// Whether the last head of its writer is put.
+    /// Whether its writer's time is over: the last head is put, and the log is ended.
     pub(crate) is_ended: bool,
     /// Why nothing is acknowledged any more.
     pub(crate) latch: Option<Error>,
@@ -69,7 +71,7 @@ pub(crate) struct HeadsOfNow {
     pub(crate) sequence: u32,
     /// Whether snapshots were taken or dropped since, in the state.
     pub(crate) lacks_cuts: bool,
-    /// Whether the next one is being put.
+    /// Whether somebody has the turn to put the next one.
     pub(crate) is_under_way: bool,
 }
 

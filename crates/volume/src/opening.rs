@@ -10,7 +10,7 @@
 use crate::build::{Builder, Signature};
 use crate::format::Id;
 use crate::format::head::Head;
-use crate::heads::{Claimed, Heads, Legacy, Owned};
+use crate::heads::{Claimed, Heads, LocalLog, Owned};
 use crate::log::{Found, Log, LogDevice};
 use crate::place::Writer;
 use crate::shared::{Counts, Durability, Putter, Shared};
@@ -18,7 +18,6 @@ use crate::state::State;
 use crate::tree::Tree;
 use crate::writing::as_change;
 use mica_block::{Error, ErrorKind, Result};
-use mica_rt::sync::SharedLock;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -99,7 +98,7 @@ impl LogChoice<'_> {
     }
 }
 
-impl Legacy for LogChoice<'_> {
+impl LocalLog for LogChoice<'_> {
     fn is_of(&self, head: &Head) -> bool {
         self.found(head).is_some_and(|found| self.goes_on(&found, head))
     }
@@ -197,7 +196,6 @@ fn putter(
         log,
         loss,
         builder: Mutex::new(Some(Builder::new(signature, owned.head.state))),
-        head_turn: SharedLock::default(),
         owned: Mutex::new(owned),
         last_head: Mutex::default(),
         trouble: Mutex::default(),
@@ -219,7 +217,8 @@ async fn replay(shared: &Arc<Shared>) -> Result<()> {
     loop {
         let next = shared.now().records;
         if next >= recovered.end {
-            return shared.store().await;
+            shared.store().await?;
+            return shared.at_rest().await;
         }
         let mut is_full = false;
         let read = log

@@ -2,14 +2,15 @@
 //!
 //! Invariants
 //! - I1 Nothing is returned whose sum is not the one that its place has.
-//! - I2 A node that several readers miss together is read once.
+//! - I2 A node that several readers miss together is read once, if they wait for as long as it
+//!   takes. Who does not reads it alone, so as not to wait for them.
 //! - I3 The cache holds what its budget allows. Places never come to mean something else, so
 //!   nothing is removed from it for any other reason.
 //! - I4 What is in an extent that is still being put is read from memory.
 
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
-use crate::put::Patience;
+use crate::put::{Patience, Tries};
 use crate::state::Root;
 use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
 use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
@@ -26,14 +27,16 @@ const RECORDS_MAX: usize = 1 << 14;
 /// Objects that are kept open: what they cost is bounded by the store.
 const OPENED_MAX: usize = 1024;
 
-/// After so many failed tries of a read it is said that it is still tried.
-const SAY_AFTER: u32 = 4;
-
 /// A directory of a volume's tree.
 pub(crate) type Node = Arc<Directory<Place>>;
 
 /// What is read from a store, by all that share it.
 pub(crate) struct Tree {
+    shared: Arc<Shared>,
+    patience: Patience,
+}
+
+struct Shared {
     objects: Arc<dyn Objects>,
     nodes: Cache<Place, Node, NodeMemory>,
     records: Cache<Place, Arc<Record>>,
@@ -62,13 +65,25 @@ impl Weighter<Place, Node> for NodeMemory {
 }
 
 impl Tree {
-    /// Reads from `objects`, with a cache of nodes of about `cache_bytes`.
+    /// Reads from `objects`, with a cache of nodes of about `cache_bytes`, with the patience of a
+    /// verb.
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
         let (hits, misses, held) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
-        Self { objects, nodes, records, opened, held, hits, misses }
+        let shared = Arc::new(Shared { objects, nodes, records, opened, held, hits, misses });
+        Self { shared, patience: Patience::VERB }
+    }
+
+    /// The same, for those who have `patience`.
+    pub(crate) fn with_patience(&self, patience: Patience) -> Arc<Self> {
+        Arc::new(Self { shared: Arc::clone(&self.shared), patience })
+    }
+
+    /// For how long a read is tried.
+    pub(crate) fn patience(&self) -> Patience {
+        self.patience
     }
 
     /// Where the leaf of `key` is; `None` if it has none.
@@ -92,8 +107,8 @@ impl Tree {
         loop {
             match step {
                 Step::Read(at, lookup) => {
-                    let node = self.nodes.get(&at)?;
-                    self.hits.fetch_add(1, Ordering::Relaxed);
+                    let node = self.shared.nodes.get(&at)?;
+                    self.shared.hits.fetch_add(1, Ordering::Relaxed);
                     step = lookup.feed(&*node);
                 }
                 Step::Leaf(at) => return Some(Some(at)),
@@ -105,13 +120,13 @@ impl Tree {
     /// What the cache of nodes did.
     pub(crate) fn stats(&self) -> MapStats {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let (hits, misses) = (count(&self.hits), count(&self.misses));
+        let (hits, misses) = (count(&self.shared.hits), count(&self.shared.misses));
         MapStats {
             hits,
             misses,
             index_loads: misses,
-            cached_bytes: self.nodes.weight(),
-            budget_bytes: self.nodes.capacity(),
+            cached_bytes: self.shared.nodes.weight(),
+            budget_bytes: self.shared.nodes.capacity(),
             ..MapStats::default()
         }
     }
@@ -121,17 +136,35 @@ impl Tree {
     /// # Errors
     /// As [`Self::look_up`].
     pub(crate) async fn node(&self, at: Place) -> Result<Node> {
-        if let Some(node) = self.nodes.get(&at) {
-            self.hits.fetch_add(1, Ordering::Relaxed);
+        if let Some(node) = self.shared.nodes.get(&at) {
+            self.shared.hits.fetch_add(1, Ordering::Relaxed);
             return Ok(node);
         }
-        self.misses.fetch_add(1, Ordering::Relaxed);
-        self.nodes.get_or_insert_async(&at, self.read_node(at)).await
+        self.shared.misses.fetch_add(1, Ordering::Relaxed);
+        self.once(&self.shared.nodes, at, self.read_node(at)).await
+    }
+
+    /// What `read` gives, which is in `cache` then (I2).
+    async fn once<T: Clone, W: Weighter<Place, T> + Clone>(
+        &self,
+        cache: &Cache<Place, T, W>,
+        at: Place,
+        read: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        if self.patience == Patience::Endless {
+            return cache.get_or_insert_async(&at, read).await;
+        }
+        if let Some(known) = cache.get(&at) {
+            return Ok(known);
+        }
+        let found = read.await?;
+        cache.insert(at, found.clone());
+        Ok(found)
     }
 
     /// Keeps a node that was just made, so that it is not read back.
     pub(crate) fn keep(&self, at: Place, node: Node) {
-        self.nodes.insert(at, node);
+        self.shared.nodes.insert(at, node);
     }
 
     /// Holds the nodes of an extent that is being put, `bytes` from `start` on, until
@@ -157,7 +190,7 @@ impl Tree {
     }
 
     fn held(&self) -> MutexGuard<'_, Vec<Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The record of a snapshot at `at`.
@@ -165,12 +198,12 @@ impl Tree {
     /// # Errors
     /// As [`Self::look_up`].
     pub(crate) async fn record(&self, at: Place) -> Result<Arc<Record>> {
-        self.records.get_or_insert_async(&at, self.read_record(at)).await
+        self.once(&self.shared.records, at, self.read_record(at)).await
     }
 
     /// As [`Self::keep`], of a record.
     pub(crate) fn keep_record(&self, at: Place, record: Arc<Record>) {
-        self.records.insert(at, record);
+        self.shared.records.insert(at, record);
     }
 
     /// The node at `at`, as it is in the store.
@@ -195,7 +228,10 @@ impl Tree {
     async fn read_framed(&self, at: Place, len: usize) -> Result<Buf> {
         match self.read_held(at, len) {
             Some(buf) => Ok(buf),
-            None => self.read(at, Buf::new(len)).await,
+            None => {
+                let (result, buf) = self.read(at, Buf::new(len)).await;
+                result.map(|()| buf)
+            }
         }
     }
 
@@ -210,46 +246,54 @@ impl Tree {
         places: impl IntoIterator<Item = Place>,
         buf: Buf,
     ) -> Result<Buf> {
-        let buf = self.read(first, buf).await?;
-        for (place, block) in places.into_iter().zip(buf.chunks(BLOCK_BYTES)) {
-            if crc32c(block) != place.sum() {
-                return Err(damaged(place, "a block", &"its checksum does not match"));
-            }
-        }
-        Ok(buf)
+        let (result, buf) = self.fill_blocks(first, places, buf).await;
+        result.map(|()| buf)
     }
 
-    /// Reads until the store answers: a guest waits, and must not see an error for an outage.
-    async fn read(&self, at: Place, mut buf: Buf) -> Result<Buf> {
+    /// As [`Self::read_blocks`]; gives `buf` back whatever happens.
+    pub(crate) async fn fill_blocks(
+        &self,
+        first: Place,
+        places: impl IntoIterator<Item = Place>,
+        buf: Buf,
+    ) -> (Result<()>, Buf) {
+        let (result, buf) = self.read(first, buf).await;
+        if result.is_err() {
+            return (result, buf);
+        }
+        for (place, block) in places.into_iter().zip(buf.chunks(BLOCK_BYTES)) {
+            if crc32c(block) != place.sum() {
+                return (Err(damaged(place, "a block", &"its checksum does not match")), buf);
+            }
+        }
+        (Ok(()), buf)
+    }
+
+    /// Fills `buf` from `at` on.
+    async fn read(&self, at: Place, mut buf: Buf) -> (Result<()>, Buf) {
         let object = self.object(at.extent());
-        let name = || at.extent().name();
-        let mut tried = 0;
+        let objects = &self.shared.objects;
+        let mut tries = Tries::new(self.patience);
         loop {
             let (result, back) = object.read_at(buf, at.offset()).await;
-            let error = match result {
-                Ok(()) => return Ok(back),
-                Err(error) => error,
-            };
             buf = back;
+            let Err(error) = result else { return (Ok(()), buf) };
+            let name = at.extent().name();
             // The map names it, so it has to be there.
             if error.kind() == ErrorKind::NotFound {
-                let what = format!("{} is missing from {}", name(), self.objects.name());
-                return Err(Error::new(ErrorKind::Corrupt, what));
+                let what = format!("{name} is missing from {}", objects.name());
+                return (Err(Error::new(ErrorKind::Corrupt, what)), buf);
             }
-            tried += 1;
-            if tried == SAY_AFTER {
-                let error = error.in_one_line();
-                tracing::warn!(extent = %name(), error, "a read is tried again, and again");
-            }
-            if !Patience::Endless.bears(&error, tried).await {
-                return Err(error.wrap(format!("reading {}", name())));
+            let doing = || format!("reading {name} of {}", objects.name());
+            if let Err(error) = tries.pause(error, doing).await {
+                return (Err(error), buf);
             }
         }
     }
 
     fn object(&self, extent: ExtentId) -> Arc<dyn Object> {
-        let open = || Ok::<_, std::convert::Infallible>(self.objects.open(&extent.name()));
-        match self.opened.get_or_insert_with(&extent, open) {
+        let open = || Ok::<_, std::convert::Infallible>(self.shared.objects.open(&extent.name()));
+        match self.shared.opened.get_or_insert_with(&extent, open) {
             Ok(object) => object,
             Err(never) => match never {},
         }

@@ -15,7 +15,7 @@
 mod rewrite;
 mod snapshots;
 
-use crate::heads::{End, Heads, host_name};
+use crate::heads::{End, Heads, check_host};
 use crate::known::Change;
 use crate::place::BLOCK_BYTES;
 use crate::reader::{self, View, check_range};
@@ -59,9 +59,7 @@ impl Volume {
     /// # Errors
     /// `Invalid` if no host can have this name; otherwise as [`Manage::close`].
     pub async fn hand_over(&self, host: &str) -> Result<()> {
-        if host.is_empty() || host != host_name(host) {
-            return Err(Error::new(ErrorKind::Invalid, format!("{host:?} is no name of a host")));
-        }
+        check_host(host)?;
         self.shared.end(&End::HandedTo(host.to_owned())).await
     }
 
@@ -102,8 +100,13 @@ impl Disk for Volume {
             return Planned::Ready(Ok(self.planned(&view, range, extents)));
         }
         Planned::Pending(Box::pin(async move {
-            self.shared.explained(view.resolve(tree).await).await?;
-            Ok(self.planned(&view, range, extents))
+            let mut first = Some(view);
+            let view = self.shared.reading(async || {
+                let mut view = first.take().unwrap_or_else(|| self.shared.view(range));
+                let resolved = view.resolve(tree).await;
+                (view.generation(), resolved.map(|()| view))
+            });
+            Ok(self.planned(&view.await?, range, extents))
         }))
     }
 
@@ -111,12 +114,14 @@ impl Disk for Volume {
         Box::pin(async move {
             check_range(range, self.shared.len())?;
             let blocks = reader::blocks_of(range);
-            let (map, recent) = {
-                let now = self.shared.now();
-                (now.state.map, now.recent_batches(&blocks))
-            };
-            let surveyed = reader::survey(&self.shared.tree, map, &recent, range).await;
-            self.shared.explained(surveyed).await
+            let surveyed = self.shared.reading(async || {
+                let (generation, map, recent) = {
+                    let now = self.shared.now();
+                    (now.generation, now.state.map, now.recent_batches(&blocks))
+                };
+                (generation, reader::survey(&self.shared.tree, map, &recent, range).await)
+            });
+            surveyed.await
         })
     }
 
@@ -130,17 +135,20 @@ impl Disk for Volume {
         let is_known = view.resolve_cached(&self.shared.tree, &self.shared.plans);
         let shared = Arc::clone(&self.shared);
         IoFuture::boxed(async move {
-            let len = buf.len();
-            let read = async {
-                if !is_known {
-                    view.resolve(&shared.tree).await?;
+            let (mut first, mut buf) = (Some((view, is_known)), Some(buf));
+            let read = shared.reading(async || {
+                let (mut view, is_known) =
+                    first.take().unwrap_or_else(|| (shared.view(range), false));
+                if !is_known && let Err(error) = view.resolve(&shared.tree).await {
+                    return (view.generation(), Err(error));
                 }
-                view.read(&shared.tree, range, buf).await
-            };
-            match shared.explained(read.await).await {
-                Ok(buf) => (Ok(()), buf),
-                Err(error) => (Err(error), Buf::new(len)),
-            }
+                let room = buf.take().expect("it comes back");
+                let (result, room) = view.read(&shared.tree, range, room).await;
+                buf = Some(room);
+                (view.generation(), result)
+            });
+            let result = read.await;
+            (result, buf.expect("it came back"))
         })
     }
 

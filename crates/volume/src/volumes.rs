@@ -11,7 +11,7 @@ use crate::format::store::{self, STORE_BYTES};
 use crate::heads::{Claimed, Heads};
 use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening};
-use crate::put::{Patience, put, read};
+use crate::put::{Patience, is_empty, list, put, read};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
@@ -25,7 +25,10 @@ pub struct Volumes {
     pub(crate) objects: Arc<dyn Objects>,
     environment: Environment,
     pub(crate) store: Id,
+    /// What verbs read.
     pub(crate) tree: Arc<Tree>,
+    /// That of the disks that are opened.
+    patience: Patience,
 }
 
 /// What there is to know of a volume without opening it.
@@ -74,7 +77,7 @@ impl Volumes {
             if let Some(store) = stored_id(&*objects).await? {
                 return Ok(Self::with_id(objects, environment, cache_bytes, store));
             }
-            if !objects.list(None, None).await?.is_empty() {
+            if !is_empty(&*objects, Patience::VERB).await? {
                 let what = format!(
                     "{} has objects that are not of volumes: use an empty folder or prefix",
                     objects.name()
@@ -96,7 +99,19 @@ impl Volumes {
         store: Id,
     ) -> Self {
         let tree = Arc::new(Tree::new(Arc::clone(&objects), cache_bytes));
-        Self { objects, environment, store, tree }
+        Self { objects, environment, store, tree, patience: Patience::Endless }
+    }
+
+    /// The same, for those who have no guest: requests to their disks end, too, if the store does
+    /// not answer. Otherwise they wait for as long as that takes.
+    #[must_use]
+    pub fn for_verbs(self) -> Self {
+        Self { patience: Patience::VERB, ..self }
+    }
+
+    /// What a disk that is opened reads.
+    fn disk_tree(&self) -> Arc<Tree> {
+        self.tree.with_patience(self.patience)
     }
 
     /// Makes a volume of `len` bytes that reads as zeros.
@@ -131,7 +146,7 @@ impl Volumes {
         let folder = names::volumes();
         let (mut all, mut after) = (Vec::new(), None);
         loop {
-            let page = self.objects.list(Some(&folder), after.as_ref()).await?;
+            let page = list(&*self.objects, &folder, after.as_ref(), Patience::VERB).await?;
             for entry in &page {
                 let Entry::Folder(folder) = entry else { continue };
                 let Some((_, name)) = folder.as_str().rsplit_once('/') else { continue };
@@ -170,7 +185,7 @@ impl Volumes {
         name: &VolumeName,
         opening: impl Into<Opening>,
     ) -> Result<Volume> {
-        let (tree, heads) = (Arc::clone(&self.tree), self.heads(name));
+        let (tree, heads) = (self.disk_tree(), self.heads(name));
         Ok(Volume::of(opening::open(tree, heads, &opening.into()).await?))
     }
 
@@ -192,7 +207,7 @@ impl Volumes {
     pub async fn open_readable(&self, name: &VolumeName) -> Result<Volume> {
         let heads = self.heads(name);
         let (_, state) = heads.counting().await?;
-        Ok(Volume::readable(Arc::clone(&self.tree), heads, state))
+        Ok(Volume::readable(self.disk_tree(), heads, state))
     }
 
     pub(crate) fn heads(&self, name: &VolumeName) -> Heads {

@@ -10,11 +10,12 @@
 
 use crate::known::{Change, Now};
 use crate::log::{Log, NotPushed, Record, Ticket};
-use crate::place::BLOCK_BYTES;
+use crate::place::{BLOCK_BYTES, Place};
 use crate::reader;
 use crate::recent::{Block, Known};
 use crate::segment::Cut;
 use crate::shared::Shared;
+use crate::state::Root;
 use mica_block::{Error, Result};
 use mica_rt::sleep;
 use mica_units::{GuestOffset, GuestRange};
@@ -81,7 +82,7 @@ impl Shared {
             self.drive();
             match (step, not_yet) {
                 (_, Some(NotYet::Refused(error))) => return Err(error),
-                (_, Some(NotYet::Failed(error))) => return Err(self.fails(error)),
+                (_, Some(NotYet::Failed(error))) => return Err(self.latch_with(error)),
                 (_, Some(NotYet::Log)) => self.wait_for_log().await?,
                 (_, Some(NotYet::Batches { is_cut })) => self.wait_for_batches(is_cut).await?,
                 (Step::Again, None) => unreachable!("a step ends early only for lack of room"),
@@ -96,7 +97,7 @@ impl Shared {
     /// Waits until the change with this ticket may be answered.
     async fn settle(self: &Arc<Self>, last: Option<Ticket>) -> Result<()> {
         if let (Some(log), Some(ticket)) = (self.log(), last) {
-            log.written(ticket).await.map_err(|error| self.fails(error))?;
+            log.written(ticket).await.map_err(|error| self.latch_with(error))?;
             if let Some(delay) = delay(log) {
                 self.now().want();
                 self.drive();
@@ -125,7 +126,7 @@ impl Shared {
         self.now().want();
         self.drive();
         match self.over.unless_raised(log.has_room()).await {
-            Some(outcome) => outcome.map_err(|error| self.fails(error)),
+            Some(outcome) => outcome.map_err(|error| self.latch_with(error)),
             None => self.latch().map_or(Ok(()), Err),
         }
     }
@@ -162,35 +163,71 @@ impl Shared {
 
     /// Changes a part of a block: what else is in it is read first, if it has to be.
     async fn write_part(self: &Arc<Self>, block: u64, within: usize, part: &[u8]) -> Result<()> {
-        let mut stored: Option<(u64, Block)> = None;
+        let mut stored: Option<(Option<Place>, Block)> = None;
         loop {
-            let is_done = self
-                .change(|recorder| {
-                    let generation = recorder.now.generation;
-                    let old = match (recorder.now.recent(block), &stored) {
-                        (Some(Known::Data(old)), _) => old,
-                        (Some(Known::Nothing), _) => Arc::new([0; BLOCK_BYTES]),
-                        (None, Some((of, old))) if *of == generation => Arc::clone(old),
-                        (None, _) => return Step::Done(false),
-                    };
-                    let mut new = *old;
-                    new[within..within + part.len()].copy_from_slice(part);
-                    match recorder.record(Change::Data(block, Arc::new(new))) {
-                        true => Step::Done(true),
-                        false => Step::Again,
-                    }
-                })
-                .await?;
-            if is_done {
+            let make = |is| {
+                let mut new = match (is, &stored) {
+                    (Is::Recent(Known::Data(old)), _) => *old,
+                    (Is::Recent(Known::Nothing) | Is::Stored(None), _) => [0; BLOCK_BYTES],
+                    (Is::Stored(place), Some((at, old))) if *at == place => **old,
+                    (Is::Stored(Some(_)), _) => return None,
+                };
+                new[within..within + part.len()].copy_from_slice(part);
+                Some(Arc::new(new))
+            };
+            if self.change_block(block, make).await? {
                 return Ok(());
             }
-            let (generation, map) = {
-                let now = self.now();
-                (now.generation, now.state.map)
-            };
-            let read = reader::stored_block(&self.tree, map, block).await;
-            stored = Some((generation, self.explained(read).await?));
+            let read = self.reading(async || {
+                let (generation, map) = self.map_now();
+                (generation, reader::stored_block(&self.tree, map, block).await)
+            });
+            stored = Some(read.await?);
         }
+    }
+
+    /// Puts what `make` makes of what `block` is, in one step; false if it makes nothing of it.
+    /// What others do meanwhile to other blocks holds nobody up.
+    pub(crate) async fn change_block(
+        self: &Arc<Self>,
+        block: u64,
+        mut make: impl FnMut(Is) -> Option<Block>,
+    ) -> Result<bool> {
+        let mut found: Option<(u64, Option<Place>)> = None;
+        loop {
+            let done = self.change(|recorder| {
+                let now = &*recorder.now;
+                let is = match (now.recent(block), found) {
+                    (Some(known), _) => Is::Recent(known),
+                    (None, Some((of, place))) if of == now.generation => Is::Stored(place),
+                    // The nodes on its path were read for the state before, or made since.
+                    (None, _) => match self.tree.look_up_cached(now.state.map, block) {
+                        Some(place) => Is::Stored(place),
+                        None => return Step::Done(None),
+                    },
+                };
+                let Some(new) = make(is) else { return Step::Done(Some(false)) };
+                match recorder.record(Change::Data(block, new)) {
+                    true => Step::Done(Some(true)),
+                    false => Step::Again,
+                }
+            });
+            if let Some(done) = done.await? {
+                return Ok(done);
+            }
+            let look_up = self.reading(async || {
+                let (generation, map) = self.map_now();
+                let place = self.tree.look_up(map, block).await;
+                (generation, place.map(|place| (generation, place)))
+            });
+            found = Some(look_up.await?);
+        }
+    }
+
+    /// The map of the state, and of which generation it is.
+    pub(crate) fn map_now(&self) -> (u64, Root) {
+        let now = self.now();
+        (now.generation, now.state.map)
     }
 
     /// Whole blocks of `range` have nothing from now on; what is left of it at its ends is written
@@ -223,6 +260,14 @@ impl Shared {
         };
         self.change(step).await
     }
+}
+
+/// What a block is, for whoever changes it.
+pub(crate) enum Is {
+    /// It was written or cleared lately.
+    Recent(Known),
+    /// What the map of the state says: where its bytes are, if it has any.
+    Stored(Option<Place>),
 }
 
 /// What a step of a change came to.

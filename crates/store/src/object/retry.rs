@@ -19,7 +19,7 @@ use mica_rt::{Buf, sleep};
 use mica_units::random_at;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Options of a [`RetryObjects`].
@@ -32,8 +32,7 @@ pub struct RetryOptions {
     /// Where the length of pauses comes from: processes that fail at one time do not all return at
     /// one time.
     pub seed: u64,
-    /// Attempts of a request at most, as long as nobody lifts that limit; `None` if it may take as
-    /// long as it likes.
+    /// Attempts of a request at most; `None` if it may take as long as it likes.
     pub tries_max: Option<u32>,
 }
 
@@ -56,8 +55,6 @@ struct Shared {
     options: RetryOptions,
     /// Pauses so far.
     pauses: AtomicU64,
-    /// Whether requests are no longer limited in their attempts.
-    is_unlimited: AtomicBool,
 }
 
 /// The pauses of one request.
@@ -73,13 +70,7 @@ const SAY_AFTER: u32 = 4;
 impl RetryObjects {
     /// Repeats the requests to `inner`.
     pub fn new(inner: Arc<dyn Objects>, options: RetryOptions) -> Self {
-        let (pauses, is_unlimited) = Default::default();
-        Self { shared: Arc::new(Shared { inner, options, pauses, is_unlimited }) }
-    }
-
-    /// From now on requests may take as long as they like: the store was there, and is waited for.
-    pub fn lift_limit(&self) {
-        self.shared.is_unlimited.store(true, Ordering::Relaxed);
+        Self { shared: Arc::new(Shared { inner, options, pauses: AtomicU64::default() }) }
     }
 }
 
@@ -163,8 +154,7 @@ impl Shared {
 impl Pauses<'_> {
     /// Whether another attempt is made, which may have another outcome.
     fn may_pass(&self, error: &Error) -> bool {
-        let has_tries = self.shared.options.tries_max.is_none_or(|most| self.count + 1 < most)
-            || self.shared.is_unlimited.load(Ordering::Relaxed);
+        let has_tries = self.shared.options.tries_max.is_none_or(|most| self.count + 1 < most);
         error.kind() == ErrorKind::Io && has_tries
     }
 

@@ -8,13 +8,11 @@ use crate::heads::Claimed;
 use crate::known::Change;
 use crate::names::VolumeName;
 use crate::segment::Cut;
-use crate::shared::Shared;
 use crate::snapshots::{all, check_new_label, find, missing};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
 use mica_block::{Manage, Result, SnapshotInfo, Which, check_label};
-use std::sync::Arc;
 
 impl Volumes {
     /// The snapshots of a volume, by number. Of one that a writer has open these are all that are
@@ -105,8 +103,7 @@ impl Volumes {
     /// `NotFound` if there is no such volume or snapshot; otherwise what the store reports.
     pub async fn open_snapshot(&self, name: &VolumeName, which: &Which) -> Result<Volume> {
         let state = self.content(name, Some(which)).await?;
-        let (tree, heads) = (Arc::clone(&self.tree), self.heads(name));
-        Ok(Volume::of(Shared::new(tree, heads, None, state)))
+        Ok(Volume::readable(self.disk_tree(), self.heads(name), state))
     }
 
     /// What a volume has now, or a snapshot of it: a map and a length.
