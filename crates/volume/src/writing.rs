@@ -235,17 +235,32 @@ impl Shared {
     pub(crate) async fn clear(self: &Arc<Self>, range: GuestRange, exact: bool) -> Result<()> {
         let size = BLOCK_BYTES as u64;
         let (start, end) = (range.start().bytes(), range.end().bytes());
-        // A disk's last block may be shorter than a block: nobody sees what is beyond.
-        let end_blocks = if end == self.len() { end.div_ceil(size) } else { end / size };
         let first = start.div_ceil(size);
-        if first >= end_blocks {
-            return if exact { self.write_zeros(start, end).await } else { Ok(()) };
+        loop {
+            // A disk's last block may be shorter than a block: nobody sees what is beyond.
+            let is_at_end = end == self.len();
+            let end_blocks = if is_at_end { end.div_ceil(size) } else { end / size };
+            if first >= end_blocks {
+                return if exact { self.write_zeros(start, end).await } else { Ok(()) };
+            }
+            if exact {
+                self.write_zeros(start, first * size).await?;
+                self.write_zeros((end_blocks * size).min(end), end).await?;
+            }
+            let cleared = self.change(|recorder| {
+                // It may have grown since, and have something there.
+                if is_at_end && recorder.now.len != end {
+                    return Step::Done(false);
+                }
+                match recorder.record(Change::Nothing(first..end_blocks)) {
+                    true => Step::Done(true),
+                    false => Step::Again,
+                }
+            });
+            if cleared.await? {
+                return Ok(());
+            }
         }
-        if exact {
-            self.write_zeros(start, first * size).await?;
-            self.write_zeros((end_blocks * size).min(end), end).await?;
-        }
-        self.change_once(Change::Nothing(first..end_blocks)).await
     }
 
     async fn write_zeros(self: &Arc<Self>, start: u64, end: u64) -> Result<()> {

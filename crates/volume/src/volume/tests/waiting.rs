@@ -154,6 +154,36 @@ fn verb_ends_while_the_store_is_away_and_a_guest_waits() {
     });
 }
 
+/// Zeros over the end of a disk that grows meanwhile leave what is written behind it.
+#[test]
+fn zeros_at_the_end_of_a_disk_that_grows_stay_within_it() {
+    run(1, async {
+        let memory = objects();
+        let len = 2 * 4096 + 512;
+        let volume = {
+            let volumes = Volumes::open_or_make(slow(&memory), environment("host-1"), 1 << 20);
+            let volumes = volumes.await.expect("a store");
+            volumes.create(&name("web"), len).await.expect("made");
+            volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open")
+        };
+        write(&volume, 0, &vec![1; bytes(len)]).await.expect("written");
+        volume.flush().await.expect("flushed");
+        // What is left of the first block has to be read.
+        let zeroes =
+            volume.write_zeroes(range(512, len - 512), Zeroes { may_unmap: true, fast: false });
+        let grown = async {
+            sleep(SECOND).await;
+            volume.resize(LEN).await.expect("grown");
+            write(&volume, 8192, &[2; 4096]).await.expect("written");
+        };
+        let (zeroed, ()) = join2(zeroes, grown).await;
+        zeroed.expect("zeroed");
+        assert_eq!(read(&volume, len, 3584).await, [2; 3584]);
+        assert_eq!(read(&volume, 0, 512).await, [1; 512]);
+        assert_eq!(read(&volume, 512, 8192 - 512).await, [0; 8192 - 512]);
+    });
+}
+
 async fn join2<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (A, B) {
     let (a_done, b_done) = (std::cell::Cell::new(None), std::cell::Cell::new(None));
     let a: std::pin::Pin<Box<dyn Future<Output = ()> + '_>> =
