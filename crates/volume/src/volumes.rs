@@ -78,6 +78,10 @@ impl Volumes {
                 return Ok(Self::with_id(objects, environment, cache_bytes, store));
             }
             if !is_empty(&*objects, Patience::VERB).await? {
+                // Another process may have made it in between.
+                if let Some(store) = stored_id(&*objects).await? {
+                    return Ok(Self::with_id(objects, environment, cache_bytes, store));
+                }
                 let what = format!(
                     "{} has objects that are not of volumes: use an empty folder or prefix",
                     objects.name()

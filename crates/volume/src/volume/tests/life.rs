@@ -92,6 +92,21 @@ fn volume_is_closed_only_when_its_log_is_ended() {
     });
 }
 
+/// Two processes that find an empty store at one time: one of them makes it, for both.
+#[test]
+fn store_that_two_make_at_once_is_made_once() {
+    for seed in 0..100 {
+        run(seed, async {
+            let shared: Arc<dyn Objects> = Arc::new(latent());
+            let make =
+                |host| Volumes::open_or_make(Arc::clone(&shared), environment(host), 1 << 20);
+            let made = mica_rt::join_all(vec![make("host-1"), make("host-2")]).await;
+            let ids: Vec<_> = made.into_iter().map(|made| made.expect("a store").store).collect();
+            assert_eq!(ids[0], ids[1], "seed {seed}");
+        });
+    }
+}
+
 /// A head with the last number there is, which nobody puts: an error, and no panic.
 #[test]
 fn head_after_which_there_is_no_number_is_refused() {
