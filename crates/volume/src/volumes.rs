@@ -8,7 +8,7 @@ use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::head::Life;
 use crate::format::store::{self, STORE_BYTES};
-use crate::heads::{Claimed, Heads};
+use crate::heads::{Claimed, Heads, check_host};
 use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening};
 use crate::put::{Patience, is_empty, list, put, read};
@@ -199,6 +199,8 @@ impl Volumes {
     /// # Errors
     /// As [`Self::open_volume`].
     pub async fn hand_over(&self, name: &VolumeName, host: &str) -> Result<()> {
+        // What cannot be done costs no head, and leaves none open.
+        check_host(host)?;
         self.open_volume(name, Claimed::Refuse).await?.hand_over(host).await
     }
 

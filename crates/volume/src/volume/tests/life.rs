@@ -107,6 +107,19 @@ fn store_that_two_make_at_once_is_made_once() {
     }
 }
 
+#[test]
+fn host_that_cannot_be_handed_to_costs_no_head() {
+    run(1, async {
+        let objects = objects();
+        made(&objects, LEN).await.close().await.expect("closed");
+        let volumes = volumes(&objects, "host-1").await;
+        let refused = volumes.hand_over(&name("web"), "").await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Invalid);
+        let info = volumes.info(&name("web")).await.expect("there");
+        assert_eq!(info.open_on, None);
+    });
+}
+
 /// A head with the last number there is, which nobody puts: an error, and no panic.
 #[test]
 fn head_after_which_there_is_no_number_is_refused() {
