@@ -135,16 +135,18 @@ impl Volumes {
         first_look.await?;
         let volume = self.open_volume(name, Claimed::Refuse).await?;
         let state = volume.shared().now().state;
-        let outcome = match decide(&self.tree, &state).await {
+        let done = match decide(&self.tree, &state).await {
             Ok(cut) => {
                 let number = cut.number();
-                volume.shared().change_once(Change::Cut(cut)).await?;
-                Ok(number)
+                volume.shared().change_once(Change::Cut(cut)).await.map(|()| number)
             }
             Err(error) => Err(error),
         };
-        volume.close().await?;
-        Ok((outcome?, state))
+        // Whatever came of it, the volume is nobody's again.
+        let closed = volume.close().await;
+        let number = done?;
+        closed?;
+        Ok((number, state))
     }
 }
 
