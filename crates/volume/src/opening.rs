@@ -72,14 +72,22 @@ impl LogChoice<'_> {
         state: &State,
     ) -> Result<()> {
         let mut numbers: Option<Range<u64>> = None;
-        device
-            .look(found, |number, _| {
-                let first = numbers.as_ref().map_or(number, |numbers| numbers.start);
-                numbers = Some(first..number + 1);
-                Ok(())
-            })
-            .await?;
+        let looked = device.look(found, |number, _| {
+            let first = numbers.as_ref().map_or(number, |numbers| numbers.start);
+            numbers = Some(first..number.saturating_add(1));
+            Ok(())
+        });
+        let looked = looked.await;
         device.set_aside(found.volume).await?;
+        // Nobody replays it in any case: that it cannot be read is no reason not to open.
+        if let Err(error) = looked {
+            let error = error.in_one_line();
+            self.loss = Some(format!(
+                "the log of this machine may have writes that the volume lacks, and others had the \
+                 volume since: the log was set aside, and cannot be read ({error})"
+            ));
+            return Ok(());
+        }
         let numbers = numbers.unwrap_or_default();
         // Those who wrote since count records of their own under the same numbers.
         let newest = state.map.node.map(|node| node.extent().writer);

@@ -92,6 +92,38 @@ fn volume_is_closed_only_when_its_log_is_ended() {
     });
 }
 
+/// What a stranger's log has lost cannot be counted: that is said, and no reason not to open.
+#[test]
+fn volume_opens_beside_a_stale_log_that_cannot_be_read() {
+    run(1, async {
+        let (file, objects) = (log_file(), objects());
+        let here = volumes(&objects, "host-1").await;
+        here.create(&name("web"), LEN).await.expect("made");
+        let log = LogDevice::open(Arc::clone(&file), ID).await.expect("a log");
+        let opened = here.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+        let volume = opened.expect("open");
+        write(&volume, 0, &[1; 4096]).await.expect("written");
+        volume.flush().await.expect("flushed");
+        drop((volume, log));
+        let other = volumes(&objects, "host-2").await;
+        let taken = other.open_volume(&name("web"), Claimed::TakeOver).await.expect("open");
+        taken.close().await.expect("closed");
+        // All groups of the first segment; headers can be read.
+        let options = ErrorOptions {
+            operations: Operations::READS,
+            when: When::Ranges(vec![8192..16384]),
+            errno: 5,
+        };
+        let damaged: Arc<dyn Store> = Arc::new(ErrorStore::new(file, options));
+        let log = LogDevice::open(damaged, [8; 16]).await.expect("a log");
+        let opened = here.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+        let volume = opened.expect("open");
+        let weakness = volume.weakness().expect("it is said");
+        assert!(weakness.contains("cannot be read"), "{weakness}");
+        assert!(log.volumes().iter().any(|found| found.is_set_aside));
+    });
+}
+
 /// Two processes that find an empty store at one time: one of them makes it, for both.
 #[test]
 fn store_that_two_make_at_once_is_made_once() {
