@@ -84,7 +84,7 @@ fn pause_len(failed: u32, seed: u32) -> Duration {
 }
 
 /// Whether trying again can help.
-pub(crate) fn may_pass(kind: ErrorKind) -> bool {
+fn may_pass(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Io | ErrorKind::NoSpace)
 }
 

@@ -1,6 +1,6 @@
 //! Requests of a collector: repeated for a while, no faster than it may go, some at a time.
 
-use crate::put::may_pass;
+use crate::put::{Patience, Tries};
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, LocalFuture, ObjectName, Objects, Result};
 use mica_rt::{Buf, Instant, Task, now, sleep, spawn};
 use std::collections::VecDeque;
@@ -9,9 +9,6 @@ use std::time::Duration;
 
 /// Requests under way at once.
 pub(crate) const IN_FLIGHT_MAX: usize = 16;
-/// Tries of one request, and the first pause between two.
-const TRIES: u32 = 6;
-const PAUSE_MIN: Duration = Duration::from_millis(10);
 
 /// How fast a collector may go; nothing bounds it by default.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -63,18 +60,15 @@ impl Client {
         bytes: usize,
         act: impl Fn() -> LocalFuture<'static, Result<T>>,
     ) -> Result<T> {
-        let mut tried = 0;
+        let mut tries = Tries::new(Patience::VERB);
         loop {
             self.wait(bytes).await;
-            let error = match act().await {
+            match act().await {
                 Ok(done) => return Ok(done),
-                Err(error) => error,
-            };
-            tried += 1;
-            if tried >= TRIES || !may_pass(error.kind()) {
-                return Err(error);
+                Err(error) => {
+                    tries.pause(error, || format!("a request to {}", self.objects.name())).await?;
+                }
             }
-            sleep(PAUSE_MIN * (1 << tried)).await;
         }
     }
 
