@@ -15,14 +15,15 @@
 
 mod clone;
 mod counting;
+mod highest;
 
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::extent::{Header, Kind};
 use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
-use crate::names::{self, VolumeName};
+use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
-use crate::put::{Patience, elsewhere, last_in, put, read, read_header};
+use crate::put::{Patience, elsewhere, put, read, read_header};
 use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
@@ -95,13 +96,8 @@ impl Heads {
 
     async fn newest_of_any_life(&self) -> Result<Option<Head>> {
         for _ in 0..ROUNDS_MAX {
-            let Some(last) = last_in(&*self.objects, &self.name.folder()).await? else {
-                return Ok(None);
-            };
-            let number = names::head_number(&last).ok_or_else(|| {
-                let what = format!("{last} of {} is no head", self.objects.name());
-                Error::new(ErrorKind::Corrupt, what)
-            })?;
+            let Some(last) = self.highest().await? else { return Ok(None) };
+            let number = self.number_of(&last)?;
             // It is deleted as soon as there are others above it.
             let Some(bytes) = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await? else {
                 continue;
@@ -306,8 +302,7 @@ impl Heads {
         if put(&*self.objects, &name, content, Patience::VERB).await? == Put::Exists {
             return Ok(false);
         }
-        let highest = last_in(&*self.objects, &self.name.folder()).await?;
-        Ok(highest.is_some_and(|highest| highest == self.name.head(head.number)))
+        self.is_highest(head).await
     }
 
     /// A head that follows `before`.

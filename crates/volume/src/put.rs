@@ -191,12 +191,30 @@ pub(crate) async fn last_in(
     objects: &dyn Objects,
     folder: &ObjectName,
 ) -> Result<Option<ObjectName>> {
-    let mut last = None;
+    let page = list(objects, folder, None, Patience::VERB).await?;
+    let Some(last) = page.last().map(|entry| entry.name().clone()) else { return Ok(None) };
+    if page.len() < LIST_MAX {
+        return Ok(Some(last));
+    }
+    Ok(last_after(objects, folder, &last).await?.or(Some(last)))
+}
+
+/// The last of what is directly in `folder` after `after`.
+///
+/// # Errors
+/// What the store reports in the end.
+pub(crate) async fn last_after(
+    objects: &dyn Objects,
+    folder: &ObjectName,
+    after: &ObjectName,
+) -> Result<Option<ObjectName>> {
+    let mut last: Option<ObjectName> = None;
     loop {
-        let page = list(objects, folder, last.as_ref(), Patience::VERB).await?;
+        let from = last.as_ref().unwrap_or(after);
+        let page = list(objects, folder, Some(from), Patience::VERB).await?;
         let is_full = page.len() >= LIST_MAX;
         if let Some(entry) = page.last() {
-            last = Some(Entry::name(entry).clone());
+            last = Some(entry.name().clone());
         }
         if !is_full {
             return Ok(last);
