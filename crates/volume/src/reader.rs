@@ -9,7 +9,7 @@ use crate::known::Now;
 use crate::place::{BLOCK_BYTES, Place};
 use crate::recent::{Batch, Block, Known};
 use crate::state::Root;
-use crate::tree::{Tree, follows};
+use crate::tree::{Cursor, Tree, follows};
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result};
 use mica_map::{Directory, Walk, WalkStep};
 use mica_rt::{Buf, join_all};
@@ -67,9 +67,10 @@ impl View {
     /// Returns whether everything is known.
     pub(crate) fn resolve_cached(&mut self, tree: &Tree, plans: &Plans) -> bool {
         plans.fill(self);
+        let mut cursor = Cursor::new(tree, self.map);
         for (block, source) in (self.first..).zip(&mut self.sources) {
             if matches!(source, Source::Unknown) {
-                match tree.look_up_cached(self.map, block) {
+                match cursor.look_up_cached(block) {
                     Some(found) => *source = found.map_or(Source::Nothing, Source::Store),
                     None => return false,
                 }
@@ -83,9 +84,10 @@ impl View {
     /// # Errors
     /// If it cannot be read.
     pub(crate) async fn resolve(&mut self, tree: &Tree) -> Result<()> {
+        let mut cursor = Cursor::new(tree, self.map);
         for (block, source) in (self.first..).zip(&mut self.sources) {
             if matches!(source, Source::Unknown) {
-                let found = tree.look_up(self.map, block).await?;
+                let found = cursor.look_up(block).await?;
                 *source = found.map_or(Source::Nothing, Source::Store);
             }
         }

@@ -13,7 +13,7 @@ use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::put::{Patience, Tries};
 use crate::state::Root;
 use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
-use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
+use mica_map::{Directory, FANOUT, Lookup, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
@@ -91,30 +91,12 @@ impl Tree {
     /// # Errors
     /// If a node cannot be read, or is damaged.
     pub(crate) async fn look_up(&self, root: Root, key: u64) -> Result<Option<Place>> {
-        let mut step = root.look_up(key);
-        loop {
-            match step {
-                Step::Read(at, lookup) => step = lookup.feed(&*self.node(at).await?),
-                Step::Leaf(at) => return Ok(Some(at)),
-                Step::Absent => return Ok(None),
-            }
-        }
+        Cursor::new(self, root).look_up(key).await
     }
 
     /// As [`Self::look_up`], if all that has to be known is in the cache.
     pub(crate) fn look_up_cached(&self, root: Root, key: u64) -> Option<Option<Place>> {
-        let mut step = root.look_up(key);
-        loop {
-            match step {
-                Step::Read(at, lookup) => {
-                    let node = self.shared.nodes.get(&at)?;
-                    self.shared.hits.fetch_add(1, Ordering::Relaxed);
-                    step = lookup.feed(&*node);
-                }
-                Step::Leaf(at) => return Some(Some(at)),
-                Step::Absent => return Some(None),
-            }
-        }
+        Cursor::new(self, root).look_up_cached(key)
     }
 
     /// What the cache of nodes did.
@@ -326,6 +308,76 @@ fn decode_framed<T, E: std::fmt::Display>(
     bytes: &[u8],
     at: Place,
     what: &str,
+/// Look-ups in one tree, one after the other: those of keys beside each other ask for their lowest
+/// directory once.
+pub(crate) struct Cursor<'a> {
+    tree: &'a Tree,
+    root: Root,
+    /// The last lowest directory, and what its keys have in common.
+    lowest: Option<(u64, Node)>,
+}
+
+impl<'a> Cursor<'a> {
+    /// For the tree with this root.
+    pub(crate) fn new(tree: &'a Tree, root: Root) -> Self {
+        Self { tree, root, lowest: None }
+    }
+
+    /// As [`Tree::look_up`].
+    ///
+    /// # Errors
+    /// As [`Tree::look_up`].
+    pub(crate) async fn look_up(&mut self, key: u64) -> Result<Option<Place>> {
+        if let Some(known) = self.known(key) {
+            return Ok(known);
+        }
+        let mut step = self.root.look_up(key);
+        for level in (0..self.root.height).rev() {
+            let Step::Read(at, lookup) = step else { break };
+            let node = self.tree.node(at).await?;
+            step = self.arrive(key, level, lookup, node);
+        }
+        Ok(found(step))
+    }
+
+    /// As [`Tree::look_up_cached`].
+    pub(crate) fn look_up_cached(&mut self, key: u64) -> Option<Option<Place>> {
+        if let Some(known) = self.known(key) {
+            return Some(known);
+        }
+        let mut step = self.root.look_up(key);
+        for level in (0..self.root.height).rev() {
+            let Step::Read(at, lookup) = step else { break };
+            let node = self.tree.shared.nodes.get(&at)?;
+            self.tree.shared.hits.fetch_add(1, Ordering::Relaxed);
+            step = self.arrive(key, level, lookup, node);
+        }
+        Some(found(step))
+    }
+
+    fn known(&self, key: u64) -> Option<Option<Place>> {
+        let (prefix, node) = self.lowest.as_ref()?;
+        let index = usize::try_from(key % FANOUT as u64).expect("small");
+        (key / FANOUT as u64 == *prefix).then(|| node.child(index))
+    }
+
+    fn arrive(&mut self, key: u64, level: u8, lookup: Lookup, node: Node) -> Step<Place> {
+        let step = lookup.feed(&*node);
+        if level == 0 {
+            self.lowest = Some((key / FANOUT as u64, node));
+        }
+        step
+    }
+}
+
+fn found(step: Step<Place>) -> Option<Place> {
+    match step {
+        Step::Leaf(at) => Some(at),
+        Step::Absent => None,
+        Step::Read(..) => unreachable!("a tree is as high as it says"),
+    }
+}
+
     decode: impl FnOnce(&[u8]) -> std::result::Result<T, E>,
 ) -> Result<T> {
     let damaged = |why: &dyn std::fmt::Display| damaged(at, what, why);
