@@ -16,8 +16,7 @@
 //! - I4 The log is freed up to a state when that is the state of the volume: its extent and all
 //!   before it are answered.
 
-use crate::build::{Builder, Built, Signature};
-use crate::format::extent::Header;
+use crate::build::Built;
 use crate::place::{BLOCK_BYTES, ExtentId};
 use crate::put::{Putting, Tries};
 use crate::segment::Segment;
@@ -102,35 +101,31 @@ impl Shared {
     }
 
     async fn make_extent(self: &Arc<Self>, putter: &Putter, segments: &[Segment]) -> Result<()> {
-        let (before, sequence) = self.now().last_made();
+        let sequence = self.now().next_sequence();
         let id = ExtentId { writer: putter.writer, sequence };
         if sequence == u32::MAX {
             let what = format!("writer {} has put every extent", id.writer.number());
             return Err(Error::new(ErrorKind::Limit, what));
         }
-        let volume = lock(&putter.owned).head.volume;
-        let signature = Signature { store: self.heads.store, volume };
-        let builder = lock(&putter.builder).take();
-        let mut builder = builder.unwrap_or_else(|| Builder::new(signature, before));
+        // One that fails is not put back: it has a part of the segments. Nothing is made then.
+        let mut builder = lock(&putter.builder).take().expect("one task makes extents (I1)");
         let nonce = self.heads.environment.random();
         let built = builder.build(&self.tree, id, segments, nonce).await;
-        let built = self.explained(built).await?;
+        let Built { state, content, blocks, nodes, nodes_at } = self.explained(built).await?;
         *lock(&putter.builder) = Some(builder);
-        let header = Header::decode(&built.content).expect("was just made");
-        self.tree.hold(id, header.nodes_at(), &built.content[header.nodes_at()..]);
-        self.now().begin(sequence, segments.len(), built.state);
-        let blocks = header.blocks as u64;
-        self.put_extent(id, blocks, built);
+        self.tree.hold(id, nodes_at, nodes);
+        self.now().begin(sequence, segments.len(), state);
+        self.put_extent(id, blocks as u64, content);
         Ok(())
     }
 
     /// Puts an extent in a task of its own.
-    fn put_extent(self: &Arc<Self>, id: ExtentId, blocks: u64, built: Built) {
+    fn put_extent(self: &Arc<Self>, id: ExtentId, blocks: u64, content: Buf) {
         let task = CompletionGuard::new(self);
         drop(spawn(async move {
             let this = Arc::clone(&task.shared);
-            let bytes = built.content.len() as u64;
-            match this.put_until_answered(id.name(), built.content).await {
+            let bytes = content.len() as u64;
+            match this.put_until_answered(id.name(), content).await {
                 Ok(()) => this.answered(id, blocks, bytes),
                 Err(error) => {
                     this.tree.release(id);

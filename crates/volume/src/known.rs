@@ -244,10 +244,9 @@ impl Now {
         (!segments.is_empty()).then_some(segments)
     }
 
-    /// The state before the extent that is made next, and its number.
-    pub(crate) fn last_made(&self) -> (State, u32) {
-        let last = self.under_way.back();
-        last.map_or((self.state, self.sequence), |last| (last.state, last.sequence + 1))
+    /// The number of the extent that is made next.
+    pub(crate) fn next_sequence(&self) -> u32 {
+        self.under_way.back().map_or(self.sequence, |last| last.sequence + 1)
     }
 
     /// Extent `sequence` has the next `segments` of those that were taken, and is put from now on.

@@ -52,7 +52,7 @@ struct Held {
     extent: ExtentId,
     /// Where they begin in it.
     start: usize,
-    bytes: Arc<[u8]>,
+    bytes: Vec<u8>,
 }
 
 #[derive(Clone)]
@@ -151,8 +151,8 @@ impl Tree {
 
     /// Holds the nodes of an extent that is being put, `bytes` from `start` on, until
     /// [`Self::release`].
-    pub(crate) fn hold(&self, extent: ExtentId, start: usize, bytes: &[u8]) {
-        self.held().push(Held { extent, start, bytes: bytes.into() });
+    pub(crate) fn hold(&self, extent: ExtentId, start: usize, bytes: Vec<u8>) {
+        self.held().push(Held { extent, start, bytes });
     }
 
     /// The extent is in the store.
@@ -282,32 +282,6 @@ impl Tree {
     }
 }
 
-/// Whether `next` is the block that follows the one at `place` in its extent.
-pub(crate) fn follows(place: Place, next: Place) -> bool {
-    place.extent() == next.extent() && place.offset() + BLOCK_BYTES as u64 == next.offset()
-}
-
-/// The node at `at`, which `bytes` begin with.
-///
-/// # Errors
-/// `Corrupt` if they are not that node's.
-pub(crate) fn decode_node(bytes: &[u8], at: Place) -> Result<Directory<Place>> {
-    decode_framed(bytes, at, "a node of the map", |payload| Directory::decode(payload, at))
-}
-
-/// The record of a snapshot at `at`, which `bytes` begin with.
-///
-/// # Errors
-/// As [`decode_node`].
-pub(crate) fn decode_record(bytes: &[u8], at: Place) -> Result<Record> {
-    decode_framed(bytes, at, "the record of a snapshot", |payload| Record::decode(payload, at))
-}
-
-/// What has a frame like a node's.
-fn decode_framed<T, E: std::fmt::Display>(
-    bytes: &[u8],
-    at: Place,
-    what: &str,
 /// Look-ups in one tree, one after the other: those of keys beside each other ask for their lowest
 /// directory once.
 pub(crate) struct Cursor<'a> {
@@ -392,3 +366,29 @@ pub(crate) fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Err
     let (extent, offset) = (at.extent().name(), at.offset());
     Error::new(ErrorKind::Corrupt, format!("{what} at offset {offset} of {extent}: {why}"))
 }
+/// Whether `next` is the block that follows the one at `place` in its extent.
+pub(crate) fn follows(place: Place, next: Place) -> bool {
+    place.extent() == next.extent() && place.offset() + BLOCK_BYTES as u64 == next.offset()
+}
+
+/// The node at `at`, which `bytes` begin with.
+///
+/// # Errors
+/// `Corrupt` if they are not that node's.
+pub(crate) fn decode_node(bytes: &[u8], at: Place) -> Result<Directory<Place>> {
+    decode_framed(bytes, at, "a node of the map", |payload| Directory::decode(payload, at))
+}
+
+/// The record of a snapshot at `at`, which `bytes` begin with.
+///
+/// # Errors
+/// As [`decode_node`].
+pub(crate) fn decode_record(bytes: &[u8], at: Place) -> Result<Record> {
+    decode_framed(bytes, at, "the record of a snapshot", |payload| Record::decode(payload, at))
+}
+
+/// What has a frame like a node's.
+fn decode_framed<T, E: std::fmt::Display>(
+    bytes: &[u8],
+    at: Place,
+    what: &str,
