@@ -17,13 +17,16 @@ use crate::segment::Cut;
 use crate::shared::Shared;
 use crate::state::Root;
 use mica_block::{Error, Result};
-use mica_rt::sleep;
+use mica_rt::{sleep, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// The longest that a change waits because the log is nearly full.
 const DELAY_MAX: Duration = Duration::from_millis(100);
+
+/// Blocks of a write that are recorded under one lock.
+const BLOCKS_AT_ONCE: usize = 64;
 
 /// Why a change was not done yet.
 enum NotYet {
@@ -68,14 +71,25 @@ impl Shared {
     /// Calls `act` until it has done all its changes; waits for room in between.
     pub(crate) async fn change<T>(
         self: &Arc<Self>,
-        mut act: impl FnMut(&mut Recorder<'_>) -> Step<T>,
+        act: impl FnMut(&mut Recorder<'_>) -> Step<T>,
     ) -> Result<T> {
         let mut last = None;
+        let done = self.make_changes(&mut last, act).await?;
+        self.settle(last).await?;
+        Ok(done)
+    }
+
+    /// As [`Self::change`], but for the wait until they may be answered: `last` is the ticket of
+    /// the last of them then.
+    async fn make_changes<T>(
+        self: &Arc<Self>,
+        last: &mut Option<Ticket>,
+        mut act: impl FnMut(&mut Recorder<'_>) -> Step<T>,
+    ) -> Result<T> {
         loop {
             let (step, not_yet) = {
                 let mut now = self.now();
-                let mut recorder =
-                    Recorder { shared: self, now: &mut now, last: &mut last, not_yet: None };
+                let mut recorder = Recorder { shared: self, now: &mut now, last, not_yet: None };
                 let step = act(&mut recorder);
                 (step, recorder.not_yet)
             };
@@ -86,10 +100,7 @@ impl Shared {
                 (_, Some(NotYet::Log)) => self.wait_for_log().await?,
                 (_, Some(NotYet::Batches { is_cut })) => self.wait_for_batches(is_cut).await?,
                 (Step::Again, None) => unreachable!("a step ends early only for lack of room"),
-                (Step::Done(done), None) => {
-                    self.settle(last).await?;
-                    return Ok(done);
-                }
+                (Step::Done(done), None) => return Ok(done),
             }
         }
     }
@@ -144,21 +155,37 @@ impl Shared {
         }
         let (whole, tail) = rest.as_chunks::<BLOCK_BYTES>();
         if !whole.is_empty() {
+            self.write_blocks(at.div_ceil(size), whole).await?;
+        }
+        if tail.is_empty() { Ok(()) } else { self.write_part(end / size, 0, tail).await }
+    }
+
+    /// Writes whole blocks, some at a time: others have the lock in between.
+    async fn write_blocks(
+        self: &Arc<Self>,
+        first: u64,
+        blocks: &[[u8; BLOCK_BYTES]],
+    ) -> Result<()> {
+        let mut last = None;
+        for (index, some) in blocks.chunks(BLOCKS_AT_ONCE).enumerate() {
+            if index > 0 {
+                yield_now().await;
+            }
             // Copied before the lock is taken.
-            let blocks: Vec<Block> = whole.iter().map(|block| Arc::new(*block)).collect();
-            let mut blocks = (at.div_ceil(size)..).zip(&blocks).peekable();
-            self.change(|recorder| {
-                while let Some((block, data)) = blocks.peek() {
+            let copies: Vec<Block> = some.iter().map(|block| Arc::new(*block)).collect();
+            let mut copies = (first + (index * BLOCKS_AT_ONCE) as u64..).zip(copies).peekable();
+            let record_all = |recorder: &mut Recorder<'_>| {
+                while let Some((block, data)) = copies.peek() {
                     if !recorder.record(Change::Data(*block, Arc::clone(data))) {
                         return Step::Again;
                     }
-                    blocks.next();
+                    copies.next();
                 }
                 Step::Done(())
-            })
-            .await?;
+            };
+            self.make_changes(&mut last, record_all).await?;
         }
-        if tail.is_empty() { Ok(()) } else { self.write_part(end / size, 0, tail).await }
+        self.settle(last).await
     }
 
     /// Changes a part of a block: what else is in it is read first, if it has to be.
