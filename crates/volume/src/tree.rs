@@ -45,6 +45,24 @@ struct Shared {
     held: Mutex<Vec<Held>>,
     hits: AtomicU64,
     misses: AtomicU64,
+    /// Reads that failed and are tried again.
+    failing: AtomicU64,
+}
+
+/// Counts a read that is tried again, until it is dropped.
+struct Failing<'a>(&'a AtomicU64);
+
+impl<'a> Failing<'a> {
+    fn new(count: &'a AtomicU64) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Failing<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// The nodes of an extent that is being put.
@@ -70,15 +88,21 @@ impl Tree {
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
-        let (hits, misses, held) = Default::default();
+        let (hits, misses, failing, held) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
-        let shared = Arc::new(Shared { objects, nodes, records, opened, held, hits, misses });
+        let shared = Shared { objects, nodes, records, opened, held, hits, misses, failing };
+        let shared = Arc::new(shared);
         Self { shared, patience: Patience::VERB }
     }
 
     /// The same, for those who have `patience`.
     pub(crate) fn with_patience(&self, patience: Patience) -> Arc<Self> {
         Arc::new(Self { shared: Arc::clone(&self.shared), patience })
+    }
+
+    /// Reads that wait until the store answers again: of all that share it.
+    pub(crate) fn failing_reads(&self) -> u64 {
+        self.shared.failing.load(Ordering::Relaxed)
     }
 
     /// For how long a read is tried.
@@ -256,6 +280,7 @@ impl Tree {
         let object = self.object(at.extent());
         let objects = &self.shared.objects;
         let mut tries = Tries::new(self.patience);
+        let mut failing = None;
         loop {
             let (result, back) = object.read_at(buf, at.offset()).await;
             buf = back;
@@ -266,6 +291,7 @@ impl Tree {
                 let what = format!("{name} is missing from {}", objects.name());
                 return (Err(Error::new(ErrorKind::Corrupt, what)), buf);
             }
+            failing.get_or_insert_with(|| Failing::new(&self.shared.failing));
             let doing = || format!("reading {name} of {}", objects.name());
             if let Err(error) = tries.pause(error, doing).await {
                 return (Err(error), buf);
@@ -352,20 +378,6 @@ fn found(step: Step<Place>) -> Option<Place> {
     }
 }
 
-    decode: impl FnOnce(&[u8]) -> std::result::Result<T, E>,
-) -> Result<T> {
-    let damaged = |why: &dyn std::fmt::Display| damaged(at, what, why);
-    let payload = open_node(bytes, at).map_err(|error| damaged(&error))?;
-    if crc32c(payload) != at.sum() {
-        return Err(damaged(&"it is not the one that was written there"));
-    }
-    decode(payload).map_err(|error| damaged(&error))
-}
-
-pub(crate) fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Error {
-    let (extent, offset) = (at.extent().name(), at.offset());
-    Error::new(ErrorKind::Corrupt, format!("{what} at offset {offset} of {extent}: {why}"))
-}
 /// Whether `next` is the block that follows the one at `place` in its extent.
 pub(crate) fn follows(place: Place, next: Place) -> bool {
     place.extent() == next.extent() && place.offset() + BLOCK_BYTES as u64 == next.offset()
@@ -392,3 +404,17 @@ fn decode_framed<T, E: std::fmt::Display>(
     bytes: &[u8],
     at: Place,
     what: &str,
+    decode: impl FnOnce(&[u8]) -> std::result::Result<T, E>,
+) -> Result<T> {
+    let damaged = |why: &dyn std::fmt::Display| damaged(at, what, why);
+    let payload = open_node(bytes, at).map_err(|error| damaged(&error))?;
+    if crc32c(payload) != at.sum() {
+        return Err(damaged(&"it is not the one that was written there"));
+    }
+    decode(payload).map_err(|error| damaged(&error))
+}
+
+pub(crate) fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Error {
+    let (extent, offset) = (at.extent().name(), at.offset());
+    Error::new(ErrorKind::Corrupt, format!("{what} at offset {offset} of {extent}: {why}"))
+}

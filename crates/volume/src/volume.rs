@@ -63,6 +63,21 @@ impl Volume {
         self.shared.end(&End::HandedTo(host.to_owned())).await
     }
 
+    /// That the store does not answer.
+    fn outage(&self) -> Option<String> {
+        let trouble = self.shared.writer.as_ref().and_then(|putter| {
+            let trouble = lock(&putter.trouble);
+            let trouble = trouble.as_ref()?;
+            let now_ns = self.shared.heads.environment.now_ns();
+            let seconds = now_ns.saturating_sub(trouble.since_ns) / 1_000_000_000;
+            let error = trouble.error.in_one_line();
+            Some(format!("the store has taken nothing for {seconds} s: {error}"))
+        });
+        let failing = self.shared.tree.failing_reads();
+        let reads = || format!("the store does not answer: {failing} reads wait for it");
+        trouble.or_else(|| (failing > 0).then(reads))
+    }
+
     fn planned(&self, view: &View, range: GuestRange, mut extents: Vec<Extent>) -> Plan<'static> {
         view.extents(range, &mut extents);
         self.shared.plans.keep(view);
@@ -234,14 +249,10 @@ impl Manage for Volume {
     }
 
     fn weakness(&self) -> Option<Cow<'static, str>> {
-        let putter = self.shared.writer.as_ref()?;
-        if let Some(trouble) = &*lock(&putter.trouble) {
-            let now_ns = self.shared.heads.environment.now_ns();
-            let seconds = now_ns.saturating_sub(trouble.since_ns) / 1_000_000_000;
-            let error = trouble.error.in_one_line();
-            let what = format!("the store has taken nothing for {seconds} s: {error}");
-            return Some(what.into());
+        if let Some(outage) = self.outage() {
+            return Some(outage.into());
         }
+        let putter = self.shared.writer.as_ref()?;
         if let Some(loss) = &putter.loss {
             return Some(loss.clone().into());
         }

@@ -108,10 +108,11 @@ fn volume_opens_beside_a_stale_log_that_cannot_be_read() {
         let other = volumes(&objects, "host-2").await;
         let taken = other.open_volume(&name("web"), Claimed::TakeOver).await.expect("open");
         taken.close().await.expect("closed");
-        // All groups of the first segment; headers can be read.
+        // All of the first segment but its header.
+        let groups = 8192..16384;
         let options = ErrorOptions {
             operations: Operations::READS,
-            when: When::Ranges(vec![8192..16384]),
+            when: When::Ranges(vec![groups]),
             errno: 5,
         };
         let damaged: Arc<dyn Store> = Arc::new(ErrorStore::new(file, options));

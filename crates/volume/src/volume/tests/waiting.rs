@@ -5,6 +5,8 @@ use crate::collect::CollectOptions;
 use mica_rt::{join_all, sleep, timeout};
 
 const SECOND: Duration = Duration::from_secs(1);
+/// A disk whose last block is whole: to write all of it nothing has to be read.
+const WHOLE: u64 = 40 * 4096;
 
 /// `memory`, where a read takes ten seconds.
 fn slow(memory: &MemoryObjects) -> Arc<dyn Objects> {
@@ -28,16 +30,16 @@ fn down(memory: &MemoryObjects) -> Arc<dyn Objects> {
 async fn forgetful(objects: Arc<dyn Objects>) -> Volume {
     let volumes = Volumes::open_or_make(objects, environment("host-1"), 1).await;
     let volumes = volumes.expect("a store");
-    volumes.create(&name("web"), LEN).await.expect("made");
+    volumes.create(&name("web"), WHOLE).await.expect("made");
     let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
-    write(&volume, 0, &vec![1; bytes(LEN)]).await.expect("written");
+    write(&volume, 0, &vec![1; bytes(WHOLE)]).await.expect("written");
     volume.flush().await.expect("flushed");
     volume
 }
 
 /// Everything is written again, a head says so, and what had it before is collected.
 async fn replaced(volume: &Volume, memory: &MemoryObjects, byte: u8) {
-    write(volume, 0, &vec![byte; bytes(LEN)]).await.expect("written");
+    write(volume, 0, &vec![byte; bytes(WHOLE)]).await.expect("written");
     volume.flush().await.expect("flushed");
     let cut = crate::segment::Cut::Take { number: byte.into(), label: String::new(), time_ns: 1 };
     volume.shared.change_once(Change::Cut(cut)).await.expect("taken");
@@ -53,15 +55,15 @@ fn read_of_what_was_collected_meanwhile_finds_what_is_there_now() {
     run(1, async {
         let memory = objects();
         let volume = forgetful(Arc::new(memory.clone())).await;
-        let plan = volume.plan(range(0, LEN), Vec::new()).finish().await.expect("planned");
-        let mut buf = Buf::new(bytes(LEN));
+        let plan = volume.plan(range(0, WHOLE), Vec::new()).finish().await.expect("planned");
+        let mut buf = Buf::new(bytes(WHOLE));
         buf.fill(0);
         // It knows where it reads from now on.
         let reading = volume.read(&plan[0], buf);
         replaced(&volume, &memory, 2).await;
         let (result, buf) = reading.await;
         result.expect("read");
-        assert_eq!(*buf, vec![2; bytes(LEN)]);
+        assert_eq!(*buf, vec![2; bytes(WHOLE)]);
     });
 }
 
@@ -72,7 +74,7 @@ fn walks_of_a_map_that_was_collected_meanwhile_go_on_in_the_one_of_now() {
         let volume = forgetful(slow(&memory)).await;
         let extents: std::collections::BTreeSet<_> =
             memory.contents().keys().filter_map(crate::place::ExtentId::from_name).collect();
-        let survey = volume.survey(range(0, LEN));
+        let survey = volume.survey(range(0, WHOLE));
         let plan = async { volume.plan(range(0, 512), Vec::new()).finish().await };
         let part = async { write(&volume, 512, &[3; 512]).await };
         let rewrite = volume.rewrite(&extents);
@@ -82,7 +84,7 @@ fn walks_of_a_map_that_was_collected_meanwhile_go_on_in_the_one_of_now() {
         };
         let ((survey, plan), (part, rewrite), ()) =
             join3(join2(survey, plan), join2(part, rewrite), replaced).await;
-        assert!(Extent::covers(&survey.expect("surveyed"), range(0, LEN)));
+        assert!(Extent::covers(&survey.expect("surveyed"), range(0, WHOLE)));
         drop(plan.expect("planned"));
         part.expect("written");
         rewrite.expect("rewritten");
@@ -145,6 +147,8 @@ fn verb_ends_while_the_store_is_away_and_a_guest_waits() {
             sleep(SECOND).await;
             let planned = verb.plan(range(0, 512), Vec::new()).finish().await;
             assert_eq!(planned.err().expect("away").kind(), ErrorKind::Io);
+            let weakness = guest.weakness().expect("it is said");
+            assert!(weakness.contains("1 reads wait"), "{weakness}");
             let listed = guest.snapshots().expect("has them").list().await;
             assert_eq!(listed.unwrap_err().kind(), ErrorKind::Io);
         };
