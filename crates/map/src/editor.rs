@@ -208,14 +208,32 @@ impl<R: Reference> Editor<R> {
     /// Passes the directories that changed to `put`, which returns the reference of each, and
     /// returns the new root. A directory comes after those that it names.
     pub fn write(&mut self, mut put: impl FnMut(&Directory<R>) -> R) -> Root<R> {
-        while let Some(slot) = self.dirty.pop_first() {
+        loop {
+            if let Some(root) = self.write_some(usize::MAX, &mut put) {
+                return root;
+            }
+        }
+    }
+
+    /// As [`Self::write`], of at most `count` directories: `None` if there are more, for which this
+    /// is called again before anything is changed.
+    pub fn write_some(
+        &mut self,
+        count: usize,
+        mut put: impl FnMut(&Directory<R>) -> R,
+    ) -> Option<Root<R>> {
+        for _ in 0..count {
+            let Some(slot) = self.dirty.pop_first() else { break };
             let held = self.held.get(&slot).expect("a changed directory is held");
             let at = (!held.directory.is_empty()).then(|| put(&held.directory));
             self.set_parent(slot, at);
         }
+        if !self.dirty.is_empty() {
+            return None;
+        }
         self.make_room();
         self.root = self.top;
-        self.root
+        Some(self.root)
     }
 
     fn set_parent(&mut self, slot: Slot, at: Option<R>) {

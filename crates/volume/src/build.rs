@@ -20,11 +20,10 @@ use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::recent::Block;
 use crate::segment::{Segment, WEIGHT_MAX};
 use crate::state::State;
-use crate::tree::Tree;
+use crate::tree::{Tree, decode_node};
 use mica_block::Result;
 use mica_map::{Directory, Editor, HEIGHT_MAX, crc32c, encode_node};
-use mica_rt::Buf;
-use std::collections::BTreeMap;
+use mica_rt::{Buf, Pace};
 use std::sync::Arc;
 
 /// Directories of the map that are held unchanged.
@@ -38,6 +37,8 @@ const _: () = assert!(
     HEADER_BYTES + 2 * WEIGHT_MAX * (BLOCK_BYTES + 18 * NODE_ROOM_BYTES + 2 * ENTRY_BYTES)
         < LEN_MAX
 );
+/// Blocks or nodes that are gone through before other tasks have their turn.
+const STEPS_AT_ONCE: u64 = 64;
 /// Bytes that a directory takes in an extent, at most.
 const NODE_ROOM_BYTES: usize =
     mica_map::directory_bytes_max::<Place>().next_multiple_of(Place::UNIT_BYTES);
@@ -60,9 +61,7 @@ pub(crate) struct Builder {
     map: Editor<Place>,
     snapshots: Editor<Place>,
     state: State,
-    /// The newest records of snapshots that this one made, by number, with the extent that has
-    /// each: the store may not have it yet.
-    fresh: BTreeMap<u64, (ExtentId, Arc<Record>)>,
+    pace: Pace,
 }
 
 /// An extent that is to be put.
@@ -71,6 +70,12 @@ pub(crate) struct Built {
     pub(crate) state: State,
     /// The object.
     pub(crate) content: Buf,
+    /// Blocks with data in it.
+    pub(crate) blocks: usize,
+    /// Its nodes and records, once more, and where they begin in it.
+    pub(crate) nodes: Vec<u8>,
+    /// See `nodes`.
+    pub(crate) nodes_at: usize,
 }
 
 impl Builder {
@@ -78,7 +83,7 @@ impl Builder {
     pub(crate) fn new(signature: Signature, state: State) -> Self {
         let map = Editor::new(state.map, DIRECTORIES_HELD);
         let snapshots = Editor::new(state.snapshots, SNAPSHOT_DIRECTORIES_HELD);
-        Self { signature, map, snapshots, state, fresh: BTreeMap::new() }
+        Self { signature, map, snapshots, state, pace: Pace::new(STEPS_AT_ONCE) }
     }
 
     /// Makes extent `id` of `segments`, one after the other.
@@ -99,7 +104,6 @@ impl Builder {
         assert!(!segments.is_empty() && weight <= 2 * WEIGHT_MAX, "segments for one extent");
         let blocks = segments.iter().map(|segment| segment.batch.data_blocks()).sum();
         let mut content = Content::new(id, blocks);
-        self.forget_old_records(id);
         for segment in segments {
             self.apply(tree, segment, &mut content).await?;
             for (index, cut) in segment.cuts.iter().enumerate() {
@@ -108,30 +112,42 @@ impl Builder {
             }
             self.state.records = segment.records;
         }
-        self.state.map = self.map.write(|directory| content.push_node(tree, directory));
-        self.state.snapshots = self.snapshots.write(|directory| content.push_node(tree, directory));
+        self.write_map(tree, &mut content).await;
+        let put = |directory: &_| content.push_node(tree, directory);
+        self.state.snapshots = self.snapshots.write(put);
         if content.entries.is_empty() {
             // As when a snapshot was dropped by somebody who was faster. A header alone is a fence.
             content.entries.push(Entry::Length { bytes: self.state.len });
         }
-        let content = content.finish(self.signature, nonce, self.state);
-        Ok(Built { state: self.state, content })
+        Ok(content.finish(self.signature, nonce, self.state, &mut self.pace).await)
+    }
+
+    /// Adds the nodes of the map that changed.
+    async fn write_map(&mut self, tree: &Tree, content: &mut Content) {
+        let count = usize::try_from(STEPS_AT_ONCE).expect("small");
+        let mut root = None;
+        while root.is_none() {
+            root = self.map.write_some(count, |directory| content.push_node(tree, directory));
+            self.pace.steps(STEPS_AT_ONCE).await;
+        }
+        self.state.map = root.expect("it is written");
     }
 
     async fn apply(&mut self, tree: &Tree, segment: &Segment, content: &mut Content) -> Result<()> {
         for (start, count, data) in segment.batch.pieces() {
+            self.pace.steps(1).await;
             match data {
                 Some(data) => {
                     let place = content.push(start, data);
                     self.map.grow_for(start);
-                    feed(&mut self.map, tree, start).await?;
+                    feed(&mut self.map, tree, content, start).await?;
                     self.map.set(start, Some(place));
                 }
                 None => {
                     content.entries.push(Entry::Nothing { first: start, count });
                     let last = start + count - 1;
-                    feed(&mut self.map, tree, start).await?;
-                    feed(&mut self.map, tree, last).await?;
+                    feed(&mut self.map, tree, content, start).await?;
+                    feed(&mut self.map, tree, content, last).await?;
                     self.map.clear(start..=last);
                 }
             }
@@ -145,9 +161,13 @@ impl Builder {
 }
 
 /// Feeds an editor what it has to see before `key` is changed.
-async fn feed(editor: &mut Editor<Place>, tree: &Tree, key: u64) -> Result<()> {
+async fn feed(editor: &mut Editor<Place>, tree: &Tree, content: &Content, key: u64) -> Result<()> {
     while let Some((slot, at)) = editor.missing(key) {
-        editor.feed(slot, Directory::clone(&*tree.node(at).await?));
+        let directory = match content.framed(at) {
+            Some(bytes) => decode_node(bytes, at)?,
+            None => Directory::clone(&*tree.node(at).await?),
+        };
+        editor.feed(slot, directory);
     }
     Ok(())
 }
@@ -200,7 +220,15 @@ impl Content {
         place
     }
 
-    fn finish(self, signature: Signature, nonce: Id, state: State) -> Buf {
+    /// What is at `at` and follows it, if that is in this extent: nobody else has it yet.
+    fn framed(&self, at: Place) -> Option<&[u8]> {
+        if at.extent() != self.id {
+            return None;
+        }
+        self.nodes.get(usize::try_from(at.offset()).ok()?.checked_sub(self.nodes_at)?..)
+    }
+
+    async fn finish(self, signature: Signature, nonce: Id, state: State, pace: &mut Pace) -> Built {
         assert_eq!(HEADER_BYTES + self.blocks.len() * BLOCK_BYTES, self.nodes_at, "as announced");
         let table: Vec<u8> = self.entries.iter().flat_map(|entry| entry.encode()).collect();
         let header = Header {
@@ -220,9 +248,14 @@ impl Content {
         content.put(0, &header.encode());
         for (index, block) in self.blocks.iter().enumerate() {
             content.put(HEADER_BYTES + index * BLOCK_BYTES, &block[..]);
+            pace.steps(1).await;
         }
         content.put(header.nodes_at(), &self.nodes);
         content.put(header.table_at(), &table);
-        content
+        let (blocks, nodes_at) = (header.blocks, header.nodes_at());
+        Built { state, content, blocks, nodes: self.nodes, nodes_at }
     }
 }
+
+#[cfg(test)]
+mod tests;

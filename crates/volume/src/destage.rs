@@ -10,20 +10,19 @@
 //! - I1 One task at a time makes extents ([`Now::is_driven`](crate::known::Now)), whoever waits for
 //!   them. It ends when there is nothing to make, or enough is under way.
 //! - I2 An extent is put, with the same bytes, until the store answers. Guests wait meanwhile, and
-//!   see no error.
+//!   see no error. (Where a verb is the only guest, it is told in the end: the volume is latched.)
 //! - I3 A refused put means that the writer was fenced: the volume is latched. So it is if one of
 //!   these tasks ends early.
 //! - I4 The log is freed up to a state when that is the state of the volume: its extent and all
 //!   before it are answered.
 
-use crate::build::{Builder, Built, Signature};
-use crate::format::extent::Header;
+use crate::build::Built;
 use crate::place::{BLOCK_BYTES, ExtentId};
-use crate::put::{Patience, Putting};
+use crate::put::{Putting, Tries};
 use crate::segment::Segment;
 use crate::shared::{Putter, Shared, Trouble, lock};
-use mica_block::{Error, ErrorKind, Put, Result};
-use mica_rt::{sleep, spawn, timeout};
+use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
+use mica_rt::{Buf, sleep, spawn, timeout};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -33,13 +32,14 @@ const AGE_MAX: Duration = Duration::from_secs(1);
 /// The same for changes of snapshots: those of a moment are put together.
 const CUT_AGE_MAX: Duration = Duration::from_millis(200);
 
-/// Present while a task does what must not be left half done (I3).
-pub(crate) struct MustEnd {
+/// Latches the volume if a task ends before it has done what must not be left half done (I3).
+#[must_use]
+pub(crate) struct CompletionGuard {
     pub(crate) shared: Arc<Shared>,
     is_done: bool,
 }
 
-impl MustEnd {
+impl CompletionGuard {
     pub(crate) fn new(shared: &Arc<Shared>) -> Self {
         Self { shared: Arc::clone(shared), is_done: false }
     }
@@ -49,11 +49,11 @@ impl MustEnd {
     }
 }
 
-impl Drop for MustEnd {
+impl Drop for CompletionGuard {
     fn drop(&mut self) {
         if !self.is_done {
             let what = "the thread that put the volume's extents has ended";
-            self.shared.fails(Error::new(ErrorKind::Io, what));
+            self.shared.latch_with(Error::new(ErrorKind::Io, what));
         }
     }
 }
@@ -71,11 +71,11 @@ impl Shared {
             }
             now.is_driven = true;
         }
-        let driver = MustEnd::new(self);
+        let driver = CompletionGuard::new(self);
         drop(spawn(async move {
             let this = Arc::clone(&driver.shared);
             if let Err(error) = this.make_extents().await {
-                this.fails(error);
+                this.latch_with(error);
             }
             driver.done();
         }));
@@ -93,7 +93,7 @@ impl Shared {
                 now.is_driven = segments.is_some();
                 segments
             };
-            // A batch was sealed: there is room for the next one.
+            // A batch was sealed, so that there is room for the next one; or it is at rest.
             self.progress.wake_all();
             let Some(segments) = segments else { return Ok(()) };
             self.make_extent(putter, &segments).await?;
@@ -101,49 +101,51 @@ impl Shared {
     }
 
     async fn make_extent(self: &Arc<Self>, putter: &Putter, segments: &[Segment]) -> Result<()> {
-        let (before, sequence) = self.now().last_made();
+        let sequence = self.now().next_sequence();
         let id = ExtentId { writer: putter.writer, sequence };
         if sequence == u32::MAX {
             let what = format!("writer {} has put every extent", id.writer.number());
             return Err(Error::new(ErrorKind::Limit, what));
         }
-        let volume = lock(&putter.owned).head.volume;
-        let signature = Signature { store: self.heads.store, volume };
-        let builder = lock(&putter.builder).take();
-        let mut builder = builder.unwrap_or_else(|| Builder::new(signature, before));
+        // One that fails is not put back: it has a part of the segments. Nothing is made then.
+        let mut builder = lock(&putter.builder).take().expect("one task makes extents (I1)");
         let nonce = self.heads.environment.random();
         let built = builder.build(&self.tree, id, segments, nonce).await;
-        let built = self.explained(built).await?;
+        let Built { state, content, blocks, nodes, nodes_at } = self.explained(built).await?;
         *lock(&putter.builder) = Some(builder);
-        let header = Header::decode(&built.content).expect("was just made");
-        self.tree.hold(id, header.nodes_at(), &built.content[header.nodes_at()..]);
-        self.now().begin(sequence, segments.len(), built.state);
-        let blocks = header.blocks as u64;
-        self.put_extent(id, blocks, built);
+        self.tree.hold(id, nodes_at, nodes);
+        self.now().begin(sequence, segments.len(), state);
+        self.put_extent(id, blocks as u64, content);
         Ok(())
     }
 
     /// Puts an extent in a task of its own.
-    fn put_extent(self: &Arc<Self>, id: ExtentId, blocks: u64, built: Built) {
-        let task = MustEnd::new(self);
+    fn put_extent(self: &Arc<Self>, id: ExtentId, blocks: u64, content: Buf) {
+        let task = CompletionGuard::new(self);
         drop(spawn(async move {
             let this = Arc::clone(&task.shared);
-            let bytes = built.content.len() as u64;
-            match this.put_until_answered(Putting::new(id.name(), built.content)).await {
+            let bytes = content.len() as u64;
+            match this.put_until_answered(id.name(), content).await {
                 Ok(()) => this.answered(id, blocks, bytes),
                 Err(error) => {
                     this.tree.release(id);
-                    this.fails(error);
+                    this.latch_with(error);
                 }
             }
             task.done();
         }));
     }
 
-    async fn put_until_answered(&self, mut putting: Putting) -> Result<()> {
+    /// Puts an extent or a head of the writer.
+    ///
+    /// # Errors
+    /// `Denied` if somebody else has the volume by now; why it is latched; what the store reports
+    /// if nobody waits for it any longer.
+    pub(crate) async fn put_until_answered(&self, name: ObjectName, content: Buf) -> Result<()> {
         let putter = self.putter()?;
         let objects = &*self.heads.objects;
-        let mut tried = 0;
+        let mut putting = Putting::new(name.clone(), content);
+        let mut tries = Tries::new(self.tree.patience());
         loop {
             let error = match putting.attempt(objects).await {
                 Ok(Put::Done) => {
@@ -153,12 +155,9 @@ impl Shared {
                 Ok(Put::Exists) => return Err(self.heads.lost(putter.writer).await),
                 Err(error) => error,
             };
-            tried += 1;
             self.note_trouble(putter, &error);
             self.putter()?;
-            if !Patience::Endless.bears(&error, tried).await {
-                return Err(error.wrap(format!("putting an extent into {}", objects.name())));
-            }
+            tries.pause(error, || format!("putting {name} into {}", objects.name())).await?;
         }
     }
 
@@ -166,7 +165,7 @@ impl Shared {
         let mut trouble = lock(&putter.trouble);
         if trouble.is_none() {
             let (store, error) = (self.heads.objects.name(), error.in_one_line());
-            tracing::warn!(%store, error, "an extent cannot be put: it is tried until it can");
+            tracing::warn!(%store, error, "the store takes nothing: it is tried again");
         }
         let since_ns = trouble.as_ref().map(|trouble| trouble.since_ns);
         let since_ns = since_ns.unwrap_or_else(|| self.heads.environment.now_ns());
@@ -181,19 +180,22 @@ impl Shared {
         let metadata = bytes - blocks * BLOCK_BYTES as u64;
         counts.metadata_bytes.fetch_add(metadata, Ordering::Relaxed);
         self.tree.release(id);
-        let stored = {
+        let (stored, turn) = {
             let mut now = self.now();
             // After a latch nothing is acknowledged, and nothing leaves the log.
             let is_newer = now.latch.is_none() && now.answered(id.sequence);
-            is_newer.then_some(now.state.records)
+            // In the same step: who waits for a state waits for the checkpoint that it is due for.
+            (is_newer.then_some(now.state.records), self.checkpoint_turn(&mut now))
         };
+        if let Some(turn) = turn {
+            self.put_checkpoint(turn);
+        }
         if let Some(records) = stored {
             if let Some(log) = &putter.log {
                 log.free(records);
             }
             self.progress.wake_all();
         }
-        self.checkpoint_if_due();
         self.drive();
     }
 

@@ -15,16 +15,17 @@
 
 mod clone;
 mod counting;
+mod highest;
 
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::extent::{Header, Kind};
 use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
-use crate::names::{self, VolumeName};
+use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
-use crate::put::{Patience, decode_head, elsewhere, last_in, put, read, read_header};
+use crate::put::{Patience, decode_head, elsewhere, put, read, read_header};
 use crate::state::State;
-use mica_block::{Error, ErrorKind, Objects, Put, Result};
+use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
 use std::sync::Arc;
 
@@ -58,7 +59,7 @@ pub(crate) struct Owned {
 }
 
 /// What the last process that had the volume on this machine left there.
-pub(crate) trait Legacy {
+pub(crate) trait LocalLog {
     /// Whether it is of the writer that `head` names, so that the volume is not another's.
     fn is_of(&self, head: &Head) -> bool;
 
@@ -95,13 +96,8 @@ impl Heads {
 
     async fn newest_of_any_life(&self) -> Result<Option<Head>> {
         for _ in 0..ROUNDS_MAX {
-            let Some(last) = last_in(&*self.objects, &self.name.folder()).await? else {
-                return Ok(None);
-            };
-            let number = names::head_number(&last).ok_or_else(|| {
-                let what = format!("{last} of {} is no head", self.objects.name());
-                Error::new(ErrorKind::Corrupt, what)
-            })?;
+            let Some(last) = self.highest().await? else { return Ok(None) };
+            let number = self.number_of(&last)?;
             // It is deleted as soon as there are others above it.
             let Some(bytes) = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await? else {
                 continue;
@@ -130,7 +126,7 @@ impl Heads {
                 let what = format!("there is a volume {name} in {store} already");
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
-            let number = before.map_or(0, |head| head.number + 1);
+            let number = before.map_or(Ok(0), |head| self.number_after(&head))?;
             let head = self.head(number, volume, life, state);
             if self.put_highest(&head).await? {
                 return Ok(head);
@@ -143,18 +139,17 @@ impl Heads {
     ///
     /// # Errors
     /// `Denied` if another writer has it, or it is meant for another host, and it is to be left;
-    /// otherwise what `legacy` or the store reports.
-    pub(crate) async fn open(&self, claimed: Claimed, legacy: &mut impl Legacy) -> Result<Owned> {
+    /// otherwise what `log` or the store reports.
+    pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
             let before = self.ready().await?;
-            if claimed == Claimed::Refuse && !legacy.is_of(&before) {
+            if claimed == Claimed::Refuse && !log.is_of(&before) {
                 self.check_free(&before)?;
             }
             let writer = self.claim(before.volume).await?;
             let state = self.fenced(&before, writer).await?;
-            legacy.settle(&before, writer, &state).await?;
-            let life = Life::Open { writer, sequence: 0 };
-            let head = self.head(before.number + 1, before.volume, life, state);
+            log.settle(&before, writer, &state).await?;
+            let head = self.after(&before, Life::Open { writer, sequence: 0 }, state)?;
             if self.put_highest(&head).await? {
                 return Ok(Owned { head, writer });
             }
@@ -177,7 +172,7 @@ impl Heads {
                 Some(_) => self.fenced(&before, self.claim(before.volume).await?).await?,
                 None => before.state,
             };
-            let head = self.head(before.number + 1, before.volume, Life::Deleted, state);
+            let head = self.after(&before, Life::Deleted, state)?;
             if self.put_highest(&head).await? {
                 return Ok(());
             }
@@ -185,36 +180,27 @@ impl Heads {
         Err(self.too_busy())
     }
 
-    /// Says that `owned` has `state`, with the extents before `sequence`, all of which are
-    /// answered. Goes on until the store answers.
+    /// The head that says that `owned` has `state`, with the extents before `sequence`, all of
+    /// which are answered.
     ///
     /// # Errors
-    /// `Denied` if somebody else has the volume by now.
-    pub(crate) async fn checkpoint(
-        &self,
-        owned: &mut Owned,
-        state: State,
-        sequence: u32,
-    ) -> Result<()> {
-        let (before, writer) = (&owned.head, owned.writer);
-        let life = Life::Open { writer, sequence };
-        let head = self.head(before.number + 1, before.volume, life, state);
-        match self.put(&head, Patience::Endless).await? {
-            Put::Done => owned.head = head,
-            Put::Exists => return Err(self.lost(writer).await),
-        }
-        Ok(())
+    /// `Limit` if there is no number for it.
+    pub(crate) fn checkpoint(&self, owned: &Owned, state: State, sequence: u32) -> Result<Head> {
+        let life = Life::Open { writer: owned.writer, sequence };
+        self.after(&owned.head, life, state)
     }
 
     /// The head that ends the life of `owned`, which has `state`. Once it is sent, its writer puts
     /// no more extents.
-    pub(crate) fn last_head(&self, owned: &Owned, state: State, end: &End) -> Head {
-        let before = &owned.head;
+    ///
+    /// # Errors
+    /// As [`Self::checkpoint`].
+    pub(crate) fn last_head(&self, owned: &Owned, state: State, end: &End) -> Result<Head> {
         let (life, heir) = match end {
             End::Closed => (Life::Closed, String::new()),
             End::HandedTo(host) => (Life::HandedOver, host.clone()),
         };
-        Head { heir, ..self.head(before.number + 1, before.volume, life, state) }
+        Ok(Head { heir, ..self.after(&owned.head, life, state)? })
     }
 
     /// Puts the last head of `writer`.
@@ -301,19 +287,34 @@ impl Heads {
         Ok(Some(header))
     }
 
-    async fn put(&self, head: &Head, patience: Patience) -> Result<Put> {
-        let name = self.name.head(head.number);
-        put(&*self.objects, &name, Buf::from_slice(&head.encode()), patience).await
+    /// The name and the bytes of a head.
+    pub(crate) fn as_object(&self, head: &Head) -> (ObjectName, Buf) {
+        (self.name.head(head.number), Buf::from_slice(&head.encode()))
     }
 
     /// Puts a head; false if it is not the highest then. Others may have gone on meanwhile so far
     /// that the head of this number was collected: ours means nothing then.
     async fn put_highest(&self, head: &Head) -> Result<bool> {
-        if self.put(head, Patience::VERB).await? == Put::Exists {
+        let (name, content) = self.as_object(head);
+        if put(&*self.objects, &name, content, Patience::VERB).await? == Put::Exists {
             return Ok(false);
         }
-        let highest = last_in(&*self.objects, &self.name.folder()).await?;
-        Ok(highest.is_some_and(|highest| highest == self.name.head(head.number)))
+        self.is_highest(head).await
+    }
+
+    /// A head that follows `before`.
+    ///
+    /// # Errors
+    /// `Limit` if there is no number for it: nobody puts so many, but a hostile store may have one.
+    fn after(&self, before: &Head, life: Life, state: State) -> Result<Head> {
+        Ok(self.head(self.number_after(before)?, before.volume, life, state))
+    }
+
+    fn number_after(&self, before: &Head) -> Result<u64> {
+        before.number.checked_add(1).ok_or_else(|| {
+            let what = format!("volume {} has had every head", self.name.as_str());
+            Error::new(ErrorKind::Limit, what)
+        })
     }
 
     pub(crate) fn head(&self, number: u64, volume: Id, life: Life, state: State) -> Head {
@@ -358,6 +359,17 @@ impl Heads {
         );
         Error::new(ErrorKind::Denied, what)
     }
+}
+
+/// That a host can have this name.
+///
+/// # Errors
+/// `Invalid` if none can.
+pub(crate) fn check_host(host: &str) -> Result<()> {
+    if host.is_empty() || host != host_name(host) {
+        return Err(Error::new(ErrorKind::Invalid, format!("{host:?} is no name of a host")));
+    }
+    Ok(())
 }
 
 /// A host's name as heads have it.

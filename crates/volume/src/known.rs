@@ -14,6 +14,8 @@
 
 mod cuts;
 
+pub(crate) use cuts::RecentCuts;
+
 use crate::environment::Environment;
 use crate::recent::{Batch, Block, Known};
 use crate::segment::{Cut, Segment, WEIGHT_MAX};
@@ -46,7 +48,7 @@ pub(crate) struct Now {
     pub(crate) is_driven: bool,
     /// Whether nothing more is accepted.
     pub(crate) is_closing: bool,
-    /// Whether the last head of its writer is put.
+    /// Whether its writer's time is over: the last head is put, and the log is ended.
     pub(crate) is_ended: bool,
     /// Whether it was given up, with all that was promised in the log.
     pub(crate) is_left_to_log: bool,
@@ -71,7 +73,7 @@ pub(crate) struct HeadsOfNow {
     pub(crate) sequence: u32,
     /// Whether snapshots were taken or dropped since, in the state.
     pub(crate) lacks_cuts: bool,
-    /// Whether the next one is being put.
+    /// Whether somebody has the turn to put the next one.
     pub(crate) is_under_way: bool,
 }
 
@@ -245,10 +247,9 @@ impl Now {
         (!segments.is_empty()).then_some(segments)
     }
 
-    /// The state before the extent that is made next, and its number.
-    pub(crate) fn last_made(&self) -> (State, u32) {
-        let last = self.under_way.back();
-        last.map_or((self.state, self.sequence), |last| (last.state, last.sequence + 1))
+    /// The number of the extent that is made next.
+    pub(crate) fn next_sequence(&self) -> u32 {
+        self.under_way.back().map_or(self.sequence, |last| last.sequence + 1)
     }
 
     /// Extent `sequence` has the next `segments` of those that were taken, and is put from now on.

@@ -10,7 +10,7 @@
 use crate::build::{Builder, Signature};
 use crate::format::Id;
 use crate::format::head::Head;
-use crate::heads::{Claimed, Heads, Legacy, Owned};
+use crate::heads::{Claimed, Heads, LocalLog, Owned};
 use crate::log::{Found, Log, LogDevice};
 use crate::place::Writer;
 use crate::shared::{Counts, Durability, Putter, Shared};
@@ -18,7 +18,6 @@ use crate::state::State;
 use crate::tree::Tree;
 use crate::writing::as_change;
 use mica_block::{Error, ErrorKind, Result};
-use mica_rt::sync::SharedLock;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -73,14 +72,22 @@ impl LogChoice<'_> {
         state: &State,
     ) -> Result<()> {
         let mut numbers: Option<Range<u64>> = None;
-        device
-            .look(found, |number, _| {
-                let first = numbers.as_ref().map_or(number, |numbers| numbers.start);
-                numbers = Some(first..number + 1);
-                Ok(())
-            })
-            .await?;
+        let looked = device.look(found, |number, _| {
+            let first = numbers.as_ref().map_or(number, |numbers| numbers.start);
+            numbers = Some(first..number.saturating_add(1));
+            Ok(())
+        });
+        let looked = looked.await;
         device.set_aside(found.volume).await?;
+        // Nobody replays it in any case: that it cannot be read is no reason not to open.
+        if let Err(error) = looked {
+            let error = error.in_one_line();
+            self.loss = Some(format!(
+                "the log of this machine may have writes that the volume lacks, and others had the \
+                 volume since: the log was set aside, and cannot be read ({error})"
+            ));
+            return Ok(());
+        }
         let numbers = numbers.unwrap_or_default();
         // Those who wrote since count records of their own under the same numbers.
         let newest = state.map.node.map(|node| node.extent().writer);
@@ -99,7 +106,7 @@ impl LogChoice<'_> {
     }
 }
 
-impl Legacy for LogChoice<'_> {
+impl LocalLog for LogChoice<'_> {
     fn is_of(&self, head: &Head) -> bool {
         self.found(head).is_some_and(|found| self.goes_on(&found, head))
     }
@@ -197,7 +204,6 @@ fn putter(
         log,
         loss,
         builder: Mutex::new(Some(Builder::new(signature, owned.head.state))),
-        head_turn: SharedLock::default(),
         owned: Mutex::new(owned),
         last_head: Mutex::default(),
         trouble: Mutex::default(),
@@ -219,7 +225,8 @@ async fn replay(shared: &Arc<Shared>) -> Result<()> {
     loop {
         let next = shared.now().records;
         if next >= recovered.end {
-            return shared.store().await;
+            shared.store().await?;
+            return shared.at_rest().await;
         }
         let mut is_full = false;
         let read = log

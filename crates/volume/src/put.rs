@@ -12,47 +12,81 @@ use crate::format::extent::{HEADER_BYTES, Header};
 use crate::format::head::Head;
 use crate::place::ExtentId;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
-use mica_rt::{Buf, sleep};
+use mica_map::crc32c;
+use mica_rt::{Buf, Instant, now, sleep};
+use mica_units::random_at;
 use std::time::Duration;
 
 /// Bytes of the beginning of an object that make it another one than everybody else's: a header
 /// with a nonce, under a checksum.
 const SIGNED_BYTES: usize = 512;
-/// The first and the longest pause before something is tried again.
+/// The first and the longest pause before something is tried again, at most.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
+/// After so many failed tries it is said that a request is still tried.
+const SAY_AFTER: u32 = 4;
 
-/// How often something is tried.
+/// For how long something is tried.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Patience {
     /// Until the store answers: a guest waits, and must not see an error for an outage.
     Endless,
-    /// So often: somebody waits for a verb.
-    Tries(u32),
+    /// No new try begins later than this after the first that failed: somebody waits for a verb.
+    For(Duration),
 }
 
 impl Patience {
     /// That of a verb.
-    pub(crate) const VERB: Self = Self::Tries(6);
+    pub(crate) const VERB: Self = Self::For(Duration::from_secs(15));
+}
 
-    /// Waits before the next try, after `tried` that ended with `error`; false if there is none.
-    pub(crate) async fn bears(self, error: &Error, tried: u32) -> bool {
-        if !may_pass(error.kind()) {
-            return false;
+/// The tries of one request.
+pub(crate) struct Tries {
+    patience: Patience,
+    failed: u32,
+    failing_since: Option<Instant>,
+}
+
+impl Tries {
+    /// None yet.
+    pub(crate) fn new(patience: Patience) -> Self {
+        Self { patience, failed: 0, failing_since: None }
+    }
+
+    /// Waits before the next try, after one that ended with `error`. `doing` is in messages.
+    ///
+    /// # Errors
+    /// `error`, if trying again cannot help, or it was tried for long enough.
+    pub(crate) async fn pause(&mut self, error: Error, doing: impl Fn() -> String) -> Result<()> {
+        let since = *self.failing_since.get_or_insert_with(now);
+        let is_last = match self.patience {
+            Patience::Endless => false,
+            Patience::For(time) => now().saturating_since(since) >= time,
+        };
+        if is_last || !may_pass(error.kind()) {
+            return Err(error.wrap(doing()));
         }
-        if let Self::Tries(tries) = self
-            && tried >= tries
-        {
-            return false;
+        self.failed = self.failed.saturating_add(1);
+        let doing = doing();
+        if self.failed == SAY_AFTER {
+            let error = error.in_one_line();
+            tracing::warn!(error, "{doing} failed {SAY_AFTER} times: still trying");
         }
-        let pause = PAUSE_MIN.saturating_mul(1 << tried.saturating_sub(1).min(16));
-        sleep(pause.min(PAUSE_MAX)).await;
-        true
+        sleep(pause_len(self.failed, crc32c(doing.as_bytes()))).await;
+        Ok(())
     }
 }
 
+/// The pause after so many tries: twice as long each time, and up to a half less, so that those who
+/// failed at one time do not all return at one time.
+fn pause_len(failed: u32, seed: u32) -> Duration {
+    let longest = PAUSE_MIN.saturating_mul(1 << failed.saturating_sub(1).min(16)).min(PAUSE_MAX);
+    let half = u64::try_from(longest.as_nanos() / 2).unwrap_or(u64::MAX);
+    longest - Duration::from_nanos(random_at(seed.into(), failed.into()) % (half + 1))
+}
+
 /// Whether trying again can help.
-pub(crate) fn may_pass(kind: ErrorKind) -> bool {
+fn may_pass(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Io | ErrorKind::NoSpace)
 }
 
@@ -106,17 +140,13 @@ pub(crate) async fn put(
     patience: Patience,
 ) -> Result<Put> {
     let mut putting = Putting::new(name.clone(), content);
-    let mut tried = 0;
+    let mut tries = Tries::new(patience);
+    let doing = || format!("putting {name} into {}", objects.name());
     loop {
-        let error = match putting.attempt(objects).await {
+        match putting.attempt(objects).await {
             Ok(outcome) => return Ok(outcome),
-            Err(error) => error,
-        };
-        tried += 1;
-        if !patience.bears(&error, tried).await {
-            return Err(error.wrap(format!("putting {name} into {}", objects.name())));
+            Err(error) => tries.pause(error, doing).await?,
         }
-        tracing::warn!(object = %name, error = error.in_one_line(), "a put is tried again");
     }
 }
 
@@ -130,16 +160,27 @@ pub(crate) async fn list(
     after: Option<&ObjectName>,
     patience: Patience,
 ) -> Result<Vec<Entry>> {
-    let mut tried = 0;
+    let mut tries = Tries::new(patience);
+    let doing = || format!("listing {folder} of {}", objects.name());
     loop {
         match objects.list(Some(folder), after).await {
             Ok(page) => return Ok(page),
-            Err(error) => {
-                tried += 1;
-                if !patience.bears(&error, tried).await {
-                    return Err(error.wrap(format!("listing {folder} of {}", objects.name())));
-                }
-            }
+            Err(error) => tries.pause(error, doing).await?,
+        }
+    }
+}
+
+/// Whether a store has no objects at all.
+///
+/// # Errors
+/// What the store reports in the end.
+pub(crate) async fn is_empty(objects: &dyn Objects, patience: Patience) -> Result<bool> {
+    let mut tries = Tries::new(patience);
+    let doing = || format!("listing {}", objects.name());
+    loop {
+        match objects.list(None, None).await {
+            Ok(page) => return Ok(page.is_empty()),
+            Err(error) => tries.pause(error, doing).await?,
         }
     }
 }
@@ -152,12 +193,30 @@ pub(crate) async fn last_in(
     objects: &dyn Objects,
     folder: &ObjectName,
 ) -> Result<Option<ObjectName>> {
-    let mut last = None;
+    let page = list(objects, folder, None, Patience::VERB).await?;
+    let Some(last) = page.last().map(|entry| entry.name().clone()) else { return Ok(None) };
+    if page.len() < LIST_MAX {
+        return Ok(Some(last));
+    }
+    Ok(last_after(objects, folder, &last).await?.or(Some(last)))
+}
+
+/// The last of what is directly in `folder` after `after`.
+///
+/// # Errors
+/// What the store reports in the end.
+pub(crate) async fn last_after(
+    objects: &dyn Objects,
+    folder: &ObjectName,
+    after: &ObjectName,
+) -> Result<Option<ObjectName>> {
+    let mut last: Option<ObjectName> = None;
     loop {
-        let page = list(objects, folder, last.as_ref(), Patience::VERB).await?;
+        let from = last.as_ref().unwrap_or(after);
+        let page = list(objects, folder, Some(from), Patience::VERB).await?;
         let is_full = page.len() >= LIST_MAX;
         if let Some(entry) = page.last() {
-            last = Some(Entry::name(entry).clone());
+            last = Some(entry.name().clone());
         }
         if !is_full {
             return Ok(last);
@@ -175,18 +234,14 @@ pub(crate) async fn read(
     len: usize,
     patience: Patience,
 ) -> Result<Option<Buf>> {
-    let mut tried = 0;
+    let mut tries = Tries::new(patience);
+    let doing = || format!("reading {name} of {}", objects.name());
     loop {
         let (result, buf) = objects.open(name).read_at(Buf::new(len), 0).await;
         match result {
             Ok(()) => return Ok(Some(buf)),
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                tried += 1;
-                if !patience.bears(&error, tried).await {
-                    return Err(error.wrap(format!("reading {name} of {}", objects.name())));
-                }
-            }
+            Err(error) => tries.pause(error, doing).await?,
         }
     }
 }

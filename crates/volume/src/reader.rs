@@ -9,7 +9,7 @@ use crate::known::Now;
 use crate::place::{BLOCK_BYTES, Place};
 use crate::recent::{Batch, Block, Known};
 use crate::state::Root;
-use crate::tree::{Tree, follows};
+use crate::tree::{Cursor, Tree, follows};
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result};
 use mica_map::{Directory, Walk, WalkStep};
 use mica_rt::{Buf, join_all};
@@ -58,13 +58,19 @@ impl View {
         Self { first, sources, map: now.state.map, generation: now.generation }
     }
 
+    /// Which of the volume's states it is of.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
+    }
+
     /// Asks the map as far as that needs no I/O; what was found for a plan is not looked for again.
     /// Returns whether everything is known.
     pub(crate) fn resolve_cached(&mut self, tree: &Tree, plans: &Plans) -> bool {
         plans.fill(self);
+        let mut cursor = Cursor::new(tree, self.map);
         for (block, source) in (self.first..).zip(&mut self.sources) {
             if matches!(source, Source::Unknown) {
-                match tree.look_up_cached(self.map, block) {
+                match cursor.look_up_cached(block) {
                     Some(found) => *source = found.map_or(Source::Nothing, Source::Store),
                     None => return false,
                 }
@@ -78,9 +84,10 @@ impl View {
     /// # Errors
     /// If it cannot be read.
     pub(crate) async fn resolve(&mut self, tree: &Tree) -> Result<()> {
+        let mut cursor = Cursor::new(tree, self.map);
         for (block, source) in (self.first..).zip(&mut self.sources) {
             if matches!(source, Source::Unknown) {
-                let found = tree.look_up(self.map, block).await?;
+                let found = cursor.look_up(block).await?;
                 *source = found.map_or(Source::Nothing, Source::Store);
             }
         }
@@ -98,23 +105,22 @@ impl View {
         }
     }
 
-    /// Fills `buf` with the bytes of `range`, whose blocks are all known.
-    ///
-    /// # Errors
-    /// If something cannot be read.
-    pub(crate) async fn read(&self, tree: &Tree, range: GuestRange, buf: Buf) -> Result<Buf> {
+    /// Fills `buf` with the bytes of `range`, whose blocks are all known; gives it back whatever
+    /// happens.
+    pub(crate) async fn read(&self, tree: &Tree, range: GuestRange, buf: Buf) -> (Result<()>, Buf) {
         let (first, sources) = (self.first, &self.sources);
         let end = first + sources.len() as u64;
         let is_whole = range.start().bytes() == first * SIZE && range.end().bytes() == end * SIZE;
         if is_whole {
             return read_whole(tree, sources, buf).await;
         }
-        let whole = read_whole(tree, sources, Buf::new(sources.len() * BLOCK_BYTES)).await?;
+        let whole = Buf::new(sources.len() * BLOCK_BYTES);
+        let (result, whole) = read_whole(tree, sources, whole).await;
         let skipped = usize::try_from(range.start().bytes() - first * SIZE).expect("in a block");
         let mut buf = buf;
         let len = buf.len();
         buf.put(0, &whole[skipped..skipped + len]);
-        Ok(buf)
+        (result, buf)
     }
 }
 
@@ -169,8 +175,8 @@ impl Plans {
     }
 }
 
-/// Fills `buf` with whole blocks.
-async fn read_whole(tree: &Tree, sources: &[Source], buf: Buf) -> Result<Buf> {
+/// Fills `buf` with whole blocks; gives it back whatever happens.
+async fn read_whole(tree: &Tree, sources: &[Source], buf: Buf) -> (Result<()>, Buf) {
     let first = run_at(sources);
     if first.len() == sources.len() {
         return read_run(tree, first, buf).await;
@@ -184,18 +190,16 @@ async fn read_whole(tree: &Tree, sources: &[Source], buf: Buf) -> Result<Buf> {
         at += run.len();
         parts.push(read_run(tree, run, part));
     }
+    let mut outcome = Ok(());
     let mut whole: Option<Buf> = None;
-    for part in join_all(parts).await {
-        let part = part?;
-        whole = Some(match whole {
-            None => part,
-            Some(mut front) => {
-                front.join(part);
-                front
-            }
-        });
+    for (result, part) in join_all(parts).await {
+        outcome = outcome.and(result);
+        match &mut whole {
+            None => whole = Some(part),
+            Some(front) => front.join(part),
+        }
     }
-    Ok(whole.unwrap_or(rest))
+    (outcome, whole.unwrap_or(rest))
 }
 
 /// The first of `sources`, with those that are read together with it.
@@ -209,39 +213,43 @@ fn run_at(sources: &[Source]) -> &[Source] {
     &sources[..count.min(RUN_BLOCKS_MAX).min(sources.len())]
 }
 
-async fn read_run(tree: &Tree, run: &[Source], mut part: Buf) -> Result<Buf> {
+async fn read_run(tree: &Tree, run: &[Source], mut part: Buf) -> (Result<()>, Buf) {
     match run.first() {
-        None => Ok(part),
+        None => (Ok(()), part),
         Some(Source::Unknown) => unreachable!("the map was asked"),
         Some(Source::Nothing) => {
             part.fill(0);
-            Ok(part)
+            (Ok(()), part)
         }
         Some(Source::Memory(data)) => {
             part.put(0, &data[..]);
-            Ok(part)
+            (Ok(()), part)
         }
         Some(Source::Store(first)) => {
             let places = run.iter().filter_map(|source| match source {
                 Source::Store(place) => Some(*place),
                 _ => None,
             });
-            tree.read_blocks(*first, places, part).await
+            tree.fill_blocks(*first, places, part).await
         }
     }
 }
 
-/// The bytes of `block` in a state's map; zeros if it has none.
+/// Where `block` is in a state's map, and its bytes; zeros if it has none.
 ///
 /// # Errors
 /// If it cannot be read.
-pub(crate) async fn stored_block(tree: &Tree, map: Root, block: u64) -> Result<Block> {
+pub(crate) async fn stored_block(
+    tree: &Tree,
+    map: Root,
+    block: u64,
+) -> Result<(Option<Place>, Block)> {
     let Some(place) = tree.look_up(map, block).await? else {
-        return Ok(Arc::new([0; BLOCK_BYTES]));
+        return Ok((None, Arc::new([0; BLOCK_BYTES])));
     };
     let buf = tree.read_blocks(place, [place], Buf::new(BLOCK_BYTES)).await?;
     let bytes: [u8; BLOCK_BYTES] = (*buf).try_into().expect("a block");
-    Ok(Arc::new(bytes))
+    Ok((Some(place), Arc::new(bytes)))
 }
 
 /// What the blocks of `range` are, from its start on: those of a state's map, with `recent` over

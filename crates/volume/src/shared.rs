@@ -8,6 +8,7 @@ use crate::heads::{Heads, Owned};
 use crate::known::Now;
 use crate::log::Log;
 use crate::place::Writer;
+use crate::put::Patience;
 use crate::reader::{Plans, View, blocks_of};
 use crate::state::State;
 use crate::tree::Tree;
@@ -17,8 +18,12 @@ use mica_units::GuestRange;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+/// Views of one read at most, each of another state: what is missing from all of them is lost.
+const VIEWS_MAX: usize = 8;
+
 /// See the module.
 pub(crate) struct Shared {
+    /// For requests of the guest.
     pub(crate) tree: Arc<Tree>,
     pub(crate) heads: Heads,
     /// Who writes it; nobody if it is only read.
@@ -55,13 +60,19 @@ pub(crate) struct Putter {
     pub(crate) loss: Option<String>,
     /// Absent while an extent is made.
     pub(crate) builder: Mutex<Option<Builder>>,
-    /// Held while a head is put.
-    pub(crate) head_turn: SharedLock,
     pub(crate) owned: Mutex<Owned>,
     /// The head that ends the writer's time, once it is decided: no other is put then.
-    pub(crate) last_head: Mutex<Option<Head>>,
+    pub(crate) last_head: Mutex<Option<LastHead>>,
     pub(crate) trouble: Mutex<Option<Trouble>>,
     pub(crate) counts: Counts,
+}
+
+/// The head that ends a writer's time.
+#[derive(Clone)]
+pub(crate) struct LastHead {
+    pub(crate) head: Head,
+    /// Whether it is in the store. The log may be left to end then.
+    pub(crate) is_put: bool,
 }
 
 /// Since when the store has not answered puts, in nanoseconds since 1970, and why.
@@ -139,7 +150,7 @@ impl Shared {
     }
 
     /// Nothing is acknowledged any more. Returns why: the first reason stays.
-    pub(crate) fn fails(&self, error: Error) -> Error {
+    pub(crate) fn latch_with(&self, error: Error) -> Error {
         let (latch, is_first, unstored) = {
             let mut now = self.now();
             let is_first = now.latch.is_none();
@@ -160,6 +171,32 @@ impl Shared {
         latch
     }
 
+    /// Does `act`, which takes a view of what the volume is now, reads, and says which generation it
+    /// read. It does so again if something is missing and the volume is another by now: what only
+    /// the older one named may have been collected, once a head had the newer one.
+    ///
+    /// # Errors
+    /// As `act`; `Denied` if others have the volume.
+    pub(crate) async fn reading<T>(
+        &self,
+        mut act: impl AsyncFnMut() -> (u64, Result<T>),
+    ) -> Result<T> {
+        let mut views = 0;
+        loop {
+            let (generation, outcome) = act().await;
+            views += 1;
+            let is_corrupt = outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::Corrupt);
+            if !is_corrupt || views == VIEWS_MAX || self.now().generation == generation {
+                return self.explained(outcome).await;
+            }
+        }
+    }
+
+    /// As `tree`, for what must come to an end though guests have all the time of the world.
+    pub(crate) fn tree_for_verbs(&self) -> Arc<Tree> {
+        self.tree.with_patience(Patience::VERB)
+    }
+
     /// What a failed read means: what is missing may have been taken away by those who have the
     /// volume now.
     pub(crate) async fn explained<T>(&self, outcome: Result<T>) -> Result<T> {
@@ -174,7 +211,7 @@ impl Shared {
         if !is_taken {
             return outcome;
         }
-        Err(self.fails(self.heads.lost(putter.writer).await))
+        Err(self.latch_with(self.heads.lost(putter.writer).await))
     }
 
     /// Everything that was done until now is in the store when this returns.
@@ -199,7 +236,7 @@ impl Shared {
         let putter = self.putter()?;
         match (putter.durability, &putter.log) {
             (Durability::Host, Some(log)) => {
-                log.sync().await.map_err(|error| self.fails(error))?;
+                log.sync().await.map_err(|error| self.latch_with(error))?;
                 self.latch().map_or(Ok(()), Err)
             }
             (Durability::Host | Durability::Store, _) => self.store().await,

@@ -6,10 +6,10 @@
 //! - I2 From the moment at which the last head is sent, this writer puts no extent, whatever comes
 //!   back; only that same head may be put again.
 
-use crate::destage::MustEnd;
+use crate::destage::CompletionGuard;
 use crate::heads::End;
 use crate::known::Now;
-use crate::shared::{Shared, lock};
+use crate::shared::{LastHead, Shared, lock};
 use mica_block::{ErrorKind, Result};
 use mica_rt::spawn;
 use std::sync::Arc;
@@ -25,45 +25,77 @@ fn is_due(now: &Now) -> bool {
     has_newer && (is_far || now.heads.lacks_cuts) && now.latch.is_none() && !now.is_closing
 }
 
+/// The right to put a head (I1), until it is dropped.
+#[must_use]
+pub(crate) struct HeadTurn(Arc<Shared>);
+
+impl Drop for HeadTurn {
+    fn drop(&mut self) {
+        self.0.now().heads.is_under_way = false;
+        self.0.progress.wake_all();
+    }
+}
+
 impl Shared {
-    /// Puts a checkpoint, in a task of its own, if there is need of one.
-    pub(crate) fn checkpoint_if_due(self: &Arc<Self>) {
-        {
-            let mut now = self.now();
-            if now.heads.is_under_way || !is_due(&now) {
-                return;
-            }
-            now.heads.is_under_way = true;
+    /// Takes the turn if no head is under way. What it gives must not be dropped under the lock.
+    fn head_turn(self: &Arc<Self>, now: &mut Now) -> Option<HeadTurn> {
+        if now.heads.is_under_way {
+            return None;
         }
-        let task = MustEnd::new(self);
+        now.heads.is_under_way = true;
+        Some(HeadTurn(Arc::clone(self)))
+    }
+
+    /// The turn to put a checkpoint, if there is need of one and nobody else has it.
+    pub(crate) fn checkpoint_turn(self: &Arc<Self>, now: &mut Now) -> Option<HeadTurn> {
+        if is_due(now) { self.head_turn(now) } else { None }
+    }
+
+    /// Puts a checkpoint in a task of its own; and the next, if it is due by then.
+    pub(crate) fn put_checkpoint(self: &Arc<Self>, turn: HeadTurn) {
+        let task = CompletionGuard::new(self);
         drop(spawn(async move {
             let this = Arc::clone(&task.shared);
             if let Err(error) = this.checkpoint().await {
-                this.fails(error);
+                this.latch_with(error);
             }
             task.done();
-            this.now().heads.is_under_way = false;
-            this.checkpoint_if_due();
+            drop(turn);
+            let next = this.checkpoint_turn(&mut this.now());
+            if let Some(turn) = next {
+                this.put_checkpoint(turn);
+            }
         }));
     }
 
     async fn checkpoint(&self) -> Result<()> {
         let putter = self.putter()?;
-        let _alone = putter.head_turn.alone().await;
         let (state, sequence) = {
             let mut now = self.now();
-            if !is_due(&now) {
-                return Ok(());
-            }
             now.heads.lacks_cuts = false;
             (now.state, now.sequence)
         };
-        let mut owned = lock(&putter.owned).clone();
-        self.heads.checkpoint(&mut owned, state, sequence).await?;
-        *lock(&putter.owned) = owned;
+        let head = self.heads.checkpoint(&lock(&putter.owned), state, sequence)?;
+        let (name, content) = self.heads.as_object(&head);
+        self.put_until_answered(name, content).await?;
+        lock(&putter.owned).head = head;
         self.now().heads.sequence = sequence;
         putter.counts.heads.fetch_add(1, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Waits until no task is at work for what was put, and none will be for it: then the executor
+    /// that all of it ran on may end.
+    ///
+    /// # Errors
+    /// Why the volume is latched.
+    pub(crate) async fn at_rest(&self) -> Result<()> {
+        let is_at_rest = || {
+            let now = self.now();
+            let is_so = !now.is_driven && !now.heads.is_under_way && !is_due(&now);
+            now.latch.clone().map(Err).or(is_so.then_some(Ok(())))
+        };
+        self.progress.until(is_at_rest).await
     }
 
     /// Puts what was done, and ends the writer's time. Nothing is accepted from now on.
@@ -72,28 +104,42 @@ impl Shared {
         self.now().is_closing = true;
         self.progress.wake_all();
         self.store().await?;
-        let _alone = putter.head_turn.alone().await;
+        // A checkpoint that is under way is waited for: nothing is left to do for its task.
+        let turn = || {
+            let mut now = self.now();
+            now.latch.clone().map(Err).or_else(|| self.head_turn(&mut now).map(Ok))
+        };
+        let _turn = self.progress.until(turn).await?;
         if self.now().is_ended {
             return Ok(());
         }
-        let state = self.now().state;
-        let owned = lock(&putter.owned).clone();
-        let last = lock(&putter.last_head)
-            .get_or_insert_with(|| self.heads.last_head(&owned, state, end))
-            .clone();
+        let last = {
+            let mut last = lock(&putter.last_head);
+            match &*last {
+                Some(last) => last.clone(),
+                None => {
+                    let state = self.now().state;
+                    let head = self.heads.last_head(&lock(&putter.owned), state, end)?;
+                    last.insert(LastHead { head, is_put: false }).clone()
+                }
+            }
+        };
         self.over.raise();
         self.progress.wake_all();
-        match self.heads.end(putter.writer, &last).await {
-            Ok(()) => {
-                self.now().is_ended = true;
-                self.progress.wake_all();
+        if !last.is_put {
+            match self.heads.end(putter.writer, &last.head).await {
+                Ok(()) => *lock(&putter.last_head) = Some(LastHead { is_put: true, ..last }),
+                Err(error) if error.kind() == ErrorKind::Denied => {
+                    return Err(self.latch_with(error));
+                }
+                Err(error) => return Err(error),
             }
-            Err(error) if error.kind() == ErrorKind::Denied => return Err(self.fails(error)),
-            Err(error) => return Err(error),
         }
-        match &putter.log {
-            Some(log) => log.end().await,
-            None => Ok(()),
+        if let Some(log) = &putter.log {
+            log.end().await?;
         }
+        self.now().is_ended = true;
+        self.progress.wake_all();
+        Ok(())
     }
 }

@@ -2,18 +2,20 @@
 //!
 //! Invariants
 //! - I1 Nothing is returned whose sum is not the one that its place has.
-//! - I2 A node that several readers miss together is read once.
+//! - I2 A node that several readers miss together is read once, if they wait for as long as it
+//!   takes. Who does not reads it alone, so as not to wait for them.
 //! - I3 The cache holds what its budget allows. Places never come to mean something else, so
 //!   nothing is removed from it for any other reason.
 //! - I4 What is in an extent that is still being put is read from memory.
 
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
-use crate::put::Patience;
+use crate::put::{Patience, Tries};
 use crate::state::Root;
 use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
-use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
+use mica_map::{Directory, FANOUT, Lookup, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
+use mica_rt::sync::Signal;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,14 +28,16 @@ const RECORDS_MAX: usize = 1 << 14;
 /// Objects that are kept open: what they cost is bounded by the store.
 const OPENED_MAX: usize = 1024;
 
-/// After so many failed tries of a read it is said that it is still tried.
-const SAY_AFTER: u32 = 4;
-
 /// A directory of a volume's tree.
 pub(crate) type Node = Arc<Directory<Place>>;
 
 /// What is read from a store, by all that share it.
 pub(crate) struct Tree {
+    shared: Arc<Shared>,
+    patience: Patience,
+}
+
+struct Shared {
     objects: Arc<dyn Objects>,
     nodes: Cache<Place, Node, NodeMemory>,
     records: Cache<Place, Arc<Record>>,
@@ -42,6 +46,26 @@ pub(crate) struct Tree {
     held: Mutex<Vec<Held>>,
     hits: AtomicU64,
     misses: AtomicU64,
+    /// Reads that failed and are tried again.
+    failing: AtomicU64,
+    /// Raised when nothing is tried again any more.
+    given_up: Signal,
+}
+
+/// Counts a read that is tried again, until it is dropped.
+struct Failing<'a>(&'a AtomicU64);
+
+impl<'a> Failing<'a> {
+    fn new(count: &'a AtomicU64) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Failing<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// The nodes of an extent that is being put.
@@ -49,7 +73,7 @@ struct Held {
     extent: ExtentId,
     /// Where they begin in it.
     start: usize,
-    bytes: Arc<[u8]>,
+    bytes: Vec<u8>,
 }
 
 #[derive(Clone)]
@@ -62,13 +86,33 @@ impl Weighter<Place, Node> for NodeMemory {
 }
 
 impl Tree {
-    /// Reads from `objects`, with a cache of nodes of about `cache_bytes`.
+    /// Reads from `objects`, with a cache of nodes of about `cache_bytes`, with the patience of a
+    /// verb.
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
-        let (hits, misses, held) = Default::default();
+        let (hits, misses, failing, held) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
-        Self { objects, nodes, records, opened, held, hits, misses }
+        let given_up = Signal::default();
+        let shared =
+            Shared { objects, nodes, records, opened, held, hits, misses, failing, given_up };
+        let shared = Arc::new(shared);
+        Self { shared, patience: Patience::VERB }
+    }
+
+    /// The same, for those who have `patience`.
+    pub(crate) fn with_patience(&self, patience: Patience) -> Arc<Self> {
+        Arc::new(Self { shared: Arc::clone(&self.shared), patience })
+    }
+
+    /// Reads that wait until the store answers again: of all that share it.
+    pub(crate) fn failing_reads(&self) -> u64 {
+        self.shared.failing.load(Ordering::Relaxed)
+    }
+
+    /// For how long a read is tried.
+    pub(crate) fn patience(&self) -> Patience {
+        self.patience
     }
 
     /// Where the leaf of `key` is; `None` if it has none.
@@ -76,42 +120,24 @@ impl Tree {
     /// # Errors
     /// If a node cannot be read, or is damaged.
     pub(crate) async fn look_up(&self, root: Root, key: u64) -> Result<Option<Place>> {
-        let mut step = root.look_up(key);
-        loop {
-            match step {
-                Step::Read(at, lookup) => step = lookup.feed(&*self.node(at).await?),
-                Step::Leaf(at) => return Ok(Some(at)),
-                Step::Absent => return Ok(None),
-            }
-        }
+        Cursor::new(self, root).look_up(key).await
     }
 
     /// As [`Self::look_up`], if all that has to be known is in the cache.
     pub(crate) fn look_up_cached(&self, root: Root, key: u64) -> Option<Option<Place>> {
-        let mut step = root.look_up(key);
-        loop {
-            match step {
-                Step::Read(at, lookup) => {
-                    let node = self.nodes.get(&at)?;
-                    self.hits.fetch_add(1, Ordering::Relaxed);
-                    step = lookup.feed(&*node);
-                }
-                Step::Leaf(at) => return Some(Some(at)),
-                Step::Absent => return Some(None),
-            }
-        }
+        Cursor::new(self, root).look_up_cached(key)
     }
 
     /// What the cache of nodes did.
     pub(crate) fn stats(&self) -> MapStats {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let (hits, misses) = (count(&self.hits), count(&self.misses));
+        let (hits, misses) = (count(&self.shared.hits), count(&self.shared.misses));
         MapStats {
             hits,
             misses,
             index_loads: misses,
-            cached_bytes: self.nodes.weight(),
-            budget_bytes: self.nodes.capacity(),
+            cached_bytes: self.shared.nodes.weight(),
+            budget_bytes: self.shared.nodes.capacity(),
             ..MapStats::default()
         }
     }
@@ -121,23 +147,46 @@ impl Tree {
     /// # Errors
     /// As [`Self::look_up`].
     pub(crate) async fn node(&self, at: Place) -> Result<Node> {
-        if let Some(node) = self.nodes.get(&at) {
-            self.hits.fetch_add(1, Ordering::Relaxed);
+        if let Some(node) = self.shared.nodes.get(&at) {
+            self.shared.hits.fetch_add(1, Ordering::Relaxed);
             return Ok(node);
         }
-        self.misses.fetch_add(1, Ordering::Relaxed);
-        self.nodes.get_or_insert_async(&at, self.read_node(at)).await
+        self.shared.misses.fetch_add(1, Ordering::Relaxed);
+        self.once(&self.shared.nodes, at, self.read_node(at)).await
+    }
+
+    /// What `read` gives, which is in `cache` then (I2).
+    async fn once<T: Clone, W: Weighter<Place, T> + Clone>(
+        &self,
+        cache: &Cache<Place, T, W>,
+        at: Place,
+        read: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        if self.patience == Patience::Endless {
+            return cache.get_or_insert_async(&at, read).await;
+        }
+        if let Some(known) = cache.get(&at) {
+            return Ok(known);
+        }
+        let found = read.await?;
+        cache.insert(at, found.clone());
+        Ok(found)
+    }
+
+    /// See [`crate::Volumes::give_up`].
+    pub(crate) fn give_up(&self) {
+        self.shared.given_up.raise();
     }
 
     /// Keeps a node that was just made, so that it is not read back.
     pub(crate) fn keep(&self, at: Place, node: Node) {
-        self.nodes.insert(at, node);
+        self.shared.nodes.insert(at, node);
     }
 
     /// Holds the nodes of an extent that is being put, `bytes` from `start` on, until
     /// [`Self::release`].
-    pub(crate) fn hold(&self, extent: ExtentId, start: usize, bytes: &[u8]) {
-        self.held().push(Held { extent, start, bytes: bytes.into() });
+    pub(crate) fn hold(&self, extent: ExtentId, start: usize, bytes: Vec<u8>) {
+        self.held().push(Held { extent, start, bytes });
     }
 
     /// The extent is in the store.
@@ -157,7 +206,7 @@ impl Tree {
     }
 
     fn held(&self) -> MutexGuard<'_, Vec<Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The record of a snapshot at `at`.
@@ -165,12 +214,12 @@ impl Tree {
     /// # Errors
     /// As [`Self::look_up`].
     pub(crate) async fn record(&self, at: Place) -> Result<Arc<Record>> {
-        self.records.get_or_insert_async(&at, self.read_record(at)).await
+        self.once(&self.shared.records, at, self.read_record(at)).await
     }
 
     /// As [`Self::keep`], of a record.
     pub(crate) fn keep_record(&self, at: Place, record: Arc<Record>) {
-        self.records.insert(at, record);
+        self.shared.records.insert(at, record);
     }
 
     /// The node at `at`, as it is in the store.
@@ -195,7 +244,10 @@ impl Tree {
     async fn read_framed(&self, at: Place, len: usize) -> Result<Buf> {
         match self.read_held(at, len) {
             Some(buf) => Ok(buf),
-            None => self.read(at, Buf::new(len)).await,
+            None => {
+                let (result, buf) = self.read(at, Buf::new(len)).await;
+                result.map(|()| buf)
+            }
         }
     }
 
@@ -210,49 +262,132 @@ impl Tree {
         places: impl IntoIterator<Item = Place>,
         buf: Buf,
     ) -> Result<Buf> {
-        let buf = self.read(first, buf).await?;
-        for (place, block) in places.into_iter().zip(buf.chunks(BLOCK_BYTES)) {
-            if crc32c(block) != place.sum() {
-                return Err(damaged(place, "a block", &"its checksum does not match"));
-            }
-        }
-        Ok(buf)
+        let (result, buf) = self.fill_blocks(first, places, buf).await;
+        result.map(|()| buf)
     }
 
-    /// Reads until the store answers: a guest waits, and must not see an error for an outage.
-    async fn read(&self, at: Place, mut buf: Buf) -> Result<Buf> {
+    /// As [`Self::read_blocks`]; gives `buf` back whatever happens.
+    pub(crate) async fn fill_blocks(
+        &self,
+        first: Place,
+        places: impl IntoIterator<Item = Place>,
+        buf: Buf,
+    ) -> (Result<()>, Buf) {
+        let (result, buf) = self.read(first, buf).await;
+        if result.is_err() {
+            return (result, buf);
+        }
+        for (place, block) in places.into_iter().zip(buf.chunks(BLOCK_BYTES)) {
+            if crc32c(block) != place.sum() {
+                return (Err(damaged(place, "a block", &"its checksum does not match")), buf);
+            }
+        }
+        (Ok(()), buf)
+    }
+
+    /// Fills `buf` from `at` on.
+    async fn read(&self, at: Place, mut buf: Buf) -> (Result<()>, Buf) {
         let object = self.object(at.extent());
-        let name = || at.extent().name();
-        let mut tried = 0;
+        let objects = &self.shared.objects;
+        let mut tries = Tries::new(self.patience);
+        let mut failing = None;
         loop {
             let (result, back) = object.read_at(buf, at.offset()).await;
-            let error = match result {
-                Ok(()) => return Ok(back),
-                Err(error) => error,
-            };
             buf = back;
+            let Err(error) = result else { return (Ok(()), buf) };
+            let name = at.extent().name();
             // The map names it, so it has to be there.
             if error.kind() == ErrorKind::NotFound {
-                let what = format!("{} is missing from {}", name(), self.objects.name());
-                return Err(Error::new(ErrorKind::Corrupt, what));
+                let what = format!("{name} is missing from {}", objects.name());
+                return (Err(Error::new(ErrorKind::Corrupt, what)), buf);
             }
-            tried += 1;
-            if tried == SAY_AFTER {
-                let error = error.in_one_line();
-                tracing::warn!(extent = %name(), error, "a read is tried again, and again");
-            }
-            if !Patience::Endless.bears(&error, tried).await {
-                return Err(error.wrap(format!("reading {}", name())));
+            failing.get_or_insert_with(|| Failing::new(&self.shared.failing));
+            let doing = || format!("reading {name} of {}", objects.name());
+            let last = error.clone();
+            match self.shared.given_up.unless_raised(tries.pause(error, doing)).await {
+                Some(Ok(())) => {}
+                Some(Err(error)) => return (Err(error), buf),
+                None => return (Err(last.wrap(doing())), buf),
             }
         }
     }
 
     fn object(&self, extent: ExtentId) -> Arc<dyn Object> {
-        let open = || Ok::<_, std::convert::Infallible>(self.objects.open(&extent.name()));
-        match self.opened.get_or_insert_with(&extent, open) {
+        let open = || Ok::<_, std::convert::Infallible>(self.shared.objects.open(&extent.name()));
+        match self.shared.opened.get_or_insert_with(&extent, open) {
             Ok(object) => object,
             Err(never) => match never {},
         }
+    }
+}
+
+/// Look-ups in one tree, one after the other: those of keys beside each other ask for their lowest
+/// directory once.
+pub(crate) struct Cursor<'a> {
+    tree: &'a Tree,
+    root: Root,
+    /// The last lowest directory, and what its keys have in common.
+    lowest: Option<(u64, Node)>,
+}
+
+impl<'a> Cursor<'a> {
+    /// For the tree with this root.
+    pub(crate) fn new(tree: &'a Tree, root: Root) -> Self {
+        Self { tree, root, lowest: None }
+    }
+
+    /// As [`Tree::look_up`].
+    ///
+    /// # Errors
+    /// As [`Tree::look_up`].
+    pub(crate) async fn look_up(&mut self, key: u64) -> Result<Option<Place>> {
+        if let Some(known) = self.known(key) {
+            return Ok(known);
+        }
+        let mut step = self.root.look_up(key);
+        for level in (0..self.root.height).rev() {
+            let Step::Read(at, lookup) = step else { break };
+            let node = self.tree.node(at).await?;
+            step = self.arrive(key, level, lookup, node);
+        }
+        Ok(found(step))
+    }
+
+    /// As [`Tree::look_up_cached`].
+    pub(crate) fn look_up_cached(&mut self, key: u64) -> Option<Option<Place>> {
+        if let Some(known) = self.known(key) {
+            return Some(known);
+        }
+        let mut step = self.root.look_up(key);
+        for level in (0..self.root.height).rev() {
+            let Step::Read(at, lookup) = step else { break };
+            let node = self.tree.shared.nodes.get(&at)?;
+            self.tree.shared.hits.fetch_add(1, Ordering::Relaxed);
+            step = self.arrive(key, level, lookup, node);
+        }
+        Some(found(step))
+    }
+
+    fn known(&self, key: u64) -> Option<Option<Place>> {
+        let (prefix, node) = self.lowest.as_ref()?;
+        let index = usize::try_from(key % FANOUT as u64).expect("small");
+        (key / FANOUT as u64 == *prefix).then(|| node.child(index))
+    }
+
+    fn arrive(&mut self, key: u64, level: u8, lookup: Lookup, node: Node) -> Step<Place> {
+        let step = lookup.feed(&*node);
+        if level == 0 {
+            self.lowest = Some((key / FANOUT as u64, node));
+        }
+        step
+    }
+}
+
+fn found(step: Step<Place>) -> Option<Place> {
+    match step {
+        Step::Leaf(at) => Some(at),
+        Step::Absent => None,
+        Step::Read(..) => unreachable!("a tree is as high as it says"),
     }
 }
 

@@ -15,7 +15,7 @@
 mod rewrite;
 mod snapshots;
 
-use crate::heads::{End, Heads, host_name};
+use crate::heads::{End, Heads, check_host};
 use crate::known::Change;
 use crate::place::BLOCK_BYTES;
 use crate::reader::{self, View, check_range};
@@ -59,15 +59,28 @@ impl Volume {
     /// # Errors
     /// `Invalid` if no host can have this name; otherwise as [`Manage::close`].
     pub async fn hand_over(&self, host: &str) -> Result<()> {
-        if host.is_empty() || host != host_name(host) {
-            return Err(Error::new(ErrorKind::Invalid, format!("{host:?} is no name of a host")));
-        }
+        check_host(host)?;
         self.shared.end(&End::HandedTo(host.to_owned())).await
     }
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.
     pub fn is_left_to_log(&self) -> bool {
         self.shared.now().is_left_to_log
+    }
+
+    /// That the store does not answer.
+    fn outage(&self) -> Option<String> {
+        let trouble = self.shared.writer.as_ref().and_then(|putter| {
+            let trouble = lock(&putter.trouble);
+            let trouble = trouble.as_ref()?;
+            let now_ns = self.shared.heads.environment.now_ns();
+            let seconds = now_ns.saturating_sub(trouble.since_ns) / 1_000_000_000;
+            let error = trouble.error.in_one_line();
+            Some(format!("the store has taken nothing for {seconds} s: {error}"))
+        });
+        let failing = self.shared.tree.failing_reads();
+        let reads = || format!("the store does not answer: {failing} reads wait for it");
+        trouble.or_else(|| (failing > 0).then(reads))
     }
 
     fn planned(&self, view: &View, range: GuestRange, mut extents: Vec<Extent>) -> Plan<'static> {
@@ -107,8 +120,13 @@ impl Disk for Volume {
             return Planned::Ready(Ok(self.planned(&view, range, extents)));
         }
         Planned::Pending(Box::pin(async move {
-            self.shared.explained(view.resolve(tree).await).await?;
-            Ok(self.planned(&view, range, extents))
+            let mut first = Some(view);
+            let view = self.shared.reading(async || {
+                let mut view = first.take().unwrap_or_else(|| self.shared.view(range));
+                let resolved = view.resolve(tree).await;
+                (view.generation(), resolved.map(|()| view))
+            });
+            Ok(self.planned(&view.await?, range, extents))
         }))
     }
 
@@ -116,12 +134,14 @@ impl Disk for Volume {
         Box::pin(async move {
             check_range(range, self.shared.len())?;
             let blocks = reader::blocks_of(range);
-            let (map, recent) = {
-                let now = self.shared.now();
-                (now.state.map, now.recent_batches(&blocks))
-            };
-            let surveyed = reader::survey(&self.shared.tree, map, &recent, range).await;
-            self.shared.explained(surveyed).await
+            let surveyed = self.shared.reading(async || {
+                let (generation, map, recent) = {
+                    let now = self.shared.now();
+                    (now.generation, now.state.map, now.recent_batches(&blocks))
+                };
+                (generation, reader::survey(&self.shared.tree, map, &recent, range).await)
+            });
+            surveyed.await
         })
     }
 
@@ -135,17 +155,20 @@ impl Disk for Volume {
         let is_known = view.resolve_cached(&self.shared.tree, &self.shared.plans);
         let shared = Arc::clone(&self.shared);
         IoFuture::boxed(async move {
-            let len = buf.len();
-            let read = async {
-                if !is_known {
-                    view.resolve(&shared.tree).await?;
+            let (mut first, mut buf) = (Some((view, is_known)), Some(buf));
+            let read = shared.reading(async || {
+                let (mut view, is_known) =
+                    first.take().unwrap_or_else(|| (shared.view(range), false));
+                if !is_known && let Err(error) = view.resolve(&shared.tree).await {
+                    return (view.generation(), Err(error));
                 }
-                view.read(&shared.tree, range, buf).await
-            };
-            match shared.explained(read.await).await {
-                Ok(buf) => (Ok(()), buf),
-                Err(error) => (Err(error), Buf::new(len)),
-            }
+                let room = buf.take().expect("it comes back");
+                let (result, room) = view.read(&shared.tree, range, room).await;
+                buf = Some(room);
+                (view.generation(), result)
+            });
+            let result = read.await;
+            (result, buf.expect("it came back"))
         })
     }
 
@@ -235,14 +258,10 @@ impl Manage for Volume {
     }
 
     fn weakness(&self) -> Option<Cow<'static, str>> {
-        let putter = self.shared.writer.as_ref()?;
-        if let Some(trouble) = &*lock(&putter.trouble) {
-            let now_ns = self.shared.heads.environment.now_ns();
-            let seconds = now_ns.saturating_sub(trouble.since_ns) / 1_000_000_000;
-            let error = trouble.error.in_one_line();
-            let what = format!("the store has taken nothing for {seconds} s: {error}");
-            return Some(what.into());
+        if let Some(outage) = self.outage() {
+            return Some(outage.into());
         }
+        let putter = self.shared.writer.as_ref()?;
         if let Some(loss) = &putter.loss {
             return Some(loss.clone().into());
         }

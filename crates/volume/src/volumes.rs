@@ -9,10 +9,10 @@ use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::head::Life;
 use crate::format::store::{self, STORE_BYTES};
-use crate::heads::{Claimed, Heads};
+use crate::heads::{Claimed, Heads, check_host};
 use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening};
-use crate::put::{Patience, put, read};
+use crate::put::{Patience, is_empty, list, put, read};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
@@ -25,7 +25,10 @@ pub struct Volumes {
     pub(crate) objects: Arc<dyn Objects>,
     pub(crate) environment: Environment,
     pub(crate) store: Id,
+    /// What verbs read.
     pub(crate) tree: Arc<Tree>,
+    /// That of the disks that are opened.
+    patience: Patience,
 }
 
 /// What there is to know of a volume without opening it.
@@ -76,7 +79,11 @@ impl Volumes {
             if let Some(store) = stored_id(&*objects).await? {
                 return Ok(Self::with_id(objects, environment, cache_bytes, store));
             }
-            if !objects.list(None, None).await?.is_empty() {
+            if !is_empty(&*objects, Patience::VERB).await? {
+                // Another process may have made it in between.
+                if let Some(store) = stored_id(&*objects).await? {
+                    return Ok(Self::with_id(objects, environment, cache_bytes, store));
+                }
                 let what = format!(
                     "{} has objects that are not of volumes: use an empty folder or prefix",
                     objects.name()
@@ -98,7 +105,25 @@ impl Volumes {
         store: Id,
     ) -> Self {
         let tree = Arc::new(Tree::new(Arc::clone(&objects), cache_bytes));
-        Self { objects, environment, store, tree }
+        Self { objects, environment, store, tree, patience: Patience::Endless }
+    }
+
+    /// The same, for those who have no guest: requests to their disks end, too, if the store does
+    /// not answer. Otherwise they wait for as long as that takes.
+    #[must_use]
+    pub fn for_verbs(self) -> Self {
+        Self { patience: Patience::VERB, ..self }
+    }
+
+    /// The process is about to end without an answer of the store: whoever waits to read gets the
+    /// error of the last try.
+    pub fn give_up(&self) {
+        self.tree.give_up();
+    }
+
+    /// What a disk that is opened reads.
+    fn disk_tree(&self) -> Arc<Tree> {
+        self.tree.with_patience(self.patience)
     }
 
     /// The identity of the store.
@@ -138,7 +163,7 @@ impl Volumes {
         let folder = names::volumes();
         let (mut all, mut after) = (Vec::new(), None);
         loop {
-            let page = self.objects.list(Some(&folder), after.as_ref()).await?;
+            let page = list(&*self.objects, &folder, after.as_ref(), Patience::VERB).await?;
             for entry in &page {
                 let Entry::Folder(folder) = entry else { continue };
                 let Some((_, name)) = folder.as_str().rsplit_once('/') else { continue };
@@ -178,7 +203,7 @@ impl Volumes {
         name: &VolumeName,
         opening: impl Into<Opening>,
     ) -> Result<Volume> {
-        let (tree, heads) = (Arc::clone(&self.tree), self.heads(name));
+        let (tree, heads) = (self.disk_tree(), self.heads(name));
         Ok(Volume::of(opening::open(tree, heads, &opening.into()).await?))
     }
 
@@ -188,6 +213,8 @@ impl Volumes {
     /// # Errors
     /// As [`Self::open_volume`].
     pub async fn hand_over(&self, name: &VolumeName, host: &str) -> Result<()> {
+        // What cannot be done costs no head, and leaves none open.
+        check_host(host)?;
         self.open_volume(name, Claimed::Refuse).await?.hand_over(host).await
     }
 
@@ -200,7 +227,7 @@ impl Volumes {
     pub async fn open_readable(&self, name: &VolumeName) -> Result<Volume> {
         let heads = self.heads(name);
         let (_, state) = heads.counting().await?;
-        Ok(Volume::readable(Arc::clone(&self.tree), heads, state))
+        Ok(Volume::readable(self.disk_tree(), heads, state))
     }
 
     pub(crate) fn heads(&self, name: &VolumeName) -> Heads {

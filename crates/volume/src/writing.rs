@@ -10,19 +10,23 @@
 
 use crate::known::{Change, Now};
 use crate::log::{Log, NotPushed, Record, Ticket};
-use crate::place::BLOCK_BYTES;
+use crate::place::{BLOCK_BYTES, Place};
 use crate::reader;
 use crate::recent::{Block, Known};
 use crate::segment::Cut;
 use crate::shared::Shared;
+use crate::state::Root;
 use mica_block::{Error, Result};
-use mica_rt::sleep;
+use mica_rt::{sleep, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// The longest that a change waits because the log is nearly full.
 const DELAY_MAX: Duration = Duration::from_millis(100);
+
+/// Blocks of a write that are recorded under one lock.
+const BLOCKS_AT_ONCE: usize = 64;
 
 /// Why a change was not done yet.
 enum NotYet {
@@ -67,28 +71,36 @@ impl Shared {
     /// Calls `act` until it has done all its changes; waits for room in between.
     pub(crate) async fn change<T>(
         self: &Arc<Self>,
-        mut act: impl FnMut(&mut Recorder<'_>) -> Step<T>,
+        act: impl FnMut(&mut Recorder<'_>) -> Step<T>,
     ) -> Result<T> {
         let mut last = None;
+        let done = self.make_changes(&mut last, act).await?;
+        self.settle(last).await?;
+        Ok(done)
+    }
+
+    /// As [`Self::change`], but for the wait until they may be answered: `last` is the ticket of
+    /// the last of them then.
+    async fn make_changes<T>(
+        self: &Arc<Self>,
+        last: &mut Option<Ticket>,
+        mut act: impl FnMut(&mut Recorder<'_>) -> Step<T>,
+    ) -> Result<T> {
         loop {
             let (step, not_yet) = {
                 let mut now = self.now();
-                let mut recorder =
-                    Recorder { shared: self, now: &mut now, last: &mut last, not_yet: None };
+                let mut recorder = Recorder { shared: self, now: &mut now, last, not_yet: None };
                 let step = act(&mut recorder);
                 (step, recorder.not_yet)
             };
             self.drive();
             match (step, not_yet) {
                 (_, Some(NotYet::Refused(error))) => return Err(error),
-                (_, Some(NotYet::Failed(error))) => return Err(self.fails(error)),
+                (_, Some(NotYet::Failed(error))) => return Err(self.latch_with(error)),
                 (_, Some(NotYet::Log)) => self.wait_for_log().await?,
                 (_, Some(NotYet::Batches { is_cut })) => self.wait_for_batches(is_cut).await?,
                 (Step::Again, None) => unreachable!("a step ends early only for lack of room"),
-                (Step::Done(done), None) => {
-                    self.settle(last).await?;
-                    return Ok(done);
-                }
+                (Step::Done(done), None) => return Ok(done),
             }
         }
     }
@@ -96,7 +108,7 @@ impl Shared {
     /// Waits until the change with this ticket may be answered.
     async fn settle(self: &Arc<Self>, last: Option<Ticket>) -> Result<()> {
         if let (Some(log), Some(ticket)) = (self.log(), last) {
-            log.written(ticket).await.map_err(|error| self.fails(error))?;
+            log.written(ticket).await.map_err(|error| self.latch_with(error))?;
             if let Some(delay) = delay(log) {
                 self.now().want();
                 self.drive();
@@ -125,7 +137,7 @@ impl Shared {
         self.now().want();
         self.drive();
         match self.over.unless_raised(log.has_room()).await {
-            Some(outcome) => outcome.map_err(|error| self.fails(error)),
+            Some(outcome) => outcome.map_err(|error| self.latch_with(error)),
             None => self.latch().map_or(Ok(()), Err),
         }
     }
@@ -143,54 +155,106 @@ impl Shared {
         }
         let (whole, tail) = rest.as_chunks::<BLOCK_BYTES>();
         if !whole.is_empty() {
-            // Copied before the lock is taken.
-            let blocks: Vec<Block> = whole.iter().map(|block| Arc::new(*block)).collect();
-            let mut blocks = (at.div_ceil(size)..).zip(&blocks).peekable();
-            self.change(|recorder| {
-                while let Some((block, data)) = blocks.peek() {
-                    if !recorder.record(Change::Data(*block, Arc::clone(data))) {
-                        return Step::Again;
-                    }
-                    blocks.next();
-                }
-                Step::Done(())
-            })
-            .await?;
+            self.write_blocks(at.div_ceil(size), whole).await?;
         }
         if tail.is_empty() { Ok(()) } else { self.write_part(end / size, 0, tail).await }
     }
 
+    /// Writes whole blocks, some at a time: others have the lock in between.
+    async fn write_blocks(
+        self: &Arc<Self>,
+        first: u64,
+        blocks: &[[u8; BLOCK_BYTES]],
+    ) -> Result<()> {
+        let mut last = None;
+        for (index, some) in blocks.chunks(BLOCKS_AT_ONCE).enumerate() {
+            if index > 0 {
+                yield_now().await;
+            }
+            // Copied before the lock is taken.
+            let copies: Vec<Block> = some.iter().map(|block| Arc::new(*block)).collect();
+            let mut copies = (first + (index * BLOCKS_AT_ONCE) as u64..).zip(copies).peekable();
+            let record_all = |recorder: &mut Recorder<'_>| {
+                while let Some((block, data)) = copies.peek() {
+                    if !recorder.record(Change::Data(*block, Arc::clone(data))) {
+                        return Step::Again;
+                    }
+                    copies.next();
+                }
+                Step::Done(())
+            };
+            self.make_changes(&mut last, record_all).await?;
+        }
+        self.settle(last).await
+    }
+
     /// Changes a part of a block: what else is in it is read first, if it has to be.
     async fn write_part(self: &Arc<Self>, block: u64, within: usize, part: &[u8]) -> Result<()> {
-        let mut stored: Option<(u64, Block)> = None;
+        let mut stored: Option<(Option<Place>, Block)> = None;
         loop {
-            let is_done = self
-                .change(|recorder| {
-                    let generation = recorder.now.generation;
-                    let old = match (recorder.now.recent(block), &stored) {
-                        (Some(Known::Data(old)), _) => old,
-                        (Some(Known::Nothing), _) => Arc::new([0; BLOCK_BYTES]),
-                        (None, Some((of, old))) if *of == generation => Arc::clone(old),
-                        (None, _) => return Step::Done(false),
-                    };
-                    let mut new = *old;
-                    new[within..within + part.len()].copy_from_slice(part);
-                    match recorder.record(Change::Data(block, Arc::new(new))) {
-                        true => Step::Done(true),
-                        false => Step::Again,
-                    }
-                })
-                .await?;
-            if is_done {
+            let make = |is| {
+                let mut new = match (is, &stored) {
+                    (Is::Recent(Known::Data(old)), _) => *old,
+                    (Is::Recent(Known::Nothing) | Is::Stored(None), _) => [0; BLOCK_BYTES],
+                    (Is::Stored(place), Some((at, old))) if *at == place => **old,
+                    (Is::Stored(Some(_)), _) => return None,
+                };
+                new[within..within + part.len()].copy_from_slice(part);
+                Some(Arc::new(new))
+            };
+            if self.change_block(block, make).await? {
                 return Ok(());
             }
-            let (generation, map) = {
-                let now = self.now();
-                (now.generation, now.state.map)
-            };
-            let read = reader::stored_block(&self.tree, map, block).await;
-            stored = Some((generation, self.explained(read).await?));
+            let read = self.reading(async || {
+                let (generation, map) = self.map_now();
+                (generation, reader::stored_block(&self.tree, map, block).await)
+            });
+            stored = Some(read.await?);
         }
+    }
+
+    /// Puts what `make` makes of what `block` is, in one step; false if it makes nothing of it.
+    /// What others do meanwhile to other blocks holds nobody up.
+    pub(crate) async fn change_block(
+        self: &Arc<Self>,
+        block: u64,
+        mut make: impl FnMut(Is) -> Option<Block>,
+    ) -> Result<bool> {
+        let mut found: Option<(u64, Option<Place>)> = None;
+        loop {
+            let done = self.change(|recorder| {
+                let now = &*recorder.now;
+                let is = match (now.recent(block), found) {
+                    (Some(known), _) => Is::Recent(known),
+                    (None, Some((of, place))) if of == now.generation => Is::Stored(place),
+                    // The nodes on its path were read for the state before, or made since.
+                    (None, _) => match self.tree.look_up_cached(now.state.map, block) {
+                        Some(place) => Is::Stored(place),
+                        None => return Step::Done(None),
+                    },
+                };
+                let Some(new) = make(is) else { return Step::Done(Some(false)) };
+                match recorder.record(Change::Data(block, new)) {
+                    true => Step::Done(Some(true)),
+                    false => Step::Again,
+                }
+            });
+            if let Some(done) = done.await? {
+                return Ok(done);
+            }
+            let look_up = self.reading(async || {
+                let (generation, map) = self.map_now();
+                let place = self.tree.look_up(map, block).await;
+                (generation, place.map(|place| (generation, place)))
+            });
+            found = Some(look_up.await?);
+        }
+    }
+
+    /// The map of the state, and of which generation it is.
+    pub(crate) fn map_now(&self) -> (u64, Root) {
+        let now = self.now();
+        (now.generation, now.state.map)
     }
 
     /// Whole blocks of `range` have nothing from now on; what is left of it at its ends is written
@@ -198,17 +262,32 @@ impl Shared {
     pub(crate) async fn clear(self: &Arc<Self>, range: GuestRange, exact: bool) -> Result<()> {
         let size = BLOCK_BYTES as u64;
         let (start, end) = (range.start().bytes(), range.end().bytes());
-        // A disk's last block may be shorter than a block: nobody sees what is beyond.
-        let end_blocks = if end == self.len() { end.div_ceil(size) } else { end / size };
         let first = start.div_ceil(size);
-        if first >= end_blocks {
-            return if exact { self.write_zeros(start, end).await } else { Ok(()) };
+        loop {
+            // A disk's last block may be shorter than a block: nobody sees what is beyond.
+            let is_at_end = end == self.len();
+            let end_blocks = if is_at_end { end.div_ceil(size) } else { end / size };
+            if first >= end_blocks {
+                return if exact { self.write_zeros(start, end).await } else { Ok(()) };
+            }
+            if exact {
+                self.write_zeros(start, first * size).await?;
+                self.write_zeros((end_blocks * size).min(end), end).await?;
+            }
+            let cleared = self.change(|recorder| {
+                // It may have grown since, and have something there.
+                if is_at_end && recorder.now.len != end {
+                    return Step::Done(false);
+                }
+                match recorder.record(Change::Nothing(first..end_blocks)) {
+                    true => Step::Done(true),
+                    false => Step::Again,
+                }
+            });
+            if cleared.await? {
+                return Ok(());
+            }
         }
-        if exact {
-            self.write_zeros(start, first * size).await?;
-            self.write_zeros((end_blocks * size).min(end), end).await?;
-        }
-        self.change_once(Change::Nothing(first..end_blocks)).await
     }
 
     async fn write_zeros(self: &Arc<Self>, start: u64, end: u64) -> Result<()> {
@@ -223,6 +302,14 @@ impl Shared {
         };
         self.change(step).await
     }
+}
+
+/// What a block is, for whoever changes it.
+pub(crate) enum Is {
+    /// It was written or cleared lately.
+    Recent(Known),
+    /// What the map of the state says: where its bytes are, if it has any.
+    Stored(Option<Place>),
 }
 
 /// What a step of a change came to.

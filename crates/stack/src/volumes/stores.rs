@@ -16,13 +16,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// How long a request to a store over a network may fail.
+/// How long requests to a store may fail: volumes repeat them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Patience {
     /// For seconds: somebody waits for a verb.
     Verb,
-    /// Once the store is open, for as long as it takes: a guest must not see an error for an
-    /// outage.
+    /// Those to a disk for as long as it takes: a guest must not see an error for an outage.
     Guest,
 }
 
@@ -42,22 +41,13 @@ pub struct Store {
     url: StoreUrl,
     volumes: Volumes,
     objects: Arc<dyn Objects>,
-    /// What repeats requests to it, if it is behind a network.
-    retry: Option<Arc<RetryObjects>>,
     /// Held by whoever probes it.
     probing: SharedLock,
     is_probed: Mutex<bool>,
 }
 
-/// Where objects are that are not used yet.
-struct Reached {
-    objects: Arc<dyn Objects>,
-    /// What repeats requests to it, if it is behind a network.
-    retry: Option<Arc<RetryObjects>>,
-}
-
-/// Attempts while somebody waits: some seconds.
-const TRIES_MAX: u32 = 7;
+/// Attempts of a request of a probe: some seconds.
+const PROBE_TRIES_MAX: u32 = 7;
 
 impl Stores {
     /// No stores yet. Their files are opened through `handles`; the cache of each takes about
@@ -90,10 +80,9 @@ impl Stores {
         if let Some(store) = self.known(url) {
             return Ok(store);
         }
-        let reached = self.reach(url)?;
-        let objects = Arc::clone(&reached.objects);
-        let volumes = Volumes::open(objects, environment()?, self.cache_bytes).await?;
-        Ok(self.keep(url, volumes, reached))
+        let objects = self.reach(url)?;
+        let volumes = Volumes::open(Arc::clone(&objects), environment()?, self.cache_bytes);
+        Ok(self.keep(url, volumes.await?, objects))
     }
 
     /// As [`Self::open`]; makes a store of what is empty, and a directory for it in one that there
@@ -109,10 +98,9 @@ impl Stores {
         if let StoreUrl::Directory(path) = url {
             make_directory(path)?;
         }
-        let reached = self.reach(url)?;
-        let objects = Arc::clone(&reached.objects);
-        let made = Volumes::open_or_make(objects, environment()?, self.cache_bytes).await?;
-        let store = self.keep(url, made, reached);
+        let objects = self.reach(url)?;
+        let made = Volumes::open_or_make(Arc::clone(&objects), environment()?, self.cache_bytes);
+        let store = self.keep(url, made.await?, objects);
         store.probe().await?;
         Ok(store)
     }
@@ -122,11 +110,11 @@ impl Stores {
     }
 
     /// Keeps a store that was opened, unless somebody else was faster.
-    fn keep(&self, url: &StoreUrl, volumes: Volumes, reached: Reached) -> Arc<Store> {
-        let Reached { objects, retry } = reached;
-        if let (Patience::Guest, Some(retry)) = (self.patience, &retry) {
-            retry.lift_limit();
-        }
+    fn keep(&self, url: &StoreUrl, volumes: Volumes, objects: Arc<dyn Objects>) -> Arc<Store> {
+        let volumes = match self.patience {
+            Patience::Guest => volumes,
+            Patience::Verb => volumes.for_verbs(),
+        };
         let mut open = self.lock();
         if let Some(store) = open.get(url).and_then(Weak::upgrade) {
             return store;
@@ -134,7 +122,7 @@ impl Stores {
         open.retain(|_, store| store.strong_count() > 0);
         let (probing, is_probed) = Default::default();
         let url = url.clone();
-        let store = Store { url: url.clone(), volumes, objects, retry, probing, is_probed };
+        let store = Store { url: url.clone(), volumes, objects, probing, is_probed };
         let store = Arc::new(store);
         open.insert(url, Arc::downgrade(&store));
         store
@@ -144,34 +132,26 @@ impl Stores {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn reach(&self, url: &StoreUrl) -> Result<Reached> {
-        let local = |objects| Ok(Reached { objects, retry: None });
-        match url {
+    fn reach(&self, url: &StoreUrl) -> Result<Arc<dyn Objects>> {
+        Ok(match url {
             StoreUrl::Directory(path) => {
                 let objects = DirectoryObjects::open(path, &self.handles);
-                local(Arc::new(objects.map_err(|error| missing(path, error))?))
+                Arc::new(objects.map_err(|error| missing(path, error))?)
             }
             StoreUrl::Bucket { bucket: name, prefix } => {
-                over_network(Arc::new(bucket::open(url, name, prefix.as_ref())?))
+                Arc::new(bucket::open(url, name, prefix.as_ref())?)
             }
             StoreUrl::Pool { pool, prefix } => {
                 let options = PoolOptions { namespace: prefix.clone(), ..PoolOptions::new(pool) };
-                over_network(Arc::new(Pool::open(options)?))
+                Arc::new(Pool::open(options)?)
             }
             StoreUrl::Memory(name) => {
                 let mut in_memory = self.in_memory.lock().unwrap_or_else(PoisonError::into_inner);
                 let new = || MemoryObjects::new(format!("memory:{name}"));
-                local(Arc::new(in_memory.entry(name.clone()).or_insert_with(new).clone()))
+                Arc::new(in_memory.entry(name.clone()).or_insert_with(new).clone())
             }
-        }
+        })
     }
-}
-
-fn over_network(objects: Arc<dyn Objects>) -> Result<Reached> {
-    let [seed, _] = random_numbers()?;
-    let options = RetryOptions { tries_max: Some(TRIES_MAX), ..RetryOptions::new(seed) };
-    let retry = Arc::new(RetryObjects::new(objects, options));
-    Ok(Reached { objects: Arc::clone(&retry) as _, retry: Some(retry) })
 }
 
 impl Store {
@@ -202,7 +182,7 @@ impl Store {
     /// The process is about to end without an answer of it: whoever waits for one gets the error of
     /// the last attempt.
     pub(super) fn give_up(&self) {
-        self.retry.iter().for_each(|retry| retry.give_up());
+        self.volumes.give_up();
     }
 
     /// Finds out, once, whether it keeps its promises.
@@ -215,8 +195,10 @@ impl Store {
         if *is_probed() {
             return Ok(());
         }
-        let [nonce, _] = random_numbers()?;
-        probe(&*self.objects, nonce).await?;
+        let [nonce, seed] = random_numbers()?;
+        let tries_max = Some(PROBE_TRIES_MAX);
+        let options = RetryOptions { tries_max, ..RetryOptions::new(seed) };
+        probe(&RetryObjects::new(Arc::clone(&self.objects), options), nonce).await?;
         *is_probed() = true;
         Ok(())
     }

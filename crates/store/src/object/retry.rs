@@ -15,12 +15,11 @@ use mica_block::{
     EndFuture, Entry, Error, ErrorKind, IoFuture, LocalFuture, Object, ObjectName, Objects, Put,
     PutFuture, Result,
 };
-use mica_rt::sync::Signal;
 use mica_rt::{Buf, sleep};
 use mica_units::random_at;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Options of a [`RetryObjects`].
@@ -33,8 +32,7 @@ pub struct RetryOptions {
     /// Where the length of pauses comes from: processes that fail at one time do not all return at
     /// one time.
     pub seed: u64,
-    /// Attempts of a request at most, as long as nobody lifts that limit; `None` if it may take as
-    /// long as it likes.
+    /// Attempts of a request at most; `None` if it may take as long as it likes.
     pub tries_max: Option<u32>,
 }
 
@@ -57,10 +55,6 @@ struct Shared {
     options: RetryOptions,
     /// Pauses so far.
     pauses: AtomicU64,
-    /// Whether requests are no longer limited in their attempts.
-    is_unlimited: AtomicBool,
-    /// Raised when nothing is repeated any more.
-    given_up: Signal,
 }
 
 /// The pauses of one request.
@@ -76,19 +70,7 @@ const SAY_AFTER: u32 = 4;
 impl RetryObjects {
     /// Repeats the requests to `inner`.
     pub fn new(inner: Arc<dyn Objects>, options: RetryOptions) -> Self {
-        let (pauses, is_unlimited, given_up) = Default::default();
-        Self { shared: Arc::new(Shared { inner, options, pauses, is_unlimited, given_up }) }
-    }
-
-    /// From now on requests may take as long as they like: the store was there, and is waited for.
-    pub fn lift_limit(&self) {
-        self.shared.is_unlimited.store(true, Ordering::Relaxed);
-    }
-
-    /// From now on no request is repeated, and none that pauses goes on pausing: whoever waits for
-    /// one gets the error of its last attempt.
-    pub fn give_up(&self) {
-        self.shared.given_up.raise();
+        Self { shared: Arc::new(Shared { inner, options, pauses: AtomicU64::default() }) }
     }
 }
 
@@ -172,9 +154,8 @@ impl Shared {
 impl Pauses<'_> {
     /// Whether another attempt is made, which may have another outcome.
     fn may_pass(&self, error: &Error) -> bool {
-        let has_tries = self.shared.options.tries_max.is_none_or(|most| self.count + 1 < most)
-            || self.shared.is_unlimited.load(Ordering::Relaxed);
-        error.kind() == ErrorKind::Io && has_tries && !self.shared.given_up.is_raised()
+        let has_tries = self.shared.options.tries_max.is_none_or(|most| self.count + 1 < most);
+        error.kind() == ErrorKind::Io && has_tries
     }
 
     /// Waits before the next attempt.
@@ -191,8 +172,7 @@ impl Pauses<'_> {
         let longest = u64::try_from(longest.as_nanos()).unwrap_or(u64::MAX);
         let half = longest / 2;
         let nanos = half + random_at(seed, number) % (longest - half + 1);
-        // The attempt after one that was cut short is the last.
-        shared.given_up.unless_raised(sleep(Duration::from_nanos(nanos))).await;
+        sleep(Duration::from_nanos(nanos)).await;
     }
 }
 

@@ -6,16 +6,13 @@
 use super::{Builder, Content, DIRECTORIES_HELD, feed};
 use crate::format::extent::Entry;
 use crate::format::snapshot::Record;
-use crate::place::{ExtentId, Place};
+use crate::place::Place;
 use crate::segment::Cut;
 use crate::state::State;
-use crate::tree::Tree;
+use crate::tree::{Tree, decode_record};
 use mica_block::{Result, SnapshotInfo};
 use mica_map::Editor;
 use std::sync::Arc;
-
-/// Extents of a writer that are under way together, at most: those before are in the store.
-const EXTENTS_UNDER_WAY_MAX: u32 = 64;
 
 impl Builder {
     /// Does `cut`.
@@ -27,7 +24,8 @@ impl Builder {
     ) -> Result<()> {
         match cut {
             Cut::Take { number, label, time_ns, origin } => {
-                let map = self.map.write(|directory| content.push_node(tree, directory));
+                self.write_map(tree, content).await;
+                let map = self.state.map;
                 let State { len, records, .. } = self.state;
                 let (number, label, time_ns) = (*number, label.clone(), *time_ns);
                 let info = SnapshotInfo { number, label, time_ns, len, records };
@@ -39,14 +37,13 @@ impl Builder {
                 self.state.next_snapshot = self.state.next_snapshot.max(next);
             }
             Cut::Drop { number } => {
-                if self.find(tree, *number).await?.is_some() {
+                if self.find(tree, *number, content).await?.is_some() {
                     self.snapshots.set(*number, None);
-                    self.fresh.remove(number);
                     content.entries.push(Entry::Drop { number: *number });
                 }
             }
             Cut::Label { number, label } => {
-                if let Some(old) = self.record(tree, *number).await? {
+                if let Some(old) = self.record(tree, *number, content).await? {
                     let info = SnapshotInfo { label: label.clone(), ..old.info.clone() };
                     let record = Record { info, ..*old };
                     let record = self.put_record(tree, record, content).await?;
@@ -54,7 +51,7 @@ impl Builder {
                 }
             }
             Cut::Rollback { number } => {
-                if let Some(snapshot) = self.record(tree, *number).await? {
+                if let Some(snapshot) = self.record(tree, *number, content).await? {
                     self.map = Editor::new(snapshot.map, DIRECTORIES_HELD);
                     self.state.len = snapshot.info.len;
                     content.entries.push(Entry::Rollback { number: *number });
@@ -72,29 +69,28 @@ impl Builder {
         content: &mut Content,
     ) -> Result<u64> {
         let (number, record) = (record.info.number, Arc::new(record));
-        feed(&mut self.snapshots, tree, number).await?;
+        feed(&mut self.snapshots, tree, content, number).await?;
         let place = content.push_record(tree, &record);
         self.snapshots.set(number, Some(place));
-        self.fresh.insert(number, (content.id, record));
         Ok(place.offset())
     }
 
     /// Where the record of snapshot `number` is.
-    async fn find(&mut self, tree: &Tree, number: u64) -> Result<Option<Place>> {
-        feed(&mut self.snapshots, tree, number).await?;
+    async fn find(&mut self, tree: &Tree, number: u64, content: &Content) -> Result<Option<Place>> {
+        feed(&mut self.snapshots, tree, content, number).await?;
         Ok(self.snapshots.leaf(number))
     }
 
-    async fn record(&mut self, tree: &Tree, number: u64) -> Result<Option<Arc<Record>>> {
-        let Some(place) = self.find(tree, number).await? else { return Ok(None) };
-        match self.fresh.get(&number) {
-            Some((_, record)) => Ok(Some(Arc::clone(record))),
+    async fn record(
+        &mut self,
+        tree: &Tree,
+        number: u64,
+        content: &Content,
+    ) -> Result<Option<Arc<Record>>> {
+        let Some(place) = self.find(tree, number, content).await? else { return Ok(None) };
+        match content.framed(place) {
+            Some(bytes) => decode_record(bytes, place).map(Arc::new).map(Some),
             None => tree.record(place).await.map(Some),
         }
-    }
-
-    /// Forgets the records that are in the store when extent `id` is made.
-    pub(super) fn forget_old_records(&mut self, id: ExtentId) {
-        self.fresh.retain(|_, (extent, _)| extent.sequence + EXTENTS_UNDER_WAY_MAX > id.sequence);
     }
 }

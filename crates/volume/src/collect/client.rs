@@ -1,6 +1,6 @@
 //! Requests of a collector: repeated for a while, no faster than it may go, some at a time.
 
-use crate::put::Patience;
+use crate::put::{Patience, Tries};
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, LocalFuture, ObjectName, Objects, Result};
 use mica_rt::{Buf, Instant, Task, now, sleep, spawn};
 use std::collections::VecDeque;
@@ -60,16 +60,14 @@ impl Client {
         bytes: usize,
         act: impl Fn() -> LocalFuture<'static, Result<T>>,
     ) -> Result<T> {
-        let mut tried = 0;
+        let mut tries = Tries::new(Patience::VERB);
         loop {
             self.wait(bytes).await;
-            let error = match act().await {
+            match act().await {
                 Ok(done) => return Ok(done),
-                Err(error) => error,
-            };
-            tried += 1;
-            if !Patience::VERB.bears(&error, tried).await {
-                return Err(error);
+                Err(error) => {
+                    tries.pause(error, || format!("a request to {}", self.objects.name())).await?;
+                }
             }
         }
     }

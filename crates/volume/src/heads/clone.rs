@@ -27,7 +27,7 @@ impl Heads {
     /// `NotFound` if others deleted it meanwhile; otherwise what the store reports.
     pub(crate) async fn unpin(&self, pinned: &Head, is_good: bool) -> Result<()> {
         let life = if is_good { Life::Closed } else { Life::Deleted };
-        let head = self.head(pinned.number + 1, pinned.volume, life, pinned.state);
+        let head = self.after(pinned, life, pinned.state)?;
         if self.put_highest(&head).await? || !is_good {
             return Ok(());
         }

@@ -4,7 +4,6 @@ use super::{Heads, ROUNDS_MAX};
 use crate::format::extent::Kind;
 use crate::format::head::{Head, Life};
 use crate::place::ExtentId;
-use crate::put::last_in;
 use crate::state::State;
 use mica_block::{ErrorKind, Result};
 
@@ -21,7 +20,7 @@ impl Heads {
                 return Ok((head.clone(), head.state));
             };
             // Otherwise extents may have been missing that others collected.
-            if self.is_newest(&head).await? {
+            if self.is_highest(&head).await? {
                 return Ok((head, state));
             }
         }
@@ -40,7 +39,7 @@ impl Heads {
             let (head, state) = self.counting().await?;
             match act(&head, &state).await {
                 Err(error)
-                    if error.kind() == ErrorKind::Corrupt && !self.is_newest(&head).await? => {}
+                    if error.kind() == ErrorKind::Corrupt && !self.is_highest(&head).await? => {}
                 outcome => return outcome,
             }
         }
@@ -56,16 +55,11 @@ impl Heads {
             let head = self.ready().await?;
             match act(&head).await {
                 Err(error)
-                    if error.kind() == ErrorKind::Corrupt && !self.is_newest(&head).await? => {}
+                    if error.kind() == ErrorKind::Corrupt && !self.is_highest(&head).await? => {}
                 outcome => return outcome,
             }
         }
         Err(self.too_busy())
-    }
-
-    async fn is_newest(&self, head: &Head) -> Result<bool> {
-        let last = last_in(&*self.objects, &self.name.folder()).await?;
-        Ok(last.is_some_and(|last| last == self.name.head(head.number)))
     }
 
     /// The state after all extents of the writer of `head`; `None` if it has none.

@@ -16,8 +16,8 @@ fn put(now: &mut Now, number: u64, byte: u8) {
 fn make(now: &mut Now) -> Option<u32> {
     let segments = now.take(&environment())?;
     let records = segments.last().expect("there are some").records;
-    let (before, sequence) = now.last_made();
-    now.begin(sequence, segments.len(), State { records, ..before });
+    let sequence = now.next_sequence();
+    now.begin(sequence, segments.len(), State { records, ..now.state });
     Some(sequence)
 }
 
@@ -94,8 +94,7 @@ fn cuts_are_behind_what_was_done_before_and_in_front_of_what_came_later() {
     assert_eq!(shape, [(3, 2), (5, 1)]);
     assert_eq!(segments[0].batch.get(0), Some(Known::Data(block(1))));
     now.apply(cut(4), &environment());
-    let (before, sequence) = now.last_made();
-    now.begin(sequence, segments.len(), State { records: 5, ..before });
+    now.begin(now.next_sequence(), segments.len(), State { records: 5, ..now.state });
     assert!(now.answered(0) && now.heads.lacks_cuts);
     assert_eq!(now.waiting(), Some(5));
 }

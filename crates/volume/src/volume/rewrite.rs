@@ -8,13 +8,13 @@
 //!   again.
 
 use super::Volume;
-use crate::known::Change;
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::recent::Block;
 use crate::shared::Shared;
-use crate::tree::follows;
-use crate::writing::Step;
-use mica_block::Result;
+use crate::state::Root;
+use crate::tree::{Tree, follows};
+use crate::writing::Is;
+use mica_block::{ErrorKind, Result};
 use mica_map::{Directory, Walk, WalkStep};
 use mica_rt::Buf;
 use std::collections::BTreeSet;
@@ -22,16 +22,6 @@ use std::sync::Arc;
 
 /// Blocks that are read at once.
 const RUN_BLOCKS_MAX: usize = 256;
-
-/// What became of a block that was to be written again.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Rewritten {
-    Done,
-    /// It is something else by now.
-    Newer,
-    /// The map is another one than the one that was looked at.
-    LookAgain,
-}
 
 impl Volume {
     /// Writes again what the volume has in `extents`; returns how many blocks that were. A flush
@@ -46,83 +36,88 @@ impl Volume {
     }
 }
 
+/// How far a rewrite is.
+#[derive(Default)]
+struct Progress {
+    /// Blocks below are done.
+    from: u64,
+    /// Blocks that were written again.
+    count: u64,
+}
+
 impl Shared {
     async fn rewrite(self: &Arc<Self>, extents: &BTreeSet<ExtentId>) -> Result<u64> {
-        let map = self.now().state.map;
-        let mut walk = Walk::new(map, 0..=u64::MAX);
-        let (mut run, mut count) = (Vec::new(), 0);
+        let mut progress = Progress::default();
+        loop {
+            let from = progress.from;
+            // What was collected meanwhile is in the map no more: it is gone on in the one of now.
+            let some = self.reading(async || {
+                let (generation, map) = self.map_now();
+                (generation, self.rewrite_from(map, extents, &mut progress).await)
+            });
+            match some.await {
+                Ok(()) => return Ok(progress.count),
+                // It came further before it failed.
+                Err(error) if error.kind() == ErrorKind::Corrupt && progress.from > from => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Goes on with what `map` has from `at.from` on.
+    async fn rewrite_from(
+        self: &Arc<Self>,
+        map: Root,
+        extents: &BTreeSet<ExtentId>,
+        at: &mut Progress,
+    ) -> Result<()> {
+        let tree = self.tree_for_verbs();
+        let mut walk = Walk::new(map, at.from..=u64::MAX);
+        let mut run = Vec::new();
         let mut has_node = false;
         loop {
             match walk.next_step() {
-                WalkStep::Read(at) => {
-                    has_node |= extents.contains(&at.extent());
-                    let node = self.tree.node(at).await?;
-                    walk.feed(Directory::clone(&node));
+                WalkStep::Read(node) => {
+                    has_node |= extents.contains(&node.extent());
+                    walk.feed(Directory::clone(&*tree.node(node).await?));
                 }
-                WalkStep::Leaf(block, at) => {
-                    if !std::mem::take(&mut has_node) && !extents.contains(&at.extent()) {
+                WalkStep::Leaf(block, place) => {
+                    if !std::mem::take(&mut has_node) && !extents.contains(&place.extent()) {
                         continue;
                     }
-                    let goes_on = run.last().is_none_or(|(_, last)| follows(*last, at));
+                    let goes_on = run.last().is_none_or(|(_, last)| follows(*last, place));
                     if !goes_on || run.len() >= RUN_BLOCKS_MAX {
-                        count += self.rewrite_run(&run).await?;
+                        self.rewrite_run(&tree, &run, at).await?;
                         run.clear();
                     }
-                    run.push((block, at));
+                    run.push((block, place));
                 }
-                WalkStep::Done => return Ok(count + self.rewrite_run(&run).await?),
+                WalkStep::Done => return self.rewrite_run(&tree, &run, at).await,
             }
         }
     }
 
-    /// Writes blocks again that follow each other in one extent; returns how many.
-    async fn rewrite_run(self: &Arc<Self>, run: &[(u64, Place)]) -> Result<u64> {
-        let Some((_, first)) = run.first() else { return Ok(0) };
+    /// Writes blocks again that follow each other in one extent.
+    async fn rewrite_run(
+        self: &Arc<Self>,
+        tree: &Tree,
+        run: &[(u64, Place)],
+        at: &mut Progress,
+    ) -> Result<()> {
+        let Some((_, first)) = run.first() else { return Ok(()) };
         let places = run.iter().map(|(_, place)| *place);
         let room = Buf::new(run.len() * BLOCK_BYTES);
-        let bytes = self.tree.read_blocks(*first, places, room).await?;
-        let mut count = 0;
+        let bytes = tree.read_blocks(*first, places, room).await?;
         for ((block, place), data) in run.iter().zip(bytes.chunks_exact(BLOCK_BYTES)) {
             let data: Block = Arc::new(data.try_into().expect("a block"));
-            count += u64::from(self.rewrite_block(*block, *place, &data).await?);
-        }
-        Ok(count)
-    }
-
-    /// Writes `data` of `block` again, if it is still the one at `place`.
-    async fn rewrite_block(
-        self: &Arc<Self>,
-        block: u64,
-        place: Place,
-        data: &Block,
-    ) -> Result<bool> {
-        loop {
-            let (generation, map) = {
-                let now = self.now();
-                (now.generation, now.state.map)
+            // If it is still the one that was read (I1).
+            let is_same = |is| match is {
+                Is::Stored(Some(now)) if now == *place => Some(Arc::clone(&data)),
+                Is::Stored(_) | Is::Recent(_) => None,
             };
-            if self.tree.look_up(map, block).await? != Some(place) {
-                return Ok(false);
-            }
-            let outcome = self
-                .change(|recorder| {
-                    if recorder.now.recent(block).is_some() {
-                        return Step::Done(Rewritten::Newer);
-                    }
-                    if recorder.now.generation != generation {
-                        return Step::Done(Rewritten::LookAgain);
-                    }
-                    match recorder.record(Change::Data(block, Arc::clone(data))) {
-                        true => Step::Done(Rewritten::Done),
-                        false => Step::Again,
-                    }
-                })
-                .await?;
-            match outcome {
-                Rewritten::Done => return Ok(true),
-                Rewritten::Newer => return Ok(false),
-                Rewritten::LookAgain => {}
-            }
+            at.count += u64::from(self.change_block(*block, is_same).await?);
+            at.from = block + 1;
         }
+        Ok(())
     }
 }

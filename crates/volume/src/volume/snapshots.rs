@@ -9,11 +9,13 @@
 //! - I3 Rules drop no snapshot that has a label: they hold `naming`, too.
 
 use super::Volume;
+use crate::format::snapshot::Record;
 use crate::keep::Keep;
-use crate::known::Change;
+use crate::known::{Change, RecentCuts};
 use crate::segment::Cut;
 use crate::shared::Shared;
 use crate::snapshots::{all, check_new_label, find, missing};
+use crate::state::Root;
 use crate::writing::Step;
 use mica_block::{
     Error, ErrorKind, LocalFuture, ManageSnapshots, Result, SnapshotInfo, Which, check_label,
@@ -94,12 +96,22 @@ impl Shared {
     }
 
     async fn list_snapshots(&self) -> Result<Vec<SnapshotInfo>> {
-        let (root, recent) = {
-            let now = self.now();
-            (now.state.snapshots, now.recent_cuts())
-        };
-        let stored = self.explained(all(&self.tree, root).await).await?;
-        Ok(recent.apply_to_all(stored.iter().map(|record| record.info.clone()).collect()))
+        let tree = self.tree_for_verbs();
+        let listed = self.reading(async || {
+            let (generation, root, recent) = self.snapshots_now();
+            let stored = all(&tree, root).await.map(|stored| {
+                let infos = stored.iter().map(|record| record.info.clone()).collect();
+                recent.apply_to_all(infos)
+            });
+            (generation, stored)
+        });
+        listed.await
+    }
+
+    /// The snapshots of the state, of this generation, and what was done to them since.
+    fn snapshots_now(&self) -> (u64, Root, RecentCuts) {
+        let now = self.now();
+        (now.generation, now.state.snapshots, now.recent_cuts())
     }
 
     async fn drop_snapshot(self: &Arc<Self>, which: &Which) -> Result<()> {
@@ -139,12 +151,14 @@ impl Shared {
     async fn number_of(&self, which: &Which) -> Result<u64> {
         let found = match which {
             Which::Number(number) => {
-                let (root, recent) = {
-                    let now = self.now();
-                    (now.state.snapshots, now.recent_cuts())
-                };
-                let stored = self.explained(find(&self.tree, root, which).await).await?;
-                recent.apply(*number, stored.map(|record| record.info.clone()))
+                let tree = self.tree_for_verbs();
+                let found = self.reading(async || {
+                    let (generation, root, recent) = self.snapshots_now();
+                    let stored = find(&tree, root, which).await;
+                    let info = |record: Arc<Record>| record.info.clone();
+                    (generation, stored.map(|stored| recent.apply(*number, stored.map(info))))
+                });
+                found.await?
             }
             Which::Label(_) => {
                 let all = self.list_snapshots().await?;

@@ -1,9 +1,12 @@
 mod destage;
+mod life;
+mod waiting;
 
 use super::*;
 use crate::environment::Environment;
 use crate::heads::Claimed;
 use crate::names::VolumeName;
+use crate::put::Patience;
 use crate::segment::WEIGHT_MAX;
 use crate::volumes::Volumes;
 use mica_block::{Objects, read_whole};

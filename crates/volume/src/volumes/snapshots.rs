@@ -10,14 +10,12 @@ use crate::heads::Heads;
 use crate::known::Change;
 use crate::names::VolumeName;
 use crate::segment::Cut;
-use crate::shared::Shared;
 use crate::snapshots::{all, check_new_label, find, missing};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
 use mica_block::{ErrorKind, Manage, Result, SnapshotInfo, Which, check_label};
 use mica_rt::sleep;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// How often it is looked whether the store has a snapshot of an open volume, and the pause between:
@@ -114,8 +112,7 @@ impl Volumes {
     /// `NotFound` if there is no such volume or snapshot; otherwise what the store reports.
     pub async fn open_snapshot(&self, name: &VolumeName, which: &Which) -> Result<Volume> {
         let state = self.content(name, Some(which)).await?;
-        let (tree, heads) = (Arc::clone(&self.tree), self.heads(name));
-        Ok(Volume::of(Shared::new(tree, heads, None, state)))
+        Ok(Volume::readable(self.disk_tree(), self.heads(name), state))
     }
 
     /// What a volume has now, or a snapshot of it: a map and a length.
@@ -166,16 +163,18 @@ impl Volumes {
         first_look.await?;
         let volume = self.open_volume(name, Claimed::Refuse).await?;
         let state = volume.shared().now().state;
-        let outcome = match decide(&self.tree, &state).await {
+        let done = match decide(&self.tree, &state).await {
             Ok(cut) => {
                 let number = cut.number();
-                volume.shared().change_once(Change::Cut(cut)).await?;
-                Ok(number)
+                volume.shared().change_once(Change::Cut(cut)).await.map(|()| number)
             }
             Err(error) => Err(error),
         };
-        volume.close().await?;
-        Ok((outcome?, state))
+        // Whatever came of it, the volume is nobody's again.
+        let closed = volume.close().await;
+        let number = done?;
+        closed?;
+        Ok((number, state))
     }
 }
 

@@ -166,3 +166,36 @@ fn plans_of_what_is_in_memory_are_ready() {
         assert_eq!(volume.map_stats().hits, planned, "it was asked before");
     });
 }
+
+/// Blocks that are beside each other share their path in the map.
+#[test]
+fn plan_of_a_mebibyte_asks_for_few_directories() {
+    run(5, async {
+        let volume = made(&objects(), 1 << 30).await;
+        write(&volume, 0, &vec![1; 1 << 20]).await.expect("written");
+        volume.flush().await.expect("flushed");
+        let before = volume.map_stats().hits;
+        drop(volume.plan(range(0, 1 << 20), Vec::new()).finish().await.expect("planned"));
+        let asked = volume.map_stats().hits - before;
+        assert!((16..=32).contains(&asked), "{asked} directories for 256 blocks in 2 levels");
+    });
+}
+
+/// A write of many blocks lets others have their turn.
+#[test]
+fn small_write_does_not_wait_for_a_large_one() {
+    run(6, async {
+        let volume = made(&objects(), 64 << 20).await;
+        let large = vec![1; 32 << 20];
+        let mut large = std::pin::pin!(write(&volume, 0, &large));
+        let mut small = std::pin::pin!(write(&volume, 40 << 20, &[2; 4096]));
+        let first = std::future::poll_fn(|context| {
+            if large.as_mut().poll(context).is_ready() {
+                return std::task::Poll::Ready("large");
+            }
+            small.as_mut().poll(context).map(|_| "small")
+        });
+        assert_eq!(first.await, "small");
+        large.await.expect("written");
+    });
+}

@@ -1,0 +1,173 @@
+//! The ends of openings and of volumes, and of the executors that they ran on.
+
+use super::*;
+use crate::log::LogDevice;
+use crate::opening::Opening;
+use mica_block::Store;
+use mica_store::MemoryStore;
+use mica_store::faulty::{ErrorOptions, ErrorStore, Operation, Operations, When};
+
+const ID: [u8; 16] = [7; 16];
+
+fn latent() -> MemoryObjects {
+    objects().with_latency(Duration::from_millis(2))
+}
+
+fn log_file() -> Arc<dyn Store> {
+    Arc::new(MemoryStore::new_writable("log", vec![0; 4096 + 16 * (16 << 10)]))
+}
+
+fn host(log: &Arc<LogDevice>, claimed: Claimed) -> Opening {
+    Opening { claimed, log: Some(Arc::clone(log)), durability: Durability::Host }
+}
+
+/// The thread that opens a volume ends its executor, and with it every task that is left. A
+/// snapshot in the log makes a checkpoint due when it is replayed: its task was dropped, and that
+/// latched the volume that had just been opened.
+#[test]
+fn replay_leaves_no_task_to_the_executor_of_the_opening() {
+    for seed in 0..20 {
+        let objects = latent();
+        let log = run(seed, async {
+            let log = LogDevice::open(log_file(), ID).await.expect("a log");
+            let volumes = volumes(&objects, "host-1").await;
+            volumes.create(&name("web"), LEN).await.expect("made");
+            let opened = volumes.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+            let volume = opened.expect("open");
+            write(&volume, 0, &[1; 4096]).await.expect("written");
+            volume.snapshots().expect("has them").take("first").await.expect("taken");
+            // It is killed.
+            log
+        });
+        let volume = run(seed, async {
+            let volumes = volumes(&objects, "host-1").await;
+            let opened = volumes.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+            opened.expect("open")
+        });
+        assert!(volume.latch().is_none(), "seed {seed}: {:?}", volume.latch());
+        run(seed, async {
+            write(&volume, 4096, &[2; 4096]).await.expect("written");
+            volume.flush().await.expect("flushed");
+            assert_eq!(read(&volume, 0, 4096).await, [1; 4096]);
+            volume.close().await.expect("closed");
+        });
+    }
+}
+
+/// As above, of a volume that is closed while a checkpoint is due.
+#[test]
+fn closing_leaves_no_task_to_the_executor() {
+    for seed in 0..60 {
+        let objects = latent();
+        let volume = run(seed, async {
+            let volume = made(&objects, LEN).await;
+            write(&volume, 0, &[1; 4096]).await.expect("written");
+            volume.snapshots().expect("has them").take("").await.expect("taken");
+            volume.close().await.expect("closed");
+            volume
+        });
+        assert!(volume.latch().is_none(), "seed {seed}: {:?}", volume.latch());
+    }
+}
+
+/// The head is put and the log is not ended: whoever closes again is not told that all is well.
+#[test]
+fn volume_is_closed_only_when_its_log_is_ended() {
+    run(1, async {
+        let file = log_file();
+        let objects = objects();
+        let volumes = volumes(&objects, "host-1").await;
+        volumes.create(&name("web"), LEN).await.expect("made");
+        let options = |number| ErrorOptions {
+            operations: Operations::NONE.with(Operation::Write),
+            when: When::From(number),
+            errno: 5,
+        };
+        let failing: Arc<dyn Store> = Arc::new(ErrorStore::new(file, options(4)));
+        let log = LogDevice::open(failing, ID).await.expect("a log");
+        let opened = volumes.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+        let volume = opened.expect("open");
+        assert!(volume.close().await.is_err());
+        assert!(volume.close().await.is_err());
+    });
+}
+
+/// What a stranger's log has lost cannot be counted: that is said, and no reason not to open.
+#[test]
+fn volume_opens_beside_a_stale_log_that_cannot_be_read() {
+    run(1, async {
+        let (file, objects) = (log_file(), objects());
+        let here = volumes(&objects, "host-1").await;
+        here.create(&name("web"), LEN).await.expect("made");
+        let log = LogDevice::open(Arc::clone(&file), ID).await.expect("a log");
+        let opened = here.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+        let volume = opened.expect("open");
+        write(&volume, 0, &[1; 4096]).await.expect("written");
+        volume.flush().await.expect("flushed");
+        drop((volume, log));
+        let other = volumes(&objects, "host-2").await;
+        let taken = other.open_volume(&name("web"), Claimed::TakeOver).await.expect("open");
+        taken.close().await.expect("closed");
+        // All of the first segment but its header.
+        let groups = 8192..16384;
+        let options = ErrorOptions {
+            operations: Operations::READS,
+            when: When::Ranges(vec![groups]),
+            errno: 5,
+        };
+        let damaged: Arc<dyn Store> = Arc::new(ErrorStore::new(file, options));
+        let log = LogDevice::open(damaged, [8; 16]).await.expect("a log");
+        let opened = here.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+        let volume = opened.expect("open");
+        let weakness = volume.weakness().expect("it is said");
+        assert!(weakness.contains("cannot be read"), "{weakness}");
+        assert!(log.volumes().iter().any(|found| found.is_set_aside));
+    });
+}
+
+/// Two processes that find an empty store at one time: one of them makes it, for both.
+#[test]
+fn store_that_two_make_at_once_is_made_once() {
+    for seed in 0..100 {
+        run(seed, async {
+            let shared: Arc<dyn Objects> = Arc::new(latent());
+            let make =
+                |host| Volumes::open_or_make(Arc::clone(&shared), environment(host), 1 << 20);
+            let made = mica_rt::join_all(vec![make("host-1"), make("host-2")]).await;
+            let ids: Vec<_> = made.into_iter().map(|made| made.expect("a store").store).collect();
+            assert_eq!(ids[0], ids[1], "seed {seed}");
+        });
+    }
+}
+
+#[test]
+fn host_that_cannot_be_handed_to_costs_no_head() {
+    run(1, async {
+        let objects = objects();
+        made(&objects, LEN).await.close().await.expect("closed");
+        let volumes = volumes(&objects, "host-1").await;
+        let refused = volumes.hand_over(&name("web"), "").await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Invalid);
+        let info = volumes.info(&name("web")).await.expect("there");
+        assert_eq!(info.open_on, None);
+    });
+}
+
+/// A head with the last number there is, which nobody puts: an error, and no panic.
+#[test]
+fn head_after_which_there_is_no_number_is_refused() {
+    run(1, async {
+        let objects = objects();
+        made(&objects, LEN).await.close().await.expect("closed");
+        let volumes = volumes(&objects, "host-1").await;
+        let heads = volumes.heads(&name("web"));
+        let last = heads.newest().await.expect("a head");
+        let hostile = crate::format::head::Head { number: u64::MAX, ..last };
+        let (object, content) = heads.as_object(&hostile);
+        objects.put_if_absent(&object, content).await.0.expect("put");
+        let refused = volumes.open_volume(&name("web"), Claimed::TakeOver).await.err();
+        assert_eq!(refused.expect("refused").kind(), ErrorKind::Limit);
+        let refused = volumes.delete(&name("web"), Claimed::TakeOver).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Limit);
+    });
+}

@@ -1,0 +1,213 @@
+//! Requests over a store that is slow or away, and what others do to the volume meanwhile.
+
+use super::*;
+use crate::collect::CollectOptions;
+use mica_rt::{join_all, sleep, timeout};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// A disk whose last block is whole: to write all of it nothing has to be read.
+const WHOLE: u64 = 40 * 4096;
+
+/// `memory`, where a read takes ten seconds.
+fn slow(memory: &MemoryObjects) -> Arc<dyn Objects> {
+    let options = FaultyOptions {
+        only: Some(ObjectOperation::Read),
+        slow: 1.0,
+        slow_by: 10 * SECOND,
+        ..FaultyOptions::default()
+    };
+    Arc::new(FaultyObjects::new(Arc::new(memory.clone()), options))
+}
+
+/// `memory`, of which nothing can be read.
+fn down(memory: &MemoryObjects) -> Arc<dyn Objects> {
+    let only = Some(ObjectOperation::Read);
+    let options = FaultyOptions { only, refused: 1.0, ..FaultyOptions::default() };
+    Arc::new(FaultyObjects::new(Arc::new(memory.clone()), options))
+}
+
+/// A volume with ones in it that keeps nothing of its map in memory but what its builder holds.
+async fn forgetful(objects: Arc<dyn Objects>) -> Volume {
+    let volumes = Volumes::open_or_make(objects, environment("host-1"), 1).await;
+    let volumes = volumes.expect("a store");
+    volumes.create(&name("web"), WHOLE).await.expect("made");
+    let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+    write(&volume, 0, &vec![1; bytes(WHOLE)]).await.expect("written");
+    volume.flush().await.expect("flushed");
+    volume
+}
+
+/// Everything is written again, a head says so, and what had it before is collected.
+async fn replaced(volume: &Volume, memory: &MemoryObjects, byte: u8) {
+    write(volume, 0, &vec![byte; bytes(WHOLE)]).await.expect("written");
+    volume.flush().await.expect("flushed");
+    let cut = crate::segment::Cut::Take {
+        number: byte.into(),
+        label: String::new(),
+        time_ns: 1,
+        origin: None,
+    };
+    volume.shared.change_once(Change::Cut(cut)).await.expect("taken");
+    volume.flush().await.expect("flushed");
+    volume.shared.at_rest().await.expect("no head is under way");
+    let volumes = volumes(memory, "host-2").await;
+    let collected = volumes.collect(CollectOptions::default(), &mut |_| ()).await;
+    assert!(collected.expect("collected").freed_extents > 0, "something was garbage");
+}
+
+#[test]
+fn read_of_what_was_collected_meanwhile_finds_what_is_there_now() {
+    run(1, async {
+        let memory = objects();
+        let volume = forgetful(Arc::new(memory.clone())).await;
+        let plan = volume.plan(range(0, WHOLE), Vec::new()).finish().await.expect("planned");
+        let mut buf = Buf::new(bytes(WHOLE));
+        buf.fill(0);
+        // It knows where it reads from now on.
+        let reading = volume.read(&plan[0], buf);
+        replaced(&volume, &memory, 2).await;
+        let (result, buf) = reading.await;
+        result.expect("read");
+        assert_eq!(*buf, vec![2; bytes(WHOLE)]);
+    });
+}
+
+#[test]
+fn walks_of_a_map_that_was_collected_meanwhile_go_on_in_the_one_of_now() {
+    run(1, async {
+        let memory = objects();
+        let volume = forgetful(slow(&memory)).await;
+        let extents: std::collections::BTreeSet<_> =
+            memory.contents().keys().filter_map(crate::place::ExtentId::from_name).collect();
+        let survey = volume.survey(range(0, WHOLE));
+        let plan = async { volume.plan(range(0, 512), Vec::new()).finish().await };
+        let part = async { write(&volume, 512, &[3; 512]).await };
+        let rewrite = volume.rewrite(&extents);
+        let replaced = async {
+            sleep(SECOND).await;
+            replaced(&volume, &memory, 2).await;
+        };
+        let ((survey, plan), (part, rewrite), ()) =
+            join3(join2(survey, plan), join2(part, rewrite), replaced).await;
+        assert!(Extent::covers(&survey.expect("surveyed"), range(0, WHOLE)));
+        drop(plan.expect("planned"));
+        part.expect("written");
+        rewrite.expect("rewritten");
+        let mut model = vec![2; 4096];
+        model[512..1024].fill(3);
+        assert_eq!(read(&volume, 0, 4096).await, model);
+    });
+}
+
+/// The guest that writes all the time does not touch the block of the one that has to read.
+#[test]
+fn write_of_a_part_of_a_block_is_not_starved_by_writes_of_others() {
+    run(1, async {
+        let memory = objects();
+        let volume = {
+            let volumes = Volumes::open_or_make(slow(&memory), environment("host-1"), 1 << 20);
+            let volumes = volumes.await.expect("a store");
+            volumes.create(&name("web"), LEN).await.expect("made");
+            volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open")
+        };
+        write(&volume, 0, &vec![1; bytes(LEN)]).await.expect("written");
+        volume.flush().await.expect("flushed");
+        let others = async {
+            for _ in 0.. {
+                write(&volume, 8192, &[2; 4096]).await.expect("written");
+                volume.flush().await.expect("flushed");
+                sleep(SECOND).await;
+            }
+        };
+        let part = timeout(60 * SECOND, write(&volume, 0, &[3; 512]));
+        let mut others = std::pin::pin!(others);
+        let mut part = std::pin::pin!(part);
+        let written = std::future::poll_fn(|context| {
+            let others = others.as_mut().poll(context);
+            assert!(others.is_pending());
+            part.as_mut().poll(context)
+        });
+        written.await.expect("in time").expect("written");
+    });
+}
+
+/// A guest waits for as long as it takes. A verb ends, also where both want the same node.
+#[test]
+fn verb_ends_while_the_store_is_away_and_a_guest_waits() {
+    run(1, async {
+        let memory = objects();
+        let volume = made(&memory, LEN).await;
+        write(&volume, 0, &[1; 4096]).await.expect("written");
+        volume.snapshots().expect("has them").take("").await.expect("taken");
+        volume.close().await.expect("closed");
+        let all = volumes(&memory, "host-2").await;
+        // It is away from now on.
+        let tree = Arc::new(Tree::new(down(&memory), 1 << 20));
+        let heads = || all.heads(&name("web"));
+        let state = heads().newest().await.expect("a head").state;
+        let guest = Volume::readable(tree.with_patience(Patience::Endless), heads(), state);
+        let verb = Volume::readable(tree.with_patience(Patience::VERB), heads(), state);
+        let waits = async { guest.plan(range(0, 512), Vec::new()).finish().await.map(drop) };
+        let ends = async {
+            sleep(SECOND).await;
+            let planned = verb.plan(range(0, 512), Vec::new()).finish().await;
+            assert_eq!(planned.err().expect("away").kind(), ErrorKind::Io);
+            let weakness = guest.weakness().expect("it is said");
+            assert!(weakness.contains("1 reads wait"), "{weakness}");
+            let listed = guest.snapshots().expect("has them").list().await;
+            assert_eq!(listed.unwrap_err().kind(), ErrorKind::Io);
+        };
+        let (waits, ends) = join2(timeout(600 * SECOND, waits), timeout(100 * SECOND, ends)).await;
+        assert!(waits.is_err(), "it waits");
+        ends.expect("in time");
+    });
+}
+
+/// Zeros over the end of a disk that grows meanwhile leave what is written behind it.
+#[test]
+fn zeros_at_the_end_of_a_disk_that_grows_stay_within_it() {
+    run(1, async {
+        let memory = objects();
+        let len = 2 * 4096 + 512;
+        let volume = {
+            let volumes = Volumes::open_or_make(slow(&memory), environment("host-1"), 1 << 20);
+            let volumes = volumes.await.expect("a store");
+            volumes.create(&name("web"), len).await.expect("made");
+            volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open")
+        };
+        write(&volume, 0, &vec![1; bytes(len)]).await.expect("written");
+        volume.flush().await.expect("flushed");
+        // What is left of the first block has to be read.
+        let zeroes =
+            volume.write_zeroes(range(512, len - 512), Zeroes { may_unmap: true, fast: false });
+        let grown = async {
+            sleep(SECOND).await;
+            volume.resize(LEN).await.expect("grown");
+            write(&volume, 8192, &[2; 4096]).await.expect("written");
+        };
+        let (zeroed, ()) = join2(zeroes, grown).await;
+        zeroed.expect("zeroed");
+        assert_eq!(read(&volume, len, 3584).await, [2; 3584]);
+        assert_eq!(read(&volume, 0, 512).await, [1; 512]);
+        assert_eq!(read(&volume, 512, 8192 - 512).await, [0; 8192 - 512]);
+    });
+}
+
+async fn join2<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (A, B) {
+    let (a_done, b_done) = (std::cell::Cell::new(None), std::cell::Cell::new(None));
+    let a: std::pin::Pin<Box<dyn Future<Output = ()> + '_>> =
+        Box::pin(async { a_done.set(Some(a.await)) });
+    let b: std::pin::Pin<Box<dyn Future<Output = ()> + '_>> =
+        Box::pin(async { b_done.set(Some(b.await)) });
+    join_all(vec![a, b]).await;
+    (a_done.take().expect("done"), b_done.take().expect("done"))
+}
+
+async fn join3<A, B, C>(
+    a: impl Future<Output = A>,
+    b: impl Future<Output = B>,
+    c: impl Future<Output = C>,
+) -> (A, B, C) {
+    let ((a, b), c) = join2(join2(a, b), c).await;
+    (a, b, c)
+}
