@@ -59,10 +59,7 @@ impl Shared {
             let what = "ephemeral is for disks that a server begins with: leave it out";
             return Err(invalid(what.to_owned()));
         }
-        if let Some(granted) = &self.granted {
-            let name = &disk.name;
-            granted.check(&disk).map_err(|error| error.wrap(format!("disk {name:?}")))?;
-        }
+        self.check_sandbox(&disk)?;
         // What else is wrong with a second one of this name matters less.
         self.disks.check_name(&disk.name)?;
         // Another disk would wait for its writes.
@@ -71,6 +68,12 @@ impl Shared {
         served.set_source(source);
         self.disks.add(Arc::clone(&served))?;
         Ok(served)
+    }
+
+    /// Refuses a disk that the sandbox would not let be served whole: with its redo log, for one.
+    fn check_sandbox(&self, disk: &DiskConfig) -> Result<()> {
+        let Some(granted) = &self.granted else { return Ok(()) };
+        granted.check(disk).map_err(|error| error.wrap(format!("disk {:?}", disk.name)))
     }
 
     /// Stops serving a disk and forgets it. The caller holds [`Self::hold`].
@@ -104,6 +107,8 @@ impl Shared {
     /// # Errors
     /// Whatever prevents that; `Denied` if it is served.
     pub(crate) fn undrain(&self, served: &Served) -> Result<()> {
+        // Its folder of redo logs may be another by now than the sandbox was made for.
+        self.check_sandbox(&served.config())?;
         served.undrain(&|| self.is_stopping())?;
         Self::own_sockets(served);
         served.announce();

@@ -182,6 +182,41 @@ fn sandbox_allows_disks_where_it_was_told_and_nowhere_else() {
     server.stop();
 }
 
+/// The story: such a disk was refused by `add`, and served by `undrain`; that it had no log was said
+/// after its first write.
+#[test]
+fn drained_disk_whose_folder_of_logs_was_replaced_stays_drained() {
+    let Some(world) = World::new() else { return };
+    let logs = world.at("logs");
+    fs::create_dir(&logs).expect("made");
+    let disk = format!("{}redo-dir = {:?}\n", table("a"), logs.display().to_string());
+    fs::write(world.at("mica.toml"), format!("control = \"control\"\n{disk}")).expect("written");
+    let server = world.serve(&["--sandbox", "require"]);
+    world.ctl(&["drain", "a"]).ok();
+
+    let (folder, aside) = (only_one_in(&logs), world.at("aside"));
+    fs::rename(&folder, &aside).expect("renamed");
+    fs::create_dir(&folder).expect("made");
+    fs::set_permissions(&folder, fs::metadata(&aside).expect("there").permissions()).expect("set");
+    let refused = world.ctl(&["undrain", "a"]).refusal();
+    assert!(refused.contains("restart the server"), "{refused}");
+    world.is(&[("a", "drained")]);
+
+    fs::remove_dir(&folder).expect("empty");
+    fs::rename(&aside, &folder).expect("renamed");
+    world.ctl(&["undrain", "a"]).ok();
+    world.is(&[("a", "serving")]);
+    server.stop();
+}
+
+fn only_one_in(folder: &Path) -> PathBuf {
+    let mut found =
+        fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("read").path());
+    let one = found.next().expect("one");
+    assert!(found.next().is_none(), "{} holds one", folder.display());
+    one
+}
+
 #[test]
 fn one_image_that_is_missing_keeps_no_other_disk_from_being_served() {
     let Some(world) = World::new() else { return };
