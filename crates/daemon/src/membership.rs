@@ -21,7 +21,8 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 impl Shared {
@@ -135,6 +136,36 @@ impl Shared {
         let _one = self.reloading.try_lock().map_err(|_| {
             Error::new(ErrorKind::Denied, "the configuration is being read already")
         })?;
+        self.reload_alone()
+    }
+
+    /// The same for a signal, if there is anything to read; the outcome is logged. Of several that
+    /// come while it is read only one reads it, once more: what was there before the last of them
+    /// is read.
+    pub(crate) fn hang_up(&self) {
+        if !self.has_what_to_reload() {
+            return;
+        }
+        self.is_hung_up.store(true, Ordering::SeqCst);
+        while self.is_hung_up.load(Ordering::SeqCst) {
+            // Who has it looks again after giving it back.
+            let _one = match self.hang_ups.try_lock() {
+                Err(TryLockError::WouldBlock) => return,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Ok(one) => one,
+            };
+            while self.is_hung_up.swap(false, Ordering::SeqCst) {
+                let _alone = self.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+                match self.reload_alone() {
+                    Ok(reloaded) => reloaded.log(),
+                    Err(error) => tracing::error!("not reloaded: {}", error.in_one_line()),
+                }
+            }
+        }
+    }
+
+    /// The caller holds `reloading`.
+    fn reload_alone(&self) -> Result<Reloaded> {
         let _held = self.hold()?;
         let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
         // Addresses that the configuration adds read them anyway.

@@ -319,6 +319,29 @@ fn configuration_is_read_again() {
     server.stop();
 }
 
+/// The story: a signal that came while the configuration was being read was an error in the log,
+/// and what had been changed for it stayed as it was.
+#[test]
+fn last_of_many_hang_ups_is_heard() {
+    let Some(world) = World::new() else { return };
+    let server = world.serve(&[]);
+    let rounds = [&["a", "b", "c"][..], &["a"]].into_iter().cycle().take(20);
+    for names in rounds.chain([&["b", "c"][..]]) {
+        // Never seen half-written.
+        let disks: String = names.iter().map(|name| table(name)).collect();
+        fs::write(world.at("next.toml"), format!("control = \"control\"\n{disks}")).expect("made");
+        fs::rename(world.at("next.toml"), world.at("mica.toml")).expect("renamed");
+        server.signal(Signal::HUP);
+    }
+    let is_reloaded = || {
+        let states = world.states();
+        (states.iter().map(|(name, _)| &**name).eq(["b", "c"])).then_some(())
+    };
+    clock::poll(LIMIT, Duration::from_millis(10), is_reloaded).expect("reloaded");
+    assert!(!server.log().contains("not reloaded"), "{}", server.log());
+    server.stop();
+}
+
 #[test]
 fn disks_are_kept_across_a_restart_when_asked() {
     let Some(world) = World::new() else { return };
