@@ -86,6 +86,8 @@ struct Clusters {
     /// Nothing was ever written to the clusters from this one on.
     unwritten_from: HostCluster,
     pool: VecDeque<Counted>,
+    /// Runs that are reserved and not linked yet, of requests that say when they are.
+    in_flight: Vec<(HostCluster, u64)>,
     /// Number of clusters that were taken from the pool.
     taken: u64,
 }
@@ -139,6 +141,7 @@ impl Space {
             cursor: HostCluster::ZERO,
             unwritten_from: file_end,
             pool: VecDeque::new(),
+            in_flight: Vec::new(),
             taken: 0,
         };
         Ok(Self {
@@ -165,8 +168,23 @@ impl Space {
 
     /// Takes a run of at most `wanted` clusters; it may be shorter.
     pub(crate) async fn reserve(&self, wanted: u64) -> Result<Reserved> {
+        self.reserve_by(wanted, Clusters::take).await
+    }
+
+    /// The same for a request that links them later, after a write for example: the log calls them
+    /// unused until [`Self::linked`], so that they do not leak if the process dies meanwhile.
+    pub(crate) async fn reserve_unlinked(&self, wanted: u64) -> Result<Reserved> {
+        self.reserve_by(wanted, Clusters::take_unlinked).await
+    }
+
+    async fn reserve_by(
+        &self,
+        wanted: u64,
+        take: impl Fn(&mut Clusters, u64) -> Option<Reserved>,
+    ) -> Result<Reserved> {
         loop {
-            if let Some(reserved) = self.take(wanted) {
+            let taken = take(&mut self.lock(), wanted);
+            if let Some(reserved) = taken {
                 self.count_ahead_if_low().await?;
                 return Ok(reserved);
             }
@@ -202,36 +220,27 @@ impl Space {
         Ok(())
     }
 
-    fn take(&self, wanted: u64) -> Option<Reserved> {
-        let mut state = self.lock();
-        let run = state.pool.front_mut()?;
-        let count = wanted.min(run.count);
-        let taken = Reserved { first: run.first, count, group: run.group, blank: run.blank };
-        run.first = run.first.saturating_add(count);
-        run.count -= count;
-        if run.count == 0 {
-            state.pool.pop_front();
-        }
-        state.taken += count;
-        Some(taken)
-    }
-
     /// The state of the clusters for the log. The caller has the pages locked: so nothing that is
     /// linked in them is called unused, and the counts of everything linked are in them, or
     /// durable.
     pub(crate) fn state(&self) -> SpaceState {
         let state = self.lock();
-        SpaceState {
-            min_file_len: state.min_file_len,
-            unused: state.pool.iter().map(|run| (run.first, run.count)).collect(),
+        SpaceState { min_file_len: state.min_file_len, unused: state.unused() }
+    }
+
+    /// The clusters that were reserved unlinked as `runs` are linked in the pages, which the caller
+    /// has locked since before that.
+    pub(super) fn linked(&self, runs: &[Reserved]) {
+        if !runs.is_empty() {
+            let mut state = self.lock();
+            runs.iter().for_each(|run| state.end_in_flight(run.first));
         }
     }
 
     /// Takes back clusters that were reserved and never linked. They may have been written to.
     pub(crate) fn give_back(&self, reserved: Reserved) {
-        let Reserved { first, count, group, .. } = reserved;
         let mut state = self.lock();
-        state.pool.push_front(Counted { first, count, group, blank: false });
+        state.give_back(reserved);
         state.verify_if_debug(self.bits);
     }
 
@@ -461,6 +470,51 @@ impl Space {
 }
 
 impl Clusters {
+    fn take(&mut self, wanted: u64) -> Option<Reserved> {
+        let run = self.pool.front_mut()?;
+        let count = wanted.min(run.count);
+        let taken = Reserved { first: run.first, count, group: run.group, blank: run.blank };
+        run.first = run.first.saturating_add(count);
+        run.count -= count;
+        if run.count == 0 {
+            self.pool.pop_front();
+        }
+        self.taken += count;
+        Some(taken)
+    }
+
+    fn take_unlinked(&mut self, wanted: u64) -> Option<Reserved> {
+        let taken = self.take(wanted)?;
+        self.in_flight.push((taken.first, taken.count));
+        Some(taken)
+    }
+
+    fn end_in_flight(&mut self, first: HostCluster) {
+        if let Some(index) = self.in_flight.iter().position(|run| run.0 == first) {
+            self.in_flight.swap_remove(index);
+        }
+    }
+
+    /// What is counted and not linked, in rising order; neighbours are joined.
+    fn unused(&self) -> Vec<(HostCluster, u64)> {
+        let pool = self.pool.iter().map(|run| (run.first, run.count));
+        let mut runs: Vec<_> = self.in_flight.iter().copied().chain(pool).collect();
+        runs.sort_unstable();
+        runs.dedup_by(|next, run| {
+            let joins = run.0.saturating_add(run.1) == next.0;
+            if joins {
+                run.1 += next.1;
+            }
+            joins
+        });
+        runs
+    }
+
+    fn give_back(&mut self, Reserved { first, count, group, .. }: Reserved) {
+        self.end_in_flight(first);
+        self.pool.push_front(Counted { first, count, group, blank: false });
+    }
+
     /// After a change of the pool, which has few runs.
     fn verify_if_debug(&self, bits: ClusterBits) {
         if cfg!(debug_assertions) {
@@ -470,18 +524,23 @@ impl Clusters {
 
     /// Asserts what holds of the pool by itself.
     fn verify(&self, bits: ClusterBits) {
-        let mut runs: Vec<_> = self.pool.iter().collect();
-        runs.sort_unstable_by_key(|run| run.first);
-        for run in &runs {
+        for run in &self.pool {
             assert!(run.count > 0, "a run has clusters");
             let end = run.first.saturating_add(run.count);
             assert!(end <= self.unwritten_from, "I3: it was allocated");
             assert!(bits.start_of(end).bytes() <= self.min_file_len, "I4: it lies within the file");
         }
-        for pair in runs.windows(2) {
-            let end = pair[0].first.saturating_add(pair[0].count);
-            assert!(end <= pair[1].first, "I1: a cluster is there once");
+        let in_flight: u64 = self.in_flight.iter().map(|run| run.1).sum();
+        let pool: u64 = self.pool.iter().map(|run| run.count).sum();
+        let unused = self.unused();
+        for pair in unused.windows(2) {
+            assert!(
+                pair[0].0.saturating_add(pair[0].1) <= pair[1].0,
+                "I1: a cluster is there once"
+            );
         }
+        let all: u64 = unused.iter().map(|run| run.1).sum();
+        assert_eq!(all, in_flight + pool, "I1: a cluster is there once");
     }
 }
 

@@ -1,6 +1,7 @@
 //! L2 tables and their entries: finding them, making them, and linking clusters.
 
 use super::Writer;
+use super::allocate::Reserved;
 use super::clusters::Beneath;
 use super::pages::PageState;
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
@@ -129,7 +130,7 @@ impl Writer {
             None => None,
             Some(table) => Some(read_exact(&*self.metadata.store, table, len).await?),
         };
-        let reserved = self.space.reserve(1).await?;
+        let reserved = self.space.reserve_unlinked(1).await?;
         let table = bits.start_of(reserved.first);
         if let Err(error) = self.metadata.ranges.check(table, bits.bytes()) {
             return Err(self.note_corruption(error).await);
@@ -168,6 +169,7 @@ impl Writer {
             let bytes = pages.get_mut(at, L1Entry::BYTES, Stage::Late).expect("it is there");
             bytes.copy_from_slice(&entry);
             pages.put_cluster(table, bits.bytes(), content.as_deref(), beneath);
+            self.space.linked(&[reserved]);
             let group = &mut pages.group;
             group.new_tables.insert(table);
             group.in_two_steps |= !is_plain || reserved.group > group.durable;
@@ -208,12 +210,12 @@ impl Writer {
         }
     }
 
-    /// Writes the new entries; returns whether they must be flushed before the acknowledgement. The
-    /// caller holds the claims of their clusters.
+    /// Writes the new entries, which link what was `reserved` for their data; returns whether they
+    /// must be flushed before the acknowledgement. The caller holds the claims of their clusters.
     ///
     /// They are logged under the same lock: whoever sees an entry may write to its place, and
     /// acknowledge that, without logging anything.
-    pub(super) async fn link(&self, changes: &[Change]) -> Result<bool> {
+    pub(super) async fn link(&self, changes: &[Change], reserved: &[Reserved]) -> Result<bool> {
         for change in changes {
             assert!(
                 change.drops != Drops::Nothing || self.drops_of(change).is_none(),
@@ -229,6 +231,7 @@ impl Writer {
                 let missing = changes.iter().find(|change| !pages.has(change.entry.at));
                 let Some(missing) = missing else {
                     let must_flush = self.put_entries(&mut pages, changes);
+                    self.space.linked(reserved);
                     pages.log_touched(|| self.space.state());
                     return Ok(must_flush);
                 };

@@ -159,8 +159,8 @@ impl Writer {
             return Ok(());
         }
         // From here on the clusters are not returned: some may be linked when the rest fails.
-        reservations.keep();
-        self.link_or_fail(&changes).await?;
+        let reserved = reservations.keep();
+        self.link_or_fail(&changes, &reserved).await?;
         self.publish(&changes);
         Ok(())
     }
