@@ -8,6 +8,9 @@
 //! runs of half the length: up to 6 MiB at first, and 96 MiB when much was allocated, all of it
 //! holes.
 //!
+//! Regions of the file get their refcount blocks before they are reached, in the background
+//! ([`growth`]): a block takes a sync or two, for which no request should wait.
+//!
 //! Invariants
 //! - I1 A cluster is given to one request only: it leaves the pool with its reservation.
 //! - I2 A cluster in the pool has refcount 1 in memory; it is durable once the group in which it
@@ -17,9 +20,10 @@
 //!   read such bytes as zeros, no cluster is blank.
 //! - I4 A counted cluster lies within the file: the file is extended before the count is written,
 //!   so a link that survives a power cut never names a place beyond the end.
-//! - I5 No refcount block is put on a cluster that has a refcount, nor where metadata is known to
-//!   be.
+//! - I5 No refcount block is put on a cluster that has a refcount, other than one of the pool, nor
+//!   where metadata is known to be.
 //! - I6 No cluster before the cursor is free: what is freed there takes the cursor back.
+//! - I7 The table names a block only when the block, and the count of its cluster, are durable.
 
 mod growth;
 mod table;
@@ -33,6 +37,7 @@ use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use table::RefcountTable;
 
@@ -88,6 +93,8 @@ struct Clusters {
     pool: VecDeque<Counted>,
     /// Runs that are reserved and not linked yet, of requests that say when they are.
     in_flight: Vec<(HostCluster, u64)>,
+    /// Clusters of the pool that are being made refcount blocks: counted, and not used yet.
+    future_blocks: Option<Reserved>,
     /// Number of clusters that were taken from the pool.
     taken: u64,
 }
@@ -101,6 +108,10 @@ pub(crate) struct Space {
     has_blanks: bool,
     state: Mutex<Clusters>,
     refill: Claims,
+    /// The right to make refcount blocks, or a longer table of them.
+    growth: Claims,
+    /// Whether blocks will be needed soon.
+    wants_blocks: AtomicBool,
 }
 
 /// The result of looking for a free run.
@@ -142,6 +153,7 @@ impl Space {
             unwritten_from: file_end,
             pool: VecDeque::new(),
             in_flight: Vec::new(),
+            future_blocks: None,
             taken: 0,
         };
         Ok(Self {
@@ -151,6 +163,8 @@ impl Space {
             has_blanks: metadata.store.reads_unwritten_as_zeros(),
             state: Mutex::new(state),
             refill: Claims::default(),
+            growth: Claims::default(),
+            wants_blocks: AtomicBool::new(false),
         })
     }
 
@@ -387,6 +401,9 @@ impl Space {
         }
         state.unwritten_from = state.unwritten_from.max(end);
         state.verify_if_debug(self.bits);
+        if self.region_to_prepare(&state).is_some() {
+            self.wants_blocks.store(true, Ordering::Relaxed);
+        }
         true
     }
 
@@ -497,8 +514,10 @@ impl Clusters {
 
     /// What is counted and not linked, in rising order; neighbours are joined.
     fn unused(&self) -> Vec<(HostCluster, u64)> {
+        let future_blocks = self.future_blocks.iter().map(|run| (run.first, run.count));
         let pool = self.pool.iter().map(|run| (run.first, run.count));
-        let mut runs: Vec<_> = self.in_flight.iter().copied().chain(pool).collect();
+        let mut runs: Vec<_> =
+            self.in_flight.iter().copied().chain(future_blocks).chain(pool).collect();
         runs.sort_unstable();
         runs.dedup_by(|next, run| {
             let joins = run.0.saturating_add(run.1) == next.0;
@@ -531,6 +550,7 @@ impl Clusters {
             assert!(bits.start_of(end).bytes() <= self.min_file_len, "I4: it lies within the file");
         }
         let in_flight: u64 = self.in_flight.iter().map(|run| run.1).sum();
+        let future_blocks = self.future_blocks.map_or(0, |run| run.count);
         let pool: u64 = self.pool.iter().map(|run| run.count).sum();
         let unused = self.unused();
         for pair in unused.windows(2) {
@@ -540,7 +560,7 @@ impl Clusters {
             );
         }
         let all: u64 = unused.iter().map(|run| run.1).sum();
-        assert_eq!(all, in_flight + pool, "I1: a cluster is there once");
+        assert_eq!(all, in_flight + future_blocks + pool, "I1: a cluster is there once");
     }
 }
 

@@ -232,6 +232,18 @@ impl Writer {
         output
     }
 
+    /// Makes what the next changes will need, in a task of its own, which counts as the change that
+    /// is `under_way`.
+    #[inline]
+    pub(crate) fn prepare(self: Arc<Self>, under_way: OwnedInFlight) {
+        if self.space.wants_blocks() {
+            drop(mica_rt::spawn(async move {
+                self.complete(async |writer| writer.space.make_blocks_ahead().await).await;
+                drop(under_way);
+            }));
+        }
+    }
+
     /// Writes `buf` at `at` if that changes no metadata; returns it otherwise. The write counts as
     /// `under_way` before its place is looked up: anyone who wants to take the place away waits for
     /// it.
