@@ -197,9 +197,14 @@ impl Space {
         take: impl Fn(&mut Clusters, u64) -> Option<Reserved>,
     ) -> Result<Reserved> {
         loop {
-            let taken = take(&mut self.lock(), wanted);
+            let (taken, is_low) = {
+                let mut state = self.lock();
+                (take(&mut state, wanted), self.is_low(&state))
+            };
             if let Some(reserved) = taken {
-                self.count_ahead_if_low().await?;
+                if is_low {
+                    Box::pin(self.count_ahead_once()).await;
+                }
                 return Ok(reserved);
             }
             let Some(_claim) = self.refill.claim_or_wait(0).await else { continue };
@@ -219,19 +224,25 @@ impl Space {
         }
     }
 
-    /// Counts the next run before the pool is empty, so that its counts are durable in time.
-    async fn count_ahead_if_low(&self) -> Result<()> {
-        let (left, ahead) = {
+    /// Whether it is time to count the next run.
+    fn is_low(&self, state: &Clusters) -> bool {
+        let left: u64 = state.pool.iter().map(|run| run.count).sum();
+        left <= self.ahead(state.taken) / 2
+    }
+
+    /// Counts the next run before the pool is empty, so that its counts are durable in time, unless
+    /// that is being done.
+    async fn count_ahead_once(&self) {
+        let Some(_claim) = self.refill.try_claim(0) else { return };
+        let ahead = {
             let state = self.lock();
-            (state.pool.iter().map(|run| run.count).sum::<u64>(), self.ahead(state.taken))
+            if !self.is_low(&state) {
+                return;
+            }
+            self.ahead(state.taken)
         };
-        if left > ahead / 2 {
-            return Ok(());
-        }
-        let Some(_claim) = self.refill.try_claim(0) else { return Ok(()) };
         // A failure is reported to the request that needs the clusters.
-        let _ = Box::pin(self.count_ahead(ahead)).await;
-        Ok(())
+        let _ = self.count_ahead(ahead).await;
     }
 
     /// The state of the clusters for the log. The caller has the pages locked: so nothing that is

@@ -90,6 +90,8 @@ pub(crate) struct Writer {
     redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
     wrote: AtomicBool,
+    /// Whether a flush, or a shorter log, was due at the last link.
+    is_over_limit: AtomicBool,
     /// Whether an earlier process may have left writes in the page cache: no sync of this one has
     /// ended yet.
     inherits: AtomicBool,
@@ -150,6 +152,7 @@ impl Writer {
             redo_memory,
             now_ns,
             wrote: AtomicBool::new(false),
+            is_over_limit: AtomicBool::new(false),
             inherits: AtomicBool::new(true),
             limbo: Mutex::default(),
             counters: WriteCounters::default(),
