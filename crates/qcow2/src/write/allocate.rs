@@ -91,7 +91,8 @@ struct Clusters {
     /// Nothing was ever written to the clusters from this one on.
     unwritten_from: HostCluster,
     pool: VecDeque<Counted>,
-    /// Runs that are reserved and not linked yet, of requests that say when they are.
+    /// Runs that are reserved and not linked yet, of requests that say when they are, in rising
+    /// order.
     in_flight: Vec<(HostCluster, u64)>,
     /// Clusters of the pool that are being made refcount blocks: counted, and not used yet.
     future_blocks: Option<Reserved>,
@@ -513,29 +514,38 @@ impl Clusters {
 
     fn take_unlinked(&mut self, wanted: u64) -> Option<Reserved> {
         let taken = self.take(wanted)?;
-        self.in_flight.push((taken.first, taken.count));
+        let index = self.in_flight.partition_point(|run| run.0 < taken.first);
+        self.in_flight.insert(index, (taken.first, taken.count));
         Some(taken)
     }
 
     fn end_in_flight(&mut self, first: HostCluster) {
-        if let Some(index) = self.in_flight.iter().position(|run| run.0 == first) {
-            self.in_flight.swap_remove(index);
+        if let Ok(index) = self.in_flight.binary_search_by_key(&first, |run| run.0) {
+            self.in_flight.remove(index);
         }
     }
 
     /// What is counted and not linked, in rising order; neighbours are joined.
     fn unused(&self) -> Vec<(HostCluster, u64)> {
-        let future_blocks = self.future_blocks.iter().map(|run| (run.first, run.count));
-        let pool = self.pool.iter().map(|run| (run.first, run.count));
-        let mut runs: Vec<_> =
-            self.in_flight.iter().copied().chain(future_blocks).chain(pool).collect();
+        let joins =
+            |run: &(HostCluster, u64), next: HostCluster| run.0.saturating_add(run.1) == next;
+        // Many requests in flight have few runs, of which this is called for each.
+        let mut runs: Vec<(HostCluster, u64)> = Vec::new();
+        for (first, count) in &self.in_flight {
+            match runs.last_mut().filter(|run| joins(run, *first)) {
+                Some(run) => run.1 += count,
+                None => runs.push((*first, *count)),
+            }
+        }
+        runs.extend(self.future_blocks.iter().map(|run| (run.first, run.count)));
+        runs.extend(self.pool.iter().map(|run| (run.first, run.count)));
         runs.sort_unstable();
         runs.dedup_by(|next, run| {
-            let joins = run.0.saturating_add(run.1) == next.0;
-            if joins {
+            let is_joined = joins(run, next.0);
+            if is_joined {
                 run.1 += next.1;
             }
-            joins
+            is_joined
         });
         runs
     }
