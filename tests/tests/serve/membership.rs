@@ -182,19 +182,21 @@ fn sandbox_allows_disks_where_it_was_told_and_nowhere_else() {
     server.stop();
 }
 
-/// The story: such a disk was refused by `add`, and served by `undrain`; that it had no log was said
-/// after its first write.
+/// The story: such a disk was refused by `add`, and served by `undrain`; that it had no log was
+/// said after its first write.
 #[test]
 fn drained_disk_whose_folder_of_logs_was_replaced_stays_drained() {
     let Some(world) = World::new() else { return };
-    let logs = world.at("logs");
+    // What is beside an image is allowed in any case.
+    let elsewhere = tempfile::tempdir().expect("a folder");
+    let logs = elsewhere.path().join("logs");
     fs::create_dir(&logs).expect("made");
     let disk = format!("{}redo-dir = {:?}\n", table("a"), logs.display().to_string());
     fs::write(world.at("mica.toml"), format!("control = \"control\"\n{disk}")).expect("written");
     let server = world.serve(&["--sandbox", "require"]);
     world.ctl(&["drain", "a"]).ok();
 
-    let (folder, aside) = (only_one_in(&logs), world.at("aside"));
+    let (folder, aside) = (only_one_in(&logs), elsewhere.path().join("aside"));
     fs::rename(&folder, &aside).expect("renamed");
     fs::create_dir(&folder).expect("made");
     fs::set_permissions(&folder, fs::metadata(&aside).expect("there").permissions()).expect("set");
