@@ -12,12 +12,19 @@ pub(super) struct Meter<'a> {
 }
 
 /// What a load cost.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Cost {
     /// The server's processor time.
     pub(super) server: Duration,
     /// The load generator's.
     pub(super) load: Duration,
+}
+
+impl Cost {
+    /// The cost of both.
+    pub(super) fn plus(self, other: Self) -> Self {
+        Self { server: self.server + other.server, load: self.load + other.load }
+    }
 }
 
 impl<'a> Meter<'a> {

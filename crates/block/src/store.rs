@@ -92,9 +92,9 @@ impl StoreIdentity {
 
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
 ///
-/// Only the changes, the hints and [`Store::sync_written`] have defaults. Changes refuse, as on a
-/// store that was opened for reading, so that a wrapper that forgets to forward one fails at its
-/// first use. A default for a query could be a wrong answer that nobody would notice.
+/// Only the changes and the hints have defaults. Changes refuse, as on a store that was opened for
+/// reading, so that a wrapper that forgets to forward one fails at its first use. A default for a
+/// query could be a wrong answer that nobody would notice, and so could a detour for a change.
 pub trait Store: Send + Sync {
     /// Fills `buf` from `offset` on. What is beyond the end reads as zeros, as it does in QEMU.
     fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture;
@@ -182,7 +182,8 @@ pub trait Store: Send + Sync {
     /// After an error nothing that was not durable before can be relied on.
     fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
         let _ = (bytes, offset);
-        self.sync()
+        let error = self.opened_for_reading();
+        Box::pin(async move { Err(error) })
     }
 
     /// Changes the space of `len` bytes at `offset`; see [`Space`]. `Unsupported` if the file

@@ -192,11 +192,17 @@ pub(crate) fn text(value: &Value) -> String {
 /// The number of layers, and of those below the active one that are indexed.
 pub(crate) fn depth(disk: &Value) -> String {
     match disk["indexed_layers"].as_u64() {
+        _ if was_never_open(disk) => "-".to_owned(),
         Some(indexed) if disk["layers"].as_u64() > Some(1) => {
             format!("{} ({indexed} indexed)", text(&disk["layers"]))
         }
         _ => text(&disk["layers"]),
     }
+}
+
+/// Whether nothing is known of the disk's image yet: it could not be opened, for one.
+fn was_never_open(disk: &Value) -> bool {
+    disk["layers"].as_u64() == Some(0)
 }
 
 fn status(answer: &Value) -> String {
@@ -206,8 +212,11 @@ fn status(answer: &Value) -> String {
         let nbd = disk["nbd"].as_array().into_iter().flatten().map(text);
         let others = ["vhost_user", "fuse"].map(|way| &disk[way]);
         let others = others.into_iter().filter(|way| !way.is_null()).map(text);
-        let size = human_size(disk["length"].as_u64().unwrap_or(0));
-        let writes = if disk["writable"] == true { "" } else { ", read-only" };
+        let (size, is_read_only) = match was_never_open(disk) {
+            true => ("-".to_owned(), false),
+            false => (human_size(disk["length"].as_u64().unwrap_or(0)), disk["writable"] != true),
+        };
+        let writes = if is_read_only { ", read-only" } else { "" };
         vec![
             text(&disk["name"]),
             text(&disk["state"]),
@@ -337,6 +346,10 @@ mod tests {
                 {"name": "d", "state": "drained", "length": 512, "layers": 1,
                  "indexed_layers": null, "clients": 0, "image": "b", "format": "raw",
                  "writable": false, "nbd": [], "vhost_user": null, "fuse": null},
+                {"name": "e", "state": "failed", "length": 0, "layers": 0,
+                 "indexed_layers": null, "clients": 0, "image": "c", "format": "qcow2",
+                 "writable": false, "nbd": [], "vhost_user": null, "fuse": null,
+                 "failure": "no such file"},
             ],
         });
         assert_eq!(
@@ -346,8 +359,10 @@ mod tests {
              web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)     w       \
              /run/a /run/b\n\
              d     drained  512 B  1                      0  b (raw, read-only)  -\n\
+             e     failed       -  -                      0  c (qcow2)           -\n\
              \n\
-             web1: its device is broken: gone\n"
+             web1: its device is broken: gone\n\
+             \ne: no such file\n"
         );
     }
 

@@ -225,15 +225,7 @@ fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
         tracing::error!("{}", error.in_one_line());
     }
     let shared = Arc::clone(shared);
-    let body = move || {
-        if !shared.has_what_to_reload() {
-            return;
-        }
-        match shared.reload() {
-            Ok(reloaded) => reloaded.log(),
-            Err(error) => tracing::error!("not reloaded: {}", error.in_one_line()),
-        }
-    };
+    let body = move || shared.hang_up();
     let thread = std::thread::Builder::new().name("mica-reload".to_owned()).spawn(body);
     if let Err(error) = thread {
         tracing::error!(%error, "not reloaded: the system has no thread to spare");

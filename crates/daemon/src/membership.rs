@@ -21,7 +21,8 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 impl Shared {
@@ -59,10 +60,7 @@ impl Shared {
             let what = "ephemeral is for disks that a server begins with: leave it out";
             return Err(invalid(what.to_owned()));
         }
-        if let Some(granted) = &self.granted {
-            let name = &disk.name;
-            granted.check(&disk).map_err(|error| error.wrap(format!("disk {name:?}")))?;
-        }
+        self.check_sandbox(&disk)?;
         // What else is wrong with a second one of this name matters less.
         self.disks.check_name(&disk.name)?;
         // Another disk would wait for its writes.
@@ -71,6 +69,12 @@ impl Shared {
         served.set_source(source);
         self.disks.add(Arc::clone(&served))?;
         Ok(served)
+    }
+
+    /// Refuses a disk that the sandbox would not let be served whole: with its redo log, for one.
+    fn check_sandbox(&self, disk: &DiskConfig) -> Result<()> {
+        let Some(granted) = &self.granted else { return Ok(()) };
+        granted.check(disk).map_err(|error| error.wrap(format!("disk {:?}", disk.name)))
     }
 
     /// Stops serving a disk and forgets it. The caller holds [`Self::hold`].
@@ -104,6 +108,8 @@ impl Shared {
     /// # Errors
     /// Whatever prevents that; `Denied` if it is served.
     pub(crate) fn undrain(&self, served: &Served) -> Result<()> {
+        // Its folder of redo logs may be another by now than the sandbox was made for.
+        self.check_sandbox(&served.config())?;
         served.undrain(&|| self.is_stopping())?;
         Self::own_sockets(served);
         served.announce();
@@ -130,6 +136,36 @@ impl Shared {
         let _one = self.reloading.try_lock().map_err(|_| {
             Error::new(ErrorKind::Denied, "the configuration is being read already")
         })?;
+        self.reload_alone()
+    }
+
+    /// The same for a signal, if there is anything to read; the outcome is logged. Of several that
+    /// come while it is read only one reads it, once more: what was there before the last of them
+    /// is read.
+    pub(crate) fn hang_up(&self) {
+        if !self.has_what_to_reload() {
+            return;
+        }
+        self.is_hung_up.store(true, Ordering::SeqCst);
+        while self.is_hung_up.load(Ordering::SeqCst) {
+            // Who has it looks again after giving it back.
+            let _one = match self.hang_ups.try_lock() {
+                Err(TryLockError::WouldBlock) => return,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Ok(one) => one,
+            };
+            while self.is_hung_up.swap(false, Ordering::SeqCst) {
+                let _alone = self.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+                match self.reload_alone() {
+                    Ok(reloaded) => reloaded.log(),
+                    Err(error) => tracing::error!("not reloaded: {}", error.in_one_line()),
+                }
+            }
+        }
+    }
+
+    /// The caller holds `reloading`.
+    fn reload_alone(&self) -> Result<Reloaded> {
         let _held = self.hold()?;
         let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
         // Addresses that the configuration adds read them anyway.

@@ -69,6 +69,9 @@ pub(crate) struct Shared {
     pub(crate) removed: Mutex<BTreeSet<String>>,
     /// Held while the configuration is read again.
     pub(crate) reloading: Mutex<()>,
+    /// Held by the one signal that has it read again, and whether another one came since it began.
+    pub(crate) hang_ups: Mutex<()>,
+    pub(crate) is_hung_up: AtomicBool,
     /// The first disk that was removed without all that was written to it.
     pub(crate) lost: Mutex<Option<Error>>,
     pub(crate) own_process: OwnProcess,
@@ -102,6 +105,8 @@ impl Shared {
             process: config.process_in_file.clone(),
             removed: Mutex::default(),
             reloading: Mutex::default(),
+            hang_ups: Mutex::default(),
+            is_hung_up: AtomicBool::new(false),
             lost: Mutex::default(),
             is_handed_over: AtomicBool::new(false),
             watch_period,

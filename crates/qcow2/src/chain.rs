@@ -155,9 +155,11 @@ impl Chain {
         let (gate, writer) = (Arc::clone(&self.gate), Arc::clone(&self.writer));
         let entering = gate.begin_change();
         Box::pin(mica_rt::spawn(async move {
-            let _change = gate.enter_change(entering).await;
+            let change = gate.enter_change(entering).await;
             let writer = writer.load_full().expect("a disk that is written stays so");
-            writer.complete(work).await
+            let output = Arc::clone(&writer).complete(work).await;
+            writer.prepare(change);
+            output
         }))
     }
 

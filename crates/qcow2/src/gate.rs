@@ -89,6 +89,11 @@ impl Gate {
         self.in_place.grace().await;
     }
 
+    /// Waits until every change that began before is done.
+    pub(crate) async fn changes_grace(&self) {
+        self.changes.grace().await;
+    }
+
     /// Waits until everything that is under way is done, apart from changes that wait.
     pub(crate) async fn grace(&self) {
         for requests in self.under_way() {

@@ -133,6 +133,10 @@ impl Store for MemoryStore {
         Box::pin(async move { result })
     }
 
+    fn sync_written(&self, _bytes: Buf, _offset: HostOffset) -> ChangeFuture {
+        self.sync()
+    }
+
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let result = match len {
             0 => self.change(Some(0), |_| {}),

@@ -182,6 +182,43 @@ fn sandbox_allows_disks_where_it_was_told_and_nowhere_else() {
     server.stop();
 }
 
+/// The story: such a disk was refused by `add`, and served by `undrain`; that it had no log was
+/// said after its first write.
+#[test]
+fn drained_disk_whose_folder_of_logs_was_replaced_stays_drained() {
+    let Some(world) = World::new() else { return };
+    // What is beside an image is allowed in any case.
+    let elsewhere = tempfile::tempdir().expect("a folder");
+    let logs = elsewhere.path().join("logs");
+    fs::create_dir(&logs).expect("made");
+    let disk = format!("{}redo-dir = {:?}\n", table("a"), logs.display().to_string());
+    fs::write(world.at("mica.toml"), format!("control = \"control\"\n{disk}")).expect("written");
+    let server = world.serve(&["--sandbox", "require"]);
+    world.ctl(&["drain", "a"]).ok();
+
+    let (folder, aside) = (only_one_in(&logs), elsewhere.path().join("aside"));
+    fs::rename(&folder, &aside).expect("renamed");
+    fs::create_dir(&folder).expect("made");
+    fs::set_permissions(&folder, fs::metadata(&aside).expect("there").permissions()).expect("set");
+    let refused = world.ctl(&["undrain", "a"]).refusal();
+    assert!(refused.contains("restart the server"), "{refused}");
+    world.is(&[("a", "drained")]);
+
+    fs::remove_dir(&folder).expect("empty");
+    fs::rename(&aside, &folder).expect("renamed");
+    world.ctl(&["undrain", "a"]).ok();
+    world.is(&[("a", "serving")]);
+    server.stop();
+}
+
+fn only_one_in(folder: &Path) -> PathBuf {
+    let mut found =
+        fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("read").path());
+    let one = found.next().expect("one");
+    assert!(found.next().is_none(), "{} holds one", folder.display());
+    one
+}
+
 #[test]
 fn one_image_that_is_missing_keeps_no_other_disk_from_being_served() {
     let Some(world) = World::new() else { return };
@@ -281,6 +318,29 @@ fn configuration_is_read_again() {
         (disk["writable"] == false).then_some(())
     };
     clock::poll(LIMIT, Duration::from_millis(10), is_read_only).expect("reloaded");
+    server.stop();
+}
+
+/// The story: a signal that came while the configuration was being read was an error in the log,
+/// and what had been changed for it stayed as it was.
+#[test]
+fn last_of_many_hang_ups_is_heard() {
+    let Some(world) = World::new() else { return };
+    let server = world.serve(&[]);
+    let rounds = [&["a", "b", "c"][..], &["a"]].into_iter().cycle().take(20);
+    for names in rounds.chain([&["b", "c"][..]]) {
+        // Never seen half-written.
+        let disks: String = names.iter().map(|name| table(name)).collect();
+        fs::write(world.at("next.toml"), format!("control = \"control\"\n{disks}")).expect("made");
+        fs::rename(world.at("next.toml"), world.at("mica.toml")).expect("renamed");
+        server.signal(Signal::HUP);
+    }
+    let is_reloaded = || {
+        let states = world.states();
+        (states.iter().map(|(name, _)| &**name).eq(["b", "c"])).then_some(())
+    };
+    clock::poll(LIMIT, Duration::from_millis(10), is_reloaded).expect("reloaded");
+    assert!(!server.log().contains("not reloaded"), "{}", server.log());
     server.stop();
 }
 

@@ -2,9 +2,9 @@
 
 use super::{Context, QUEUES};
 use crate::chains::Chain;
-use crate::cost::Meter;
+use crate::cost::{Cost, Meter};
 use crate::load::vhost::{Absence, Access, BLOCK_BYTES, Device, DiskLoad, Done, run};
-use crate::load::{Pattern, ratio};
+use crate::load::{Outcome, Pattern, ratio};
 use crate::peers::Peer;
 use crate::places;
 use crate::samples::Sample;
@@ -20,6 +20,10 @@ pub(super) const SHAPES: [(u16, usize); 4] = [(1, 1), (1, 32), (4, 1), (4, 32)];
 /// generator is not the bottleneck.
 const LONG_SHAPES: [(u16, usize); 2] = [(1, 8), (4, 8)];
 const LONG_BYTES: usize = 64 << 10;
+/// Fresh layers that one shape fills at most.
+const LAPS_MAX: u32 = 16;
+/// Seeds of one lap: more than all runs have of their first ones.
+const LAP_SEEDS: u32 = 1 << 16;
 /// How long the first pass over a disk may take.
 const WARM_LIMIT: Duration = Duration::from_secs(60);
 
@@ -96,8 +100,9 @@ pub(super) fn rewrites(
     Ok(())
 }
 
-/// Random writes into a fresh layer on top of the chain, each into a different cluster. Each shape
-/// has its share of the clusters, and ends when all of them are written.
+/// Random writes into fresh layers on top of the chain, each into a different cluster. A layer is
+/// full after a fraction of a second, which says little: so each shape gets one after the other,
+/// until it has written long enough. Only one layer is there at a time.
 ///
 /// # Errors
 /// As [`rewrites`].
@@ -108,29 +113,70 @@ pub(super) fn allocating(
     options: &str,
     sample: &mut Sample,
 ) -> Result<()> {
-    let overlay = chain.overlay(&context.parts, options)?;
-    let places = places::one_in_each_stretch(chain.owners.disk_bytes(), seed(sample.repeat, 0));
-    let running = peer.start(&overlay, "qcow2", &[])?;
-    let mut written = BTreeMap::new();
-    let shares = places.chunks(places.len().div_ceil(SHAPES.len()));
-    for (number, (shape, places)) in (1..).zip(SHAPES.into_iter().zip(shares)) {
-        places::settle(&overlay)?;
-        let load = DiskLoad {
-            seed: seed(sample.repeat, number),
-            limit: context.limit,
-            ..load(Access::Once(places), shape.1)
-        };
-        let done = put(context, peer, &running.server, (shape, BLOCK_BYTES), &load, sample)?;
-        written.extend(done.written);
+    let mut writes = 0;
+    for (number, shape) in (1..).zip(SHAPES) {
+        let (mut all, mut cost) = (Outcome::default(), Cost::default());
+        for lap in 0..LAPS_MAX {
+            let seed = seed(sample.repeat, number) + lap * LAP_SEEDS;
+            let limit = context.fresh.saturating_sub(all.elapsed);
+            let fresh = Fresh { options, shape, seed, limit, is_first: lap == 0 };
+            let (done, its_cost) = fresh.fill(context, peer, chain, sample.repeat == 0)?;
+            all = all.then(&done.outcome);
+            cost = cost.plus(its_cost);
+            if all.elapsed >= context.fresh {
+                break;
+            }
+        }
+        writes += all.latency.total();
+        put_done(sample, &shape_name(shape, BLOCK_BYTES), &all, cost);
     }
-    check(context, peer, &written)?;
-    sample.put("writes", ratio(written.len() as u64, 1));
-    running.stop()?;
-    if sample.repeat == 0 {
-        chain.check_overlay(&overlay)?;
-    }
-    fs::remove_file(overlay)?;
+    sample.put("writes", ratio(writes, 1));
     Ok(())
+}
+
+/// A load on a layer that is made for it.
+struct Fresh<'a> {
+    /// Of the layer.
+    options: &'a str,
+    shape: (u16, usize),
+    seed: u32,
+    limit: Duration,
+    /// The first of its shape.
+    is_first: bool,
+}
+
+impl Fresh<'_> {
+    /// Writes until the layer is full, or the time is over; checks what was written, and removes
+    /// the layer.
+    fn fill(
+        &self,
+        context: &Context<'_>,
+        peer: &Peer,
+        chain: &Chain,
+        by_qemu: bool,
+    ) -> Result<(Done, Cost)> {
+        let overlay = chain.overlay(&context.parts, self.options)?;
+        let places = places::one_in_each_stretch(chain.owners.disk_bytes(), self.seed);
+        let running = peer.start(&overlay, "qcow2", &[])?;
+        // Later ones find the memory and the page cache as the one before has left them, whose
+        // pages went with its layer.
+        if self.is_first {
+            places::settle(&overlay)?;
+        }
+        let load = DiskLoad {
+            seed: self.seed,
+            limit: self.limit,
+            ..load(Access::Once(&places), self.shape.1)
+        };
+        let measured = measure(context, peer, &running.server, (self.shape, BLOCK_BYTES), &load)?;
+        check(context, peer, &measured.0.written)?;
+        running.stop()?;
+        if by_qemu && self.is_first {
+            chain.check_overlay(&overlay)?;
+        }
+        fs::remove_file(overlay)?;
+        Ok(measured)
+    }
 }
 
 /// Reads back all that was acknowledged.
@@ -181,15 +227,30 @@ fn put(
     load: &DiskLoad<'_>,
     sample: &mut Sample,
 ) -> Result<Done> {
+    let (done, cost) = measure(context, peer, server, (shape, request_bytes), load)?;
+    put_done(sample, &shape_name(shape, request_bytes), &done.outcome, cost);
+    Ok(done)
+}
+
+fn put_done(sample: &mut Sample, name: &str, outcome: &Outcome, cost: Cost) {
+    sample.put_speed(name, outcome.per_second(), &outcome.latency);
+    sample.put_cost(name, cost, &outcome.latency);
+}
+
+/// Puts `load` on the server; returns what became of it, and what it cost.
+fn measure(
+    context: &Context<'_>,
+    peer: &Peer,
+    server: &Server,
+    (shape, request_bytes): ((u16, usize), usize),
+    load: &DiskLoad<'_>,
+) -> Result<(Done, Cost)> {
     let mut device = connect(context, peer, shape.0, request_bytes)?;
     let meter = Meter::start(server);
     let done = run(&mut device, load)?;
     let cost = meter.stop();
     done.outcome.check()?;
-    let name = shape_name(shape, request_bytes);
-    sample.put_speed(&name, done.outcome.per_second(), &done.outcome.latency);
-    sample.put_cost(&name, cost, &done.outcome.latency);
-    Ok(done)
+    Ok((done, cost))
 }
 
 const _: () = assert!(QUEUES >= SHAPES[3].0);

@@ -44,6 +44,8 @@ const DATABASE_LAYERS: &[u32] = &[50, 500];
 /// What is usual here.
 const REPEATS: Usual<u32> = Usual::new(5, 1);
 const SECONDS: Usual<f64> = Usual::new(1.0, 0.3);
+/// For writes to fresh layers, each of which is full after 0.2 to 6 s.
+const FRESH_SECONDS: Usual<f64> = Usual::new(4.0, 0.3);
 const GIB: Usual<u64> = Usual::new(8, 1);
 
 /// What to measure, and how long.
@@ -94,6 +96,8 @@ struct Context<'a> {
     parts: chains::Context<'a>,
     /// How long a load lasts.
     limit: Duration,
+    /// How long one that fills fresh layers lasts.
+    fresh: Duration,
     /// Whether it is only a smoke run.
     quick: bool,
 }
@@ -146,6 +150,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             },
         },
         limit,
+        fresh: options.extent.time(FRESH_SECONDS),
         quick: options.extent.quick,
     };
     let mut samples = Samples::default();

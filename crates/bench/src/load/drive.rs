@@ -76,6 +76,12 @@ impl Outcome {
         Ok(())
     }
 
+    /// Counts what `other` did after it, too.
+    pub(crate) fn then(self, other: &Self) -> Self {
+        let elapsed = self.elapsed + other.elapsed;
+        Self { elapsed, ..self.merge(other.clone()) }
+    }
+
     /// Counts what another connection did at the same time, too.
     fn merge(mut self, other: Self) -> Self {
         self.elapsed = self.elapsed.max(other.elapsed);

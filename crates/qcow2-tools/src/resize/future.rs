@@ -12,6 +12,9 @@ use std::sync::Arc;
 
 use mica_qcow2_format::field;
 
+/// Where the size in the header ends.
+const HEADER_END: u64 = field::SIZE as u64 + 8;
+
 /// The images of a chain, one of which has its future size.
 pub(super) struct FutureImages {
     images: Arc<dyn Images>,
@@ -100,8 +103,7 @@ impl Store for FutureStore {
     }
 
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
-        let header_end = field::SIZE as u64 + 8;
-        if offset.bytes() >= header_end {
+        if offset.bytes() >= HEADER_END {
             return self.store.write_at(buf, offset);
         }
         let store = Arc::clone(&self.store);
@@ -148,6 +150,14 @@ impl Store for FutureStore {
 
     fn sync(&self) -> LocalFuture<'static, Result<()>> {
         self.store.sync()
+    }
+
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> LocalFuture<'static, Result<()>> {
+        match offset.bytes() >= HEADER_END {
+            true => self.store.sync_written(bytes, offset),
+            // The file has other bytes there than were written.
+            false => self.store.sync(),
+        }
     }
 
     fn space(

@@ -21,6 +21,8 @@ impl Manage for Chain {
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
+            // Nobody waits for what is prepared in the background.
+            self.gate.changes_grace().await;
             match self.writer.load_full() {
                 Some(writer) => writer.complete(async |writer| writer.close().await).await,
                 None => Ok(()),

@@ -60,6 +60,8 @@ pub(crate) struct Log {
     changed: Changed,
     /// Whether there is a mark whose group is not durable.
     is_marked: bool,
+    /// Whether a page is being written outside of a group: the file has either of its contents.
+    is_page_written: bool,
     /// Sums of pages that are not in the log yet.
     expected: Vec<Expected>,
     bytes: Vec<u8>,
@@ -140,6 +142,7 @@ impl Log {
             touched: Vec::new(),
             changed: Changed::new(page_bytes),
             is_marked: false,
+            is_page_written: false,
             expected: Vec::new(),
             bytes: Vec::new(),
             held: [Held::default(); 2],
@@ -192,6 +195,17 @@ impl Log {
         let sums = sums_of(page);
         Expected::push(&mut self.expected, at, page.len() as u64, sums);
         self.changed.expect(at, sums);
+    }
+
+    /// A page is about to be written outside of a group, as it was last expected.
+    pub(crate) fn begin_page_write(&mut self) {
+        self.is_page_written = true;
+    }
+
+    /// That page is in the file. Without this a group has to write it, before the log can be
+    /// compacted.
+    pub(crate) fn end_page_write(&mut self) {
+        self.is_page_written = false;
     }
 
     /// Whether something was touched that is not recorded yet.
@@ -259,8 +273,9 @@ impl Log {
         let capacity = self.out.capacity();
         let free = other_half(self.end, capacity);
         let len_max = capacity / 16 * COMPACTED_SIXTEENTHS_MAX;
-        let is_free = !self.is_marked && other_half(self.start, capacity) == free;
-        if !is_free || self.changed.bytes() > len_max {
+        let is_settled = !self.is_marked && !self.is_page_written;
+        let is_free = other_half(self.start, capacity) == free;
+        if !is_settled || !is_free || self.changed.bytes() > len_max {
             return Ok(false);
         }
         self.bytes.clear();
@@ -356,7 +371,7 @@ impl Log {
         };
         self.held = [both, Held::default()];
         self.changed.clear();
-        self.is_marked = true;
+        (self.is_marked, self.is_page_written) = (true, false);
         // The older half is forgotten with the group.
         self.recorded = None;
         // A name that went unused, because an earlier group found no space, will do.

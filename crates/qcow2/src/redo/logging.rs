@@ -128,6 +128,20 @@ impl Logging {
         }
     }
 
+    /// The page that was last expected is about to be written outside of a group.
+    pub(crate) fn begin_page_write(&mut self) {
+        if let Some(log) = &mut self.log {
+            log.begin_page_write();
+        }
+    }
+
+    /// It was written.
+    pub(crate) fn end_page_write(&mut self) {
+        if let Some(log) = &mut self.log {
+            log.end_page_write();
+        }
+    }
+
     /// Whether it is time to flush, before the log becomes full.
     pub(crate) fn is_long(&self) -> bool {
         self.log.as_ref().is_some_and(Log::is_long)

@@ -49,8 +49,9 @@
 //!   ([`baseline`]).
 //! - W8 Bytes that a change takes away from the guest are zeros in the file before the log records
 //!   the change ([`dropped`]).
-//! - W9 A log is compacted only while no group is being made durable, and while its pages have no
-//!   change that is not to be in it: one that is acknowledged only after a flush.
+//! - W9 A log is compacted only while no group is being made durable, no page is being written
+//!   outside of a group, and while its pages have no change that is not to be in it: one that is
+//!   acknowledged only after a flush.
 //!
 //! Invariants for recovery
 //! - R1 No evidence, no write. A log is applied only if it is of this boot of the machine, the

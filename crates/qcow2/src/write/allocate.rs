@@ -8,6 +8,9 @@
 //! runs of half the length: up to 6 MiB at first, and 96 MiB when much was allocated, all of it
 //! holes.
 //!
+//! Regions of the file get their refcount blocks before they are reached, in the background
+//! ([`growth`]): a block takes a sync or two, for which no request should wait.
+//!
 //! Invariants
 //! - I1 A cluster is given to one request only: it leaves the pool with its reservation.
 //! - I2 A cluster in the pool has refcount 1 in memory; it is durable once the group in which it
@@ -17,9 +20,10 @@
 //!   read such bytes as zeros, no cluster is blank.
 //! - I4 A counted cluster lies within the file: the file is extended before the count is written,
 //!   so a link that survives a power cut never names a place beyond the end.
-//! - I5 No refcount block is put on a cluster that has a refcount, nor where metadata is known to
-//!   be.
+//! - I5 No refcount block is put on a cluster that has a refcount, other than one of the pool, nor
+//!   where metadata is known to be.
 //! - I6 No cluster before the cursor is free: what is freed there takes the cursor back.
+//! - I7 The table names a block only when the block, and the count of its cluster, are durable.
 
 mod growth;
 mod table;
@@ -33,6 +37,7 @@ use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use table::RefcountTable;
 
@@ -86,6 +91,11 @@ struct Clusters {
     /// Nothing was ever written to the clusters from this one on.
     unwritten_from: HostCluster,
     pool: VecDeque<Counted>,
+    /// Runs that are reserved and not linked yet, of requests that say when they are, in rising
+    /// order.
+    in_flight: Vec<(HostCluster, u64)>,
+    /// Clusters of the pool that are being made refcount blocks: counted, and not used yet.
+    future_blocks: Option<Reserved>,
     /// Number of clusters that were taken from the pool.
     taken: u64,
 }
@@ -99,6 +109,10 @@ pub(crate) struct Space {
     has_blanks: bool,
     state: Mutex<Clusters>,
     refill: Claims,
+    /// The right to make refcount blocks, or a longer table of them.
+    growth: Claims,
+    /// Whether blocks will be needed soon.
+    wants_blocks: AtomicBool,
 }
 
 /// The result of looking for a free run.
@@ -139,6 +153,8 @@ impl Space {
             cursor: HostCluster::ZERO,
             unwritten_from: file_end,
             pool: VecDeque::new(),
+            in_flight: Vec::new(),
+            future_blocks: None,
             taken: 0,
         };
         Ok(Self {
@@ -148,6 +164,8 @@ impl Space {
             has_blanks: metadata.store.reads_unwritten_as_zeros(),
             state: Mutex::new(state),
             refill: Claims::default(),
+            growth: Claims::default(),
+            wants_blocks: AtomicBool::new(false),
         })
     }
 
@@ -165,9 +183,29 @@ impl Space {
 
     /// Takes a run of at most `wanted` clusters; it may be shorter.
     pub(crate) async fn reserve(&self, wanted: u64) -> Result<Reserved> {
+        self.reserve_by(wanted, Clusters::take).await
+    }
+
+    /// The same for a request that links them later, after a write for example: the log calls them
+    /// unused until [`Self::linked`], so that they do not leak if the process dies meanwhile.
+    pub(crate) async fn reserve_unlinked(&self, wanted: u64) -> Result<Reserved> {
+        self.reserve_by(wanted, Clusters::take_unlinked).await
+    }
+
+    async fn reserve_by(
+        &self,
+        wanted: u64,
+        take: impl Fn(&mut Clusters, u64) -> Option<Reserved>,
+    ) -> Result<Reserved> {
         loop {
-            if let Some(reserved) = self.take(wanted) {
-                self.count_ahead_if_low().await?;
+            let (taken, is_low) = {
+                let mut state = self.lock();
+                (take(&mut state, wanted), self.is_low(&state))
+            };
+            if let Some(reserved) = taken {
+                if is_low {
+                    Box::pin(self.count_ahead_once()).await;
+                }
                 return Ok(reserved);
             }
             let Some(_claim) = self.refill.claim_or_wait(0).await else { continue };
@@ -187,33 +225,25 @@ impl Space {
         }
     }
 
-    /// Counts the next run before the pool is empty, so that its counts are durable in time.
-    async fn count_ahead_if_low(&self) -> Result<()> {
-        let (left, ahead) = {
-            let state = self.lock();
-            (state.pool.iter().map(|run| run.count).sum::<u64>(), self.ahead(state.taken))
-        };
-        if left > ahead / 2 {
-            return Ok(());
-        }
-        let Some(_claim) = self.refill.try_claim(0) else { return Ok(()) };
-        // A failure is reported to the request that needs the clusters.
-        let _ = Box::pin(self.count_ahead(ahead)).await;
-        Ok(())
+    /// Whether it is time to count the next run.
+    fn is_low(&self, state: &Clusters) -> bool {
+        let left: u64 = state.pool.iter().map(|run| run.count).sum();
+        left <= self.ahead(state.taken) / 2
     }
 
-    fn take(&self, wanted: u64) -> Option<Reserved> {
-        let mut state = self.lock();
-        let run = state.pool.front_mut()?;
-        let count = wanted.min(run.count);
-        let taken = Reserved { first: run.first, count, group: run.group, blank: run.blank };
-        run.first = run.first.saturating_add(count);
-        run.count -= count;
-        if run.count == 0 {
-            state.pool.pop_front();
-        }
-        state.taken += count;
-        Some(taken)
+    /// Counts the next run before the pool is empty, so that its counts are durable in time, unless
+    /// that is being done.
+    async fn count_ahead_once(&self) {
+        let Some(_claim) = self.refill.try_claim(0) else { return };
+        let ahead = {
+            let state = self.lock();
+            if !self.is_low(&state) {
+                return;
+            }
+            self.ahead(state.taken)
+        };
+        // A failure is reported to the request that needs the clusters.
+        let _ = self.count_ahead(ahead).await;
     }
 
     /// The state of the clusters for the log. The caller has the pages locked: so nothing that is
@@ -221,17 +251,22 @@ impl Space {
     /// durable.
     pub(crate) fn state(&self) -> SpaceState {
         let state = self.lock();
-        SpaceState {
-            min_file_len: state.min_file_len,
-            unused: state.pool.iter().map(|run| (run.first, run.count)).collect(),
+        SpaceState { min_file_len: state.min_file_len, unused: state.unused() }
+    }
+
+    /// The clusters that were reserved unlinked as `runs` are linked in the pages, which the caller
+    /// has locked since before that.
+    pub(super) fn linked(&self, runs: &[Reserved]) {
+        if !runs.is_empty() {
+            let mut state = self.lock();
+            runs.iter().for_each(|run| state.end_in_flight(run.first));
         }
     }
 
     /// Takes back clusters that were reserved and never linked. They may have been written to.
     pub(crate) fn give_back(&self, reserved: Reserved) {
-        let Reserved { first, count, group, .. } = reserved;
         let mut state = self.lock();
-        state.pool.push_front(Counted { first, count, group, blank: false });
+        state.give_back(reserved);
         state.verify_if_debug(self.bits);
     }
 
@@ -378,6 +413,9 @@ impl Space {
         }
         state.unwritten_from = state.unwritten_from.max(end);
         state.verify_if_debug(self.bits);
+        if self.region_to_prepare(&state).is_some() {
+            self.wants_blocks.store(true, Ordering::Relaxed);
+        }
         true
     }
 
@@ -461,6 +499,62 @@ impl Space {
 }
 
 impl Clusters {
+    fn take(&mut self, wanted: u64) -> Option<Reserved> {
+        let run = self.pool.front_mut()?;
+        let count = wanted.min(run.count);
+        let taken = Reserved { first: run.first, count, group: run.group, blank: run.blank };
+        run.first = run.first.saturating_add(count);
+        run.count -= count;
+        if run.count == 0 {
+            self.pool.pop_front();
+        }
+        self.taken += count;
+        Some(taken)
+    }
+
+    fn take_unlinked(&mut self, wanted: u64) -> Option<Reserved> {
+        let taken = self.take(wanted)?;
+        let index = self.in_flight.partition_point(|run| run.0 < taken.first);
+        self.in_flight.insert(index, (taken.first, taken.count));
+        Some(taken)
+    }
+
+    fn end_in_flight(&mut self, first: HostCluster) {
+        if let Ok(index) = self.in_flight.binary_search_by_key(&first, |run| run.0) {
+            self.in_flight.remove(index);
+        }
+    }
+
+    /// What is counted and not linked, in rising order; neighbours are joined.
+    fn unused(&self) -> Vec<(HostCluster, u64)> {
+        let joins =
+            |run: &(HostCluster, u64), next: HostCluster| run.0.saturating_add(run.1) == next;
+        // Many requests in flight have few runs, of which this is called for each.
+        let mut runs: Vec<(HostCluster, u64)> = Vec::new();
+        for (first, count) in &self.in_flight {
+            match runs.last_mut().filter(|run| joins(run, *first)) {
+                Some(run) => run.1 += count,
+                None => runs.push((*first, *count)),
+            }
+        }
+        runs.extend(self.future_blocks.iter().map(|run| (run.first, run.count)));
+        runs.extend(self.pool.iter().map(|run| (run.first, run.count)));
+        runs.sort_unstable();
+        runs.dedup_by(|next, run| {
+            let is_joined = joins(run, next.0);
+            if is_joined {
+                run.1 += next.1;
+            }
+            is_joined
+        });
+        runs
+    }
+
+    fn give_back(&mut self, Reserved { first, count, group, .. }: Reserved) {
+        self.end_in_flight(first);
+        self.pool.push_front(Counted { first, count, group, blank: false });
+    }
+
     /// After a change of the pool, which has few runs.
     fn verify_if_debug(&self, bits: ClusterBits) {
         if cfg!(debug_assertions) {
@@ -470,18 +564,24 @@ impl Clusters {
 
     /// Asserts what holds of the pool by itself.
     fn verify(&self, bits: ClusterBits) {
-        let mut runs: Vec<_> = self.pool.iter().collect();
-        runs.sort_unstable_by_key(|run| run.first);
-        for run in &runs {
+        for run in &self.pool {
             assert!(run.count > 0, "a run has clusters");
             let end = run.first.saturating_add(run.count);
             assert!(end <= self.unwritten_from, "I3: it was allocated");
             assert!(bits.start_of(end).bytes() <= self.min_file_len, "I4: it lies within the file");
         }
-        for pair in runs.windows(2) {
-            let end = pair[0].first.saturating_add(pair[0].count);
-            assert!(end <= pair[1].first, "I1: a cluster is there once");
+        let in_flight: u64 = self.in_flight.iter().map(|run| run.1).sum();
+        let future_blocks = self.future_blocks.map_or(0, |run| run.count);
+        let pool: u64 = self.pool.iter().map(|run| run.count).sum();
+        let unused = self.unused();
+        for pair in unused.windows(2) {
+            assert!(
+                pair[0].0.saturating_add(pair[0].1) <= pair[1].0,
+                "I1: a cluster is there once"
+            );
         }
+        let all: u64 = unused.iter().map(|run| run.1).sum();
+        assert_eq!(all, in_flight + future_blocks + pool, "I1: a cluster is there once");
     }
 }
 

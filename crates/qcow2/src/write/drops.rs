@@ -20,12 +20,11 @@
 
 use super::Writer;
 use super::link::{Change, Drops, Entry};
-#[cfg(doc)]
 use super::pages::PageState;
 use crate::live::Held;
 use crate::redo::{DroppedUnits, dropped_units, ranges_of};
 use mica_block::{ErrorKind, Result, Space};
-use mica_units::{HostCluster, HostOffset};
+use mica_units::{GuestCluster, HostCluster, HostOffset};
 
 impl Writer {
     /// Zeroes the bytes that `changes`, still invisible to everyone else, drop. Until the result is
@@ -146,13 +145,35 @@ impl Writer {
         }
     }
 
+    /// The entries of guest clusters `first..=last`, whose places may be written.
+    pub(super) async fn settled_entries(
+        &self,
+        first: GuestCluster,
+        last: GuestCluster,
+    ) -> Result<Vec<Entry>> {
+        // Mostly it takes the lock once: others wait for it, for as long as it takes to log.
+        let at_hand = {
+            let pages = self.metadata.lock();
+            let entries = self.entries_in(&pages, first, last);
+            entries.filter(|entries| !self.are_zeroed(&pages, entries))
+        };
+        if let Some(entries) = at_hand {
+            return Ok(entries);
+        }
+        let entries = Box::pin(self.entries(first, last)).await?;
+        self.settle_zeroed(&entries).await?;
+        Ok(entries)
+    }
+
+    /// Whether the place of one of `entries` was zeroed since the last flush.
+    fn are_zeroed(&self, pages: &PageState, entries: &[Entry]) -> bool {
+        entries.iter().any(|entry| pages.is_zeroed(self.place_of(entry)))
+    }
+
     /// If the place of one of `entries` was zeroed since the last flush, waits until that is
     /// durable: a write there would look like another program's (I1).
-    pub(super) async fn settle_zeroed(&self, entries: &[Entry]) -> Result<()> {
-        let is_fresh = {
-            let pages = self.metadata.lock();
-            entries.iter().any(|entry| pages.is_zeroed(self.place_of(entry)))
-        };
+    async fn settle_zeroed(&self, entries: &[Entry]) -> Result<()> {
+        let is_fresh = self.are_zeroed(&self.metadata.lock(), entries);
         if is_fresh { Box::pin(self.flush()).await } else { Ok(()) }
     }
 }

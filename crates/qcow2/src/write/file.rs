@@ -97,6 +97,13 @@ impl Store for ImageFile {
         self.file.sync()
     }
 
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        match self.refuse(offset) {
+            Some(error) => Box::pin(async move { Err(error) }),
+            None => self.file.sync_written(bytes, offset),
+        }
+    }
+
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         match self.refuse(offset) {
             Some(error) => Box::pin(async move { Err(error) }),

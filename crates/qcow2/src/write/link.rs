@@ -1,8 +1,10 @@
 //! L2 tables and their entries: finding them, making them, and linking clusters.
 
 use super::Writer;
+use super::allocate::Reserved;
 use super::clusters::Beneath;
 use super::pages::PageState;
+use super::request::is_over_limit;
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
 use crate::live::TableKind;
 use crate::map::slice_of;
@@ -72,10 +74,40 @@ impl Writer {
         Ok(entries)
     }
 
+    /// The same if they are all at hand, in one table.
+    pub(super) fn entries_in(
+        &self,
+        pages: &PageState,
+        first: GuestCluster,
+        last: GuestCluster,
+    ) -> Option<Vec<Entry>> {
+        let index = self.l2.table_of(first);
+        if index != self.l2.table_of(last) || index >= u64::from(self.l1_place.get().1) {
+            return None;
+        }
+        let number = pages.get(self.l1_entry_at(index), L1Entry::BYTES)?;
+        let l1_entry = L1Entry(u64::from_be_bytes(*number.first_chunk()?));
+        // What is wrong with it is reported by those that look for it one by one.
+        let table = l1_entry.decode(self.l2.cluster_bits).ok()??;
+        if !l1_entry.copied() || self.metadata.ranges.check_table(table).is_err() {
+            return None;
+        }
+        let entry = |cluster| {
+            let at = self.entry_at(cluster, table);
+            let raw = self.l2.raw(pages.get(at, self.l2.entry_bytes())?, 0)?;
+            Some(Entry { cluster, table, at, raw })
+        };
+        first.through(last).map(entry).collect()
+    }
+
+    fn entry_at(&self, cluster: GuestCluster, table: HostOffset) -> HostOffset {
+        let bytes = self.l2.entry_bytes() as u64;
+        HostOffset::new(table.bytes() + self.l2.index_of(cluster) * bytes)
+    }
+
     /// The entry of guest cluster `cluster` in the table at `table`.
     async fn entry(&self, cluster: GuestCluster, table: HostOffset) -> Result<Entry> {
-        let bytes = self.l2.entry_bytes();
-        let at = HostOffset::new(table.bytes() + self.l2.index_of(cluster) * bytes as u64);
+        let (bytes, at) = (self.l2.entry_bytes(), self.entry_at(cluster, table));
         loop {
             let raw = self.metadata.lock().get(at, bytes).and_then(|table| self.l2.raw(table, 0));
             match raw {
@@ -129,7 +161,7 @@ impl Writer {
             None => None,
             Some(table) => Some(read_exact(&*self.metadata.store, table, len).await?),
         };
-        let reserved = self.space.reserve(1).await?;
+        let reserved = self.space.reserve_unlinked(1).await?;
         let table = bits.start_of(reserved.first);
         if let Err(error) = self.metadata.ranges.check(table, bits.bytes()) {
             return Err(self.note_corruption(error).await);
@@ -168,6 +200,7 @@ impl Writer {
             let bytes = pages.get_mut(at, L1Entry::BYTES, Stage::Late).expect("it is there");
             bytes.copy_from_slice(&entry);
             pages.put_cluster(table, bits.bytes(), content.as_deref(), beneath);
+            self.space.linked(&[reserved]);
             let group = &mut pages.group;
             group.new_tables.insert(table);
             group.in_two_steps |= !is_plain || reserved.group > group.durable;
@@ -208,12 +241,12 @@ impl Writer {
         }
     }
 
-    /// Writes the new entries; returns whether they must be flushed before the acknowledgement. The
-    /// caller holds the claims of their clusters.
+    /// Writes the new entries, which link what was `reserved` for their data; returns whether they
+    /// must be flushed before the acknowledgement. The caller holds the claims of their clusters.
     ///
     /// They are logged under the same lock: whoever sees an entry may write to its place, and
     /// acknowledge that, without logging anything.
-    pub(super) async fn link(&self, changes: &[Change]) -> Result<bool> {
+    pub(super) async fn link(&self, changes: &[Change], reserved: &[Reserved]) -> Result<bool> {
         for change in changes {
             assert!(
                 change.drops != Drops::Nothing || self.drops_of(change).is_none(),
@@ -229,7 +262,11 @@ impl Writer {
                 let missing = changes.iter().find(|change| !pages.has(change.entry.at));
                 let Some(missing) = missing else {
                     let must_flush = self.put_entries(&mut pages, changes);
+                    self.space.linked(reserved);
                     pages.log_touched(|| self.space.state());
+                    if is_over_limit(&pages) {
+                        self.is_over_limit.store(true, Ordering::Relaxed);
+                    }
                     return Ok(must_flush);
                 };
                 missing.entry.at

@@ -82,6 +82,27 @@ impl PageState {
         self.logging.take_group(does_anything)
     }
 
+    /// The page at `at` is about to be written as it is now, outside of any group. Returns its
+    /// bytes, if it is in memory; [`Self::end_page_write`] follows.
+    pub(super) fn begin_page_write(
+        &mut self,
+        at: HostOffset,
+        space: impl FnOnce() -> SpaceState,
+    ) -> Option<Buf> {
+        let bytes = Buf::from_slice(&self.pages.get(&at.bytes())?.bytes);
+        if self.logging.is_on() {
+            self.expect_page(at.bytes());
+            self.logging.begin_page_write();
+            self.log_state(space());
+        }
+        Some(bytes)
+    }
+
+    /// What [`Self::begin_page_write`] gave is in the file.
+    pub(super) fn end_page_write(&mut self) {
+        self.logging.end_page_write();
+    }
+
     /// The links of a group, which are these `pages`, are about to be written: the file has either.
     pub(super) fn expect_links(&mut self, pages: &[(HostOffset, Buf)], space: SpaceState) {
         if self.logging.is_on() {

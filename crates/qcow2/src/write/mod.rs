@@ -90,6 +90,8 @@ pub(crate) struct Writer {
     redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
     wrote: AtomicBool,
+    /// Whether a flush, or a shorter log, was due at the last link.
+    is_over_limit: AtomicBool,
     /// Whether an earlier process may have left writes in the page cache: no sync of this one has
     /// ended yet.
     inherits: AtomicBool,
@@ -150,6 +152,7 @@ impl Writer {
             redo_memory,
             now_ns,
             wrote: AtomicBool::new(false),
+            is_over_limit: AtomicBool::new(false),
             inherits: AtomicBool::new(true),
             limbo: Mutex::default(),
             counters: WriteCounters::default(),
@@ -230,6 +233,18 @@ impl Writer {
         let output = work(Arc::clone(&guard.writer)).await;
         guard.ended = true;
         output
+    }
+
+    /// Makes what the next changes will need, in a task of its own, which counts as the change that
+    /// is `under_way`.
+    #[inline]
+    pub(crate) fn prepare(self: Arc<Self>, under_way: OwnedInFlight) {
+        if self.space.wants_blocks() {
+            drop(mica_rt::spawn(async move {
+                self.complete(async |writer| writer.space.make_blocks_ahead().await).await;
+                drop(under_way);
+            }));
+        }
     }
 
     /// Writes `buf` at `at` if that changes no metadata; returns it otherwise. The write counts as

@@ -19,7 +19,7 @@
 use super::file::ImageFile;
 use crate::live::{HeldClusters, Live, MetadataRanges};
 use crate::redo::{HeaderLogged, HeaderState, Logging, Mark, SpaceState, Stage};
-use mica_block::{Error, Result, Store, read_exact, write_all};
+use mica_block::{ChangeFuture, Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
@@ -99,6 +99,11 @@ pub(crate) struct Metadata {
     pub(crate) held: Arc<HeldClusters>,
     /// Serializes changes of the header.
     pub(super) header_changes: Claims,
+    /// Serializes writes of pages: an older copy of one never follows a newer one into the file.
+    pub(super) page_writes: Claims,
+    syncs: Claims,
+    /// The failure of a sync.
+    sync_failed: OnceLock<Error>,
     failed: OnceLock<Error>,
     state: Mutex<PageState>,
 }
@@ -119,11 +124,17 @@ impl Metadata {
             zeroed: HashMap::new(),
             logging: Logging::default(),
         };
-        let (ranges, failed) = (Arc::new(MetadataRanges::new(cluster_bits)), OnceLock::new());
-        let store = Arc::new(ImageFile::new(store, cluster_bits));
-        let header_changes = Claims::default();
-        let held = Arc::default();
-        Arc::new(Self { store, ranges, held, header_changes, failed, state: Mutex::new(state) })
+        Arc::new(Self {
+            store: Arc::new(ImageFile::new(store, cluster_bits)),
+            ranges: Arc::new(MetadataRanges::new(cluster_bits)),
+            held: Arc::default(),
+            header_changes: Claims::default(),
+            page_writes: Claims::default(),
+            syncs: Claims::default(),
+            sync_failed: OnceLock::new(),
+            failed: OnceLock::new(),
+            state: Mutex::new(state),
+        })
     }
 
     /// What readers of the layer need to know.
@@ -151,14 +162,9 @@ impl Metadata {
         self.lock().logging.end();
     }
 
-    /// Makes durable what was written. The kernel reports a failure once, to whoever asks first: so
-    /// everybody syncs through here, and after one failure nothing is acknowledged any more.
+    /// Makes durable what was written.
     pub(crate) async fn sync(&self) -> Result<()> {
-        let synced = self.store.sync().await.map_err(|error| error.wrap(self.store.name()));
-        if let Err(error) = &synced {
-            self.fail_for_good(error);
-        }
-        synced
+        self.sync_alone(|store| store.sync()).await
     }
 
     /// Writes `bytes` and makes them durable, and nothing else.
@@ -166,8 +172,20 @@ impl Metadata {
         let explain = |error: Error| error.wrap(self.store.name());
         let (written, bytes) = self.store.write_at(bytes, at).await;
         written.map_err(explain)?;
-        let synced = self.store.sync_written(bytes, at).await.map_err(explain);
+        self.sync_alone(|store| store.sync_written(bytes, at)).await
+    }
+
+    /// The kernel reports a failure once, to whoever asks first, and may have lost what others
+    /// wrote, too. So everybody syncs through here, one after the other, and after one failure no
+    /// sync succeeds.
+    async fn sync_alone(&self, sync: impl FnOnce(&ImageFile) -> ChangeFuture) -> Result<()> {
+        let _turn = self.syncs.claim(0).await;
+        if let Some(error) = self.sync_failed.get() {
+            return Err(error.clone());
+        }
+        let synced = sync(&self.store).await.map_err(|error| error.wrap(self.store.name()));
         if let Err(error) = &synced {
+            let _ = self.sync_failed.set(error.clone());
             self.fail_for_good(error);
         }
         synced

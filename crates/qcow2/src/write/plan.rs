@@ -44,9 +44,9 @@ impl<'a> Reservations<'a> {
         Self { writer, reserved: Vec::new() }
     }
 
-    /// They are not returned.
-    pub(super) fn keep(&mut self) {
-        self.reserved.clear();
+    /// They are not returned any more.
+    pub(super) fn keep(&mut self) -> Vec<Reserved> {
+        std::mem::take(&mut self.reserved)
     }
 }
 
@@ -113,7 +113,7 @@ impl Writer {
         }
         let mut wanting = &wanting[..];
         while !wanting.is_empty() {
-            let reserved = self.space.reserve(wanting.len() as u64).await?;
+            let reserved = self.space.reserve_unlinked(wanting.len() as u64).await?;
             reservations.reserved.push(reserved);
             let taken = usize::try_from(reserved.count).expect("as many as wanted");
             let (now, rest) = wanting.split_at(taken);

@@ -6,6 +6,7 @@
 use super::Writer;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
+use super::pages::PageState;
 use super::plan::{ClusterPlan, Reservations, clusters_of};
 use crate::map::slice_of;
 use mica_block::{Error, ErrorKind, Extent, Result};
@@ -142,8 +143,7 @@ impl Writer {
         let (Some(lowest), Some(highest)) = (ranges.first(), ranges.last()) else { return Ok(()) };
         let first = bits.guest_cluster(lowest.start());
         let (_, last) = clusters_of(bits, *highest);
-        let entries = self.entries(first, last).await?;
-        self.settle_zeroed(&entries).await?;
+        let entries = self.settled_entries(first, last).await?;
         let mut plans = Vec::with_capacity(entries.len());
         let mut reservations = Reservations::new(self);
         self.place(&ranges, entries, &mut plans, &mut reservations).await?;
@@ -159,8 +159,8 @@ impl Writer {
             return Ok(());
         }
         // From here on the clusters are not returned: some may be linked when the rest fails.
-        reservations.keep();
-        self.link_or_fail(&changes).await?;
+        let reserved = reservations.keep();
+        self.link_or_fail(&changes, &reserved).await?;
         self.publish(&changes);
         Ok(())
     }
@@ -215,12 +215,25 @@ impl Writer {
 
     /// Only after the change is published: a flush may find no space, and the disk stays usable.
     async fn flush_if_over_limit(&self) -> Result<()> {
+        if !self.is_over_limit.load(Ordering::Relaxed) {
+            return Ok(());
+        }
         let is_much = {
             let mut pages = self.metadata.lock();
             let is_long = pages.logging.is_long() && !pages.compact_log(self.space.state());
-            let is_dirty = pages.dirty_count() > DIRTY_PAGES_MAX;
-            is_long || is_dirty || pages.group.freed.len() > FREED_MAX
+            let is_much = is_long || holds_much(&pages);
+            self.is_over_limit.store(is_much, Ordering::Relaxed);
+            is_much
         };
         if is_much { Box::pin(self.flush()).await } else { Ok(()) }
     }
+}
+
+/// Whether a flush is due, or a log that is shorter.
+pub(super) fn is_over_limit(pages: &PageState) -> bool {
+    pages.logging.is_long() || holds_much(pages)
+}
+
+fn holds_much(pages: &PageState) -> bool {
+    pages.dirty_count() > DIRTY_PAGES_MAX || pages.group.freed.len() > FREED_MAX
 }

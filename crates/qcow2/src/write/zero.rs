@@ -1,6 +1,7 @@
 //! Zeros and discards: changes of entries where whole units are covered, writes of zeros elsewhere.
 
 use super::Writer;
+use super::allocate::Reserved;
 use super::link::{Change, Drops, Entry};
 use super::plan::clusters_of;
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
@@ -114,7 +115,7 @@ impl Writer {
             }
         }
         let held = self.zero_what_drops(&mut changes).await?;
-        let must_flush = self.link_or_fail(&changes).await?;
+        let must_flush = self.link_or_fail(&changes, &[]).await?;
         self.publish(&changes);
         drop(held);
         if must_flush {
@@ -271,8 +272,12 @@ impl Writer {
     }
 
     /// Links, and logs that; after a failure the disk refuses further writes.
-    pub(super) async fn link_or_fail(&self, changes: &[Change]) -> Result<bool> {
-        let linked = self.link(changes).await;
+    pub(super) async fn link_or_fail(
+        &self,
+        changes: &[Change],
+        reserved: &[Reserved],
+    ) -> Result<bool> {
+        let linked = self.link(changes, reserved).await;
         if let Err(error) = &linked {
             self.fail(error);
         }

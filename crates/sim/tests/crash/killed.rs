@@ -317,6 +317,36 @@ fn what_a_killed_writer_counted_ahead_is_free_again() {
     });
 }
 
+/// The story: what requests had reserved when the process died was neither unused nor linked, and
+/// leaked: eight clusters for each kill, and the file got longer.
+#[test]
+fn requests_that_a_kill_cuts_short_leak_nothing() {
+    scenario(40, |world| async move {
+        let wish =
+            ImageWish { cluster_bytes: Some(512 << world.random_below(8)), ..ImageWish::default() };
+        let image = Plain::new(&world, &wish, 16 * MIB).await;
+        for _ in 0..3 {
+            let chain = image.open(Mode::Write).await;
+            let (dying, life) = (world.clone(), 1 + world.random_below(5000));
+            mica_rt::spawn(async move {
+                mica_rt::sleep(Duration::from_micros(life)).await;
+                dying.kill();
+            });
+            let places = || world.random_below(16 * MIB / 4096) * 4096;
+            let writer = async || loop {
+                if write(&chain, places(), 7, 4096).await.is_err() {
+                    return;
+                }
+            };
+            let writers: Vec<_> = (0..8).map(|_| writer()).collect();
+            until_power_cut(&world, join_all(writers)).await;
+            drop(chain);
+            image.open(Mode::Write).await.close().await.unwrap();
+            image.expect_sound().await;
+        }
+    });
+}
+
 /// The story: a guest that never flushed had its disk flushed for it each time a quarter of the log
 /// was used, and its requests waited for the device.
 #[test]

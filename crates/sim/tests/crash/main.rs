@@ -7,6 +7,7 @@
 #![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
 mod attacks;
+mod blocks;
 mod chain;
 mod exhaustive;
 mod faults;

@@ -78,6 +78,11 @@ impl Store for Encrypted {
         self.inner.sync()
     }
 
+    fn sync_written(&self, mut bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        encrypt(bytes.own_bytes(), offset.bytes());
+        self.inner.sync_written(bytes, offset)
+    }
+
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let end = offset.bytes() + len;
         match (change, self.inner.len()) {

@@ -74,6 +74,10 @@ impl Store for DelayStore {
         self.delay(Operation::Sync, |inner| inner.sync())
     }
 
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        self.delay(Operation::Sync, move |inner| inner.sync_written(bytes, offset))
+    }
+
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let operation = Operation::of_space(change);
         self.delay(operation, move |inner| inner.space(change, offset, len))

@@ -106,6 +106,13 @@ impl Store for ErrorStore {
         }
     }
 
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        match self.failure(Operation::Sync, offset.bytes(), bytes.len() as u64) {
+            None => self.inner.sync_written(bytes, offset),
+            Some(error) => Box::pin(async move { Err(error) }),
+        }
+    }
+
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         match self.failure(Operation::of_space(change), offset.bytes(), len) {
             None => self.inner.space(change, offset, len),

@@ -96,6 +96,11 @@ impl Store for LogStore {
         self.begin(Operation::Sync, String::new()).follow(self.inner.sync())
     }
 
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        let line = self.begin_at(Operation::Sync, offset, bytes.len() as u64);
+        line.follow(self.inner.sync_written(bytes, offset))
+    }
+
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let line = self.begin_at(Operation::of_space(change), offset, len);
         line.follow(self.inner.space(change, offset, len))

@@ -36,6 +36,10 @@ impl Store for Judged {
         self.0.sync()
     }
 
+    fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        self.0.sync_written(bytes, offset)
+    }
+
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         self.0.space(change, offset, len)
     }

@@ -1,20 +1,34 @@
 //! Growing the refcounts: blocks for regions without one, and a longer table of blocks.
+//!
+//! A region that is reached without a block gets one within itself, which counts its own cluster:
+//! the request that needs it waits. Usually that does not happen, as blocks are made ahead, on
+//! clusters of the pool, which other blocks count:
+//!
+//! ```text
+//! clusters of the pool ─▶ zeros, durable ─▶ their counts, durable ─▶ named in the table
+//! ```
+//!
+//! Until they are named the log calls them unused, and a power cut leaks them. They take nothing
+//! from the regions that they are for, whose clusters stay blank.
 
 use super::super::clusters::Beneath;
 use super::super::header::HeaderChange;
-use super::Space;
 use super::table::RefcountTable;
+use super::{Clusters, Reserved, Space};
 use crate::live::TableKind;
 use crate::redo::Stage;
-use mica_block::{Error, ErrorKind, Result, write_all};
+use mica_block::{Error, ErrorKind, Result, Space as SpaceChange, Store, write_all};
 use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
 use mica_units::{HostCluster, HostOffset, SECTOR_BYTES};
+use std::sync::atomic::Ordering;
 
 /// Refcount blocks that are created at once at most, and their bytes: creating one takes a sync,
 /// for which requests wait.
 const BLOCKS_MAX: u64 = 8;
 const BLOCKS_BYTES_MAX: u64 = 1 << 20;
+/// Blocks are made ahead for this many clusters at most, or for most of a region.
+const PREPARED_CLUSTERS_MAX: u64 = 1 << 16;
 /// Entries of a refcount table that are in one sector.
 const SECTOR_ENTRIES: u64 = SECTOR_BYTES / RefcountTableEntry::BYTES as u64;
 
@@ -22,6 +36,10 @@ impl Space {
     /// Creates the refcount blocks of a region that has none, within the region itself, and of some
     /// that follow. The blocks are durable before the table names them.
     pub(super) async fn make_blocks(&self, region: u64) -> Result<()> {
+        let _claim = self.growth.claim(0).await;
+        if self.has_block(region) {
+            return Ok(());
+        }
         let count = self.blocks_to_make(region);
         let (first, end) = {
             let mut state = self.lock();
@@ -68,15 +86,26 @@ impl Space {
     /// power cut leaves all of them or none, as each but the first depends on the first.
     fn blocks_to_make(&self, region: u64) -> u64 {
         let state = self.lock();
-        let index = usize::try_from(region).expect("within the table");
-        let missing = (index..).take_while(|index| state.table.get(*index) == Some(0));
         let first = state.cursor.max(self.width.first_of_block(self.bits, region));
         let room = self.width.first_of_block(self.bits, region + 1).saturating_since(first);
+        // Most of a small region is left for what it is there for.
+        self.missing_blocks(&state, region).min(room / 2).max(1)
+    }
+
+    /// How many blocks can be made at once from that of `region` on, whose entries are in one
+    /// sector of the table.
+    fn missing_blocks(&self, state: &Clusters, region: u64) -> u64 {
+        let index = usize::try_from(region).expect("within the table");
+        let missing = (index..).take_while(|index| state.table.get(*index) == Some(0));
         let fit = (BLOCKS_BYTES_MAX / self.bits.bytes()).clamp(1, BLOCKS_MAX);
         let in_sector = SECTOR_ENTRIES - region % SECTOR_ENTRIES;
         let missing = missing.take(usize::try_from(BLOCKS_MAX).expect("few")).count() as u64;
-        // Most of a small region is left for what it is there for.
-        missing.min(fit).min(in_sector).min(room / 2).max(1)
+        missing.min(fit).min(in_sector)
+    }
+
+    fn has_block(&self, region: u64) -> bool {
+        let index = usize::try_from(region).unwrap_or(usize::MAX);
+        self.lock().table.get(index).is_some_and(|entry| entry != 0)
     }
 
     /// Makes the table at `table_offset` name `count` blocks from cluster `first` on, for `region`
@@ -102,9 +131,13 @@ impl Space {
             .change(at, |pages| {
                 let table = pages.get_mut(at, bytes.len(), Stage::Early);
                 table.expect("the page is there").copy_from_slice(&bytes);
-                // It is durable, and may be changed from now on. The others are not in memory, and
-                // are expected as they are when they are first changed.
-                pages.log_cluster(host, self.bits.bytes());
+                // It is durable, and may be changed from now on. Those that are not in memory are
+                // expected as they are when they are first changed.
+                if pages.has(host) {
+                    pages.log_cluster(host, self.bits.bytes());
+                }
+                // Named and no longer unused: in the log both with one group.
+                self.lock().future_blocks = None;
             })
             .await;
         if named.is_err() {
@@ -121,6 +154,7 @@ impl Space {
     /// Gives the image a refcount table of twice the length, beyond everything in use. The new
     /// table and the blocks that count it are durable before the header names it.
     pub(super) async fn grow_table(&self) -> Result<()> {
+        let _claim = self.growth.claim(0).await;
         let (old_table, old_offset, start) = {
             let state = self.lock();
             let covered = self.width.first_of_block(self.bits, state.table.len() as u64);
@@ -156,6 +190,97 @@ impl Space {
         state.table = RefcountTable::new(plan.table.iter().copied());
         state.unwritten_from = state.unwritten_from.max(plan.end());
         state.min_file_len = state.min_file_len.max(self.bits.start_of(plan.end()).bytes());
+    }
+}
+
+impl Space {
+    /// The next region without a block, if that will be reached soon.
+    pub(super) fn region_to_prepare(&self, state: &Clusters) -> Option<u64> {
+        let region_of = |cluster| self.width.block_of(self.bits, cluster);
+        let entries = self.width.block_entries(self.bits);
+        let ahead = state.taken.min(PREPARED_CLUSTERS_MAX).max(entries - entries / 4);
+        let last = region_of(state.cursor.saturating_add(ahead));
+        let mut regions = region_of(state.cursor) + 1..=last;
+        let entry_of = |region| state.table.get(usize::try_from(region).unwrap_or(usize::MAX));
+        regions.find(|region| entry_of(*region) == Some(0))
+    }
+
+    /// Whether [`Self::make_blocks_ahead`] should be called. Says so once.
+    #[inline]
+    pub(crate) fn wants_blocks(&self) -> bool {
+        self.wants_blocks.load(Ordering::Relaxed)
+            && self.wants_blocks.swap(false, Ordering::Relaxed)
+    }
+
+    /// Makes the blocks of the next regions without any. Nobody waits for them yet: a failure is
+    /// that of the request that needs them, if it fails again then.
+    pub(crate) async fn make_blocks_ahead(&self) {
+        let Some(_claim) = self.growth.try_claim(0) else { return };
+        let taken = {
+            let mut state = self.lock();
+            let Some(region) = self.region_to_prepare(&state) else { return };
+            let wanted = self.missing_blocks(&state, region);
+            state.future_blocks = state.take(wanted);
+            state.future_blocks.map(|blocks| (region, blocks))
+        };
+        let Some((region, blocks)) = taken else { return };
+        if let Err(error) = self.put_blocks(region, blocks).await {
+            tracing::debug!(%error, "refcount blocks are not made ahead");
+            let mut state = self.lock();
+            state.future_blocks = None;
+            state.give_back(blocks);
+        }
+    }
+
+    /// Makes `blocks`, from the pool, those of `region` and the ones after it (I7). Nothing writes
+    /// there any more when it has failed.
+    async fn put_blocks(&self, region: u64, blocks: Reserved) -> Result<()> {
+        let metadata = &self.metadata;
+        if let Some(error) = metadata.failure() {
+            return Err(error.clone());
+        }
+        let (host, bytes) = (self.bits.start_of(blocks.first), self.bits.bytes_of(blocks.count));
+        metadata.ranges.check(host, bytes)?;
+        match metadata.store.space(SpaceChange::Allocate, host, bytes).await {
+            // Found out by the sync, it would end the writing.
+            Err(error) if error.kind() == ErrorKind::NoSpace => return Err(error),
+            _ => {}
+        }
+        // What was there before may still be in memory.
+        metadata.lock().drop_cluster(host, bytes);
+        let zeros = Buf::zeroed(usize::try_from(bytes).expect("2 MiB"));
+        metadata.write_durably(zeros, host).await?;
+        self.make_counts_durable(blocks).await?;
+        let table_offset = self.lock().table_offset;
+        self.name_blocks(blocks.first, (region, blocks.count), table_offset).await
+    }
+
+    /// Makes the refcounts of `run` durable, whose page may be written at any time: it counts what
+    /// is used, or too much.
+    async fn make_counts_durable(&self, run: Reserved) -> Result<()> {
+        // No group is being written: so none has an older copy of the page.
+        let _claim = self.metadata.page_writes.claim(0).await;
+        let block = self.block_of(run.first)?.expect("clusters of the pool are counted");
+        let at = self.count_at(block, run.first);
+        let len = self.page_len();
+        let page = HostOffset::new(at.bytes() / len * len);
+        let bytes = loop {
+            let copied = {
+                let mut pages = self.metadata.lock();
+                if run.group <= pages.group.durable {
+                    return Ok(());
+                }
+                pages.begin_page_write(page, || self.state())
+            };
+            match copied {
+                Some(bytes) => break bytes,
+                None => self.metadata.load(page).await?,
+            }
+        };
+        self.metadata.unname_before_group().await?;
+        self.metadata.write_durably(bytes, page).await?;
+        self.metadata.lock().end_page_write();
+        Ok(())
     }
 }
 
