@@ -17,9 +17,9 @@
 //! Such a `Buf` is handed to the kernel, filled, or copied; no decision may rest on reading its
 //! bytes twice.
 //!
-//! Freed blocks go to a small list of the thread, so that the data path does not allocate. Large ones
-//! are mapped, not zeroed twice, and go to a list of the process: they are filled by one thread and
-//! freed by another.
+//! Freed blocks go to a small list of the thread, so that the data path does not allocate. Large
+//! ones are mapped, and go to a list of the process: they are filled by one thread and freed by
+//! another.
 
 use rustix::io::Errno;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};

@@ -1,5 +1,5 @@
-//! The highest head of a volume, found without a look at all of them: a volume that no collector has
-//! seen for long has many.
+//! The highest head of a volume, found without a look at all of them: a volume that no collector
+//! has seen for long has many.
 
 use super::Heads;
 use crate::format::head::Head;

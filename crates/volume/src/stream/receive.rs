@@ -42,8 +42,8 @@ impl Volumes {
     /// Makes of a stream what was sent into it ([`Self::send`]): a new volume if the stream begins
     /// with a whole snapshot, otherwise newer snapshots of `name`, which nobody must have open. The
     /// volume is what the last snapshot has then. `each` is called after each step. A step of which
-    /// the volume has the snapshot already changes nothing, so that a stream that was cut off can be
-    /// received again.
+    /// the volume has the snapshot already changes nothing, so that a stream that was cut off can
+    /// be received again.
     ///
     /// # Errors
     /// `NotFound` if the volume does not have the snapshot that the stream goes on from; `Invalid`

@@ -18,8 +18,8 @@ use mica_block::{ErrorKind, Manage, Result, SnapshotInfo, Which, check_label};
 use mica_rt::sleep;
 use std::time::Duration;
 
-/// How often it is looked whether the store has a snapshot of an open volume, and the pause between:
-/// its writer puts what was just taken soon.
+/// How often it is looked whether the store has a snapshot of an open volume, and the pause in
+/// between: its writer puts what was just taken soon.
 const LOOKS_MAX: usize = 20;
 const LOOK_PAUSE: Duration = Duration::from_millis(100);
 
