@@ -172,8 +172,8 @@ impl Shared {
     }
 
     /// Does `act`, which takes a view of what the volume is now, reads, and says which generation
-    /// it read. It does so again if something is missing and the volume is another by now: what only
-    /// the older one named may have been collected, once a head had the newer one.
+    /// it read. It does so again if something is missing and the volume is another by now: what
+    /// only the older one named may have been collected, once a head had the newer one.
     ///
     /// # Errors
     /// As `act`; `Denied` if others have the volume.
