@@ -49,7 +49,7 @@ pub(super) fn run(args: &ReceiveArgs) -> Result<ExitCode, Failure> {
     } else {
         let file = File::open(&args.file);
         let mut file =
-            file.map_err(|error| Failure::from(error).within(&args.file.display().to_string()))?;
+            file.map_err(|error| Failure::from(error).within(args.file.display().to_string()))?;
         receive(args, url, &mut file, &mut received)
     };
     // What was received before a failure is there.
