@@ -15,6 +15,7 @@
 
 use mica_block::{Error, ErrorKind, Result, SnapshotInfo};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -25,6 +26,8 @@ const RULES_MAX: usize = 16;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Keep {
     rules: Vec<Rule>,
+    /// As they were written.
+    text: String,
 }
 
 /// For `span`, one snapshot of each interval of length `every` is kept.
@@ -74,6 +77,13 @@ impl Keep {
     }
 }
 
+/// As they were written.
+impl fmt::Display for Keep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
 impl FromStr for Keep {
     type Err = Error;
 
@@ -101,7 +111,7 @@ impl FromStr for Keep {
         if rules.len() > RULES_MAX {
             return Err(refuse(&format!("there are at most {RULES_MAX} rules")));
         }
-        Ok(Self { rules })
+        Ok(Self { rules, text: text.to_owned() })
     }
 }
 

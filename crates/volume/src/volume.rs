@@ -12,6 +12,7 @@
 //! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume
 //!   is latched. A store that does not answer makes everybody wait.
 
+mod automatic;
 mod rewrite;
 mod snapshots;
 

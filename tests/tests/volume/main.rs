@@ -4,6 +4,7 @@ mod bucket;
 mod collection;
 mod copies;
 mod given_up;
+mod guide;
 mod kill;
 mod life;
 mod readme;

@@ -1,6 +1,6 @@
 //! How a volume is opened.
 
-use super::{FlushDurability, Size};
+use super::{FlushDurability, KeepRules, Size};
 use clap::Args;
 use mica_block::Result;
 use mica_stack::{LOG_BYTES_MIN, LogPlace, StoreUrl, VolumeAccess, VolumeOptions, VolumeUrl};
@@ -45,6 +45,13 @@ pub struct VolumeSettings {
     #[arg(long, requires = "volume", value_enum, value_name = "host|store", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub durability: Option<FlushDurability>,
+    /// Take snapshots while the volume is written, and keep those that RULES say.
+    ///
+    /// 60s/10ms,1h/1s,1d/1h: of the last minute one every 10 ms, of the last hour one a second, of
+    /// the last day one an hour. They have no label; one that gets a label is kept for good.
+    #[arg(long, requires = "volume", value_name = "RULES", help_heading = VOLUME)]
+    #[arg(hide_short_help = true)]
+    pub keep: Option<KeepRules>,
     /// Take the volume over from a host that has it open and may be alive.
     ///
     /// That host can write no more, and learns it. What it has not put into the store yet is lost.
@@ -89,7 +96,8 @@ impl VolumeSettings {
         }
         let (access, durability) =
             (VolumeAccess::Write, self.durability.map(FlushDurability::into));
-        VolumeOptions { access, force: false, log: self.log(), durability }
+        let keep = self.keep.clone().map(|rules| rules.0);
+        VolumeOptions { access, force: false, log: self.log(), durability, keep }
     }
 
     /// An option that has no effect on what is only read, as the snapshot of a volume is.
@@ -98,6 +106,7 @@ impl VolumeSettings {
             (self.log_device.is_some(), "log-device"),
             (self.log_size.is_some(), "log-size"),
             (self.durability.is_some(), "durability"),
+            (self.keep.is_some(), "keep"),
             (self.force, "force"),
         ];
         all.into_iter().find_map(|(is_given, option)| is_given.then_some(option))
@@ -119,6 +128,7 @@ impl VolumeSettings {
             (self.log_size.is_some(), "log-size", has_log, log),
             (self.durability.is_some(), "durability", has_volume, volume),
             (self.durability == Some(FlushDurability::Host), "durability host", has_log, log),
+            (self.keep.is_some(), "keep", has_volume, volume),
             (self.force, "force", has_volume, volume),
         ];
         let (_, option, _, of) =

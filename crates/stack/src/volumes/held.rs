@@ -6,9 +6,9 @@ use mica_block::{
     Disk, Error, Extent, Geometry, Haste, IoFuture, LocalFuture, Manage, ManageIndex,
     ManageSnapshots, MapStats, Planned, Result, WriteStats, Writing, Zeroes,
 };
-use mica_rt::Buf;
+use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
-use mica_volume::Volume;
+use mica_volume::{Keep, Volume};
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,11 +19,18 @@ pub(super) struct HeldVolume {
     /// So that others of this process find it.
     store: Arc<Store>,
     lock: Option<VolumeLock>,
+    /// By which automatic snapshots are taken.
+    keep: Option<Keep>,
 }
 
 impl HeldVolume {
-    pub(super) fn new(volume: Volume, store: Arc<Store>, lock: Option<VolumeLock>) -> Self {
-        Self { volume, store, lock }
+    pub(super) fn new(
+        volume: Volume,
+        store: Arc<Store>,
+        lock: Option<VolumeLock>,
+        keep: Option<Keep>,
+    ) -> Self {
+        Self { volume, store, lock, keep }
     }
 }
 
@@ -136,6 +143,13 @@ impl Manage for HeldVolume {
     }
 
     fn tend(&self) -> LocalFuture<'_, ()> {
-        self.volume.tend()
+        match &self.keep {
+            None => self.volume.tend(),
+            Some(rules) => {
+                let both: [LocalFuture<'_, ()>; 2] =
+                    [self.volume.tend(), Box::pin(self.volume.take_by(rules))];
+                Box::pin(async { join_all(both).await.into_iter().collect() })
+            }
+        }
     }
 }

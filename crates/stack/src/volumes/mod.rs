@@ -15,7 +15,7 @@ mod receive;
 mod stores;
 mod url;
 
-pub use mica_volume::Durability;
+pub use mica_volume::{Durability, Keep};
 
 pub use bucket::{bucket_files, bucket_ports};
 pub use logs::{LOG_BYTES_MIN, LogPlace};

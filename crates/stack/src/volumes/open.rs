@@ -6,7 +6,7 @@ use super::logs::LogPlace;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_volume::{Claimed, Durability, LogDevice, Opening, Sparse, Volume, VolumeName};
+use mica_volume::{Claimed, Durability, Keep, LogDevice, Opening, Sparse, Volume, VolumeName};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -22,6 +22,8 @@ pub struct VolumeOptions {
     /// What the answer to a flush promises: that what was written is in the log, if there is one,
     /// unless this says something else.
     pub durability: Option<Durability>,
+    /// Automatic snapshots, while somebody tends the volume: how many are taken, and kept.
+    pub keep: Option<Keep>,
 }
 
 /// What a volume is opened for.
@@ -103,7 +105,8 @@ impl Stores {
             None => None,
         };
         let volume = open_locked(&store, &url.name, &locked, options, log).await?;
-        Ok(Arc::new(HeldVolume::new(volume, store, locked.lock)))
+        let keep = options.keep.clone();
+        Ok(Arc::new(HeldVolume::new(volume, store, locked.lock, keep)))
     }
 }
 

@@ -24,8 +24,13 @@ async fn make(stores: &Stores, url: &VolumeUrl) -> Result<()> {
     stores.open_or_make(&url.store).await?.volumes().create(&url.name, LEN).await
 }
 
-const WRITE: VolumeOptions =
-    VolumeOptions { access: VolumeAccess::Write, force: false, log: None, durability: None };
+const WRITE: VolumeOptions = VolumeOptions {
+    access: VolumeAccess::Write,
+    force: false,
+    log: None,
+    durability: None,
+    keep: None,
+};
 
 async fn write(disk: &dyn Manage, byte: u8) -> Result<()> {
     disk.write(GuestOffset::ZERO, Buf::from_slice(&[byte; 4096])).await.0?;
