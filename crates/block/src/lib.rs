@@ -24,6 +24,7 @@ mod objects;
 mod plan;
 mod redo;
 mod sidecars;
+mod snapshot_group;
 mod snapshots;
 mod store;
 
@@ -39,6 +40,7 @@ pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, 
 pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
 pub use sidecars::{NewSidecar, NoSidecars, Sidecars};
+pub use snapshot_group::SnapshotGroup;
 pub use snapshots::{LABEL_BYTES_MAX, ManageSnapshots, SnapshotInfo, Which, check_label};
 pub use store::{
     ChangeFuture, IoFuture, Run, RunKind, Space, Store, StoreIdentity, Witness, read_exact,

@@ -1,7 +1,7 @@
 //! Snapshots of a disk: what there is to know of one, how one is named, and what the disk's owner
 //! does with them.
 
-use crate::{Error, ErrorKind, LocalFuture, Result};
+use crate::{Error, ErrorKind, LocalFuture, Result, SnapshotGroup};
 use std::fmt;
 use std::str::FromStr;
 
@@ -100,6 +100,16 @@ pub trait ManageSnapshots {
     /// Errors: `Invalid` if the label is not allowed, or another snapshot has it; `Limit` if the
     /// disk can have no more; otherwise as [`crate::Disk::flush`].
     fn take<'a>(&'a self, label: &'a str) -> LocalFuture<'a, Result<SnapshotInfo>>;
+
+    /// Takes a snapshot at one instant with the other disks of `group`. Writers wait until all are
+    /// taken. If another disk cannot take its own, there is none of this one.
+    ///
+    /// Errors: as [`Self::take`]; why the group has failed.
+    fn take_in_group<'a>(
+        &'a self,
+        label: &'a str,
+        group: &'a SnapshotGroup,
+    ) -> LocalFuture<'a, Result<SnapshotInfo>>;
 
     /// All snapshots, by number.
     ///

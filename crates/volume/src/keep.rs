@@ -157,8 +157,9 @@ mod tests {
             rule(3600 * SECOND, SECOND),
             rule(86_400 * SECOND, 3600 * SECOND),
         ];
-        assert_eq!(keep("60s/10ms,1h/1s,1d/1h"), Keep { rules: rules.clone() });
-        assert_eq!(keep(" 1m/10ms , 60m/1s, 24h/1h"), Keep { rules });
+        assert_eq!(keep("60s/10ms,1h/1s,1d/1h").rules, rules);
+        assert_eq!(keep("1h/1s").to_string(), "1h/1s");
+        assert_eq!(keep(" 1m/10ms , 60m/1s, 24h/1h").rules, rules);
         assert_eq!(keep("60s/10ms,2w/1d").shortest(), Duration::from_millis(10));
         let many = vec!["1d/1h"; RULES_MAX + 1].join(",");
         for bad in [

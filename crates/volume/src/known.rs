@@ -52,6 +52,8 @@ pub(crate) struct Now {
     pub(crate) is_ended: bool,
     /// Whether it was given up, with all that was promised in the log.
     pub(crate) is_left_to_log: bool,
+    /// How many groups of snapshots hold the writers.
+    pub(crate) holds: usize,
     /// Why nothing is acknowledged any more.
     pub(crate) latch: Option<Error>,
     /// What heads say of it.
@@ -111,6 +113,7 @@ impl Now {
             is_closing: false,
             is_ended: false,
             is_left_to_log: false,
+            holds: 0,
             latch: None,
             heads: HeadsOfNow::default(),
             sealed: VecDeque::new(),

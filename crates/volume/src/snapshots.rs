@@ -103,6 +103,8 @@ mod clones;
 #[cfg(test)]
 mod costs;
 #[cfg(test)]
+mod groups;
+#[cfg(test)]
 mod in_flight;
 #[cfg(test)]
 mod tests;

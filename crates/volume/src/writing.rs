@@ -34,6 +34,8 @@ enum NotYet {
     Batches { is_cut: bool },
     /// The log is full.
     Log,
+    /// Snapshots of several volumes are being taken.
+    Held,
     /// Nothing more is accepted.
     Refused(Error),
     /// The log has failed.
@@ -48,6 +50,9 @@ impl Shared {
         }
         let environment = &self.heads.environment;
         let is_cut = matches!(change, Change::Cut(_));
+        if now.holds > 0 && !is_cut {
+            return Err(NotYet::Held);
+        }
         if !now.make_room(is_cut, environment) {
             return Err(NotYet::Batches { is_cut });
         }
@@ -98,6 +103,7 @@ impl Shared {
                 (_, Some(NotYet::Refused(error))) => return Err(error),
                 (_, Some(NotYet::Failed(error))) => return Err(self.latch_with(error)),
                 (_, Some(NotYet::Log)) => self.wait_for_log().await?,
+                (_, Some(NotYet::Held)) => self.wait_for_group().await?,
                 (_, Some(NotYet::Batches { is_cut })) => self.wait_for_batches(is_cut).await?,
                 (Step::Again, None) => unreachable!("a step ends early only for lack of room"),
                 (Step::Done(done), None) => return Ok(done),
@@ -127,6 +133,14 @@ impl Shared {
             let has_room = now.make_room(is_cut, &self.heads.environment);
             let refusal = self.refusal(&now).map(Err);
             refusal.or(has_room.then_some(Ok(())))
+        };
+        self.progress.until(check).await
+    }
+
+    async fn wait_for_group(&self) -> Result<()> {
+        let check = || {
+            let now = self.now();
+            self.refusal(&now).map(Err).or((now.holds == 0).then_some(Ok(())))
         };
         self.progress.until(check).await
     }

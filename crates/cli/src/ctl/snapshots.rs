@@ -17,6 +17,12 @@ pub(super) struct TakeArgs {
     /// What it is called; no other snapshot of the volume is.
     #[arg(value_name = "LABEL")]
     label: String,
+    /// Take one of this disk, too, at the same instant.
+    ///
+    /// Can be repeated. What a program writes to several of the disks, one after the other, is in
+    /// the snapshots in that order. If one cannot be taken, none is.
+    #[arg(long, value_name = "DISK")]
+    with: Vec<String>,
 }
 
 // What is listed. (A doc comment would become the help of the verb.)
@@ -53,11 +59,24 @@ pub(super) struct LabelArgs {
 }
 
 impl TakeArgs {
-    /// The snapshot as `mica volume snapshot` shows it.
+    /// The snapshot as `mica volume snapshot` shows it; of several disks all of them, with their
+    /// disks.
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
-        let body = json!({ "label": self.label });
+        let mut body = json!({ "label": self.label });
+        if self.with.is_empty() {
+            let answer = client.post(&of_disk(&self.disk, "snapshots"), &body)?;
+            return Ok(rows(&answer).first().map(snapshot_json).unwrap_or_default());
+        }
+        body["with"] = self.with.clone().into();
         let answer = client.post(&of_disk(&self.disk, "snapshots"), &body)?;
-        Ok(rows(&answer).first().map(snapshot_json).unwrap_or_default())
+        let rows = rows(&answer);
+        let disks = answer["snapshots"].as_array().into_iter().flatten();
+        let all = rows.iter().zip(disks).map(|(row, sent)| {
+            let mut shown = snapshot_json(row);
+            shown["disk"] = sent["disk"].clone();
+            shown
+        });
+        Ok(all.collect())
     }
 }
 
@@ -100,6 +119,10 @@ fn rows_of(all: &Value, [time_ns, len]: [&str; 2]) -> Vec<SnapshotRow> {
 }
 
 pub(super) fn taken(answer: &Value) -> String {
+    if let Some(all) = answer.as_array() {
+        let line = |one: &Value| format!("{}: {}", text(&one["disk"]), taken(one));
+        return all.iter().map(line).collect();
+    }
     format!("snapshot {} ({}): taken\n", text(&answer["sequence"]), text(&answer["label"]))
 }
 

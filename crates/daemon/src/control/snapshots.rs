@@ -1,10 +1,12 @@
 //! The snapshots of a volume that is served.
 
 use super::perform::{Answer, find, perform, perform_held};
-use super::reply::{body, json};
+use super::reply::{Refusal, body, json};
 use super::sources::Sources;
+use crate::served::Served;
 use axum::body::Body;
 use axum::extract::{Path, State};
+use axum::http::StatusCode;
 use mica_block::{SnapshotInfo, Which};
 use serde::Deserialize;
 use serde_json::{Value, json as value};
@@ -13,6 +15,9 @@ use serde_json::{Value, json as value};
 #[serde(deny_unknown_fields)]
 struct Take {
     label: String,
+    /// Other disks, at the same instant.
+    #[serde(default)]
+    with: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -41,9 +46,28 @@ pub(super) async fn take(
     sent: Body,
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let Take { label } = body(sent).await?;
-    let taken = perform_held(&sources, move |_| served.take_snapshot(label)).await?;
-    Ok(json(&value!({ "disk": name, "snapshots": [described(&taken)] })))
+    let Take { label, with } = body(sent).await?;
+    if with.is_empty() {
+        let taken = perform_held(&sources, move |_| served.take_snapshot(label)).await?;
+        return Ok(json(&value!({ "disk": name, "snapshots": [described(&taken)] })));
+    }
+    let names: Vec<String> = [name.clone()].into_iter().chain(with).collect();
+    if let Some(name) =
+        (1..names.len()).find_map(|at| names[..at].contains(&names[at]).then_some(&names[at]))
+    {
+        let what = format!("disk {name:?} is named twice");
+        return Err(Refusal::new(StatusCode::BAD_REQUEST, what));
+    }
+    let all = names.iter().map(|name| find(&sources.shared, name));
+    let all: Vec<_> = all.collect::<Result<_, _>>()?;
+    let taken = perform_held(&sources, move |_| Served::take_snapshots(&all, &label)).await?;
+    let of = |(name, taken): (&String, &SnapshotInfo)| {
+        let mut described = described(taken);
+        described["disk"] = name.as_str().into();
+        described
+    };
+    let taken: Vec<_> = names.iter().zip(&taken).map(of).collect();
+    Ok(json(&value!({ "disk": name, "snapshots": taken })))
 }
 
 pub(super) async fn drop_one(

@@ -1,7 +1,9 @@
 //! What is done with the snapshots of a volume while it is served.
 
 use super::Served;
-use mica_block::{Error, ErrorKind, ManageSnapshots, Result, SnapshotInfo, Which};
+use mica_block::{Error, ErrorKind, ManageSnapshots, Result, SnapshotGroup, SnapshotInfo, Which};
+use std::sync::Arc;
+use std::thread;
 
 impl Served {
     /// Takes a snapshot of everything that was answered before.
@@ -11,6 +13,56 @@ impl Served {
     /// volume.
     pub(crate) fn take_snapshot(&self, label: String) -> Result<SnapshotInfo> {
         self.on_snapshots(async move |snapshots| snapshots.take(&label).await)
+    }
+
+    /// Takes a snapshot of each of `all`, which are different, at one instant. If that fails there
+    /// is none of any.
+    ///
+    /// # Errors
+    /// As [`Self::take_snapshot`], of the first that failed.
+    pub(crate) fn take_snapshots(all: &[Arc<Self>], label: &str) -> Result<Vec<SnapshotInfo>> {
+        let group = Arc::new(SnapshotGroup::new(all.len()));
+        // They wait for each other, on whichever threads their volumes are.
+        let outcomes: Vec<Result<SnapshotInfo>> = thread::scope(|scope| {
+            let start = |served: &Arc<Self>| {
+                let (served, group) = (Arc::clone(served), Arc::clone(&group));
+                thread::Builder::new()
+                    .name("mica-group".to_owned())
+                    .spawn_scoped(scope, move || served.take_in_group(label.to_owned(), group))
+            };
+            let threads: Vec<_> = all.iter().map(start).collect();
+            let ended = threads.into_iter().map(|thread| match thread {
+                Ok(thread) => thread.join().unwrap_or_else(|_| Err(panicked())),
+                Err(error) => {
+                    let error = Error::from_io("starting a thread", error);
+                    group.fail(&error);
+                    Err(error)
+                }
+            });
+            ended.collect()
+        });
+        if let Some(error) = outcomes.iter().find_map(|outcome| outcome.as_ref().err().cloned()) {
+            for (served, outcome) in all.iter().zip(outcomes) {
+                if let Ok(taken) = outcome {
+                    // It was not durable, or another was not. The first failure is reported.
+                    let _ = served.drop_snapshot(Which::Number(taken.number));
+                }
+            }
+            return Err(error);
+        }
+        outcomes.into_iter().collect()
+    }
+
+    fn take_in_group(&self, label: String, group: Arc<SnapshotGroup>) -> Result<SnapshotInfo> {
+        let of_all = Arc::clone(&group);
+        let taken =
+            self.on_snapshots(async move |snapshots| snapshots.take_in_group(&label, &group).await);
+        // Also one that is not served makes all others fail.
+        taken.map_err(|error| {
+            let error = error.wrap(format!("disk {}", self.name));
+            of_all.fail(&error);
+            error
+        })
     }
 
     /// All snapshots, by number.
@@ -51,4 +103,8 @@ impl Served {
             act(snapshots).await
         })?
     }
+}
+
+fn panicked() -> Error {
+    Error::new(ErrorKind::Io, "the thread that took a snapshot panicked")
 }

@@ -18,8 +18,10 @@ use crate::snapshots::{all, check_new_label, find, missing};
 use crate::state::Root;
 use crate::writing::Step;
 use mica_block::{
-    Error, ErrorKind, LocalFuture, ManageSnapshots, Result, SnapshotInfo, Which, check_label,
+    Error, ErrorKind, LocalFuture, ManageSnapshots, Result, SnapshotGroup, SnapshotInfo, Which,
+    check_label,
 };
+use mica_rt::sync::Alone;
 use std::sync::Arc;
 
 impl Volume {
@@ -43,6 +45,21 @@ impl ManageSnapshots for Volume {
         })
     }
 
+    fn take_in_group<'a>(
+        &'a self,
+        label: &'a str,
+        group: &'a SnapshotGroup,
+    ) -> LocalFuture<'a, Result<SnapshotInfo>> {
+        Box::pin(async move {
+            let label = check_label(label).map(|()| label.to_owned());
+            let taken = match label {
+                Ok(label) => self.shared.take_in_group(label, group).await,
+                Err(error) => Err(error),
+            };
+            taken.inspect_err(|error| group.fail(error))
+        })
+    }
+
     fn list(&self) -> LocalFuture<'_, Result<Vec<SnapshotInfo>>> {
         Box::pin(self.shared.list_snapshots())
     }
@@ -61,17 +78,68 @@ impl ManageSnapshots for Volume {
     }
 }
 
+/// Writers wait as long as this is there.
+struct HeldWriters<'a>(&'a Shared);
+
+impl<'a> HeldWriters<'a> {
+    fn new(shared: &'a Shared) -> Self {
+        shared.now().holds += 1;
+        Self(shared)
+    }
+}
+
+impl Drop for HeldWriters<'_> {
+    fn drop(&mut self) {
+        self.0.now().holds -= 1;
+        self.0.progress.wake_all();
+    }
+}
+
 impl Shared {
     async fn take_snapshot(self: &Arc<Self>, label: String) -> Result<SnapshotInfo> {
         self.putter()?;
-        let named = match label.is_empty() {
-            true => None,
-            false => {
-                let alone = self.naming.alone().await;
-                self.check_label_is_free(&label, None).await?;
-                Some(alone)
-            }
-        };
+        let named = self.name(&label).await?;
+        let info = self.record_snapshot(label).await?;
+        drop(named);
+        self.flush().await?;
+        Ok(info)
+    }
+
+    /// As [`Self::take_snapshot`], at one instant with the other disks of `group`. A snapshot that
+    /// was taken before another disk failed is dropped again.
+    async fn take_in_group(
+        self: &Arc<Self>,
+        label: String,
+        group: &SnapshotGroup,
+    ) -> Result<SnapshotInfo> {
+        self.putter()?;
+        let named = self.name(&label).await?;
+        let held = HeldWriters::new(self);
+        group.all_hold().await?;
+        let info = self.record_snapshot(label).await?;
+        let all_taken = group.all_taken().await;
+        drop((held, named));
+        if let Err(error) = all_taken {
+            let number = info.number;
+            self.change_once(Change::Cut(Cut::Drop { number })).await?;
+            return Err(error);
+        }
+        self.flush().await?;
+        Ok(info)
+    }
+
+    /// What is held until a snapshot has this label, which no other has.
+    async fn name(&self, label: &str) -> Result<Option<Alone<'_>>> {
+        if label.is_empty() {
+            return Ok(None);
+        }
+        let alone = self.naming.alone().await;
+        self.check_label_is_free(label, None).await?;
+        Ok(Some(alone))
+    }
+
+    /// Takes a snapshot; it is not durable yet.
+    async fn record_snapshot(self: &Arc<Self>, label: String) -> Result<SnapshotInfo> {
         let time_ns = self.heads.environment.now_ns();
         let taken = self.change(|recorder| {
             let (number, len, records) =
@@ -89,10 +157,7 @@ impl Shared {
                 false => Step::Again,
             }
         });
-        let info = taken.await??;
-        drop(named);
-        self.flush().await?;
-        Ok(info)
+        taken.await?
     }
 
     async fn list_snapshots(&self) -> Result<Vec<SnapshotInfo>> {

@@ -1,0 +1,88 @@
+//! Snapshots of several disks at one instant.
+//!
+//! ```text
+//! each disk:  hold writers ─▶ all hold ─▶ take ─▶ all have taken ─▶ let them go on ─▶ durable
+//! ```
+//!
+//! Invariants
+//! - I1 No snapshot of a group is taken before all its disks hold their writers, and none of these
+//!   goes on before all snapshots are taken: so what was answered before something else was begun,
+//!   on whichever disks, is in the snapshots if that is.
+//! - I2 If one fails, all do; and nobody waits for longer than the group's limit.
+
+use crate::{Error, ErrorKind, Result};
+use mica_rt::sync::Waiters;
+use mica_rt::timeout;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// For how long writers are held, at most.
+const LIMIT: Duration = Duration::from_secs(2);
+
+/// Where the disks of a group wait for each other, on whichever threads they are.
+pub struct SnapshotGroup {
+    disks: usize,
+    state: Mutex<GroupState>,
+    changed: Waiters,
+}
+
+#[derive(Default)]
+struct GroupState {
+    holding: usize,
+    taken: usize,
+    failed: Option<Error>,
+}
+
+impl SnapshotGroup {
+    /// A group of so many disks.
+    pub fn new(disks: usize) -> Self {
+        Self { disks, state: Mutex::default(), changed: Waiters::default() }
+    }
+
+    /// Says that a disk holds its writers, and waits until all do.
+    ///
+    /// # Errors
+    /// Why the group has failed.
+    pub async fn all_hold(&self) -> Result<()> {
+        self.state().holding += 1;
+        self.wait(|state| state.holding).await
+    }
+
+    /// Says that a disk has taken its snapshot, and waits until all have.
+    ///
+    /// # Errors
+    /// Why the group has failed.
+    pub async fn all_taken(&self) -> Result<()> {
+        self.state().taken += 1;
+        self.wait(|state| state.taken).await
+    }
+
+    /// Says that a disk cannot take its snapshot. The first reason stays.
+    pub fn fail(&self, error: &Error) {
+        self.state().failed.get_or_insert_with(|| error.clone());
+        self.changed.wake_all();
+    }
+
+    async fn wait(&self, count: impl Fn(&GroupState) -> usize) -> Result<()> {
+        self.changed.wake_all();
+        let is_over = || {
+            let state = self.state();
+            let is_complete = count(&state) >= self.disks;
+            state.failed.clone().map(Err).or(is_complete.then_some(Ok(())))
+        };
+        match timeout(LIMIT, self.changed.until(is_over)).await {
+            Ok(outcome) => outcome,
+            Err(_) => {
+                let seconds = LIMIT.as_secs();
+                let what = format!("not all disks could take a snapshot within {seconds} s");
+                let error = Error::new(ErrorKind::Io, what);
+                self.fail(&error);
+                Err(error)
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, GroupState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
