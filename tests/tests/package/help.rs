@@ -39,13 +39,13 @@ pub(super) fn verbs(words: &[&str]) -> Vec<String> {
 fn every_verb_has_a_screen_of_help_and_more_with_examples() {
     let mut seen = 0;
     judge(&[], WIDTHS[0]);
-    for verb in verbs(&[]) {
-        let below = verbs(&[&verb]);
-        let deeper = below.iter().map(|word| vec![verb.as_str(), word.as_str()]);
-        for words in std::iter::once(vec![verb.as_str()]).chain(deeper) {
-            WIDTHS.iter().for_each(|width| judge(&words, *width));
-            seen += 1;
-        }
+    let mut next: Vec<Vec<String>> = verbs(&[]).into_iter().map(|verb| vec![verb]).collect();
+    while let Some(words) = next.pop() {
+        let words: Vec<_> = words.iter().map(String::as_str).collect();
+        WIDTHS.iter().for_each(|width| judge(&words, *width));
+        seen += 1;
+        let deeper = |word| words.iter().map(|word| (*word).to_owned()).chain([word]).collect();
+        next.extend(verbs(&words).into_iter().map(deeper));
     }
     assert!(seen >= 28, "{seen} verbs");
 }

@@ -71,6 +71,7 @@ enum VolumeVerb {
     Scrub(scrub::ScrubArgs),
     #[command(after_long_help = sections::GC)]
     Gc(gc::GcArgs),
+    #[command(after_long_help = sections::LOG)]
     Log(log::LogArgs),
     #[command(after_long_help = sections::HANDOVER)]
     Handover(handover::HandoverArgs),

@@ -119,6 +119,11 @@ EXAMPLES:
   mica volume keep file:///srv/volumes/web 1h/1m,1d/1h,4w/1d
   mica volume keep --dry-run file:///srv/volumes/web 1w/1d";
 
+pub(super) const LOG: &str = "\
+EXAMPLES:
+  mica volume log list /var/lib/mica/log
+  mica volume log drop /var/lib/mica/log 5f0c";
+
 pub(super) const LOG_LIST: &str = "\
 EXAMPLES:
   mica volume log list /var/lib/mica/log

@@ -105,7 +105,9 @@ impl Space {
 
     fn has_block(&self, region: u64) -> bool {
         let index = usize::try_from(region).unwrap_or(usize::MAX);
-        self.lock().table.get(index).is_some_and(|entry| entry != 0)
+        let entry = self.lock().table.get(index);
+        // As `look` decides it: reserved bits alone are no block.
+        entry.is_some_and(|entry| RefcountTableEntry(entry).offset() != HostOffset::ZERO)
     }
 
     /// Makes the table at `table_offset` name `count` blocks from cluster `first` on, for `region`
