@@ -65,7 +65,7 @@ fn what_followed_something_is_in_no_group_without_it() {
                 taken.into_iter().for_each(|taken| drop(taken.expect("taken")));
             }
             let last = written.get();
-            sleep(Duration::from_millis(20)).await;
+            sleep(Duration::from_millis(500)).await;
             assert!(written.get() > last, "the guest goes on");
             is_over.set(true);
             guest.await;
