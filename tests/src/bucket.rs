@@ -19,6 +19,19 @@ const PROGRAM: Tool = Tool { program: "moto_server", packages: &[] };
 /// How long it may take to answer: it is written in Python.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
+/// Runs it. Of two puts of one name that it does at the same time, both may be the first: so it does
+/// one request at a time, as services that keep their promises seem to.
+const ONE_AT_A_TIME: &str = "
+import sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+moto, one = DomainDispatcherApplication(create_backend_app), threading.Lock()
+def app(environ, start_response):
+    with one:
+        return list(moto(environ, start_response))
+run_simple('127.0.0.1', int(sys.argv[1]), app, threaded=True)
+";
+
 /// Where it is installed: an environment of Python.
 fn folder() -> PathBuf {
     shell::root().join("target/moto")
@@ -64,8 +77,8 @@ impl BucketServer {
         let free = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = free.local_addr().expect("bound").port();
         drop(free);
-        let mut command = Command::new(program);
-        command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
+        let mut command = Command::new(program.with_file_name("python3"));
+        command.args(["-c", ONE_AT_A_TIME, &port.to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let child = command.spawn().expect("started");
         let server = Self { child, port };
