@@ -17,13 +17,13 @@ use std::sync::Arc;
 pub(super) struct HeldVolume {
     volume: Volume,
     /// So that others of this process find it.
-    store: Arc<Store>,
+    _store: Arc<Store>,
     lock: Option<VolumeLock>,
 }
 
 impl HeldVolume {
     pub(super) fn new(volume: Volume, store: Arc<Store>, lock: Option<VolumeLock>) -> Self {
-        Self { volume, store, lock }
+        Self { volume, _store: store, lock }
     }
 }
 
@@ -86,13 +86,7 @@ impl Manage for HeldVolume {
     }
 
     fn hasten(&self, haste: Haste) -> LocalFuture<'_, ()> {
-        Box::pin(async move {
-            self.volume.hasten(haste).await;
-            // Guests that wait for what they read would hold up the end, too.
-            if self.volume.latch().is_some() {
-                self.store.give_up();
-            }
-        })
+        self.volume.hasten(haste)
     }
 
     fn latch(&self) -> Option<Error> {
