@@ -210,7 +210,8 @@ fn volume_is_not_opened_if_the_store_does_not_take_what_its_log_has() {
         ended(&volume, Haste::AtOnce).await.0.expect("the log has all of it");
         drop(volume);
         let log = LogDevice::open(Arc::clone(&file), [2; 16]).await.expect("a log");
-        let away = volumes(&failing(&objects, ObjectOperation::Put, OPENED)).await;
+        // The one before is fenced, too.
+        let away = volumes(&failing(&objects, ObjectOperation::Put, OPENED + 1)).await;
         let web = name("web");
         let opening = away.open_volume(&web, with_log(log, Claimed::Refuse));
         let in_vain = timeout(Duration::from_secs(30), opening).await;

@@ -275,10 +275,14 @@ fn what_others_made_of_the_volume_meanwhile_is_not_taken_back() {
             };
             let slow: Arc<dyn Objects> = Arc::new(FaultyObjects::new(Arc::new(memory), options));
             let slow = volumes(&slow, "host-2").await;
-            // Its claim and its head are put, before that a new volume's first head; an extent is
-            // under way.
             let other = async {
-                sleep(Duration::from_secs(if is_new { 35 } else { 25 })).await;
+                let is_open =
+                    async || to.info(&copy).await.is_ok_and(|info| info.open_on.is_some());
+                while !is_open().await {
+                    sleep(Duration::from_secs(1)).await;
+                }
+                // The answer to its head is known, and an extent is under way.
+                sleep(Duration::from_secs(1)).await;
                 let volume = to.open_volume(&copy, Claimed::TakeOver).await.expect("taken over");
                 write(&volume, 0, &[77; 4096]).await;
                 volume.close().await.expect("closed");
