@@ -19,8 +19,8 @@ const PROGRAM: Tool = Tool { program: "moto_server", packages: &[] };
 /// How long it may take to answer: it is written in Python.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// Runs it. Of two puts of one name that it does at the same time, both may be the first: so it does
-/// one request at a time, as services that keep their promises seem to.
+/// Runs it. Of two puts of one name that it does at the same time, both may be the first: so it
+/// does one request at a time, as services that keep their promises seem to.
 const ONE_AT_A_TIME: &str = "
 import sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app

@@ -10,7 +10,8 @@
 //! - I1 One task at a time makes extents ([`Now::is_driven`](crate::known::Now)), whoever waits for
 //!   them. It ends when there is nothing to make, or enough is under way.
 //! - I2 An extent is put, with the same bytes, until the store answers. Guests wait meanwhile, and
-//!   see no error. (Where a verb is the only guest, it is told in the end: the volume is latched.)
+//!   see no error. (Where a verb is the only guest, or the volume is just being opened, whoever
+//!   waits is told in the end: the volume is latched.)
 //! - I3 A refused put means that the writer was fenced: the volume is latched. So it is if one of
 //!   these tasks ends early.
 //! - I4 The log is freed up to a state when that is the state of the volume: its extent and all
@@ -110,7 +111,7 @@ impl Shared {
         // One that fails is not put back: it has a part of the segments. Nothing is made then.
         let mut builder = lock(&putter.builder).take().expect("one task makes extents (I1)");
         let nonce = self.heads.environment.random();
-        let built = builder.build(&self.tree, id, segments, nonce).await;
+        let built = builder.build(&putter.tree(), id, segments, nonce).await;
         let Built { state, content, blocks, nodes, nodes_at } = self.explained(built).await?;
         *lock(&putter.builder) = Some(builder);
         self.tree.hold(id, nodes_at, nodes);
@@ -145,7 +146,7 @@ impl Shared {
         let putter = self.putter()?;
         let objects = &*self.heads.objects;
         let mut putting = Putting::new(name.clone(), content);
-        let mut tries = Tries::new(self.tree.patience());
+        let mut tries = Tries::new(putter.tree().patience());
         loop {
             let error = match putting.attempt(objects).await {
                 Ok(Put::Done) => {
@@ -157,7 +158,10 @@ impl Shared {
             };
             self.note_trouble(putter, &error);
             self.putter()?;
-            tries.pause(error, || format!("putting {name} into {}", objects.name())).await?;
+            let pause = tries.pause(error, || format!("putting {name} into {}", objects.name()));
+            self.given_up.unless_raised(pause).await.unwrap_or(Ok(()))?;
+            // What is not sent when the volume is latched is not sent any more.
+            self.putter()?;
         }
     }
 

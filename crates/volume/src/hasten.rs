@@ -4,13 +4,17 @@
 //! Invariants
 //! - I1 A volume is given up only after its log, if it has one, was synced. What the store lacks
 //!   stays in the log, for the next process on this machine to go on with.
-//! - I2 A volume that was given up is latched: this process puts nothing more, whoever waits, and
-//!   acknowledges nothing more.
+//! - I2 A volume that was given up is latched: this process sends no put of it any more, whoever
+//!   waits, and acknowledges nothing more.
+//! - I3 Reads of a volume are given up for themselves, also of one that is only read: no volume
+//!   fails because of another one.
 
+use crate::heads::End;
 use crate::known::Now;
-use crate::shared::{Durability, Putter, Shared};
+use crate::shared::{Durability, Shared};
 use mica_block::{Error, ErrorKind, Haste, Result};
 use mica_rt::timeout;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,23 +26,38 @@ const WITHOUT_LOG: Duration = Duration::from_secs(60);
 /// What the store still has to answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Standing {
-    /// Nothing more is put.
+    /// Nothing more is put, or read.
     Over,
     /// Nothing, as long as the volume is not closed and nobody writes.
     Nothing,
-    /// Records from this one on, and whether the volume is being closed.
-    Records { from: u64, is_closing: bool },
+    /// Records from this one on.
+    Records { from: u64, heads: HeadsInStore },
+    /// Nothing but the last head.
+    LastHead { heads: HeadsInStore },
 }
+
+/// Extents that are in the newest head that was answered.
+type HeadsInStore = u32;
 
 impl Shared {
     /// As [`mica_block::Manage::hasten`].
     pub(crate) async fn hasten(self: &Arc<Self>, haste: Haste) {
-        let Some(putter) = &self.writer else { return };
-        let limit = match (haste, putter.durability) {
+        let limit = match (haste, self.writer.as_ref().map(|putter| putter.durability)) {
             (Haste::AtOnce, _) => Duration::ZERO,
-            (Haste::Soon, Durability::Host) => WITH_LOG,
-            (Haste::Soon, Durability::Store) => WITHOUT_LOG,
+            (Haste::Soon, Some(Durability::Store)) => WITHOUT_LOG,
+            (Haste::Soon, Some(Durability::Host) | None) => WITH_LOG,
         };
+        let mut over = pin!(self.over_within(limit));
+        // Guests that wait for what they read would hold up the end, too (I3).
+        if timeout(limit, over.as_mut()).await.is_err() {
+            self.tree.give_up();
+            over.await;
+        }
+        self.tree.give_up();
+    }
+
+    /// Waits until the volume is over, and gives it up when the store has not answered for `limit`.
+    async fn over_within(self: &Arc<Self>, limit: Duration) {
         loop {
             let seen = {
                 let mut now = self.now();
@@ -49,17 +68,18 @@ impl Shared {
             match seen {
                 Standing::Over => return,
                 Standing::Nothing => self.progress.until(changed).await,
-                Standing::Records { .. } => {
+                Standing::Records { .. } | Standing::LastHead { .. } => {
                     self.drive();
                     if timeout(limit, self.progress.until(changed)).await.is_err() {
-                        return self.give_up(putter, limit).await;
+                        return self.give_up(limit).await;
                     }
                 }
             }
         }
     }
 
-    async fn give_up(&self, putter: &Putter, limit: Duration) {
+    async fn give_up(&self, limit: Duration) {
+        let Some(putter) = &self.writer else { return };
         let synced = match &putter.log {
             Some(log) => log.sync().await.is_ok(),
             None => false,
@@ -69,12 +89,15 @@ impl Shared {
         if standing(&now) == Standing::Over {
             return;
         }
-        let lacking = now.records - now.state.records;
         let is_kept = synced && putter.durability == Durability::Host;
-        let where_else = if synced { "the log has them" } else { "they are lost" };
+        let lacking = match (now.records - now.state.records, synced) {
+            (0, _) => "only that it is closed".to_owned(),
+            (writes, true) => format!("{writes} writes; the log has them"),
+            (writes, false) => format!("{writes} writes; they are lost"),
+        };
         let what = format!(
             "the store did not answer for {seconds} s while volume {name} was to be closed: it \
-             lacks {lacking} writes; {where_else}"
+             lacks {lacking}"
         );
         match is_kept {
             true => tracing::warn!("{what}: serve it with the same log again"),
@@ -84,30 +107,43 @@ impl Shared {
         now.latch.get_or_insert(Error::new(ErrorKind::Io, what));
         drop(now);
         self.given_up.raise();
+        putter.tree().give_up();
         self.over.raise();
         self.progress.wake_all();
     }
 
-    /// What comes of `ending`, unless the volume is given up meanwhile, or was.
+    /// As [`Self::end`], unless the volume is given up meanwhile, or was.
     ///
     /// # Errors
-    /// Those of `ending`; why the volume was given up, unless the log has what was promised.
-    pub(crate) async fn unless_given_up(
-        &self,
-        ending: impl Future<Output = Result<()>>,
-    ) -> Result<()> {
-        let ended = self.given_up.unless_raised(ending).await;
-        let ended = ended.unwrap_or_else(|| self.latch().map_or(Ok(()), Err));
+    /// As there; why the volume was given up.
+    pub(crate) async fn end_unless_given_up(self: &Arc<Self>, end: &End) -> Result<()> {
+        let ended = self.given_up.unless_raised(self.end(end)).await;
+        ended.unwrap_or_else(|| self.latch().map_or(Ok(()), Err))
+    }
+
+    /// As [`Self::end_unless_given_up`]; if the log has what was promised, all is well.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) async fn close(self: &Arc<Self>) -> Result<()> {
+        let ended = self.end_unless_given_up(&End::Closed).await;
         if self.now().is_left_to_log { Ok(()) } else { ended }
+    }
+
+    /// A volume that is only read is closed.
+    pub(crate) fn end_reading(&self) {
+        self.now().is_ended = true;
+        self.progress.wake_all();
     }
 }
 
 fn standing(now: &Now) -> Standing {
-    let from = now.state.records;
+    let (from, heads) = (now.state.records, now.heads.sequence);
     match now.is_closing {
         _ if now.is_ended || now.latch.is_some() => Standing::Over,
-        false if from >= now.records => Standing::Nothing,
-        is_closing => Standing::Records { from, is_closing },
+        _ if from < now.records => Standing::Records { from, heads },
+        false => Standing::Nothing,
+        true => Standing::LastHead { heads },
     }
 }
 

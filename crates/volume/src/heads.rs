@@ -75,6 +75,8 @@ pub(crate) enum End {
     Closed,
     /// This host has it next.
     HandedTo(String),
+    /// Nobody has it: it is deleted.
+    Deleted,
 }
 
 impl Heads {
@@ -180,6 +182,14 @@ impl Heads {
         Err(self.too_busy())
     }
 
+    /// Deletes a volume that was just made, unless somebody has put a head after `made`, its first.
+    ///
+    /// # Errors
+    /// What the store reports.
+    pub(crate) async fn unmake(&self, made: &Head) -> Result<bool> {
+        self.put_highest(&self.after(made, Life::Deleted, made.state)?).await
+    }
+
     /// The head that says that `owned` has `state`, with the extents before `sequence`, all of
     /// which are answered.
     ///
@@ -199,6 +209,7 @@ impl Heads {
         let (life, heir) = match end {
             End::Closed => (Life::Closed, String::new()),
             End::HandedTo(host) => (Life::HandedOver, host.clone()),
+            End::Deleted => (Life::Deleted, String::new()),
         };
         Ok(Head { heir, ..self.after(&owned.head, life, state)? })
     }

@@ -48,7 +48,8 @@ pub(crate) struct Now {
     pub(crate) is_driven: bool,
     /// Whether nothing more is accepted.
     pub(crate) is_closing: bool,
-    /// Whether its writer's time is over: the last head is put, and the log is ended.
+    /// Whether its writer's time is over: the last head is put, and the log is ended. If it is only
+    /// read, whether that is over.
     pub(crate) is_ended: bool,
     /// Whether it was given up, with all that was promised in the log.
     pub(crate) is_left_to_log: bool,

@@ -13,7 +13,8 @@ use crate::format::head::Head;
 use crate::heads::{Claimed, Heads, LocalLog, Owned};
 use crate::log::{Found, Log, LogDevice};
 use crate::place::Writer;
-use crate::shared::{Counts, Durability, Putter, Shared};
+use crate::put::Patience;
+use crate::shared::{Counts, Durability, Putter, Shared, lock};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::writing::as_change;
@@ -166,9 +167,14 @@ pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Re
         log.only(owned.writer);
     }
     let (state, log) = (owned.head.state, choice.log);
-    let putter = putter(&heads, owned, *durability, log, loss);
+    let patient = tree.with_patience(tree.patience());
+    // Nobody is served yet, and the log keeps what it has: whoever opens the volume learns that the
+    // store does not answer, and may be told to stop.
+    let for_replay = tree.with_patience(Patience::VERB);
+    let putter = putter(&heads, owned, *durability, (log, loss), for_replay);
     let shared = Shared::new(tree, heads, Some(putter), state);
     replay(&shared).await?;
+    *lock(&shared.putter()?.tree) = patient;
     Ok(shared)
 }
 
@@ -194,8 +200,8 @@ fn putter(
     heads: &Heads,
     owned: Owned,
     durability: Durability,
-    log: Option<Log>,
-    loss: Option<String>,
+    (log, loss): (Option<Log>, Option<String>),
+    tree: Arc<Tree>,
 ) -> Putter {
     let signature = Signature { store: heads.store, volume: owned.head.volume };
     Putter {
@@ -203,6 +209,7 @@ fn putter(
         durability,
         log,
         loss,
+        tree: Mutex::new(tree),
         builder: Mutex::new(Some(Builder::new(signature, owned.head.state))),
         owned: Mutex::new(owned),
         last_head: Mutex::default(),

@@ -58,6 +58,8 @@ pub(crate) struct Putter {
     pub(crate) log: Option<Log>,
     /// What was lost when the volume was opened, in words.
     pub(crate) loss: Option<String>,
+    /// See [`Putter::tree`].
+    pub(crate) tree: Mutex<Arc<Tree>>,
     /// Absent while an extent is made.
     pub(crate) builder: Mutex<Option<Builder>>,
     pub(crate) owned: Mutex<Owned>,
@@ -65,6 +67,14 @@ pub(crate) struct Putter {
     pub(crate) last_head: Mutex<Option<LastHead>>,
     pub(crate) trouble: Mutex<Option<Trouble>>,
     pub(crate) counts: Counts,
+}
+
+impl Putter {
+    /// What extents are made with, and how patiently they are put. Not what guests read with: they
+    /// are given up for themselves.
+    pub(crate) fn tree(&self) -> Arc<Tree> {
+        Arc::clone(&lock(&self.tree))
+    }
 }
 
 /// The head that ends a writer's time.

@@ -29,6 +29,9 @@ pub struct State {
 impl State {
     /// Longest disk: 256 TiB.
     pub const LEN_MAX: u64 = 1 << 48;
+    /// Most of what is counted: records, and snapshots. Nobody ever has so many, and a number that
+    /// is larger is not one: what is counted on from it does not overflow.
+    pub(crate) const COUNT_MAX: u64 = 1 << 61;
 
     /// An empty disk of `len` bytes.
     pub fn empty(len: u64) -> Self {
@@ -95,6 +98,8 @@ impl RawState {
             records: self.records.get(),
             time_ns: self.time_ns.get(),
         };
-        State::is_len(state.len).then_some(state)
+        let are_counts =
+            [state.next_snapshot, state.records].iter().all(|n| *n <= State::COUNT_MAX);
+        (are_counts && State::is_len(state.len)).then_some(state)
     }
 }

@@ -14,6 +14,8 @@
 //!   then the volume has no snapshot of it; what fails is taken back.
 //! - I3 A snapshot is called the same wherever it is received ([`Origin`]), so that a step finds
 //!   what it goes on from whatever the labels are, and in copies of copies.
+//! - I4 What fails is taken back by the writer that did it, in its own time: what others made of
+//!   the volume since is theirs.
 //!
 //! [`Origin`]: crate::format::snapshot::Origin
 

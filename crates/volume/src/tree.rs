@@ -35,6 +35,8 @@ pub(crate) type Node = Arc<Directory<Place>>;
 pub(crate) struct Tree {
     shared: Arc<Shared>,
     patience: Patience,
+    /// Raised when nothing is tried again any more for those who read with this.
+    given_up: Signal,
 }
 
 struct Shared {
@@ -48,8 +50,6 @@ struct Shared {
     misses: AtomicU64,
     /// Reads that failed and are tried again.
     failing: AtomicU64,
-    /// Raised when nothing is tried again any more.
-    given_up: Signal,
 }
 
 /// Counts a read that is tried again, until it is dropped.
@@ -93,16 +93,14 @@ impl Tree {
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
         let (hits, misses, failing, held) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
-        let given_up = Signal::default();
-        let shared =
-            Shared { objects, nodes, records, opened, held, hits, misses, failing, given_up };
-        let shared = Arc::new(shared);
-        Self { shared, patience: Patience::VERB }
+        let shared = Shared { objects, nodes, records, opened, held, hits, misses, failing };
+        Self { shared: Arc::new(shared), patience: Patience::VERB, given_up: Signal::default() }
     }
 
-    /// The same, for those who have `patience`.
+    /// The same, for those who have `patience`. Whoever gives up one of them gives up no other.
     pub(crate) fn with_patience(&self, patience: Patience) -> Arc<Self> {
-        Arc::new(Self { shared: Arc::clone(&self.shared), patience })
+        let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
+        Arc::new(Self { shared, patience, given_up })
     }
 
     /// Reads that wait until the store answers again: of all that share it.
@@ -173,9 +171,10 @@ impl Tree {
         Ok(found)
     }
 
-    /// See [`crate::Volumes::give_up`].
+    /// Whoever waits to read with this, and not with another of the same store, gets the error of
+    /// the last try from now on.
     pub(crate) fn give_up(&self) {
-        self.shared.given_up.raise();
+        self.given_up.raise();
     }
 
     /// Keeps a node that was just made, so that it is not read back.
@@ -304,7 +303,7 @@ impl Tree {
             failing.get_or_insert_with(|| Failing::new(&self.shared.failing));
             let doing = || format!("reading {name} of {}", objects.name());
             let last = error.clone();
-            match self.shared.given_up.unless_raised(tries.pause(error, doing)).await {
+            match self.given_up.unless_raised(tries.pause(error, doing)).await {
                 Some(Ok(())) => {}
                 Some(Err(error)) => return (Err(error), buf),
                 None => return (Err(last.wrap(doing())), buf),

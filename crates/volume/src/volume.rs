@@ -61,7 +61,7 @@ impl Volume {
     /// `Invalid` if no host can have this name; otherwise as [`Manage::close`].
     pub async fn hand_over(&self, host: &str) -> Result<()> {
         check_host(host)?;
-        self.shared.end(&End::HandedTo(host.to_owned())).await
+        self.shared.end_unless_given_up(&End::HandedTo(host.to_owned())).await
     }
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.
@@ -244,8 +244,11 @@ impl Manage for Volume {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             match self.shared.writer {
-                Some(_) => self.shared.unless_given_up(self.shared.end(&End::Closed)).await,
-                None => Ok(()),
+                Some(_) => self.shared.close().await,
+                None => {
+                    self.shared.end_reading();
+                    Ok(())
+                }
             }
         })
     }

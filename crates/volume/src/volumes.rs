@@ -7,7 +7,7 @@ mod snapshots;
 
 use crate::environment::Environment;
 use crate::format::Id;
-use crate::format::head::Life;
+use crate::format::head::{Head, Life};
 use crate::format::store::{self, STORE_BYTES};
 use crate::heads::{Claimed, Heads, check_host};
 use crate::names::{self, VolumeName};
@@ -115,12 +115,6 @@ impl Volumes {
         Self { patience: Patience::VERB, ..self }
     }
 
-    /// The process is about to end without an answer of the store: whoever waits to read gets the
-    /// error of the last try.
-    pub fn give_up(&self) {
-        self.tree.give_up();
-    }
-
     /// What a disk that is opened reads.
     fn disk_tree(&self) -> Arc<Tree> {
         self.tree.with_patience(self.patience)
@@ -136,13 +130,18 @@ impl Volumes {
     /// # Errors
     /// `Invalid` if no volume has this length, or there is one of this name already.
     pub async fn create(&self, name: &VolumeName, len: u64) -> Result<()> {
+        self.make(name, len).await.map(drop)
+    }
+
+    /// As [`Self::create`]; returns its first head.
+    pub(crate) async fn make(&self, name: &VolumeName, len: u64) -> Result<Head> {
         if len == 0 || !State::is_len(len) {
             let most = State::LEN_MAX;
             let what = format!("a volume has whole sectors, up to {most} bytes, and not {len}");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let state = State { time_ns: self.environment.now_ns(), ..State::empty(len) };
-        self.heads(name).create(state).await.map(drop)
+        self.heads(name).create(state).await
     }
 
     /// Deletes a volume. The space comes back with the next collection. With [`Claimed::TakeOver`]

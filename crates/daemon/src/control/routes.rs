@@ -15,7 +15,7 @@
 //! | `POST /v1/disks/NAME/drain` | stops serving the disk and closes its image |
 //! | `POST /v1/disks/NAME/undrain` | serves it again |
 //! | `GET /v1/disks/NAME/snapshots` | the snapshots of a volume |
-//! | `POST /v1/disks/NAME/snapshots` | `{"label": "monday"}`: takes one; with `"with": [NAME, …]` also of those, at one instant |
+//! | `POST /v1/disks/NAME/snapshots` | `{"label": "monday", "with": ["db"]}`: takes one or more |
 //! | `POST /v1/disks/NAME/drop` | `{"snapshot": "monday"}`: drops it |
 //! | `POST /v1/disks/NAME/label` | `{"snapshot": "monday", "label": "friday"}` |
 //! | `POST /v1/reload` | reads the configuration again: disks are added and removed |

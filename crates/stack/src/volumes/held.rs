@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub(super) struct HeldVolume {
     volume: Volume,
     /// So that others of this process find it.
-    store: Arc<Store>,
+    _store: Arc<Store>,
     lock: Option<VolumeLock>,
     /// By which automatic snapshots are taken.
     keep: Option<Keep>,
@@ -30,7 +30,7 @@ impl HeldVolume {
         lock: Option<VolumeLock>,
         keep: Option<Keep>,
     ) -> Self {
-        Self { volume, store, lock, keep }
+        Self { volume, _store: store, lock, keep }
     }
 }
 
@@ -93,13 +93,7 @@ impl Manage for HeldVolume {
     }
 
     fn hasten(&self, haste: Haste) -> LocalFuture<'_, ()> {
-        Box::pin(async move {
-            self.volume.hasten(haste).await;
-            // Guests that wait for what they read would hold up the end, too.
-            if self.volume.latch().is_some() {
-                self.store.give_up();
-            }
-        })
+        self.volume.hasten(haste)
     }
 
     fn latch(&self) -> Option<Error> {

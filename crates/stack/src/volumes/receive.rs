@@ -24,11 +24,19 @@ impl Store {
                 self.receive_new(name, options, source, each).await
             }
             Err(error) => Err(error),
-            Ok(_) => {
-                let _held = self.settle(name).await?;
-                self.volumes().receive(name, options, source, each).await
-            }
+            Ok(_) => self.receive_known(name, options, source, each).await,
         }
+    }
+
+    async fn receive_known(
+        &self,
+        name: &VolumeName,
+        options: ReceiveOptions,
+        source: &mut dyn Read,
+        each: impl FnMut(&Received),
+    ) -> Result<()> {
+        let _held = self.settle(name).await?;
+        self.volumes().receive(name, options, source, each).await
     }
 
     async fn receive_new(
@@ -42,6 +50,15 @@ impl Store {
             Some(directory) => Some(VolumeLock::take(directory, name).await?),
             None => None,
         };
+        // Another process may have made it meanwhile: the file of its lock says what it left.
+        match self.volumes().info(name).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+            Ok(_) => {
+                drop(lock);
+                return self.receive_known(name, options, source, each).await;
+            }
+        }
         if let Some(lock) = &lock {
             lock.sign(None, true)?;
         }

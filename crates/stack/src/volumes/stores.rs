@@ -179,12 +179,6 @@ impl Store {
         matches!(self.url, StoreUrl::Bucket { .. } | StoreUrl::Pool { .. })
     }
 
-    /// The process is about to end without an answer of it: whoever waits for one gets the error of
-    /// the last attempt.
-    pub(super) fn give_up(&self) {
-        self.volumes.give_up();
-    }
-
     /// Finds out, once, whether it keeps its promises.
     ///
     /// # Errors

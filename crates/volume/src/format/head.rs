@@ -227,6 +227,24 @@ mod tests {
     }
 
     #[test]
+    fn head_that_counts_further_than_anybody_is_refused() {
+        let most = State::COUNT_MAX;
+        for (records, next_snapshot, is_good) in [
+            (most, most, true),
+            (most + 1, 0, false),
+            (u64::MAX, 0, false),
+            (0, most + 1, false),
+            (0, u64::MAX, false),
+        ] {
+            let state = State { records, next_snapshot, ..head().state };
+            let decoded = Head::decode(&Head { state, ..head() }.encode());
+            let wanted =
+                if is_good { Ok(Head { state, ..head() }) } else { Err(Malformed::Content) };
+            assert_eq!(decoded, wanted, "{records} {next_snapshot}");
+        }
+    }
+
+    #[test]
     fn head_that_contradicts_itself_is_refused() {
         // A life that there is not, a host that is not text, a writer without a number.
         for (at, byte) in [(12, 9), (24 + 48 + 16 + 72 + 8, 0xff)] {

@@ -103,6 +103,11 @@ impl LogDevice {
                 writers.push(writer);
             }
             let (parts, end) = self.recover(key, from).await?;
+            // The new header says that these records are durable. What this process wrote before
+            // it gave the log up may not be.
+            if self.slots().may_sync() {
+                self.sync_here().await?;
+            }
             let oldest = parts.first().filter(|_| end > from).map(|part| part.number);
             let segment = self
                 .take_name(|number| SegmentHeader {
@@ -316,4 +321,40 @@ fn found_as(slots: &Slots, key: LogKey, phase: Phase) -> Option<Found> {
         is_set_aside: matches!(phase, Phase::Over(_)),
         key,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::run;
+    use mica_block::{Store, read_exact};
+    use mica_store::MemoryStore;
+    use mica_store::faulty::{ErrorOptions, ErrorStore, Operation, Operations, When};
+    use mica_units::HostOffset;
+
+    /// The story: a volume could not be closed, and the same process opened it again. The header
+    /// that it wrote then said that records were durable which were only written: a power cut that
+    /// left the one and not the others would have had the log refused.
+    #[test]
+    fn what_is_gone_on_with_is_durable_before_a_header_says_so() {
+        run(1, async {
+            const LEN: usize = 1 << 20;
+            let file: Arc<dyn Store> = Arc::new(MemoryStore::new_writable("log", vec![0; LEN]));
+            drop(LogDevice::open(Arc::clone(&file), [1; 16]).await.expect("made"));
+            // The one of the opening and that of the new log are done.
+            let operations = Operations::NONE.with(Operation::Sync);
+            let options = ErrorOptions { operations, when: When::From(3), errno: 5 };
+            let failing = Arc::new(ErrorStore::new(Arc::clone(&file), options));
+            let device = LogDevice::open(failing, [2; 16]).await.expect("a log");
+            let volume = [4; 16];
+            let log = device.start([3; 16], volume, Writer::FIRST, 0).await.expect("begun");
+            let ticket = log.push(Record::Drop { number: 1 }).expect("there is room");
+            log.written(ticket).await.expect("it is in the file");
+            drop(log);
+            let before = read_exact(&*file, HostOffset::ZERO, LEN).await.expect("read");
+            device.go_on(volume, Writer::FIRST, 0).await.err().expect("it cannot be durable");
+            let after = read_exact(&*file, HostOffset::ZERO, LEN).await.expect("read");
+            assert!(*before == *after, "a header was written");
+        });
+    }
 }

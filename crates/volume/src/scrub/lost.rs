@@ -155,7 +155,7 @@ impl Lost<'_> {
             }
         };
         let Some(error) = known else { return Ok(Entered::Sound) };
-        let start = block * BLOCK_BYTES as u64;
+        let start = block.saturating_mul(BLOCK_BYTES as u64);
         self.findings.add(|| {
             format!("{name}: {BLOCK_BYTES} bytes at {start} of the disk: {}", error.in_one_line())
         });

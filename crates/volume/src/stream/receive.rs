@@ -3,7 +3,7 @@
 use super::format::{BEGIN_BYTES, Begin, DATA_BYTES_MAX, PART_BYTES, Part};
 use crate::format::frame::Malformed;
 use crate::format::snapshot::Record;
-use crate::heads::Claimed;
+use crate::heads::{Claimed, End};
 use crate::known::Change;
 use crate::names::VolumeName;
 use crate::segment::Cut;
@@ -76,17 +76,17 @@ impl Volumes {
         stream: &mut Stream<'_>,
     ) -> Result<Received> {
         let present = self.present(name).await?;
+        let snapshots = present.as_ref().map_or(Root::default(), |there| there.state.snapshots);
         let had = present.as_ref().and_then(|present| present.snapshot_of(begin));
         if let Some(record) = had {
             let data_bytes = Step::new(begin, stream).skip()?;
             return Ok(Received { snapshot: record.info.clone(), was_there: true, data_bytes });
         }
-        let base = match (&present, &begin.base) {
-            (None, None) => {
-                self.create(name, begin.len).await?;
-                None
+        let (base, made) = match (&present, &begin.base) {
+            (None, None) => (None, Some(self.make(name, begin.len).await?)),
+            (Some(present), Some(_)) => {
+                (Some(self.base(name, options, begin, present).await?), None)
             }
-            (Some(present), Some(_)) => Some(self.base(name, options, begin, present).await?),
             (Some(_), None) => {
                 let what = format!(
                     "there is a volume {} already, and the stream is of a whole one: give it \
@@ -98,22 +98,35 @@ impl Volumes {
             (None, Some(_)) => return Err(no_base(name, begin)),
         };
         let content = base.as_ref().map_or((Root::default(), begin.len), |base| base.content());
-        let volume = self.open_volume(name, Claimed::Refuse).await?;
-        let state = volume.shared().now().state;
-        let outcome = match (state.map, state.len) == content {
-            true => write(&volume, begin, stream).await,
-            false => Err(changed(name)),
+        let volume = match self.open_volume(name, Claimed::Refuse).await {
+            Ok(volume) => volume,
+            Err(error) => {
+                if let Some(made) = &made {
+                    // The first failure is reported.
+                    let _ = self.heads(name).unmake(made).await;
+                }
+                return Err(error);
+            }
         };
-        let closed = volume.close().await;
-        let outcome = outcome.and_then(|received| closed.map(|()| received));
-        if outcome.is_err() && (state.map, state.len) == content {
-            // The first failure is reported.
-            let _ = match &base {
-                Some(base) => self.rollback(name, &Which::Number(base.info.number)).await,
-                None => self.delete(name, Claimed::Refuse).await,
-            };
+        let state = volume.shared().now().state;
+        let is_as_seen =
+            (state.map, state.len, state.snapshots) == (content.0, content.1, snapshots);
+        if !is_as_seen {
+            volume.close().await?;
+            let what = format!(
+                "volume {} was changed by somebody else in this moment: receive it again",
+                name.as_str()
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
         }
-        outcome
+        match write(&volume, begin, stream).await {
+            Ok(received) => volume.close().await.map(|()| received),
+            Err(error) => {
+                // The first failure is reported.
+                let _ = take_back(&volume, base.as_deref()).await;
+                Err(error)
+            }
+        }
     }
 
     /// What there is of volume `name`.
@@ -161,6 +174,16 @@ impl Record {
     fn content(&self) -> (Root, u64) {
         (self.map, self.info.len)
     }
+}
+
+/// Makes the volume what it was before the step, as its writer (I4): `base`, or nothing.
+async fn take_back(volume: &Volume, base: Option<&Record>) -> Result<()> {
+    let shared = volume.shared();
+    let Some(base) = base else { return shared.end(&End::Deleted).await };
+    let number = base.info.number;
+    let rolled_back = shared.change_once(Change::Cut(Cut::Rollback { number })).await;
+    let closed = volume.close().await;
+    rolled_back.and(closed)
 }
 
 /// Writes what a step has, and takes the snapshot.

@@ -9,8 +9,12 @@ use crate::names::VolumeName;
 use crate::testing::{bytes, memory, name, range, read, run, volumes, write};
 use crate::volumes::Volumes;
 use mica_block::{Disk as _, ErrorKind, Manage as _, Objects, Result, Which, Zeroes};
+use mica_rt::{join_all, sleep};
+use mica_store::object::{FaultyObjects, FaultyOptions, ObjectOperation};
 use mica_units::{Rng, SECTOR_BYTES};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 const BLOCK: u64 = 4096;
 /// The last block is cut.
@@ -245,6 +249,60 @@ fn damage_and_cuts_anywhere_are_found_and_taken_back() {
         received(&to, &copy, &step, false).await.expect("received");
         assert_eq!(content(&to, &copy, None).await, content(&from, &web, Some(&label("s3"))).await);
     });
+}
+
+/// The story: another host took the volume over by force while a stream was received, wrote to it
+/// and closed it. The receiver then failed, and deleted the volume, or rolled it back.
+#[test]
+fn what_others_made_of_the_volume_meanwhile_is_not_taken_back() {
+    run(4, async {
+        let (from, web, copy) = (store().await, name("web"), name("copy"));
+        history(&from, &web, &mut Rng::new(4)).await;
+        let whole = sent(&from, &web, "s0", None, false).await;
+        let step = sent(&from, &web, "s1", Some("s0"), false).await;
+        for is_new in [true, false] {
+            let memory = memory();
+            let objects: Arc<dyn Objects> = Arc::new(memory.clone());
+            let to = volumes(&objects, "host-1").await;
+            if !is_new {
+                received(&to, &copy, &whole, false).await.expect("received");
+            }
+            let options = FaultyOptions {
+                only: Some(ObjectOperation::Put),
+                slow: 1.0,
+                slow_by: Duration::from_secs(10),
+                ..FaultyOptions::default()
+            };
+            let slow: Arc<dyn Objects> = Arc::new(FaultyObjects::new(Arc::new(memory), options));
+            let slow = volumes(&slow, "host-2").await;
+            let other = async {
+                let is_open =
+                    async || to.info(&copy).await.is_ok_and(|info| info.open_on.is_some());
+                while !is_open().await {
+                    sleep(Duration::from_secs(1)).await;
+                }
+                // The answer to its head is known, and an extent is under way.
+                sleep(Duration::from_secs(1)).await;
+                let volume = to.open_volume(&copy, Claimed::TakeOver).await.expect("taken over");
+                write(&volume, 0, &[77; 4096]).await;
+                volume.close().await.expect("closed");
+            };
+            let stream = if is_new { &whole } else { &step };
+            let receiving = received(&slow, &copy, stream, false);
+            let (outcome, ()) = join2(receiving, other).await;
+            assert_eq!(outcome.expect_err("it was taken over").kind(), ErrorKind::Denied);
+            assert_eq!(content(&to, &copy, None).await[..4096], [77; 4096]);
+            assert!(to.list().await.expect("listed").iter().all(|info| info.open_on.is_none()));
+        }
+    });
+}
+
+async fn join2<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (A, B) {
+    let (mut first, mut second) = (None, None);
+    let a: Pin<Box<dyn Future<Output = ()> + '_>> = Box::pin(async { first = Some(a.await) });
+    let b: Pin<Box<dyn Future<Output = ()> + '_>> = Box::pin(async { second = Some(b.await) });
+    join_all([a, b]).await;
+    (first.expect("done"), second.expect("done"))
 }
 
 #[test]

@@ -11,7 +11,7 @@ use super::Volume;
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::recent::Block;
 use crate::shared::Shared;
-use crate::state::Root;
+use crate::state::State;
 use crate::tree::{Tree, follows};
 use crate::writing::Is;
 use mica_block::{ErrorKind, Result};
@@ -52,8 +52,11 @@ impl Shared {
             let from = progress.from;
             // What was collected meanwhile is in the map no more: it is gone on in the one of now.
             let some = self.reading(async || {
-                let (generation, map) = self.map_now();
-                (generation, self.rewrite_from(map, extents, &mut progress).await)
+                let (generation, state) = {
+                    let now = self.now();
+                    (now.generation, now.state)
+                };
+                (generation, self.rewrite_from(&state, extents, &mut progress).await)
             });
             match some.await {
                 Ok(()) => return Ok(progress.count),
@@ -64,15 +67,19 @@ impl Shared {
         }
     }
 
-    /// Goes on with what `map` has from `at.from` on.
+    /// Goes on with what the map of `state` has from `at.from` on.
     async fn rewrite_from(
         self: &Arc<Self>,
-        map: Root,
+        state: &State,
         extents: &BTreeSet<ExtentId>,
         at: &mut Progress,
     ) -> Result<()> {
         let tree = self.tree_for_verbs();
-        let mut walk = Walk::new(map, at.from..=u64::MAX);
+        // A map that somebody else made may say that there are blocks which no disk has.
+        let Some(last) = state.blocks().checked_sub(1).filter(|last| at.from <= *last) else {
+            return Ok(());
+        };
+        let mut walk = Walk::new(state.map, at.from..=last);
         let mut run = Vec::new();
         let mut has_node = false;
         loop {

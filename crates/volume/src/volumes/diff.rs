@@ -37,9 +37,11 @@ impl Volumes {
 
     /// The ranges in which `before` and `after` may differ: see [`Self::diff`].
     pub(crate) fn changes(&self, before: State, after: State) -> Changes<'_> {
+        // A map that somebody else made may say that there are blocks which no disk has.
+        let last = before.blocks().max(after.blocks()).saturating_sub(1);
         Changes {
             tree: &self.tree,
-            diff: Diff::new(before.map, after.map, 0..=u64::MAX),
+            diff: Diff::new(before.map, after.map, 0..=last),
             run: None,
             len: before.len.max(after.len),
         }
@@ -86,5 +88,43 @@ impl Changes<'_> {
         let end = run.end.saturating_mul(BLOCK_BYTES as u64).min(self.len);
         let [start, end] = [run.start * BLOCK_BYTES as u64, end].map(GuestOffset::new);
         GuestRange::between(start, end).filter(|range| !range.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::place::{ExtentId, Writer};
+    use crate::state::Root;
+    use crate::testing::{memory, run, volumes};
+    use mica_block::Objects;
+    use mica_map::{Editor, crc32c};
+    use std::sync::Arc;
+
+    #[test]
+    fn blocks_that_no_disk_has_do_not_differ() {
+        run(1, async {
+            let objects: Arc<dyn Objects> = Arc::new(memory());
+            let volumes = volumes(&objects, "host").await;
+            let extent = ExtentId { writer: Writer::FIRST, sequence: 0 };
+            let mut editor = Editor::new(Root::default(), 100);
+            for (key, offset) in [(1, 4096), (u64::MAX, 8192)] {
+                editor.grow_for(key);
+                assert!(editor.missing(key).is_none(), "all of it is in memory");
+                editor.set(key, Some(Place::new(extent, offset, 0)));
+            }
+            let mut offset = 1 << 20;
+            let map = editor.write(|directory| {
+                offset += 4096;
+                let place = Place::new(extent, offset, crc32c(&directory.encode()));
+                volumes.tree.keep(place, Arc::new(directory.clone()));
+                place
+            });
+            let hostile = State { map, ..State::empty(1 << 20) };
+            let mut changes = volumes.changes(State::empty(0), hostile);
+            let found = changes.next().await.expect("read").expect("block 1");
+            assert_eq!((found.start().bytes(), found.len()), (4096, 4096));
+            assert_eq!(changes.next().await.expect("read"), None);
+        });
     }
 }
