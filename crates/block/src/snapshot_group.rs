@@ -57,10 +57,12 @@ impl SnapshotGroup {
         self.wait(|state| state.taken).await
     }
 
-    /// Says that a disk cannot take its snapshot. The first reason stays.
-    pub fn fail(&self, error: &Error) {
-        self.state().failed.get_or_insert_with(|| error.clone());
+    /// Says that a disk cannot take its snapshot. Returns why the group has failed: the first reason
+    /// stays.
+    pub fn fail(&self, error: Error) -> Error {
+        let first = self.state().failed.get_or_insert(error).clone();
         self.changed.wake_all();
+        first
     }
 
     async fn wait(&self, count: impl Fn(&GroupState) -> usize) -> Result<()> {
@@ -75,9 +77,7 @@ impl SnapshotGroup {
             Err(_) => {
                 let seconds = LIMIT.as_secs();
                 let what = format!("not all disks could take a snapshot within {seconds} s");
-                let error = Error::new(ErrorKind::Io, what);
-                self.fail(&error);
-                Err(error)
+                Err(self.fail(Error::new(ErrorKind::Io, what)))
             }
         }
     }

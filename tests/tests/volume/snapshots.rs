@@ -2,9 +2,10 @@
 
 use mica_tests::server::Server;
 use mica_tests::volume::{Store, run};
-use mica_tests::{command, mica, tools};
+use mica_tests::{clock, command, mica, tools};
 use serde_json::Value;
 use std::process::Command;
+use std::time::Duration;
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO, tools::NBDCOPY];
 const SIZE: usize = 16 << 20;
@@ -185,4 +186,89 @@ fn snapshot_is_taken_while_a_guest_writes() {
     stop(server);
     assert!(content(&store, "web@c") == expected(&[(0, MB, 2)]));
     assert!(content(&store, "web") == expected(&[(0, MB, 3)]));
+}
+
+/// Serves the volumes `names` of one store at one socket, with one log and a control socket.
+fn serve_all(store: &Store, names: &[&str], more: &str) -> Server {
+    let (config, log) = (store.folder().join("mica.toml"), store.folder().join("log"));
+    let control = store.folder().join("control");
+    let started = Server::start(names[0], |socket| {
+        let table = |name: &&str| {
+            format!(
+                "[[disk]]\nname = {name:?}\nvolume = {:?}\nnbd = {:?}\nlog-device = {:?}\n\
+                 log-size = \"64M\"\n{more}\n",
+                store.volume(name),
+                socket.display().to_string(),
+                log.display().to_string(),
+            )
+        };
+        std::fs::write(&config, names.iter().map(table).collect::<String>()).expect("written");
+        let mut serve = Command::new(mica::binary());
+        serve.arg("serve").arg("--config").arg(&config).arg("--control").arg(&control);
+        serve
+    });
+    started.expect("served")
+}
+
+fn ctl(store: &Store, words: &[&str]) -> command::Finished {
+    let control = store.folder().join("control").display().to_string();
+    mica::run(["ctl", "--control", &control].into_iter().chain(words.iter().copied()))
+}
+
+#[test]
+fn group_of_volumes_gets_snapshots_together_or_none() {
+    let store = Store::new();
+    for name in ["web", "db"] {
+        store.create(name, "16M");
+    }
+    let server = serve_all(&store, &["web", "db"], "");
+    let taken = ctl(&store, &["--output", "json", "snapshot", "web", "one", "--with", "db"]).json();
+    let disks: Vec<_> = taken.as_array().expect("two").iter().map(|one| &one["disk"]).collect();
+    assert_eq!(disks, ["web", "db"]);
+    ctl(&store, &["snapshot", "db", "two"]).ok();
+    for (words, why) in [
+        (["snapshot", "web", "two", "--with", "db"], "volume db: there is a snapshot \"two\""),
+        (["snapshot", "web", "two", "--with", "web"], "named twice"),
+        (["snapshot", "web", "two", "--with", "no"], "no disk"),
+    ] {
+        let refused = ctl(&store, &words).refusal();
+        assert!(refused.contains(why), "{refused}");
+    }
+    ctl(&store, &["drain", "db"]).ok();
+    let refused = ctl(&store, &["snapshot", "web", "two", "--with", "db"]).refusal();
+    assert!(refused.contains("disk db"), "{refused}");
+    stop(server);
+    for (name, expected) in [("web", &["one"][..]), ("db", &["one", "two"])] {
+        let all = run(["snapshots", &store.volume(name), "--output", "json"]).json();
+        assert_eq!(labels(&all), expected);
+    }
+}
+
+#[test]
+fn server_takes_snapshots_by_rules_while_the_volume_is_written() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let server = serve_all(&store, &["web"], "keep = \"1h/50ms\"");
+    for byte in 1..=5 {
+        let before = ctl(&store, &["--output", "json", "snapshots", "web"]).json();
+        let write = format!("write -P {byte} 0 1M");
+        command::run("qemu-io", ["-f", "raw", "-c", &write, "-c", "flush", &server.uri()]).ok();
+        let count = |all: &Value| all.as_array().map_or(0, Vec::len);
+        let is_taken = || {
+            let after = ctl(&store, &["--output", "json", "snapshots", "web"]).json();
+            (count(&after) > count(&before)).then_some(())
+        };
+        let limit = Duration::from_secs(20);
+        assert!(clock::poll(limit, Duration::from_millis(20), is_taken).is_some(), "{byte}");
+    }
+    stop(server);
+    // The newest has what was written last.
+    let all = run(["snapshots", &store.volume("web"), "--output", "json"]).json();
+    let last = all.as_array().and_then(|all| all.last()).expect("five")["sequence"].clone();
+    assert!(labels(&all).iter().all(|label| label.is_empty()));
+    let content = content(&store, &format!("web@{last}"));
+    assert!(content[..MB].iter().all(|byte| *byte == 5));
 }

@@ -33,11 +33,7 @@ impl Served {
             let threads: Vec<_> = all.iter().map(start).collect();
             let ended = threads.into_iter().map(|thread| match thread {
                 Ok(thread) => thread.join().unwrap_or_else(|_| Err(panicked())),
-                Err(error) => {
-                    let error = Error::from_io("starting a thread", error);
-                    group.fail(&error);
-                    Err(error)
-                }
+                Err(error) => Err(group.fail(Error::from_io("starting a thread", error))),
             });
             ended.collect()
         });
@@ -55,14 +51,11 @@ impl Served {
 
     fn take_in_group(&self, label: String, group: Arc<SnapshotGroup>) -> Result<SnapshotInfo> {
         let of_all = Arc::clone(&group);
-        let taken =
-            self.on_snapshots(async move |snapshots| snapshots.take_in_group(&label, &group).await);
-        // Also one that is not served makes all others fail.
-        taken.map_err(|error| {
-            let error = error.wrap(format!("disk {}", self.name));
-            of_all.fail(&error);
-            error
-        })
+        let taken = self
+            .on_snapshots(async move |snapshots| Ok(snapshots.take_in_group(&label, &group).await));
+        // One that is not served makes all others fail.
+        let name = || format!("disk {}", self.name);
+        taken.unwrap_or_else(|error| Err(of_all.fail(error.wrap(name()))))
     }
 
     /// All snapshots, by number.

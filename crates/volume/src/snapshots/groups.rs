@@ -97,6 +97,10 @@ fn if_one_fails_there_is_none_and_writers_go_on() {
         let kinds: Vec<_> =
             outcomes.iter().map(|outcome| outcome.as_ref().unwrap_err().kind()).collect();
         assert_eq!(kinds, [ErrorKind::Invalid; 3], "the reason is everybody's");
+        for outcome in &outcomes {
+            let error = outcome.as_ref().unwrap_err().in_one_line();
+            assert!(error.starts_with("volume data: there is a snapshot"), "{error}");
+        }
         // One of the group never comes.
         let group = SnapshotGroup::new(3);
         let waiting = all[..2].iter().map(|volume| volume.take_in_group("tuesday", &group));
@@ -112,7 +116,7 @@ fn if_one_fails_there_is_none_and_writers_go_on() {
         assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
         // Or says that it cannot.
         let group = SnapshotGroup::new(3);
-        group.fail(&Error::new(ErrorKind::Denied, "it is drained"));
+        group.fail(Error::new(ErrorKind::Denied, "it is drained"));
         let waiting = all[..2].iter().map(|volume| volume.take_in_group("tuesday", &group));
         for outcome in join_all(waiting).await {
             assert_eq!(outcome.unwrap_err().kind(), ErrorKind::Denied);

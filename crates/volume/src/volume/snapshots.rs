@@ -56,7 +56,8 @@ impl ManageSnapshots for Volume {
                 Ok(label) => self.shared.take_in_group(label, group).await,
                 Err(error) => Err(error),
             };
-            taken.inspect_err(|error| group.fail(error))
+            let name = || format!("volume {}", self.shared.heads.name.as_str());
+            taken.map_err(|error| group.fail(error.wrap(name())))
         })
     }
 
