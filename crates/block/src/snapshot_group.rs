@@ -57,8 +57,8 @@ impl SnapshotGroup {
         self.wait(|state| state.taken).await
     }
 
-    /// Says that a disk cannot take its snapshot. Returns why the group has failed: the first reason
-    /// stays.
+    /// Says that a disk cannot take its snapshot. Returns why the group has failed: the first
+    /// reason stays.
     pub fn fail(&self, error: Error) -> Error {
         let first = self.state().failed.get_or_insert(error).clone();
         self.changed.wake_all();
