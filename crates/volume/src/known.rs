@@ -53,6 +53,8 @@ pub(crate) struct Now {
     pub(crate) is_ended: bool,
     /// Whether it was given up, with all that was promised in the log.
     pub(crate) is_left_to_log: bool,
+    /// Whether somebody waits for the next record.
+    pub(crate) is_awaited: bool,
     /// How many groups of snapshots hold the writers.
     pub(crate) holds: usize,
     /// Why nothing is acknowledged any more.
@@ -114,6 +116,7 @@ impl Now {
             is_closing: false,
             is_ended: false,
             is_left_to_log: false,
+            is_awaited: false,
             holds: 0,
             latch: None,
             heads: HeadsOfNow::default(),

@@ -11,15 +11,26 @@ use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// A host whose times and identities only differ.
 pub(crate) fn environment(host: &str) -> Environment {
-    // Both only have to differ.
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    let next = || NEXT.fetch_add(1, Ordering::Relaxed);
-    Environment::new(host, next, move || {
+    environment_at(host, next)
+}
+
+/// A host with a clock.
+pub(crate) fn environment_at(
+    host: &str,
+    now_ns: impl Fn() -> u64 + Send + Sync + 'static,
+) -> Environment {
+    Environment::new(host, now_ns, || {
         let mut id = [0; 16];
         id[..8].copy_from_slice(&next().to_le_bytes());
         id
     })
+}
+
+fn next() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 pub(crate) fn memory() -> MemoryObjects {

@@ -65,12 +65,22 @@ impl Shared {
             },
         };
         debug_assert!(ticket.is_none_or(|ticket| ticket.number() == now.records), "one order");
-        let was_idle = now.waiting().is_none();
+        let is_awaited = std::mem::take(&mut now.is_awaited) || now.waiting().is_none();
         now.apply(change, environment);
-        if was_idle || is_cut {
+        if is_awaited || is_cut {
             self.progress.wake_all();
         }
         Ok(ticket)
+    }
+
+    /// Waits until the volume has another number of records than `seen`.
+    pub(crate) async fn record_after(&self, seen: u64) {
+        let check = || {
+            let mut now = self.now();
+            now.is_awaited |= now.records == seen;
+            (now.records != seen).then_some(())
+        };
+        self.progress.until(check).await;
     }
 
     /// Calls `act` until it has done all its changes; waits for room in between.

@@ -1,14 +1,14 @@
 use super::*;
-use crate::environment::Environment;
 use crate::heads::Claimed;
 use crate::place::BLOCK_BYTES;
+use crate::testing::environment;
 use crate::volume::Volume;
 use mica_block::{Disk, Extent, Manage, ObjectName, Objects, read_whole};
 use mica_rt::{Backend, Buf, Executor, sleep, spawn};
 use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects, Throttle};
 use mica_units::{GuestOffset, GuestRange, Rng};
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 mod clones;
@@ -19,17 +19,6 @@ mod speed;
 const BLOCK: u64 = BLOCK_BYTES as u64;
 const BLOCKS: u64 = 40;
 const LEN: u64 = BLOCKS * BLOCK;
-
-fn environment(host: &str) -> Environment {
-    // Both only have to differ.
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    let next = || NEXT.fetch_add(1, Ordering::Relaxed);
-    Environment::new(host, next, move || {
-        let mut id = [0; 16];
-        id[..8].copy_from_slice(&next().to_le_bytes());
-        id
-    })
-}
 
 /// A disk of so many blocks, by block.
 fn blank(blocks: u64) -> Vec<u8> {

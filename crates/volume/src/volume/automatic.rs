@@ -1,39 +1,53 @@
 //! Snapshots that a volume takes of itself while it is open.
 //!
 //! Invariants
-//! - I1 As long as nobody writes, there is no new one.
+//! - I1 As long as nobody writes, there is no new one, and next to nothing is done.
 //! - I2 Guests wait for nothing here: snapshots are records among theirs.
 
 use super::Volume;
 use crate::keep::Keep;
 use mica_block::{ManageSnapshots, Result};
-use mica_rt::{now, sleep};
+use mica_rt::{Instant, now, sleep, timeout};
 use std::time::Duration;
 
-/// How often it is looked which are to be dropped, at most.
+/// How often it is looked which are to be dropped, at most; and while nobody writes, and none was.
 const DROP_EVERY: Duration = Duration::from_secs(1);
+const DROP_AT_REST: Duration = Duration::from_secs(10);
 
 impl Volume {
     /// Takes a snapshot without a label in each of the shortest intervals of `rules` in which the
     /// volume is written, and drops those that the rules do not keep, until the volume is closed.
     pub async fn take_by(&self, rules: &Keep) {
-        if self.shared.writer.is_none() {
-            return;
+        if self.shared.writer.is_some() {
+            // The end of the volume's life ends this.
+            let _ = self.shared.over.unless_raised(self.take_until_refused(rules)).await;
         }
-        let every = rules.shortest();
+    }
+
+    async fn take_until_refused(&self, rules: &Keep) {
+        let (every, start) = (rules.shortest(), now());
         // Up to which record there is a snapshot.
-        let (mut seen, mut dropped_at) = (self.shared.now().records, now());
-        while self.shared.over.unless_raised(sleep(every)).await.is_some() {
+        let (mut seen, mut dropped_at) = (self.shared.now().records, start);
+        let mut rest = DROP_AT_REST.max(every);
+        loop {
+            if timeout(rest, self.shared.record_after(seen)).await.is_ok() {
+                sleep(rest_of_interval(start, every)).await;
+            }
             let is_due = now().saturating_since(dropped_at) >= DROP_EVERY;
             if is_due {
                 dropped_at = now();
             }
-            if let Err(error) = self.take_and_drop(rules, is_due, &mut seen).await {
-                if self.shared.refusal(&self.shared.now()).is_some() {
-                    return;
+            let before = seen;
+            match self.take_and_drop(rules, is_due, &mut seen).await {
+                // Others become too old soon.
+                Ok(()) if seen != before => rest = DROP_EVERY.max(every),
+                Ok(()) if is_due => rest = DROP_AT_REST.max(every),
+                Ok(()) => {}
+                Err(_) if self.shared.refusal(&self.shared.now()).is_some() => return,
+                Err(error) => {
+                    let (volume, error) = (self.shared.heads.name.as_str(), error.in_one_line());
+                    tracing::warn!(volume, error, "no automatic snapshot was taken");
                 }
-                let (volume, error) = (self.shared.heads.name.as_str(), error.in_one_line());
-                tracing::warn!(volume, error, "no automatic snapshot was taken");
             }
         }
     }
@@ -50,29 +64,29 @@ impl Volume {
     }
 }
 
+/// Until when the interval lasts that it is now, of those of length `every` since `start`.
+fn rest_of_interval(start: Instant, every: Duration) -> Duration {
+    let passed = now().saturating_since(start).as_nanos() % every.as_nanos();
+    every - Duration::from_nanos(u64::try_from(passed).expect("less than an interval"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::environment::Environment;
     use crate::heads::Claimed;
-    use crate::testing::{memory, name, run, write};
+    use crate::testing::{environment_at, memory, name, run, write};
     use crate::volumes::Volumes;
     use mica_block::{Manage as _, Objects};
     use mica_rt::spawn;
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, Ordering};
 
     /// The clock of the simulator, as that of the host.
     fn environment() -> Environment {
-        let (start, ids) = (now(), AtomicU64::new(1));
-        let clock = move || {
+        let start = now();
+        environment_at("host", move || {
             let passed = now().saturating_since(start).as_nanos();
             1_700_000_000_000_000_000 + u64::try_from(passed).expect("hours")
-        };
-        Environment::new("host", clock, move || {
-            let mut id = [0; 16];
-            id[..8].copy_from_slice(&ids.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-            id
         })
     }
 

@@ -3,11 +3,11 @@ mod life;
 mod waiting;
 
 use super::*;
-use crate::environment::Environment;
 use crate::heads::Claimed;
 use crate::names::VolumeName;
 use crate::put::Patience;
 use crate::segment::WEIGHT_MAX;
+use crate::testing::environment;
 use crate::volumes::Volumes;
 use mica_block::{Objects, read_whole};
 use mica_rt::{Backend, Executor};
@@ -17,17 +17,6 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 const LEN: u64 = 300 * SECTOR_BYTES;
-
-fn environment(host: &str) -> Environment {
-    // Both only have to differ.
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    let next = || NEXT.fetch_add(1, Ordering::Relaxed);
-    Environment::new(host, next, move || {
-        let mut id = [0; 16];
-        id[..8].copy_from_slice(&next().to_le_bytes());
-        id
-    })
-}
 
 fn objects() -> MemoryObjects {
     MemoryObjects::new("memory")

@@ -1,6 +1,5 @@
 use super::*;
-use crate::environment::Environment;
-use crate::testing::{memory, name, run, write};
+use crate::testing::{environment_at, memory, name, run, write};
 use crate::volume::Volume;
 use mica_block::{ErrorKind, ManageSnapshots, Objects, Which};
 use std::sync::Arc;
@@ -19,13 +18,8 @@ impl World {
     async fn new() -> Self {
         let objects: Arc<dyn Objects> = Arc::new(memory());
         let now_ns = Arc::new(AtomicU64::new(1_700_000_000 * SECOND));
-        let (clock, ids) = (Arc::clone(&now_ns), AtomicU64::new(1));
-        let random = move || {
-            let mut id = [0; 16];
-            id[..8].copy_from_slice(&ids.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-            id
-        };
-        let environment = Environment::new("host", move || clock.load(Ordering::Relaxed), random);
+        let clock = Arc::clone(&now_ns);
+        let environment = environment_at("host", move || clock.load(Ordering::Relaxed));
         let volumes = Volumes::open_or_make(Arc::clone(&objects), environment, 1 << 20).await;
         let world = Self { objects, volumes: volumes.expect("a store"), now_ns };
         world.volumes.create(&name("web"), 1 << 20).await.expect("made");
