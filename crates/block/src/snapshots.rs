@@ -4,6 +4,7 @@
 use crate::{Error, ErrorKind, LocalFuture, Result, SnapshotGroup};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 /// Longest label of a snapshot, in bytes.
 pub const LABEL_BYTES_MAX: usize = 255;
@@ -108,7 +109,7 @@ pub trait ManageSnapshots {
     fn take_in_group<'a>(
         &'a self,
         label: &'a str,
-        group: &'a SnapshotGroup,
+        group: &'a Arc<SnapshotGroup>,
     ) -> LocalFuture<'a, Result<SnapshotInfo>>;
 
     /// All snapshots, by number.

@@ -1,6 +1,6 @@
 //! `mica volume receive`.
 
-use super::send::named;
+use super::send::{named, of_file};
 use super::session::{SessionArgs, volume};
 use crate::failure::Failure;
 use crate::output::{ReportArgs, human_size};
@@ -48,8 +48,7 @@ pub(super) fn run(args: &ReceiveArgs) -> Result<ExitCode, Failure> {
         receive(args, url, &mut stdin, &mut received)
     } else {
         let file = File::open(&args.file);
-        let mut file =
-            file.map_err(|error| Failure::from(error).within(args.file.display().to_string()))?;
+        let mut file = file.map_err(|error| of_file(&args.file, error))?;
         receive(args, url, &mut file, &mut received)
     };
     // What was received before a failure is there.

@@ -50,8 +50,7 @@ pub(super) fn run(args: &SendArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     url.needed_snapshot("volume send")?;
     if args.file.as_os_str() != "-" {
-        let file = File::create_new(&args.file)
-            .map_err(|error| Failure::from(error).within(args.file.display().to_string()))?;
+        let file = File::create_new(&args.file).map_err(|error| of_file(&args.file, error))?;
         let sent = send(args, &url, &file).and_then(|sent| {
             file.sync_all().map_err(|error| of_file(&args.file, error))?;
             Ok(sent)
@@ -110,7 +109,8 @@ fn send(args: &SendArgs, url: &VolumeUrl, out: impl Write) -> Result<Vec<Sent>, 
     }
 }
 
-fn of_file(path: &Path, error: std::io::Error) -> Failure {
+/// Why `path` cannot be used.
+pub(super) fn of_file(path: &Path, error: std::io::Error) -> Failure {
     Failure::from(error).within(path.display().to_string())
 }
 

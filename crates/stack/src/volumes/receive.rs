@@ -19,51 +19,23 @@ impl Store {
         source: &mut dyn Read,
         each: impl FnMut(&Received),
     ) -> Result<()> {
-        match self.volumes().info(name).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                self.receive_new(name, options, source, each).await
+        let lock = loop {
+            match self.settle(name).await {
+                Ok(_held) => return self.volumes().receive(name, options, source, each).await,
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
             }
-            Err(error) => Err(error),
-            Ok(_) => self.receive_known(name, options, source, each).await,
-        }
-    }
-
-    async fn receive_known(
-        &self,
-        name: &VolumeName,
-        options: ReceiveOptions,
-        source: &mut dyn Read,
-        each: impl FnMut(&Received),
-    ) -> Result<()> {
-        let _held = self.settle(name).await?;
-        self.volumes().receive(name, options, source, each).await
-    }
-
-    async fn receive_new(
-        &self,
-        name: &VolumeName,
-        options: ReceiveOptions,
-        source: &mut dyn Read,
-        each: impl FnMut(&Received),
-    ) -> Result<()> {
-        let lock = match self.directory() {
-            Some(directory) => Some(VolumeLock::take(directory, name).await?),
-            None => None,
+            let Some(directory) = self.directory() else {
+                return self.volumes().receive(name, options, source, each).await;
+            };
+            let lock = VolumeLock::take(directory, name).await?;
+            // Another process may have made it meanwhile: the lock's file says what it left.
+            if !self.has(name).await? {
+                break lock;
+            }
         };
-        // Another process may have made it meanwhile: the file of its lock says what it left.
-        match self.volumes().info(name).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
-            Ok(_) => {
-                drop(lock);
-                return self.receive_known(name, options, source, each).await;
-            }
-        }
-        if let Some(lock) = &lock {
-            lock.sign(None, true)?;
-        }
+        lock.sign(None, true)?;
         let received = self.volumes().receive(name, options, source, each).await;
-        let Some(lock) = lock else { return received };
         match self.volumes().info(name).await {
             Err(error) if error.kind() == ErrorKind::NotFound => lock.remove(),
             // Whoever could not take it back has left a part, and it stays signed as one.
@@ -71,5 +43,13 @@ impl Store {
             Ok(_) | Err(_) => {}
         }
         received
+    }
+
+    async fn has(&self, name: &VolumeName) -> Result<bool> {
+        match self.volumes().info(name).await {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }

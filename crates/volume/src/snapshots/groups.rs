@@ -28,7 +28,7 @@ async fn made(objects: &Arc<dyn Objects>) -> (Volumes, Vec<Arc<Volume>>) {
 }
 
 async fn take(all: &[Arc<Volume>], label: &str) -> Vec<Result<SnapshotInfo>> {
-    let group = SnapshotGroup::new(all.len());
+    let group = Arc::new(SnapshotGroup::new(all.len()));
     join_all(all.iter().map(|volume| volume.take_in_group(label, &group))).await
 }
 
@@ -102,7 +102,7 @@ fn if_one_fails_there_is_none_and_writers_go_on() {
             assert!(error.starts_with("volume data: there is a snapshot"), "{error}");
         }
         // One of the group never comes.
-        let group = SnapshotGroup::new(3);
+        let group = Arc::new(SnapshotGroup::new(3));
         let waiting = all[..2].iter().map(|volume| volume.take_in_group("tuesday", &group));
         let guests = all.clone();
         let writing = spawn(async move {
@@ -115,7 +115,7 @@ fn if_one_fails_there_is_none_and_writers_go_on() {
         writing.await;
         assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
         // Or says that it cannot.
-        let group = SnapshotGroup::new(3);
+        let group = Arc::new(SnapshotGroup::new(3));
         group.fail(Error::new(ErrorKind::Denied, "it is drained"));
         let waiting = all[..2].iter().map(|volume| volume.take_in_group("tuesday", &group));
         for outcome in join_all(waiting).await {

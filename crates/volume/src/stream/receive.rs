@@ -1,6 +1,7 @@
 //! Receives a snapshot.
 
 use super::format::{BEGIN_BYTES, Begin, DATA_BYTES_MAX, PART_BYTES, Part};
+use crate::format::Id;
 use crate::format::frame::Malformed;
 use crate::format::snapshot::Record;
 use crate::heads::{Claimed, End};
@@ -207,14 +208,8 @@ async fn write(volume: &Volume, begin: &Begin, stream: &mut Stream<'_>) -> Resul
             written?;
         }
     }
-    let (label, time_ns, origin) = (begin.label.clone(), begin.time_ns, Some(begin.snapshot));
-    let (number, records) = {
-        let now = volume.shared().now();
-        (now.next_snapshot(), now.records)
-    };
-    let cut = Cut::Take { number, label: label.clone(), time_ns, origin };
-    volume.shared().change_once(Change::Cut(cut)).await?;
-    let snapshot = SnapshotInfo { number, label, time_ns, len: begin.len, records };
+    let (label, origin) = (begin.label.clone(), Some(begin.snapshot));
+    let snapshot = volume.shared().record_snapshot(label, begin.time_ns, origin).await?;
     Ok(Received { snapshot, was_there: false, data_bytes: step.data_bytes })
 }
 
@@ -231,7 +226,7 @@ async fn put(volume: &Volume, part: Part, data: Buf) -> Result<()> {
 
 /// A volume that is there.
 struct Present {
-    volume: [u8; 16],
+    volume: Id,
     state: State,
     records: Vec<Arc<Record>>,
 }

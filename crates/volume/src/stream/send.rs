@@ -1,6 +1,7 @@
 //! Sends a snapshot.
 
 use super::format::{Begin, DATA_BYTES_MAX, Part};
+use crate::format::Id;
 use crate::format::snapshot::{Origin, Record};
 use crate::names::VolumeName;
 use crate::snapshots::{all, missing};
@@ -78,7 +79,7 @@ struct Step<'a> {
     volumes: &'a Volumes,
     name: &'a VolumeName,
     /// Identity of the volume.
-    volume: [u8; 16],
+    volume: Id,
     base: Option<&'a Arc<Record>>,
     record: &'a Arc<Record>,
 }

@@ -9,7 +9,7 @@
 //! - I3 Rules drop no snapshot that has a label: they hold `naming`, too.
 
 use super::Volume;
-use crate::format::snapshot::Record;
+use crate::format::snapshot::{Origin, Record};
 use crate::keep::Keep;
 use crate::known::{Change, RecentCuts};
 use crate::segment::Cut;
@@ -48,17 +48,17 @@ impl ManageSnapshots for Volume {
     fn take_in_group<'a>(
         &'a self,
         label: &'a str,
-        group: &'a SnapshotGroup,
+        group: &'a Arc<SnapshotGroup>,
     ) -> LocalFuture<'a, Result<SnapshotInfo>> {
-        Box::pin(async move {
-            let label = check_label(label).map(|()| label.to_owned());
-            let taken = match label {
-                Ok(label) => self.shared.take_in_group(label, group).await,
+        let (label, group) = (label.to_owned(), Arc::clone(group));
+        Box::pin(self.request(async move |shared| {
+            let taken = match check_label(&label) {
+                Ok(()) => shared.take_in_group(label, &group).await,
                 Err(error) => Err(error),
             };
-            let name = || format!("volume {}", self.shared.heads.name.as_str());
+            let name = || format!("volume {}", shared.heads.name.as_str());
             taken.map_err(|error| group.fail(error.wrap(name())))
-        })
+        }))
     }
 
     fn list(&self) -> LocalFuture<'_, Result<Vec<SnapshotInfo>>> {
@@ -100,7 +100,7 @@ impl Shared {
     async fn take_snapshot(self: &Arc<Self>, label: String) -> Result<SnapshotInfo> {
         self.putter()?;
         let named = self.name(&label).await?;
-        let info = self.record_snapshot(label).await?;
+        let info = self.record_snapshot(label, self.heads.environment.now_ns(), None).await?;
         drop(named);
         self.flush().await?;
         Ok(info)
@@ -117,7 +117,7 @@ impl Shared {
         let named = self.name(&label).await?;
         let held = HeldWriters::new(self);
         group.all_hold().await?;
-        let info = self.record_snapshot(label).await?;
+        let info = self.record_snapshot(label, self.heads.environment.now_ns(), None).await?;
         let all_taken = group.all_taken().await;
         drop((held, named));
         if let Err(error) = all_taken {
@@ -139,9 +139,16 @@ impl Shared {
         Ok(Some(alone))
     }
 
-    /// Takes a snapshot; it is not durable yet.
-    async fn record_snapshot(self: &Arc<Self>, label: String) -> Result<SnapshotInfo> {
-        let time_ns = self.heads.environment.now_ns();
+    /// Takes a snapshot, of this time and origin; it is not durable yet. Nobody else has the label.
+    ///
+    /// # Errors
+    /// `Limit` if the volume can have no more; why nothing is accepted.
+    pub(crate) async fn record_snapshot(
+        self: &Arc<Self>,
+        label: String,
+        time_ns: u64,
+        origin: Option<Origin>,
+    ) -> Result<SnapshotInfo> {
         let taken = self.change(|recorder| {
             let (number, len, records) =
                 (recorder.now.next_snapshot(), recorder.now.len, recorder.now.records);
@@ -149,7 +156,7 @@ impl Shared {
                 let what = "the volume has had every snapshot";
                 return Step::Done(Err(Error::new(ErrorKind::Limit, what)));
             }
-            let cut = Cut::Take { number, label: label.clone(), time_ns, origin: None };
+            let cut = Cut::Take { number, label: label.clone(), time_ns, origin };
             match recorder.record(Change::Cut(cut)) {
                 true => {
                     let label = label.clone();
