@@ -1,7 +1,8 @@
 //! The process from start to end.
 //!
 //! Order: everything the sandbox would forbid, the sandbox itself, then worker threads, images and
-//! sockets. Images are opened before sockets appear, so a client that can connect is served. In a
+//! sockets. Images are opened before their sockets appear, so a client that can connect is served;
+//! the control socket appears before all of them, and answers when they are open. In a
 //! takeover no client is answered before the other process can no longer come back: it would not
 //! know what was acknowledged meanwhile.
 //! Shutdown runs the other way: sockets go first, requests in flight are answered, servers stop,
@@ -139,6 +140,7 @@ impl Daemon {
             Err(error) => {
                 // The first failure is the one to report.
                 let _ = shared.stop();
+                shared.control_sockets().close();
                 Err(error)
             }
         }

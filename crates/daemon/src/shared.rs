@@ -152,6 +152,11 @@ impl Shared {
             let is_handed_over = begin == Begin::Later && was_served;
             *is_required = is_alone || config.process.strict || is_handed_over;
         }
+        // Who has connected to a disk may turn to the control socket next. It listens from here on,
+        // and answers when the disks are open.
+        let ProcessSettings { control, metrics, metrics_public, .. } = &config.process;
+        *self.control_sockets() =
+            ControlSockets::take(control.as_deref(), *metrics, *metrics_public, &mut inherited)?;
         let mut failures = Vec::new();
         for (Opening { served, is_required }, opened) in
             disks.iter().zip(self.open_all(&disks, patience, begin))
@@ -172,9 +177,6 @@ impl Shared {
         }
         self.report(failures)?;
         self.resources.addresses.close_unused();
-        let ProcessSettings { control, metrics, metrics_public, .. } = config.process;
-        *self.control_sockets() =
-            ControlSockets::take(control.as_deref(), metrics, metrics_public, &mut inherited)?;
         Ok(inherited)
     }
 

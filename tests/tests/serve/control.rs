@@ -49,10 +49,8 @@ impl World {
             serve
         });
         let world = Self { server: server.expect("served"), dir, metrics };
-        // Disks are served first.
-        let listens = || TcpStream::connect(metrics).ok();
-        clock::poll(Duration::from_secs(60), Duration::from_millis(5), listens)
-            .expect("it listens");
+        // It answers when all disks are open.
+        world.json(&["ctl", "status"]);
         Some(world)
     }
 
@@ -433,4 +431,36 @@ fn figures_do_not_leave_the_machine_unasked() {
         serve(&["--control", Path::new(dir.path()).join("precious").to_str().expect("text")]);
     assert!(said.contains("precious"), "{said}");
     assert_eq!(fs::read(dir.path().join("precious")).expect("still there"), b"x");
+}
+
+#[test]
+fn control_socket_is_there_before_the_first_disk_and_answers_when_all_are_open() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let folder = dir.path();
+    qemu::create(folder, "fast.qcow2", &[], "4M");
+    qemu::create(folder, "slow.qcow2", &[], "4M");
+    let server = Server::start("", |socket| {
+        let config = format!(
+            "control = \"control\"\n\
+             [[disk]]\nname = \"fast\"\nimage = \"fast.qcow2\"\nnbd = [\"{}\"]\n\
+             [[disk]]\nname = \"slow\"\nimage = \"slow.qcow2\"\nnbd = [\"slow.nbd\"]\n\
+             inject = [\"delay=200ms\"]\n",
+            socket.display()
+        );
+        fs::write(folder.join("mica.toml"), config).expect("written");
+        let mut serve = Command::new(mica::binary());
+        serve.arg("serve").arg("--config").arg(folder.join("mica.toml"));
+        serve
+    });
+    let server = server.expect("served");
+    let control = folder.join("control").display().to_string();
+    let status = mica::run(["ctl", "--control", &control, "--output", "json", "status"]).json();
+    let states: Vec<_> = status["disks"].as_array().expect("two").iter().collect();
+    assert!(states.len() == 2 && states.iter().all(|disk| disk["state"] == "serving"), "{status}");
+    assert!(folder.join("slow.nbd").exists());
+    server.stop().expect("stopped");
+    assert!(!Path::new(&control).exists());
 }
