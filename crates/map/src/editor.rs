@@ -8,6 +8,8 @@
 //!   changed, from the lowest level up, visits every directory that has to be written, and each
 //!   after the children that it names.
 //! - E2 Only unchanged directories are evicted. The path to the key that was asked for last stays.
+//! - E3 The lowest directory in which a leaf was set last is held and changed, with all above it,
+//!   until something else is done with the tree than setting leaves: its neighbours cost one look-up.
 
 use crate::node::{Directory, FANOUT_BITS};
 use crate::{FANOUT, HEIGHT_MAX, Reference, Root, above, child_index};
@@ -46,6 +48,8 @@ pub struct Editor<R> {
     limit: usize,
     /// Counts calls of `missing`.
     now: u64,
+    /// Where a leaf was set last (E3).
+    last: Option<Slot>,
 }
 
 impl<R: Reference> Editor<R> {
@@ -57,7 +61,7 @@ impl<R: Reference> Editor<R> {
     pub fn new(root: Root<R>, limit: usize) -> Self {
         let limit = limit.max(Self::LIMIT_MIN);
         let (held, dirty) = (BTreeMap::new(), BTreeSet::new());
-        Self { root, top: root, held, dirty, limit, now: 0 }
+        Self { root, top: root, held, dirty, limit, now: 0, last: None }
     }
 
     /// The state that was last written.
@@ -78,6 +82,7 @@ impl<R: Reference> Editor<R> {
 
     /// Makes the tree high enough for `key`. Writes nothing yet.
     pub fn grow_for(&mut self, key: u64) {
+        // Directories that are added on top are changed, too: what is beneath stays as it is (E3).
         while self.top.height == 0 || self.top.is_beyond(key) {
             assert!(self.top.height < HEIGHT_MAX, "16 levels hold every key");
             let slot = Slot { level: self.top.height, prefix: 0 };
@@ -94,6 +99,9 @@ impl<R: Reference> Editor<R> {
     /// set, with its place.
     pub fn missing(&mut self, key: u64) -> Option<(Slot, R)> {
         self.now += 1;
+        if self.last == Some(Slot::of(key, 0)) {
+            return None;
+        }
         self.find_missing(key, |held, now| held.used = now)
     }
 
@@ -144,6 +152,17 @@ impl<R: Reference> Editor<R> {
     /// # Panics
     /// If the tree was not grown for the key, or a directory on the path is missing.
     pub fn set(&mut self, key: u64, leaf: Option<R>) {
+        let lowest = Slot::of(key, 0);
+        if self.last != Some(lowest) {
+            self.change_path(key);
+            self.last = Some(lowest);
+        }
+        let held = self.held.get_mut(&lowest).expect("it is held (E3)");
+        held.directory.set_child(child_index(key, 0), leaf);
+    }
+
+    /// The directories on the path to `key` are held, and changed, from now on.
+    fn change_path(&mut self, key: u64) {
         assert!(self.find_missing(key, |_, _| ()).is_none(), "a directory was not fed");
         assert!(self.top.height > 0 && !self.top.is_beyond(key), "grow the tree first");
         for level in 0..self.top.height {
@@ -153,8 +172,6 @@ impl<R: Reference> Editor<R> {
             }
             self.dirty.insert(slot);
         }
-        let lowest = self.held.get_mut(&Slot::of(key, 0)).expect("it is held now");
-        lowest.directory.set_child(child_index(key, 0), leaf);
     }
 
     /// Removes every leaf whose key is in `keys`, however many there are: costs two paths. Those to
@@ -163,6 +180,7 @@ impl<R: Reference> Editor<R> {
     /// # Panics
     /// If a directory on these paths is missing.
     pub fn clear(&mut self, keys: RangeInclusive<u64>) {
+        self.last = None;
         let (first, last) = keys.into_inner();
         if first > last || self.top.height == 0 || self.top.is_beyond(first) {
             return;
@@ -222,6 +240,7 @@ impl<R: Reference> Editor<R> {
         count: usize,
         mut put: impl FnMut(&Directory<R>) -> R,
     ) -> Option<Root<R>> {
+        self.last = None;
         for _ in 0..count {
             let Some(slot) = self.dirty.pop_first() else { break };
             let held = self.held.get(&slot).expect("a changed directory is held");
