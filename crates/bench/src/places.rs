@@ -55,16 +55,16 @@ fn shuffle(places: &mut [u64], rng: &mut Rng) {
 }
 
 /// Makes a load that allocates independent of the ones before it. Writes out what they left in the
-/// page cache of `file`: otherwise a faster server has more of it in the later ones, up to where
-/// the kernel makes every writer sleep (`vm.dirty_background_ratio`), and loses by what it did
-/// before. And uses free memory once: a virtual machine may give it back to its host (free page
-/// reporting of virtio-balloon), and then the first use of a page of a file costs 4.5 and not
-/// 0.75 µs (seen on Linux 6.18).
+/// page cache, on the file system of `path`: otherwise a faster server has more of it in the later
+/// ones, up to where the kernel makes every writer sleep (`vm.dirty_background_ratio`), and loses
+/// by what it did before. And uses free memory once: a virtual machine may give it back to its host
+/// (free page reporting of virtio-balloon), and then the first use of a page of a file costs 4.5
+/// and not 0.75 µs (seen on Linux 6.18).
 ///
 /// # Errors
 /// If it cannot be opened, or not all is written.
-pub(super) fn settle(file: &Path) -> Result<()> {
-    File::open(file)?.sync_all()?;
+pub(super) fn settle(path: &Path) -> Result<()> {
+    rustix::fs::syncfs(File::open(path)?)?;
     let half = available_bytes().map_or(0, |bytes| bytes / 2).min(TOUCHED_BYTES_MAX);
     // Two threads: one takes seconds.
     thread::scope(|scope| {

@@ -401,7 +401,7 @@ const CLASS_COUNT: usize = (CLASS_BITS_MAX - CLASS_BITS_MIN + 1) as usize;
 /// Maximum number of bytes that one thread keeps for reuse.
 const KEPT_BYTES_MAX: usize = 4 << 20;
 /// The same of large blocks, of the process; a block has a multiple of the unit.
-const LARGE_KEPT_BYTES_MAX: usize = 32 << 20;
+const LARGE_KEPT_BYTES_MAX: usize = 64 << 20;
 const LARGE_UNIT_BYTES: usize = 1 << 18;
 
 /// Large blocks that are kept for reuse: few.

@@ -6,6 +6,7 @@ use crate::cost::Meter;
 use crate::load::{
     Durable, Load, Pattern, Request, WriteLoad, Written, ratio, run_on_all, stamp, write,
 };
+use crate::places::settle;
 use crate::samples::Sample;
 use anyhow::{Result, ensure};
 use mica_gen::Rng;
@@ -35,6 +36,7 @@ const WRITTEN: u64 = 2;
 pub(super) fn run(context: &Context<'_>, disk: Disk, sample: &mut Sample) -> Result<()> {
     context.place.make(disk, context.disk_bytes)?;
     let server = context.place.serve(disk)?;
+    settle(context.place.folder)?;
     let places: Vec<_> = (0..context.disk_bytes).step_by(MIB as usize).collect();
     let fill = WriteLoad {
         offsets: &places,
@@ -71,6 +73,7 @@ pub(super) fn run(context: &Context<'_>, disk: Disk, sample: &mut Sample) -> Res
             limit: context.limit,
             generation: WRITTEN,
         };
+        settle(context.place.folder)?;
         written.extend(put(&server, connections, &load, name, sample)?.offsets);
     }
     sample.put("rss_peak_mib", ratio(server.memory().1, 1 << 20));
