@@ -161,7 +161,7 @@ pub struct Zeroes {
     pub fast: bool,
 }
 
-/// A write in flight. Resolves to the outcome and the buffer.
+/// A write in flight. Resolves to the outcome and the buffer; to an empty one if the disk kept it.
 #[must_use = "the buffer is returned only when awaited"]
 pub enum Writing<'a> {
     /// Straight to one place.

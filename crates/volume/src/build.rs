@@ -193,7 +193,7 @@ impl Content {
     /// Adds guest block `number`.
     fn push(&mut self, number: u64, data: &Block) -> Place {
         let offset = HEADER_BYTES + self.blocks.len() * BLOCK_BYTES;
-        self.blocks.push(Arc::clone(data));
+        self.blocks.push(data.clone());
         match self.entries.last_mut() {
             Some(Entry::Data { first, count }) if *first + *count == number => *count += 1,
             _ => self.entries.push(Entry::Data { first: number, count: 1 }),

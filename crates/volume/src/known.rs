@@ -27,6 +27,8 @@ use std::sync::Arc;
 
 /// Weight of the segments that wait or are under way: then writers wait.
 const SEALED_WEIGHT_MAX: usize = 8 * WEIGHT_MAX;
+/// Blocks whose buffers a batch keeps in memory, about: those that were overwritten are among them.
+const BULK_MAX: usize = 4 * WEIGHT_MAX;
 /// How many these are: snapshots seal small ones, and each is looked through when a block is read.
 const SEGMENTS_MAX: usize = 64;
 /// Extents under way.
@@ -145,7 +147,7 @@ impl Now {
         if is_cut {
             return self.has_room_for_segment();
         }
-        if self.filling.weight() < WEIGHT_MAX {
+        if self.filling.weight() < WEIGHT_MAX && !self.filling.is_bulky(BULK_MAX) {
             return true;
         }
         let has_room = self.has_room_for_segment();

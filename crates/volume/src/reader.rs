@@ -245,11 +245,11 @@ pub(crate) async fn stored_block(
     block: u64,
 ) -> Result<(Option<Place>, Block)> {
     let Some(place) = tree.look_up(map, block).await? else {
-        return Ok((None, Arc::new([0; BLOCK_BYTES])));
+        return Ok((None, Block::new(&[0; BLOCK_BYTES])));
     };
     let buf = tree.read_blocks(place, [place], Buf::new(BLOCK_BYTES)).await?;
-    let bytes: [u8; BLOCK_BYTES] = (*buf).try_into().expect("a block");
-    Ok((Some(place), Arc::new(bytes)))
+    let block = Block::all_of(buf, 0).next();
+    Ok((Some(place), block.expect("a block was read")))
 }
 
 /// What the blocks of `range` are, from its start on: those of a state's map, with `recent` over

@@ -3,14 +3,62 @@
 //! Invariants
 //! - I1 Pieces do not overlap: for every block the last that was done to it counts.
 //! - I2 A range without data is one piece, however long it is.
+//! - I3 Blocks that were written together share a buffer, which stays as long as one of them. So
+//!   what a batch keeps in memory is bounded by what was ever put into it ([`Batch::is_bulky`]).
 
 use crate::place::BLOCK_BYTES;
+use mica_rt::Buf;
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::fmt;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// The bytes of a block.
-pub(crate) type Block = Arc<[u8; BLOCK_BYTES]>;
+/// The bytes of a block: a part of the buffer that it was written with.
+#[derive(Clone)]
+pub(crate) struct Block {
+    of: Arc<Buf>,
+    at: usize,
+}
+
+impl Block {
+    /// A block of its own.
+    pub(crate) fn new(bytes: &[u8; BLOCK_BYTES]) -> Self {
+        Self { of: Arc::new(Buf::from_slice(bytes)), at: 0 }
+    }
+
+    /// The blocks of `buf` from `at` on. Nobody changes them: `buf` is not foreign.
+    pub(crate) fn all_of(buf: Buf, at: usize) -> impl Iterator<Item = Self> {
+        debug_assert!(!buf.is_foreign(), "its other owner may change it");
+        let (count, of) = (buf.len().saturating_sub(at) / BLOCK_BYTES, Arc::new(buf));
+        (0..count).map(move |index| Self { of: Arc::clone(&of), at: at + index * BLOCK_BYTES })
+    }
+
+    fn has_others(&self) -> bool {
+        self.of.len() >= 2 * BLOCK_BYTES
+    }
+}
+
+impl Deref for Block {
+    type Target = [u8; BLOCK_BYTES];
+
+    fn deref(&self) -> &Self::Target {
+        self.of[self.at..].first_chunk().expect("a block is within its buffer")
+    }
+}
+
+impl PartialEq for Block {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Block {}
+
+impl fmt::Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a block of {:02x?}…", &self[..8])
+    }
+}
 
 /// What a block is, as far as a batch knows.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -43,6 +91,8 @@ impl Piece {
 pub(crate) struct Batch {
     pieces: BTreeMap<u64, Piece>,
     data: usize,
+    /// Blocks that were put and share a buffer with others, whether they are still there or not.
+    shared: usize,
 }
 
 impl Batch {
@@ -56,11 +106,16 @@ impl Batch {
         self.pieces.len()
     }
 
+    /// Whether it may keep far more in memory than it has (I3): `limit` blocks or more.
+    pub(crate) fn is_bulky(&self, limit: usize) -> bool {
+        self.shared >= limit
+    }
+
     /// What `block` is; `None` if nothing was done to it.
     pub(crate) fn get(&self, block: u64) -> Option<Known> {
         let (start, piece) = self.pieces.range(..=block).next_back()?;
         match piece {
-            Piece::Data(data) if *start == block => Some(Known::Data(Arc::clone(data))),
+            Piece::Data(data) if *start == block => Some(Known::Data(data.clone())),
             Piece::Nothing(count) if block - start < *count => Some(Known::Nothing),
             _ => None,
         }
@@ -69,6 +124,7 @@ impl Batch {
     /// `block` has these bytes now.
     pub(crate) fn put(&mut self, block: u64, data: Block) {
         self.cut(block..block + 1);
+        self.shared += usize::from(data.has_others());
         self.pieces.insert(block, Piece::Data(data));
         self.data += 1;
     }
@@ -138,7 +194,7 @@ impl Batch {
         let part = start.max(blocks.start)..(start + piece.count()).min(blocks.end);
         match piece {
             _ if part.is_empty() => {}
-            Piece::Data(data) => self.put(start, Arc::clone(data)),
+            Piece::Data(data) => self.put(start, data.clone()),
             Piece::Nothing(_) => self.clear(part),
         }
     }
@@ -160,7 +216,7 @@ mod tests {
     fn block(number: u64) -> Block {
         let mut bytes = [0; BLOCK_BYTES];
         bytes[..8].copy_from_slice(&number.to_le_bytes());
-        Arc::new(bytes)
+        Block::new(&bytes)
     }
 
     #[test]
@@ -176,6 +232,20 @@ mod tests {
             [(0, 1 << 36)]
         );
         assert_eq!(batch.data_blocks(), 0);
+    }
+
+    /// A guest that writes many blocks at once, and most of them again, is not kept in memory whole.
+    #[test]
+    fn batch_says_when_it_may_keep_far_more_than_it_has() {
+        let mut batch = Batch::default();
+        for _ in 0..3 {
+            for (number, data) in (0..).zip(Block::all_of(Buf::zeroed(8 * BLOCK_BYTES), 0)) {
+                batch.put(number, data);
+            }
+            batch.put(9, block(1));
+        }
+        assert_eq!((batch.weight(), batch.data_blocks()), (9, 9));
+        assert!(batch.is_bulky(24) && !batch.is_bulky(25));
     }
 
     /// Against a map of single blocks.

@@ -17,7 +17,7 @@ use crate::segment::Cut;
 use crate::shared::Shared;
 use crate::state::Root;
 use mica_block::{Error, Result};
-use mica_rt::{sleep, yield_now};
+use mica_rt::{Buf, sleep, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 use std::time::Duration;
@@ -166,48 +166,52 @@ impl Shared {
         }
     }
 
-    pub(crate) async fn write(self: &Arc<Self>, at: GuestOffset, bytes: &[u8]) -> Result<()> {
+    /// Writes all of `buf`, and keeps the whole blocks of it, unless they are a guest's memory.
+    pub(crate) async fn write(self: &Arc<Self>, at: GuestOffset, mut buf: Buf) -> Result<()> {
         let size = BLOCK_BYTES as u64;
-        let (at, end) = (at.bytes(), at.bytes() + bytes.len() as u64);
+        let (at, end) = (at.bytes(), at.bytes() + buf.len() as u64);
         let within = usize::try_from(at % size).expect("less than a block");
-        let (head, rest) = match within {
-            0 => bytes.split_at(0),
-            within => bytes.split_at(bytes.len().min(BLOCK_BYTES - within)),
+        let head_len = match within {
+            0 => 0,
+            within => buf.len().min(BLOCK_BYTES - within),
         };
-        if !head.is_empty() {
-            self.write_part(at / size, within, head).await?;
+        let tail_len = (buf.len() - head_len) % BLOCK_BYTES;
+        if buf.is_foreign() {
+            buf = Buf::from_slice(&buf);
         }
-        let (whole, tail) = rest.as_chunks::<BLOCK_BYTES>();
+        let head = buf.split_to(head_len);
+        let whole = buf.split_to(buf.len() - tail_len);
+        if !head.is_empty() {
+            self.write_part(at / size, within, &head).await?;
+        }
         if !whole.is_empty() {
             self.write_blocks(at.div_ceil(size), whole).await?;
         }
-        if tail.is_empty() { Ok(()) } else { self.write_part(end / size, 0, tail).await }
+        if buf.is_empty() { Ok(()) } else { self.write_part(end / size, 0, &buf).await }
     }
 
     /// Writes whole blocks, some at a time: others have the lock in between.
-    async fn write_blocks(
-        self: &Arc<Self>,
-        first: u64,
-        blocks: &[[u8; BLOCK_BYTES]],
-    ) -> Result<()> {
+    async fn write_blocks(self: &Arc<Self>, first: u64, bytes: Buf) -> Result<()> {
         let mut last = None;
-        for (index, some) in blocks.chunks(BLOCKS_AT_ONCE).enumerate() {
-            if index > 0 {
-                yield_now().await;
-            }
-            // Copied before the lock is taken.
-            let copies: Vec<Block> = some.iter().map(|block| Arc::new(*block)).collect();
-            let mut copies = (first + (index * BLOCKS_AT_ONCE) as u64..).zip(copies).peekable();
-            let record_all = |recorder: &mut Recorder<'_>| {
-                while let Some((block, data)) = copies.peek() {
-                    if !recorder.record(Change::Data(*block, Arc::clone(data))) {
+        let mut blocks = (first..).zip(Block::all_of(bytes, 0)).peekable();
+        while blocks.peek().is_some() {
+            let mut left = BLOCKS_AT_ONCE;
+            let record_some = |recorder: &mut Recorder<'_>| {
+                while left > 0
+                    && let Some((block, data)) = blocks.peek()
+                {
+                    if !recorder.record(Change::Data(*block, data.clone())) {
                         return Step::Again;
                     }
-                    copies.next();
+                    blocks.next();
+                    left -= 1;
                 }
                 Step::Done(())
             };
-            self.make_changes(&mut last, record_all).await?;
+            self.make_changes(&mut last, record_some).await?;
+            if blocks.peek().is_some() {
+                yield_now().await;
+            }
         }
         self.settle(last).await
     }
@@ -224,7 +228,7 @@ impl Shared {
                     (Is::Stored(Some(_)), _) => return None,
                 };
                 new[within..within + part.len()].copy_from_slice(part);
-                Some(Arc::new(new))
+                Some(Block::new(&new))
             };
             if self.change_block(block, make).await? {
                 return Ok(());
@@ -316,7 +320,7 @@ impl Shared {
 
     async fn write_zeros(self: &Arc<Self>, start: u64, end: u64) -> Result<()> {
         let len = usize::try_from(end - start).expect("less than two blocks");
-        self.write(GuestOffset::new(start), &vec![0; len]).await
+        self.write(GuestOffset::new(start), Buf::zeroed(len)).await
     }
 
     pub(crate) async fn change_once(self: &Arc<Self>, change: Change) -> Result<()> {
@@ -397,7 +401,7 @@ fn as_record(change: &Change) -> Record<'_> {
 /// What a record of a log did.
 pub(crate) fn as_change(record: Record<'_>) -> Change {
     match record {
-        Record::Data { block, bytes } => Change::Data(block, Arc::new(*bytes)),
+        Record::Data { block, bytes } => Change::Data(block, Block::new(bytes)),
         Record::Nothing { first, count } => Change::Nothing(first..first + count),
         Record::Length { bytes } => Change::Length(bytes),
         Record::Take { number, time_ns, label } => {

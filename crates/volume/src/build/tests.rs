@@ -9,7 +9,7 @@ use mica_block::Objects;
 fn segment(first: u64, count: u64, number: u64) -> Segment {
     let mut batch = Batch::default();
     for index in 0..count {
-        batch.put(first + index * 0x3456_7890, Arc::new([7; BLOCK_BYTES]));
+        batch.put(first + index * 0x3456_7890, Block::new(&[7; BLOCK_BYTES]));
     }
     let cut = crate::segment::Cut::Take { number, label: String::new(), time_ns: 1, origin: None };
     let records = number * (count + 1);

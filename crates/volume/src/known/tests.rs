@@ -5,7 +5,7 @@ fn environment() -> Environment {
 }
 
 fn block(byte: u8) -> Block {
-    Arc::new([byte; 4096])
+    Block::new(&[byte; 4096])
 }
 
 fn put(now: &mut Now, number: u64, byte: u8) {

@@ -115,11 +115,10 @@ impl Shared {
         let places = run.iter().map(|(_, place)| *place);
         let room = Buf::new(run.len() * BLOCK_BYTES);
         let bytes = tree.read_blocks(*first, places, room).await?;
-        for ((block, place), data) in run.iter().zip(bytes.chunks_exact(BLOCK_BYTES)) {
-            let data: Block = Arc::new(data.try_into().expect("a block"));
+        for ((block, place), data) in run.iter().zip(Block::all_of(bytes, 0)) {
             // If it is still the one that was read (I1).
             let is_same = |is| match is {
-                Is::Stored(Some(now)) if now == *place => Some(Arc::clone(&data)),
+                Is::Stored(Some(now)) if now == *place => Some(data.clone()),
                 Is::Stored(_) | Is::Recent(_) => None,
             };
             at.count += u64::from(self.change_block(*block, is_same).await?);
