@@ -20,6 +20,7 @@ use crate::tree::Tree;
 use crate::writing::as_change;
 use mica_block::{Error, ErrorKind, Result};
 use std::ops::Range;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 /// How a volume is opened for writing.
@@ -208,6 +209,7 @@ fn putter(
         writer: owned.writer,
         durability,
         log,
+        was_store_nearer: AtomicBool::new(false),
         loss,
         tree: Mutex::new(tree),
         builder: Mutex::new(Some(Builder::new(signature, owned.head.state))),

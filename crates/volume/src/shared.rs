@@ -7,17 +7,23 @@ use crate::format::head::Head;
 use crate::heads::{Heads, Owned};
 use crate::known::Now;
 use crate::log::Log;
-use crate::place::Writer;
+use crate::place::{BLOCK_BYTES, Writer};
 use crate::put::Patience;
 use crate::reader::{Plans, View, blocks_of};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{Error, ErrorKind, Requests, Result};
 use mica_rt::sync::{SharedLock, Signal, Waiters};
+use mica_rt::timeout;
 use mica_units::GuestRange;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
+/// Bytes of the log that a sync would write: below, a flush does not look for anything better.
+const NEARER_BYTES_MIN: u64 = 64 << 20;
+/// How long a flush waits for a store that seemed to be nearer than the log.
+const NEARER_LIMIT: Duration = Duration::from_millis(500);
 /// Views of one read at most, each of another state: what is missing from all of them is lost.
 const VIEWS_MAX: usize = 8;
 
@@ -56,6 +62,8 @@ pub(crate) struct Putter {
     pub(crate) writer: Writer,
     pub(crate) durability: Durability,
     pub(crate) log: Option<Log>,
+    /// Whether the last flush left the log alone because the store was nearer.
+    pub(crate) was_store_nearer: AtomicBool,
     /// What was lost when the volume was opened, in words.
     pub(crate) loss: Option<String>,
     /// See [`Putter::tree`].
@@ -241,11 +249,33 @@ impl Shared {
         self.progress.until(is_stored).await
     }
 
+    /// Whether what is not in the store yet is much less than what a sync of the log would write:
+    /// most of that was put since, and the device has better to do.
+    fn is_store_nearer(&self, putter: &Putter, log: &Log) -> bool {
+        let unsynced = log.unsynced();
+        if unsynced < NEARER_BYTES_MIN || lock(&putter.trouble).is_some() {
+            return false;
+        }
+        let now = self.now();
+        let left = (now.records - now.state.records).saturating_mul(BLOCK_BYTES as u64);
+        left <= unsynced / 2
+    }
+
     /// Everything that was done until now is as durable as was promised when this returns.
     pub(crate) async fn flush(self: &Arc<Self>) -> Result<()> {
         let putter = self.putter()?;
         match (putter.durability, &putter.log) {
             (Durability::Host, Some(log)) => {
+                if self.is_store_nearer(putter, log) {
+                    if putter.was_store_nearer.swap(true, Ordering::Relaxed) {
+                        log.sync_in_background();
+                    }
+                    if let Ok(stored) = timeout(NEARER_LIMIT, self.store()).await {
+                        return stored;
+                    }
+                } else {
+                    putter.was_store_nearer.store(false, Ordering::Relaxed);
+                }
                 log.sync().await.map_err(|error| self.latch_with(error))?;
                 self.latch().map_or(Ok(()), Err)
             }

@@ -213,6 +213,9 @@ impl Writing {
             (tail.written, tail.change, tail.named) = (next, change, place.segment);
             tail.trim(&mut device.slots());
         }
+        if begun.is_some() {
+            drop(spawn(Arc::clone(device).sync_headers(of.key, place.segment)));
+        }
         waiters.wake_all();
         device.room.wake_all();
         true

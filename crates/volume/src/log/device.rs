@@ -10,6 +10,7 @@ use mica_block::{Error, ErrorKind, GroupSync, IoFuture, Result, Store, read_exac
 use mica_rt::sync::Waiters;
 use mica_rt::{Buf, join_all, spawn};
 use mica_units::HostOffset;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Headers that are read at once.
@@ -27,6 +28,8 @@ pub struct LogDevice {
     pub(super) session: Id,
     slots: Mutex<Slots>,
     syncs: GroupSync,
+    /// Bytes that were written since the last sync.
+    unsynced: AtomicU64,
     /// What waits for room.
     pub(super) room: Waiters,
     /// What has to be woken when nothing is acknowledged any more.
@@ -114,6 +117,7 @@ impl LogDevice {
             session: random,
             slots: Mutex::new(slots),
             syncs: GroupSync::new(),
+            unsynced: AtomicU64::new(0),
             room: Waiters::default(),
             waiting: Mutex::default(),
         }))
@@ -228,6 +232,7 @@ impl LogDevice {
 
     /// Begins a write of a log.
     pub(super) fn write(&self, buf: Buf, slot: usize, at: u64) -> IoFuture {
+        self.unsynced.fetch_add(buf.len() as u64, Ordering::Relaxed);
         self.file.write_at(buf, HostOffset::new(self.header.at(slot) + at))
     }
 
@@ -244,7 +249,37 @@ impl LogDevice {
         self.syncs.run(async || self.sync_alone().await).await
     }
 
+    /// Bytes that a sync would have to write, at most: the system may have written some by itself.
+    pub(super) fn unsynced(&self) -> u64 {
+        self.unsynced.load(Ordering::Relaxed)
+    }
+
+    /// Makes the headers of the log `key` durable that are older than segment `below`, and nothing
+    /// else. A segment that is held stays so until that is done.
+    pub(super) async fn sync_headers(self: Arc<Self>, key: LogKey, below: u64) {
+        loop {
+            let Some((at, header)) = self.slots().hold_unsynced(key, below) else { return };
+            let mut hold = Hold { of: &self, at, is_done: false };
+            let (bytes, offset) = (Buf::from_slice(&header.encode()), self.header.at(at));
+            let synced = self.file.sync_written(bytes, HostOffset::new(offset)).await;
+            hold.is_done = true;
+            match synced {
+                Ok(()) => self.slots().header_synced(at),
+                Err(error) => {
+                    self.latch(error);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Waits until no header is being made durable.
+    pub(super) async fn headers_at_rest(&self) {
+        self.room.until(|| (!self.slots().holds_any()).then_some(())).await;
+    }
+
     async fn sync_alone(&self) -> Result<()> {
+        let unsynced = self.unsynced();
         let written = {
             let slots = self.slots();
             slots.check()?;
@@ -252,6 +287,7 @@ impl LogDevice {
         };
         match self.file.sync().await {
             Ok(()) => {
+                self.unsynced.fetch_sub(unsynced, Ordering::Relaxed);
                 let mut slots = self.slots();
                 // Of a write that failed meanwhile nobody knows what it did to what was synced.
                 slots.check()?;
@@ -319,6 +355,23 @@ impl LogDevice {
             self.name()
         );
         Error::new(ErrorKind::NoSpace, what)
+    }
+}
+
+/// Holds a segment while its header is written once more.
+struct Hold<'a> {
+    of: &'a LogDevice,
+    at: usize,
+    is_done: bool,
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.of.give_up();
+        }
+        self.of.slots().let_go(self.at);
+        self.of.room.wake_all();
     }
 }
 

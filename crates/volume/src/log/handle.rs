@@ -173,6 +173,18 @@ impl Log {
         if is_durable { Ok(()) } else { self.inner.device.sync().await }
     }
 
+    /// Bytes that a sync would have to write, at most, those of other logs of the device among them.
+    pub fn unsynced(&self) -> u64 {
+        self.inner.device.unsynced()
+    }
+
+    /// Makes durable what is written, as [`Self::sync`], in the background.
+    pub fn sync_in_background(&self) {
+        let device = Arc::clone(&self.inner.device);
+        // If it fails, nothing is acknowledged any more.
+        drop(spawn(async move { device.sync_here().await }));
+    }
+
     /// Records below `below` are not needed any more: all of them are in extents that were
     /// answered, without a gap.
     pub fn free(&self, below: u64) {
@@ -246,6 +258,7 @@ impl Log {
             inner.wait_until(|tail| tail.written >= next).await?;
             let writers = inner.tail().writers.clone();
             let header = inner.device.segment(inner.store, inner.key, next, writers);
+            inner.device.headers_at_rest().await;
             inner.device.end_log(Kind::Ended, header).await
         })
         .await

@@ -16,6 +16,10 @@
 //! any number of crashes, however full the device is. A segment that is free and not clean becomes
 //! so when its log begins another one, whose header says so, or when its header is erased.
 //!
+//! That a segment's header is durable says nothing of the records behind it, and it is made durable
+//! without them when the next segment is begun: what S1 asks for must not cost a sync of everything
+//! that was written, most of which is in the store by then.
+//!
 //! - S3 A segment whose header is damaged stays as it is until somebody says otherwise: it may have
 //!   what a log needs.
 
@@ -77,6 +81,8 @@ struct Slot {
     before: Option<SegmentHeader>,
     /// Whether its log needs it.
     is_live: bool,
+    /// Whether its header is being written once more, to be durable: nobody takes it meanwhile.
+    is_held: bool,
 }
 
 /// The change of what is not written yet.
@@ -113,7 +119,7 @@ impl Slots {
         // One that nobody ever comes to is damaged itself.
         let numbers = numbers.chain(damaged_numbers.filter(|number| *number < NUMBER_MAX / 2));
         let next_number = numbers.max().map_or(1, |number| number + 1);
-        let slot = |header| Slot { header, change: 0, before: None, is_live: true };
+        let slot = |header| Slot { header, change: 0, before: None, is_live: true, is_held: false };
         let mut slots = Self {
             live: found.len(),
             slots: found.into_iter().map(slot).collect(),
@@ -380,7 +386,7 @@ impl Slots {
             is_replaced || (is_over && uses.get(&key) == Some(&1))
         };
         // What is not durable may have two headers after a power cut. A third would be too many.
-        let is_candidate = |slot: &Slot| !slot.is_live && self.is_durable(slot);
+        let is_candidate = |slot: &Slot| !slot.is_live && !slot.is_held && self.is_durable(slot);
         let candidates = self.slots.iter().enumerate().filter(|(_, slot)| is_candidate(slot));
         let reusable = candidates.filter(|(_, slot)| slot.header.as_ref().is_none_or(may_go));
         reusable.map(|(at, _)| at).collect()
@@ -389,6 +395,48 @@ impl Slots {
     /// Whether a sync may make room: something is written that is not durable.
     pub(super) fn may_sync(&self) -> bool {
         self.durable < self.written
+    }
+
+    /// Holds the oldest segment of the log `key` whose header is not durable, if it is older than
+    /// segment `below` and no other of the log is held, until [`Self::header_synced`]. So headers of
+    /// a log become durable in their order.
+    pub(super) fn hold_unsynced(
+        &mut self,
+        key: LogKey,
+        below: u64,
+    ) -> Option<(usize, SegmentHeader)> {
+        let of_log = |(at, slot): (usize, &Slot)| {
+            let header = slot.header.as_ref().filter(|header| header.key() == key)?;
+            Some((header.number, at, slot.is_held, slot.change))
+        };
+        let all: Vec<_> = self.slots.iter().enumerate().filter_map(of_log).collect();
+        if all.iter().any(|(.., is_held, _)| *is_held) {
+            return None;
+        }
+        let unsynced = all.into_iter().filter(|(.., change)| *change > self.durable);
+        let (number, at, _, change) = unsynced.min()?;
+        if number >= below || change == NEVER {
+            return None;
+        }
+        self.slots[at].is_held = true;
+        Some((at, self.slots[at].header.clone()?))
+    }
+
+    /// The header of the segment that was held is durable; what is behind it may not be.
+    pub(super) fn header_synced(&mut self, at: usize) {
+        self.slots[at].change = 0;
+        self.let_go(at);
+    }
+
+    /// The segment is not held any more.
+    pub(super) fn let_go(&mut self, at: usize) {
+        self.slots[at].is_held = false;
+        self.room_made += 1;
+    }
+
+    /// Whether a segment is held.
+    pub(super) fn holds_any(&self) -> bool {
+        self.slots.iter().any(|slot| slot.is_held)
     }
 
     /// Takes a segment that is free, but not clean, to erase its header.

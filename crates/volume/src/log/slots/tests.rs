@@ -86,6 +86,23 @@ impl Machine {
         }
     }
 
+    /// Makes a header durable, and nothing else.
+    fn sync_header(&mut self, which: usize) {
+        let Known { key, ref segments, .. } = self.logs[which];
+        let newest = segments.last().map_or(0, |(_, number, _)| *number);
+        let Some((at, header)) = self.slots.hold_unsynced(key, newest) else { return };
+        // Nobody takes what is held, whatever else becomes durable meanwhile.
+        if self.rng.percent(30) {
+            self.sync();
+            self.free(which);
+        }
+        assert!(!self.slots.reusable().contains(&at), "it is written once more");
+        assert!(self.slots.hold_unsynced(key, newest).is_none(), "one at a time, in order");
+        self.disk[at] = OnDisk { durable: Some(header.clone()), written: None };
+        self.slots.header_synced(at);
+        self.logs[which].durable = self.logs[which].durable.max(header.number);
+    }
+
     /// Takes a segment for a header alone: there always is one (I6).
     fn name(
         &mut self,
@@ -273,7 +290,7 @@ impl Machine {
     fn step(&mut self) {
         self.expect_counts();
         let which = usize::try_from(self.rng.below(self.logs.len().max(1) as u64)).unwrap();
-        match self.rng.below(12) {
+        match self.rng.below(14) {
             0 => self.start(),
             _ if self.logs.is_empty() => {}
             1..=4 => self.grow(which, false),
@@ -283,6 +300,7 @@ impl Machine {
             9 if self.rng.percent(30) => self.end(which),
             10 => self.crash(),
             11 => self.expect_progress(),
+            12..=13 => self.sync_header(which),
             _ => {}
         }
     }
@@ -303,6 +321,30 @@ fn logs_keep_what_they_need_can_go_on_and_do_not_come_back() {
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
         assert!(outcome.is_ok(), "failed from seed {seed}");
     }
+}
+
+/// A log that nobody syncs goes round its device without a sync of everything.
+#[test]
+fn segments_are_used_again_when_the_headers_of_newer_ones_are_durable() {
+    let mut slots = Slots::new(vec![None; 5], Vec::new());
+    let key = LogKey { volume: [1; 16], root: 1 };
+    slots.set_phase(key, Phase::Open { has_records: true });
+    let mut last: Option<(usize, u64)> = None;
+    let mut used = BTreeSet::new();
+    for first in 0..40 {
+        let make = |number| header(number, key, Kind::Records, None, first);
+        let taken = slots.take(Purpose::Records { is_spent: false }, make);
+        let (at, SegmentHeader { number, .. }) = taken.expect("room");
+        slots.wrote(Some(at));
+        used.insert(at);
+        while let Some((held, _)) = slots.hold_unsynced(key, number) {
+            slots.header_synced(held);
+        }
+        if let Some((before, _)) = last.replace((at, number)) {
+            slots.release(before);
+        }
+    }
+    assert_eq!((used.len(), slots.durable()), (5, 0));
 }
 
 #[test]

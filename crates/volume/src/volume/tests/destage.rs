@@ -1,8 +1,12 @@
 //! What is put, when, and what waits.
 
 use super::*;
+use crate::log::LogDevice;
+use crate::opening::Opening;
 use crate::segment::Cut;
+use crate::shared::Durability;
 use mica_rt::{join_all, sleep, timeout};
+use mica_store::MemoryStore;
 
 /// A snapshot waits for nothing; it is in a head soon, together with others of that moment.
 #[test]
@@ -197,5 +201,47 @@ fn small_write_does_not_wait_for_a_large_one() {
         });
         assert_eq!(first.await, "small");
         large.await.expect("written");
+    });
+}
+
+/// Most of what the log has was put into the store since it was written. A flush does not have the
+/// device write it once more.
+#[test]
+fn flush_after_a_long_stream_leaves_the_log_alone() {
+    run(5, async {
+        const LOG: usize = 160 << 20;
+        let objects = objects();
+        let volumes = volumes(&objects, "host-1").await;
+        volumes.create(&name("web"), 256 << 20).await.expect("made");
+        let file = Arc::new(MemoryStore::new_writable("log", vec![0; LOG]));
+        let log = LogDevice::open(file, [1; 16]).await.expect("made");
+        let (claimed, durability) = (Claimed::Refuse, Durability::Host);
+        let opening = Opening { claimed, log: Some(log), durability };
+        let volume = volumes.open_volume(&name("web"), opening).await.expect("open");
+        let unsynced = || volume.shared.log().expect("it has one").unsynced();
+        let part = vec![7; 1 << 20];
+        for at in 0..200 {
+            write(&volume, at << 20, &part).await.expect("written");
+        }
+        let before = unsynced();
+        // It went round without a sync of everything.
+        assert!(before > 200 << 20, "{before} bytes");
+        volume.shared.store().await.expect("put");
+        write(&volume, 0, &part).await.expect("written");
+        let before = unsynced();
+        volume.flush().await.expect("flushed");
+        {
+            let now = volume.shared.now();
+            assert_eq!((now.state.records, unsynced()), (now.records, before));
+        }
+        // What comes then is small, and soon synced with the log.
+        let mut flushes = 0;
+        while unsynced() > 0 {
+            write(&volume, 0, &[1; 4096]).await.expect("written");
+            volume.flush().await.expect("flushed");
+            sleep(Duration::from_millis(10)).await;
+            flushes += 1;
+            assert!(flushes < 10, "{} bytes", unsynced());
+        }
     });
 }
