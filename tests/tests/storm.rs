@@ -2,15 +2,38 @@
 //! writes, full file systems and much else, and every sector is judged. `cargo xtask storm` is the
 //! long form, and replays a failing seed.
 //!
-//! `MICA_STORM_CHAINS` says how many chains, `MICA_STORM_SEED` the seed of the first.
+//! `MICA_STORM_CHAINS` says how many chains, `MICA_STORM_SEED` the seed of the first; volumes have a
+//! test of their own, and `MICA_STORM_VOLUMES` says how many of these seeds.
 
 use mica_tests::storm::{self, Kinds, Options, Summary};
 use mica_tests::{mica, tools};
+use std::time::Duration;
 
 const CHAINS: u64 = 24;
+const VOLUMES: u64 = 16;
+/// No seed about volumes is begun after this.
+const VOLUMES_LIMIT: Duration = Duration::from_secs(45);
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().map_or(default, |text| text.parse().expect("a number"))
+}
+
+fn options(chains: u64, limit: Option<Duration>, kinds: Kinds) -> Options {
+    let keep = std::path::absolute(env!("CARGO_TARGET_TMPDIR")).expect("a folder").join("storm");
+    let (binary, seed) = (mica::binary().to_owned(), number("MICA_STORM_SEED", 1));
+    Options { binary, chains, repeat: 1, seed, limit, kinds, threads: 2, keep }
+}
+
+/// Runs it, and says what was left out.
+#[track_caller]
+fn found_nothing(options: &Options) -> Summary {
+    let summary = Summary::default();
+    storm::run(options, &summary).expect("it can begin");
+    let left_out = summary.left_out.lock().expect("sound").clone();
+    left_out.iter().for_each(|what| tools::skip(&format!("part of the storm: {what}")));
+    let told: Vec<_> = summary.findings().iter().map(ToString::to_string).collect();
+    assert!(told.is_empty(), "{}", told.join("\n"));
+    summary
 }
 
 #[test]
@@ -18,24 +41,23 @@ fn random_chains_hold_what_they_must_whatever_happens_to_them() {
     if !tools::present(&storm::TOOLS) {
         return;
     }
-    let keep = std::path::absolute(env!("CARGO_TARGET_TMPDIR")).expect("a folder").join("storm");
-    let options = Options {
-        binary: mica::binary().to_owned(),
-        chains: number("MICA_STORM_CHAINS", CHAINS),
-        repeat: 1,
-        seed: number("MICA_STORM_SEED", 1),
-        limit: None,
-        kinds: Kinds::parse(&[], &[]).expect("they are kinds"),
-        threads: 2,
-        keep,
-    };
-    let summary = Summary::default();
-    storm::run(&options, &summary).expect("it can begin");
-    let left_out = summary.left_out.lock().expect("sound").clone();
-    left_out.iter().for_each(|what| tools::skip(&format!("part of the storm: {what}")));
-    let told: Vec<_> = summary.findings().iter().map(ToString::to_string).collect();
-    assert!(told.is_empty(), "{}", told.join("\n"));
+    let kinds = Kinds::parse(&[], &["volume".to_owned()]).expect("it is a kind");
+    let options = options(number("MICA_STORM_CHAINS", CHAINS), None, kinds);
+    let summary = found_nothing(&options);
     let counts = &summary.counts;
     assert_eq!(counts.chains.get(), options.chains);
     assert!(counts.lives.get() >= options.chains && counts.reads.get() > 0, "{counts:?}");
+}
+
+#[test]
+fn random_volumes_hold_what_they_must_whatever_happens_to_them() {
+    if !tools::present(&storm::TOOLS) {
+        return;
+    }
+    let kinds = Kinds::parse(&["volume".to_owned()], &[]).expect("it is a kind");
+    let limit = Some(VOLUMES_LIMIT);
+    let summary = found_nothing(&options(number("MICA_STORM_VOLUMES", VOLUMES), limit, kinds));
+    let counts = &summary.counts;
+    assert!(counts.volumes.get() > 0 && counts.lives.get() > counts.volumes.get(), "{counts:?}");
+    assert!(counts.kills.get() > 0 && counts.requests.get() > 0, "{counts:?}");
 }

@@ -4,6 +4,9 @@
 //! - I1 No number is used twice: a claim counts if its put was done, and no boundary above it was
 //!   there then. Claims are deleted only below a boundary.
 //! - I2 A number that is claimed now is greater than all that were claimed before.
+//! - I3 Nobody can foresee the number of a writer with a log. Otherwise a store that is put back from
+//!   a copy would give that number again to another writer, and the log would be taken for that
+//!   one's.
 
 use crate::format::Id;
 use crate::format::head::Life;
@@ -16,18 +19,23 @@ use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
 
 impl Heads {
-    /// Claims a number for a writer of `volume`.
+    /// Claims a number for a writer of `volume`, which a log names or not (I3).
     ///
     /// # Errors
     /// `Limit` if there are no more; otherwise what the store reports.
-    pub(crate) async fn claim(&self, volume: Id) -> Result<Writer> {
+    pub(crate) async fn claim(&self, volume: Id, named: Named) -> Result<Writer> {
         let objects = &*self.objects;
         for _ in 0..ROUNDS_MAX {
             let last = newest_claim(objects).await?;
             // Read after the claims: who deletes them has put the boundary before.
             let boundary = newest_boundary(objects).await?.unwrap_or(Writer::FIRST);
             let next = last.map_or(Some(boundary), |last| last.next().map(|w| w.max(boundary)));
-            let writer = next.ok_or_else(|| {
+            let step = match named {
+                Named::Nowhere => 0,
+                Named::ByLog => self.random_step(),
+            };
+            let writer = next.and_then(|next| Writer::new(next.number() + step));
+            let writer = writer.ok_or_else(|| {
                 let what = format!("{} has had every writer", objects.name());
                 Error::new(ErrorKind::Limit, what)
             })?;
@@ -43,6 +51,21 @@ impl Heads {
         let what = format!("others claim numbers in {} all the time", objects.name());
         Err(Error::new(ErrorKind::Io, what))
     }
+
+    /// Numbers that are left out: few enough for 16 million writers with logs at the least.
+    fn random_step(&self) -> u64 {
+        let [.., low, high] = self.environment.random();
+        u16::from_le_bytes([low, high]).into()
+    }
+}
+
+/// Who names a writer besides heads.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Named {
+    /// Nobody.
+    Nowhere,
+    /// A log, which is replayed where the head has the same number.
+    ByLog,
 }
 
 /// The greatest writer that was claimed, as far as claims were not deleted.

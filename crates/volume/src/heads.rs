@@ -17,6 +17,7 @@ mod clone;
 mod counting;
 mod highest;
 
+use crate::claims::Named;
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::extent::{Header, Kind};
@@ -62,6 +63,9 @@ pub(crate) struct Owned {
 pub(crate) trait LocalLog {
     /// Whether it is of the writer that `head` names, so that the volume is not another's.
     fn is_of(&self, head: &Head) -> bool;
+
+    /// Whether a log will name the next writer.
+    fn names(&self) -> Named;
 
     /// Called before a head is put that goes on from `head` under `writer` with `state`: once more
     /// if that is lost.
@@ -115,12 +119,22 @@ impl Heads {
     /// # Errors
     /// `Invalid` if there is one of this name; otherwise what the store reports.
     pub(crate) async fn create(&self, state: State) -> Result<Head> {
-        self.begin(Life::Closed, state).await
+        self.begin(self.environment.random(), Life::Closed, state).await
     }
 
-    /// Makes the volume, whose first head is as said.
-    async fn begin(&self, life: Life, state: State) -> Result<Head> {
+    /// As [`Self::create`], of a volume whose content follows: it is open from the beginning, under
+    /// a number that nobody writes with. Whoever writes the content takes it over.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub(crate) async fn create_unfinished(&self, state: State) -> Result<Head> {
         let volume = self.environment.random();
+        let life = Life::Open { writer: self.claim(volume, Named::Nowhere).await?, sequence: 0 };
+        self.begin(volume, life, state).await
+    }
+
+    /// Makes the volume with this identity, whose first head is as said.
+    async fn begin(&self, volume: Id, life: Life, state: State) -> Result<Head> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
             if before.as_ref().is_some_and(|head| head.life != Life::Deleted) {
@@ -148,7 +162,7 @@ impl Heads {
             if claimed == Claimed::Refuse && !log.is_of(&before) {
                 self.check_free(&before)?;
             }
-            let writer = self.claim(before.volume).await?;
+            let writer = self.claim(before.volume, log.names()).await?;
             let state = self.fenced(&before, writer).await?;
             log.settle(&before, writer, &state).await?;
             let head = self.after(&before, Life::Open { writer, sequence: 0 }, state)?;
@@ -171,7 +185,10 @@ impl Heads {
             }
             let state = match before.writer() {
                 // Only a number of our own may fence.
-                Some(_) => self.fenced(&before, self.claim(before.volume).await?).await?,
+                Some(_) => {
+                    let by = self.claim(before.volume, Named::Nowhere).await?;
+                    self.fenced(&before, by).await?
+                }
                 None => before.state,
             };
             let head = self.after(&before, Life::Deleted, state)?;

@@ -8,6 +8,7 @@
 //! - I3 What the log has and the state lacks comes before anything else that is done.
 
 use crate::build::{Builder, Signature};
+use crate::claims::Named;
 use crate::format::Id;
 use crate::format::head::Head;
 use crate::heads::{Claimed, Heads, LocalLog, Owned};
@@ -111,6 +112,10 @@ impl LogChoice<'_> {
 impl LocalLog for LogChoice<'_> {
     fn is_of(&self, head: &Head) -> bool {
         self.found(head).is_some_and(|found| self.goes_on(&found, head))
+    }
+
+    fn names(&self) -> Named {
+        if self.device.is_some() { Named::ByLog } else { Named::Nowhere }
     }
 
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()> {

@@ -98,7 +98,7 @@ impl Volumes {
         }
     }
 
-    fn with_id(
+    pub(crate) fn with_id(
         objects: Arc<dyn Objects>,
         environment: Environment,
         cache_bytes: u64,
@@ -130,18 +130,31 @@ impl Volumes {
     /// # Errors
     /// `Invalid` if no volume has this length, or there is one of this name already.
     pub async fn create(&self, name: &VolumeName, len: u64) -> Result<()> {
-        self.make(name, len).await.map(drop)
+        self.heads(name).create(self.first_state(len)?).await.map(drop)
     }
 
-    /// As [`Self::create`]; returns its first head.
-    pub(crate) async fn make(&self, name: &VolumeName, len: u64) -> Result<Head> {
+    /// Makes a volume of `len` bytes whose content follows. Until it is opened with
+    /// [`Claimed::TakeOver`], and closed, nobody takes it for a whole one.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub async fn create_unfinished(&self, name: &VolumeName, len: u64) -> Result<()> {
+        self.make_unfinished(name, len).await.map(drop)
+    }
+
+    /// As [`Self::create_unfinished`]; returns its first head.
+    pub(crate) async fn make_unfinished(&self, name: &VolumeName, len: u64) -> Result<Head> {
+        self.heads(name).create_unfinished(self.first_state(len)?).await
+    }
+
+    /// That of a volume of `len` bytes that reads as zeros.
+    fn first_state(&self, len: u64) -> Result<State> {
         if len == 0 || !State::is_len(len) {
             let most = State::LEN_MAX;
             let what = format!("a volume has whole sectors, up to {most} bytes, and not {len}");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        let state = State { time_ns: self.environment.now_ns(), ..State::empty(len) };
-        self.heads(name).create(state).await
+        Ok(State { time_ns: self.environment.now_ns(), ..State::empty(len) })
     }
 
     /// Deletes a volume. The space comes back with the next collection. With [`Claimed::TakeOver`]

@@ -4,13 +4,15 @@ use super::kinds::{Kind, Kinds};
 use super::place::Places;
 use super::story::Outcome;
 use super::world::World;
-use super::{chain, deep, life, power_cut, rest, shared};
+use super::{chain, deep, life, power_cut, rest, shared, volumes};
 use anyhow::{Result, ensure};
 use mica_units::Rng;
 
 /// How many seeds of a hundred are about what, if a run has all of it.
 const SHARES: [(Kind, usize); 4] =
     [(Kind::Chain, 76), (Kind::Shared, 14), (Kind::PowerCut, 4), (Kind::Deep, 6)];
+/// And how many of all are about volumes: what the others are about does not depend on that.
+const VOLUMES_PERCENT: u64 = 12;
 /// How often a chain is served.
 const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
 /// The random numbers of a seed that only this choice uses.
@@ -18,6 +20,11 @@ const PART: u64 = 1 << 32;
 
 /// What the seed is about.
 fn of(seed: u64, kinds: &Kinds) -> Kind {
+    let has_others = SHARES.iter().any(|(kind, _)| kinds.has(*kind));
+    let is_volume = Rng::for_part(seed, PART + 1).percent(VOLUMES_PERCENT) || !has_others;
+    if is_volume && kinds.has(Kind::Volume) {
+        return Kind::Volume;
+    }
     let all = SHARES.into_iter().filter(|(kind, _)| kinds.has(*kind));
     let all: Vec<_> = all.flat_map(|(kind, share)| std::iter::repeat_n(kind, share)).collect();
     if all.is_empty() { Kind::Chain } else { Rng::for_part(seed, PART).choose(&all) }
@@ -26,7 +33,8 @@ fn of(seed: u64, kinds: &Kinds) -> Kind {
 /// Whether this system lets a run with these `kinds` do anything that it is about.
 pub(super) fn check(kinds: &Kinds, places: &Places) -> Result<()> {
     let is_possible = |kind: Kind| kind != Kind::PowerCut || places.power_lack().is_none();
-    let has_course = SHARES.iter().any(|(kind, _)| kinds.has(*kind) && is_possible(*kind));
+    let has_course = SHARES.iter().any(|(kind, _)| kinds.has(*kind) && is_possible(*kind))
+        || kinds.has(Kind::Volume);
     let why = places.power_lack().unwrap_or("all courses are left out");
     ensure!(has_course, "nothing to do: {why}");
     Ok(())
@@ -40,6 +48,7 @@ pub(super) fn run(world: World<'_>, rng: &mut Rng) -> Outcome {
         Kind::PowerCut if world.places.power_lack().is_none() => power_cut::storm(&world, rng),
         Kind::Deep => deep::storm(&world, rng),
         Kind::Shared => shared::storm(world, rng),
+        Kind::Volume => volumes::storm(&world, rng),
         _ => of_chain(world, rng),
     }
 }

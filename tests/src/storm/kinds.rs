@@ -48,6 +48,8 @@ kinds! {
     PowerCut = "power-cut", Course;
     /// Chains of 100 to 1,000 layers, read in sequence with few descriptors (one seed in 16)
     Deep = "deep", Course;
+    /// Volumes in a store, served by two hosts (one seed in eight)
+    Volume = "volume", Course;
     /// Clusters below 4 KiB, whose tables are tiny
     Tiny = "tiny", Shape;
     /// Subclusters
@@ -135,6 +137,20 @@ kinds! {
     Threads = "threads", Event;
     /// mica reads the image while nobody serves it
     Read = "read", Event;
+    /// SIGKILL of a verb of volumes
+    KillVerb = "kill-verb", Event;
+    /// Another host takes a volume, by force or as it was handed it
+    Force = "force", Event;
+    /// What no volume needs is collected, also by two at once
+    Collect = "collect", Event;
+    /// Snapshots of a volume are taken by rules
+    Keep = "keep", Event;
+    /// Snapshots of a volume are sent to another store
+    Stream = "stream", Event;
+    /// A copy of the log of volumes is put back, or it is gone
+    LogCopy = "log-copy", Event;
+    /// A copy of the store is put back
+    StoreCopy = "store-copy", Event;
 }
 
 /// The kinds that a run is restricted to.

@@ -78,6 +78,7 @@ mod story;
 mod takeover;
 mod threads;
 mod toml;
+mod volumes;
 mod word;
 mod world;
 
@@ -206,6 +207,9 @@ fn tell_left_out(places: &Places, summary: &Summary) {
     }
     if let Some(why) = places.power_lack() {
         left_out.push(format!("no power is cut here, as no disk can be recorded: {why}"));
+    }
+    if let Some(why) = volumes::second_lack() {
+        left_out.push(format!("no other host takes volumes over here: {why}"));
     }
     if !places.limits_threads() {
         left_out.push("no control groups can be made here: no server lacks threads".to_owned());

@@ -166,6 +166,11 @@ impl Model {
         }
     }
 
+    /// What a sector may hold, oldest first.
+    pub(super) fn allowed(&self, sector: u64, view: View) -> Vec<Seq> {
+        self.sectors[index(sector)].allowed(view).collect()
+    }
+
     /// What a flush that is sent now promises.
     pub(super) fn mark(&self) -> u64 {
         self.acks

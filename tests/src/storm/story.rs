@@ -149,6 +149,8 @@ counts! {
     power_cuts = "  with power cuts";
     /// Chains of 100 layers and more.
     deep = "  of 100 to 1,000 layers";
+    /// Volumes in stores.
+    volumes = "  of volumes";
     /// Chains whose logs have little memory.
     small_logs = "  with logs of little memory";
     /// Lives of servers.
@@ -218,7 +220,19 @@ counts! {
     silent_log_gone = "  without: neither log nor name";
     /// Plain starts that had to be tried again since the killed server still held the image.
     refused = "starts tried again";
-    /// Checks by QEMU.
+    /// Verbs of volumes that ended by themselves.
+    verbs = "verbs of volumes";
+    /// Those that were killed.
+    verb_kills = "  killed";
+    /// Snapshots of volumes that were written meanwhile.
+    volume_snapshots = "snapshots of served volumes";
+    /// Volumes that another host took by force.
+    forced = "forced take-overs";
+    /// Collections in stores of volumes.
+    collections = "collections";
+    /// Snapshots that were sent to another store.
+    streams = "snapshots sent";
+    /// Checks by QEMU, and of stores of volumes.
     checks = "checks";
     /// Full reads that were judged.
     reads = "full reads judged";

@@ -55,7 +55,7 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
         let layers = layers(&args.images, &args.image).await?;
         let last = layers.last().map_or(0, |layer| layer.len);
         let store = session.stores.open_or_make(&url.store).await?;
-        store.volumes().create(&url.name, layers.first().map_or(last, |layer| layer.len)).await?;
+        store.begin_import(&url.name, layers.first().map_or(last, |layer| layer.len)).await?;
         if let Err(failure) = fill(args, &session, url, &layers).await {
             // Half an image must not be taken for all of it.
             return Err(match store.delete(&url.name, true).await {

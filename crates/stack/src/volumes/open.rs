@@ -34,7 +34,8 @@ pub enum VolumeAccess {
     Read,
     /// To read and write it.
     Write,
-    /// To write an image into it: until it is closed, nobody may take it for all of that.
+    /// To write an image into it, after [`Store::begin_import`]: until it is closed, nobody may
+    /// take it for all of that.
     Import,
 }
 
@@ -99,7 +100,9 @@ impl Stores {
             store.probe().await?;
         }
         let locked = store.locked(&url.name).await?;
-        locked.check_whole(&url.name)?;
+        if options.access != VolumeAccess::Import {
+            locked.check_whole(&url.name)?;
+        }
         let log = match &options.log {
             Some(place) => Some(self.log(place).await?),
             None => None,
@@ -120,7 +123,8 @@ async fn open_locked(
     log: Option<Arc<LogDevice>>,
 ) -> Result<Volume> {
     let is_import = options.access == VolumeAccess::Import;
-    let claimed = match (options.force, locked.standing, locked.left(), &log) {
+    // Nobody has what an import has just made.
+    let claimed = match (options.force || is_import, locked.standing, locked.left(), &log) {
         (true, ..) | (_, Standing::Abandoned, None, _) => Claimed::TakeOver,
         // The log knows whether it is the one.
         (_, Standing::Abandoned, Some(_), Some(_)) | (_, Standing::Closed | Standing::Open, ..) => {
@@ -180,6 +184,30 @@ impl Store {
             locked.sign(None, false)?;
         }
         Ok(Settled { _lock: locked.lock })
+    }
+
+    /// Makes a volume of `len` bytes for an image, which is written into it when it is opened for
+    /// that. Until it is closed then, nobody takes it for a whole one: at no step of this.
+    ///
+    /// # Errors
+    /// As [`mica_volume::Volumes::create`]; `Denied` if another process of this machine makes it.
+    pub async fn begin_import(&self, name: &VolumeName, len: u64) -> Result<()> {
+        let Some(directory) = self.directory() else {
+            return self.volumes().create_unfinished(name, len).await;
+        };
+        let lock = VolumeLock::take(directory, name).await?;
+        if !self.has(name).await? {
+            lock.sign(None, true)?;
+        }
+        let made = self.volumes().create_unfinished(name, len).await;
+        if made.is_err() {
+            match self.has(name).await {
+                Ok(false) => lock.remove(),
+                // What there is, is another's.
+                Ok(true) | Err(_) => lock.restore(),
+            }
+        }
+        made
     }
 
     /// Deletes a volume that nobody writes, or with `force` one that somebody may write: that

@@ -45,7 +45,7 @@ impl Store {
         received
     }
 
-    async fn has(&self, name: &VolumeName) -> Result<bool> {
+    pub(super) async fn has(&self, name: &VolumeName) -> Result<bool> {
         match self.volumes().info(name).await {
             Ok(_) => Ok(true),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),

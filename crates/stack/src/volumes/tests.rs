@@ -191,6 +191,31 @@ fn part_of_an_image_is_only_deleted() {
     });
 }
 
+/// The story: an import was killed before it opened the volume that it had made, which looked like
+/// an image of zeros.
+#[test]
+fn import_that_has_not_begun_to_write_is_no_image() {
+    let folder = tempfile::tempdir().expect("a folder");
+    run(async {
+        let (stores, others) = (stores(), self::stores());
+        let url = volume(folder.path(), "web");
+        let store = stores.open_or_make(&url.store).await.expect("a store");
+        store.begin_import(&url.name, 1 << 20).await.expect("made");
+        for options in [&VolumeOptions::default(), &WRITE] {
+            let refused = others.open_volume(&url, options).await.map(drop).expect_err("a part");
+            assert!(refused.to_string().contains("part of an image"), "{refused}");
+        }
+        let again = store.begin_import(&url.name, 1 << 20).await.expect_err("it is there");
+        assert_eq!(again.kind(), ErrorKind::Invalid);
+        assert_eq!(kind(others.open_volume(&url, &WRITE).await), ErrorKind::Denied, "as before");
+        let import = VolumeOptions { access: VolumeAccess::Import, ..WRITE };
+        let disk = stores.open_volume(&url, &import).await.expect("open");
+        disk.close().await.expect("closed");
+        drop(disk);
+        others.open_volume(&url, &WRITE).await.expect("all of it").close().await.expect("closed");
+    });
+}
+
 /// The story: `mica volume gc` compacted a volume, and the server that was started meanwhile
 /// failed.
 #[test]

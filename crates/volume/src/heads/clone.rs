@@ -17,7 +17,7 @@ impl Heads {
     /// # Errors
     /// `Invalid` if there is a volume of this name; otherwise what the store reports.
     pub(crate) async fn pin(&self, state: State) -> Result<Head> {
-        self.begin(Life::Pinned, state).await
+        self.begin(self.environment.random(), Life::Pinned, state).await
     }
 
     /// Makes a volume of a pinned clone, if the source still had what it was made of, or otherwise

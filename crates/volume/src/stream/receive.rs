@@ -84,7 +84,7 @@ impl Volumes {
             return Ok(Received { snapshot: record.info.clone(), was_there: true, data_bytes });
         }
         let (base, made) = match (&present, &begin.base) {
-            (None, None) => (None, Some(self.make(name, begin.len).await?)),
+            (None, None) => (None, Some(self.make_unfinished(name, begin.len).await?)),
             (Some(present), Some(_)) => {
                 (Some(self.base(name, options, begin, present).await?), None)
             }
@@ -99,7 +99,9 @@ impl Volumes {
             (None, Some(_)) => return Err(no_base(name, begin)),
         };
         let content = base.as_ref().map_or((Root::default(), begin.len), |base| base.content());
-        let volume = match self.open_volume(name, Claimed::Refuse).await {
+        // Nobody else has what was just made: if this dies before it is open, it is no whole volume.
+        let claimed = if made.is_some() { Claimed::TakeOver } else { Claimed::Refuse };
+        let volume = match self.open_volume(name, claimed).await {
             Ok(volume) => volume,
             Err(error) => {
                 if let Some(made) = &made {

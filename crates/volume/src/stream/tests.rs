@@ -6,11 +6,11 @@ use crate::format::frame::Malformed;
 use crate::format::snapshot::Origin;
 use crate::heads::Claimed;
 use crate::names::VolumeName;
-use crate::testing::{bytes, memory, name, range, read, run, volumes, write};
+use crate::testing::{bytes, environment, memory, name, range, read, run, volumes, write};
 use crate::volumes::Volumes;
 use mica_block::{Disk as _, ErrorKind, Manage as _, Objects, Result, Which, Zeroes};
 use mica_rt::{join_all, sleep};
-use mica_store::object::{FaultyObjects, FaultyOptions, ObjectOperation};
+use mica_store::object::{FaultyObjects, FaultyOptions, ObjectOperation, Throttle};
 use mica_units::{Rng, SECTOR_BYTES};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -102,6 +102,44 @@ async fn history(volumes: &Volumes, name: &VolumeName, rng: &mut Rng) -> Vec<Vec
         contents.push(content(volumes, name, None).await);
     }
     contents
+}
+
+/// The story: the receiver of a whole volume was killed between its first head and the one that
+/// opens it, and an empty volume was left, which looked like the whole one.
+#[test]
+fn receiver_that_dies_at_any_request_leaves_nothing_that_looks_whole() {
+    run(3, async {
+        let from = store().await;
+        from.create(&name("web"), LEN).await.expect("made");
+        change(&from, &name("web"), &mut Rng::new(3)).await;
+        from.take_snapshot(&name("web"), "a").await.expect("taken");
+        let whole = content(&from, &name("web"), None).await;
+        let stream = sent(&from, &name("web"), "a", None, false).await;
+        for served in 1.. {
+            let memory: Arc<dyn Objects> = Arc::new(memory());
+            let others = volumes(&memory, "other").await;
+            // From then on the store is away for ever, as far as the receiver knows.
+            let throttle = Some(Throttle { served, refused: 1 << 40 });
+            let options = FaultyOptions { throttle, ..FaultyOptions::default() };
+            let faulty: Arc<dyn Objects> =
+                Arc::new(FaultyObjects::new(Arc::clone(&memory), options));
+            let id = others.identity();
+            let receiver = Volumes::with_id(faulty, environment("host"), 1 << 20, id).for_verbs();
+            let outcome = received(&receiver, &name("copy"), &stream, false).await;
+            match others.info(&name("copy")).await {
+                Err(error) => assert_eq!(error.kind(), ErrorKind::NotFound, "after {served}"),
+                Ok(info) if info.open_on.is_some() => {}
+                Ok(_) => assert!(
+                    content(&others, &name("copy"), None).await == whole,
+                    "after {served} requests there is a part"
+                ),
+            }
+            if outcome.is_ok() {
+                assert!(served > 10);
+                return;
+            }
+        }
+    });
 }
 
 #[test]
