@@ -50,12 +50,13 @@ mod tenure;
 #[cfg(test)]
 mod testing;
 mod tree;
+mod usage;
 mod volume;
 mod volumes;
 mod writing;
 
 pub use check::Findings;
-pub use collect::{CollectOptions, Collected, Progress, Sparse, Speed, Step};
+pub use collect::{Bytes, CollectOptions, Collected, Progress, Sparse, Speed, Step};
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;
@@ -68,5 +69,6 @@ pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
 pub use shared::Durability;
 pub use state::{Root, State};
 pub use stream::{ReceiveOptions, Received, Sent};
+pub use usage::{Held, SnapshotUsage, Usage, VolumeUsage};
 pub use volume::Volume;
 pub use volumes::{VolumeInfo, Volumes};

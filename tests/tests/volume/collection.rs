@@ -103,3 +103,51 @@ fn scrub_names_the_volume_and_the_place_of_what_is_damaged() {
     // Collection goes by the map, which is whole.
     run(["gc", &store.url()]).ok();
 }
+
+/// The snapshot has what was overwritten since, the clone what it wrote itself.
+#[test]
+fn stats_say_what_volumes_and_snapshots_have_alone() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    const MB: u64 = 1 << 20;
+    let store = Store::new();
+    store.create("web", "64M");
+    let (url, clone) = (store.volume("web"), store.volume("clone"));
+    with(&store, "web", &["write -P 1 0 16M", "flush"]);
+    run(["snapshot", &url, "old"]).ok();
+    run(["clone", &format!("{url}@old"), &clone]).ok();
+    with(&store, "web", &["write -P 2 0 4M", "flush"]);
+    with(&store, "clone", &["write -P 3 0 8M", "flush"]);
+    let report_of = |url: &str| run(["stats", url, "--output", "json"]).json();
+    let near = |value: &Value, megabytes: u64| {
+        let bytes = value.as_u64().expect("a number");
+        assert!(bytes >= megabytes * MB && bytes < megabytes * MB + MB / 2, "{value}");
+    };
+    let all = report_of(&store.url());
+    let [of_clone, of_web] = [0, 1].map(|at| &all["volumes"][at]);
+    assert_eq!((&of_clone["name"], &of_web["name"]), (&"clone".into(), &"web".into()));
+    near(&of_web["live-bytes"], 20);
+    near(&of_web["exclusive-bytes"], 12);
+    near(&of_clone["live-bytes"], 16);
+    near(&of_clone["exclusive-bytes"], 8);
+    near(&all["shared-bytes"], 8);
+    near(&all["live-bytes"], 28);
+    assert_eq!(of_web["snapshot-count"], 1);
+    let web = report_of(&url);
+    let old = &web["snapshots"][0];
+    assert_eq!(old["label"], "old");
+    // Of 16 that were overwritten here and there, 4 and 8 of the same ones: nobody else has 4.
+    near(&old["exclusive-bytes"], 4);
+    near(&web["only-now-bytes"], 4);
+    let text = run(["stats", &url]).ok();
+    assert!(text.contains("old") && text.contains("alone: "), "{text}");
+    assert!(run(["stats", &store.url()]).ok().contains("garbage: "));
+    // What the snapshot has alone can go when it is dropped.
+    run(["drop", &format!("{url}@old")]).ok();
+    let all = report_of(&store.url());
+    let free = ["garbage-bytes", "sparse-bytes"].map(|key| all[key].as_u64().expect("a number"));
+    assert!(free.iter().sum::<u64>() >= 4 * MB, "{free:?}");
+    let missing = run(["stats", &store.volume("none")]).refusal();
+    assert!(missing.contains("none"), "{missing}");
+}
