@@ -52,6 +52,7 @@ use mark::{Damage, Mark};
 use mica_block::{Error, ErrorKind, Result};
 use names::Named;
 use plan::Plan;
+use std::collections::BTreeSet;
 use std::ops::AddAssign;
 use std::sync::Arc;
 
@@ -193,13 +194,17 @@ impl Volumes {
         let mark = |names: &[Arc<Named>]| Ok(Mark::new(&client, names));
         let marked = self.mark_all(&client, &listed, punch, mark, &mut at, progress).await?;
         let plan = marked.plan.finish(&marked.names, &marked.mark);
+        let dead: BTreeSet<ExtentId> = plan.dead.iter().map(|listed| listed.id).collect();
+        let kept = listed.iter().map(|listed| listed.id).filter(|id| !dead.contains(id)).collect();
         let claims = claims::find(&client).await?;
         at = Progress { step: Step::Free, ..at };
         progress(at);
-        sweep::sweep(&client, options.dry_run, plan, claims, |deleted| {
+        let swept = sweep::sweep(&client, options.dry_run, plan, claims, |deleted| {
             progress(Progress { deleted, ..at });
-        })
-        .await
+        });
+        let swept = swept.await;
+        self.tree.close_all_but(&kept);
+        swept
     }
 
     /// What is to be done about `listed`, by what `begin` begins to look for.

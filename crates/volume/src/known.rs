@@ -17,9 +17,10 @@ mod cuts;
 pub(crate) use cuts::RecentCuts;
 
 use crate::environment::Environment;
+use crate::place::BLOCK_BYTES;
 use crate::recent::{Batch, Block, Known};
 use crate::segment::{Cut, Segment, WEIGHT_MAX};
-use crate::state::State;
+use crate::state::{Root, State};
 use mica_block::Error;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -57,6 +58,13 @@ pub(crate) struct Now {
     pub(crate) is_awaited: bool,
     /// How many groups of snapshots hold the writers.
     pub(crate) holds: usize,
+    /// Since when there is something that the store does not have, in nanoseconds since 1970.
+    pub(crate) pending_since_ns: Option<u64>,
+    /// The snapshots that there were when the volume was opened; their number, if it is known; and
+    /// how many were taken since, less those that were dropped.
+    pub(crate) snapshots_at_open: Root,
+    pub(crate) snapshot_count_at_open: Option<u64>,
+    snapshots_since: i64,
     /// Why nothing is acknowledged any more.
     pub(crate) latch: Option<Error>,
     /// What heads say of it.
@@ -118,6 +126,10 @@ impl Now {
             is_left_to_log: false,
             is_awaited: false,
             holds: 0,
+            pending_since_ns: None,
+            snapshots_at_open: state.snapshots,
+            snapshot_count_at_open: None,
+            snapshots_since: 0,
             latch: None,
             heads: HeadsOfNow::default(),
             sealed: VecDeque::new(),
@@ -155,6 +167,11 @@ impl Now {
         has_room
     }
 
+    /// Whether the next change has to wait.
+    pub(crate) fn is_full(&self) -> bool {
+        self.filling.weight() >= WEIGHT_MAX && !self.has_room_for_segment()
+    }
+
     fn has_room_for_segment(&self) -> bool {
         let weight: usize = self.sealed.iter().map(Segment::weight).sum();
         weight < SEALED_WEIGHT_MAX && self.sealed.len() < SEGMENTS_MAX
@@ -162,6 +179,9 @@ impl Now {
 
     /// Does `change`, for which there is room.
     pub(crate) fn apply(&mut self, change: Change, environment: &Environment) {
+        if self.pending_since_ns.is_none() {
+            self.pending_since_ns = Some(environment.now_ns());
+        }
         match change {
             Change::Data(block, data) => self.filling.put(block, data),
             Change::Nothing(blocks) => self.filling.clear(blocks),
@@ -180,6 +200,11 @@ impl Now {
             self.seal(environment);
         }
         self.records += 1;
+        self.snapshots_since += match cut {
+            Cut::Take { .. } => 1,
+            Cut::Drop { .. } => -1,
+            Cut::Label { .. } | Cut::Rollback { .. } => 0,
+        };
         let last = self.sealed.back_mut().expect("was sealed now, or before");
         last.cuts.push(cut);
         last.records = self.records;
@@ -254,6 +279,23 @@ impl Now {
         (!segments.is_empty()).then_some(segments)
     }
 
+    /// Bytes of what the store does not have, about.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        let sealed: usize = self.sealed.iter().map(Segment::weight).sum();
+        ((sealed + self.filling.weight()) * BLOCK_BYTES) as u64
+    }
+
+    /// Extents that are being put.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.under_way.len()
+    }
+
+    /// How many snapshots there are, if it is known.
+    pub(crate) fn snapshots(&self) -> Option<u64> {
+        let at_open = self.snapshot_count_at_open?;
+        Some(at_open.saturating_add_signed(self.snapshots_since))
+    }
+
     /// The number of the extent that is made next.
     pub(crate) fn next_sequence(&self) -> u32 {
         self.under_way.back().map_or(self.sequence, |last| last.sequence + 1)
@@ -273,7 +315,10 @@ impl Now {
             self.state = extent.state;
             self.sequence += 1;
             self.taken -= extent.segments;
-            let stored = self.sealed.drain(..extent.segments);
+            let stored: Vec<_> = self.sealed.drain(..extent.segments).collect();
+            // What comes next was done after that.
+            let last_ns = stored.last().map(|last| last.time_ns);
+            self.pending_since_ns = last_ns.filter(|_| self.records > extent.state.records);
             self.heads.lacks_cuts |= stored.into_iter().any(|segment| !segment.cuts.is_empty());
             self.generation += 1;
         }

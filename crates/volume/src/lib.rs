@@ -34,6 +34,7 @@ mod heads;
 mod keep;
 mod known;
 mod log;
+mod meter;
 mod names;
 mod opening;
 mod place;

@@ -20,6 +20,7 @@ use crate::tree::Tree;
 use crate::writing::as_change;
 use mica_block::{Error, ErrorKind, Result};
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 /// How a volume is opened for writing.
@@ -174,6 +175,8 @@ pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Re
     let putter = putter(&heads, owned, *durability, (log, loss), for_replay);
     let shared = Shared::new(tree, heads, Some(putter), state);
     replay(&shared).await?;
+    let first = shared.now().records;
+    shared.putter()?.counts.first_record.store(first, Ordering::Relaxed);
     *lock(&shared.putter()?.tree) = patient;
     Ok(shared)
 }

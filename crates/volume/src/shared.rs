@@ -7,12 +7,14 @@ use crate::format::head::Head;
 use crate::heads::{Heads, Owned};
 use crate::known::Now;
 use crate::log::Log;
+use crate::meter::Meter;
 use crate::place::Writer;
 use crate::put::Patience;
 use crate::reader::{Plans, View, blocks_of};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{Error, ErrorKind, Requests, Result};
+use mica_rt::now;
 use mica_rt::sync::{SharedLock, Signal, Waiters};
 use mica_units::GuestRange;
 use std::sync::atomic::AtomicU64;
@@ -98,6 +100,16 @@ pub(crate) struct Counts {
     pub(crate) heads: AtomicU64,
     pub(crate) metadata_bytes: AtomicU64,
     pub(crate) blocks: AtomicU64,
+    pub(crate) extent_bytes: AtomicU64,
+    /// Of extents, until the store answered.
+    pub(crate) puts: Meter,
+    pub(crate) put_failures: AtomicU64,
+    /// Of the log, for flushes.
+    pub(crate) syncs: Meter,
+    /// Changes that waited for the log or the store.
+    pub(crate) throttled: AtomicU64,
+    /// The number of the first record that was made since the volume was opened.
+    pub(crate) first_record: AtomicU64,
 }
 
 impl Shared {
@@ -246,7 +258,9 @@ impl Shared {
         let putter = self.putter()?;
         match (putter.durability, &putter.log) {
             (Durability::Host, Some(log)) => {
+                let start = now();
                 log.sync().await.map_err(|error| self.latch_with(error))?;
+                putter.counts.syncs.note(now().saturating_since(start));
                 self.latch().map_or(Ok(()), Err)
             }
             (Durability::Host | Durability::Store, _) => self.store().await,

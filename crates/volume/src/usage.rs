@@ -119,7 +119,11 @@ impl Volumes {
 }
 
 /// What was counted, by volume.
-fn counted(marked: AllMarked<'_>, of: Option<&VolumeName>, recent: impl Fn(&Named) -> u64) -> Usage {
+fn counted(
+    marked: AllMarked<'_>,
+    of: Option<&VolumeName>,
+    recent: impl Fn(&Named) -> u64,
+) -> Usage {
     let AllMarked { plan, names, mark } = marked;
     let tally = mark.tally.as_ref().expect("it was counted");
     let mut usage = Usage::default();

@@ -13,10 +13,12 @@
 //!   is latched. A store that does not answer makes everybody wait.
 
 mod automatic;
+mod manage;
 mod rewrite;
 mod snapshots;
+mod tidy;
 
-use crate::heads::{End, Heads, check_host};
+use crate::heads::Heads;
 use crate::known::Change;
 use crate::place::BLOCK_BYTES;
 use crate::reader::{self, View, check_range};
@@ -25,8 +27,8 @@ use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Haste, IoFuture, LocalFuture, Manage,
-    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Requests, Result, WriteStats, Writing,
-    Zeroes, check_longer,
+    ManageIndex, ManageSnapshots, ManageVolume, MapStats, Plan, Planned, Requests, Result,
+    WriteStats, Writing, Zeroes, check_longer,
 };
 use mica_rt::{Buf, spawn};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
@@ -52,16 +54,6 @@ impl Volume {
     /// A state of a volume, to be read.
     pub(crate) fn readable(tree: Arc<Tree>, heads: Heads, state: State) -> Self {
         Self::of(Shared::new(tree, heads, None, state))
-    }
-
-    /// Closes the volume, as [`Manage::close`] does, for `host`: no other opens it then, except by
-    /// force.
-    ///
-    /// # Errors
-    /// `Invalid` if no host can have this name; otherwise as [`Manage::close`].
-    pub async fn hand_over(&self, host: &str) -> Result<()> {
-        check_host(host)?;
-        self.shared.end_unless_given_up(&End::HandedTo(host.to_owned())).await
     }
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.
@@ -320,6 +312,10 @@ impl Manage for Volume {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         Some(self)
+    }
+
+    fn volume(&self) -> Option<&dyn ManageVolume> {
+        self.shared.writer.is_some().then_some(self as _)
     }
 
     fn tend(&self) -> LocalFuture<'_, ()> {

@@ -127,6 +127,17 @@ pub enum SandboxMode {
     Off,
 }
 
+/// Whether what volumes no longer need is freed while they are served.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GcMode {
+    /// In the background, when there is enough of it.
+    #[default]
+    Auto,
+    /// Only by `mica volume gc`.
+    Off,
+}
+
 /// What the answer to a flush of a volume promises.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]

@@ -4,7 +4,8 @@ use super::lock::VolumeLock;
 use super::stores::Store;
 use mica_block::{
     Disk, Error, Extent, Geometry, Haste, IoFuture, LocalFuture, Manage, ManageIndex,
-    ManageSnapshots, MapStats, Planned, Result, WriteStats, Writing, Zeroes,
+    ManageSnapshots, ManageVolume, MapStats, Planned, Result, VolumeStats, WriteStats, Writing,
+    Zeroes,
 };
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
@@ -15,7 +16,7 @@ use std::sync::Arc;
 
 /// The volume. Everything but its life is its own.
 pub(super) struct HeldVolume {
-    volume: Volume,
+    volume: Arc<Volume>,
     /// So that others of this process find it.
     _store: Arc<Store>,
     lock: Option<VolumeLock>,
@@ -25,12 +26,45 @@ pub(super) struct HeldVolume {
 
 impl HeldVolume {
     pub(super) fn new(
-        volume: Volume,
+        volume: Arc<Volume>,
         store: Arc<Store>,
         lock: Option<VolumeLock>,
         keep: Option<Keep>,
     ) -> Self {
         Self { volume, _store: store, lock, keep }
+    }
+
+    /// The volume is closed; one that is left to its log is not.
+    fn clear_lock(&self) {
+        if let Some(lock) = self.lock.as_ref().filter(|_| !self.volume.is_left_to_log()) {
+            lock.clear();
+        }
+    }
+}
+
+impl ManageVolume for HeldVolume {
+    fn store(&self) -> LocalFuture<'_, Result<()>> {
+        self.volume.store()
+    }
+
+    fn check_heir(&self, host: &str) -> Result<()> {
+        self.volume.check_heir(host)
+    }
+
+    fn hand_over<'a>(&'a self, host: &'a str) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            ManageVolume::hand_over(&*self.volume, host).await?;
+            self.clear_lock();
+            Ok(())
+        })
+    }
+
+    fn is_ending(&self) -> bool {
+        self.volume.is_ending()
+    }
+
+    fn figures(&self) -> VolumeStats {
+        self.volume.figures()
     }
 }
 
@@ -84,10 +118,7 @@ impl Manage for HeldVolume {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
             self.volume.close().await?;
-            // One that is left to its log is not closed.
-            if let Some(lock) = self.lock.as_ref().filter(|_| !self.volume.is_left_to_log()) {
-                lock.clear();
-            }
+            self.clear_lock();
             Ok(())
         })
     }
@@ -134,6 +165,10 @@ impl Manage for HeldVolume {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         self.volume.snapshots()
+    }
+
+    fn volume(&self) -> Option<&dyn ManageVolume> {
+        Some(self)
     }
 
     fn tend(&self) -> LocalFuture<'_, ()> {

@@ -105,7 +105,8 @@ impl Stores {
             None => None,
         };
         let volume = open_locked(&store, &url.name, &locked, options, log).await?;
-        let keep = options.keep.clone();
+        let (volume, keep) = (Arc::new(volume), options.keep.clone());
+        store.is_written(&url.name, &volume);
         Ok(Arc::new(HeldVolume::new(volume, store, locked.lock, keep)))
     }
 }
