@@ -10,6 +10,10 @@ pub trait ManageVolume {
     /// Why the disk is latched.
     fn store(&self) -> LocalFuture<'_, Result<()>>;
 
+    /// Whether it is about to be handed over: then little waits for the store, and guests are as
+    /// slow as that is.
+    fn set_leaving(&self, is_leaving: bool);
+
     /// That a host can have this name.
     ///
     /// # Errors

@@ -67,7 +67,7 @@ pub use rehearsal::check_config;
 pub use served::SERVING;
 pub use settings::{
     Aio, Cache, Discards, DiskSettings, FlushDurability, GcMode, ImageSettings, IndexMode,
-    IoSettings, KeepRules, OtherUsers, ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode,
-    VerifyPeer, VolumeSettings,
+    IoSettings, KeepRules, OtherUsers, ProcessSettings, SandboxMode, Size, SnapshotAfter,
+    StatsSettings, TlsMode, VerifyPeer, VolumeSettings,
 };
 pub use systemd::has_inherited_sockets;

@@ -28,6 +28,9 @@ use std::sync::Arc;
 
 /// Weight of the segments that wait or are under way: then writers wait.
 const SEALED_WEIGHT_MAX: usize = 8 * WEIGHT_MAX;
+/// The same, and weight of the batch that fills, of a volume that is about to be handed over: guests
+/// wait for that much when it is.
+const LEAVING_WEIGHT_MAX: usize = WEIGHT_MAX / 8;
 /// How many these are: snapshots seal small ones, and each is looked through when a block is read.
 const SEGMENTS_MAX: usize = 64;
 /// Extents under way.
@@ -49,6 +52,8 @@ pub(crate) struct Now {
     pub(crate) is_driven: bool,
     /// Whether nothing more is accepted.
     pub(crate) is_closing: bool,
+    /// Whether it is about to be handed over: little waits for the store.
+    pub(crate) is_leaving: bool,
     /// Whether its writer's time is over: the last head is put, and the log is ended. If it is only
     /// read, whether that is over.
     pub(crate) is_ended: bool,
@@ -122,6 +127,7 @@ impl Now {
             sequence: 0,
             is_driven: false,
             is_closing: false,
+            is_leaving: false,
             is_ended: false,
             is_left_to_log: false,
             is_awaited: false,
@@ -157,7 +163,7 @@ impl Now {
         if is_cut {
             return self.has_room_for_segment();
         }
-        if self.filling.weight() < WEIGHT_MAX {
+        if self.filling.weight() < self.batch_weight_max() {
             return true;
         }
         let has_room = self.has_room_for_segment();
@@ -169,12 +175,17 @@ impl Now {
 
     /// Whether the next change has to wait.
     pub(crate) fn is_full(&self) -> bool {
-        self.filling.weight() >= WEIGHT_MAX && !self.has_room_for_segment()
+        self.filling.weight() >= self.batch_weight_max() && !self.has_room_for_segment()
+    }
+
+    fn batch_weight_max(&self) -> usize {
+        if self.is_leaving { LEAVING_WEIGHT_MAX } else { WEIGHT_MAX }
     }
 
     fn has_room_for_segment(&self) -> bool {
         let weight: usize = self.sealed.iter().map(Segment::weight).sum();
-        weight < SEALED_WEIGHT_MAX && self.sealed.len() < SEGMENTS_MAX
+        let most = if self.is_leaving { 4 * LEAVING_WEIGHT_MAX } else { SEALED_WEIGHT_MAX };
+        weight < most && self.sealed.len() < SEGMENTS_MAX
     }
 
     /// Does `change`, for which there is room.
@@ -253,7 +264,7 @@ impl Now {
         let waiting = self.sealed.iter().skip(self.taken);
         let weight = waiting.map(Segment::weight).sum::<usize>() + self.filling.weight();
         let taken = self.taken_records();
-        let is_due = weight >= WEIGHT_MAX || self.wanted > taken;
+        let is_due = weight >= self.batch_weight_max() || self.wanted > taken;
         self.under_way.len() < UNDER_WAY_MAX && taken < self.records && is_due
     }
 

@@ -72,4 +72,5 @@ pub use state::{Root, State};
 pub use stream::{ReceiveOptions, Received, Sent};
 pub use usage::{Held, SnapshotUsage, Usage, VolumeUsage};
 pub use volume::Volume;
+pub use volume::automatic::SnapshotPer;
 pub use volumes::{VolumeInfo, Volumes};

@@ -17,6 +17,7 @@ use crate::put::Patience;
 use crate::shared::{Counts, Durability, Putter, Shared, lock};
 use crate::state::State;
 use crate::tree::Tree;
+use crate::volume::automatic::SnapshotPer;
 use crate::writing::as_change;
 use mica_block::{Error, ErrorKind, Result};
 use std::ops::Range;
@@ -32,12 +33,15 @@ pub struct Opening {
     pub log: Option<Arc<LogDevice>>,
     /// What a flush promises.
     pub durability: Durability,
+    /// After what of its guest the volume takes a snapshot by itself.
+    pub snapshot_per: SnapshotPer,
 }
 
 /// Without a log.
 impl From<Claimed> for Opening {
     fn from(claimed: Claimed) -> Self {
-        Self { claimed, log: None, durability: Durability::Store }
+        let snapshot_per = SnapshotPer::Interval;
+        Self { claimed, log: None, durability: Durability::Store, snapshot_per }
     }
 }
 
@@ -148,7 +152,7 @@ impl LocalLog for LogChoice<'_> {
 /// `Invalid` if a flush is to be durable in a log and there is none; `Denied` if others have the
 /// volume; otherwise what the store or the log reports.
 pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Result<Arc<Shared>> {
-    let Opening { claimed, log, durability } = opening;
+    let Opening { claimed, log, durability, snapshot_per } = opening;
     if *durability == Durability::Host && log.is_none() {
         let what = "durability=host needs a log on this machine: name one";
         return Err(Error::new(ErrorKind::Invalid, what));
@@ -172,11 +176,13 @@ pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Re
     // Nobody is served yet, and the log keeps what it has: whoever opens the volume learns that the
     // store does not answer, and may be told to stop.
     let for_replay = tree.with_patience(Patience::VERB);
-    let putter = putter(&heads, owned, *durability, (log, loss), for_replay);
+    let putter = putter(&heads, owned, (*durability, *snapshot_per), (log, loss), for_replay);
     let shared = Shared::new(tree, heads, Some(putter), state);
     replay(&shared).await?;
     let first = shared.now().records;
-    shared.putter()?.counts.first_record.store(first, Ordering::Relaxed);
+    let counts = &shared.putter()?.counts;
+    counts.first_record.store(first, Ordering::Relaxed);
+    counts.snapshot_records.store(first, Ordering::Relaxed);
     *lock(&shared.putter()?.tree) = patient;
     Ok(shared)
 }
@@ -202,7 +208,7 @@ impl LogChoice<'_> {
 fn putter(
     heads: &Heads,
     owned: Owned,
-    durability: Durability,
+    (durability, snapshot_per): (Durability, SnapshotPer),
     (log, loss): (Option<Log>, Option<String>),
     tree: Arc<Tree>,
 ) -> Putter {
@@ -210,6 +216,7 @@ fn putter(
     Putter {
         writer: owned.writer,
         durability,
+        snapshot_per,
         log,
         loss,
         tree: Mutex::new(tree),

@@ -13,6 +13,7 @@ use crate::put::Patience;
 use crate::reader::{Plans, View, blocks_of};
 use crate::state::State;
 use crate::tree::Tree;
+use crate::volume::automatic::SnapshotPer;
 use mica_block::{Error, ErrorKind, Requests, Result};
 use mica_rt::now;
 use mica_rt::sync::{SharedLock, Signal, Waiters};
@@ -57,6 +58,8 @@ pub enum Durability {
 pub(crate) struct Putter {
     pub(crate) writer: Writer,
     pub(crate) durability: Durability,
+    /// After what of its guest a snapshot is taken.
+    pub(crate) snapshot_per: SnapshotPer,
     pub(crate) log: Option<Log>,
     /// What was lost when the volume was opened, in words.
     pub(crate) loss: Option<String>,
@@ -108,6 +111,8 @@ pub(crate) struct Counts {
     pub(crate) syncs: Meter,
     /// Changes that waited for the log or the store.
     pub(crate) throttled: AtomicU64,
+    /// Records below are in the last automatic snapshot.
+    pub(crate) snapshot_records: AtomicU64,
     /// The number of the first record that was made since the volume was opened.
     pub(crate) first_record: AtomicU64,
 }

@@ -12,7 +12,7 @@
 //! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume
 //!   is latched. A store that does not answer makes everybody wait.
 
-mod automatic;
+pub(crate) mod automatic;
 mod manage;
 mod rewrite;
 mod snapshots;
@@ -180,7 +180,11 @@ impl Disk for Volume {
             return Writing::Direct(mica_block::ready(Err(error), buf));
         }
         Writing::Boxed(Box::pin(self.request(async move |shared| {
-            let result = shared.write(at, &buf).await;
+            let written = shared.write(at, &buf).await;
+            let result = match written {
+                Ok(()) => shared.after_change().await,
+                Err(error) => Err(error),
+            };
             (result, buf)
         })))
     }
@@ -189,7 +193,11 @@ impl Disk for Volume {
         Box::pin(async move {
             self.shared.putter()?;
             check_range(range, self.shared.len())?;
-            self.request(async move |shared| shared.clear(range, true).await).await
+            self.request(async move |shared| {
+                shared.clear(range, true).await?;
+                shared.after_change().await
+            })
+            .await
         })
     }
 
@@ -197,14 +205,21 @@ impl Disk for Volume {
         Box::pin(async move {
             self.shared.putter()?;
             check_range(range, self.shared.len())?;
-            self.request(async move |shared| shared.clear(range, false).await).await
+            self.request(async move |shared| {
+                shared.clear(range, false).await?;
+                shared.after_change().await
+            })
+            .await
         })
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             match self.shared.writer {
-                Some(_) => self.shared.flush().await,
+                Some(_) => {
+                    self.shared.before_flush().await?;
+                    self.shared.flush().await
+                }
                 None => Ok(()),
             }
         })

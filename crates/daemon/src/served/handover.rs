@@ -1,8 +1,8 @@
 //! A volume is handed to another host while it is served.
 //!
 //! ```text
-//! destage while guests go on ─▶ servers end ─▶ last writes ─▶ head with the heir ─▶ closed here
-//!                                 └────────── what guests wait for ──────────┘
+//! destage, guests go on ─▶ servers end ─▶ last writes ─▶ head with the heir ─▶ closed here
+//!                          └─────────── what guests wait for ───────────┘
 //! ```
 //!
 //! Invariants
@@ -17,11 +17,6 @@ use mica_block::{Error, ErrorKind, Manage, ManageVolume, Result};
 use mica_rt::timeout;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Times that it is waited for, at most: each time there is what was written meanwhile.
-const STORE_ROUNDS_MAX: usize = 8;
-/// Changes that guests may wait for.
-const LEFT_MAX: u64 = 256;
 
 /// What NBD clients are told of such a disk, where others are.
 const HANDED_OVER: &str = "it was handed to another host";
@@ -55,6 +50,7 @@ impl Served {
         };
         *self.lock() = State::Ended(Box::new(servers.counts()), End::Closing);
         let counts = servers.shutdown();
+        let ended = elapsed();
         *self.lock() = State::Ended(Box::new(counts), End::Closing);
         let (open, heir) = (Arc::clone(&disk), host.to_owned());
         let handed = self.resources.workers.run(move || async move {
@@ -72,8 +68,11 @@ impl Served {
         self.release();
         *self.lock() = State::Ended(Box::new(counts), End::Closed(Ok(())));
         self.doors.close(HANDED_OVER);
-        let (name, ms) = (&self.name, pause.as_millis());
-        tracing::info!("{name:?} was handed to {host}; nobody was served for {ms} ms");
+        let (name, ms, ended) = (&self.name, pause.as_millis(), ended.as_millis());
+        tracing::info!(
+            "{name:?} was handed to {host}; nobody was served for {ms} ms, of which {ended} for \
+             requests to end"
+        );
         Ok(HandedOver { pause })
     }
 
@@ -83,17 +82,15 @@ impl Served {
         let stored = self.resources.workers.run(move || async move {
             let volume = volume(&*disk)?;
             let rounds = async {
-                for _ in 0..STORE_ROUNDS_MAX {
-                    volume.store().await?;
-                    if volume.figures().pending_records <= LEFT_MAX {
-                        break;
-                    }
-                }
-                Ok(())
+                volume.store().await?;
+                // What was written meanwhile: little from now on.
+                volume.set_leaving(true);
+                volume.store().await
             };
             match timeout(limit, rounds).await {
                 Ok(stored) => stored,
                 Err(_) => {
+                    volume.set_leaving(false);
                     let seconds = limit.as_secs();
                     let what = format!(
                         "the store has not taken what was written within {seconds} s: the disk is \
@@ -109,6 +106,7 @@ impl Served {
     /// Serves the disk again, after its hand-over failed. The caller holds `changes`.
     fn go_on(&self, disk: Arc<dyn Manage>, error: &Error) {
         let is_open = disk.volume().is_some_and(|volume| !volume.is_ending());
+        disk.volume().into_iter().for_each(|volume| volume.set_leaving(false));
         drop(disk);
         let why = error.in_one_line();
         tracing::warn!("{:?} is not handed over, and goes on being served: {why}", self.name);

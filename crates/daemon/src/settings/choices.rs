@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use mica_serve::Discard;
 use mica_serve::fuse::AllowOther;
-use mica_stack::Durability;
+use mica_stack::{Durability, SnapshotPer};
 use serde::{Deserialize, Serialize};
 
 /// What happens to space that clients no longer need.
@@ -125,6 +125,25 @@ pub enum SandboxMode {
     Require,
     /// Not at all.
     Off,
+}
+
+/// After what of its guest a volume takes a snapshot by itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SnapshotAfter {
+    /// Each request that changes it.
+    Write,
+    /// Each flush.
+    Flush,
+}
+
+impl From<SnapshotAfter> for SnapshotPer {
+    fn from(choice: SnapshotAfter) -> Self {
+        match choice {
+            SnapshotAfter::Write => Self::Write,
+            SnapshotAfter::Flush => Self::Flush,
+        }
+    }
 }
 
 /// Whether what volumes no longer need is freed while they are served.

@@ -9,7 +9,7 @@ use mica_block::{
 };
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
-use mica_volume::{Keep, Volume};
+use mica_volume::{Keep, SnapshotPer, Volume};
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(super) struct HeldVolume {
     _store: Arc<Store>,
     lock: Option<VolumeLock>,
     /// By which automatic snapshots are taken.
-    keep: Option<Keep>,
+    keep: Option<(Keep, SnapshotPer)>,
 }
 
 impl HeldVolume {
@@ -29,7 +29,7 @@ impl HeldVolume {
         volume: Arc<Volume>,
         store: Arc<Store>,
         lock: Option<VolumeLock>,
-        keep: Option<Keep>,
+        keep: Option<(Keep, SnapshotPer)>,
     ) -> Self {
         Self { volume, _store: store, lock, keep }
     }
@@ -45,6 +45,10 @@ impl HeldVolume {
 impl ManageVolume for HeldVolume {
     fn store(&self) -> LocalFuture<'_, Result<()>> {
         self.volume.store()
+    }
+
+    fn set_leaving(&self, is_leaving: bool) {
+        self.volume.set_leaving(is_leaving);
     }
 
     fn check_heir(&self, host: &str) -> Result<()> {
@@ -174,9 +178,12 @@ impl Manage for HeldVolume {
     fn tend(&self) -> LocalFuture<'_, ()> {
         match &self.keep {
             None => self.volume.tend(),
-            Some(rules) => {
-                let both: [LocalFuture<'_, ()>; 2] =
-                    [self.volume.tend(), Box::pin(self.volume.take_by(rules))];
+            Some((rules, per)) => {
+                let keep: LocalFuture<'_, ()> = match per {
+                    SnapshotPer::Interval => Box::pin(self.volume.take_by(rules)),
+                    SnapshotPer::Write | SnapshotPer::Flush => Box::pin(self.volume.drop_by(rules)),
+                };
+                let both: [LocalFuture<'_, ()>; 2] = [self.volume.tend(), keep];
                 Box::pin(async { join_all(both).await.into_iter().collect() })
             }
         }

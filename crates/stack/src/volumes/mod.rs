@@ -16,7 +16,7 @@ mod receive;
 mod stores;
 mod url;
 
-pub use mica_volume::{Durability, Keep};
+pub use mica_volume::{Durability, Keep, SnapshotPer};
 
 pub use bucket::{bucket_files, bucket_ports};
 pub use collector::Collection;

@@ -47,6 +47,12 @@ impl ManageVolume for Volume {
         Box::pin(self.shared.store())
     }
 
+    fn set_leaving(&self, is_leaving: bool) {
+        self.shared.now().is_leaving = is_leaving;
+        // There may be room again, or an extent to make.
+        self.shared.progress.wake_all();
+    }
+
     fn check_heir(&self, host: &str) -> Result<()> {
         check_host(host)
     }
@@ -146,6 +152,7 @@ mod tests {
             let refused = volume.hand_over("host-2").await.expect_err("it takes too long");
             assert!(refused.in_one_line().contains("not handed over"), "{refused:?}");
             assert!(!volume.is_ending() && volume.latch().is_none());
+            volume.set_leaving(true);
             write(&volume, 4096, &[2; 4096]).await;
             ManageVolume::store(&volume).await.expect("stored");
             assert_eq!(volume.figures().pending_records, 0);
