@@ -3,7 +3,9 @@
 //! A server is handed an `Arc<dyn Disk>` and can do none of this. Nothing here has a default: a
 //! wrapper that forgot to forward a call would silently disable it.
 
-use crate::{Disk, Error, ErrorKind, LocalFuture, ManageSnapshots, Result, StoreIdentity};
+use crate::{
+    Disk, Error, ErrorKind, LocalFuture, ManageSnapshots, ManageVolume, Result, StoreIdentity,
+};
 use mica_units::{LayerNumber, SECTOR_BYTES};
 use std::borrow::Cow;
 use std::ops::ControlFlow;
@@ -64,6 +66,9 @@ pub trait Manage: Disk {
 
     /// The snapshots of a volume; `None` of a disk that has none of its own.
     fn snapshots(&self) -> Option<&dyn ManageSnapshots>;
+
+    /// What only a volume can do; `None` of any other disk, and of a volume that is only read.
+    fn volume(&self) -> Option<&dyn ManageVolume>;
 
     /// Does what the disk has to do by itself while it is open: putting what was written into a
     /// store of objects before somebody asks for it. Returns when the disk is closed or latched,

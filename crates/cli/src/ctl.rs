@@ -86,6 +86,23 @@ enum CtlVerb {
         #[arg(value_name = "DISK")]
         disk: Option<String>,
     },
+    /// Hand a volume to another host while it is served, and close it here.
+    ///
+    /// What was written goes into the store while requests go on; then they end, as with drain. No
+    /// host but that one opens the volume afterwards, except by force. If the store does not answer
+    /// the disk goes on being served here.
+    #[command(after_long_help = sections::CTL_HANDOVER)]
+    Handover {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+        /// The name of the host, as `uname -n` prints it there.
+        #[arg(long, value_name = "HOST")]
+        to: String,
+        /// Leave it if the store has not taken what was written within so many seconds.
+        #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+        limit: u32,
+    },
     /// Serve a disk again.
     ///
     /// One that was drained, or that could not be served when the server started.
@@ -151,6 +168,10 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
             (client.post(&of_disk(disk, "drain"), &nothing())?, drained)
         }
         CtlVerb::Drain { disk: None } => (client.post("/v1/drain", &nothing())?, drained),
+        CtlVerb::Handover { disk, to, limit } => {
+            let body = json!({ "host": to, "limit_seconds": limit });
+            (client.post(&of_disk(disk, "handover"), &body)?, handed_over)
+        }
         CtlVerb::LogLevel { level: None } => (client.get("/v1/log-level")?, log_level),
         CtlVerb::LogLevel { level: Some(level) } => {
             (client.put("/v1/log-level", &json!({ "level": level }))?, log_level)
@@ -242,17 +263,85 @@ fn status(answer: &Value) -> String {
             .map(|(key, what)| format!("\n{}: {what}{}\n", text(&disk["name"]), text(&disk[key])))
     });
     format!(
-        "mica {version}, process {pid}, up {uptime}\n\n{}{}",
+        "mica {version}, process {pid}, up {uptime}\n\n{}{}{}",
         table(&head, &[2, 4], rows.collect()),
+        volumes(answer) + &stores(answer),
         problems.collect::<String>()
     )
+}
+
+/// How the logs and the stores of volumes do.
+fn volumes(answer: &Value) -> String {
+    let rows = disks(answer).filter(|disk| disk["volume"].is_object()).map(|disk| {
+        let volume = &disk["volume"];
+        let number = |key: &str| volume[key].as_u64().unwrap_or(0);
+        let log = match volume["log_bytes"].as_u64() {
+            Some(bytes) => {
+                format!("{} of {}", human_size(number("log_used_bytes")), human_size(bytes))
+            }
+            None => "-".to_owned(),
+        };
+        let store = match (number("fenced"), number("store_silent_seconds")) {
+            (1.., _) => "taken over".to_owned(),
+            (0, 0) => format!("{:.1} ms", thousandths(number("put_p50_us"))),
+            (0, silent) => format!("silent for {silent} s"),
+        };
+        vec![
+            text(&disk["name"]),
+            log,
+            human_size(number("pending_bytes")),
+            format!("{} s", number("pending_seconds")),
+            store,
+            if number("throttled") > 0 { "yes" } else { "no" }.to_owned(),
+            text(&volume["snapshots"]),
+        ]
+    });
+    let rows: Vec<_> = rows.collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let head = ["VOLUME", "LOG", "NOT STORED", "FOR", "STORE", "THROTTLED", "SNAPSHOTS"];
+    format!("\n{}", table(&head, &[2, 3, 6], rows))
+}
+
+/// What was collected in the background.
+fn stores(answer: &Value) -> String {
+    let all = answer["stores"].as_array().into_iter().flatten();
+    let rows: Vec<_> = all
+        .map(|store| {
+            let size = |key: &str| human_size(store[key].as_u64().unwrap_or(0));
+            let result = match &store["gc_failure"] {
+                Value::Null => "-".to_owned(),
+                why => text(why),
+            };
+            vec![
+                text(&store["store"]),
+                size("bytes"),
+                size("live_bytes"),
+                text(&store["gc_passes"]),
+                size("gc_freed_bytes"),
+                size("gc_rewritten_bytes"),
+                result,
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let head = ["STORE", "BYTES", "NEEDED", "COLLECTED", "FREED", "WRITTEN AGAIN", "FAILURE"];
+    format!("\n{}", table(&head, &[1, 2, 3, 4, 5], rows))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "one digit is shown")]
+fn thousandths(count: u64) -> f64 {
+    count as f64 / 1000.0
 }
 
 /// Every figure that is not zero.
 fn stats(answer: &Value) -> String {
     let mut rows = Vec::new();
     for disk in disks(answer) {
-        for section in ["map", "write", "nbd", "vhost_user", "fuse"] {
+        for section in ["map", "write", "volume", "nbd", "vhost_user", "fuse"] {
             for (name, value) in disk[section].as_object().into_iter().flatten() {
                 if value.as_u64() == Some(0) {
                     continue;
@@ -279,6 +368,11 @@ fn resized(answer: &Value) -> String {
 fn drained(answer: &Value) -> String {
     let names = answer["drained"].as_array().into_iter().flatten().map(text);
     names.fold(String::new(), |text, name| text + &name + ": drained, its image is closed\n")
+}
+
+fn handed_over(answer: &Value) -> String {
+    let [disk, host, pause] = ["disk", "handed_to", "pause_ms"].map(|key| text(&answer[key]));
+    format!("{disk}: handed to {host}, nobody was served for {pause} ms\n")
 }
 
 /// Which disks came and went.
@@ -364,6 +458,34 @@ mod tests {
              web1: its device is broken: gone\n\
              \ne: no such file\n"
         );
+    }
+
+    #[test]
+    fn volumes_are_shown_with_their_logs_and_stores() {
+        let answer = json!({"disks": [
+            {"name": "web", "volume": {"log_used_bytes": 5 << 20, "log_bytes": 1 << 30,
+             "pending_bytes": 8192, "pending_seconds": 2, "put_p50_us": 2340, "snapshots": 12}},
+            {"name": "db", "volume": {"store_silent_seconds": 61, "throttled": 1}},
+            {"name": "old", "volume": {"fenced": 1}},
+            {"name": "image", "volume": null},
+        ]});
+        assert_eq!(
+            volumes(&answer),
+            "\nVOLUME  LOG             NOT STORED  FOR  STORE            THROTTLED  SNAPSHOTS\n\
+             web     5 MiB of 1 GiB       8 KiB  2 s  2.3 ms           no                12\n\
+             db      -                      0 B  0 s  silent for 61 s  yes                -\n\
+             old     -                      0 B  0 s  taken over       no                 -\n"
+        );
+        assert_eq!(volumes(&json!({"disks": [{"name": "image"}]})), "");
+        let answer = json!({"stores": [{"store": "file:///s", "bytes": 3 << 20, "gc_passes": 2,
+            "live_bytes": 1 << 20, "gc_freed_bytes": 4096, "gc_rewritten_bytes": 0,
+            "gc_failure": null}]});
+        assert_eq!(
+            stores(&answer),
+            "\nSTORE      BYTES  NEEDED  COLLECTED  FREED  WRITTEN AGAIN  FAILURE\n\
+             file:///s  3 MiB   1 MiB          2  4 KiB            0 B  -\n"
+        );
+        assert_eq!(stores(&json!({})), "");
     }
 
     #[test]

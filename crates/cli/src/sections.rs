@@ -176,6 +176,11 @@ EXAMPLES:
   mica ctl drain web
   mica ctl drain                            # all, and the server ends";
 
+pub(crate) const CTL_HANDOVER: &str = "\
+EXAMPLES:
+  mica ctl handover web --to host-2
+  ssh host-2 mica serve --nbd unix:web.sock --volume s3://bucket/volumes/web";
+
 pub(crate) const CTL_UNDRAIN: &str = "\
 EXAMPLES:
   mica ctl undrain web";

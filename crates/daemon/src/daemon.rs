@@ -16,6 +16,7 @@ use crate::ephemeral::OverlayFolders;
 use crate::held::Held;
 use crate::helper::{Errands, Helper, Outside};
 use crate::own_process::OwnProcess;
+use crate::retry::stopwatch;
 use crate::sandbox::{Granted, Needs, Sandbox};
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, SandboxMode};
@@ -206,8 +207,8 @@ fn hear_again(mut signals: Signals, shared: Arc<Shared>) {
             return;
         }
         tracing::warn!("stopping at once: stores are not waited for");
-        let began = mica_rt::now();
-        while mica_rt::now().saturating_since(began) < AT_ONCE_LIMIT {
+        let elapsed = stopwatch();
+        while elapsed() < AT_ONCE_LIMIT {
             std::thread::park_timeout(AT_ONCE_LIMIT);
         }
         tracing::error!("not all disks could be closed");
@@ -253,6 +254,7 @@ fn resources(
         indexers: Arc::default(),
         one_by_one: Arc::default(),
         tending: Arc::default(),
+        gc: config.process.gc(),
         addresses: Arc::new(Addresses::new(outside.clone())),
     }
 }

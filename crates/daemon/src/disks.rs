@@ -168,6 +168,7 @@ mod tests {
             indexers: Arc::default(),
             one_by_one: Arc::default(),
             tending: Arc::default(),
+            gc: crate::settings::GcMode::Off,
             addresses: Arc::default(),
         }
     }

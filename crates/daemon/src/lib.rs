@@ -66,8 +66,8 @@ pub use helper::{HELPER_VERB, run_helper};
 pub use rehearsal::check_config;
 pub use served::SERVING;
 pub use settings::{
-    Aio, Cache, Discards, DiskSettings, FlushDurability, ImageSettings, IndexMode, IoSettings,
-    KeepRules, OtherUsers, ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer,
-    VolumeSettings,
+    Aio, Cache, Discards, DiskSettings, FlushDurability, GcMode, ImageSettings, IndexMode,
+    IoSettings, KeepRules, OtherUsers, ProcessSettings, SandboxMode, Size, SnapshotAfter,
+    StatsSettings, TlsMode, VerifyPeer, VolumeSettings,
 };
 pub use systemd::has_inherited_sockets;

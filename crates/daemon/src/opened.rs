@@ -1,6 +1,6 @@
 //! The disk of an image while it is open, and its last figures afterwards.
 
-use mica_block::{Error, ErrorKind, Manage, MapStats, Result, WriteStats};
+use mica_block::{Error, ErrorKind, Manage, MapStats, Result, VolumeStats, WriteStats};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -35,6 +35,8 @@ pub(crate) struct Figures {
     pub(crate) indexed_layers: Option<usize>,
     pub(crate) map: MapStats,
     pub(crate) write: WriteStats,
+    /// Of a volume that is open for writing.
+    pub(crate) volume: Option<Box<VolumeStats>>,
 }
 
 impl Opened {
@@ -55,7 +57,7 @@ impl Opened {
     /// Keeps only the figures. Returns the disk if it was open.
     pub(crate) fn close(&mut self) -> Option<Arc<dyn Manage>> {
         // A disk that is closed promises nothing.
-        let figures = Figures { weakness: None, latch: None, ..self.figures() };
+        let figures = Figures { weakness: None, latch: None, volume: None, ..self.figures() };
         match std::mem::replace(self, Self::Closed(figures)) {
             Self::Open(disk) => Some(disk),
             Self::Closed(_) => None,
@@ -85,6 +87,7 @@ impl Figures {
             indexed_layers: disk.index().map(|index| index.covered_layers()),
             map: disk.map_stats(),
             write: disk.write_stats(),
+            volume: disk.volume().map(|volume| Box::new(volume.figures())),
         }
     }
 }

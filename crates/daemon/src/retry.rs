@@ -42,9 +42,14 @@ pub(crate) fn retry_while<T>(
 }
 
 fn clock() -> Clock<impl Fn() -> Duration, fn(Duration)> {
+    Clock { elapsed: stopwatch(), sleep }
+}
+
+/// Says how long ago this was called, also to a thread that has no executor.
+pub(crate) fn stopwatch() -> impl Fn() -> Duration {
     #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
     let start = Instant::now();
-    Clock { elapsed: move || start.elapsed(), sleep }
+    move || start.elapsed()
 }
 
 /// Whether somebody still listens at an address.

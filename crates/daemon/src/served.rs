@@ -13,6 +13,7 @@
 //!   ([`Served::undrain`]).
 
 mod doors;
+mod handover;
 mod report;
 mod resize;
 mod snapshots;
@@ -26,7 +27,7 @@ use crate::opened::{Figures, Opened};
 use crate::opening::{Opening, open};
 use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
 use crate::servers::{Prepared, Resources, Servers, Subject};
-use crate::settings::{DiskSettings, ImageSettings, VolumeSettings};
+use crate::settings::{DiskSettings, GcMode, ImageSettings, VolumeSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
 use mica_block::{Error, ErrorKind, Haste, Manage, Result};
@@ -513,6 +514,9 @@ impl Served {
     fn tend(&self, disk: &Arc<dyn Manage>) {
         if self.volume.volume.is_some() && disk.is_writable() {
             self.resources.tending.tend(Arc::clone(disk));
+            if self.resources.gc == GcMode::Auto {
+                self.resources.tending.collect(&self.resources.stores);
+            }
         }
     }
 

@@ -4,7 +4,7 @@ use crate::addresses::Addresses;
 use crate::descriptors::Need;
 use crate::indexer::{Indexed, Indexers};
 use crate::one_by_one::OneByOne;
-use crate::settings::{DiskSettings, IndexMode};
+use crate::settings::{DiskSettings, GcMode, IndexMode};
 use crate::stats::Counts;
 use crate::tending::Tending;
 use mica_block::{Disk, Manage, Result};
@@ -35,6 +35,8 @@ pub(crate) struct Resources {
     pub(crate) one_by_one: Arc<OneByOne>,
     /// Lets volumes do their own work.
     pub(crate) tending: Arc<Tending>,
+    /// Whether their stores are collected in the background.
+    pub(crate) gc: GcMode,
     /// Where NBD clients connect.
     pub(crate) addresses: Arc<Addresses>,
 }

@@ -14,7 +14,8 @@ mod size;
 mod volume;
 
 pub use choices::{
-    Aio, Cache, Discards, FlushDurability, IndexMode, OtherUsers, SandboxMode, TlsMode, VerifyPeer,
+    Aio, Cache, Discards, FlushDurability, GcMode, IndexMode, OtherUsers, SandboxMode,
+    SnapshotAfter, TlsMode, VerifyPeer,
 };
 pub use disk::DiskSettings;
 pub(crate) use image::DESCRIPTORS_RESERVE;

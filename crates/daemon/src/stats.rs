@@ -3,7 +3,7 @@
 //! The file of `--stats-file`, `/v1/stats` and `/metrics` are made from the same sections.
 
 use crate::opened::Figures;
-use mica_block::{MapStats, WriteStats};
+use mica_block::{MapStats, VolumeStats, WriteStats};
 use mica_serve::{Latencies, Latency, fuse, nbd, vhost_user};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -132,7 +132,7 @@ impl Section {
 }
 
 /// All figures of a disk.
-pub(crate) fn sections(image: &Figures, counts: &Counts) -> [Section; 5] {
+pub(crate) fn sections(image: &Figures, counts: &Counts) -> [Section; 6] {
     let Counts { nbd, device, file } = counts;
     let server = |name, fields: Option<(Vec<_>, _, _)>| {
         let (fields, latencies) = match fields {
@@ -148,6 +148,7 @@ pub(crate) fn sections(image: &Figures, counts: &Counts) -> [Section; 5] {
     [
         plain("map", map(image.map)),
         plain("write", write(image.write)),
+        Section { name: "volume", figures: image.volume.as_deref().map(volume), latencies: None },
         server("nbd", Some((nbd.fields(), nbd::Counters::HELP, nbd.latencies))),
         server(
             "vhost_user",
@@ -248,4 +249,68 @@ fn write(stats: WriteStats) -> Vec<Figure> {
         counter("groups", "Groups of changes that were made durable.", groups),
         counter("linked_clusters", "Entries of the map that writes changed.", linked_clusters),
     ]
+}
+
+fn volume(stats: &VolumeStats) -> Vec<Figure> {
+    let seconds = |ms: u64| ms / 1000;
+    let mut figures = vec![
+        counter("records", "Changes that a volume recorded.", stats.records),
+        gauge(
+            "pending_records",
+            "Changes that the store of a volume does not have yet.",
+            stats.pending_records,
+        ),
+        gauge(
+            "pending_bytes",
+            "Bytes of memory of what the store of a volume does not have yet.",
+            stats.pending_bytes,
+        ),
+        gauge(
+            "pending_seconds",
+            "Age of the oldest change that the store of a volume does not have yet.",
+            seconds(stats.pending_ms),
+        ),
+        gauge(
+            "extents_in_flight",
+            "Extents of a volume that are being put.",
+            stats.extents_in_flight,
+        ),
+        counter("extents", "Extents of a volume that its store took.", stats.extents),
+        counter("extent_bytes", "Bytes of these extents.", stats.extent_bytes),
+        counter("heads", "Heads of a volume that its store took.", stats.heads),
+        counter("put_failures", "Puts that failed and were tried again.", stats.put_failures),
+        counter("put_ns", "How long all puts of extents took together.", stats.puts.sum_ns),
+        gauge(
+            "put_p50_us",
+            "Half of the last 512 puts of extents took no longer.",
+            stats.puts.p50_us,
+        ),
+        gauge("put_p99_us", "99 of 100 of them took no longer.", stats.puts.p99_us),
+        gauge(
+            "store_silent_seconds",
+            "For how long the store of a volume has taken nothing; 0 if it answers.",
+            seconds(stats.store_silent_ms),
+        ),
+        counter(
+            "throttled_writes",
+            "Changes that waited because the log or the store is slower than the guest.",
+            stats.throttled_writes,
+        ),
+        gauge("throttled", "Whether changes of a volume wait now.", stats.is_throttled.into()),
+        gauge("fenced", "Whether another host has taken a volume over.", stats.is_fenced.into()),
+    ];
+    if let Some(count) = stats.snapshots {
+        figures.push(gauge("snapshots", "Snapshots of a volume.", count));
+    }
+    if let Some(log) = stats.log {
+        figures.extend([
+            gauge("log_used_bytes", "Bytes of a volume's write log in use.", log.used_bytes),
+            gauge("log_bytes", "Bytes of the write log that a volume can use.", log.bytes),
+            counter("log_syncs", "Syncs of the write log for flushes.", log.syncs.count),
+            counter("log_sync_ns", "How long all of them took together.", log.syncs.sum_ns),
+            gauge("log_sync_p50_us", "Half of the last 512 took no longer.", log.syncs.p50_us),
+            gauge("log_sync_p99_us", "99 of 100 of them took no longer.", log.syncs.p99_us),
+        ]);
+    }
+    figures
 }

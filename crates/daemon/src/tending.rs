@@ -3,12 +3,15 @@
 use mica_block::Manage;
 use mica_rt::sync::Signal;
 use mica_rt::{Backend, Executor, Handle};
+use mica_stack::Stores;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
 /// Starts its thread when there is a first disk to tend, and ends it when this is dropped.
 #[derive(Default)]
 pub(crate) struct Tending {
     executor: Mutex<Option<Handle>>,
+    is_collecting: AtomicBool,
     over: Arc<Signal>,
 }
 
@@ -19,6 +22,19 @@ impl Tending {
         let begun = self.run(move || async move { disk.tend().await });
         if let Err(error) = begun {
             tracing::warn!(%error, "a volume is written only when a client flushes");
+        }
+    }
+
+    /// Collects what becomes garbage in `stores`, from the first call on.
+    pub(crate) fn collect(&self, stores: &Arc<Stores>) {
+        if self.is_collecting.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let stores = Arc::clone(stores);
+        let begun = self.run(move || async move { stores.collect_in_background().await });
+        if let Err(error) = begun {
+            self.is_collecting.store(false, Ordering::Relaxed);
+            tracing::warn!(%error, "nothing is collected in the background");
         }
     }
 

@@ -29,6 +29,7 @@ pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usu
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
 pub use volumes::{
-    Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled, Store, StoreUrl,
-    Stores, VolumeAccess, VolumeOptions, VolumeUrl, bucket_files, bucket_ports,
+    Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,
+    SnapshotPer, Store, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl, bucket_files,
+    bucket_ports,
 };

@@ -149,6 +149,10 @@ impl Manage for NullDisk {
         None
     }
 
+    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
+        None
+    }
+
     fn tend(&self) -> LocalFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }

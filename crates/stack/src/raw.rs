@@ -333,6 +333,10 @@ impl Manage for RawDisk {
         None
     }
 
+    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
+        None
+    }
+
     fn tend(&self) -> LocalFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }

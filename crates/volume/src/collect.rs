@@ -36,10 +36,12 @@ pub(crate) mod client;
 pub(crate) mod extents;
 pub(crate) mod mark;
 pub(crate) mod names;
-mod plan;
+pub(crate) mod owners;
+pub(crate) mod plan;
 mod sweep;
 
 pub use client::Speed;
+pub use mark::Bytes;
 
 use crate::names::VolumeName;
 use crate::place::ExtentId;
@@ -50,6 +52,7 @@ use mark::{Damage, Mark};
 use mica_block::{Error, ErrorKind, Result};
 use names::Named;
 use plan::Plan;
+use std::collections::BTreeSet;
 use std::ops::AddAssign;
 use std::sync::Arc;
 
@@ -188,29 +191,36 @@ impl Volumes {
         });
         let listed = listed.await?;
         at = Progress { step: Step::Mark, extents: 0, of_extents: listed.len() as u64, ..at };
-        let plan = self.plan(&client, &listed, punch, &mut at, progress).await?;
+        let mark = |names: &[Arc<Named>]| Ok(Mark::new(&client, names));
+        let marked = self.mark_all(&client, &listed, punch, mark, &mut at, progress).await?;
+        let plan = marked.plan.finish(&marked.names, &marked.mark);
+        let dead: BTreeSet<ExtentId> = plan.dead.iter().map(|listed| listed.id).collect();
+        let kept = listed.iter().map(|listed| listed.id).filter(|id| !dead.contains(id)).collect();
         let claims = claims::find(&client).await?;
         at = Progress { step: Step::Free, ..at };
         progress(at);
-        sweep::sweep(&client, options.dry_run, plan, claims, |deleted| {
+        let swept = sweep::sweep(&client, options.dry_run, plan, claims, |deleted| {
             progress(Progress { deleted, ..at });
-        })
-        .await
+        });
+        let swept = swept.await;
+        self.tree.close_all_but(&kept);
+        swept
     }
 
-    /// What is to be done about `listed`.
-    async fn plan<'a>(
+    /// What is to be done about `listed`, by what `begin` begins to look for.
+    pub(crate) async fn mark_all<'a>(
         &self,
         client: &Client,
         listed: &'a [Listed],
         punch: bool,
+        begin: impl Fn(&[Arc<Named>]) -> Result<Mark>,
         at: &mut Progress,
         progress: &mut dyn FnMut(Progress),
-    ) -> Result<Plan<'a>> {
+    ) -> Result<AllMarked<'a>> {
         for _ in 0..ROUNDS_MAX {
             let names = names::stable_names(client, self.store).await?;
             at.names = names.len() as u64;
-            let mut mark = Mark::new(client, &names);
+            let mut mark = begin(&names)?;
             let mut plan = Plan::new(listed, &names, punch);
             while let Some(marked) = mark.next().await? {
                 if let Some(damage) = mark.damage.first() {
@@ -222,17 +232,24 @@ impl Volumes {
                     }
                     break;
                 }
-                plan.keep(marked);
+                plan.keep(marked, &mark.owners);
                 (at.extents, at.nodes) = (plan.kept(), mark.nodes);
                 progress(*at);
             }
             if mark.damage.is_empty() {
-                return Ok(plan.finish(&names, mark.nodes, mark.snapshots));
+                return Ok(AllMarked { plan, names, mark });
             }
         }
         let what = format!("others collect in {} all the time", self.objects.name());
         Err(Error::new(ErrorKind::Io, what))
     }
+}
+
+/// Everything that heads name was found.
+pub(crate) struct AllMarked<'a> {
+    pub(crate) plan: Plan<'a>,
+    pub(crate) names: Vec<Arc<Named>>,
+    pub(crate) mark: Mark,
 }
 
 /// Why nothing is collected.

@@ -23,7 +23,7 @@ use crate::put::{Putting, Tries};
 use crate::segment::Segment;
 use crate::shared::{Putter, Shared, Trouble, lock};
 use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
-use mica_rt::{Buf, sleep, spawn, timeout};
+use mica_rt::{Buf, now, sleep, spawn, timeout};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -125,9 +125,14 @@ impl Shared {
         let task = CompletionGuard::new(self);
         drop(spawn(async move {
             let this = Arc::clone(&task.shared);
-            let bytes = content.len() as u64;
+            let (bytes, start) = (content.len() as u64, now());
             match this.put_until_answered(id.name(), content).await {
-                Ok(()) => this.answered(id, blocks, bytes),
+                Ok(()) => {
+                    if let Some(putter) = &this.writer {
+                        putter.counts.puts.note(now().saturating_since(start));
+                    }
+                    this.answered(id, blocks, bytes);
+                }
                 Err(error) => {
                     this.tree.release(id);
                     this.latch_with(error);
@@ -166,6 +171,7 @@ impl Shared {
     }
 
     fn note_trouble(&self, putter: &Putter, error: &Error) {
+        putter.counts.put_failures.fetch_add(1, Ordering::Relaxed);
         let mut trouble = lock(&putter.trouble);
         if trouble.is_none() {
             let (store, error) = (self.heads.objects.name(), error.in_one_line());
@@ -181,6 +187,7 @@ impl Shared {
         let counts = &putter.counts;
         counts.extents.fetch_add(1, Ordering::Relaxed);
         counts.blocks.fetch_add(blocks, Ordering::Relaxed);
+        counts.extent_bytes.fetch_add(bytes, Ordering::Relaxed);
         let metadata = bytes - blocks * BLOCK_BYTES as u64;
         counts.metadata_bytes.fetch_add(metadata, Ordering::Relaxed);
         self.tree.release(id);
@@ -210,6 +217,7 @@ impl Shared {
             return;
         }
         let is_over = || self.over.is_raised();
+        drop(spawn(Arc::clone(self).count_snapshots()));
         loop {
             let waiting = || is_over().then_some(0).or_else(|| self.now().waiting());
             let first = self.over.unless_raised(self.progress.until(waiting)).await;

@@ -17,9 +17,10 @@ mod cuts;
 pub(crate) use cuts::RecentCuts;
 
 use crate::environment::Environment;
+use crate::place::BLOCK_BYTES;
 use crate::recent::{Batch, Block, Known};
 use crate::segment::{Cut, Segment, WEIGHT_MAX};
-use crate::state::State;
+use crate::state::{Root, State};
 use mica_block::Error;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -29,6 +30,9 @@ use std::sync::Arc;
 const SEALED_WEIGHT_MAX: usize = 8 * WEIGHT_MAX;
 /// Blocks whose buffers a batch keeps in memory, about: those that were overwritten are among them.
 const BULK_MAX: usize = 4 * WEIGHT_MAX;
+/// The same, and weight of the batch that fills, of a volume that is about to be handed over: guests
+/// wait for that much when it is.
+const LEAVING_WEIGHT_MAX: usize = WEIGHT_MAX / 8;
 /// How many these are: snapshots seal small ones, and each is looked through when a block is read.
 const SEGMENTS_MAX: usize = 64;
 /// Extents under way.
@@ -50,6 +54,8 @@ pub(crate) struct Now {
     pub(crate) is_driven: bool,
     /// Whether nothing more is accepted.
     pub(crate) is_closing: bool,
+    /// Whether it is about to be handed over: little waits for the store.
+    pub(crate) is_leaving: bool,
     /// Whether its writer's time is over: the last head is put, and the log is ended. If it is only
     /// read, whether that is over.
     pub(crate) is_ended: bool,
@@ -59,6 +65,13 @@ pub(crate) struct Now {
     pub(crate) is_awaited: bool,
     /// How many groups of snapshots hold the writers.
     pub(crate) holds: usize,
+    /// Since when there is something that the store does not have, in nanoseconds since 1970.
+    pub(crate) pending_since_ns: Option<u64>,
+    /// The snapshots that there were when the volume was opened; their number, if it is known; and
+    /// how many were taken since, less those that were dropped.
+    pub(crate) snapshots_at_open: Root,
+    pub(crate) snapshot_count_at_open: Option<u64>,
+    snapshots_since: i64,
     /// Why nothing is acknowledged any more.
     pub(crate) latch: Option<Error>,
     /// What heads say of it.
@@ -116,10 +129,15 @@ impl Now {
             sequence: 0,
             is_driven: false,
             is_closing: false,
+            is_leaving: false,
             is_ended: false,
             is_left_to_log: false,
             is_awaited: false,
             holds: 0,
+            pending_since_ns: None,
+            snapshots_at_open: state.snapshots,
+            snapshot_count_at_open: None,
+            snapshots_since: 0,
             latch: None,
             heads: HeadsOfNow::default(),
             sealed: VecDeque::new(),
@@ -147,7 +165,7 @@ impl Now {
         if is_cut {
             return self.has_room_for_segment();
         }
-        if self.filling.weight() < WEIGHT_MAX && !self.filling.is_bulky(BULK_MAX) {
+        if !self.is_filled() {
             return true;
         }
         let has_room = self.has_room_for_segment();
@@ -157,13 +175,31 @@ impl Now {
         has_room
     }
 
+    /// Whether the next change has to wait.
+    pub(crate) fn is_full(&self) -> bool {
+        self.is_filled() && !self.has_room_for_segment()
+    }
+
+    fn batch_weight_max(&self) -> usize {
+        if self.is_leaving { LEAVING_WEIGHT_MAX } else { WEIGHT_MAX }
+    }
+
+    /// Whether nothing more is put into the batch that fills.
+    fn is_filled(&self) -> bool {
+        self.filling.weight() >= self.batch_weight_max() || self.filling.is_bulky(BULK_MAX)
+    }
+
     fn has_room_for_segment(&self) -> bool {
         let weight: usize = self.sealed.iter().map(Segment::weight).sum();
-        weight < SEALED_WEIGHT_MAX && self.sealed.len() < SEGMENTS_MAX
+        let most = if self.is_leaving { 4 * LEAVING_WEIGHT_MAX } else { SEALED_WEIGHT_MAX };
+        weight < most && self.sealed.len() < SEGMENTS_MAX
     }
 
     /// Does `change`, for which there is room.
     pub(crate) fn apply(&mut self, change: Change, environment: &Environment) {
+        if self.pending_since_ns.is_none() {
+            self.pending_since_ns = Some(environment.now_ns());
+        }
         match change {
             Change::Data(block, data) => self.filling.put(block, data),
             Change::Nothing(blocks) => self.filling.clear(blocks),
@@ -182,6 +218,11 @@ impl Now {
             self.seal(environment);
         }
         self.records += 1;
+        self.snapshots_since += match cut {
+            Cut::Take { .. } => 1,
+            Cut::Drop { .. } => -1,
+            Cut::Label { .. } | Cut::Rollback { .. } => 0,
+        };
         let last = self.sealed.back_mut().expect("was sealed now, or before");
         last.cuts.push(cut);
         last.records = self.records;
@@ -230,7 +271,10 @@ impl Now {
         let waiting = self.sealed.iter().skip(self.taken);
         let weight = waiting.map(Segment::weight).sum::<usize>() + self.filling.weight();
         let taken = self.taken_records();
-        let is_due = weight >= WEIGHT_MAX || self.wanted > taken;
+        let mut waiting = self.sealed.iter().skip(self.taken);
+        let is_due = weight >= self.batch_weight_max()
+            || self.wanted > taken
+            || waiting.any(|segment| segment.batch.is_bulky(BULK_MAX));
         self.under_way.len() < UNDER_WAY_MAX && taken < self.records && is_due
     }
 
@@ -256,6 +300,23 @@ impl Now {
         (!segments.is_empty()).then_some(segments)
     }
 
+    /// Bytes of what the store does not have, about.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        let sealed: usize = self.sealed.iter().map(Segment::weight).sum();
+        ((sealed + self.filling.weight()) * BLOCK_BYTES) as u64
+    }
+
+    /// Extents that are being put.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.under_way.len()
+    }
+
+    /// How many snapshots there are, if it is known.
+    pub(crate) fn snapshots(&self) -> Option<u64> {
+        let at_open = self.snapshot_count_at_open?;
+        Some(at_open.saturating_add_signed(self.snapshots_since))
+    }
+
     /// The number of the extent that is made next.
     pub(crate) fn next_sequence(&self) -> u32 {
         self.under_way.back().map_or(self.sequence, |last| last.sequence + 1)
@@ -275,7 +336,10 @@ impl Now {
             self.state = extent.state;
             self.sequence += 1;
             self.taken -= extent.segments;
-            let stored = self.sealed.drain(..extent.segments);
+            let stored: Vec<_> = self.sealed.drain(..extent.segments).collect();
+            // What comes next was done after that.
+            let last_ns = stored.last().map(|last| last.time_ns);
+            self.pending_since_ns = last_ns.filter(|_| self.records > extent.state.records);
             self.heads.lacks_cuts |= stored.into_iter().any(|segment| !segment.cuts.is_empty());
             self.generation += 1;
         }

@@ -18,10 +18,11 @@ use crate::put::Patience;
 use crate::shared::{Counts, Durability, Putter, Shared, lock};
 use crate::state::State;
 use crate::tree::Tree;
+use crate::volume::automatic::SnapshotPer;
 use crate::writing::as_change;
 use mica_block::{Error, ErrorKind, Result};
 use std::ops::Range;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// How a volume is opened for writing.
@@ -33,12 +34,15 @@ pub struct Opening {
     pub log: Option<Arc<LogDevice>>,
     /// What a flush promises.
     pub durability: Durability,
+    /// After what of its guest the volume takes a snapshot by itself.
+    pub snapshot_per: SnapshotPer,
 }
 
 /// Without a log.
 impl From<Claimed> for Opening {
     fn from(claimed: Claimed) -> Self {
-        Self { claimed, log: None, durability: Durability::Store }
+        let snapshot_per = SnapshotPer::Interval;
+        Self { claimed, log: None, durability: Durability::Store, snapshot_per }
     }
 }
 
@@ -153,7 +157,7 @@ impl LocalLog for LogChoice<'_> {
 /// `Invalid` if a flush is to be durable in a log and there is none; `Denied` if others have the
 /// volume; otherwise what the store or the log reports.
 pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Result<Arc<Shared>> {
-    let Opening { claimed, log, durability } = opening;
+    let Opening { claimed, log, durability, snapshot_per } = opening;
     if *durability == Durability::Host && log.is_none() {
         let what = "durability=host needs a log on this machine: name one";
         return Err(Error::new(ErrorKind::Invalid, what));
@@ -177,9 +181,13 @@ pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Re
     // Nobody is served yet, and the log keeps what it has: whoever opens the volume learns that the
     // store does not answer, and may be told to stop.
     let for_replay = tree.with_patience(Patience::VERB);
-    let putter = putter(&heads, owned, *durability, (log, loss), for_replay);
+    let putter = putter(&heads, owned, (*durability, *snapshot_per), (log, loss), for_replay);
     let shared = Shared::new(tree, heads, Some(putter), state);
     replay(&shared).await?;
+    let first = shared.now().records;
+    let counts = &shared.putter()?.counts;
+    counts.first_record.store(first, Ordering::Relaxed);
+    counts.snapshot_records.store(first, Ordering::Relaxed);
     *lock(&shared.putter()?.tree) = patient;
     Ok(shared)
 }
@@ -205,7 +213,7 @@ impl LogChoice<'_> {
 fn putter(
     heads: &Heads,
     owned: Owned,
-    durability: Durability,
+    (durability, snapshot_per): (Durability, SnapshotPer),
     (log, loss): (Option<Log>, Option<String>),
     tree: Arc<Tree>,
 ) -> Putter {
@@ -213,6 +221,7 @@ fn putter(
     Putter {
         writer: owned.writer,
         durability,
+        snapshot_per,
         log,
         was_store_nearer: AtomicBool::new(false),
         loss,

@@ -7,14 +7,16 @@ use crate::format::head::Head;
 use crate::heads::{Heads, Owned};
 use crate::known::Now;
 use crate::log::Log;
+use crate::meter::Meter;
 use crate::place::{BLOCK_BYTES, Writer};
 use crate::put::Patience;
 use crate::reader::{Plans, View, blocks_of};
 use crate::state::State;
 use crate::tree::Tree;
+use crate::volume::automatic::SnapshotPer;
 use mica_block::{Error, ErrorKind, Requests, Result};
 use mica_rt::sync::{SharedLock, Signal, Waiters};
-use mica_rt::timeout;
+use mica_rt::{now, timeout};
 use mica_units::GuestRange;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -61,6 +63,8 @@ pub enum Durability {
 pub(crate) struct Putter {
     pub(crate) writer: Writer,
     pub(crate) durability: Durability,
+    /// After what of its guest a snapshot is taken.
+    pub(crate) snapshot_per: SnapshotPer,
     pub(crate) log: Option<Log>,
     /// Whether the last flush left the log alone because the store was nearer.
     pub(crate) was_store_nearer: AtomicBool,
@@ -106,6 +110,18 @@ pub(crate) struct Counts {
     pub(crate) heads: AtomicU64,
     pub(crate) metadata_bytes: AtomicU64,
     pub(crate) blocks: AtomicU64,
+    pub(crate) extent_bytes: AtomicU64,
+    /// Of extents, until the store answered.
+    pub(crate) puts: Meter,
+    pub(crate) put_failures: AtomicU64,
+    /// Of the log, for flushes.
+    pub(crate) syncs: Meter,
+    /// Changes that waited for the log or the store.
+    pub(crate) throttled: AtomicU64,
+    /// Records below are in the last automatic snapshot.
+    pub(crate) snapshot_records: AtomicU64,
+    /// The number of the first record that was made since the volume was opened.
+    pub(crate) first_record: AtomicU64,
 }
 
 impl Shared {
@@ -276,7 +292,9 @@ impl Shared {
                 } else {
                     putter.was_store_nearer.store(false, Ordering::Relaxed);
                 }
+                let start = now();
                 log.sync().await.map_err(|error| self.latch_with(error))?;
+                putter.counts.syncs.note(now().saturating_since(start));
                 self.latch().map_or(Ok(()), Err)
             }
             (Durability::Host | Durability::Store, _) => self.store().await,

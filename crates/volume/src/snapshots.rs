@@ -34,6 +34,14 @@ pub(crate) async fn all(tree: &Tree, root: Root) -> Result<Vec<Arc<Record>>> {
     Ok(records)
 }
 
+/// How many snapshots there are in the tree `root`. Their records are not read.
+///
+/// # Errors
+/// As [`all`].
+pub(crate) async fn count(tree: &Tree, root: Root) -> Result<u64> {
+    places(tree, root).await.map(|places| places.len() as u64)
+}
+
 /// The snapshot `which` in the tree `root`.
 ///
 /// # Errors

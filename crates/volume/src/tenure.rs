@@ -38,7 +38,7 @@ impl Drop for HeadTurn {
 
 impl Shared {
     /// Takes the turn if no head is under way. What it gives must not be dropped under the lock.
-    fn head_turn(self: &Arc<Self>, now: &mut Now) -> Option<HeadTurn> {
+    pub(crate) fn head_turn(self: &Arc<Self>, now: &mut Now) -> Option<HeadTurn> {
         if now.heads.is_under_way {
             return None;
         }

@@ -18,6 +18,7 @@ use mica_rt::Buf;
 use mica_rt::sync::Signal;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -186,6 +187,12 @@ impl Tree {
     /// [`Self::release`].
     pub(crate) fn hold(&self, extent: ExtentId, start: usize, bytes: Vec<u8>) {
         self.held().push(Held { extent, start, bytes });
+    }
+
+    /// Objects of extents that are not among `kept` are not held open any more: the space of a file
+    /// that was deleted comes back when it is closed.
+    pub(crate) fn close_all_but(&self, kept: &BTreeSet<ExtentId>) {
+        self.shared.opened.retain(|id, _| kept.contains(id));
     }
 
     /// The extent is in the store.

@@ -12,11 +12,13 @@
 //! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume
 //!   is latched. A store that does not answer makes everybody wait.
 
-mod automatic;
+pub(crate) mod automatic;
+mod manage;
 mod rewrite;
 mod snapshots;
+mod tidy;
 
-use crate::heads::{End, Heads, check_host};
+use crate::heads::Heads;
 use crate::known::Change;
 use crate::place::BLOCK_BYTES;
 use crate::reader::{self, View, check_range};
@@ -25,8 +27,8 @@ use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Haste, IoFuture, LocalFuture, Manage,
-    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Requests, Result, WriteStats, Writing,
-    Zeroes, check_longer,
+    ManageIndex, ManageSnapshots, ManageVolume, MapStats, Plan, Planned, Requests, Result,
+    WriteStats, Writing, Zeroes, check_longer,
 };
 use mica_rt::{Buf, spawn};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
@@ -52,16 +54,6 @@ impl Volume {
     /// A state of a volume, to be read.
     pub(crate) fn readable(tree: Arc<Tree>, heads: Heads, state: State) -> Self {
         Self::of(Shared::new(tree, heads, None, state))
-    }
-
-    /// Closes the volume, as [`Manage::close`] does, for `host`: no other opens it then, except by
-    /// force.
-    ///
-    /// # Errors
-    /// `Invalid` if no host can have this name; otherwise as [`Manage::close`].
-    pub async fn hand_over(&self, host: &str) -> Result<()> {
-        check_host(host)?;
-        self.shared.end_unless_given_up(&End::HandedTo(host.to_owned())).await
     }
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.
@@ -188,8 +180,12 @@ impl Disk for Volume {
             return Writing::Direct(mica_block::ready(Err(error), buf));
         }
         Writing::Boxed(Box::pin(self.request(async move |shared| {
+            let result = match shared.write(at, buf).await {
+                Ok(()) => shared.after_change().await,
+                Err(error) => Err(error),
+            };
             // What is kept of it is not given back.
-            (shared.write(at, buf).await, Buf::new(0))
+            (result, Buf::new(0))
         })))
     }
 
@@ -197,7 +193,11 @@ impl Disk for Volume {
         Box::pin(async move {
             self.shared.putter()?;
             check_range(range, self.shared.len())?;
-            self.request(async move |shared| shared.clear(range, true).await).await
+            self.request(async move |shared| {
+                shared.clear(range, true).await?;
+                shared.after_change().await
+            })
+            .await
         })
     }
 
@@ -205,14 +205,21 @@ impl Disk for Volume {
         Box::pin(async move {
             self.shared.putter()?;
             check_range(range, self.shared.len())?;
-            self.request(async move |shared| shared.clear(range, false).await).await
+            self.request(async move |shared| {
+                shared.clear(range, false).await?;
+                shared.after_change().await
+            })
+            .await
         })
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             match self.shared.writer {
-                Some(_) => self.shared.flush().await,
+                Some(_) => {
+                    self.shared.before_flush().await?;
+                    self.shared.flush().await
+                }
                 None => Ok(()),
             }
         })
@@ -320,6 +327,10 @@ impl Manage for Volume {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         Some(self)
+    }
+
+    fn volume(&self) -> Option<&dyn ManageVolume> {
+        self.shared.writer.is_some().then_some(self as _)
     }
 
     fn tend(&self) -> LocalFuture<'_, ()> {

@@ -20,6 +20,7 @@ use mica_block::{Error, Result};
 use mica_rt::{Buf, sleep, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// The longest that a change waits because the log is nearly full.
@@ -126,6 +127,7 @@ impl Shared {
         if let (Some(log), Some(ticket)) = (self.log(), last) {
             log.written(ticket).await.map_err(|error| self.latch_with(error))?;
             if let Some(delay) = delay(log) {
+                self.note_throttled();
                 self.now().want();
                 self.drive();
                 // The end of the volume ends the wait; what was done is in the log.
@@ -135,7 +137,14 @@ impl Shared {
         self.latch().map_or(Ok(()), Err)
     }
 
+    fn note_throttled(&self) {
+        if let Some(putter) = &self.writer {
+            putter.counts.throttled.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     async fn wait_for_batches(self: &Arc<Self>, is_cut: bool) -> Result<()> {
+        self.note_throttled();
         self.now().want();
         self.drive();
         let check = || {
@@ -157,6 +166,7 @@ impl Shared {
 
     async fn wait_for_log(self: &Arc<Self>) -> Result<()> {
         let Some(log) = self.log() else { return Ok(()) };
+        self.note_throttled();
         // Its records leave it with extents.
         self.now().want();
         self.drive();
@@ -369,6 +379,11 @@ impl Recorder<'_> {
             }
         }
     }
+}
+
+/// Whether changes wait for the log or the store now.
+pub(crate) fn is_throttled(shared: &Shared, now: &Now) -> bool {
+    shared.log().is_some_and(|log| delay(log).is_some()) || now.is_full()
 }
 
 /// How long a change waits so that the log does not become full all at once; nothing as long as it

@@ -1,11 +1,13 @@
 //! Collection and scrub, by their verbs.
 
+use mica_tests::guest::{Answer, Guest};
 use mica_tests::server::Server;
 use mica_tests::volume::{Store, run};
-use mica_tests::{command, tools};
+use mica_tests::{clock, command, mica, tools};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO];
 
@@ -102,4 +104,121 @@ fn scrub_names_the_volume_and_the_place_of_what_is_damaged() {
     assert!(finished.stderr.contains("web"), "{finished}");
     // Collection goes by the map, which is whole.
     run(["gc", &store.url()]).ok();
+}
+
+/// The snapshot has what was overwritten since, the clone what it wrote itself.
+#[test]
+fn stats_say_what_volumes_and_snapshots_have_alone() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    const MB: u64 = 1 << 20;
+    let store = Store::new();
+    store.create("web", "64M");
+    let (url, clone) = (store.volume("web"), store.volume("clone"));
+    with(&store, "web", &["write -P 1 0 16M", "flush"]);
+    run(["snapshot", &url, "old"]).ok();
+    run(["clone", &format!("{url}@old"), &clone]).ok();
+    with(&store, "web", &["write -P 2 0 4M", "flush"]);
+    with(&store, "clone", &["write -P 3 0 8M", "flush"]);
+    let report_of = |url: &str| run(["stats", url, "--output", "json"]).json();
+    let near = |value: &Value, megabytes: u64| {
+        let bytes = value.as_u64().expect("a number");
+        assert!(bytes >= megabytes * MB && bytes < megabytes * MB + MB / 2, "{value}");
+    };
+    let all = report_of(&store.url());
+    let [of_clone, of_web] = [0, 1].map(|at| &all["volumes"][at]);
+    assert_eq!((&of_clone["name"], &of_web["name"]), (&"clone".into(), &"web".into()));
+    near(&of_web["live-bytes"], 20);
+    near(&of_web["exclusive-bytes"], 12);
+    near(&of_clone["live-bytes"], 16);
+    near(&of_clone["exclusive-bytes"], 8);
+    near(&all["shared-bytes"], 8);
+    near(&all["live-bytes"], 28);
+    assert_eq!(of_web["snapshot-count"], 1);
+    let web = report_of(&url);
+    let old = &web["snapshots"][0];
+    assert_eq!(old["label"], "old");
+    // Of 16 that were overwritten here and there, 4 and 8 of the same ones: nobody else has 4.
+    near(&old["exclusive-bytes"], 4);
+    near(&web["only-now-bytes"], 4);
+    let text = run(["stats", &url]).ok();
+    assert!(text.contains("old") && text.contains("alone: "), "{text}");
+    assert!(run(["stats", &store.url()]).ok().contains("garbage: "));
+    // What the snapshot has alone can go when it is dropped.
+    run(["drop", &format!("{url}@old")]).ok();
+    let all = report_of(&store.url());
+    let free = ["garbage-bytes", "sparse-bytes"].map(|key| all[key].as_u64().expect("a number"));
+    assert!(free.iter().sum::<u64>() >= 4 * MB, "{free:?}");
+    let missing = run(["stats", &store.volume("none")]).refusal();
+    assert!(missing.contains("none"), "{missing}");
+}
+
+/// Bytes of all files of a store.
+fn stored(store: &Store) -> u64 {
+    let len = |path: &PathBuf| fs::metadata(path).map_or(0, |meta| meta.len());
+    files(&store.folder().join("store")).iter().map(len).sum()
+}
+
+/// Serves a volume of so many blocks of 64 KiB, overwrites them at random, eight times as many as
+/// there are, and returns the server and what each block has.
+fn overwritten(store: &Store, blocks: u64, more: &[&str]) -> (Server, Vec<u8>) {
+    let path = |name: &str| store.folder().join(name).display().to_string();
+    let (control, log) = (path("control"), path("log"));
+    let options = ["--control", &control, "--log-device", &log, "--log-size", "64M"];
+    let server = store.serve("web", &[&options, more].concat()).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    let mut has = vec![0; usize::try_from(blocks).expect("small")];
+    let mut state = 1_u64;
+    for number in 0..8 * blocks {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let block = if number < blocks { number } else { (state >> 33) % blocks };
+        let byte = u8::try_from(number % 251).expect("small") + 1;
+        assert_eq!(guest.write(block << 16, &[byte; 1 << 16]).expect("written"), 0);
+        has[usize::try_from(block).expect("small")] = byte;
+    }
+    assert_eq!(guest.flush().expect("flushed"), 0);
+    (server, has)
+}
+
+fn status(store: &Store) -> Value {
+    let control = store.folder().join("control").display().to_string();
+    mica::run(["ctl", "--control", &control, "--output", "json", "status"]).json()
+}
+
+/// The story: volumes that stayed open for months filled their store.
+#[test]
+fn server_collects_what_an_open_volume_no_longer_needs() {
+    const BLOCKS: u64 = 1024;
+    let store = Store::new();
+    store.create("web", "64M");
+    let (server, has) = overwritten(&store, BLOCKS, &[]);
+    let live = BLOCKS << 16;
+    let is_small = || (stored(&store) * 100 <= live * 145).then_some(());
+    let found = clock::poll(Duration::from_secs(60), Duration::from_millis(200), is_small);
+    let told = status(&store)["stores"][0].clone();
+    assert!(found.is_some(), "{} bytes for {live}: {told}", stored(&store));
+    assert!(told["gc_passes"].as_u64().expect("a number") > 0, "{told}");
+    assert!(told["gc_freed_bytes"].as_u64().expect("a number") > 2 * live, "{told}");
+    assert_eq!((&told["gc_failures"], &told["gc_failure"]), (&0.into(), &Value::Null));
+    let mut guest = Guest::connect(&server).expect("served");
+    for (block, byte) in (0..).zip(&has) {
+        let read = guest.read(block << 16, 1 << 16).expect("read");
+        assert!(read == Answer::Done(vec![*byte; 1 << 16]), "block {block}");
+    }
+    drop(guest);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    run(["scrub", &store.url()]).ok();
+}
+
+#[test]
+fn server_that_is_told_not_to_collects_nothing() {
+    const BLOCKS: u64 = 256;
+    let store = Store::new();
+    store.create("web", "16M");
+    let (server, _) = overwritten(&store, BLOCKS, &["--gc", "off"]);
+    assert_eq!(status(&store)["stores"], Value::Array(Vec::new()));
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    assert!(stored(&store) >= (2 * BLOCKS) << 16, "garbage stays");
 }

@@ -1,5 +1,6 @@
 //! Snapshots, clones, rollback and differences, judged by qemu-img through exports and servers.
 
+use mica_tests::guest::Guest;
 use mica_tests::server::Server;
 use mica_tests::volume::{Store, run};
 use mica_tests::{clock, command, mica, tools};
@@ -273,4 +274,42 @@ fn server_takes_snapshots_by_rules_while_the_volume_is_written() {
     assert!(labels(&all).iter().all(|label| label.is_empty()));
     let content = content(&store, &format!("web@{last}"));
     assert!(content[..BLOCK].iter().all(|byte| *byte == 5));
+}
+
+/// The story: somebody deleted a file, and every state of the disk before was there.
+#[test]
+fn each_write_or_each_flush_of_a_guest_has_a_snapshot() {
+    let labelled = |text: &str| format!("keep = \"1h/1ms\"\nsnapshot-per = {text:?}");
+    for (per, flushes, wanted) in [("write", false, 5), ("flush", true, 5), ("flush", false, 0)] {
+        let store = Store::new();
+        store.create("web", "16M");
+        let server = serve_all(&store, &["web"], &labelled(per));
+        let mut guest = Guest::connect(&server).expect("served");
+        for byte in 1..=5 {
+            assert_eq!(guest.write(0, &[byte; BLOCK]).expect("written"), 0);
+            if flushes {
+                assert_eq!(guest.flush().expect("flushed"), 0);
+                assert_eq!(guest.flush().expect("nothing is new"), 0);
+            }
+        }
+        // Rules drop at most one of each millisecond, and no snapshot is taken in so little time
+        // but where nothing is awaited in between.
+        let all = ctl(&store, &["--output", "json", "snapshots", "web"]).json();
+        let last = all.as_array().and_then(|all| all.last()).map(|last| last["sequence"].clone());
+        assert_eq!(last.unwrap_or_else(|| 0.into()), wanted, "{per}: {all}");
+        if wanted == 0 {
+            assert_eq!(all, serde_json::json!([]));
+        }
+        // qemu-nbd and others flush when they leave.
+        drop(guest);
+        stop(server);
+        let third = all.as_array().into_iter().flatten().find(|one| one["sequence"] == 3);
+        if let (Some(_), true) = (third, tools::present(TOOLS)) {
+            assert!(content(&store, "web@3")[..BLOCK].iter().all(|byte| *byte == 3), "{per}");
+        }
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let refused = format!("{:#}", store.serve("web", &["--snapshot-per", "write"]).unwrap_err());
+    assert!(refused.contains("--keep"), "{refused}");
 }

@@ -21,7 +21,7 @@ struct Column {
 }
 
 /// Columns between the name and the notes, as they stand.
-const COLUMNS: [Column; 12] = [
+const COLUMNS: [Column; 13] = [
     Column { title: "STATE", width: 9, cell: state, total: |_| String::new() },
     Column {
         title: "R/S",
@@ -78,6 +78,8 @@ const COLUMNS: [Column; 12] = [
         total: |all| whole(all.iter().map(errors).sum()),
     },
     Column { title: "HITS", width: 6, cell: |it| percent(it.hit_rate), total: |_| String::new() },
+    // How full the write log of a volume is.
+    Column { title: "LOG", width: 6, cell: |it| percent(log(it)), total: |_| String::new() },
     Column {
         title: "CLIENTS",
         width: 7,
@@ -87,9 +89,9 @@ const COLUMNS: [Column; 12] = [
 ];
 
 /// The order in which columns are given room, by title.
-const IMPORTANCE: [&str; 12] = [
+const IMPORTANCE: [&str; 13] = [
     "STATE", "R/S", "W/S", "R MIB/S", "W MIB/S", "ERR", "R P99", "W P99", "R MEAN", "W MEAN",
-    "CLIENTS", "HITS",
+    "CLIENTS", "HITS", "LOG",
 ];
 
 /// Lines of equal columns.
@@ -187,6 +189,12 @@ fn sum(all: &[Rates<'_>], of: fn(&Rates<'_>) -> f64) -> f64 {
     all.iter().map(of).sum()
 }
 
+fn log(it: &Rates<'_>) -> Option<f64> {
+    let volume = &it.disk["volume"];
+    let len = volume["log_bytes"].as_f64().filter(|len| *len > 0.0)?;
+    Some(volume["log_used_bytes"].as_f64()? / len)
+}
+
 fn clients(it: &Rates<'_>) -> u64 {
     number(&it.disk["clients"])
 }
@@ -199,7 +207,7 @@ fn state(it: &Rates<'_>) -> String {
         () if disk["state"] != "serving" => text(&disk["state"]),
         () if has("latch") => "latched".to_owned(),
         () if has("device_error") => "broken".to_owned(),
-        () if it.delayed > 0 => "throttled".to_owned(),
+        () if it.delayed > 0 || number(&disk["volume"]["throttled"]) > 0 => "throttled".to_owned(),
         () if Problem::of(it) == Problem::Weakened => "weakened".to_owned(),
         () => text(&disk["state"]),
     }
@@ -216,6 +224,9 @@ fn notes(it: &Rates<'_>) -> String {
     }
     if it.delayed > 0 {
         notes.push("throttled".to_owned());
+    }
+    if number(&disk["volume"]["throttled"]) > 0 {
+        notes.push("its log or its store is too slow".to_owned());
     }
     if disk["writable"] == false && disk["state"] == "serving" {
         notes.push("read-only".to_owned());
@@ -317,8 +328,19 @@ mod tests {
         assert_eq!(of(json!({"latch": "x", "weakness": "y"})), both("latched", "x"));
         assert_eq!(of(json!({"weakness": "version 2"})), both("weakened", "version 2"));
         assert_eq!(of(json!({"device_error": "gone"})), both("broken", "gone"));
+        let slow = json!({"volume": {"throttled": 1}});
+        assert_eq!(of(slow), both("throttled", "its log or its store is too slow"));
         let delayed = json!({"vhost_user": {"delayed": 3}, "layers": 2, "indexed_layers": 1});
         assert_eq!(of(delayed), both("throttled", "throttled, 2 layers"));
+    }
+
+    #[test]
+    fn column_of_the_log_says_how_full_it_is() {
+        let volume = json!({"log_bytes": 1 << 30, "log_used_bytes": 1 << 28});
+        let disks = json!([{"name": "a", "volume": volume}, {"name": "b"}]);
+        let answer = json!({"pid": 1, "uptime_ms": 1, "disks": disks});
+        let rates = between(&Value::Null, &answer);
+        assert_eq!([0, 1].map(|at| percent(log(&rates[at]))), ["25.0%", "-"]);
     }
 
     #[test]

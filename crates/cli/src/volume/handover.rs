@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 /// Hand a volume that nobody has open to a host: no other opens it then, except by force.
 ///
-/// On the host that has it, drain it first (`mica ctl drain`): everything is in the store then.
+/// Of one that is served, `mica ctl handover` does it where it is served.
 #[derive(Args)]
 pub(super) struct HandoverArgs {
     #[command(flatten)]

@@ -20,6 +20,7 @@ mod sections;
 mod send;
 mod session;
 mod snapshots;
+mod stats;
 mod tree;
 
 pub(crate) use rows::{SnapshotRow, snapshot_json, snapshot_table};
@@ -71,6 +72,8 @@ enum VolumeVerb {
     Scrub(scrub::ScrubArgs),
     #[command(after_long_help = sections::GC)]
     Gc(gc::GcArgs),
+    #[command(after_long_help = sections::STATS)]
+    Stats(stats::StatsArgs),
     #[command(after_long_help = sections::LOG)]
     Log(log::LogArgs),
     #[command(after_long_help = sections::HANDOVER)]
@@ -104,6 +107,7 @@ pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
         VolumeVerb::Check(args) => check::run(args),
         VolumeVerb::Scrub(args) => scrub::run(args),
         VolumeVerb::Gc(args) => gc::run(args),
+        VolumeVerb::Stats(args) => stats::run(args),
         VolumeVerb::Handover(args) => handover::run(args),
         VolumeVerb::Import(args) => import::run(args),
         VolumeVerb::Export(args) => export::run(args),

@@ -55,6 +55,12 @@ EXAMPLES:
   mica volume gc file:///srv/volumes
   mica volume gc --dry-run s3://bucket/volumes   # what would be freed";
 
+pub(super) const STATS: &str = "\
+EXAMPLES:
+  mica volume stats file:///srv/volumes          # a line for each volume
+  mica volume stats file:///srv/volumes/web      # and what each snapshot has alone
+  mica volume stats --output json s3://bucket/volumes | jq '.\"garbage-bytes\"'";
+
 pub(super) const IMPORT: &str = "\
 EXAMPLES:
   mica volume import top.qcow2 file:///srv/volumes/web

@@ -5,6 +5,7 @@ use super::sources::Sources;
 use crate::own_process::ProcessFigures;
 use crate::served::Served;
 use crate::stats::Totals;
+use mica_stack::Collection;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
@@ -55,7 +56,25 @@ fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value
     let disks = all.iter().map(|served| Value::Object(each(served)));
     let mut answer = map(&About::of(sources));
     answer.insert("disks".to_owned(), disks.collect());
+    let stores = sources.shared.resources.stores.collections();
+    answer.insert("stores".to_owned(), stores.iter().map(collection).collect());
     Value::Object(answer)
+}
+
+/// What was collected in a store.
+fn collection(it: &Collection) -> Value {
+    json!({
+        "store": it.store,
+        "gc_passes": it.passes,
+        "gc_failures": it.failures,
+        "gc_failure": it.failure,
+        "gc_last_ms": it.last_ms,
+        "gc_freed_bytes": it.freed_bytes,
+        "gc_punched_bytes": it.punched_bytes,
+        "gc_rewritten_bytes": it.rewritten_bytes,
+        "bytes": it.bytes,
+        "live_bytes": it.live_bytes,
+    })
 }
 
 /// What every answer says of the process.
@@ -154,6 +173,8 @@ fn status_of(served: &Served) -> Map<String, Value> {
     if let Value::Object(more) = more {
         status.extend(more);
     }
+    // As in `/v1/stats`; nothing if it is no volume that is written.
+    status.insert("volume".to_owned(), served.figures().remove("volume").unwrap_or_default());
     status
 }
 

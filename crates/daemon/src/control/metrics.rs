@@ -17,6 +17,7 @@ use crate::opened::Figures;
 use crate::own_process::ProcessFigures;
 use crate::stats::{self, Counts};
 use exposition::Page;
+use mica_stack::Collection;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -24,6 +25,9 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 pub(super) fn text(sources: &Sources) -> String {
     let mut page = Page::default();
     of_process(&mut page, sources.uptime().as_secs(), &sources.shared.own_process.figures());
+    for store in sources.shared.resources.stores.collections() {
+        of_store(&mut page, &store);
+    }
     for served in sources.shared.disks.all() {
         of_disk(
             &mut page,
@@ -63,6 +67,24 @@ fn of_process(page: &mut Page, uptime: u64, figures: &ProcessFigures) {
     }
     let help = "Start time of the process since unix epoch in seconds.";
     page.gauge("process_start_time_seconds", help, [], figures.start_seconds);
+}
+
+/// What the collection of a store in the background does.
+fn of_store(page: &mut Page, it: &Collection) {
+    let store = [("store", &*it.store)];
+    let help = "Collections of a store in the background.";
+    page.counter("mica_store_gc_passes_total", help, store, it.passes);
+    let help = "Collections of a store that failed; the server's log says why.";
+    page.counter("mica_store_gc_failures_total", help, store, it.failures);
+    let help = "Bytes that collections of a store freed.";
+    let freed = it.freed_bytes + it.punched_bytes;
+    page.counter("mica_store_gc_freed_bytes_total", help, store, freed);
+    let help = "Bytes that collections of a store wrote again.";
+    page.counter("mica_store_gc_rewritten_bytes_total", help, store, it.rewritten_bytes);
+    let help = "Bytes of a store after its last collection.";
+    page.gauge("mica_store_bytes", help, store, it.bytes);
+    let help = "Bytes of a store that volumes and snapshots needed at its last collection.";
+    page.gauge("mica_store_live_bytes", help, store, it.live_bytes);
 }
 
 /// What is told of a disk.

@@ -14,6 +14,7 @@
 //! | `POST /v1/disks/NAME/resize` | `{"size": "20G"}`, or `"+5G"` |
 //! | `POST /v1/disks/NAME/drain` | stops serving the disk and closes its image |
 //! | `POST /v1/disks/NAME/undrain` | serves it again |
+//! | `POST /v1/disks/NAME/handover` | `{"host": "host-2", "limit_seconds": 60}`: closes a volume for that host |
 //! | `GET /v1/disks/NAME/snapshots` | the snapshots of a volume |
 //! | `POST /v1/disks/NAME/snapshots` | `{"label": "monday", "with": ["db"]}`: takes one or more |
 //! | `POST /v1/disks/NAME/drop` | `{"snapshot": "monday"}`: drops it |
@@ -43,6 +44,7 @@ use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::oneshot;
 
 /// Routes that change nothing.
@@ -71,6 +73,7 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/disks/{name}/resize", post(resize))
         .route("/v1/disks/{name}/drain", post(drain))
         .route("/v1/disks/{name}/undrain", post(undrain))
+        .route("/v1/disks/{name}/handover", post(hand_over))
         .route("/v1/disks/{name}/snapshots", get(snapshots::list).post(snapshots::take))
         .route("/v1/disks/{name}/drop", post(snapshots::drop_one))
         .route("/v1/disks/{name}/label", post(snapshots::label))
@@ -212,6 +215,28 @@ async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answ
     let served = find(&sources.shared, &name)?;
     perform_held(&sources, move |_| served.stop()).await?;
     Ok(json(&value!({ "drained": [name] })))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HandOver {
+    host: String,
+    #[serde(default = "store_limit_seconds")]
+    limit_seconds: u32,
+}
+
+/// For what was written to get into the store, before anybody waits for that.
+fn store_limit_seconds() -> u32 {
+    60
+}
+
+async fn hand_over(State(sources): State<Sources>, Path(name): Path<String>, sent: Body) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let HandOver { host, limit_seconds } = body(sent).await?;
+    let (heir, limit) = (host.clone(), Duration::from_secs(limit_seconds.into()));
+    let handed = perform_held(&sources, move |_| served.hand_over(&heir, limit)).await?;
+    let pause_ms = u64::try_from(handed.pause.as_millis()).unwrap_or(u64::MAX);
+    Ok(json(&value!({ "disk": name, "handed_to": host, "pause_ms": pause_ms })))
 }
 
 async fn undrain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {

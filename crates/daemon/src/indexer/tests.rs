@@ -136,6 +136,10 @@ impl Manage for FakeChain {
         None
     }
 
+    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
+        None
+    }
+
     fn tend(&self) -> LocalFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }

@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use mica_serve::Discard;
 use mica_serve::fuse::AllowOther;
-use mica_stack::Durability;
+use mica_stack::{Durability, SnapshotPer};
 use serde::{Deserialize, Serialize};
 
 /// What happens to space that clients no longer need.
@@ -124,6 +124,36 @@ pub enum SandboxMode {
     /// All of it, or nothing is served.
     Require,
     /// Not at all.
+    Off,
+}
+
+/// After what of its guest a volume takes a snapshot by itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SnapshotAfter {
+    /// Each request that changes it.
+    Write,
+    /// Each flush.
+    Flush,
+}
+
+impl From<SnapshotAfter> for SnapshotPer {
+    fn from(choice: SnapshotAfter) -> Self {
+        match choice {
+            SnapshotAfter::Write => Self::Write,
+            SnapshotAfter::Flush => Self::Flush,
+        }
+    }
+}
+
+/// Whether what volumes no longer need is freed while they are served.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GcMode {
+    /// In the background, when there is enough of it.
+    #[default]
+    Auto,
+    /// Only by `mica volume gc`.
     Off,
 }
 

@@ -1,6 +1,6 @@
 //! Settings of a process that serves, whatever its disks are.
 
-use super::{Aio, SandboxMode};
+use super::{Aio, GcMode, SandboxMode};
 use clap::Args;
 use mica_rt::Backend;
 use serde::{Deserialize, Serialize};
@@ -56,6 +56,13 @@ pub struct ProcessSettings {
     /// Once all is served; it is removed at the end.
     #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = SERVER)]
     pub pid_file: Option<PathBuf>,
+    /// Whether to free in the background what no volume and no snapshot needs: auto, or off.
+    ///
+    /// In the stores of volumes that are served for writing; sparse extents of these are written
+    /// again. Guests go first. `mica volume gc` does it where nobody serves a volume.
+    #[arg(long, value_enum, value_name = "auto|off", help_heading = SERVER)]
+    #[arg(hide_short_help = true, hide_possible_values = true)]
+    pub gc: Option<GcMode>,
     /// Worker threads for all disks and clients together. One per processor by default, 8 at most.
     #[arg(long, value_name = "COUNT", hide_short_help = true, help_heading = SERVER)]
     pub queues: Option<usize>,
@@ -78,7 +85,12 @@ impl ProcessSettings {
             },
             log_file: self.log_file.or(others.log_file),
             pid_file: self.pid_file.or(others.pid_file),
+            gc: self.gc.or(others.gc),
         }
+    }
+
+    pub(crate) fn gc(&self) -> GcMode {
+        self.gc.unwrap_or_default()
     }
 
     pub(crate) fn sandbox(&self) -> SandboxMode {

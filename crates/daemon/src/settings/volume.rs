@@ -1,6 +1,6 @@
 //! How a volume is opened.
 
-use super::{FlushDurability, KeepRules, Size};
+use super::{FlushDurability, KeepRules, Size, SnapshotAfter};
 use clap::Args;
 use mica_block::Result;
 use mica_stack::{LOG_BYTES_MIN, LogPlace, StoreUrl, VolumeAccess, VolumeOptions, VolumeUrl};
@@ -52,6 +52,13 @@ pub struct VolumeSettings {
     #[arg(long, requires = "volume", value_name = "RULES", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub keep: Option<KeepRules>,
+    /// Take a snapshot after each write, or before each flush, so that any of them can be gone back to.
+    ///
+    /// --keep says for how long they are kept. flush costs little; write costs a record in the log
+    /// and in the store for each.
+    #[arg(long, requires = "keep", value_enum, value_name = "write|flush", help_heading = VOLUME)]
+    #[arg(hide_short_help = true, hide_possible_values = true)]
+    pub snapshot_per: Option<SnapshotAfter>,
     /// Take the volume over from a host that has it open and may be alive.
     ///
     /// That host can write no more, and learns it. What it has not put into the store yet is lost.
@@ -97,7 +104,8 @@ impl VolumeSettings {
         let (access, durability) =
             (VolumeAccess::Write, self.durability.map(FlushDurability::into));
         let keep = self.keep.clone().map(|rules| rules.0);
-        VolumeOptions { access, force: false, log: self.log(), durability, keep }
+        let snapshot_per = self.snapshot_per.map(SnapshotAfter::into).unwrap_or_default();
+        VolumeOptions { access, force: false, log: self.log(), durability, keep, snapshot_per }
     }
 
     /// An option that has no effect on what is only read, as the snapshot of a volume is.
@@ -107,6 +115,7 @@ impl VolumeSettings {
             (self.log_size.is_some(), "log-size"),
             (self.durability.is_some(), "durability"),
             (self.keep.is_some(), "keep"),
+            (self.snapshot_per.is_some(), "snapshot-per"),
             (self.force, "force"),
         ];
         all.into_iter().find_map(|(is_given, option)| is_given.then_some(option))
@@ -129,6 +138,7 @@ impl VolumeSettings {
             (self.durability.is_some(), "durability", has_volume, volume),
             (self.durability == Some(FlushDurability::Host), "durability host", has_log, log),
             (self.keep.is_some(), "keep", has_volume, volume),
+            (self.snapshot_per.is_some(), "snapshot-per", self.keep.is_some(), "keep: add keep"),
             (self.force, "force", has_volume, volume),
         ];
         let (_, option, _, of) =

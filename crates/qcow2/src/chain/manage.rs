@@ -76,6 +76,10 @@ impl Manage for Chain {
         None
     }
 
+    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
+        None
+    }
+
     fn tend(&self) -> LocalFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }

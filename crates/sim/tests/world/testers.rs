@@ -262,6 +262,10 @@ impl Manage for Raw {
         None
     }
 
+    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
+        None
+    }
+
     fn tend(&self) -> LocalFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }

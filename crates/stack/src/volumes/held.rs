@@ -4,33 +4,71 @@ use super::lock::VolumeLock;
 use super::stores::Store;
 use mica_block::{
     Disk, Error, Extent, Geometry, Haste, IoFuture, LocalFuture, Manage, ManageIndex,
-    ManageSnapshots, MapStats, Planned, Result, WriteStats, Writing, Zeroes,
+    ManageSnapshots, ManageVolume, MapStats, Planned, Result, VolumeStats, WriteStats, Writing,
+    Zeroes,
 };
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
-use mica_volume::{Keep, Volume};
+use mica_volume::{Keep, SnapshotPer, Volume};
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 /// The volume. Everything but its life is its own.
 pub(super) struct HeldVolume {
-    volume: Volume,
+    volume: Arc<Volume>,
     /// So that others of this process find it.
     _store: Arc<Store>,
     lock: Option<VolumeLock>,
     /// By which automatic snapshots are taken.
-    keep: Option<Keep>,
+    keep: Option<(Keep, SnapshotPer)>,
 }
 
 impl HeldVolume {
     pub(super) fn new(
-        volume: Volume,
+        volume: Arc<Volume>,
         store: Arc<Store>,
         lock: Option<VolumeLock>,
-        keep: Option<Keep>,
+        keep: Option<(Keep, SnapshotPer)>,
     ) -> Self {
         Self { volume, _store: store, lock, keep }
+    }
+
+    /// The volume is closed; one that is left to its log is not.
+    fn clear_lock(&self) {
+        if let Some(lock) = self.lock.as_ref().filter(|_| !self.volume.is_left_to_log()) {
+            lock.clear();
+        }
+    }
+}
+
+impl ManageVolume for HeldVolume {
+    fn store(&self) -> LocalFuture<'_, Result<()>> {
+        self.volume.store()
+    }
+
+    fn set_leaving(&self, is_leaving: bool) {
+        self.volume.set_leaving(is_leaving);
+    }
+
+    fn check_heir(&self, host: &str) -> Result<()> {
+        self.volume.check_heir(host)
+    }
+
+    fn hand_over<'a>(&'a self, host: &'a str) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            ManageVolume::hand_over(&*self.volume, host).await?;
+            self.clear_lock();
+            Ok(())
+        })
+    }
+
+    fn is_ending(&self) -> bool {
+        self.volume.is_ending()
+    }
+
+    fn figures(&self) -> VolumeStats {
+        self.volume.figures()
     }
 }
 
@@ -84,10 +122,7 @@ impl Manage for HeldVolume {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
             self.volume.close().await?;
-            // One that is left to its log is not closed.
-            if let Some(lock) = self.lock.as_ref().filter(|_| !self.volume.is_left_to_log()) {
-                lock.clear();
-            }
+            self.clear_lock();
             Ok(())
         })
     }
@@ -136,12 +171,19 @@ impl Manage for HeldVolume {
         self.volume.snapshots()
     }
 
+    fn volume(&self) -> Option<&dyn ManageVolume> {
+        Some(self)
+    }
+
     fn tend(&self) -> LocalFuture<'_, ()> {
         match &self.keep {
             None => self.volume.tend(),
-            Some(rules) => {
-                let both: [LocalFuture<'_, ()>; 2] =
-                    [self.volume.tend(), Box::pin(self.volume.take_by(rules))];
+            Some((rules, per)) => {
+                let keep: LocalFuture<'_, ()> = match per {
+                    SnapshotPer::Interval => Box::pin(self.volume.take_by(rules)),
+                    SnapshotPer::Write | SnapshotPer::Flush => Box::pin(self.volume.drop_by(rules)),
+                };
+                let both: [LocalFuture<'_, ()>; 2] = [self.volume.tend(), keep];
                 Box::pin(async { join_all(both).await.into_iter().collect() })
             }
         }

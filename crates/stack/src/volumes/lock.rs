@@ -39,6 +39,8 @@ use std::time::Duration;
 
 /// The folder of locks in a store's directory: no object can be in it.
 const FOLDER: &str = ".locks";
+/// The lock of whoever collects the store, in that folder.
+const COLLECTOR: &str = ".collector";
 /// How long the system may take to give up the locks of a process that was killed.
 const RELEASE_TRIES: u32 = 50;
 const RELEASE_PAUSE: Duration = Duration::from_millis(20);
@@ -58,6 +60,19 @@ pub(super) struct VolumeLock {
     path: PathBuf,
     /// What the file said of the last writer.
     found: Writer,
+}
+
+/// The right to collect a store in a directory, among processes that see each other's locks.
+pub(super) struct CollectorLock(#[expect(dead_code, reason = "it is held")] File);
+
+impl CollectorLock {
+    /// Takes it, unless another process has it.
+    pub(super) fn try_take(directory: &Path) -> Option<Self> {
+        // No volume has a name that begins with a dot.
+        let file = open(directory, &directory.join(FOLDER).join(COLLECTOR)).ok()?;
+        flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+        Some(Self(file))
+    }
 }
 
 /// What a file says of the last writer.

@@ -6,6 +6,7 @@
 //! ```
 
 mod bucket;
+mod collector;
 mod held;
 mod lock;
 mod logs;
@@ -15,9 +16,10 @@ mod receive;
 mod stores;
 mod url;
 
-pub use mica_volume::{Durability, Keep};
+pub use mica_volume::{Durability, Keep, SnapshotPer};
 
 pub use bucket::{bucket_files, bucket_ports};
+pub use collector::Collection;
 pub use logs::{LOG_BYTES_MIN, LogPlace};
 pub use machine::MACHINE_ID;
 pub use open::{Settled, VolumeAccess, VolumeOptions};

@@ -6,7 +6,9 @@ use super::logs::LogPlace;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_volume::{Claimed, Durability, Keep, LogDevice, Opening, Sparse, Volume, VolumeName};
+use mica_volume::{
+    Claimed, Durability, Keep, LogDevice, Opening, SnapshotPer, Sparse, Volume, VolumeName,
+};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -24,6 +26,8 @@ pub struct VolumeOptions {
     pub durability: Option<Durability>,
     /// Automatic snapshots, while somebody tends the volume: how many are taken, and kept.
     pub keep: Option<Keep>,
+    /// Whether they are taken after each write or flush, and not in intervals.
+    pub snapshot_per: SnapshotPer,
 }
 
 /// What a volume is opened for.
@@ -108,7 +112,9 @@ impl Stores {
             None => None,
         };
         let volume = open_locked(&store, &url.name, &locked, options, log).await?;
-        let keep = options.keep.clone();
+        let (volume, keep) = (Arc::new(volume), options.keep.clone());
+        let keep = keep.map(|rules| (rules, options.snapshot_per));
+        store.is_written(&url.name, &volume);
         Ok(Arc::new(HeldVolume::new(volume, store, locked.lock, keep)))
     }
 }
@@ -134,7 +140,7 @@ async fn open_locked(
     };
     let usual = if log.is_some() { Durability::Host } else { Durability::Store };
     let durability = options.durability.unwrap_or(usual);
-    let opening = Opening { claimed, log, durability };
+    let opening = Opening { claimed, log, durability, snapshot_per: options.snapshot_per };
     // Of one that may be alive the file goes on to say what it says.
     if options.force || locked.standing != Standing::Open {
         locked.sign(locked.left(), is_import)?;

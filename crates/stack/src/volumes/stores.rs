@@ -1,6 +1,7 @@
 //! The stores that a process uses: each is opened once, whatever disks are in it.
 
 use super::bucket;
+use super::collector::CollectingCell;
 use super::logs::{LogPlace, Logs};
 use super::machine::host;
 use super::url::StoreUrl;
@@ -44,6 +45,7 @@ pub struct Store {
     /// Held by whoever probes it.
     probing: SharedLock,
     is_probed: Mutex<bool>,
+    pub(super) collecting: CollectingCell,
 }
 
 /// Attempts of a request of a probe: some seconds.
@@ -105,6 +107,11 @@ impl Stores {
         Ok(store)
     }
 
+    /// Those that are open.
+    pub(super) fn all(&self) -> Vec<Arc<Store>> {
+        self.lock().values().filter_map(Weak::upgrade).collect()
+    }
+
     fn known(&self, url: &StoreUrl) -> Option<Arc<Store>> {
         self.lock().get(url).and_then(Weak::upgrade)
     }
@@ -120,9 +127,9 @@ impl Stores {
             return store;
         }
         open.retain(|_, store| store.strong_count() > 0);
-        let (probing, is_probed) = Default::default();
+        let (probing, is_probed, collecting) = Default::default();
         let url = url.clone();
-        let store = Store { url: url.clone(), volumes, objects, probing, is_probed };
+        let store = Store { url: url.clone(), volumes, objects, probing, is_probed, collecting };
         let store = Arc::new(store);
         open.insert(url, Arc::downgrade(&store));
         store

@@ -3,6 +3,7 @@ use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::Handles;
 use mica_units::GuestOffset;
+use mica_volume::SnapshotPer;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -30,6 +31,7 @@ const WRITE: VolumeOptions = VolumeOptions {
     log: None,
     durability: None,
     keep: None,
+    snapshot_per: SnapshotPer::Interval,
 };
 
 async fn write(disk: &dyn Manage, byte: u8) -> Result<()> {

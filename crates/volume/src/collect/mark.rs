@@ -9,54 +9,27 @@
 //! - I1 An extent is returned after all that name something in it, and what is returned is
 //!   complete, unless [`Mark::damage`] has something.
 //! - I2 Nothing that was read is trusted: a node is what its place says, and names older ones.
-//! - I3 What is held is what is wanted of older extents: the bits of their blocks, and their nodes.
+//! - I3 What is held is what is wanted of older extents: the bits of their blocks, and their nodes;
+//!   where it is counted who needs what, four bytes for each block, too.
 
 use super::areas::Areas;
 use super::client::Client;
 use super::extents::PAGE_BYTES;
 use super::names::Named;
+use super::owners::{Owner, OwnerId, Owners, RootOf, TRACKED_MAX, Who};
 use crate::format::extent::HEADER_BYTES;
 use crate::format::snapshot::Record;
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::state::Root;
 use crate::tree::{damaged, decode_node, decode_record};
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Error, ErrorKind, Result, SnapshotInfo};
 use mica_map::{Directory, FANOUT, node_len};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Extents among which those are looked for whose nodes are read ahead.
 const AHEAD_MAX: usize = 64;
-
-/// Who names something.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub(crate) enum Owner {
-    #[default]
-    Nobody,
-    /// Only the map of the volume with this number among the names.
-    Only(u32),
-    /// A snapshot, or several.
-    Many,
-}
-
-impl Owner {
-    fn join(self, other: Self) -> Self {
-        match (self, other) {
-            (Self::Nobody, owner) | (owner, Self::Nobody) => owner,
-            (one, other) if one == other => one,
-            _ => Self::Many,
-        }
-    }
-}
-
-/// A root: of a volume's map, or of a snapshot's.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct RootOf {
-    /// The volume's number among the names.
-    pub(crate) name: u32,
-    /// The snapshot's number; `None` for what the volume is now.
-    pub(crate) snapshot: Option<u64>,
-}
 
 /// What a place has, with how many levels beneath.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -70,7 +43,7 @@ enum Level {
 /// What a node is wanted for.
 #[derive(Clone, Copy, Debug)]
 struct Why {
-    owner: Owner,
+    owner: OwnerId,
     /// The first root that it was reached from.
     via: RootOf,
     /// Whether it has to be there. What only a clone names that is not ready may be missing.
@@ -90,8 +63,53 @@ struct Pending {
     /// Nodes by their unit.
     nodes: BTreeMap<u32, Wanted>,
     parts: Parts,
-    owner: Owner,
+    owner: OwnerId,
+    /// Of each block, where that is counted.
+    block_owners: Vec<OwnerId>,
     digest: u64,
+}
+
+/// Bytes that somebody needs.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Bytes {
+    /// Blocks of disks.
+    pub data: u64,
+    /// Nodes of maps, and records of snapshots.
+    pub metadata: u64,
+}
+
+impl Bytes {
+    /// Both.
+    pub fn all(self) -> u64 {
+        self.data + self.metadata
+    }
+}
+
+impl std::ops::AddAssign for Bytes {
+    fn add_assign(&mut self, more: Self) {
+        self.data += more.data;
+        self.metadata += more.metadata;
+    }
+}
+
+impl std::ops::Sub for Bytes {
+    type Output = Self;
+
+    fn sub(self, part: Self) -> Self {
+        Self { data: self.data - part.data, metadata: self.metadata - part.metadata }
+    }
+}
+
+/// Who needs how much, counted while it is found.
+#[derive(Default)]
+pub(crate) struct Tally {
+    /// The volume of which each snapshot is told apart, by its number among the names.
+    of: Option<u32>,
+    pub(crate) bytes: BTreeMap<OwnerId, Bytes>,
+    /// How many snapshots each name has.
+    pub(crate) snapshots: Vec<u64>,
+    /// Those of `of`.
+    pub(crate) infos: Vec<SnapshotInfo>,
 }
 
 /// What of an extent is alive.
@@ -145,7 +163,7 @@ impl Parts {
 pub(crate) struct Marked {
     pub(crate) id: ExtentId,
     pub(crate) parts: Parts,
-    pub(crate) owner: Owner,
+    pub(crate) owner: OwnerId,
     /// Of the places of all its blocks that are named: [`digest_of`], combined by exclusive or.
     pub(crate) digest: u64,
 }
@@ -168,6 +186,9 @@ pub(crate) struct Damage {
 pub(crate) struct Mark {
     areas: Areas,
     pending: BTreeMap<ExtentId, Pending>,
+    pub(crate) owners: Owners,
+    /// If it is counted who needs what.
+    pub(crate) tally: Option<Tally>,
     /// What was found damaged, with everything beneath it unknown.
     pub(crate) damage: Vec<Damage>,
     /// Nodes that were read.
@@ -178,20 +199,66 @@ pub(crate) struct Mark {
 
 impl Mark {
     /// Everything that the heads of `names` name, is to be found.
-    pub(crate) fn new(client: &Client, names: &[std::sync::Arc<Named>]) -> Self {
-        let (pending, damage, areas) = (BTreeMap::new(), Vec::new(), Areas::new(client.clone()));
-        let mut this = Self { areas, pending, damage, nodes: 0, snapshots: 0 };
+    pub(crate) fn new(client: &Client, names: &[Arc<Named>]) -> Self {
+        Self::with(client, names, None)
+    }
+
+    /// The same; it is counted who needs what: each volume, as long as there are few, or each
+    /// snapshot of `of` alone.
+    pub(crate) fn counting(client: &Client, names: &[Arc<Named>], of: Option<u32>) -> Self {
+        let tally = Tally { of, snapshots: vec![0; names.len()], ..Tally::default() };
+        Self::with(client, names, Some(tally))
+    }
+
+    fn with(client: &Client, names: &[Arc<Named>], tally: Option<Tally>) -> Self {
+        let mut this = Self {
+            areas: Areas::new(client.clone()),
+            pending: BTreeMap::new(),
+            owners: Owners::new(),
+            tally,
+            damage: Vec::new(),
+            nodes: 0,
+            snapshots: 0,
+        };
         for (number, named) in (0..).zip(names) {
             if named.is_alive() {
                 let via = RootOf { name: number, snapshot: None };
-                let why = Why { owner: Owner::Only(number), via, is_firm: !named.is_pinned() };
+                let owner = this.owner_of_root(via);
+                let why = Why { owner, via, is_firm: !named.is_pinned() };
                 let state = &named.head.state;
                 this.add_root(state.map, Level::Map, why);
-                let why = Why { owner: Owner::Many, ..why };
-                this.add_root(state.snapshots, Level::Snapshots, why);
+                let owner = this.owner_of_snapshots(number);
+                this.add_root(state.snapshots, Level::Snapshots, Why { owner, ..why });
             }
         }
         this
+    }
+
+    /// Whether volume `name` is told apart from others that need the same, and its bit.
+    pub(crate) fn tracked(&self, name: u32) -> u64 {
+        let Some(tally) = &self.tally else { return 0 };
+        match tally.of {
+            Some(of) => u64::from(of == name),
+            None if tally.snapshots.len() <= TRACKED_MAX => 1 << name,
+            None => 0,
+        }
+    }
+
+    fn owner_of_root(&mut self, root: RootOf) -> OwnerId {
+        let is_of = self.tally.as_ref().is_some_and(|tally| tally.of == Some(root.name));
+        if root.snapshot.is_some() && !is_of {
+            return self.owner_of_snapshots(root.name);
+        }
+        let tracked = self.tracked(root.name);
+        self.owners.id(Owner { who: Who::Root(root), tracked })
+    }
+
+    /// Who has the tree of the snapshots of volume `name`, and all that they have if nobody wants
+    /// to know more.
+    fn owner_of_snapshots(&mut self, name: u32) -> OwnerId {
+        let who = if self.tally.is_some() { Who::Volume(name) } else { Who::Many };
+        let tracked = self.tracked(name);
+        self.owners.id(Owner { who, tracked })
     }
 
     fn add_root(&mut self, root: Root, level: fn(u8) -> Level, why: Why) {
@@ -211,7 +278,12 @@ impl Mark {
             match newest.get_mut().nodes.pop_last() {
                 Some((unit, wanted)) => self.visit(id, unit, wanted).await?,
                 None => {
-                    let Pending { parts, owner, digest, .. } = newest.remove();
+                    let Pending { parts, owner, digest, block_owners, .. } = newest.remove();
+                    if let Some(tally) = &mut self.tally {
+                        for owner in block_owners.into_iter().filter(|o| *o != OwnerId::default()) {
+                            tally.bytes.entry(owner).or_default().data += BLOCK_BYTES as u64;
+                        }
+                    }
                     return Ok(Some(Marked { id, parts, owner, digest }));
                 }
             }
@@ -245,14 +317,24 @@ impl Mark {
         };
         self.nodes += 1;
         let pending = self.pending.get_mut(&id).expect("it is being visited");
-        pending.parts.add_node(offset as u64, len.next_multiple_of(Place::UNIT_BYTES) as u64);
+        let len = len.next_multiple_of(Place::UNIT_BYTES) as u64;
+        pending.parts.add_node(offset as u64, len);
+        if let Some(tally) = &mut self.tally {
+            tally.bytes.entry(wanted.why.owner).or_default().metadata += len;
+        }
         match found {
             Found::Directory(directory) => self.want_children(&directory, at, wanted),
             Found::Snapshot(record) => {
                 self.snapshots += 1;
                 let via = RootOf { snapshot: Some(record.info.number), ..wanted.why.via };
-                let why = Why { via, owner: Owner::Many, ..wanted.why };
+                let why = Why { via, owner: self.owner_of_root(via), ..wanted.why };
                 self.add_root(record.map, Level::Map, why);
+                if let Some(tally) = &mut self.tally {
+                    tally.snapshots[via.name as usize] += 1;
+                    if tally.of == Some(via.name) {
+                        tally.infos.push(record.info);
+                    }
+                }
             }
         }
         Ok(())
@@ -271,7 +353,7 @@ impl Mark {
 
     fn want(&mut self, at: Place, level: Level, why: Why) {
         let pending = self.pending.entry(at.extent()).or_default();
-        pending.owner = pending.owner.join(why.owner);
+        pending.owner = self.owners.join(pending.owner, why.owner);
         let offset = usize::try_from(at.offset()).expect("an extent is small");
         if level == Level::Map(0) {
             let from_first = offset.checked_sub(HEADER_BYTES);
@@ -280,6 +362,13 @@ impl Mark {
                     let index = from_first / BLOCK_BYTES;
                     if pending.parts.add_block(index) {
                         pending.digest ^= digest_of(index, at.sum());
+                    }
+                    if self.tally.is_some() {
+                        let of_blocks = &mut pending.block_owners;
+                        if of_blocks.len() <= index {
+                            of_blocks.resize(index + 1, OwnerId::default());
+                        }
+                        of_blocks[index] = self.owners.join(of_blocks[index], why.owner);
                     }
                 }
                 None => self.contradiction(at, why, &"no block begins there"),
@@ -292,7 +381,7 @@ impl Mark {
         if (wanted.sum, wanted.level) != (new.sum, new.level) {
             return self.contradiction(at, why, &"it is named as two different things");
         }
-        wanted.why.owner = wanted.why.owner.join(why.owner);
+        wanted.why.owner = self.owners.join(wanted.why.owner, why.owner);
         if why.is_firm && !wanted.why.is_firm {
             (wanted.why.via, wanted.why.is_firm) = (why.via, true);
         }

@@ -1,8 +1,9 @@
 //! What is to be done about the extents that were listed, from what was found to be named.
 
 use super::extents::Listed;
-use super::mark::{Marked, Owner, Parts};
+use super::mark::{Mark, Marked, Parts};
 use super::names::Named;
+use super::owners::{OwnerId, Owners, RootOf, Who};
 use super::{Collected, Sparse};
 use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
@@ -25,7 +26,7 @@ pub(crate) struct Plan<'a> {
     above: HashMap<Writer, u32>,
     punch: bool,
     /// What is alive, the newest first.
-    kept: Vec<Kept>,
+    pub(crate) kept: Vec<Kept>,
     parts: HashMap<ExtentId, Parts>,
     pub(crate) dead: Vec<Listed>,
     pub(crate) holes: Vec<(Listed, Parts)>,
@@ -35,10 +36,10 @@ pub(crate) struct Plan<'a> {
 }
 
 /// An extent that something is named in.
-struct Kept {
-    id: ExtentId,
+pub(crate) struct Kept {
+    pub(crate) id: ExtentId,
     live: u64,
-    owner: Owner,
+    pub(crate) owner: OwnerId,
 }
 
 impl<'a> Plan<'a> {
@@ -64,22 +65,27 @@ impl<'a> Plan<'a> {
     }
 
     /// Something is named in an extent: older than all before.
-    pub(crate) fn keep(&mut self, marked: Marked) {
+    pub(crate) fn keep(&mut self, marked: Marked, owners: &Owners) {
         let Marked { id, parts, owner, .. } = marked;
         let live = parts.bytes();
         self.kept.push(Kept { id, live, owner });
-        let len = self.listed.binary_search_by_key(&id, |listed| listed.id);
-        let len = len.map_or(0, |at| self.listed[at].len);
+        let len = self.len_of(id);
         let is_sparse = len.saturating_sub(live) * 100 > len * PUNCH_PERCENT;
-        if self.punch && is_sparse && owner == Owner::Many {
+        if self.punch && is_sparse && only(owners, owner).is_none() {
             self.parts.insert(id, parts);
         }
     }
 
+    /// The length of an extent that was listed.
+    pub(crate) fn len_of(&self, id: ExtentId) -> u64 {
+        let at = self.listed.binary_search_by_key(&id, |listed| listed.id);
+        at.map_or(0, |at| self.listed[at].len)
+    }
+
     /// Everything that is named was kept.
-    pub(crate) fn finish(mut self, names: &[Arc<Named>], nodes: u64, snapshots: u64) -> Self {
+    pub(crate) fn finish(mut self, names: &[Arc<Named>], mark: &Mark) -> Self {
         self.collected.volumes = names.iter().filter(|named| named.is_alive()).count() as u64;
-        (self.collected.nodes, self.collected.snapshots) = (nodes, snapshots);
+        (self.collected.nodes, self.collected.snapshots) = (mark.nodes, mark.snapshots);
         let mut kept = std::mem::take(&mut self.kept).into_iter().rev().peekable();
         let mut of_volumes: BTreeMap<u32, Vec<(Listed, u64)>> = BTreeMap::new();
         for &listed in self.listed {
@@ -103,7 +109,7 @@ impl<'a> Plan<'a> {
             self.collected.live_bytes += live;
             let tenth = usize::try_from(live * 10 / len).unwrap_or(9).min(9);
             self.collected.shares[tenth] += 1;
-            if let Owner::Only(number) = owner {
+            if let Some(number) = only(&mark.owners, owner) {
                 of_volumes.entry(number).or_default().push((listed, live));
             }
             if let Some(parts) = self.parts.remove(&id) {
@@ -114,6 +120,14 @@ impl<'a> Plan<'a> {
             self.collected.sparse.extend(sparse(&names[number as usize].name, extents));
         }
         self
+    }
+}
+
+/// The volume whose present map is all that names something.
+fn only(owners: &Owners, owner: OwnerId) -> Option<u32> {
+    match owners.of(owner).who {
+        Who::Root(RootOf { name, snapshot: None }) => Some(name),
+        Who::Root(_) | Who::Volume(_) | Who::Many | Who::Nobody => None,
     }
 }
 

@@ -35,7 +35,7 @@ async fn store() -> MemoryObjects {
 }
 
 fn with_log(log: Arc<LogDevice>, claimed: Claimed) -> Opening {
-    Opening { claimed, log: Some(log), durability: Durability::Host }
+    Opening { log: Some(log), durability: Durability::Host, ..claimed.into() }
 }
 
 /// Closes the volume as a process does that ends; returns what came of it, and after how long.

@@ -16,9 +16,10 @@ use crate::tree::{Tree, follows};
 use crate::writing::Is;
 use mica_block::{ErrorKind, Result};
 use mica_map::{Directory, Walk, WalkStep};
-use mica_rt::Buf;
+use mica_rt::{Buf, Instant, now, sleep};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Blocks that are read at once.
 const RUN_BLOCKS_MAX: usize = 256;
@@ -32,22 +33,59 @@ impl Volume {
     pub async fn rewrite(&self, extents: &BTreeSet<ExtentId>) -> Result<u64> {
         self.shared.putter()?;
         let extents = extents.clone();
-        self.request(async move |shared| shared.rewrite(&extents).await).await
+        self.request(async move |shared| {
+            let mut progress = Progress::default();
+            shared.rewrite(&extents, &mut progress).await.map(|()| progress.count)
+        })
+        .await
     }
 }
 
 /// How far a rewrite is.
 #[derive(Default)]
-struct Progress {
+pub(super) struct Progress {
     /// Blocks below are done.
     from: u64,
     /// Blocks that were written again.
-    count: u64,
+    pub(super) count: u64,
+    /// If it yields to guests.
+    pacer: Option<Pacer>,
+}
+
+impl Progress {
+    /// None yet, of a rewrite that yields to guests.
+    pub(super) fn paced(bytes_per_second: u64) -> Self {
+        Self { pacer: Some(Pacer::new(bytes_per_second)), ..Self::default() }
+    }
+}
+
+/// How fast blocks are written again.
+struct Pacer {
+    bytes_per_second: u64,
+    /// When the next ones may be.
+    next: Option<Instant>,
+}
+
+impl Pacer {
+    fn new(bytes_per_second: u64) -> Self {
+        Self { bytes_per_second: bytes_per_second.max(1), next: None }
+    }
+
+    /// Waits until so many more bytes may be written.
+    async fn wait(&mut self, bytes: u64) {
+        let takes = bytes.saturating_mul(1_000_000_000) / self.bytes_per_second;
+        let start = self.next.map_or(now(), |next| next.max(now()));
+        self.next = Some(start.after(Duration::from_nanos(takes)));
+        sleep(start.saturating_since(now())).await;
+    }
 }
 
 impl Shared {
-    async fn rewrite(self: &Arc<Self>, extents: &BTreeSet<ExtentId>) -> Result<u64> {
-        let mut progress = Progress::default();
+    pub(super) async fn rewrite(
+        self: &Arc<Self>,
+        extents: &BTreeSet<ExtentId>,
+        progress: &mut Progress,
+    ) -> Result<()> {
         loop {
             let from = progress.from;
             // What was collected meanwhile is in the map no more: it is gone on in the one of now.
@@ -56,10 +94,10 @@ impl Shared {
                     let now = self.now();
                     (now.generation, now.state)
                 };
-                (generation, self.rewrite_from(&state, extents, &mut progress).await)
+                (generation, self.rewrite_from(&state, extents, progress).await)
             });
             match some.await {
-                Ok(()) => return Ok(progress.count),
+                Ok(()) => return Ok(()),
                 // It came further before it failed.
                 Err(error) if error.kind() == ErrorKind::Corrupt && progress.from > from => {}
                 Err(error) => return Err(error),
@@ -112,6 +150,10 @@ impl Shared {
         at: &mut Progress,
     ) -> Result<()> {
         let Some((_, first)) = run.first() else { return Ok(()) };
+        if let Some(pacer) = &mut at.pacer {
+            self.unthrottled().await;
+            pacer.wait((run.len() * BLOCK_BYTES) as u64).await;
+        }
         let places = run.iter().map(|(_, place)| *place);
         let room = Buf::new(run.len() * BLOCK_BYTES);
         let bytes = tree.read_blocks(*first, places, room).await?;

@@ -2,10 +2,11 @@
 //! server gives.
 
 use super::exposition::{Page, names_of};
-use super::{Seen, of_disk, of_process};
+use super::{Seen, of_disk, of_process, of_store};
 use crate::opened::Figures;
 use crate::own_process::ProcessFigures;
 use crate::stats::{Counts, sections};
+use mica_block::{LogStats, VolumeStats};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
@@ -14,7 +15,13 @@ const DASHBOARD: &str = include_str!("../../../../../docs/monitoring/dashboard.j
 
 /// Every name that a sample of a server may have.
 fn given() -> BTreeSet<String> {
-    let shown = Figures { indexed_layers: Some(1), ..Figures::default() };
+    let volume = VolumeStats {
+        log: Some(LogStats::default()),
+        snapshots: Some(1),
+        ..VolumeStats::default()
+    };
+    let shown =
+        Figures { indexed_layers: Some(1), volume: Some(Box::new(volume)), ..Figures::default() };
     let device = Some(mica_serve::vhost_user::Counters::default());
     let file = Some(mica_serve::fuse::Counters::default());
     let counts = Counts { device, file, ..Counts::default() };
@@ -22,6 +29,7 @@ fn given() -> BTreeSet<String> {
     let process = ProcessFigures { max_descriptors: Some(1), ..ProcessFigures::default() };
     of_process(&mut page, 1, &process);
     let of_sections = names_of(&sections(&shown, &counts));
+    of_store(&mut page, &mica_stack::Collection::default());
     of_disk(
         &mut page,
         &Seen {
@@ -73,7 +81,14 @@ fn check(text: &str, least: usize) {
 fn alert_rules_name_metrics_that_the_server_gives() {
     check(ALERTS, 10);
     // Each of these is a reason to get up at night.
-    for name in ["mica_disk_failed", "mica_disk_latched", "mica_device_broken"] {
+    for name in [
+        "mica_disk_failed",
+        "mica_disk_latched",
+        "mica_device_broken",
+        "mica_volume_store_silent_seconds",
+        "mica_volume_fenced",
+        "mica_volume_log_used_bytes",
+    ] {
         assert!(named(ALERTS).contains(name), "{name}");
     }
 }

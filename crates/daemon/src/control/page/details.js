@@ -62,7 +62,7 @@ function drawDetails(it, answer) {
     ["NBD", (status.nbd ?? []).join(" ")], ["export", status.export_name],
     ["vhost-user", status.vhost_user && status.vhost_user + queues], ["FUSE", status.fuse],
     ["layers", status.layers > 1 ? `${status.layers}${status.indexed_layers === null ? "" : `, index of ${status.indexed_layers} of ${below}`}` : ""],
-    ["limits", limits.join(", ")],
+    ["limits", limits.join(", ")], ["log", written(status.volume)], ["store", stored(status.volume)],
   ].filter(fact => fact[1]);
   refill(it.facts, facts, ([key, value]) => [make("dt", {}, key), make("dd", {}, value)]);
   const recent = KINDS.map(kind => latency(isSame ? before.disk : null, disk, kind));
@@ -73,10 +73,24 @@ function drawDetails(it, answer) {
     const rate = it_.requests / (isBusy ? seconds : answer.uptime_ms / 1000);
     [count(rate), time(it_.mean), ...it_.parts.map(time)].forEach((text, cell) => setText(it.cells.get(kind)[cell], text));
   });
-  const figures = ["map", "write", ...SERVERS].flatMap(section => Object.entries(disk[section] ?? {})
+  const figures = ["map", "write", "volume", ...SERVERS].flatMap(section => Object.entries(disk[section] ?? {})
     .filter(([, value]) => value > 0).map(([name, value]) => [`${section}.${name}`, value]));
   refill(it.figures, figures, ([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, name.endsWith("bytes") ? size(value) : grouped(value))));
+}
+
+// How the write log of a volume does, and its store.
+function written(volume) {
+  if (!volume?.log_bytes) return "";
+  const sync = volume.log_syncs ? `, 99 % of syncs within ${time(volume.log_sync_p99_us)}` : "";
+  return `${size(volume.log_used_bytes)} of ${size(volume.log_bytes)}${volume.throttled ? ", writes wait" : ""}${sync}`;
+}
+function stored(volume) {
+  if (!volume) return "";
+  const lacks = volume.pending_records ? `lacks ${grouped(volume.pending_records)} writes, ${span(volume.pending_seconds)} old` : "has everything";
+  const silent = volume.store_silent_seconds ? `, silent for ${span(volume.store_silent_seconds)}` : "";
+  const puts = volume.extents ? `, 99 % of puts within ${time(volume.put_p99_us)}` : "";
+  return (volume.fenced ? "another host has the volume; " : "") + lacks + silent + puts;
 }
 
 async function lookInto() {

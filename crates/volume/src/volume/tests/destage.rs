@@ -216,7 +216,7 @@ fn flush_after_a_long_stream_leaves_the_log_alone() {
         let file = Arc::new(MemoryStore::new_writable("log", vec![0; LOG]));
         let log = LogDevice::open(file, [1; 16]).await.expect("made");
         let (claimed, durability) = (Claimed::Refuse, Durability::Host);
-        let opening = Opening { claimed, log: Some(log), durability };
+        let opening = Opening { log: Some(log), durability, ..Opening::from(claimed) };
         let volume = volumes.open_volume(&name("web"), opening).await.expect("open");
         let unsynced = || volume.shared.log().expect("it has one").unsynced();
         let part = vec![7; 1 << 20];

@@ -18,7 +18,7 @@ fn log_file() -> Arc<dyn Store> {
 }
 
 fn host(log: &Arc<LogDevice>, claimed: Claimed) -> Opening {
-    Opening { claimed, log: Some(Arc::clone(log)), durability: Durability::Host }
+    Opening { log: Some(Arc::clone(log)), durability: Durability::Host, ..claimed.into() }
 }
 
 /// The thread that opens a volume ends its executor, and with it every task that is left. A

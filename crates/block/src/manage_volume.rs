@@ -1,0 +1,97 @@
+//! What the owner of a volume does with it that no other disk knows: its store, and other hosts.
+
+use crate::{LocalFuture, Result};
+
+/// A volume as its owner sees it.
+pub trait ManageVolume {
+    /// Returns when everything that was done before is in the store. Requests go on meanwhile.
+    ///
+    /// # Errors
+    /// Why the disk is latched.
+    fn store(&self) -> LocalFuture<'_, Result<()>>;
+
+    /// Whether it is about to be handed over: then little waits for the store, and guests are as
+    /// slow as that is.
+    fn set_leaving(&self, is_leaving: bool);
+
+    /// That a host can have this name.
+    ///
+    /// # Errors
+    /// `Invalid` if none can.
+    fn check_heir(&self, host: &str) -> Result<()>;
+
+    /// As [`Manage::close`](crate::Manage::close), for the host of this name: no other opens it
+    /// then, except by force.
+    ///
+    /// # Errors
+    /// `Invalid` if no host can have this name; otherwise what the store reports. As long as
+    /// [`Self::is_ending`] says no, the volume is open as before.
+    fn hand_over<'a>(&'a self, host: &'a str) -> LocalFuture<'a, Result<()>>;
+
+    /// Whether it takes no more changes because it is being closed, or was.
+    fn is_ending(&self) -> bool;
+
+    /// How its log and its store do.
+    fn figures(&self) -> VolumeStats;
+}
+
+/// How the log and the store of a volume do: since it was opened, or now.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct VolumeStats {
+    /// Its share of the write log, if it has one.
+    pub log: Option<LogStats>,
+    /// Changes that were recorded.
+    pub records: u64,
+    /// Of these, how many the store does not have yet.
+    pub pending_records: u64,
+    /// Bytes of these in memory.
+    pub pending_bytes: u64,
+    /// How long ago the oldest of them was made, in milliseconds.
+    pub pending_ms: u64,
+    /// Extents that are being put.
+    pub extents_in_flight: u64,
+    /// Extents that the store took.
+    pub extents: u64,
+    /// Heads that it took.
+    pub heads: u64,
+    /// Bytes of these extents.
+    pub extent_bytes: u64,
+    /// Puts that failed, and were tried again.
+    pub put_failures: u64,
+    /// How long the puts of extents took.
+    pub puts: Times,
+    /// For how long the store has taken nothing, in milliseconds; 0 if it answers.
+    pub store_silent_ms: u64,
+    /// Writes that waited because the log is nearly full, or the store slower than its guest.
+    pub throttled_writes: u64,
+    /// Whether they do now.
+    pub is_throttled: bool,
+    /// Snapshots that it has; `None` if they were not counted yet.
+    pub snapshots: Option<u64>,
+    /// Whether another host has taken it over.
+    pub is_fenced: bool,
+}
+
+/// How full a write log is, for one volume.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct LogStats {
+    /// Bytes that are used.
+    pub used_bytes: u64,
+    /// All that can be.
+    pub bytes: u64,
+    /// How long the syncs for its flushes took.
+    pub syncs: Times,
+}
+
+/// How long requests of a kind took.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Times {
+    /// How many.
+    pub count: u64,
+    /// All of them together, in nanoseconds.
+    pub sum_ns: u64,
+    /// Half of the last ones took no longer, in microseconds; 0 if there was none.
+    pub p50_us: u64,
+    /// The same for 99 of 100.
+    pub p99_us: u64,
+}

@@ -1,0 +1,263 @@
+//! Collection in the background, of the stores in which this process writes volumes.
+//!
+//! ```text
+//! so much was put ─▶ heads of own volumes ─▶ collect ─▶ own sparse extents again ─▶ collect
+//! ```
+//!
+//! When: what was put since the last time is a sixteenth of what is alive, so that garbage stays
+//! below that; or it is long ago and anything was put. What it may cost: reads and rewriting have a
+//! rate, a pass is followed by a rest of several times its length, and while guests wait for their
+//! log or their store nothing is written again.
+//!
+//! Invariants
+//! - C1 A process collects one store at a time. Of a store in a directory, one process of those that
+//!   see its locks does: whoever comes second leaves it. (Two at once would be safe, and a waste.)
+//! - C2 Only volumes that this process has open are written again, by their own writers.
+//! - C3 What fails is said, counted, and tried again later; nothing else stops for it.
+
+use super::lock::CollectorLock;
+use super::stores::{Store, Stores};
+use mica_block::{ManageVolume, Result};
+use mica_rt::{Instant, now, sleep};
+use mica_volume::{CollectOptions, Collected, Speed, Volume, VolumeName};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+/// How often it is looked whether there is something to do.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+/// Bytes that were put, at least, and as a part of what is alive, before it is worth a pass.
+const PUT_MIN: u64 = 16 << 20;
+const PUT_PART: u64 = 16;
+/// After so long anything that was put is a reason: automatic snapshots become old without a write.
+const LONG_HERE: Duration = Duration::from_secs(10 * 60);
+/// The same for a store that asks money for requests.
+const LONG_FAR: Duration = Duration::from_secs(60 * 60);
+/// Rest after a pass: so many times as long as it took, and at least this; and after a failure.
+const REST_TIMES: u32 = 4;
+const REST_MIN: Duration = Duration::from_secs(2);
+const REST_FAILED: Duration = Duration::from_secs(60);
+/// What is read of maps each second, and written again, at most.
+const READ_RATE: u64 = 256 << 20;
+const REWRITE_RATE: u64 = 64 << 20;
+
+/// What was collected in a store, since the process began to.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Collection {
+    /// The store.
+    pub store: String,
+    /// Passes that came to their end.
+    pub passes: u64,
+    /// Passes that failed.
+    pub failures: u64,
+    /// Why the last one did, if it did.
+    pub failure: Option<String>,
+    /// How long the last one took, in milliseconds.
+    pub last_ms: u64,
+    /// Bytes of extents that were deleted.
+    pub freed_bytes: u64,
+    /// Bytes that were given back within others.
+    pub punched_bytes: u64,
+    /// Bytes that were written again.
+    pub rewritten_bytes: u64,
+    /// Bytes of extents that were there after the last pass.
+    pub bytes: u64,
+    /// Of these, what is needed.
+    pub live_bytes: u64,
+}
+
+/// What is known of one store for collecting it.
+#[derive(Default)]
+pub(super) struct Collecting {
+    /// The volumes that this process has open for writing, and how much each has put.
+    open: BTreeMap<VolumeName, (Weak<Volume>, u64)>,
+    /// Bytes that were put since the last pass.
+    put_bytes: u64,
+    last: Option<Instant>,
+    rest_until: Option<Instant>,
+    figures: Collection,
+}
+
+impl Store {
+    /// A volume was opened for writing.
+    pub(super) fn is_written(&self, name: &VolumeName, volume: &Arc<Volume>) {
+        self.collecting().open.insert(name.clone(), (Arc::downgrade(volume), 0));
+    }
+
+    /// What was collected here.
+    pub fn collection(&self) -> Collection {
+        Collection { store: self.url().to_string(), ..self.collecting().figures.clone() }
+    }
+
+    fn collecting(&self) -> MutexGuard<'_, Collecting> {
+        self.collecting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The volumes that are open, after what they have put is counted.
+    fn open_volumes(&self) -> Vec<(VolumeName, Arc<Volume>)> {
+        let mut collecting = self.collecting();
+        let (mut open, mut more) = (Vec::new(), 0_u64);
+        collecting.open.retain(|name, (volume, put)| {
+            let Some(volume) = volume.upgrade() else { return false };
+            let now = volume.figures().extent_bytes;
+            more += now.saturating_sub(*put);
+            *put = now;
+            open.push((name.clone(), volume));
+            true
+        });
+        collecting.put_bytes += more;
+        open
+    }
+
+    fn is_due(&self) -> bool {
+        let long = if self.is_remote() { LONG_FAR } else { LONG_HERE };
+        let collecting = self.collecting();
+        let is_resting = collecting.rest_until.is_some_and(|until| now() < until);
+        let least = PUT_MIN.max(collecting.figures.live_bytes / PUT_PART);
+        let since = collecting.last.map(|last| now().saturating_since(last));
+        let is_long = since.is_some_and(|since| since >= long) && collecting.put_bytes > 0;
+        !is_resting && (collecting.put_bytes >= least || is_long)
+    }
+
+    /// Collects, if it is time to.
+    async fn collect_if_due(&self) {
+        let open = self.open_volumes();
+        if open.is_empty() {
+            return;
+        }
+        // The first look begins the time after which anything is a reason.
+        self.collecting().last.get_or_insert_with(now);
+        if !self.is_due() {
+            return;
+        }
+        let held = self.directory().map(CollectorLock::try_take);
+        if matches!(held, Some(None)) {
+            self.collecting().rest_until = Some(now().after(REST_FAILED));
+            return;
+        }
+        let start = now();
+        let put_before = self.collecting().put_bytes;
+        let passed = self.pass(&open).await;
+        drop(held);
+        let took = now().saturating_since(start);
+        // What was written again is no reason for another pass.
+        drop(open);
+        self.open_volumes();
+        let mut collecting = self.collecting();
+        collecting.last = Some(now());
+        let figures = &mut collecting.figures;
+        figures.last_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        let rest = match passed {
+            Ok((collected, rewritten)) => {
+                figures.note(&collected, rewritten);
+                say(self, &collected, rewritten, took);
+                collecting.put_bytes =
+                    collecting.put_bytes.saturating_sub(put_before.saturating_add(rewritten));
+                REST_MIN.max(took * REST_TIMES)
+            }
+            Err(error) => {
+                figures.failures += 1;
+                let why = error.in_one_line();
+                tracing::warn!(store = %self.url(), "not collected: {why}");
+                figures.failure = Some(why);
+                REST_FAILED
+            }
+        };
+        collecting.rest_until = Some(now().after(rest));
+    }
+
+    /// One pass; also returns how many bytes were written again.
+    async fn pass(&self, open: &[(VolumeName, Arc<Volume>)]) -> Result<(Collected, u64)> {
+        let speed = Speed { requests: None, bytes: Some(READ_RATE) };
+        let options = CollectOptions { speed, ..CollectOptions::default() };
+        for (name, volume) in open {
+            note(name, volume.checkpoint().await);
+        }
+        let mut collected = self.volumes().collect(options, &mut |_| ()).await?;
+        let mut rewritten = 0;
+        for sparse in &collected.sparse {
+            let Some((name, volume)) = open.iter().find(|(name, _)| *name == sparse.name) else {
+                continue;
+            };
+            let extents = sparse.extents.iter().copied().collect();
+            let tidied = volume.tidy(&extents, REWRITE_RATE).await;
+            let stored = match tidied {
+                Ok(0) => continue,
+                Ok(blocks) => {
+                    rewritten += blocks * mica_volume::BLOCK_BYTES as u64;
+                    volume.store().await
+                }
+                Err(error) => Err(error),
+            };
+            note(name, stored);
+            note(name, volume.checkpoint().await);
+        }
+        if rewritten > 0 {
+            let after = self.volumes().collect(options, &mut |_| ()).await?;
+            (collected.bytes, collected.live_bytes) = (after.bytes, after.live_bytes);
+            collected.freed_bytes += after.freed_bytes;
+            collected.freed_extents += after.freed_extents;
+            collected.punched_bytes += after.punched_bytes;
+            collected.bytes -= after.freed_bytes.min(collected.bytes);
+        } else {
+            collected.bytes -= collected.freed_bytes.min(collected.bytes);
+        }
+        Ok((collected, rewritten))
+    }
+}
+
+impl Collection {
+    fn note(&mut self, collected: &Collected, rewritten: u64) {
+        self.passes += 1;
+        self.failure = collected.failure.as_ref().map(|failure| failure.in_one_line());
+        self.freed_bytes += collected.freed_bytes;
+        self.punched_bytes += collected.punched_bytes;
+        self.rewritten_bytes += rewritten;
+        (self.bytes, self.live_bytes) = (collected.bytes, collected.live_bytes);
+    }
+}
+
+/// One volume that fails keeps no other from being collected (C3).
+fn note(name: &VolumeName, outcome: Result<()>) {
+    if let Err(error) = outcome {
+        let (volume, error) = (name.as_str(), error.in_one_line());
+        tracing::debug!(volume, error, "left alone by the collection of its store");
+    }
+}
+
+fn say(store: &Store, collected: &Collected, rewritten: u64, took: Duration) {
+    if collected.freed_bytes + collected.punched_bytes + rewritten == 0 {
+        return;
+    }
+    tracing::info!(
+        store = %store.url(),
+        freed_bytes = collected.freed_bytes,
+        punched_bytes = collected.punched_bytes,
+        rewritten_bytes = rewritten,
+        live_bytes = collected.live_bytes,
+        bytes = collected.bytes,
+        ms = took.as_millis(),
+        "collected what nothing needs"
+    );
+}
+
+impl Stores {
+    /// Collects whatever becomes garbage, for as long as this is awaited.
+    pub async fn collect_in_background(&self) {
+        loop {
+            sleep(LOOK_EVERY).await;
+            for store in self.all() {
+                store.collect_if_due().await;
+            }
+        }
+    }
+
+    /// What was collected in stores that are open.
+    pub fn collections(&self) -> Vec<Collection> {
+        let all = self.all().into_iter().map(|store| store.collection());
+        all.filter(|collection| collection.passes + collection.failures > 0).collect()
+    }
+}
+
+/// What a store has for this.
+pub(super) type CollectingCell = Mutex<Collecting>;
