@@ -22,7 +22,8 @@ fn by_force(opening: Opening) -> Opening {
 
 async fn machines(world: &World) -> Machines {
     let machines = Machines::new(world, 3);
-    machines.sound(0, false).await.volumes.create(&name(), LEN).await.unwrap();
+    let new = machines.kind();
+    machines.sound(0, false).await.volumes.create_as(&name(), LEN, new).await.unwrap();
     machines
 }
 

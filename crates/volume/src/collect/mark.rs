@@ -9,15 +9,17 @@
 //! - I1 An extent is returned after all that name something in it, and what is returned is
 //!   complete, unless [`Mark::damage`] has something.
 //! - I2 Nothing that was read is trusted: a node is what its place says, and names older ones.
-//! - I3 What is held is what is wanted of older extents: the bits of their blocks, and their nodes.
+//! - I3 What is held is what is wanted of older extents: the bits of their blocks, eight bytes for
+//!   each frame, and their nodes.
+//! - I4 No key is needed: nodes are not encrypted, and sums are those of what is stored.
 
 use super::areas::Areas;
 use super::client::Client;
 use super::extents::PAGE_BYTES;
 use super::names::Named;
-use crate::format::extent::HEADER_BYTES;
+use crate::format::extent::{FrameOf, HEADER_BYTES, frames_in};
 use crate::format::snapshot::Record;
-use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::place::{BLOCK_BYTES, ExtentId, FRAME_UNIT_BYTES, FramePart, Place};
 use crate::state::Root;
 use crate::tree::{damaged, decode_node, decode_record};
 use mica_block::{Error, ErrorKind, Result};
@@ -100,6 +102,10 @@ pub(crate) struct Parts {
     /// A bit for each block.
     blocks: Vec<u64>,
     block_count: u32,
+    /// The frames of which something is alive, in order.
+    frames: Vec<LiveFrame>,
+    /// Bytes of these, without what is dead in them.
+    frame_bytes: u64,
     /// The nodes: disjoint, the last one first.
     pub(crate) nodes: Vec<Range<u64>>,
     node_bytes: u64,
@@ -117,6 +123,51 @@ impl Parts {
         is_new
     }
 
+    /// Whether the frame is new; `None` if there is one of another class.
+    fn add_frame(&mut self, part: FramePart) -> Option<bool> {
+        let (start, bit) = (start_of(part.offset), 1 << part.index);
+        let class = u16::try_from(part.class).expect("few");
+        match self.frames.binary_search_by_key(&start, |frame| frame.start) {
+            Ok(at) => {
+                let frame = &mut self.frames[at];
+                frame.blocks |= bit;
+                (frame.class == class).then_some(false)
+            }
+            Err(at) => {
+                self.frames.insert(at, LiveFrame { start, class, blocks: bit });
+                Some(true)
+            }
+        }
+    }
+
+    /// Whether something is alive of the frame that begins at `offset`.
+    pub(crate) fn has_frame(&self, offset: u64) -> bool {
+        self.frame(offset).is_some()
+    }
+
+    fn frame(&self, offset: u64) -> Option<&LiveFrame> {
+        let start = start_of(offset);
+        let at = self.frames.binary_search_by_key(&start, |frame| frame.start).ok()?;
+        self.frames.get(at)
+    }
+
+    /// Where the frames begin of which something is alive.
+    pub(crate) fn frames(&self) -> impl Iterator<Item = u64> {
+        self.frames
+            .iter()
+            .map(|frame| HEADER_BYTES as u64 + u64::from(frame.start) * FRAME_UNIT_BYTES as u64)
+    }
+
+    /// Counts the bytes of frames that are alive, in an extent that has all these `frames`: of each
+    /// as large a share as that of its blocks.
+    fn count_frames(&mut self, frames: impl Iterator<Item = FrameOf>) {
+        let live = frames.filter_map(|frame| {
+            let blocks = u64::from(self.frame(frame.offset)?.blocks.count_ones());
+            Some((frame.len * blocks).div_ceil(frame.blocks.max(blocks)))
+        });
+        self.frame_bytes = live.sum();
+    }
+
     fn add_node(&mut self, at: u64, len: u64) {
         self.node_bytes += len;
         match self.nodes.last_mut() {
@@ -130,14 +181,14 @@ impl Parts {
         self.blocks.get(index / 64).is_some_and(|word| word >> (index % 64) & 1 == 1)
     }
 
-    /// How many blocks.
+    /// How many blocks that are not in frames.
     pub(crate) fn blocks(&self) -> u64 {
         self.block_count.into()
     }
 
     /// How many bytes.
     pub(crate) fn bytes(&self) -> u64 {
-        u64::from(self.block_count) * BLOCK_BYTES as u64 + self.node_bytes
+        u64::from(self.block_count) * BLOCK_BYTES as u64 + self.frame_bytes + self.node_bytes
     }
 }
 
@@ -146,13 +197,36 @@ pub(crate) struct Marked {
     pub(crate) id: ExtentId,
     pub(crate) parts: Parts,
     pub(crate) owner: Owner,
-    /// Of the places of all its blocks that are named: [`digest_of`], combined by exclusive or.
+    /// Of the places of all its blocks and frames that are named: [`digest_of`] and
+    /// [`digest_of_frame`], combined by exclusive or.
     pub(crate) digest: u64,
 }
 
 /// A hash of a block's place in its extent.
 pub(crate) fn digest_of(index: usize, sum: u32) -> u64 {
     mica_units::random_at(u64::from(sum), index as u64)
+}
+
+/// A hash of a frame's place in its extent.
+pub(crate) fn digest_of_frame(part: FramePart, sum: u32) -> u64 {
+    // No block has such an index.
+    let index = 1 << 40 | u64::from(start_of(part.offset)) << 3 | part.class as u64;
+    mica_units::random_at(u64::from(sum), index)
+}
+
+fn start_of(offset: u64) -> u32 {
+    let start = offset.saturating_sub(HEADER_BYTES as u64) / FRAME_UNIT_BYTES as u64;
+    u32::try_from(start).unwrap_or(u32::MAX)
+}
+
+/// A frame of which something is alive.
+#[derive(Clone, Copy, Debug)]
+struct LiveFrame {
+    /// Where it begins behind the header, in units of frames.
+    start: u32,
+    class: u16,
+    /// A bit for each of its blocks.
+    blocks: u16,
 }
 
 /// Something that has to be there and is not, or is something else.
@@ -211,7 +285,11 @@ impl Mark {
             match newest.get_mut().nodes.pop_last() {
                 Some((unit, wanted)) => self.visit(id, unit, wanted).await?,
                 None => {
-                    let Pending { parts, owner, digest, .. } = newest.remove();
+                    let Pending { mut parts, owner, digest, .. } = newest.remove();
+                    if !parts.frames.is_empty() {
+                        let table = self.areas.table_of_frames(id).await?;
+                        parts.count_frames(frames_in(&table));
+                    }
                     return Ok(Some(Marked { id, parts, owner, digest }));
                 }
             }
@@ -273,6 +351,15 @@ impl Mark {
         let pending = self.pending.entry(at.extent()).or_default();
         pending.owner = pending.owner.join(why.owner);
         let offset = usize::try_from(at.offset()).expect("an extent is small");
+        if let Some(part) = at.frame() {
+            let is_new = (level == Level::Map(0)).then(|| pending.parts.add_frame(part)).flatten();
+            match is_new {
+                Some(true) => pending.digest ^= digest_of_frame(part, at.sum()),
+                Some(false) => {}
+                None => self.contradiction(at, why, &"it is named as two different things"),
+            }
+            return;
+        }
         if level == Level::Map(0) {
             let from_first = offset.checked_sub(HEADER_BYTES);
             match from_first.filter(|from| from.is_multiple_of(BLOCK_BYTES)) {

@@ -6,7 +6,7 @@ use super::names::Named;
 use super::{Collected, Sparse};
 use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// Extents are sparse below this share, in percent.
@@ -24,6 +24,8 @@ pub(crate) struct Plan<'a> {
     listed: &'a [Listed],
     above: HashMap<Writer, u32>,
     punch: bool,
+    /// The numbers of names whose blocks nobody writes again who has no key.
+    encrypted: BTreeSet<u32>,
     /// What is alive, the newest first.
     kept: Vec<Kept>,
     parts: HashMap<ExtentId, Parts>,
@@ -49,6 +51,11 @@ impl<'a> Plan<'a> {
             listed,
             above,
             punch,
+            encrypted: (0..)
+                .zip(names)
+                .filter(|(_, named)| named.head.properties.key().is_some())
+                .map(|(number, _)| number)
+                .collect(),
             kept: Vec::new(),
             parts: HashMap::new(),
             dead: Vec::new(),
@@ -71,7 +78,11 @@ impl<'a> Plan<'a> {
         let len = self.listed.binary_search_by_key(&id, |listed| listed.id);
         let len = len.map_or(0, |at| self.listed[at].len);
         let is_sparse = len.saturating_sub(live) * 100 > len * PUNCH_PERCENT;
-        if self.punch && is_sparse && owner == Owner::Many {
+        let is_rewritten = match owner {
+            Owner::Only(number) => !self.encrypted.contains(&number),
+            Owner::Many | Owner::Nobody => false,
+        };
+        if self.punch && is_sparse && !is_rewritten {
             self.parts.insert(id, parts);
         }
     }
