@@ -30,5 +30,5 @@ pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
 pub use volumes::{
     Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled, Store, StoreUrl,
-    Stores, VolumeAccess, VolumeOptions, VolumeUrl, bucket_files, bucket_ports,
+    Stores, VolumeAccess, VolumeOptions, VolumeUrl, bucket_files, bucket_ports, read_volume_key,
 };

@@ -7,6 +7,7 @@
 
 mod bucket;
 mod held;
+mod keys;
 mod lock;
 mod logs;
 mod machine;
@@ -18,6 +19,7 @@ mod url;
 pub use mica_volume::{Durability, Keep};
 
 pub use bucket::{bucket_files, bucket_ports};
+pub use keys::read_volume_key;
 pub use logs::{LOG_BYTES_MIN, LogPlace};
 pub use machine::MACHINE_ID;
 pub use open::{Settled, VolumeAccess, VolumeOptions};
