@@ -40,6 +40,8 @@ const _: () = assert!(
 );
 /// Blocks or nodes that are gone through before other tasks have their turn.
 const STEPS_AT_ONCE: u64 = 64;
+/// Bytes that are copied at once.
+const BYTES_AT_ONCE: usize = 256 << 10;
 /// Bytes that a directory takes in an extent, at most.
 const NODE_ROOM_BYTES: usize =
     mica_map::directory_bytes_max::<Place>().next_multiple_of(Place::UNIT_BYTES);
@@ -302,7 +304,13 @@ impl Content {
         let mut content = Buf::new(header.len());
         content.put(0, &header.encode());
         match &self.data {
-            Data::Packed(packed) => content.put(HEADER_BYTES, &packed.area),
+            Data::Packed(packed) => {
+                let pieces = packed.area.chunks(BYTES_AT_ONCE);
+                for (index, piece) in pieces.enumerate() {
+                    content.put(HEADER_BYTES + index * BYTES_AT_ONCE, piece);
+                    pace.steps(STEPS_AT_ONCE).await;
+                }
+            }
             Data::Blocks(blocks) => {
                 for (index, block) in blocks.iter().enumerate() {
                     content.put(HEADER_BYTES + index * BLOCK_BYTES, &block[..]);

@@ -100,8 +100,8 @@ fn stored_len(len: usize) -> usize {
     (FRAME_HEADER_BYTES + len).next_multiple_of(FRAME_UNIT_BYTES)
 }
 
-/// Whether the values of bytes are so evenly spread that no code of them saves an eighth: as what is
-/// encrypted, or compressed already. What is spread like that, but repeats itself, is missed.
+/// Whether the values of bytes are so evenly spread that no code of them saves an eighth: as what
+/// is encrypted, or compressed already. What is spread like that, but repeats itself, is missed.
 fn looks_random(blocks: &[&Block]) -> bool {
     let mut counts = [0_u32; 256];
     let part = SAMPLE_BYTES / blocks.len();

@@ -63,7 +63,7 @@ fn lives(how: &[&str], is_encrypted: bool) {
     let create = [&["create", "-q"], how, &key, &[&*url, "64M"]].concat();
     run(create.iter().copied()).ok();
     let log = store.folder().join("log").display().to_string();
-    let more = [&["--log-device", &*log, "--log-size", "64M"], &*key].concat();
+    let more = [&["--log-device", &*log, "--log-size", "16M"], &*key].concat();
     let server = store.serve("web", &more).expect("served");
     let mut guest = Guest::connect(&server).expect("served");
     let wanted = [marked(64), random(64), marked(1), random(1)].concat();

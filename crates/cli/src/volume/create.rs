@@ -34,7 +34,7 @@ pub(super) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume create")?;
     let len = size_of("SIZE", &args.size)?;
-    let key = args.new.key.read()?;
+    let key = args.new.read_key()?;
     let session = args.session.start()?;
     let properties = session.executor.block_on(async {
         let store = session.stores.open_or_make(&url.store).await?;

@@ -53,7 +53,7 @@ pub(super) struct ImportArgs {
 pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume import")?;
-    let key = args.new.key.read()?;
+    let key = args.new.read_key()?;
     let session = SessionArgs { io: args.images.io.clone() }.start()?;
     session.executor.block_on(async {
         let layers = layers(&args.images, &args.image).await?;

@@ -30,7 +30,7 @@ pub(super) struct NewArgs {
     /// In the store and in logs: the bytes of blocks, by AES-256-XTS. The key is needed to read or
     /// write them, and to make copies; not for snapshots, clones, checks and collection. Nobody
     /// reads the volume without it, ever.
-    #[arg(long, requires = "volume_key")]
+    #[arg(long)]
     encrypt: bool,
     #[command(flatten)]
     pub(super) key: KeyArgs,
@@ -49,6 +49,15 @@ impl KeyArgs {
 }
 
 impl NewArgs {
+    /// The key, if a file is named.
+    pub(super) fn read_key(&self) -> Result<Option<Arc<VolumeKey>>, Failure> {
+        if self.encrypt && self.key.volume_key.is_none() {
+            let what = "--encrypt takes a key: name the file that has it with --volume-key";
+            return Err(Failure::new(what));
+        }
+        self.key.read()
+    }
+
     /// Whether it is to be encrypted.
     pub(super) fn encrypts(&self) -> bool {
         self.encrypt

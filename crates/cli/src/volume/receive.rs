@@ -67,7 +67,7 @@ fn receive(
     source: &mut dyn Read,
     received: &mut Vec<Received>,
 ) -> Result<(), Failure> {
-    let key = args.new.key.read()?;
+    let key = args.new.read_key()?;
     let session = args.session.start()?;
     session.executor.block_on(async {
         let store = session.stores.open_or_make(&url.store).await?;

@@ -47,8 +47,8 @@ pub struct VolumeSettings {
     pub durability: Option<FlushDurability>,
     /// The file with the volume's key, if it is encrypted.
     ///
-    /// 32 bytes, or 64 hexadecimal digits; read whenever the volume is opened. Nothing takes the key
-    /// itself: others see command lines.
+    /// 32 bytes, or 64 hexadecimal digits; read whenever the volume is opened. Nothing takes the
+    /// key itself: others see command lines.
     #[arg(long, requires = "volume", value_name = "FILE", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub volume_key: Option<PathBuf>,

@@ -220,8 +220,8 @@ impl Store {
     }
 
     /// Writes again what is in sparse extents of a volume that nobody has open, with its key if it
-    /// is encrypted; returns how many blocks that were. Whoever opens the volume meanwhile, on this machine or by force, has it:
-    /// this ends then.
+    /// is encrypted; returns how many blocks that were. Whoever opens the volume meanwhile, on this
+    /// machine or by force, has it: this ends then.
     ///
     /// # Errors
     /// `Denied` if somebody has it open, or it takes another key; `NotFound` if it is no more;

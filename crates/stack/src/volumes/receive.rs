@@ -8,8 +8,9 @@ use std::io::Read;
 use std::sync::Arc;
 
 impl Store {
-    /// As [`mica_volume::Volumes::receive`], with a key for what is encrypted, while nobody on this machine opens the volume. In a
-    /// directory, what a process leaves of a new volume if it is killed is refused as a part.
+    /// As [`mica_volume::Volumes::receive`], with a key for what is encrypted, while nobody on this
+    /// machine opens the volume. In a directory, what a process leaves of a new volume if it is
+    /// killed is refused as a part.
     ///
     /// # Errors
     /// As there; `Denied` if another process of this machine has it open.

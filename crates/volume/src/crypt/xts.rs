@@ -55,7 +55,7 @@ impl Xts {
             for (kept, block) in masks.iter_mut().zip(blocks.iter_mut()) {
                 *kept = mask;
                 apply(mask, block);
-                mask = mask << 1 ^ (mask >> 127) * 0x87;
+                mask = (mask << 1) ^ ((mask >> 127) * 0x87);
             }
             cipher(blocks);
             masks.iter().zip(blocks).for_each(|(mask, block)| apply(*mask, block));

@@ -12,8 +12,8 @@ use crate::state::State;
 use mica_block::{Error, ErrorKind, Result};
 
 impl Heads {
-    /// Puts the first head of a clone that has `state`, and the properties of its source. Who does has to look back at the source,
-    /// and then to [`Self::unpin`] it.
+    /// Puts the first head of a clone that has `state`, and the properties of its source. Who does
+    /// has to look back at the source, and then to [`Self::unpin`] it.
     ///
     /// # Errors
     /// `Invalid` if there is a volume of this name; otherwise what the store reports.
