@@ -6,7 +6,7 @@ use crate::settings::ImageSettings;
 use mica_block::{Error, Result};
 use mica_qcow2::MapCache;
 use mica_rt::{Backend, Executor};
-use mica_stack::{Patience, Stores, VolumeOptions};
+use mica_stack::{Patience, Stores};
 use mica_store::{Handles, Locking};
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ async fn open(disk: &DiskConfig, handles: &Arc<Handles>, cache: &MapCache) -> Re
     let DiskConfig { image, settings, images, volume, .. } = disk;
     if let Some(url) = volume.url()? {
         let stores = Stores::new(Arc::clone(handles), images.index_cache.0, Patience::Verb);
-        let options = VolumeOptions::default();
+        let options = volume.options(false);
         return stores.open_volume(&url, &options).await?.close().await;
     }
     let chain = chain_options(settings, images, cache)?;

@@ -16,7 +16,8 @@ mod cuts;
 use crate::format::Id;
 use crate::format::extent::{ENTRY_BYTES, Entry, HEADER_BYTES, Header, Kind, LEN_MAX};
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
-use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::packing::{Packed, Packer};
+use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
 use crate::recent::Block;
 use crate::segment::{Segment, WEIGHT_MAX};
 use crate::state::State;
@@ -39,9 +40,13 @@ const _: () = assert!(
 );
 /// Blocks or nodes that are gone through before other tasks have their turn.
 const STEPS_AT_ONCE: u64 = 64;
+/// Bytes that are copied at once.
+const BYTES_AT_ONCE: usize = 256 << 10;
 /// Bytes that a directory takes in an extent, at most.
 const NODE_ROOM_BYTES: usize =
     mica_map::directory_bytes_max::<Place>().next_multiple_of(Place::UNIT_BYTES);
+// So do frames, which take less than their blocks.
+const _: () = assert!(2 * WEIGHT_MAX * BLOCK_BYTES <= FramePart::FRAMES_LEN_END);
 // A cut takes no more than a block: a record, a path in the tree of snapshots.
 const _: () = assert!(
     FRAMED_BYTES_MAX.next_multiple_of(Place::UNIT_BYTES) + HEIGHT_MAX as usize * NODE_ROOM_BYTES
@@ -62,6 +67,8 @@ pub(crate) struct Builder {
     snapshots: Editor<Place>,
     state: State,
     pace: Pace,
+    /// What makes of blocks what is stored of them; none if that is the blocks.
+    packer: Option<Packer>,
 }
 
 /// An extent that is to be put.
@@ -70,8 +77,10 @@ pub(crate) struct Built {
     pub(crate) state: State,
     /// The object.
     pub(crate) content: Buf,
-    /// Blocks with data in it.
+    /// Blocks with data in it, and bytes that they take.
     pub(crate) blocks: usize,
+    /// See `blocks`.
+    pub(crate) data_len: usize,
     /// Its nodes and records, once more, and where they begin in it.
     pub(crate) nodes: Vec<u8>,
     /// See `nodes`.
@@ -83,7 +92,13 @@ impl Builder {
     pub(crate) fn new(signature: Signature, state: State) -> Self {
         let map = Editor::new(state.map, DIRECTORIES_HELD);
         let snapshots = Editor::new(state.snapshots, SNAPSHOT_DIRECTORIES_HELD);
-        Self { signature, map, snapshots, state, pace: Pace::new(STEPS_AT_ONCE) }
+        let (pace, packer) = (Pace::new(STEPS_AT_ONCE), None);
+        Self { signature, map, snapshots, state, pace, packer }
+    }
+
+    /// The same, with blocks that are stored as `packer` makes them.
+    pub(crate) fn with_packer(self, packer: Option<Packer>) -> Self {
+        Self { packer, ..self }
     }
 
     /// Makes extent `id` of `segments`, one after the other.
@@ -103,7 +118,11 @@ impl Builder {
         let weight: usize = segments.iter().map(Segment::weight).sum();
         assert!(!segments.is_empty() && weight <= 2 * WEIGHT_MAX, "segments for one extent");
         let blocks = segments.iter().map(|segment| segment.batch.data_blocks()).sum();
-        let mut content = Content::new(id, blocks);
+        let data = match &mut self.packer {
+            None => Data::Blocks(Vec::with_capacity(blocks)),
+            Some(packer) => Data::Packed(packer.pack(id, segments, &mut self.pace).await?),
+        };
+        let mut content = Content::new(id, blocks, data);
         for segment in segments {
             self.apply(tree, segment, &mut content).await?;
             for (index, cut) in segment.cuts.iter().enumerate() {
@@ -175,30 +194,58 @@ async fn feed(editor: &mut Editor<Place>, tree: &Tree, content: &Content, key: u
 /// The parts of an extent while it is made.
 struct Content {
     id: ExtentId,
-    blocks: Vec<Block>,
+    /// How many blocks there will be.
+    blocks: usize,
+    data: Data,
     /// Where the nodes begin: after all blocks that there will be.
     nodes_at: usize,
     nodes: Vec<u8>,
     entries: Vec<Entry>,
 }
 
+/// What an extent has between its header and its nodes.
+enum Data {
+    /// Blocks as they are: those that were added.
+    Blocks(Vec<Block>),
+    /// All blocks, as they are stored.
+    Packed(Packed),
+}
+
 impl Content {
     /// An extent that will have so many blocks.
-    fn new(id: ExtentId, blocks: usize) -> Self {
-        let nodes_at = HEADER_BYTES + blocks * BLOCK_BYTES;
-        let (blocks, nodes, entries) = (Vec::with_capacity(blocks), Vec::new(), Vec::new());
-        Self { id, blocks, nodes_at, nodes, entries }
+    fn new(id: ExtentId, blocks: usize, data: Data) -> Self {
+        let data_len = match &data {
+            Data::Blocks(_) => blocks * BLOCK_BYTES,
+            Data::Packed(packed) => packed.area.len(),
+        };
+        let (nodes, entries) = (Vec::new(), Vec::new());
+        Self { id, blocks, data, nodes_at: HEADER_BYTES + data_len, nodes, entries }
     }
 
     /// Adds guest block `number`.
     fn push(&mut self, number: u64, data: &Block) -> Place {
-        let offset = HEADER_BYTES + self.blocks.len() * BLOCK_BYTES;
-        self.blocks.push(data.clone());
+        let place = match &mut self.data {
+            Data::Blocks(blocks) => {
+                let offset = HEADER_BYTES + blocks.len() * BLOCK_BYTES;
+                blocks.push(data.clone());
+                Place::new(self.id, offset, crc32c(&data[..]))
+            }
+            Data::Packed(packed) => {
+                let spot = packed.spots.pop_front().expect("all blocks were packed (I2)");
+                if let Some((count, len)) = spot.frame {
+                    self.entries.push(Entry::Frame { first: number, count, len });
+                }
+                if spot.place.frame().is_some() {
+                    return spot.place;
+                }
+                spot.place
+            }
+        };
         match self.entries.last_mut() {
             Some(Entry::Data { first, count }) if *first + *count == number => *count += 1,
             _ => self.entries.push(Entry::Data { first: number, count: 1 }),
         }
-        Place::new(self.id, offset, crc32c(&data[..]))
+        place
     }
 
     fn push_node(&mut self, tree: &Tree, directory: &Directory<Place>) -> Place {
@@ -229,8 +276,17 @@ impl Content {
     }
 
     async fn finish(self, signature: Signature, nonce: Id, state: State, pace: &mut Pace) -> Built {
-        assert_eq!(HEADER_BYTES + self.blocks.len() * BLOCK_BYTES, self.nodes_at, "as announced");
-        let table: Vec<u8> = self.entries.iter().flat_map(|entry| entry.encode()).collect();
+        let (blocks, frames_len) = match &self.data {
+            Data::Blocks(blocks) => (blocks.len(), 0),
+            Data::Packed(packed) => (packed.blocks, packed.frames_len),
+        };
+        let data_len = blocks * BLOCK_BYTES + frames_len;
+        assert_eq!(HEADER_BYTES + data_len, self.nodes_at, "as announced");
+        let mut entries = self.entries;
+        if frames_len > 0 {
+            entries.push(Entry::End { entries: entries.len() as u64 + 1 });
+        }
+        let table: Vec<u8> = entries.iter().flat_map(|entry| entry.encode()).collect();
         let header = Header {
             kind: Kind::Extent,
             id: self.id,
@@ -239,21 +295,33 @@ impl Content {
             nonce,
             state,
             by: self.id.writer,
-            blocks: self.blocks.len(),
+            blocks,
+            frames_len,
             nodes_len: self.nodes.len(),
-            entries: self.entries.len(),
+            entries: entries.len(),
             table_sum: crc32c(&table),
         };
         let mut content = Buf::new(header.len());
         content.put(0, &header.encode());
-        for (index, block) in self.blocks.iter().enumerate() {
-            content.put(HEADER_BYTES + index * BLOCK_BYTES, &block[..]);
-            pace.steps(1).await;
+        match &self.data {
+            Data::Packed(packed) => {
+                let pieces = packed.area.chunks(BYTES_AT_ONCE);
+                for (index, piece) in pieces.enumerate() {
+                    content.put(HEADER_BYTES + index * BYTES_AT_ONCE, piece);
+                    pace.steps(STEPS_AT_ONCE).await;
+                }
+            }
+            Data::Blocks(blocks) => {
+                for (index, block) in blocks.iter().enumerate() {
+                    content.put(HEADER_BYTES + index * BLOCK_BYTES, &block[..]);
+                    pace.steps(1).await;
+                }
+            }
         }
         content.put(header.nodes_at(), &self.nodes);
         content.put(header.table_at(), &table);
-        let (blocks, nodes_at) = (header.blocks, header.nodes_at());
-        Built { state, content, blocks, nodes: self.nodes, nodes_at }
+        let (blocks, nodes_at) = (self.blocks, header.nodes_at());
+        Built { state, content, blocks, data_len, nodes: self.nodes, nodes_at }
     }
 }
 

@@ -18,7 +18,7 @@
 //!   before it are answered.
 
 use crate::build::Built;
-use crate::place::{BLOCK_BYTES, ExtentId};
+use crate::place::ExtentId;
 use crate::put::{Putting, Tries};
 use crate::segment::Segment;
 use crate::shared::{Putter, Shared, Trouble, lock};
@@ -112,16 +112,17 @@ impl Shared {
         let mut builder = lock(&putter.builder).take().expect("one task makes extents (I1)");
         let nonce = self.heads.environment.random();
         let built = builder.build(&putter.tree(), id, segments, nonce).await;
-        let Built { state, content, blocks, nodes, nodes_at } = self.explained(built).await?;
+        let built = self.explained(built).await?;
+        let Built { state, content, blocks, data_len, nodes, nodes_at } = built;
         *lock(&putter.builder) = Some(builder);
         self.tree.hold(id, nodes_at, nodes);
         self.now().begin(sequence, segments.len(), state);
-        self.put_extent(id, blocks as u64, content);
+        self.put_extent(id, (blocks as u64, data_len as u64), content);
         Ok(())
     }
 
-    /// Puts an extent in a task of its own.
-    fn put_extent(self: &Arc<Self>, id: ExtentId, blocks: u64, content: Buf) {
+    /// Puts an extent in a task of its own: with so many blocks, which take so many bytes.
+    fn put_extent(self: &Arc<Self>, id: ExtentId, data: (u64, u64), content: Buf) {
         let task = CompletionGuard::new(self);
         drop(spawn(async move {
             let this = Arc::clone(&task.shared);
@@ -131,7 +132,7 @@ impl Shared {
                     if let Some(putter) = &this.writer {
                         putter.counts.puts.note(now().saturating_since(start));
                     }
-                    this.answered(id, blocks, bytes);
+                    this.answered(id, data, bytes);
                 }
                 Err(error) => {
                     this.tree.release(id);
@@ -182,14 +183,13 @@ impl Shared {
         *trouble = Some(Trouble { since_ns, error: error.clone() });
     }
 
-    fn answered(self: &Arc<Self>, id: ExtentId, blocks: u64, bytes: u64) {
+    fn answered(self: &Arc<Self>, id: ExtentId, (blocks, data_len): (u64, u64), bytes: u64) {
         let Some(putter) = &self.writer else { return };
         let counts = &putter.counts;
         counts.extents.fetch_add(1, Ordering::Relaxed);
         counts.blocks.fetch_add(blocks, Ordering::Relaxed);
         counts.extent_bytes.fetch_add(bytes, Ordering::Relaxed);
-        let metadata = bytes - blocks * BLOCK_BYTES as u64;
-        counts.metadata_bytes.fetch_add(metadata, Ordering::Relaxed);
+        counts.metadata_bytes.fetch_add(bytes - data_len, Ordering::Relaxed);
         self.tree.release(id);
         let (stored, turn) = {
             let mut now = self.now();

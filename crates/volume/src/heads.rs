@@ -24,6 +24,7 @@ use crate::format::extent::{Header, Kind};
 use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
 use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
+use crate::properties::Properties;
 use crate::put::{Patience, decode_head, elsewhere, put, read, read_header};
 use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
@@ -61,6 +62,9 @@ pub(crate) struct Owned {
 
 /// What the last process that had the volume on this machine left there.
 pub(crate) trait LocalLog {
+    /// That a volume with this head may be opened, before anything is done about it.
+    fn admit(&mut self, head: &Head) -> Result<()>;
+
     /// Whether it is of the writer that `head` names, so that the volume is not another's.
     fn is_of(&self, head: &Head) -> bool;
 
@@ -118,8 +122,8 @@ impl Heads {
     ///
     /// # Errors
     /// `Invalid` if there is one of this name; otherwise what the store reports.
-    pub(crate) async fn create(&self, state: State) -> Result<Head> {
-        self.begin(self.environment.random(), Life::Closed, state).await
+    pub(crate) async fn create(&self, state: State, properties: Properties) -> Result<Head> {
+        self.begin(self.environment.random(), Life::Closed, state, properties).await
     }
 
     /// As [`Self::create`], of a volume whose content follows: it is open from the beginning, under
@@ -127,14 +131,24 @@ impl Heads {
     ///
     /// # Errors
     /// As [`Self::create`].
-    pub(crate) async fn create_unfinished(&self, state: State) -> Result<Head> {
+    pub(crate) async fn create_unfinished(
+        &self,
+        state: State,
+        properties: Properties,
+    ) -> Result<Head> {
         let volume = self.environment.random();
         let life = Life::Open { writer: self.claim(volume, Named::Nowhere).await?, sequence: 0 };
-        self.begin(volume, life, state).await
+        self.begin(volume, life, state, properties).await
     }
 
     /// Makes the volume with this identity, whose first head is as said.
-    async fn begin(&self, volume: Id, life: Life, state: State) -> Result<Head> {
+    async fn begin(
+        &self,
+        volume: Id,
+        life: Life,
+        state: State,
+        properties: Properties,
+    ) -> Result<Head> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
             if before.as_ref().is_some_and(|head| head.life != Life::Deleted) {
@@ -143,7 +157,7 @@ impl Heads {
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
             let number = before.map_or(Ok(0), |head| self.number_after(&head))?;
-            let head = self.head(number, volume, life, state);
+            let head = Head { properties, ..self.head(number, volume, life, state) };
             if self.put_highest(&head).await? {
                 return Ok(head);
             }
@@ -162,6 +176,7 @@ impl Heads {
             if claimed == Claimed::Refuse && !log.is_of(&before) {
                 self.check_free(&before)?;
             }
+            log.admit(&before)?;
             let writer = self.claim(before.volume, log.names()).await?;
             let state = self.fenced(&before, writer).await?;
             log.settle(&before, writer, &state).await?;
@@ -298,6 +313,7 @@ impl Heads {
             state,
             by,
             blocks: 0,
+            frames_len: 0,
             nodes_len: 0,
             entries: 0,
             table_sum: 0,
@@ -335,7 +351,8 @@ impl Heads {
     /// # Errors
     /// `Limit` if there is no number for it: nobody puts so many, but a hostile store may have one.
     fn after(&self, before: &Head, life: Life, state: State) -> Result<Head> {
-        Ok(self.head(self.number_after(before)?, before.volume, life, state))
+        let properties = before.properties;
+        Ok(Head { properties, ..self.head(self.number_after(before)?, before.volume, life, state) })
     }
 
     fn number_after(&self, before: &Head) -> Result<u64> {
@@ -353,6 +370,7 @@ impl Heads {
             nonce: self.environment.random(),
             life,
             state,
+            properties: Properties::default(),
             time_ns: self.environment.now_ns(),
             host: host_name(self.environment.host()),
             heir: String::new(),

@@ -17,6 +17,8 @@
 //! | who writes a volume, how hosts agree on it | model/README.md; `heads`, `claims`, `tenure` |
 //! | what a write does, and what a flush waits for | `writing`, `shared` |
 //! | what is put, and when | `known`, `destage` |
+//! | what blocks become in an extent | `packing`, `frames` |
+//! | what is encrypted, and how | `crypt` |
 //! | what an opening does with a log that it finds | `opening` |
 //! | what outlives a power cut before it is in the store | `log`, docs/formats/log.md |
 //! | how a snapshot gets into another store | `stream`, docs/formats/stream.md |
@@ -26,9 +28,11 @@ mod check;
 mod claims;
 mod collect;
 mod compact;
+mod crypt;
 mod destage;
 mod environment;
 mod format;
+mod frames;
 mod hasten;
 mod heads;
 mod keep;
@@ -37,7 +41,9 @@ mod log;
 mod meter;
 mod names;
 mod opening;
+mod packing;
 mod place;
+mod properties;
 mod put;
 mod reader;
 mod recent;
@@ -58,6 +64,7 @@ mod writing;
 
 pub use check::Findings;
 pub use collect::{Bytes, CollectOptions, Collected, Progress, Sparse, Speed, Step};
+pub use crypt::{KeyName, VolumeKey};
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;
@@ -67,6 +74,7 @@ pub use mica_block::{SnapshotInfo, Which};
 pub use names::VolumeName;
 pub use opening::Opening;
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
+pub use properties::{Compression, Encryption, NewVolume, Properties};
 pub use shared::Durability;
 pub use state::{Root, State};
 pub use stream::{ReceiveOptions, Received, Sent};

@@ -6,14 +6,18 @@
 //!   names. Every other one is set aside before a head is put.
 //! - I2 A log names the writer that goes on with it, durably, before the head with it is put.
 //! - I3 What the log has and the state lacks comes before anything else that is done.
+//! - I4 A volume whose key is missing, or another one, is left as it is.
 
 use crate::build::{Builder, Signature};
 use crate::claims::Named;
+use crate::crypt::VolumeKey;
 use crate::format::Id;
 use crate::format::head::Head;
 use crate::heads::{Claimed, Heads, LocalLog, Owned};
 use crate::log::{Found, Log, LogDevice};
+use crate::packing::Packer;
 use crate::place::Writer;
+use crate::properties::Access;
 use crate::put::Patience;
 use crate::shared::{Counts, Durability, Putter, Shared, lock};
 use crate::state::State;
@@ -46,9 +50,22 @@ impl From<Claimed> for Opening {
     }
 }
 
+/// What a volume is opened for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Purpose<'a> {
+    /// For its blocks, with this key if it is encrypted.
+    Blocks(Option<&'a VolumeKey>),
+    /// For what can be done without reading or writing any.
+    Snapshots,
+}
+
 /// What became of the log on this machine.
 struct LogChoice<'a> {
     device: Option<&'a Arc<LogDevice>>,
+    purpose: Purpose<'a>,
+    name: &'a str,
+    /// How the volume's blocks are read and written.
+    access: Access,
     claimed: Claimed,
     store: Id,
     /// That of the volume from now on.
@@ -69,6 +86,14 @@ impl LogChoice<'_> {
     fn goes_on(&self, found: &Found, head: &Head) -> bool {
         let names = head.writer().is_some_and(|writer| found.writers.contains(&writer));
         names && found.store == self.store
+    }
+
+    /// The log is that of the volume from now on.
+    fn keep(&mut self, log: Log) {
+        if let Some(cipher) = self.access.cipher() {
+            log.encrypt_with(cipher.clone());
+        }
+        self.log = Some(log);
     }
 
     /// Sets a log aside that nobody may replay.
@@ -114,6 +139,19 @@ impl LogChoice<'_> {
 }
 
 impl LocalLog for LogChoice<'_> {
+    fn admit(&mut self, head: &Head) -> Result<()> {
+        let access = |key| head.properties.content(self.name, key);
+        self.access = match self.purpose {
+            Purpose::Snapshots => access(None),
+            Purpose::Blocks(key) => {
+                let access = access(key);
+                access.check()?;
+                access
+            }
+        };
+        Ok(())
+    }
+
     fn is_of(&self, head: &Head) -> bool {
         self.found(head).is_some_and(|found| self.goes_on(&found, head))
     }
@@ -133,7 +171,7 @@ impl LocalLog for LogChoice<'_> {
             if self.goes_on(&found, head) {
                 match device.go_on(volume, writer, state.records).await {
                     Ok(log) => {
-                        self.log = Some(log);
+                        self.keep(log);
                         self.fenced = None;
                         return Ok(());
                     }
@@ -146,7 +184,7 @@ impl LocalLog for LogChoice<'_> {
             }
             self.set_aside(device, &found, state).await?;
         }
-        self.log = Some(device.start(self.store, volume, writer, state.records).await?);
+        self.keep(device.start(self.store, volume, writer, state.records).await?);
         Ok(())
     }
 }
@@ -155,8 +193,13 @@ impl LocalLog for LogChoice<'_> {
 ///
 /// # Errors
 /// `Invalid` if a flush is to be durable in a log and there is none; `Denied` if others have the
-/// volume; otherwise what the store or the log reports.
-pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Result<Arc<Shared>> {
+/// volume, or it takes another key; otherwise what the store or the log reports.
+pub(crate) async fn open(
+    tree: Arc<Tree>,
+    heads: Heads,
+    opening: &Opening,
+    purpose: Purpose<'_>,
+) -> Result<Arc<Shared>> {
     let Opening { claimed, log, durability, snapshot_per } = opening;
     if *durability == Durability::Host && log.is_none() {
         let what = "durability=host needs a log on this machine: name one";
@@ -164,6 +207,9 @@ pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Re
     }
     let mut choice = LogChoice {
         device: log.as_ref(),
+        purpose,
+        name: heads.name.as_str(),
+        access: Access::Plain,
         claimed: *claimed,
         store: heads.store,
         log: None,
@@ -173,6 +219,8 @@ pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Re
     };
     let owned = heads.open(*claimed, &mut choice).await?;
     let loss = choice.loss_in_words(&heads);
+    let packer = Packer::new(owned.head.properties.compression, choice.access.clone())?;
+    let tree = tree.with_access(choice.access.clone());
     if let Some(log) = &choice.log {
         log.only(owned.writer);
     }
@@ -181,7 +229,8 @@ pub(crate) async fn open(tree: Arc<Tree>, heads: Heads, opening: &Opening) -> Re
     // Nobody is served yet, and the log keeps what it has: whoever opens the volume learns that the
     // store does not answer, and may be told to stop.
     let for_replay = tree.with_patience(Patience::VERB);
-    let putter = putter(&heads, owned, (*durability, *snapshot_per), (log, loss), for_replay);
+    let (logged, packed) = ((log, loss), (for_replay, packer));
+    let putter = putter(&heads, owned, (*durability, *snapshot_per), logged, packed);
     let shared = Shared::new(tree, heads, Some(putter), state);
     replay(&shared).await?;
     let first = shared.now().records;
@@ -215,7 +264,7 @@ fn putter(
     owned: Owned,
     (durability, snapshot_per): (Durability, SnapshotPer),
     (log, loss): (Option<Log>, Option<String>),
-    tree: Arc<Tree>,
+    (tree, packer): (Arc<Tree>, Option<Packer>),
 ) -> Putter {
     let signature = Signature { store: heads.store, volume: owned.head.volume };
     Putter {
@@ -226,7 +275,7 @@ fn putter(
         was_store_nearer: AtomicBool::new(false),
         loss,
         tree: Mutex::new(tree),
-        builder: Mutex::new(Some(Builder::new(signature, owned.head.state))),
+        builder: Mutex::new(Some(Builder::new(signature, owned.head.state).with_packer(packer))),
         owned: Mutex::new(owned),
         last_head: Mutex::default(),
         trouble: Mutex::default(),

@@ -5,6 +5,8 @@
 //!   names the same bytes for ever.
 //! - I2 A place has the sum of the bytes it names. A block that is damaged, was swapped, or belongs
 //!   to another volume is found when it is read; a root vouches for all that is beneath it.
+//! - I3 A block in a frame is named by where the frame begins, about how long it is, and which of
+//!   its blocks it is: so one read finds it.
 
 use mica_map::Reference;
 
@@ -50,17 +52,57 @@ pub struct ExtentId {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Place {
     extent: ExtentId,
-    /// Offset in the extent, in units of [`Place::UNIT_BYTES`].
+    /// Offset in the extent, in units of [`Place::UNIT_BYTES`]; of a block in a frame, see
+    /// [`FramePart`].
     unit: u32,
     sum: u32,
+}
+
+/// A block that is stored in a frame, with others.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct FramePart {
+    /// Where the frame begins in the extent.
+    pub(crate) offset: u64,
+    /// Which of [`FRAME_LENS`] it is no longer than.
+    pub(crate) class: usize,
+    /// Which of its blocks it is.
+    pub(crate) index: usize,
+}
+
+/// Frames begin at a multiple of this behind the header of an extent.
+pub(crate) const FRAME_UNIT_BYTES: usize = 128;
+/// Most blocks of a frame.
+pub(crate) const FRAME_BLOCKS_MAX: usize = 16;
+/// Most bytes of frames of each class: all of them are shorter than 7/8 of what they hold.
+pub(crate) const FRAME_LENS: [usize; 6] = [1024, 2048, 3584, 8192, 20480, 57344];
+/// Where the first frame may begin.
+const FRAMES_FROM: u64 = 4096;
+const FRAME_START_BITS: u32 = 17;
+const FRAME_INDEX_BITS: u32 = 4;
+
+impl FramePart {
+    /// First length of all frames of an extent that places cannot name.
+    pub(crate) const FRAMES_LEN_END: usize = FRAME_UNIT_BYTES << FRAME_START_BITS;
+
+    /// Most bytes of the frame.
+    pub(crate) fn len_max(self) -> usize {
+        FRAME_LENS[self.class]
+    }
+
+    /// The class of a frame of `len` bytes; `None` if there is none.
+    pub(crate) fn class_of(len: usize) -> Option<usize> {
+        FRAME_LENS.iter().position(|most| len <= *most)
+    }
 }
 
 impl Place {
     /// Everything in an extent begins at a multiple of this.
     pub const UNIT_BYTES: usize = 16;
     const UNIT_BITS: u32 = 24;
+    /// Of these, those of an offset. What has others of them is in a frame.
+    const OFFSET_BITS: u32 = 22;
     /// First offset in an extent that no place can name.
-    pub const OFFSET_END: u64 = (Self::UNIT_BYTES as u64) << Self::UNIT_BITS;
+    pub const OFFSET_END: u64 = (Self::UNIT_BYTES as u64) << Self::OFFSET_BITS;
 
     /// The place of bytes with this CRC32C.
     ///
@@ -70,8 +112,53 @@ impl Place {
     pub fn new(extent: ExtentId, offset: usize, sum: u32) -> Self {
         assert!(offset.is_multiple_of(Self::UNIT_BYTES), "a place begins at a unit");
         let unit = u32::try_from(offset / Self::UNIT_BYTES).ok();
-        let unit = unit.filter(|unit| unit >> Self::UNIT_BITS == 0).expect("within an extent");
+        let unit = unit.filter(|unit| unit >> Self::OFFSET_BITS == 0).expect("within an extent");
         Self { extent, unit, sum }
+    }
+
+    /// The place of a block in a frame that has this CRC32C.
+    ///
+    /// # Panics
+    /// If no frame of an extent begins there, or has such a block.
+    pub(crate) fn in_frame(extent: ExtentId, part: FramePart, sum: u32) -> Self {
+        let FramePart { offset, class, index } = part;
+        let start = offset.checked_sub(FRAMES_FROM).filter(|from_first| {
+            from_first.is_multiple_of(FRAME_UNIT_BYTES as u64)
+                && *from_first < FramePart::FRAMES_LEN_END as u64
+        });
+        let start = start.expect("a frame begins there") / FRAME_UNIT_BYTES as u64;
+        assert!(class < FRAME_LENS.len() && index < FRAME_BLOCKS_MAX, "a block of a frame");
+        let [start, class, index] =
+            [start, class as u64, index as u64].map(|n| u32::try_from(n).expect("small"));
+        // Classes are counted from the first one whose bits no offset has.
+        let class = class + (1 << (Self::OFFSET_BITS - FRAME_START_BITS - FRAME_INDEX_BITS));
+        let unit = (class << FRAME_START_BITS | start) << FRAME_INDEX_BITS | index;
+        debug_assert!(unit >> Self::UNIT_BITS == 0, "it fits");
+        Self { extent, unit, sum }
+    }
+
+    /// Which part of which frame it is, if it is in one.
+    pub(crate) fn frame(self) -> Option<FramePart> {
+        if self.unit >> Self::OFFSET_BITS == 0 {
+            return None;
+        }
+        let low = |value: u32, bits: u32| value & ((1 << bits) - 1);
+        let (index, rest) = (low(self.unit, FRAME_INDEX_BITS), self.unit >> FRAME_INDEX_BITS);
+        let (start, class) = (low(rest, FRAME_START_BITS), rest >> FRAME_START_BITS);
+        let class = class - (1 << (Self::OFFSET_BITS - FRAME_START_BITS - FRAME_INDEX_BITS));
+        Some(FramePart {
+            offset: FRAMES_FROM + u64::from(start) * FRAME_UNIT_BYTES as u64,
+            class: class as usize,
+            index: index as usize,
+        })
+    }
+
+    /// Of a block in a frame, the frame's first block; otherwise itself.
+    pub(crate) fn whole(self) -> Self {
+        match self.frame() {
+            Some(_) => Self { unit: self.unit >> FRAME_INDEX_BITS << FRAME_INDEX_BITS, ..self },
+            None => self,
+        }
     }
 
     /// A place as headers and records have it that may have none: zeros then.
@@ -89,19 +176,23 @@ impl Place {
         self.extent
     }
 
-    /// The offset in the extent, in bytes.
+    /// The offset in the extent, in bytes; of a block in a frame, that of the frame.
     pub fn offset(self) -> u64 {
-        u64::from(self.unit) * Self::UNIT_BYTES as u64
+        match self.frame() {
+            None => u64::from(self.unit) * Self::UNIT_BYTES as u64,
+            Some(part) => part.offset,
+        }
     }
 
-    /// The CRC32C of what is there: of all bytes of a block, or of the payload of a node.
+    /// The CRC32C of what is there: of all bytes of a block or a frame, or of the payload of a
+    /// node.
     pub fn sum(self) -> u32 {
         self.sum
     }
 
     /// When it was written, relative to others: a place names only smaller ones.
-    fn age(self) -> (ExtentId, u32) {
-        (self.extent, self.unit)
+    fn age(self) -> (ExtentId, u64) {
+        (self.extent, self.offset())
     }
 }
 
@@ -163,6 +254,33 @@ mod tests {
             assert!(here.may_name(earlier) && !earlier.may_name(here));
         }
         assert!(!here.may_name(place(7, 5, 4096, 2)));
+    }
+
+    #[test]
+    fn place_in_a_frame_survives_being_stored_at_the_limits_of_its_fields() {
+        let extent = place(7, 5, 0, 0).extent();
+        let last = FRAMES_FROM + (FramePart::FRAMES_LEN_END - FRAME_UNIT_BYTES) as u64;
+        for offset in [FRAMES_FROM, FRAMES_FROM + 128, last] {
+            for class in 0..FRAME_LENS.len() {
+                for index in 0..FRAME_BLOCKS_MAX {
+                    let part = FramePart { offset, class, index };
+                    let place = Place::in_frame(extent, part, 9);
+                    assert_eq!(Place::from_bytes(&place.to_bytes()), Some(place));
+                    assert_eq!((place.frame(), place.offset()), (Some(part), offset));
+                    let first = FramePart { index: 0, ..part };
+                    assert_eq!(place.whole(), Place::in_frame(extent, first, 9));
+                }
+            }
+        }
+        assert_eq!(place(7, 5, 4096, 3).frame(), None);
+    }
+
+    #[test]
+    fn length_has_the_smallest_class_that_it_fits() {
+        for (len, class) in [(1, 0), (1024, 0), (1025, 1), (57344, 5)] {
+            assert_eq!(FramePart::class_of(len), Some(class));
+        }
+        assert_eq!(FramePart::class_of(57345), None);
     }
 
     #[test]

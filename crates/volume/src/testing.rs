@@ -1,7 +1,9 @@
 //! What several tests of this crate need.
 
+use crate::crypt::VolumeKey;
 use crate::environment::Environment;
 use crate::names::VolumeName;
+use crate::properties::{Compression, Encryption, NewVolume};
 use crate::volume::Volume;
 use crate::volumes::Volumes;
 use mica_block::{Disk, Extent, Objects, read_whole};
@@ -39,7 +41,19 @@ pub(crate) fn memory() -> MemoryObjects {
 
 pub(crate) async fn volumes(objects: &Arc<dyn Objects>, host: &str) -> Volumes {
     let opened = Volumes::open_or_make(Arc::clone(objects), environment(host), 1 << 20).await;
-    opened.expect("a store")
+    opened.expect("a store").with_key(Some(key()))
+}
+
+/// The key of all volumes that are encrypted.
+pub(crate) fn key() -> Arc<VolumeKey> {
+    Arc::new(VolumeKey::of_file("test.key", &[7; 32]).expect("a key"))
+}
+
+/// What the volumes of a test with this seed are: compressed or not, encrypted or not.
+pub(crate) fn kind(seed: u64) -> NewVolume {
+    let compression = if seed & 1 == 0 { Compression::None } else { Compression::Zstd };
+    let encryption = if seed & 2 == 0 { Encryption::None } else { Encryption::WithKey };
+    NewVolume { compression, encryption }
 }
 
 pub(crate) fn name(text: &str) -> VolumeName {

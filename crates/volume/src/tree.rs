@@ -7,9 +7,13 @@
 //! - I3 The cache holds what its budget allows. Places never come to mean something else, so
 //!   nothing is removed from it for any other reason.
 //! - I4 What is in an extent that is still being put is read from memory.
+//! - I5 What was read with one cipher is not returned to who has another, or none.
 
+use crate::crypt::Cipher;
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
-use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::frames;
+use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
+use crate::properties::Access;
 use crate::put::{Patience, Tries};
 use crate::state::Root;
 use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
@@ -19,6 +23,7 @@ use mica_rt::sync::Signal;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use std::collections::BTreeSet;
+use std::hash::Hash;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -26,6 +31,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const NODE_MEMORY_BYTES: u64 = 512;
 /// Records of snapshots that are kept: each takes less than a node.
 const RECORDS_MAX: usize = 1 << 14;
+/// Bytes of frames that are kept as they are without compression: those that are read in sequence.
+const FRAMES_BYTES_MAX: u64 = 4 << 20;
+/// What most of them take.
+const FRAME_BYTES: u64 = 64 << 10;
 /// Objects that are kept open: what they cost is bounded by the store.
 const OPENED_MAX: usize = 1024;
 
@@ -36,6 +45,8 @@ pub(crate) type Node = Arc<Directory<Place>>;
 pub(crate) struct Tree {
     shared: Arc<Shared>,
     patience: Patience,
+    /// How blocks are read with this.
+    access: Access,
     /// Raised when nothing is tried again any more for those who read with this.
     given_up: Signal,
 }
@@ -44,6 +55,7 @@ struct Shared {
     objects: Arc<dyn Objects>,
     nodes: Cache<Place, Node, NodeMemory>,
     records: Cache<Place, Arc<Record>>,
+    frames: Cache<FrameKey, Arc<Vec<u8>>, FrameMemory>,
     opened: Cache<ExtentId, Arc<dyn Object>>,
     /// Few.
     held: Mutex<Vec<Held>>,
@@ -86,6 +98,18 @@ impl Weighter<Place, Node> for NodeMemory {
     }
 }
 
+/// A frame, and the name of the cipher that it was read with; 0 is none.
+type FrameKey = (Place, u64);
+
+#[derive(Clone)]
+struct FrameMemory;
+
+impl Weighter<FrameKey, Arc<Vec<u8>>> for FrameMemory {
+    fn weight(&self, _key: &FrameKey, frame: &Arc<Vec<u8>>) -> u64 {
+        frame.len() as u64
+    }
+}
+
 impl Tree {
     /// Reads from `objects`, with a cache of nodes of about `cache_bytes`, with the patience of a
     /// verb.
@@ -94,14 +118,24 @@ impl Tree {
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
         let (hits, misses, failing, held) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
-        let shared = Shared { objects, nodes, records, opened, held, hits, misses, failing };
-        Self { shared: Arc::new(shared), patience: Patience::VERB, given_up: Signal::default() }
+        let count = usize::try_from(FRAMES_BYTES_MAX / FRAME_BYTES).expect("small");
+        let frames = Cache::with_weighter(count, FRAMES_BYTES_MAX, FrameMemory);
+        let shared =
+            Shared { objects, nodes, records, frames, opened, held, hits, misses, failing };
+        let (shared, access) = (Arc::new(shared), Access::Plain);
+        Self { shared, patience: Patience::VERB, access, given_up: Signal::default() }
     }
 
     /// The same, for those who have `patience`. Whoever gives up one of them gives up no other.
     pub(crate) fn with_patience(&self, patience: Patience) -> Arc<Self> {
         let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
-        Arc::new(Self { shared, patience, given_up })
+        Arc::new(Self { shared, patience, access: self.access.clone(), given_up })
+    }
+
+    /// The same, for a volume whose blocks are read with `access`.
+    pub(crate) fn with_access(&self, access: Access) -> Arc<Self> {
+        let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
+        Arc::new(Self { shared, patience: self.patience, access, given_up })
     }
 
     /// Reads that wait until the store answers again: of all that share it.
@@ -155,10 +189,10 @@ impl Tree {
     }
 
     /// What `read` gives, which is in `cache` then (I2).
-    async fn once<T: Clone, W: Weighter<Place, T> + Clone>(
+    async fn once<K: Eq + Hash + Copy, T: Clone, W: Weighter<K, T> + Clone>(
         &self,
-        cache: &Cache<Place, T, W>,
-        at: Place,
+        cache: &Cache<K, T, W>,
+        at: K,
         read: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         if self.patience == Patience::Endless {
@@ -257,11 +291,11 @@ impl Tree {
         }
     }
 
-    /// Fills `buf` with consecutive blocks: those at `places`, each [`BLOCK_BYTES`] after the one
-    /// before in the same extent, of which `first` is the first.
+    /// Fills `buf` with consecutive blocks: those at `places`, each of which [`follows`] the one
+    /// before, and of which `first` is the first.
     ///
     /// # Errors
-    /// If they cannot be read, or one is damaged.
+    /// If they cannot be read, or one is damaged; `Denied` without the key.
     pub(crate) async fn read_blocks(
         &self,
         first: Place,
@@ -279,16 +313,103 @@ impl Tree {
         places: impl IntoIterator<Item = Place>,
         buf: Buf,
     ) -> (Result<()>, Buf) {
-        let (result, buf) = self.read(first, buf).await;
+        if let Err(locked) = self.access.check() {
+            return (Err(locked), buf);
+        }
+        if first.frame().is_some() {
+            return self.fill_from_frame(first, places, buf).await;
+        }
+        match self.access.cipher() {
+            // A guest's memory is not for what is not decrypted yet.
+            Some(cipher) if buf.is_foreign() => {
+                let (own, mut buf) = (Buf::new(buf.len()), buf);
+                let (result, own) = self.fill_in_place(first, places, own, Some(cipher)).await;
+                if result.is_ok() {
+                    buf.put(0, &own);
+                }
+                (result, buf)
+            }
+            cipher => self.fill_in_place(first, places, buf, cipher).await,
+        }
+    }
+
+    /// As [`Self::fill_blocks`], of blocks that are not in frames. `buf` is our own if there is a
+    /// cipher.
+    async fn fill_in_place(
+        &self,
+        first: Place,
+        places: impl IntoIterator<Item = Place>,
+        buf: Buf,
+        cipher: Option<&Cipher>,
+    ) -> (Result<()>, Buf) {
+        let (result, mut buf) = self.read(first, buf).await;
         if result.is_err() {
             return (result, buf);
         }
-        for (place, block) in places.into_iter().zip(buf.chunks(BLOCK_BYTES)) {
-            if crc32c(block) != place.sum() {
+        for (index, place) in places.into_iter().enumerate() {
+            let range = index * BLOCK_BYTES..(index + 1) * BLOCK_BYTES;
+            if crc32c(&buf[range.clone()]) != place.sum() {
                 return (Err(damaged(place, "a block", &"its checksum does not match")), buf);
+            }
+            if let Some(cipher) = cipher {
+                cipher.decrypt(place, &mut buf.own_bytes()[range]);
             }
         }
         (Ok(()), buf)
+    }
+
+    /// As [`Self::fill_blocks`], of blocks in one frame.
+    async fn fill_from_frame(
+        &self,
+        first: Place,
+        places: impl IntoIterator<Item = Place>,
+        mut buf: Buf,
+    ) -> (Result<()>, Buf) {
+        let frame = match self.frame(first).await {
+            Ok(frame) => frame,
+            Err(error) => return (Err(error), buf),
+        };
+        for (at, place) in places.into_iter().enumerate() {
+            let block = place
+                .frame()
+                .and_then(|part| frame.get(part.index * BLOCK_BYTES..)?.get(..BLOCK_BYTES));
+            let Some(block) = block else {
+                return (Err(damaged(place, "a frame", &"it has no such block")), buf);
+            };
+            buf.put(at * BLOCK_BYTES, block);
+        }
+        (Ok(()), buf)
+    }
+
+    /// The blocks of the frame that the block at `at` is in.
+    async fn frame(&self, at: Place) -> Result<Arc<Vec<u8>>> {
+        let key = (at.whole(), self.access.cipher().map_or(0, Cipher::name));
+        match self.shared.frames.get(&key) {
+            Some(frame) => Ok(frame),
+            None => self.once(&self.shared.frames, key, self.read_frame(at)).await,
+        }
+    }
+
+    async fn read_frame(&self, at: Place) -> Result<Arc<Vec<u8>>> {
+        let part = at.frame().expect("the place of a block in a frame");
+        let (result, mut buf) = self.read(at, Buf::new(part.len_max())).await;
+        result?;
+        frames::open(buf.own_bytes(), at, self.access.cipher()).map(Arc::new)
+    }
+
+    /// That what is stored of the block at `at` is what was written there. Needs no key.
+    ///
+    /// # Errors
+    /// As [`Self::read_blocks`].
+    pub(crate) async fn check_block(&self, at: Place) -> Result<()> {
+        let len = at.frame().map_or(BLOCK_BYTES, FramePart::len_max);
+        let (result, buf) = self.read(at, Buf::new(len)).await;
+        result?;
+        match at.frame() {
+            Some(_) => frames::check(&buf, at).map(drop),
+            None if crc32c(&buf) == at.sum() => Ok(()),
+            None => Err(damaged(at, "a block", &"its checksum does not match")),
+        }
     }
 
     /// Fills `buf` from `at` on.
@@ -397,9 +518,15 @@ fn found(step: Step<Place>) -> Option<Place> {
     }
 }
 
-/// Whether `next` is the block that follows the one at `place` in its extent.
+/// Whether `next` is the block that follows the one at `place` in its extent, or in its frame.
 pub(crate) fn follows(place: Place, next: Place) -> bool {
-    place.extent() == next.extent() && place.offset() + BLOCK_BYTES as u64 == next.offset()
+    match (place.frame(), next.frame()) {
+        (None, None) => {
+            place.extent() == next.extent() && place.offset() + BLOCK_BYTES as u64 == next.offset()
+        }
+        (Some(part), Some(after)) => place.whole() == next.whole() && part.index + 1 == after.index,
+        _ => false,
+    }
 }
 
 /// The node at `at`, which `bytes` begin with.

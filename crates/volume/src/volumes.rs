@@ -5,13 +5,15 @@ mod diff;
 mod retention;
 mod snapshots;
 
+use crate::crypt::VolumeKey;
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::head::{Head, Life};
 use crate::format::store::{self, STORE_BYTES};
 use crate::heads::{Claimed, Heads, check_host};
 use crate::names::{self, VolumeName};
-use crate::opening::{self, Opening};
+use crate::opening::{self, Opening, Purpose};
+use crate::properties::{Access, NewVolume, Properties};
 use crate::put::{Patience, is_empty, list, put, read};
 use crate::state::State;
 use crate::tree::Tree;
@@ -29,6 +31,8 @@ pub struct Volumes {
     pub(crate) tree: Arc<Tree>,
     /// That of the disks that are opened.
     patience: Patience,
+    /// What opens those that are encrypted.
+    key: Option<Arc<VolumeKey>>,
 }
 
 /// What there is to know of a volume without opening it.
@@ -42,6 +46,8 @@ pub struct VolumeInfo {
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
     pub open_on: Option<String>,
+    /// What it was made with.
+    pub properties: Properties,
     /// Whether it can be opened: a clone cannot before it is finished.
     pub is_ready: bool,
 }
@@ -105,7 +111,15 @@ impl Volumes {
         store: Id,
     ) -> Self {
         let tree = Arc::new(Tree::new(Arc::clone(&objects), cache_bytes));
-        Self { objects, environment, store, tree, patience: Patience::Endless }
+        Self { objects, environment, store, tree, patience: Patience::Endless, key: None }
+    }
+
+    /// The same, with a key for volumes that are encrypted. It has no meaning for others.
+    #[must_use]
+    pub fn with_key(&self, key: Option<Arc<VolumeKey>>) -> Self {
+        let (objects, tree) = (Arc::clone(&self.objects), Arc::clone(&self.tree));
+        let (environment, store, patience) = (self.environment.clone(), self.store, self.patience);
+        Self { objects, environment, store, tree, patience, key }
     }
 
     /// The same, for those who have no guest: requests to their disks end, too, if the store does
@@ -113,6 +127,15 @@ impl Volumes {
     #[must_use]
     pub fn for_verbs(self) -> Self {
         Self { patience: Patience::VERB, ..self }
+    }
+
+    /// How the blocks of a volume with this head are read.
+    ///
+    /// # Errors
+    /// `Denied` if the key is missing, or another one.
+    pub(crate) fn access(&self, name: &VolumeName, properties: &Properties) -> Result<Access> {
+        let access = properties.content(name.as_str(), self.key.as_deref());
+        access.check().map(|()| access)
     }
 
     /// What a disk that is opened reads.
@@ -130,21 +153,45 @@ impl Volumes {
     /// # Errors
     /// `Invalid` if no volume has this length, or there is one of this name already.
     pub async fn create(&self, name: &VolumeName, len: u64) -> Result<()> {
-        self.heads(name).create(self.first_state(len)?).await.map(drop)
+        self.create_as(name, len, NewVolume::default()).await
+    }
+
+    /// As [`Self::create`], compressed or encrypted.
+    ///
+    /// # Errors
+    /// As [`Self::create`]; `Invalid` if there is no key to encrypt it with.
+    pub async fn create_as(&self, name: &VolumeName, len: u64, new: NewVolume) -> Result<()> {
+        let (state, properties) = (self.first_state(len)?, self.properties(new)?);
+        self.heads(name).create(state, properties).await.map(drop)
     }
 
     /// Makes a volume of `len` bytes whose content follows. Until it is opened with
     /// [`Claimed::TakeOver`], and closed, nobody takes it for a whole one.
     ///
     /// # Errors
-    /// As [`Self::create`].
-    pub async fn create_unfinished(&self, name: &VolumeName, len: u64) -> Result<()> {
-        self.make_unfinished(name, len).await.map(drop)
+    /// As [`Self::create_as`].
+    pub async fn create_unfinished(
+        &self,
+        name: &VolumeName,
+        len: u64,
+        new: NewVolume,
+    ) -> Result<()> {
+        self.make_unfinished(name, len, new).await.map(drop)
     }
 
     /// As [`Self::create_unfinished`]; returns its first head.
-    pub(crate) async fn make_unfinished(&self, name: &VolumeName, len: u64) -> Result<Head> {
-        self.heads(name).create_unfinished(self.first_state(len)?).await
+    pub(crate) async fn make_unfinished(
+        &self,
+        name: &VolumeName,
+        len: u64,
+        new: NewVolume,
+    ) -> Result<Head> {
+        let (state, properties) = (self.first_state(len)?, self.properties(new)?);
+        self.heads(name).create_unfinished(state, properties).await
+    }
+
+    fn properties(&self, new: NewVolume) -> Result<Properties> {
+        new.properties(self.key.as_deref(), || self.environment.random())
     }
 
     /// That of a volume of `len` bytes that reads as zeros.
@@ -200,8 +247,8 @@ impl Volumes {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
         let is_ready = head.life != Life::Pinned;
-        let (name, volume) = (name.clone(), head.volume);
-        Ok(VolumeInfo { name, volume, state: head.state, open_on, is_ready })
+        let (name, volume, properties) = (name.clone(), head.volume, head.properties);
+        Ok(VolumeInfo { name, volume, state: head.state, open_on, properties, is_ready })
     }
 
     /// Opens a volume for reading and writing. What the log of this machine has of it, and the
@@ -209,14 +256,26 @@ impl Volumes {
     ///
     /// # Errors
     /// `NotFound` if there is none; `Denied` if another writer has it, or it was handed to another
-    /// host, and that is to be left.
+    /// host, and that is to be left, or if it takes another key.
     pub async fn open_volume(
         &self,
         name: &VolumeName,
         opening: impl Into<Opening>,
     ) -> Result<Volume> {
         let (tree, heads) = (self.disk_tree(), self.heads(name));
-        Ok(Volume::of(opening::open(tree, heads, &opening.into()).await?))
+        let purpose = Purpose::Blocks(self.key.as_deref());
+        Ok(Volume::of(opening::open(tree, heads, &opening.into(), purpose).await?))
+    }
+
+    /// As [`Self::open_volume`], but for what needs no key: of one that is encrypted, no block can
+    /// be read or written.
+    ///
+    /// # Errors
+    /// As [`Self::open_volume`].
+    pub async fn open_without_blocks(&self, name: &VolumeName, claimed: Claimed) -> Result<Volume> {
+        let (tree, heads) = (self.disk_tree(), self.heads(name));
+        let opened = opening::open(tree, heads, &claimed.into(), Purpose::Snapshots).await?;
+        Ok(Volume::of(opened))
     }
 
     /// Hands a volume that nobody writes to `host`: no other opens it, except by force. A volume
@@ -227,7 +286,7 @@ impl Volumes {
     pub async fn hand_over(&self, name: &VolumeName, host: &str) -> Result<()> {
         // What cannot be done costs no head, and leaves none open.
         check_host(host)?;
-        self.open_volume(name, Claimed::Refuse).await?.hand_over(host).await
+        self.open_without_blocks(name, Claimed::Refuse).await?.hand_over(host).await
     }
 
     /// Opens what is in the store of a volume now, for reading. It stays as it is, whatever is
@@ -238,8 +297,9 @@ impl Volumes {
     /// As [`Self::info`].
     pub async fn open_readable(&self, name: &VolumeName) -> Result<Volume> {
         let heads = self.heads(name);
-        let (_, state) = heads.counting().await?;
-        Ok(Volume::readable(self.disk_tree(), heads, state))
+        let (head, state) = heads.counting().await?;
+        let tree = self.disk_tree().with_access(self.access(name, &head.properties)?);
+        Ok(Volume::readable(tree, heads, state))
     }
 
     pub(crate) fn heads(&self, name: &VolumeName) -> Heads {

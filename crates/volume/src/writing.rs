@@ -417,6 +417,7 @@ fn as_record(change: &Change) -> Record<'_> {
 pub(crate) fn as_change(record: Record<'_>) -> Change {
     match record {
         Record::Data { block, bytes } => Change::Data(block, Block::new(bytes)),
+        Record::Encrypted { .. } => unreachable!("a log decrypts what is read of it"),
         Record::Nothing { first, count } => Change::Nothing(first..first + count),
         Record::Length { bytes } => Change::Length(bytes),
         Record::Take { number, time_ns, label } => {

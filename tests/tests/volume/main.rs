@@ -3,6 +3,7 @@
 mod bucket;
 mod collection;
 mod copies;
+mod encryption;
 mod given_up;
 mod guide;
 mod handover;

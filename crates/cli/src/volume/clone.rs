@@ -10,7 +10,8 @@ use std::process::ExitCode;
 /// Make a volume that begins as a snapshot of another, or as another is now.
 ///
 /// In the same store: both share what they have in common, and each is written on its own. It takes
-/// a moment, whatever the length.
+/// a moment, whatever the length. A clone is compressed and encrypted as its source is, with the
+/// same key, which is not needed for this.
 #[derive(Args)]
 pub(super) struct CloneArgs {
     #[command(flatten)]

@@ -1,11 +1,13 @@
 //! `mica volume create`.
 
+use super::keys::{NewArgs, add_properties, properties_text};
 use super::session::{SessionArgs, volume};
 use crate::failure::Failure;
 use crate::images::size_of;
 use crate::output::{ReportArgs, human_size};
 use clap::Args;
-use serde_json::json;
+use mica_block::Error;
+use serde_json::Map;
 use std::process::ExitCode;
 
 /// Create a volume that reads as zeros.
@@ -18,6 +20,8 @@ pub(super) struct CreateArgs {
     report: ReportArgs,
     #[command(flatten)]
     session: SessionArgs,
+    #[command(flatten)]
+    new: NewArgs,
     /// The volume: file:///DIR/NAME, s3://BUCKET/PREFIX/NAME or rados://POOL/PREFIX/NAME.
     #[arg(value_name = "URL")]
     url: String,
@@ -30,16 +34,21 @@ pub(super) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume create")?;
     let len = size_of("SIZE", &args.size)?;
+    let key = args.new.read_key()?;
     let session = args.session.start()?;
-    session.executor.block_on(async {
+    let properties = session.executor.block_on(async {
         let store = session.stores.open_or_make(&url.store).await?;
-        store.volumes().create(&url.name, len).await
+        let volumes = store.volumes().with_key(key);
+        volumes.create_as(&url.name, len, args.new.new_volume()).await?;
+        Ok::<_, Error>(volumes.info(&url.name).await?.properties)
     })?;
-    let json = json!({
-        "name": url.name.as_str(),
-        "url": url.to_string(),
-        "virtual-size": len,
-    });
-    args.report.print(&format!("{url}: {}, empty\n", human_size(len)), &json)?;
+    let mut json = Map::new();
+    json.insert("name".to_owned(), url.name.as_str().into());
+    json.insert("url".to_owned(), url.to_string().into());
+    json.insert("virtual-size".to_owned(), len.into());
+    add_properties(&mut json, &properties);
+    let how = properties_text(&properties);
+    let how = if how.is_empty() { how } else { format!(", {how}") };
+    args.report.print(&format!("{url}: {}, empty{how}\n", human_size(len)), &json)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,5 +1,6 @@
 //! `mica volume export`: as `mica convert`, from a volume or a snapshot.
 
+use super::keys::KeyArgs;
 use super::session::{SessionArgs, stores, volume};
 use crate::convert::{TargetArgs, run_from};
 use crate::failure::Failure;
@@ -17,6 +18,8 @@ pub(super) struct ExportArgs {
     new: TargetArgs,
     #[command(flatten)]
     session: SessionArgs,
+    #[command(flatten)]
+    key: KeyArgs,
     /// The volume, or with @LABEL one of its snapshots.
     #[arg(value_name = "URL")]
     url: String,
@@ -28,10 +31,11 @@ pub(super) struct ExportArgs {
 pub(super) fn run(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let stores = stores();
+    let options = VolumeOptions { key: args.key.volume_key.clone(), ..VolumeOptions::default() };
     run_from(
         &args.url,
         args.file.clone(),
         (args.new.clone(), args.session.io.clone()),
-        |executor| Ok(executor.block_on(stores.open_volume(&url, &VolumeOptions::default()))?),
+        |executor| Ok(executor.block_on(stores.open_volume(&url, &options))?),
     )
 }

@@ -1,19 +1,22 @@
 //! `mica volume gc`.
 
+use super::keys::KeyArgs;
 use super::session::{SessionArgs, Subject};
 use crate::failure::{Failure, tell};
 use crate::output::{ReportArgs, human_size, progress_bar};
 use clap::Args;
 use mica_block::ErrorKind;
 use mica_stack::Store;
-use mica_volume::{CollectOptions, Collected, Step};
+use mica_volume::{CollectOptions, Collected, Step, VolumeKey};
 use serde_json::{Value, json};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Delete what no volume, snapshot or clone of a store needs.
 ///
 /// In a directory, sparse extents of volumes that nobody has open are written again. Whatever is
-/// done in the store meanwhile goes on; it may be stopped at any time.
+/// done in the store meanwhile goes on; it may be stopped at any time. No key is needed, but to
+/// write extents again of a volume that is encrypted.
 #[derive(Args)]
 pub(super) struct GcArgs {
     /// Only say what would be freed.
@@ -29,12 +32,15 @@ pub(super) struct GcArgs {
     report: ReportArgs,
     #[command(flatten)]
     session: SessionArgs,
+    #[command(flatten)]
+    key: KeyArgs,
     /// The store: file:///DIR, s3://BUCKET/PREFIX or rados://POOL/PREFIX.
     #[arg(value_name = "STORE")]
     store: String,
 }
 
 pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
+    let key = args.key.read()?;
     let session = args.session.start()?;
     let bar = progress_bar(0, "extents");
     let collected = session.executor.block_on(async {
@@ -54,7 +60,7 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
         let mut collected = store.volumes().collect(options, &mut show).await?;
         // A server that starts has precedence only where a lock proves who is dead.
         let compacts = !args.dry_run && (args.compact || !store.is_remote());
-        if !compacts || !compact(&store, &collected).await? {
+        if !compacts || !compact(&store, &collected, key.as_ref()).await? {
             return Ok::<_, Failure>(collected);
         }
         collected += store.volumes().collect(options, &mut show).await?;
@@ -70,12 +76,16 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
 }
 
 /// Writes again what is in sparse extents of volumes that nobody has open; whether there was any.
-async fn compact(store: &Store, collected: &Collected) -> Result<bool, Failure> {
+async fn compact(
+    store: &Store,
+    collected: &Collected,
+    key: Option<&Arc<VolumeKey>>,
+) -> Result<bool, Failure> {
     let mut is_any = false;
     for sparse in &collected.sparse {
-        match store.compact(sparse).await {
+        match store.compact(sparse, key.cloned()).await {
             Ok(blocks) => is_any |= blocks > 0,
-            // Its server has it, or it is gone.
+            // Its server has it, or it is gone, or takes another key.
             Err(error) if matches!(error.kind(), ErrorKind::Denied | ErrorKind::NotFound) => {}
             Err(error) => return Err(error.into()),
         }

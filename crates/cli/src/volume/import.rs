@@ -3,6 +3,7 @@
 mod copy;
 mod layers;
 
+use super::keys::NewArgs;
 use super::session::{Session, SessionArgs, volume};
 use crate::convert::Progress;
 use crate::failure::Failure;
@@ -38,6 +39,8 @@ pub(super) struct ImportArgs {
     #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
+    new: NewArgs,
+    #[command(flatten)]
     images: ImageArgs,
     /// The image: for a chain, its active layer.
     #[arg(value_name = "IMAGE")]
@@ -50,12 +53,14 @@ pub(super) struct ImportArgs {
 pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume import")?;
+    let key = args.new.read_key()?;
     let session = SessionArgs { io: args.images.io.clone() }.start()?;
     session.executor.block_on(async {
         let layers = layers(&args.images, &args.image).await?;
         let last = layers.last().map_or(0, |layer| layer.len);
         let store = session.stores.open_or_make(&url.store).await?;
-        store.begin_import(&url.name, layers.first().map_or(last, |layer| layer.len)).await?;
+        let len = layers.first().map_or(last, |layer| layer.len);
+        store.begin_import(&url.name, len, key, args.new.new_volume()).await?;
         if let Err(failure) = fill(args, &session, url, &layers).await {
             // Half an image must not be taken for all of it.
             return Err(match store.delete(&url.name, true).await {
@@ -89,7 +94,8 @@ async fn fill(
     layers: &[Layer],
 ) -> Result<(), Failure> {
     let access = VolumeAccess::Import;
-    let options = VolumeOptions { access, ..VolumeOptions::default() };
+    let key = args.new.key.volume_key.clone().filter(|_| args.new.encrypts());
+    let options = VolumeOptions { access, key, ..VolumeOptions::default() };
     let volume = session.stores.open_volume(url, &options).await?;
     let (tended, ended) = (Arc::clone(&volume), Arc::new(Signal::default()));
     let ends = Arc::clone(&ended);

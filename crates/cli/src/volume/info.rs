@@ -1,5 +1,6 @@
 //! `mica volume info`.
 
+use super::keys::properties_text;
 use super::session::{SessionArgs, described, state_text, time_text, volume};
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
@@ -28,13 +29,19 @@ pub(super) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
     })?;
     match args.output.output {
         OutputFormat::Json => print_json(&described(&url.store, &info))?,
-        OutputFormat::Human => print(&format!(
-            "volume: {url}\nvirtual size: {} ({} bytes)\nstate: {}\nwritten: {} (UTC)\n",
-            human_size(info.state.len),
-            info.state.len,
-            state_text(&info),
-            time_text(info.state.time_ns),
-        ))?,
+        OutputFormat::Human => {
+            let how = match &*properties_text(&info.properties) {
+                "" => String::new(),
+                how => format!("data: {how}\n"),
+            };
+            print(&format!(
+                "volume: {url}\nvirtual size: {} ({} bytes)\n{how}state: {}\nwritten: {} (UTC)\n",
+                human_size(info.state.len),
+                info.state.len,
+                state_text(&info),
+                time_text(info.state.time_ns),
+            ))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

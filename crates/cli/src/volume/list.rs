@@ -1,5 +1,6 @@
 //! `mica volume list`.
 
+use super::keys::properties_text;
 use super::session::{SessionArgs, described, state_text, store, time_text};
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
@@ -36,9 +37,14 @@ pub(super) fn run(args: &ListArgs) -> Result<ExitCode, Failure> {
             let rows = all.iter().map(|info| {
                 let name = info.name.as_str().to_owned();
                 let size = human_size(info.state.len);
-                vec![name, size, state_text(info), time_text(info.state.time_ns)]
+                let data = match properties_text(&info.properties) {
+                    none if none.is_empty() => "-".to_owned(),
+                    how => how,
+                };
+                vec![name, size, state_text(info), time_text(info.state.time_ns), data]
             });
-            print(&table(&["VOLUME", "SIZE", "STATE", "WRITTEN (UTC)"], &[1], rows.collect()))?;
+            let titles = ["VOLUME", "SIZE", "STATE", "WRITTEN (UTC)", "DATA"];
+            print(&table(&titles, &[1], rows.collect()))?;
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -11,6 +11,7 @@ mod handover;
 mod import;
 mod info;
 mod keep;
+mod keys;
 mod list;
 mod log;
 mod receive;

@@ -1,5 +1,6 @@
 //! `mica volume receive`.
 
+use super::keys::NewArgs;
 use super::send::{named, of_file};
 use super::session::{SessionArgs, volume};
 use crate::failure::Failure;
@@ -27,6 +28,8 @@ pub(super) struct ReceiveArgs {
     report: ReportArgs,
     #[command(flatten)]
     session: SessionArgs,
+    #[command(flatten)]
+    new: NewArgs,
     /// The volume.
     #[arg(value_name = "URL")]
     url: String,
@@ -64,11 +67,13 @@ fn receive(
     source: &mut dyn Read,
     received: &mut Vec<Received>,
 ) -> Result<(), Failure> {
+    let key = args.new.read_key()?;
     let session = args.session.start()?;
     session.executor.block_on(async {
         let store = session.stores.open_or_make(&url.store).await?;
-        let options = ReceiveOptions { force: args.force };
-        store.receive(&url.name, options, source, |step| received.push(step.clone())).await?;
+        let options = ReceiveOptions { force: args.force, new: args.new.new_volume() };
+        let each = |step: &Received| received.push(step.clone());
+        store.receive(&url.name, (options, key), source, each).await?;
         Ok(())
     })
 }

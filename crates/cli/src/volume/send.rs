@@ -1,5 +1,6 @@
 //! `mica volume send`.
 
+use super::keys::KeyArgs;
 use super::session::{SessionArgs, volume};
 use crate::convert::Progress;
 use crate::failure::Failure;
@@ -17,7 +18,7 @@ use std::process::ExitCode;
 /// Write a snapshot as a stream, for `mica volume receive`.
 ///
 /// Whole, or what changed since an older snapshot of the volume, without reading the rest. The
-/// volume may be served meanwhile.
+/// volume may be served meanwhile. The stream is not encrypted, whatever the volume is.
 #[derive(Args)]
 pub(super) struct SendArgs {
     /// The older snapshot, which the receiver has: its label or number.
@@ -35,6 +36,8 @@ pub(super) struct SendArgs {
     report: ReportArgs,
     #[command(flatten)]
     session: SessionArgs,
+    #[command(flatten)]
+    key: KeyArgs,
     /// The snapshot.
     #[arg(value_name = "URL@LABEL")]
     url: String,
@@ -78,6 +81,7 @@ pub(super) fn run(args: &SendArgs) -> Result<ExitCode, Failure> {
 }
 
 fn send(args: &SendArgs, url: &VolumeUrl, out: impl Write) -> Result<Vec<Sent>, Failure> {
+    let key = args.key.read()?;
     let session = args.session.start()?;
     let which = url.needed_snapshot("volume send")?;
     let since = args.since.as_deref().map(str::parse).transpose()?;
@@ -96,8 +100,8 @@ fn send(args: &SendArgs, url: &VolumeUrl, out: impl Write) -> Result<Vec<Sent>, 
             })
         };
         let how = (since.as_ref(), args.each);
-        let sent =
-            store.volumes().send(&url.name, &which, how, write, |at| progress.at(at)).await?;
+        let volumes = store.volumes().with_key(key);
+        let sent = volumes.send(&url.name, &which, how, write, |at| progress.at(at)).await?;
         progress.finish();
         Ok::<_, Error>(sent)
     });

@@ -1,5 +1,6 @@
 //! What all verbs about volumes share: how a store is reached, and what is said of a volume.
 
+use super::keys::add_properties;
 use crate::failure::Failure;
 use clap::Args;
 use mica_block::{Error, ErrorKind};
@@ -107,6 +108,7 @@ pub(super) fn described(store: &StoreUrl, info: &VolumeInfo) -> Map<String, Valu
     set("state", if info.open_on.is_some() { "open" } else { "closed" }.into());
     set("open-on", json!(info.open_on));
     set("time", json!((info.state.time_ns > 0).then(|| instant(info.state.time_ns))));
+    add_properties(&mut all, &info.properties);
     all
 }
 

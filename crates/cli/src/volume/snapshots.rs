@@ -1,6 +1,7 @@
 //! `mica volume snapshots`, `snapshot`, `drop`, `label` and `rollback`: what is done with the
 //! snapshots of one volume.
 
+use super::keys::{add_properties, properties_text};
 use super::rows::{SnapshotRow, snapshot_json, snapshot_table};
 use super::session::{SessionArgs, volume};
 use crate::failure::Failure;
@@ -87,14 +88,28 @@ pub(super) fn list(args: &ListArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume snapshots")?;
     let session = args.session.start()?;
-    let all = session.executor.block_on(async {
+    let (all, properties) = session.executor.block_on(async {
         let store = session.stores.open(&url.store).await?;
-        store.volumes().snapshots(&url.name).await
+        let all = store.volumes().snapshots(&url.name).await?;
+        Ok::<_, Error>((all, store.volumes().info(&url.name).await?.properties))
     })?;
     let all: Vec<_> = all.into_iter().map(SnapshotRow::from).collect();
     match args.output.output {
-        OutputFormat::Json => print_json(&all.iter().map(snapshot_json).collect::<Vec<_>>())?,
-        OutputFormat::Human => print(&snapshot_table(&all))?,
+        OutputFormat::Json => {
+            let json = |row| {
+                let mut json = snapshot_json(row);
+                json.as_object_mut().into_iter().for_each(|all| add_properties(all, &properties));
+                json
+            };
+            print_json(&all.iter().map(json).collect::<Vec<_>>())?;
+        }
+        OutputFormat::Human => {
+            let how = match &*properties_text(&properties) {
+                "" => String::new(),
+                how => format!("data: {how}\n"),
+            };
+            print(&(snapshot_table(&all) + &how))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

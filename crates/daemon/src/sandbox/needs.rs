@@ -171,6 +171,8 @@ impl Needs {
                 self.add_store(&url.store, disk.writes());
                 let log = disk.volume.log().filter(|_| disk.writes());
                 log.iter().for_each(|log| self.allow(&log.path, READ | WRITE));
+                let key = disk.volume.volume_key.iter();
+                key.for_each(|key| self.allow(key, AccessFs::ReadFile.into()));
             }
             _ if disk.is_file() => self.add_image(disk, writes_image(disk)),
             // Opening it reports what is wrong with it.

@@ -45,6 +45,13 @@ pub struct VolumeSettings {
     #[arg(long, requires = "volume", value_enum, value_name = "host|store", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub durability: Option<FlushDurability>,
+    /// The file with the volume's key, if it is encrypted.
+    ///
+    /// 32 bytes, or 64 hexadecimal digits; read whenever the volume is opened. Nothing takes the
+    /// key itself: others see command lines.
+    #[arg(long, requires = "volume", value_name = "FILE", help_heading = VOLUME)]
+    #[arg(hide_short_help = true)]
+    pub volume_key: Option<PathBuf>,
     /// Take snapshots while the volume is written, and keep those that RULES say.
     ///
     /// 60s/10ms,1h/1s,1d/1h: of the last minute one every 10 ms, of the last hour one a second, of
@@ -98,14 +105,16 @@ impl VolumeSettings {
 
     /// How it is opened, for reading only or not, without force.
     pub(crate) fn options(&self, is_written: bool) -> VolumeOptions {
+        let key = self.volume_key.clone();
         if !is_written {
-            return VolumeOptions::default();
+            return VolumeOptions { key, ..VolumeOptions::default() };
         }
         let (access, durability) =
             (VolumeAccess::Write, self.durability.map(FlushDurability::into));
         let keep = self.keep.clone().map(|rules| rules.0);
         let snapshot_per = self.snapshot_per.map(SnapshotAfter::into).unwrap_or_default();
-        VolumeOptions { access, force: false, log: self.log(), durability, keep, snapshot_per }
+        let log = self.log();
+        VolumeOptions { access, key, force: false, log, durability, keep, snapshot_per }
     }
 
     /// An option that has no effect on what is only read, as the snapshot of a volume is.
@@ -137,6 +146,7 @@ impl VolumeSettings {
             (self.log_size.is_some(), "log-size", has_log, log),
             (self.durability.is_some(), "durability", has_volume, volume),
             (self.durability == Some(FlushDurability::Host), "durability host", has_log, log),
+            (self.volume_key.is_some(), "volume-key", has_volume, volume),
             (self.keep.is_some(), "keep", has_volume, volume),
             (self.snapshot_per.is_some(), "snapshot-per", self.keep.is_some(), "keep: add keep"),
             (self.force, "force", has_volume, volume),
@@ -148,6 +158,7 @@ impl VolumeSettings {
 
     /// Starts relative paths from `folder`.
     pub(crate) fn resolve(&mut self, folder: &Path) {
-        self.log_device.iter_mut().for_each(|path| *path = folder.join(&*path));
+        let files = self.log_device.iter_mut().chain(&mut self.volume_key);
+        files.for_each(|path| *path = folder.join(&*path));
     }
 }

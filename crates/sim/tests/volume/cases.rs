@@ -8,13 +8,22 @@ use mica_sim::crash::until_power_cut;
 use mica_sim::{World, scenario};
 use mica_store::object::{FaultyOptions, ObjectOperation};
 use mica_units::{GuestOffset, SECTOR_BYTES};
-use mica_volume::{Claimed, Durability, Opening, Volume};
+use mica_volume::{Claimed, Durability, Opening, SnapshotPer, Volume};
 use std::sync::Arc;
 use std::time::Duration;
 
-const HOST: Opening = Opening { claimed: Claimed::Refuse, log: None, durability: Durability::Host };
-const STORE: Opening =
-    Opening { claimed: Claimed::Refuse, log: None, durability: Durability::Store };
+const HOST: Opening = Opening {
+    claimed: Claimed::Refuse,
+    log: None,
+    durability: Durability::Host,
+    snapshot_per: SnapshotPer::Interval,
+};
+const STORE: Opening = Opening {
+    claimed: Claimed::Refuse,
+    log: None,
+    durability: Durability::Store,
+    snapshot_per: SnapshotPer::Interval,
+};
 
 fn by_force(opening: Opening) -> Opening {
     Opening { claimed: Claimed::TakeOver, ..opening }
@@ -22,7 +31,8 @@ fn by_force(opening: Opening) -> Opening {
 
 async fn machines(world: &World) -> Machines {
     let machines = Machines::new(world, 3);
-    machines.sound(0, false).await.volumes.create(&name(), LEN).await.unwrap();
+    let new = machines.kind();
+    machines.sound(0, false).await.volumes.create_as(&name(), LEN, new).await.unwrap();
     machines
 }
 

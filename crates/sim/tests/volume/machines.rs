@@ -7,7 +7,10 @@ use mica_block::{
 use mica_rt::{Buf, spawn};
 use mica_sim::{Loss, World};
 use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects};
-use mica_volume::{Environment, LogDevice, Opening, Volume, VolumeName, Volumes};
+use mica_volume::{
+    Compression, Encryption, Environment, LogDevice, NewVolume, Opening, Volume, VolumeKey,
+    VolumeName, Volumes,
+};
 use std::future::pending;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -107,6 +110,13 @@ impl Machines {
         Self { world: world.clone(), memory, next: Arc::new(AtomicU64::new(1)) }
     }
 
+    /// What a volume of this world is: compressed or not, encrypted or not.
+    pub(crate) fn kind(&self) -> NewVolume {
+        let compression = if self.below(2) == 0 { Compression::None } else { Compression::Zstd };
+        let encryption = if self.below(2) == 0 { Encryption::None } else { Encryption::WithKey };
+        NewVolume { compression, encryption }
+    }
+
     pub(crate) fn below(&self, bound: u64) -> u64 {
         self.world.random_below(bound)
     }
@@ -142,6 +152,7 @@ impl Machines {
         let now = move || clock.fetch_add(1, Ordering::Relaxed) * 1_000_000;
         let environment = Environment::new(format!("host-{machine}"), now, random);
         let volumes = Volumes::open_or_make(objects, environment, 1 << 16).await?;
+        let volumes = volumes.with_key(Some(Arc::new(VolumeKey::of_file("key", &[7; 32])?)));
         Ok(Process { life, volumes, device })
     }
 

@@ -95,7 +95,7 @@ impl Story<'_> {
         let mortal = (plan.steps, plan.death);
         let process = self.machines.process(machine, has_log, &plan.faults, mortal).await?;
         *life.borrow_mut() = Some(process.life.clone());
-        let opening = Opening { claimed, log: None, durability };
+        let opening = Opening { durability, ..Opening::from(claimed) };
         let volume = process.open(opening).await?;
         let found = read(&volume, 0..SECTORS).await?;
         self.history.borrow_mut().expect(&found, owed);
@@ -177,7 +177,8 @@ impl std::fmt::Debug for Plan {
 fn volume_keeps_a_prefix_with_everything_that_was_promised_wherever_it_is_opened() {
     scenario(200, async |world| {
         let machines = Machines::new(&world, 2);
-        machines.sound(0, false).await.volumes.create(&name(), LEN).await.unwrap();
+        let new = machines.kind();
+        machines.sound(0, false).await.volumes.create_as(&name(), LEN, new).await.unwrap();
         let history = RefCell::new(History::new());
         let story = Story { machines: &machines, history, last: Cell::new(Last::Closed) };
         for _ in 0..8 {

@@ -8,6 +8,7 @@
 mod bucket;
 mod collector;
 mod held;
+mod keys;
 mod lock;
 mod logs;
 mod machine;
@@ -20,6 +21,7 @@ pub use mica_volume::{Durability, Keep, SnapshotPer};
 
 pub use bucket::{bucket_files, bucket_ports};
 pub use collector::Collection;
+pub use keys::read_volume_key;
 pub use logs::{LOG_BYTES_MIN, LogPlace};
 pub use machine::MACHINE_ID;
 pub use open::{Settled, VolumeAccess, VolumeOptions};

@@ -1,13 +1,15 @@
 //! Opening a volume, or a snapshot of one.
 
 use super::held::HeldVolume;
+use super::keys::read_volume_key;
 use super::lock::VolumeLock;
 use super::logs::LogPlace;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_volume::{
-    Claimed, Durability, Keep, LogDevice, Opening, SnapshotPer, Sparse, Volume, VolumeName,
+    Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Sparse, Volume,
+    VolumeKey, VolumeName, Volumes,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,6 +19,8 @@ use std::sync::Arc;
 pub struct VolumeOptions {
     /// What for. A snapshot is only read.
     pub access: VolumeAccess,
+    /// The file with its key, if it is encrypted.
+    pub key: Option<PathBuf>,
     /// Whether another writer that may be alive is fenced, and what is only in its log given up.
     pub force: bool,
     /// The log of what is not in the store yet.
@@ -86,19 +90,25 @@ impl Stores {
     ///
     /// # Errors
     /// `NotFound` if it does not exist; `Denied` if a writer has it that may be alive, unless that
-    /// one is to be fenced, or if it is part of an image whose import did not end.
+    /// one is to be fenced, or if it is part of an image whose import did not end, or takes another
+    /// key; `Invalid` if it takes none, or the file has none.
     pub async fn open_volume(
         &self,
         url: &VolumeUrl,
         options: &VolumeOptions,
     ) -> Result<Arc<dyn Manage>> {
         let store = self.open(&url.store).await?;
+        let key = options.key.as_deref().map(read_volume_key).transpose()?;
+        if key.is_some() {
+            check_encrypted(store.volumes(), &url.name).await?;
+        }
+        let volumes = store.volumes().with_key(key);
         if let Some(which) = url.which() {
-            return Ok(Arc::new(store.volumes().open_snapshot(&url.name, &which).await?));
+            return Ok(Arc::new(volumes.open_snapshot(&url.name, &which).await?));
         }
         if options.access == VolumeAccess::Read {
             store.check_whole(&url.name).await?;
-            return Ok(Arc::new(store.volumes().open_readable(&url.name).await?));
+            return Ok(Arc::new(volumes.open_readable(&url.name).await?));
         }
         if store.is_remote() {
             store.probe().await?;
@@ -111,7 +121,7 @@ impl Stores {
             Some(place) => Some(self.log(place).await?),
             None => None,
         };
-        let volume = open_locked(&store, &url.name, &locked, options, log).await?;
+        let volume = open_locked(&volumes, &url.name, &locked, options, log).await?;
         let (volume, keep) = (Arc::new(volume), options.keep.clone());
         let keep = keep.map(|rules| (rules, options.snapshot_per));
         store.is_written(&url.name, &volume);
@@ -119,10 +129,19 @@ impl Stores {
     }
 }
 
+/// That volume `name` is encrypted, as whoever names its key believes.
+async fn check_encrypted(volumes: &Volumes, name: &VolumeName) -> Result<()> {
+    if volumes.info(name).await?.properties.key().is_some() {
+        return Ok(());
+    }
+    let what = format!("volume {} is not encrypted: leave out --volume-key", name.as_str());
+    Err(Error::new(ErrorKind::Invalid, what))
+}
+
 /// Opens a volume for writing, and says in its lock's file who has it (lock, I3): before that as
 /// the writer, and afterwards with its log, before anybody else can write.
 async fn open_locked(
-    store: &Store,
+    volumes: &Volumes,
     name: &VolumeName,
     locked: &Locked,
     options: &VolumeOptions,
@@ -145,7 +164,7 @@ async fn open_locked(
     if options.force || locked.standing != Standing::Open {
         locked.sign(locked.left(), is_import)?;
     }
-    let opened = store.volumes().open_volume(name, opening).await;
+    let opened = volumes.open_volume(name, opening).await;
     let volume = opened.inspect_err(|_| {
         locked.lock.iter().for_each(VolumeLock::restore);
     })?;
@@ -183,7 +202,8 @@ impl Store {
             if let Some(left) = locked.left() {
                 return Err(needs_log(name, left));
             }
-            self.volumes().open_volume(name, Claimed::TakeOver).await?.close().await?;
+            let volumes = self.volumes();
+            volumes.open_without_blocks(name, Claimed::TakeOver).await?.close().await?;
         }
         if locked.standing != Standing::Open {
             // The verb may be killed as well.
@@ -197,15 +217,22 @@ impl Store {
     ///
     /// # Errors
     /// As [`mica_volume::Volumes::create`]; `Denied` if another process of this machine makes it.
-    pub async fn begin_import(&self, name: &VolumeName, len: u64) -> Result<()> {
+    pub async fn begin_import(
+        &self,
+        name: &VolumeName,
+        len: u64,
+        key: Option<Arc<VolumeKey>>,
+        new: NewVolume,
+    ) -> Result<()> {
+        let volumes = self.volumes().with_key(key);
         let Some(directory) = self.directory() else {
-            return self.volumes().create_unfinished(name, len).await;
+            return volumes.create_unfinished(name, len, new).await;
         };
         let lock = VolumeLock::take(directory, name).await?;
         if !self.has(name).await? {
             lock.sign(None, true)?;
         }
-        let made = self.volumes().create_unfinished(name, len).await;
+        let made = volumes.create_unfinished(name, len, new).await;
         if made.is_err() {
             match self.has(name).await {
                 Ok(false) => lock.remove(),
@@ -232,14 +259,14 @@ impl Store {
         Ok(())
     }
 
-    /// Writes again what is in sparse extents of a volume that nobody has open; returns how many
-    /// blocks that were. Whoever opens the volume meanwhile, on this machine or by force, has it:
-    /// this ends then.
+    /// Writes again what is in sparse extents of a volume that nobody has open, with its key if it
+    /// is encrypted; returns how many blocks that were. Whoever opens the volume meanwhile, on this
+    /// machine or by force, has it: this ends then.
     ///
     /// # Errors
-    /// `Denied` if somebody has it open, `NotFound` if it is no more; otherwise what the store
-    /// reports.
-    pub async fn compact(&self, sparse: &Sparse) -> Result<u64> {
+    /// `Denied` if somebody has it open, or it takes another key; `NotFound` if it is no more;
+    /// otherwise what the store reports.
+    pub async fn compact(&self, sparse: &Sparse, key: Option<Arc<VolumeKey>>) -> Result<u64> {
         let name = &sparse.name;
         let open = || {
             let what = format!("volume {} is open", name.as_str());
@@ -257,7 +284,7 @@ impl Store {
         // was here, whose lock is free, and fences it.
         locked.sign(None, false)?;
         drop(locked);
-        self.volumes().compact(sparse).await
+        self.volumes().with_key(key).compact(sparse).await
     }
 
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.

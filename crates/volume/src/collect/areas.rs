@@ -4,7 +4,7 @@
 //! needed, so that most extents take one request.
 
 use super::client::{Client, IN_FLIGHT_MAX};
-use crate::format::extent::{HEADER_BYTES, LEN_MAX};
+use crate::format::extent::{Entry, HEADER_BYTES, LEN_MAX, table_at_end};
 use crate::format::snapshot::FRAMED_BYTES_MAX;
 use crate::place::{ExtentId, Place};
 use crate::put::decode_header;
@@ -54,6 +54,43 @@ impl Areas {
         }
     }
 
+    /// The table of an extent with frames; nothing if it is damaged or missing, as that keeps
+    /// nobody from what its places name.
+    ///
+    /// # Errors
+    /// What the store reports.
+    pub(crate) async fn table_of_frames(&mut self, id: ExtentId) -> Result<Vec<Entry>> {
+        if !self.has(id) {
+            let area = self.load(id).await;
+            self.current = Some((id, area));
+        }
+        let area = self.current.as_ref().map(|(_, area)| area);
+        let area = match area.expect("it was just set") {
+            Ok(area) => area,
+            Err(error) if is_loss(error) => return Ok(Vec::new()),
+            Err(error) => return Err(error.clone()),
+        };
+        match table_at_end(&area.bytes) {
+            Ok(Ok(table)) => Ok(table),
+            Err(_) => Ok(Vec::new()),
+            Ok(Err(len)) => match read_area(&self.client, id, len).await {
+                Ok(area) => {
+                    let table = table_at_end(&area.bytes).ok().and_then(|table| table.ok());
+                    Ok(table.unwrap_or_default())
+                }
+                Err(error) if is_loss(&error) => Ok(Vec::new()),
+                Err(error) => Err(error),
+            },
+        }
+    }
+
+    async fn load(&mut self, id: ExtentId) -> Result<Area> {
+        match self.ahead.remove(&id) {
+            Some(reading) => reading.await,
+            None => read_area(&self.client, id, self.guess).await,
+        }
+    }
+
     /// The bytes from `at` on: a node's, and what follows it.
     ///
     /// # Errors
@@ -61,10 +98,7 @@ impl Areas {
     pub(crate) async fn bytes(&mut self, at: Place) -> Result<&[u8]> {
         let id = at.extent();
         if !self.has(id) {
-            let area = match self.ahead.remove(&id) {
-                Some(reading) => reading.await,
-                None => read_area(&self.client, id, self.guess).await,
-            };
+            let area = self.load(id).await;
             self.guess = self.needed.max(self.guess - self.guess / 8).max(END_MIN);
             self.needed = 0;
             self.current = Some((id, area));
@@ -81,6 +115,11 @@ impl Areas {
         self.needed = self.needed.max(area.bytes.len() - start.min(area.bytes.len()));
         Ok(&rest[..rest.len().min(directory_bytes_max::<Place>().max(FRAMED_BYTES_MAX))])
     }
+}
+
+/// Whether something is gone, or is not what it was.
+fn is_loss(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt)
 }
 
 async fn read_area(client: &Client, id: ExtentId, len: usize) -> Result<Area> {

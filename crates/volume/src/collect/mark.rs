@@ -9,17 +9,19 @@
 //! - I1 An extent is returned after all that name something in it, and what is returned is
 //!   complete, unless [`Mark::damage`] has something.
 //! - I2 Nothing that was read is trusted: a node is what its place says, and names older ones.
-//! - I3 What is held is what is wanted of older extents: the bits of their blocks, and their nodes;
-//!   where it is counted who needs what, four bytes for each block, too.
+//! - I3 What is held is what is wanted of older extents: the bits of their blocks, eight bytes for
+//!   each frame, and their nodes; where it is counted who needs what, four bytes for each block, and
+//!   as many for each block of a frame, too.
+//! - I4 No key is needed: nodes are not encrypted, and sums are those of what is stored.
 
 use super::areas::Areas;
 use super::client::Client;
 use super::extents::PAGE_BYTES;
 use super::names::Named;
 use super::owners::{Owner, OwnerId, Owners, RootOf, TRACKED_MAX, Who};
-use crate::format::extent::HEADER_BYTES;
+use crate::format::extent::{Entry, FrameOf, HEADER_BYTES, frames_in};
 use crate::format::snapshot::Record;
-use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::place::{BLOCK_BYTES, ExtentId, FRAME_UNIT_BYTES, FramePart, Place};
 use crate::state::Root;
 use crate::tree::{damaged, decode_node, decode_record};
 use mica_block::{Error, ErrorKind, Result, SnapshotInfo};
@@ -66,6 +68,8 @@ struct Pending {
     owner: OwnerId,
     /// Of each block, where that is counted.
     block_owners: Vec<OwnerId>,
+    /// The same of blocks in frames, by where the frame begins, and which of it.
+    frame_owners: BTreeMap<(u32, usize), OwnerId>,
     digest: u64,
 }
 
@@ -112,12 +116,42 @@ pub(crate) struct Tally {
     pub(crate) infos: Vec<SnapshotInfo>,
 }
 
+impl Tally {
+    /// Counts the blocks of an extent with this `table`, all of which that are wanted are known. Of
+    /// a frame each has its share.
+    fn count(&mut self, pending: &Pending, table: &[Entry]) {
+        let mut add = |owner: OwnerId, bytes: u64| {
+            self.bytes.entry(owner).or_default().data += bytes;
+        };
+        let owners = pending.block_owners.iter().filter(|owner| **owner != OwnerId::default());
+        owners.for_each(|owner| add(*owner, BLOCK_BYTES as u64));
+        for frame in frames_in(table) {
+            let start = start_of(frame.offset);
+            let owners = pending.frame_owners.range((start, 0)..=(start, usize::MAX));
+            let live = owners.clone().count() as u64;
+            let bytes = live_bytes(&frame, live);
+            for (index, (_, owner)) in (0..).zip(owners) {
+                add(*owner, bytes / live + u64::from(index < bytes % live));
+            }
+        }
+    }
+}
+
+/// Bytes of a frame of which so many blocks are alive: as large a share as theirs.
+fn live_bytes(frame: &FrameOf, blocks: u64) -> u64 {
+    (frame.len * blocks).div_ceil(frame.blocks.max(blocks).max(1))
+}
+
 /// What of an extent is alive.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Parts {
     /// A bit for each block.
     blocks: Vec<u64>,
     block_count: u32,
+    /// The frames of which something is alive, in order.
+    frames: Vec<LiveFrame>,
+    /// Bytes of these, without what is dead in them.
+    frame_bytes: u64,
     /// The nodes: disjoint, the last one first.
     pub(crate) nodes: Vec<Range<u64>>,
     node_bytes: u64,
@@ -135,6 +169,51 @@ impl Parts {
         is_new
     }
 
+    /// Whether the frame is new; `None` if there is one of another class.
+    fn add_frame(&mut self, part: FramePart) -> Option<bool> {
+        let (start, bit) = (start_of(part.offset), 1 << part.index);
+        let class = u16::try_from(part.class).expect("few");
+        match self.frames.binary_search_by_key(&start, |frame| frame.start) {
+            Ok(at) => {
+                let frame = &mut self.frames[at];
+                frame.blocks |= bit;
+                (frame.class == class).then_some(false)
+            }
+            Err(at) => {
+                self.frames.insert(at, LiveFrame { start, class, blocks: bit });
+                Some(true)
+            }
+        }
+    }
+
+    /// Whether something is alive of the frame that begins at `offset`.
+    pub(crate) fn has_frame(&self, offset: u64) -> bool {
+        self.frame(offset).is_some()
+    }
+
+    fn frame(&self, offset: u64) -> Option<&LiveFrame> {
+        let start = start_of(offset);
+        let at = self.frames.binary_search_by_key(&start, |frame| frame.start).ok()?;
+        self.frames.get(at)
+    }
+
+    /// Where the frames begin of which something is alive.
+    pub(crate) fn frames(&self) -> impl Iterator<Item = u64> {
+        self.frames
+            .iter()
+            .map(|frame| HEADER_BYTES as u64 + u64::from(frame.start) * FRAME_UNIT_BYTES as u64)
+    }
+
+    /// Counts the bytes of frames that are alive, in an extent that has all these `frames`: of each
+    /// as large a share as that of its blocks.
+    fn count_frames(&mut self, frames: impl Iterator<Item = FrameOf>) {
+        let live = frames.filter_map(|frame| {
+            let blocks = u64::from(self.frame(frame.offset)?.blocks.count_ones());
+            Some(live_bytes(&frame, blocks))
+        });
+        self.frame_bytes = live.sum();
+    }
+
     fn add_node(&mut self, at: u64, len: u64) {
         self.node_bytes += len;
         match self.nodes.last_mut() {
@@ -148,14 +227,14 @@ impl Parts {
         self.blocks.get(index / 64).is_some_and(|word| word >> (index % 64) & 1 == 1)
     }
 
-    /// How many blocks.
+    /// How many blocks that are not in frames.
     pub(crate) fn blocks(&self) -> u64 {
         self.block_count.into()
     }
 
     /// How many bytes.
     pub(crate) fn bytes(&self) -> u64 {
-        u64::from(self.block_count) * BLOCK_BYTES as u64 + self.node_bytes
+        u64::from(self.block_count) * BLOCK_BYTES as u64 + self.frame_bytes + self.node_bytes
     }
 }
 
@@ -164,13 +243,36 @@ pub(crate) struct Marked {
     pub(crate) id: ExtentId,
     pub(crate) parts: Parts,
     pub(crate) owner: OwnerId,
-    /// Of the places of all its blocks that are named: [`digest_of`], combined by exclusive or.
+    /// Of the places of all its blocks and frames that are named: [`digest_of`] and
+    /// [`digest_of_frame`], combined by exclusive or.
     pub(crate) digest: u64,
 }
 
 /// A hash of a block's place in its extent.
 pub(crate) fn digest_of(index: usize, sum: u32) -> u64 {
     mica_units::random_at(u64::from(sum), index as u64)
+}
+
+/// A hash of a frame's place in its extent.
+pub(crate) fn digest_of_frame(part: FramePart, sum: u32) -> u64 {
+    // No block has such an index.
+    let index = 1 << 40 | u64::from(start_of(part.offset)) << 3 | part.class as u64;
+    mica_units::random_at(u64::from(sum), index)
+}
+
+fn start_of(offset: u64) -> u32 {
+    let start = offset.saturating_sub(HEADER_BYTES as u64) / FRAME_UNIT_BYTES as u64;
+    u32::try_from(start).unwrap_or(u32::MAX)
+}
+
+/// A frame of which something is alive.
+#[derive(Clone, Copy, Debug)]
+struct LiveFrame {
+    /// Where it begins behind the header, in units of frames.
+    start: u32,
+    class: u16,
+    /// A bit for each of its blocks.
+    blocks: u16,
 }
 
 /// Something that has to be there and is not, or is something else.
@@ -278,12 +380,16 @@ impl Mark {
             match newest.get_mut().nodes.pop_last() {
                 Some((unit, wanted)) => self.visit(id, unit, wanted).await?,
                 None => {
-                    let Pending { parts, owner, digest, block_owners, .. } = newest.remove();
+                    let pending = newest.remove();
+                    let table = match pending.parts.frames.is_empty() {
+                        true => Vec::new(),
+                        false => self.areas.table_of_frames(id).await?,
+                    };
                     if let Some(tally) = &mut self.tally {
-                        for owner in block_owners.into_iter().filter(|o| *o != OwnerId::default()) {
-                            tally.bytes.entry(owner).or_default().data += BLOCK_BYTES as u64;
-                        }
+                        tally.count(&pending, &table);
                     }
+                    let Pending { mut parts, owner, digest, .. } = pending;
+                    parts.count_frames(frames_in(&table));
                     return Ok(Some(Marked { id, parts, owner, digest }));
                 }
             }
@@ -355,6 +461,22 @@ impl Mark {
         let pending = self.pending.entry(at.extent()).or_default();
         pending.owner = self.owners.join(pending.owner, why.owner);
         let offset = usize::try_from(at.offset()).expect("an extent is small");
+        if let Some(part) = at.frame() {
+            let is_new = (level == Level::Map(0)).then(|| pending.parts.add_frame(part)).flatten();
+            match is_new {
+                Some(true) => pending.digest ^= digest_of_frame(part, at.sum()),
+                Some(false) => {}
+                None => {
+                    return self.contradiction(at, why, &"it is named as two different things");
+                }
+            }
+            if self.tally.is_some() {
+                let of_block = pending.frame_owners.entry((start_of(part.offset), part.index));
+                let owner = of_block.or_default();
+                *owner = self.owners.join(*owner, why.owner);
+            }
+            return;
+        }
         if level == Level::Map(0) {
             let from_first = offset.checked_sub(HEADER_BYTES);
             match from_first.filter(|from| from.is_multiple_of(BLOCK_BYTES)) {

@@ -7,7 +7,7 @@ use super::owners::{OwnerId, Owners, RootOf, Who};
 use super::{Collected, Sparse};
 use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// Extents are sparse below this share, in percent.
@@ -25,6 +25,8 @@ pub(crate) struct Plan<'a> {
     listed: &'a [Listed],
     above: HashMap<Writer, u32>,
     punch: bool,
+    /// The numbers of names whose blocks nobody writes again who has no key.
+    encrypted: BTreeSet<u32>,
     /// What is alive, the newest first.
     pub(crate) kept: Vec<Kept>,
     parts: HashMap<ExtentId, Parts>,
@@ -50,6 +52,11 @@ impl<'a> Plan<'a> {
             listed,
             above,
             punch,
+            encrypted: (0..)
+                .zip(names)
+                .filter(|(_, named)| named.head.properties.key().is_some())
+                .map(|(number, _)| number)
+                .collect(),
             kept: Vec::new(),
             parts: HashMap::new(),
             dead: Vec::new(),
@@ -71,7 +78,9 @@ impl<'a> Plan<'a> {
         self.kept.push(Kept { id, live, owner });
         let len = self.len_of(id);
         let is_sparse = len.saturating_sub(live) * 100 > len * PUNCH_PERCENT;
-        if self.punch && is_sparse && only(owners, owner).is_none() {
+        let is_rewritten =
+            only(owners, owner).is_some_and(|number| !self.encrypted.contains(&number));
+        if self.punch && is_sparse && !is_rewritten {
             self.parts.insert(id, parts);
         }
     }

@@ -9,11 +9,11 @@ use super::client::{Client, InFlight};
 use super::extents::{Listed, PAGE_BYTES};
 use super::mark::Parts;
 use super::plan::Plan;
-use crate::format::extent::{HEADER_BYTES, Header};
+use crate::format::extent::{self, FrameOf, HEADER_BYTES, Header};
 use crate::names;
 use crate::place::BLOCK_BYTES;
 use crate::put::{decode_header, elsewhere};
-use mica_block::{ErrorKind, Result};
+use mica_block::{ErrorKind, ObjectName, Result};
 use std::ops::Range;
 
 /// Whether the store can give back parts of objects.
@@ -101,12 +101,28 @@ async fn punch(client: &Client, listed: Listed, parts: &Parts) -> Result<u64> {
     if header.len() as u64 != listed.len {
         return Err(elsewhere(&name, &*client.objects));
     }
-    let ranges = holes(&header, parts);
+    let frames = match frames_of(client, &name, &header).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
+        frames => frames?,
+    };
+    let ranges = holes(&header, parts, &frames);
     if ranges.is_empty() { Ok(0) } else { client.punch(&name, &ranges).await }
 }
 
-/// The whole pages of an extent's blocks and nodes that are not among `parts`, in order.
-fn holes(header: &Header, parts: &Parts) -> Vec<Range<u64>> {
+/// The frames of an extent.
+async fn frames_of(client: &Client, name: &ObjectName, header: &Header) -> Result<Vec<FrameOf>> {
+    if header.frames_len == 0 {
+        return Ok(Vec::new());
+    }
+    let len = header.len() - header.table_at();
+    let bytes = client.read(name, header.table_at() as u64, len).await?;
+    let table = extent::decode_table(header, &bytes);
+    let table = table.map_err(|why| why.explain(name, &*client.objects))?;
+    Ok(extent::frames_in(&table).collect())
+}
+
+/// The whole pages of an extent's blocks, `frames` and nodes that are not among `parts`, in order.
+fn holes(header: &Header, parts: &Parts, frames: &[FrameOf]) -> Vec<Range<u64>> {
     let mut holes: Vec<Range<u64>> = Vec::new();
     let mut push = |range: Range<u64>| match holes.last_mut() {
         Some(last) if last.end == range.start => last.end = range.end,
@@ -116,10 +132,12 @@ fn holes(header: &Header, parts: &Parts) -> Vec<Range<u64>> {
         let start = (HEADER_BYTES + index * BLOCK_BYTES) as u64;
         push(start..start + BLOCK_BYTES as u64);
     }
-    let mut start = header.nodes_at() as u64;
+    let mut start = header.frames_at() as u64;
     let end = header.table_at() as u64;
-    let live = parts.nodes.iter().rev().cloned().chain(std::iter::once(end..end));
-    for live in live {
+    let frames = frames.iter().filter(|frame| parts.has_frame(frame.offset));
+    let frames = frames.map(|frame| frame.offset..frame.offset + frame.len);
+    let nodes = parts.nodes.iter().rev().cloned();
+    for live in frames.chain(nodes).chain(std::iter::once(end..end)) {
         let pages = start.next_multiple_of(PAGE_BYTES)..live.start / PAGE_BYTES * PAGE_BYTES;
         if pages.start < pages.end {
             push(pages);

@@ -1,7 +1,7 @@
 use super::*;
 use crate::heads::Claimed;
 use crate::place::BLOCK_BYTES;
-use crate::testing::environment;
+use crate::testing::{environment, key, kind};
 use crate::volume::Volume;
 use mica_block::{Disk, Extent, Manage, ObjectName, Objects, read_whole};
 use mica_rt::{Backend, Buf, Executor, sleep, spawn};
@@ -34,7 +34,8 @@ fn name(text: &str) -> VolumeName {
 }
 
 async fn volumes_in(objects: Arc<dyn Objects>, host: &str) -> Volumes {
-    Volumes::open_or_make(objects, environment(host), 1 << 20).await.expect("a store")
+    let opened = Volumes::open_or_make(objects, environment(host), 1 << 20).await;
+    opened.expect("a store").with_key(Some(key()))
 }
 
 async fn volumes(objects: &MemoryObjects, host: &str) -> Volumes {
@@ -91,8 +92,8 @@ async fn lived_in(seed: u64) -> MemoryObjects {
     let objects = MemoryObjects::new("memory");
     let volumes = volumes(&objects, "host-1").await;
     let mut rng = Rng::new(seed);
-    for text in ["a", "b", "gone", "again"] {
-        volumes.create(&name(text), LEN).await.expect("made");
+    for (number, text) in (seed..).zip(["a", "b", "gone", "again"]) {
+        volumes.create_as(&name(text), LEN, kind(number)).await.expect("made");
         for round in 0..3 {
             let volume = open(&volumes, text).await;
             for _ in 0..4 {

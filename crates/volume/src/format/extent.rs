@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! 0         4096                                                        len
-//! +--------+--------+--------+- - -+-------+-------+- - -+-------------+
-//! | header | block  | block  |     | node  | node  |     | table       |
-//! +--------+--------+--------+- - -+-------+-------+- - -+-------------+
+//! +--------+--------+- - -+-------+- - -+-------+-------+- - -+---------+
+//! | header | block  |     | frame |     | node  | node  |     | table   |
+//! +--------+--------+- - -+-------+- - -+-------+-------+- - -+---------+
 //! ```
 //!
 //! docs/formats/extent.md specifies it.
@@ -17,7 +17,9 @@
 
 use super::Id;
 use super::frame::{Frame, Malformed};
-use crate::place::{BLOCK_BYTES, ExtentId, Place, Writer};
+use crate::place::{
+    BLOCK_BYTES, ExtentId, FRAME_BLOCKS_MAX, FRAME_LENS, FRAME_UNIT_BYTES, FramePart, Place, Writer,
+};
 use crate::state::{RawState, State};
 use mica_map::crc32c;
 use zerocopy::little_endian::{U32, U64};
@@ -32,6 +34,8 @@ pub(crate) const LEN_MAX: usize = 64 << 20;
 
 pub(crate) const MAGIC: [u8; 8] = *b"MICAEXT\n";
 pub(crate) const VERSION: u32 = 1;
+/// That of an extent with frames.
+pub(crate) const VERSION_WITH_FRAMES: u32 = VERSION + 1;
 const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: RAW_BYTES };
 
 /// What an object with the name of an extent is.
@@ -56,8 +60,10 @@ pub(crate) struct Header {
     pub(crate) state: State,
     /// Who put it: the writer itself, or the one that fenced it.
     pub(crate) by: Writer,
-    /// Blocks of data.
+    /// Blocks of data, but for those in frames.
     pub(crate) blocks: usize,
+    /// Bytes of frames, which follow them.
+    pub(crate) frames_len: usize,
     /// Bytes of nodes, which follow them.
     pub(crate) nodes_len: usize,
     /// Entries of the table, which follows the nodes.
@@ -83,7 +89,7 @@ pub(super) struct RawHeader {
     pub(super) nodes_len: U32,
     pub(super) entries: U32,
     pub(super) table_sum: U32,
-    pub(super) reserved_too: [u8; 4],
+    pub(super) frames_len: U32,
     pub(super) state: RawState,
     pub(super) padding: [u8; 332],
     /// CRC-32C of all bytes before this field.
@@ -93,9 +99,14 @@ pub(super) struct RawHeader {
 const _: () = assert!(size_of::<RawHeader>() == RAW_BYTES);
 
 impl Header {
+    /// Where the frames are.
+    pub(crate) fn frames_at(&self) -> usize {
+        HEADER_BYTES + self.blocks * BLOCK_BYTES
+    }
+
     /// Where the nodes are.
     pub(crate) fn nodes_at(&self) -> usize {
-        HEADER_BYTES + self.blocks * BLOCK_BYTES
+        self.frames_at() + self.frames_len
     }
 
     /// Where the table is.
@@ -116,7 +127,7 @@ impl Header {
         let count = |count: usize| U32::new(u32::try_from(count).expect("extents are small"));
         let raw = RawHeader {
             magic: MAGIC,
-            version: VERSION.into(),
+            version: if self.frames_len == 0 { VERSION } else { VERSION_WITH_FRAMES }.into(),
             kind: match self.kind {
                 Kind::Extent => 0,
                 Kind::Fence => 1,
@@ -132,7 +143,7 @@ impl Header {
             nodes_len: count(self.nodes_len),
             entries: count(self.entries),
             table_sum: self.table_sum.into(),
-            reserved_too: [0; 4],
+            frames_len: count(self.frames_len),
             state: RawState::encode(&self.state),
             padding: [0; 332],
             checksum: 0.into(),
@@ -148,9 +159,11 @@ impl Header {
     /// # Errors
     /// What is wrong with it.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
-        let framed = FRAME.open(bytes)?;
+        let (framed, version) = FRAME.open_with_next(bytes)?;
         let raw = RawHeader::read_from_bytes(framed).map_err(|_| Malformed::Truncated)?;
-        Self::of_raw(&raw).filter(Self::is_consistent).ok_or(Malformed::Content)
+        let header = Self::of_raw(&raw).filter(Self::is_consistent).ok_or(Malformed::Content)?;
+        let has_frames = version == VERSION_WITH_FRAMES;
+        if has_frames == (header.frames_len > 0) { Ok(header) } else { Err(Malformed::Content) }
     }
 
     fn of_raw(raw: &RawHeader) -> Option<Self> {
@@ -168,6 +181,7 @@ impl Header {
             state: raw.state.decode()?,
             by: Writer::new(raw.by.get())?,
             blocks: count(raw.blocks)?,
+            frames_len: count(raw.frames_len)?,
             nodes_len: count(raw.nodes_len)?,
             entries: count(raw.entries)?,
             table_sum: raw.table_sum.get(),
@@ -178,7 +192,9 @@ impl Header {
     fn is_consistent(&self) -> bool {
         // Each is checked on its own first, so that nothing overflows.
         let is_small =
-            [self.blocks, self.nodes_len, self.entries].iter().all(|count| *count <= LEN_MAX);
+            [self.blocks, self.nodes_len, self.entries].iter().all(|count| *count <= LEN_MAX)
+                && self.frames_len <= FramePart::FRAMES_LEN_END
+                && self.frames_len.is_multiple_of(FRAME_UNIT_BYTES);
         let roots = [self.state.map.node, self.state.snapshots.node];
         let is_past = |place: Place| place.extent() <= self.id;
         is_small && self.len() <= LEN_MAX && roots.into_iter().flatten().all(is_past)
@@ -188,6 +204,8 @@ impl Header {
 /// Bytes of an entry of the table.
 pub(crate) const ENTRY_BYTES: usize = 16;
 const COUNT_BITS: u32 = 56;
+/// Bits of a count that say how many blocks a frame has; the rest is its length.
+const FRAME_LEN_SHIFT: u32 = 8;
 
 /// What was done, in order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -206,6 +224,11 @@ pub(crate) enum Entry {
     Label { number: u64, record: u64 },
     /// The disk is again what this snapshot has.
     Rollback { number: u64 },
+    /// The next frame of this extent has `count` guest blocks from `first` on, in `len` bytes.
+    Frame { first: u64, count: u64, len: u64 },
+    /// The table has so many entries, of which this is the last: what has frames ends with it, so
+    /// that one read of the end finds the table.
+    End { entries: u64 },
 }
 
 impl Entry {
@@ -218,6 +241,8 @@ impl Entry {
             Self::Drop { number } => (5, number, 0),
             Self::Label { number, record } => (6, number, record),
             Self::Rollback { number } => (7, number, 0),
+            Self::Frame { first, count, len } => (8, first, len << FRAME_LEN_SHIFT | count),
+            Self::End { entries } => (9, entries, 0),
         };
         assert!(count >> COUNT_BITS == 0, "more blocks than a disk can have");
         let mut bytes = [0; ENTRY_BYTES];
@@ -246,6 +271,20 @@ impl Entry {
             (5, 0) => Some(Self::Drop { number: value }),
             (6, record) => Some(Self::Label { number: value, record }),
             (7, 0) => Some(Self::Rollback { number: value }),
+            (8, packed) => {
+                let (len, count) = (packed >> FRAME_LEN_SHIFT, packed & 0xff);
+                let end = value.checked_add(count)?;
+                let is_frame = (1..=FRAME_BLOCKS_MAX as u64).contains(&count)
+                    && len > 0
+                    && len <= FRAME_LENS[FRAME_LENS.len() - 1] as u64
+                    && len.is_multiple_of(FRAME_UNIT_BYTES as u64)
+                    && end <= State::LEN_MAX / BLOCK_BYTES as u64;
+                is_frame.then_some(Self::Frame { first: value, count, len })
+            }
+            (9, 0) => {
+                let is_count = (1..=(LEN_MAX / ENTRY_BYTES) as u64).contains(&value);
+                is_count.then_some(Self::End { entries: value })
+            }
             _ => None,
         }
     }
@@ -277,10 +316,62 @@ pub(crate) fn decode_table(header: &Header, bytes: &[u8]) -> Result<Vec<Entry>, 
         Entry::Data { count, .. } => sum.checked_add(*count),
         _ => Some(sum),
     });
-    if stored != Some(header.blocks as u64) {
+    let frames: u64 = frames_in(&table).map(|frame| frame.len).sum();
+    if stored != Some(header.blocks as u64) || frames != header.frames_len as u64 {
         return Err(Malformed::Content);
     }
-    Ok(table)
+    let end = (frames > 0).then_some(Entry::End { entries: header.entries as u64 });
+    let ends = table.iter().filter(|entry| matches!(entry, Entry::End { .. }));
+    let is_ended = ends.count() == usize::from(end.is_some())
+        && end.is_none_or(|end| table.last() == Some(&end));
+    if is_ended { Ok(table) } else { Err(Malformed::Content) }
+}
+
+/// A frame as a table has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct FrameOf {
+    /// Where it begins.
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) blocks: u64,
+}
+
+/// The frames of the extent with this table, in order.
+pub(crate) fn frames_in(table: &[Entry]) -> impl Iterator<Item = FrameOf> {
+    let plain: u64 = table
+        .iter()
+        .map(|entry| match entry {
+            Entry::Data { count, .. } => *count,
+            _ => 0,
+        })
+        .fold(0, u64::saturating_add);
+    let first = (HEADER_BYTES as u64).saturating_add(plain.saturating_mul(BLOCK_BYTES as u64));
+    let frames = table.iter().filter_map(|entry| match entry {
+        Entry::Frame { count, len, .. } => Some((*count, *len)),
+        _ => None,
+    });
+    frames.scan(first, |at, (blocks, len)| {
+        let offset = *at;
+        *at = at.saturating_add(len);
+        Some(FrameOf { offset, len, blocks })
+    })
+}
+
+/// The table that `end` ends with, the end of an extent with frames; or how many bytes of it are
+/// needed, if these are not enough. Its sum is not looked at.
+///
+/// # Errors
+/// What is wrong with it.
+pub(crate) fn table_at_end(end: &[u8]) -> Result<Result<Vec<Entry>, usize>, Malformed> {
+    let last = end.last_chunk::<ENTRY_BYTES>().ok_or(Malformed::Truncated)?;
+    let Some(Entry::End { entries }) = Entry::decode(*last) else {
+        return Err(Malformed::Content);
+    };
+    let len = usize::try_from(entries).map_err(|_| Malformed::Content)? * ENTRY_BYTES;
+    let Some(start) = end.len().checked_sub(len) else { return Ok(Err(len)) };
+    let (entries, _) = end[start..].as_chunks::<ENTRY_BYTES>();
+    let table: Option<Vec<_>> = entries.iter().map(|entry| Entry::decode(*entry)).collect();
+    table.map(Ok).ok_or(Malformed::Content)
 }
 
 #[cfg(test)]

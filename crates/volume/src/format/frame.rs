@@ -29,6 +29,26 @@ impl Frame {
     /// # Errors
     /// If they do not begin with such an object.
     pub(crate) fn open<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8], Malformed> {
+        match self.open_any(bytes)? {
+            (framed, version) if version == self.version => Ok(framed),
+            (_, version) => Err(Malformed::Version(version)),
+        }
+    }
+
+    /// As [`Self::open`], of this version or the next one; returns which.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub(crate) fn open_with_next<'a>(&self, bytes: &'a [u8]) -> Result<(&'a [u8], u32), Malformed> {
+        match self.open_any(bytes)? {
+            (framed, version) if (self.version..=self.version + 1).contains(&version) => {
+                Ok((framed, version))
+            }
+            (_, version) => Err(Malformed::Version(version)),
+        }
+    }
+
+    fn open_any<'a>(&self, bytes: &'a [u8]) -> Result<(&'a [u8], u32), Malformed> {
         let framed = bytes.get(..self.len).ok_or(Malformed::Truncated)?;
         if !framed.starts_with(&self.magic) {
             return Err(Malformed::Magic);
@@ -38,10 +58,7 @@ impl Frame {
             return Err(Malformed::Checksum);
         }
         let version = framed[VERSION_AT..].first_chunk().expect("longer than that");
-        match u32::from_le_bytes(*version) {
-            version if version == self.version => Ok(framed),
-            version => Err(Malformed::Version(version)),
-        }
+        Ok((framed, u32::from_le_bytes(*version)))
     }
 }
 

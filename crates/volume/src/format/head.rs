@@ -5,6 +5,7 @@
 use super::Id;
 use super::frame::{Frame, Malformed};
 use crate::place::Writer;
+use crate::properties::{Properties, RawProperties};
 use crate::state::{RawState, State};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -14,6 +15,8 @@ pub(crate) const HEAD_BYTES: usize = 1024;
 
 pub(crate) const MAGIC: [u8; 8] = *b"MICAHED\n";
 pub(crate) const VERSION: u32 = 1;
+/// That of a volume with properties.
+pub(crate) const VERSION_WITH_PROPERTIES: u32 = VERSION + 1;
 const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: HEAD_BYTES };
 
 /// Longest name of a host, in bytes.
@@ -51,6 +54,8 @@ pub(crate) struct Head {
     pub(crate) nonce: Id,
     pub(crate) life: Life,
     pub(crate) state: State,
+    /// What the volume was made with.
+    pub(crate) properties: Properties,
     /// When it was put, in nanoseconds since 1970: for people.
     pub(crate) time_ns: u64,
     /// The host that put it: for people.
@@ -79,7 +84,8 @@ pub(super) struct RawHead {
     pub(super) time_ns: U64,
     pub(super) host: [u8; 256],
     pub(super) heir: [u8; 256],
-    pub(super) padding: [u8; 340],
+    pub(super) properties: RawProperties,
+    pub(super) padding: [u8; 264],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -110,7 +116,11 @@ impl Head {
         let ((host, host_len), (heir, heir_len)) = (padded(&self.host), padded(&self.heir));
         let raw = RawHead {
             magic: MAGIC,
-            version: VERSION.into(),
+            version: match self.properties == Properties::default() {
+                true => VERSION,
+                false => VERSION_WITH_PROPERTIES,
+            }
+            .into(),
             life,
             host_len,
             heir_len,
@@ -126,7 +136,8 @@ impl Head {
             time_ns: self.time_ns.into(),
             host,
             heir,
-            padding: [0; 340],
+            properties: RawProperties::encode(&self.properties),
+            padding: [0; 264],
             checksum: 0.into(),
         };
         let mut bytes = raw.as_bytes().to_vec();
@@ -139,9 +150,14 @@ impl Head {
     /// # Errors
     /// What is wrong with it.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
-        let framed = FRAME.open(bytes)?;
+        let (framed, version) = FRAME.open_with_next(bytes)?;
         let raw = RawHead::read_from_bytes(framed).map_err(|_| Malformed::Truncated)?;
-        Self::of_raw(&raw).ok_or(Malformed::Content)
+        let head = Self::of_raw(&raw).ok_or(Malformed::Content)?;
+        let has_properties = version == VERSION_WITH_PROPERTIES;
+        match has_properties == (head.properties != Properties::default()) {
+            true => Ok(head),
+            false => Err(Malformed::Content),
+        }
     }
 
     fn of_raw(raw: &RawHead) -> Option<Self> {
@@ -165,6 +181,7 @@ impl Head {
                 _ => return None,
             },
             state: raw.state.decode()?,
+            properties: raw.properties.decode()?,
             time_ns: raw.time_ns.get(),
             host: text(&raw.host, raw.host_len)?,
             heir: text(&raw.heir, raw.heir_len)?,
@@ -182,6 +199,8 @@ fn padded(host: &str) -> ([u8; 256], u8) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::properties::Compression;
+    use crate::testing::key;
 
     fn head() -> Head {
         let writer = Writer::new(7).expect("a writer");
@@ -192,6 +211,7 @@ mod tests {
             nonce: [3; 16],
             life: Life::Open { writer, sequence: 5 },
             state: State::empty(10 << 30),
+            properties: Properties::default(),
             time_ns: 99,
             host: "host-1".to_owned(),
             heir: String::new(),
@@ -208,6 +228,17 @@ mod tests {
             let bytes = head.encode();
             assert_eq!(bytes.len(), HEAD_BYTES);
             assert_eq!(Head::decode(&bytes), Ok(head));
+        }
+        let (_, secret) = key().new_secret(|| [9; 16]);
+        for properties in [
+            Properties { compression: Compression::Zstd, secret: None },
+            Properties { compression: Compression::None, secret: Some(secret) },
+            Properties { compression: Compression::Zstd, secret: Some(secret) },
+        ] {
+            let with = Head { properties, ..head() };
+            let bytes = with.encode();
+            assert_eq!((head().encode()[8], bytes[8]), (1, 2), "others are as they were");
+            assert_eq!(Head::decode(&bytes), Ok(with));
         }
         let named = Head { host: "h".repeat(HOST_LEN_MAX), ..head() };
         assert_eq!(Head::decode(&named.encode()), Ok(named));
@@ -247,7 +278,8 @@ mod tests {
     #[test]
     fn head_that_contradicts_itself_is_refused() {
         // A life that there is not, a host that is not text, a writer without a number.
-        for (at, byte) in [(12, 9), (24 + 48 + 16 + 72 + 8, 0xff)] {
+        // Properties in a head that has none by its version, or the other way round.
+        for (at, byte) in [(12, 9), (24 + 48 + 16 + 72 + 8, 0xff), (680, 1), (681, 1), (8, 2)] {
             let mut bad = head().encode();
             bad[at] = byte;
             FRAME.seal(&mut bad);

@@ -1,9 +1,13 @@
 //! That docs/formats/extent.md and head.md say what the code does.
 
-use super::extent::{ENTRY_BYTES, HEADER_BYTES, LEN_MAX, MAGIC, RawHeader, VERSION};
-use super::head::{self, HEAD_BYTES, HOST_LEN_MAX, RawHead};
+use super::extent::{
+    ENTRY_BYTES, HEADER_BYTES, LEN_MAX, MAGIC, RawHeader, VERSION, VERSION_WITH_FRAMES,
+};
+use super::head::{self, HEAD_BYTES, HOST_LEN_MAX, RawHead, VERSION_WITH_PROPERTIES};
 use super::snapshot::{RECORD_BYTES, RawRecord};
-use crate::place::{BLOCK_BYTES, Place};
+use crate::frames::{FRAME_HEADER_BYTES, RawFrame};
+use crate::place::{BLOCK_BYTES, FRAME_BLOCKS_MAX, FRAME_LENS, FRAME_UNIT_BYTES, Place};
+use crate::properties::RawProperties;
 use crate::state::RawState;
 use mica_block::LABEL_BYTES_MAX;
 
@@ -29,18 +33,25 @@ fn pages_have_the_constants_of_the_code() {
     assert_eq!(constant(HEAD, "MAGIC"), as_written(head::MAGIC));
     for (page, name, value) in [
         (EXTENT, "VERSION", VERSION as usize),
+        (EXTENT, "VERSION_WITH_FRAMES", VERSION_WITH_FRAMES as usize),
         (EXTENT, "BLOCK_BYTES", BLOCK_BYTES),
+        (EXTENT, "FRAME_UNIT_BYTES", FRAME_UNIT_BYTES),
+        (EXTENT, "FRAME_HEADER_BYTES", FRAME_HEADER_BYTES),
+        (EXTENT, "FRAME_BLOCKS_MAX", FRAME_BLOCKS_MAX),
         (EXTENT, "HEADER_BYTES", HEADER_BYTES),
         (EXTENT, "ENTRY_BYTES", ENTRY_BYTES),
         (EXTENT, "LEN_MAX", LEN_MAX),
         (EXTENT, "UNIT_BYTES", Place::UNIT_BYTES),
         (EXTENT, "LABEL_BYTES_MAX", LABEL_BYTES_MAX),
         (HEAD, "VERSION", head::VERSION as usize),
+        (HEAD, "VERSION_WITH_PROPERTIES", VERSION_WITH_PROPERTIES as usize),
         (HEAD, "HEAD_BYTES", HEAD_BYTES),
         (HEAD, "HOST_LEN_MAX", HOST_LEN_MAX),
     ] {
         assert_eq!(constant(page, name), value.to_string(), "{name}");
     }
+    let lens = FRAME_LENS.map(|len| len.to_string()).join(", ");
+    assert_eq!(constant(EXTENT, "FRAME_LENS"), lens);
 }
 
 /// Checks that `page` has a row for each of `fields`, which end at `end`.
@@ -64,7 +75,7 @@ pub(crate) use fields;
 fn pages_have_the_layouts_of_the_code() {
     let header = fields! { RawHeader:
         magic version kind reserved store volume nonce writer by sequence blocks nodes_len entries
-        table_sum reserved_too state padding checksum
+        table_sum frames_len state padding checksum
     };
     has_layout(EXTENT, &header, size_of::<RawHeader>());
     let state = fields! { RawState:
@@ -77,7 +88,13 @@ fn pages_have_the_layouts_of_the_code() {
     has_layout(EXTENT, &record, RECORD_BYTES);
     let head = fields! { RawHead:
         magic version life host_len heir_len reserved number store volume nonce writer sequence reserved_too
-        state time_ns host heir padding checksum
+        state time_ns host heir properties padding checksum
     };
     has_layout(HEAD, &head, size_of::<RawHead>());
+    let properties = fields! { RawProperties:
+        compression encryption reserved key secret_nonce secret
+    };
+    has_layout(HEAD, &properties, size_of::<RawProperties>());
+    let frame = fields! { RawFrame: len blocks codec reserved };
+    has_layout(EXTENT, &frame, FRAME_HEADER_BYTES);
 }

@@ -7,17 +7,18 @@
 
 use super::Heads;
 use crate::format::head::{Head, Life};
+use crate::properties::Properties;
 use crate::state::State;
 use mica_block::{Error, ErrorKind, Result};
 
 impl Heads {
-    /// Puts the first head of a clone that has `state`. Who does has to look back at the source,
-    /// and then to [`Self::unpin`] it.
+    /// Puts the first head of a clone that has `state`, and the properties of its source. Who does
+    /// has to look back at the source, and then to [`Self::unpin`] it.
     ///
     /// # Errors
     /// `Invalid` if there is a volume of this name; otherwise what the store reports.
-    pub(crate) async fn pin(&self, state: State) -> Result<Head> {
-        self.begin(self.environment.random(), Life::Pinned, state).await
+    pub(crate) async fn pin(&self, state: State, properties: Properties) -> Result<Head> {
+        self.begin(self.environment.random(), Life::Pinned, state, properties).await
     }
 
     /// Makes a volume of a pinned clone, if the source still had what it was made of, or otherwise

@@ -8,11 +8,12 @@ use super::format::SegmentHeader;
 use super::group::{Group, Place};
 use super::slots::{LogKey, Purpose, Slots};
 use super::tail::{GROUP_BYTES_MIN, SEALED_MAX, Tail};
+use crate::crypt::{Cipher, LogCipher};
 use crate::format::Id;
 use mica_block::{Error, Result};
 use mica_rt::spawn;
 use mica_rt::sync::Waiters;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// What the users of a log share.
 pub(super) struct Appender {
@@ -22,6 +23,8 @@ pub(super) struct Appender {
     tail: Mutex<Tail>,
     /// What waits for writes of this log.
     pub(super) waiters: Arc<Waiters>,
+    /// What the volume is encrypted with, and this process its records; nothing if it is not.
+    pub(super) cipher: OnceLock<(Cipher, LogCipher)>,
 }
 
 /// Why a record was not pushed.
@@ -54,7 +57,8 @@ impl Appender {
     pub(super) fn new(device: Arc<LogDevice>, key: LogKey, store: Id, tail: Tail) -> Self {
         let waiters = Arc::default();
         device.wake_on_latch(&waiters);
-        Self { device, key, store, tail: Mutex::new(tail), waiters }
+        let cipher = OnceLock::new();
+        Self { device, key, store, tail: Mutex::new(tail), waiters, cipher }
     }
 
     pub(super) fn tail(&self) -> MutexGuard<'_, Tail> {
@@ -202,7 +206,8 @@ impl Writing {
         *is_under_way = true;
         let (place, next) = (group.place, group.next());
         let begun = group.begins_segment().then_some(place.slot);
-        let buf = group.finish(&device.header.id, &device.session);
+        let cipher = of.cipher.get().map(|(_, of_records)| of_records);
+        let buf = group.finish(&device.header.id, &device.session, cipher);
         let (result, _) = device.write(buf, place.slot, place.at).await;
         let result = result.map_err(|error| error.wrap(device.file.name()));
         let written = device.after_write(result, begun);

@@ -1,7 +1,8 @@
 //! Records that are written together, in one buffer.
 
 use super::format::{BLOCK, GROUP_BYTES_MAX, GROUP_HEAD_BYTES, GroupHead, SegmentHeader};
-use super::record::Record;
+use super::record::{Record, encrypt_blocks};
+use crate::crypt::LogCipher;
 use crate::format::Id;
 use mica_rt::Buf;
 
@@ -88,11 +89,19 @@ impl Group {
         }
     }
 
-    /// What is to be written at its place: a multiple of blocks.
-    pub(super) fn finish(mut self, device: &Id, session: &Id) -> Buf {
+    /// What is to be written at its place: a multiple of blocks. The blocks in it are encrypted if
+    /// there is a cipher.
+    pub(super) fn finish(mut self, device: &Id, session: &Id, cipher: Option<&LogCipher>) -> Buf {
         let len = self.padded_len();
         if self.count > 0 {
             let (head_at, records_at) = (self.head_at, self.head_at + GROUP_HEAD_BYTES);
+            if let Some(cipher) = cipher {
+                let segment = self.place.segment;
+                let records = &mut self.buf.own_bytes()[records_at..self.end];
+                encrypt_blocks(records, self.first, |number, block| {
+                    cipher.encrypt(segment, number, block);
+                });
+            }
             let records = &self.buf[records_at..self.end];
             let head = GroupHead {
                 len: records.len(),

@@ -12,6 +12,7 @@ use super::record::{RECORD_BYTES_MAX, Record};
 use super::scan::scan;
 use super::slots::{LogKey, Phase, Usage};
 use super::tail::Tail;
+use crate::crypt::Cipher;
 use crate::place::Writer;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::spawn;
@@ -76,6 +77,14 @@ impl Log {
         slots.release_all_but(*key, tail.parts.make_contiguous());
         slots.set_phase(*key, Phase::Open { has_records: false });
         tail.trim(&mut slots);
+    }
+
+    /// The blocks that are pushed from now on are encrypted, and those that are read decrypted.
+    pub(crate) fn encrypt_with(&self, cipher: Cipher) {
+        let device = &self.inner.device;
+        let of_records = cipher.of_log(&device.header.id, &device.session);
+        // A log has one volume, and that one secret.
+        self.inner.cipher.get_or_init(|| (cipher, of_records));
     }
 
     /// The records that were found when it was opened: those from the one asked for on.
@@ -201,7 +210,8 @@ impl Log {
     /// number, in order.
     ///
     /// # Errors
-    /// What the file reports, or `each`; `Corrupt` if a record is not as it was written.
+    /// What the file reports, or `each`; `Corrupt` if a record is not as it was written, or is
+    /// encrypted and the volume is not.
     pub async fn read(
         &self,
         from: u64,
@@ -214,9 +224,21 @@ impl Log {
         let device = &self.inner.device;
         for part in parts.into_iter().filter(|part| part.limit > from && part.first < written) {
             let part = Part { limit: part.limit.min(written), ..part };
-            let mut wanted = |number, record: Record<'_>| match number < from {
-                true => Ok(()),
-                false => each(number, record),
+            let cipher = self.inner.cipher.get().map(|(cipher, _)| cipher);
+            let cipher = cipher.map(|cipher| cipher.of_log(&device.header.id, &part.session));
+            let mut wanted = |number, record: Record<'_>| match record {
+                _ if number < from => Ok(()),
+                Record::Encrypted { block, bytes } => {
+                    let Some(cipher) = &cipher else {
+                        let name = device.file.name();
+                        let what = format!("the log {name} is encrypted, and its volume is not");
+                        return Err(Error::new(ErrorKind::Corrupt, what));
+                    };
+                    let mut bytes = *bytes;
+                    cipher.decrypt(part.number, number, &mut bytes);
+                    each(number, Record::Data { block, bytes: &bytes })
+                }
+                record => each(number, record),
             };
             let end = scan(&*device.file, &device.header, &part, &mut wanted).await?;
             if end < part.limit {

@@ -7,6 +7,8 @@ use crate::state::State;
 pub(super) const RECORD_HEAD_BYTES: usize = 16;
 /// Longest label of a snapshot, in bytes.
 pub(super) const LABEL_LEN_MAX: usize = 255;
+const KIND_DATA: u32 = 1;
+const KIND_ENCRYPTED: u32 = 7;
 /// Longest record.
 pub(super) const RECORD_BYTES_MAX: usize = RECORD_HEAD_BYTES + BLOCK_BYTES;
 
@@ -15,6 +17,13 @@ pub(super) const RECORD_BYTES_MAX: usize = RECORD_HEAD_BYTES + BLOCK_BYTES;
 pub enum Record<'a> {
     /// The block has these bytes now.
     Data {
+        /// Its number.
+        block: u64,
+        /// All of it.
+        bytes: &'a [u8; BLOCK_BYTES],
+    },
+    /// The block has what these bytes are encrypted from.
+    Encrypted {
         /// Its number.
         block: u64,
         /// All of it.
@@ -60,7 +69,7 @@ impl<'a> Record<'a> {
     pub(super) fn encoded_len(&self) -> usize {
         RECORD_HEAD_BYTES
             + match self {
-                Self::Data { .. } => BLOCK_BYTES,
+                Self::Data { .. } | Self::Encrypted { .. } => BLOCK_BYTES,
                 Self::Nothing { .. } => 8,
                 Self::Length { .. } | Self::Drop { .. } => 0,
                 Self::Take { label, .. } => 8 + label.len(),
@@ -72,7 +81,7 @@ impl<'a> Record<'a> {
     pub(super) fn is_valid(&self) -> bool {
         let is_label = |label: &str| label.len() <= LABEL_LEN_MAX;
         match *self {
-            Self::Data { block, .. } => is_on_a_disk(block, 1),
+            Self::Data { block, .. } | Self::Encrypted { block, .. } => is_on_a_disk(block, 1),
             Self::Nothing { first, count } => is_on_a_disk(first, count),
             Self::Length { bytes } => State::is_len(bytes),
             Self::Take { label, .. } | Self::Label { label, .. } => is_label(label),
@@ -83,12 +92,13 @@ impl<'a> Record<'a> {
     /// Puts it at the start of `out`.
     pub(super) fn encode(&self, out: &mut [u8]) {
         let (kind, value) = match *self {
-            Self::Data { block, .. } => (1, block),
+            Self::Data { block, .. } => (KIND_DATA, block),
             Self::Nothing { first, .. } => (2, first),
             Self::Length { bytes } => (3, bytes),
             Self::Take { number, .. } => (4, number),
             Self::Drop { number } => (5, number),
             Self::Label { number, .. } => (6, number),
+            Self::Encrypted { block, .. } => (KIND_ENCRYPTED, block),
         };
         let (head, rest) = out.split_at_mut(RECORD_HEAD_BYTES);
         let len = u32::try_from(self.encoded_len() - RECORD_HEAD_BYTES).expect("at most a block");
@@ -96,7 +106,9 @@ impl<'a> Record<'a> {
         head[4..8].copy_from_slice(&len.to_le_bytes());
         head[8..].copy_from_slice(&u64::to_le_bytes(value));
         match *self {
-            Self::Data { bytes, .. } => rest[..BLOCK_BYTES].copy_from_slice(bytes),
+            Self::Data { bytes, .. } | Self::Encrypted { bytes, .. } => {
+                rest[..BLOCK_BYTES].copy_from_slice(bytes)
+            }
             Self::Nothing { count, .. } => rest[..8].copy_from_slice(&count.to_le_bytes()),
             Self::Length { .. } | Self::Drop { .. } => {}
             Self::Take { time_ns, label, .. } => {
@@ -116,7 +128,7 @@ impl<'a> Record<'a> {
         let (content, rest) = rest.split_at_checked(usize::try_from(len).ok()?)?;
         let label = |bytes| std::str::from_utf8(bytes).ok();
         let record = match (kind, content.len()) {
-            (1, _) => Self::Data { block: value, bytes: content.try_into().ok()? },
+            (KIND_DATA, _) => Self::Data { block: value, bytes: content.try_into().ok()? },
             (2, 8) => {
                 Self::Nothing { first: value, count: u64::from_le_bytes(content.try_into().ok()?) }
             }
@@ -128,9 +140,28 @@ impl<'a> Record<'a> {
             }
             (5, 0) => Self::Drop { number: value },
             (6, _) => Self::Label { number: value, label: label(content)? },
+            (KIND_ENCRYPTED, _) => {
+                Self::Encrypted { block: value, bytes: content.try_into().ok()? }
+            }
             _ => return None,
         };
         record.is_valid().then_some((record, rest))
+    }
+}
+
+/// Calls `each` with the bytes of all blocks among `records`, which are encoded, and not encrypted,
+/// and with the number of each record; they are encrypted then.
+pub(super) fn encrypt_blocks(records: &mut [u8], first: u64, each: impl Fn(u64, &mut [u8])) {
+    let (mut rest, mut number) = (records, first);
+    while let Some((head, behind)) = rest.split_first_chunk_mut::<RECORD_HEAD_BYTES>() {
+        let (words, _) = head.as_chunks_mut::<4>();
+        let len = usize::try_from(u32::from_le_bytes(words[1])).expect("at most a block");
+        let (content, next) = behind.split_at_mut(len);
+        if words[0] == u32::to_le_bytes(KIND_DATA) {
+            words[0] = u32::to_le_bytes(KIND_ENCRYPTED);
+            each(number, content);
+        }
+        (rest, number) = (next, number + 1);
     }
 }
 

@@ -13,7 +13,6 @@ use crate::state::Root;
 use crate::tree::Tree;
 use mica_block::{Error, ErrorKind, Result};
 use mica_map::{Directory, FANOUT, FANOUT_BITS};
-use mica_rt::Buf;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
@@ -142,9 +141,8 @@ impl Lost<'_> {
         let known = match self.blocks.get(&at) {
             Some(known) => known.clone(),
             None => {
-                let read = self.tree.read_blocks(at, [at], Buf::new(BLOCK_BYTES)).await;
-                let known = match read {
-                    Ok(_) => None,
+                let known = match self.tree.check_block(at).await {
+                    Ok(()) => None,
                     Err(error) if error.kind() == ErrorKind::Corrupt => Some(error),
                     Err(error) => return Err(error),
                 };

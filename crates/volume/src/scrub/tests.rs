@@ -2,6 +2,8 @@ use super::*;
 use crate::environment::Environment;
 use crate::format::extent::Header;
 use crate::heads::Claimed;
+use crate::properties::NewVolume;
+use crate::testing::{key, kind};
 use mica_block::{Disk, Manage, ObjectName, Objects};
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::object::MemoryObjects;
@@ -20,16 +22,21 @@ async fn volumes(objects: &MemoryObjects) -> Volumes {
         move || [next.fetch_add(1, std::sync::atomic::Ordering::Relaxed); 16],
     );
     let objects: Arc<dyn Objects> = Arc::new(objects.clone());
-    Volumes::open_or_make(objects, environment, 1 << 20).await.expect("a store")
+    let opened = Volumes::open_or_make(objects, environment, 1 << 20).await;
+    opened.expect("a store")
 }
 
 /// Two volumes of a few extents each.
 async fn store() -> MemoryObjects {
+    store_as(NewVolume::default()).await
+}
+
+async fn store_as(new: NewVolume) -> MemoryObjects {
     let objects = MemoryObjects::new("memory");
-    let volumes = volumes(&objects).await;
+    let volumes = volumes(&objects).await.with_key(Some(key()));
     for text in ["a", "b"] {
         let name = VolumeName::new(text).expect("a name");
-        volumes.create(&name, 1 << 20).await.expect("made");
+        volumes.create_as(&name, 1 << 20, new).await.expect("made");
         let volume = volumes.open_volume(&name, Claimed::Refuse).await.expect("open");
         for block in [0, 3, 40, 3] {
             let at = GuestOffset::new(block * BLOCK_BYTES as u64);
@@ -65,8 +72,13 @@ async fn changed(objects: &MemoryObjects, wanted: &ObjectName, at: usize) -> Mem
 /// Every byte of every extent, damaged: it is found, unless nothing needs it.
 #[test]
 fn damage_anywhere_is_found_and_named() {
+    (0..4).for_each(|number| damage_is_found(kind(number)));
+}
+
+/// Without the key, if there is one.
+fn damage_is_found(new: NewVolume) {
     run(async {
-        let objects = store().await;
+        let objects = store_as(new).await;
         let sound = scrub(&objects).await;
         assert_eq!((sound.blocks, sound.damaged_count), (6, 0), "{sound:?}");
         let contents = objects.contents();

@@ -2,8 +2,9 @@
 
 use crate::heads::Claimed;
 use crate::place::BLOCK_BYTES;
+use crate::properties::Properties;
 use crate::state::State;
-use crate::testing::{memory, name, read, run, volumes, write};
+use crate::testing::{kind, memory, name, read, run, volumes, write};
 use mica_block::{Disk, ErrorKind, Manage, Objects, Which};
 use mica_rt::{join_all, sleep, spawn};
 use mica_units::Rng;
@@ -22,7 +23,7 @@ fn clone_of_a_snapshot_that_is_being_dropped_is_whole_or_is_not_there() {
             let objects: Arc<dyn Objects> = Arc::new(memory);
             let (web, copy) = (name("web"), name("copy"));
             let here = volumes(&objects, "host-1").await;
-            here.create(&web, 4 * BLOCK).await.expect("made");
+            here.create_as(&web, 4 * BLOCK, kind(seed)).await.expect("made");
             let volume = here.open_volume(&web, Claimed::Refuse).await.expect("open");
             write(&volume, 0, &[1; BLOCK_BYTES]).await;
             let snapshots = volume.snapshots().expect("a volume has them");
@@ -69,7 +70,7 @@ fn clone_that_was_not_finished_is_opened_by_nobody_and_can_be_deleted() {
         let volumes = volumes(&objects, "host-1").await;
         let (web, copy) = (name("web"), name("copy"));
         volumes.create(&web, BLOCK).await.expect("made");
-        volumes.heads(&copy).pin(State::empty(BLOCK)).await.expect("pinned");
+        volumes.heads(&copy).pin(State::empty(BLOCK), Properties::default()).await.expect("pinned");
         let other = name("other");
         for refused in [
             volumes.open_volume(&copy, Claimed::Refuse).await.err(),
@@ -102,7 +103,7 @@ fn clone_that_is_deleted_while_it_is_made_stays_deleted() {
         let volumes = volumes(&objects, "host-1").await;
         let copy = name("copy");
         let heads = volumes.heads(&copy);
-        let pinned = heads.pin(State::empty(BLOCK)).await.expect("pinned");
+        let pinned = heads.pin(State::empty(BLOCK), Properties::default()).await.expect("pinned");
         volumes.delete(&copy, Claimed::Refuse).await.expect("deleted");
         let refused = heads.unpin(&pinned, true).await.expect_err("it was deleted");
         assert_eq!(refused.kind(), ErrorKind::NotFound);

@@ -7,6 +7,7 @@ use crate::format::snapshot::Record;
 use crate::heads::{Claimed, End};
 use crate::known::Change;
 use crate::names::VolumeName;
+use crate::properties::{Encryption, NewVolume, Properties};
 use crate::segment::Cut;
 use crate::snapshots::{all, check_new_label};
 use crate::state::{Root, State};
@@ -26,6 +27,8 @@ const WRITES_MAX: usize = 8;
 pub struct ReceiveOptions {
     /// Give up what was written to the volume since the snapshot that the stream goes on from.
     pub force: bool,
+    /// What a new volume is.
+    pub new: NewVolume,
 }
 
 /// What one step of a stream became.
@@ -77,6 +80,9 @@ impl Volumes {
         stream: &mut Stream<'_>,
     ) -> Result<Received> {
         let present = self.present(name).await?;
+        if let Some(present) = &present {
+            present.check_as(name, options.new)?;
+        }
         let snapshots = present.as_ref().map_or(Root::default(), |there| there.state.snapshots);
         let had = present.as_ref().and_then(|present| present.snapshot_of(begin));
         if let Some(record) = had {
@@ -84,7 +90,7 @@ impl Volumes {
             return Ok(Received { snapshot: record.info.clone(), was_there: true, data_bytes });
         }
         let (base, made) = match (&present, &begin.base) {
-            (None, None) => (None, Some(self.make_unfinished(name, begin.len).await?)),
+            (None, None) => (None, Some(self.make_unfinished(name, begin.len, options.new).await?)),
             (Some(present), Some(_)) => {
                 (Some(self.base(name, options, begin, present).await?), None)
             }
@@ -137,7 +143,8 @@ impl Volumes {
         let heads = self.heads(name);
         let present = heads.with_counting(async |head, state| {
             let records = all(&self.tree, state.snapshots).await?;
-            Ok(Present { volume: head.volume, state: *state, records })
+            let (volume, properties) = (head.volume, head.properties);
+            Ok(Present { volume, properties, state: *state, records })
         });
         match present.await {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -229,11 +236,24 @@ async fn put(volume: &Volume, part: Part, data: Buf) -> Result<()> {
 /// A volume that is there.
 struct Present {
     volume: Id,
+    properties: Properties,
     state: State,
     records: Vec<Arc<Record>>,
 }
 
 impl Present {
+    /// That what is received is encrypted if that was asked for.
+    fn check_as(&self, name: &VolumeName, new: NewVolume) -> Result<()> {
+        if new.encryption == Encryption::None || self.properties.key().is_some() {
+            return Ok(());
+        }
+        let what = format!(
+            "there is a volume {} already, which is not encrypted: give the new one another name",
+            name.as_str()
+        );
+        Err(Error::new(ErrorKind::Invalid, what))
+    }
+
     /// Its snapshot that `begin` would make.
     fn snapshot_of(&self, begin: &Begin) -> Option<&Arc<Record>> {
         self.records.iter().find(|record| record.identity(self.volume) == begin.snapshot)

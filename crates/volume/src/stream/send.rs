@@ -6,6 +6,7 @@ use crate::format::snapshot::{Origin, Record};
 use crate::names::VolumeName;
 use crate::snapshots::{all, missing};
 use crate::state::State;
+use crate::tree::Tree;
 use crate::volume::Volume;
 use crate::volumes::Volumes;
 use mica_block::{
@@ -54,9 +55,10 @@ impl Volumes {
                 found.ok_or_else(|| missing(name.as_str(), which))
             };
             let (last, base) = (of(which)?, since.map(of).transpose()?);
-            Ok((head.volume, last, base, records))
+            Ok(((head.volume, head.properties), last, base, records))
         });
-        let (volume, last, base, records) = found.await?;
+        let ((volume, properties), last, base, records) = found.await?;
+        let tree = self.tree.with_access(self.access(name, &properties)?);
         if base.is_some_and(|base| base >= last) {
             let what =
                 format!("snapshot {which} is not newer than the one that it is to go on from");
@@ -66,7 +68,7 @@ impl Volumes {
         let mut base = base.map(|base| &records[base]);
         let mut sent = Vec::new();
         for record in &records[first..=last] {
-            let step = Step { volumes: self, name, volume, base, record };
+            let step = Step { volumes: self, tree: &tree, name, volume, base, record };
             sent.push(step.send(&mut out, &at).await?);
             base = Some(record);
         }
@@ -77,6 +79,8 @@ impl Volumes {
 /// A step that is sent.
 struct Step<'a> {
     volumes: &'a Volumes,
+    /// What blocks are read with.
+    tree: &'a Arc<Tree>,
     name: &'a VolumeName,
     /// Identity of the volume.
     volume: Id,
@@ -118,7 +122,7 @@ impl Step<'_> {
         out(&begin.encode())?;
         let heads = self.volumes.heads(self.name);
         let state = self.record.first_state();
-        let view = Volume::readable(Arc::clone(&self.volumes.tree), heads, state);
+        let view = Volume::readable(Arc::clone(self.tree), heads, state);
         let before = self.base.map_or(State::empty(0), |base| base.first_state());
         let mut changes = self.volumes.changes(before, state);
         let mut parts = Parts { out, count: 0, data_bytes: 0 };

@@ -6,7 +6,7 @@ use crate::format::frame::Malformed;
 use crate::format::snapshot::Origin;
 use crate::heads::Claimed;
 use crate::names::VolumeName;
-use crate::testing::{bytes, environment, memory, name, range, read, run, volumes, write};
+use crate::testing::{bytes, environment, kind, memory, name, range, read, run, volumes, write};
 use crate::volumes::Volumes;
 use mica_block::{Disk as _, ErrorKind, Manage as _, Objects, Result, Which, Zeroes};
 use mica_rt::{join_all, sleep};
@@ -87,14 +87,14 @@ async fn received(
     force: bool,
 ) -> Result<Vec<Received>> {
     let mut all = Vec::new();
-    let options = ReceiveOptions { force };
+    let options = ReceiveOptions { force, ..ReceiveOptions::default() };
     volumes.receive(name, options, &mut stream, |step| all.push(step.clone())).await?;
     Ok(all)
 }
 
 /// A volume with snapshots "s0" to "s4" and changes between, and what each has.
 async fn history(volumes: &Volumes, name: &VolumeName, rng: &mut Rng) -> Vec<Vec<u8>> {
-    volumes.create(name, LEN).await.expect("made");
+    volumes.create_as(name, LEN, kind(rng.below(4))).await.expect("made");
     let mut contents = Vec::new();
     for index in 0..5 {
         change(volumes, name, rng).await;

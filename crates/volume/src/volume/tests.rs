@@ -1,13 +1,15 @@
 mod destage;
+mod kinds;
 mod life;
 mod waiting;
 
 use super::*;
 use crate::heads::Claimed;
 use crate::names::VolumeName;
+use crate::properties::NewVolume;
 use crate::put::Patience;
 use crate::segment::WEIGHT_MAX;
-use crate::testing::environment;
+use crate::testing::{environment, key, kind};
 use crate::volumes::Volumes;
 use mica_block::{Objects, read_whole};
 use mica_rt::{Backend, Executor};
@@ -24,7 +26,8 @@ fn objects() -> MemoryObjects {
 
 async fn volumes(objects: &MemoryObjects, host: &str) -> Volumes {
     let objects: Arc<dyn Objects> = Arc::new(objects.clone());
-    Volumes::open_or_make(objects, environment(host), 1 << 20).await.expect("a store")
+    let opened = Volumes::open_or_make(objects, environment(host), 1 << 20).await;
+    opened.expect("a store").with_key(Some(key()))
 }
 
 fn name(text: &str) -> VolumeName {
@@ -36,8 +39,12 @@ fn run<T>(seed: u64, test: impl Future<Output = T>) -> T {
 }
 
 async fn made(objects: &MemoryObjects, len: u64) -> Volume {
+    made_as(objects, len, NewVolume::default()).await
+}
+
+async fn made_as(objects: &MemoryObjects, len: u64, new: NewVolume) -> Volume {
     let volumes = volumes(objects, "host-1").await;
-    volumes.create(&name("web"), len).await.expect("made");
+    volumes.create_as(&name("web"), len, new).await.expect("made");
     volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open")
 }
 
@@ -62,7 +69,7 @@ fn volume_is_a_disk_through_flushes_closes_and_takeovers() {
     for seed in 0..40 {
         run(seed, async {
             let objects = objects();
-            let mut volume = made(&objects, LEN).await;
+            let mut volume = made_as(&objects, LEN, kind(seed)).await;
             let (mut rng, mut model) = (Rng::new(seed), vec![0; bytes(LEN)]);
             for step in 0..300 {
                 let start = rng.below(LEN / SECTOR_BYTES);
@@ -71,7 +78,9 @@ fn volume_is_a_disk_through_flushes_closes_and_takeovers() {
                 let there = bytes(at)..bytes(at + len);
                 match rng.below(12) {
                     0..5 => {
-                        let new: Vec<u8> = there.clone().map(|_| byte(&mut rng)).collect();
+                        let values = [1, 3, 256][index(&mut rng, 3)];
+                        let new: Vec<u8> =
+                            there.clone().map(|_| byte_below(&mut rng, values)).collect();
                         write(&volume, at, &new).await.expect("written");
                         model[there].copy_from_slice(&new);
                     }
@@ -100,7 +109,15 @@ fn volume_is_a_disk_through_flushes_closes_and_takeovers() {
 }
 
 fn byte(rng: &mut Rng) -> u8 {
-    u8::try_from(rng.below(256)).expect("a byte")
+    byte_below(rng, 256)
+}
+
+fn byte_below(rng: &mut Rng, values: u64) -> u8 {
+    u8::try_from(rng.below(values)).expect("a byte")
+}
+
+fn index(rng: &mut Rng, len: u64) -> usize {
+    usize::try_from(rng.below(len)).expect("small")
 }
 
 fn bytes(count: u64) -> usize {

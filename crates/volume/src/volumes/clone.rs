@@ -10,6 +10,7 @@ use crate::format::Id;
 use crate::format::head::{Head, Life};
 use crate::heads::Heads;
 use crate::names::VolumeName;
+use crate::properties::Properties;
 use crate::snapshots::{find, missing};
 use crate::state::State;
 use mica_block::{Error, ErrorKind, Result, Which};
@@ -22,6 +23,8 @@ struct Origin {
     number: Option<u64>,
     /// The first state of the clone.
     state: State,
+    /// Those of the source, whose extents the clone shares.
+    properties: Properties,
 }
 
 impl Volumes {
@@ -40,7 +43,7 @@ impl Volumes {
     ) -> Result<()> {
         let (heads, clone) = (self.heads(source), self.heads(target));
         let origin = self.origin(&heads, which).await?;
-        let pinned = clone.pin(origin.state).await?;
+        let pinned = clone.pin(origin.state, origin.properties).await?;
         let is_there = self.still_has(&heads, &origin).await;
         clone.unpin(&pinned, matches!(is_there, Ok(true))).await?;
         if is_there? {
@@ -79,7 +82,8 @@ impl Volumes {
             let what = format!("snapshot {which} is in no head of volume {name} yet: try again");
             return Err(Error::new(ErrorKind::NotFound, what));
         };
-        Ok(Origin { volume: head.volume, number: Some(number), state: record.first_state() })
+        let (volume, properties) = (head.volume, head.properties);
+        Ok(Origin { volume, number: Some(number), state: record.first_state(), properties })
     }
 
     /// Whether the source still has `origin`.
@@ -110,5 +114,5 @@ fn whole(heads: &Heads, head: &Head) -> Result<Origin> {
         return Err(Error::new(ErrorKind::Denied, what));
     }
     let state = State { map: head.state.map, ..State::empty(head.state.len) };
-    Ok(Origin { volume: head.volume, number: None, state })
+    Ok(Origin { volume: head.volume, number: None, state, properties: head.properties })
 }

@@ -111,8 +111,10 @@ impl Volumes {
     /// # Errors
     /// `NotFound` if there is no such volume or snapshot; otherwise what the store reports.
     pub async fn open_snapshot(&self, name: &VolumeName, which: &Which) -> Result<Volume> {
+        let properties = self.heads(name).ready().await?.properties;
+        let tree = self.disk_tree().with_access(self.access(name, &properties)?);
         let state = self.content(name, Some(which)).await?;
-        Ok(Volume::readable(self.disk_tree(), self.heads(name), state))
+        Ok(Volume::readable(tree, self.heads(name), state))
     }
 
     /// What a volume has now, or a snapshot of it: a map and a length.
@@ -161,7 +163,7 @@ impl Volumes {
             decide(&self.tree, &head.state).await.map(drop)
         });
         first_look.await?;
-        let volume = self.open_volume(name, Claimed::Refuse).await?;
+        let volume = self.open_without_blocks(name, Claimed::Refuse).await?;
         let state = volume.shared().now().state;
         let done = match decide(&self.tree, &state).await {
             Ok(cut) => {

@@ -67,7 +67,7 @@ async fn drive(memory: MemoryObjects, text: &'static str, seed: u64) {
     let mut rng = Rng::new(seed);
     for life in 0..2 {
         let volumes = volumes(&memory, "driver").await;
-        volumes.create(&name(text), LEN).await.expect("made");
+        volumes.create_as(&name(text), LEN, kind(seed)).await.expect("made");
         let mut model = blank(BLOCKS);
         let mut last: Option<Volume> = None;
         let mut snapshots: Vec<(u64, Vec<u8>)> = Vec::new();

@@ -4,7 +4,7 @@ use mica_units::Rng;
 const BYTES: [u8; BLOCK_BYTES] = [5; BLOCK_BYTES];
 const LAST_BLOCK: u64 = State::LEN_MAX / BLOCK_BYTES as u64 - 1;
 
-fn records(label: &str) -> [Record<'_>; 8] {
+fn records(label: &str) -> [Record<'_>; 9] {
     [
         Record::Data { block: LAST_BLOCK, bytes: &BYTES },
         Record::Nothing { first: 3, count: LAST_BLOCK - 2 },
@@ -14,6 +14,7 @@ fn records(label: &str) -> [Record<'_>; 8] {
         Record::Take { number: 0, time_ns: u64::MAX, label: "" },
         Record::Drop { number: 9 },
         Record::Label { number: 2, label },
+        Record::Encrypted { block: LAST_BLOCK, bytes: &BYTES },
     ]
 }
 
@@ -34,6 +35,33 @@ fn records_are_read_as_they_were_written_one_after_the_other() {
         rest = after;
     }
     assert_eq!(Record::decode(rest), None);
+}
+
+#[test]
+fn only_blocks_are_encrypted_each_with_its_number() {
+    let label = "a label";
+    let mut bytes = Vec::new();
+    for record in records(label).into_iter().chain(records(label)) {
+        let start = bytes.len();
+        bytes.resize(start + record.encoded_len(), 0);
+        record.encode(&mut bytes[start..]);
+    }
+    let seen = std::cell::RefCell::new(Vec::new());
+    encrypt_blocks(&mut bytes, 40, |number, block| {
+        seen.borrow_mut().push(number);
+        block.fill(9);
+    });
+    assert_eq!(*seen.borrow(), [40, 49]);
+    let mut rest = &bytes[..];
+    for record in records(label).into_iter().chain(records(label)) {
+        let wanted = match record {
+            Record::Data { block, .. } => Record::Encrypted { block, bytes: &[9; BLOCK_BYTES] },
+            record => record,
+        };
+        let (decoded, after) = Record::decode(rest).expect("a record");
+        assert_eq!(decoded, wanted);
+        rest = after;
+    }
 }
 
 #[test]
@@ -58,7 +86,7 @@ fn what_no_disk_can_have_is_not_a_record() {
 fn random_bytes_are_a_record_or_not_and_never_a_panic() {
     for seed in 0..5000 {
         let mut rng = Rng::new(seed);
-        let which = usize::try_from(rng.below(8)).unwrap();
+        let which = usize::try_from(rng.below(9)).unwrap();
         let record = records("a label")[which];
         let mut bytes = vec![0; record.encoded_len()];
         record.encode(&mut bytes);
