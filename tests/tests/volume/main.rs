@@ -5,6 +5,7 @@ mod collection;
 mod copies;
 mod given_up;
 mod guide;
+mod hosts;
 mod kill;
 mod life;
 mod readme;

@@ -3,7 +3,7 @@
 
 use super::disk::Disk;
 use super::guest::{self, CLIENTS, End, Stage};
-use super::host::{Plan, Server, command};
+use super::host::{NO_ROOM, Plan, Server, command};
 use super::{Fleet, LOG_SHARED, Standing, labels, second};
 use crate::clock;
 use crate::storm::kinds::Kind;
@@ -22,8 +22,6 @@ use std::time::Duration;
 const EVENTS: [u64; 5] = [0, 1, 2, 3, 5];
 /// How long clients may go on that have lost their disk to another host.
 const FENCED_LIMIT: Duration = Duration::from_secs(30);
-/// How a server says that it cannot begin a log.
-const NO_ROOM: &str = "has no room for another log";
 const KEEP: &str = "1s/20ms,1h/1s";
 
 /// What a life is for.

@@ -301,7 +301,14 @@ fn send(fleet: &mut Fleet<'_>, rng: &mut Rng, disk: &Disk) -> Outcome {
         let words = ["receive", "-q", &far, &file];
         let fate = fleet.fate(rng);
         if !must(fleet.verb(&words, fate)?)? {
-            fleet.verb_ok(&words)?;
+            let again = fleet.verb_to_end(&words)?;
+            if again.stderr.contains("part of an image") && since.is_none() {
+                // Of a whole one a part was left.
+                discard(fleet, &far)?;
+                fleet.verb_ok(&words)?;
+            } else if !again.status.success() {
+                return Err(Fault::new(Wrong::Failed, again.to_string()));
+            }
         }
         for url in [far.clone(), format!("{far}@{label}")] {
             let bytes = exported_to(fleet, &url, "far.raw")?;
