@@ -10,7 +10,7 @@
 
 use crate::format::Id;
 use crate::format::head::Life;
-use crate::heads::{Heads, ROUNDS_MAX};
+use crate::heads::{Heads, Named, ROUNDS_MAX};
 use crate::names;
 use crate::place::Writer;
 use crate::put::{Patience, last_in, put};
@@ -57,15 +57,6 @@ impl Heads {
         let [.., low, high] = self.environment.random();
         u16::from_le_bytes([low, high]).into()
     }
-}
-
-/// Who names a writer besides heads.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Named {
-    /// Nobody.
-    Nowhere,
-    /// A log, which is replayed where the head has the same number.
-    ByLog,
 }
 
 /// The greatest writer that was claimed, as far as claims were not deleted.

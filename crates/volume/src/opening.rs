@@ -8,10 +8,9 @@
 //! - I3 What the log has and the state lacks comes before anything else that is done.
 
 use crate::build::{Builder, Signature};
-use crate::claims::Named;
 use crate::format::Id;
 use crate::format::head::Head;
-use crate::heads::{Claimed, Heads, LocalLog, Owned};
+use crate::heads::{Claimed, Heads, LocalLog, Named, Owned};
 use crate::log::{Found, Log, LogDevice};
 use crate::place::Writer;
 use crate::put::Patience;

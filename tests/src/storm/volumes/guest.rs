@@ -26,7 +26,6 @@ pub(super) struct Stage<'a> {
     pub(super) is_over: AtomicBool,
     /// Requests may fail.
     pub(super) may_fail: AtomicBool,
-    /// They are kept short of what they could do: their server has a tiny log.
     pub(super) counts: &'a Counts,
     /// The number of the last write.
     pub(super) last: &'a AtomicU64,
@@ -143,7 +142,7 @@ impl Client<'_, '_> {
         let (offset, count) = (range.start * SECTOR as u64, range.end - range.start);
         let len = u32::try_from(count * SECTOR as u64).map_err(anyhow::Error::from)?;
         let fua = self.rng.percent(10);
-        let is_blocks = range.start % 8 == 0 && range.end % 8 == 0;
+        let is_blocks = range.start.is_multiple_of(8) && range.end.is_multiple_of(8);
         let dice = self.rng.below(100);
         let (request, kind) = match dice {
             0..10 => (Request::Read { offset, len }, Kind::Read),
