@@ -8,7 +8,7 @@ use anyhow::Result;
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -29,7 +29,16 @@ moto, one = DomainDispatcherApplication(create_backend_app), threading.Lock()
 def app(environ, start_response):
     with one:
         return list(moto(environ, start_response))
-run_simple('127.0.0.1', int(sys.argv[1]), app, threaded=True)
+run_simple(sys.argv[2], int(sys.argv[1]), app, threaded=True)
+";
+
+/// Sends a request from standard input to an address, and prints the answer.
+const ASK: &str = "
+import sys, socket
+s = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+s.sendall(sys.stdin.buffer.read())
+while part := s.recv(65536):
+    sys.stdout.buffer.write(part)
 ";
 
 /// Where it is installed: an environment of Python.
@@ -60,7 +69,11 @@ pub fn install() -> Result<()> {
 #[derive(Debug)]
 pub struct BucketServer {
     child: Child,
+    program: PathBuf,
     port: u16,
+    /// Its address, and the network namespace that this is in, if it is not everybody's.
+    address: String,
+    network: Option<String>,
 }
 
 impl BucketServer {
@@ -69,28 +82,43 @@ impl BucketServer {
     /// # Panics
     /// If it does not answer. Under CI, if it is not installed.
     pub fn start() -> Option<Self> {
+        let free = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = free.local_addr().expect("bound").port();
+        drop(free);
+        Self::start_at("127.0.0.1", port, None)
+    }
+
+    /// The same in a network namespace of the test, at one of its addresses.
+    ///
+    /// # Panics
+    /// As [`Self::start`].
+    pub fn start_in(network: &str, address: &str) -> Option<Self> {
+        Self::start_at(address, 9000, Some(network.to_owned()))
+    }
+
+    fn start_at(address: &str, port: u16, network: Option<String>) -> Option<Self> {
         let missing = [format!("{} (PyPI: {PACKAGE})", PROGRAM.program)];
         let Some(program) = program() else {
             assert!(!none_missing(&missing), "it is missing");
             return None;
         };
-        let free = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let port = free.local_addr().expect("bound").port();
-        drop(free);
-        let mut command = Command::new(program.with_file_name("python3"));
-        command.args(["-c", ONE_AT_A_TIME, &port.to_string()]);
+        let program = program.with_file_name("python3");
+        let mut command = within(network.as_deref(), &program);
+        command.args(["-c", ONE_AT_A_TIME, &port.to_string(), address]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let child = command.spawn().expect("started");
-        let server = Self { child, port };
+        let address = address.to_owned();
+        let server = Self { child, program, port, address, network };
         let pause = Duration::from_millis(50);
-        let started = clock::poll(START_LIMIT, pause, || server.connect().ok());
+        let ready = "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n";
+        let started = clock::poll(START_LIMIT, pause, || server.ask(ready));
         assert!(started.is_some(), "moto_server does not answer");
         Some(server)
     }
 
     /// Where clients find it.
     pub fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
+        format!("http://{}:{}", self.address, self.port)
     }
 
     /// Answers nothing until [`Self::go_on`]: connections are made, and nobody hears of them again.
@@ -114,8 +142,22 @@ impl BucketServer {
         kill_process(pid.expect("a process"), signal).expect("signalled");
     }
 
-    fn connect(&self) -> std::io::Result<TcpStream> {
-        TcpStream::connect(("127.0.0.1", self.port))
+    /// Its answer to a request; `None` if there is none.
+    fn ask(&self, request: &str) -> Option<String> {
+        if self.network.is_none() {
+            let mut stream = TcpStream::connect((&*self.address, self.port)).ok()?;
+            stream.write_all(request.as_bytes()).ok()?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).ok()?;
+            return Some(answer);
+        }
+        let mut python = within(self.network.as_deref(), &self.program);
+        python.args(["-c", ASK, &self.address, &self.port.to_string()]);
+        python.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = python.spawn().ok()?;
+        child.stdin.take()?.write_all(request.as_bytes()).ok()?;
+        let output = child.wait_with_output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
     /// Makes a bucket, by hand: there may be no client.
@@ -123,15 +165,12 @@ impl BucketServer {
     /// # Panics
     /// If it is not made.
     pub fn make_bucket(&self, name: &str) {
-        let mut stream = self.connect().expect("connected");
         let request = format!(
             "PUT /{name} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\
              Authorization: AWS4-HMAC-SHA256 Credential=any/20260101/us-east-1/s3/aws4_request\r\n\
              Connection: close\r\n\r\n"
         );
-        stream.write_all(request.as_bytes()).expect("sent");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("answered");
+        let answer = self.ask(&request).expect("answered");
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
 
@@ -144,6 +183,14 @@ impl BucketServer {
             ("AWS_SECRET_ACCESS_KEY", "any".to_owned()),
         ]
     }
+}
+
+/// A program in a network namespace.
+fn within(network: Option<&str>, program: &Path) -> Command {
+    let Some(network) = network else { return Command::new(program) };
+    let mut command = Command::new("ip");
+    command.args(["netns", "exec", network]).arg(program);
+    command
 }
 
 impl Drop for BucketServer {

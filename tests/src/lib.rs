@@ -12,6 +12,7 @@ pub mod machine;
 pub mod mica;
 pub mod mounts;
 pub mod nbd;
+pub mod net_room;
 pub mod power;
 pub mod qemu;
 pub mod server;

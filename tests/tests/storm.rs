@@ -2,8 +2,8 @@
 //! writes, full file systems and much else, and every sector is judged. `cargo xtask storm` is the
 //! long form, and replays a failing seed.
 //!
-//! `MICA_STORM_CHAINS` says how many chains, `MICA_STORM_SEED` the seed of the first; volumes have a
-//! test of their own, and `MICA_STORM_VOLUMES` says how many of these seeds.
+//! `MICA_STORM_CHAINS` says how many chains, `MICA_STORM_SEED` the seed of the first; volumes have
+//! a test of their own, and `MICA_STORM_VOLUMES` says how many of these seeds.
 
 use mica_tests::storm::{self, Kinds, Options, Summary};
 use mica_tests::{mica, tools};

@@ -7,6 +7,7 @@
 //!
 //! What must never happen here: an image that `qemu-img check` finds fault with, or content that
 //! depends on anything but the [`ChainSpec`]. The same spec makes the same bytes on every machine.
+//! Beside that, [`linear`] judges what clients saw of a disk that was served meanwhile.
 //!
 //! ```text
 //! ChainSpec ─▶ plan: LayerShape, plan clusters per layer     no I/O
@@ -18,6 +19,7 @@ mod chain;
 pub mod content;
 mod expand;
 mod image;
+pub mod linear;
 mod manifest;
 pub mod owner;
 mod plan;

@@ -4,13 +4,13 @@
 //! - I1 No number is used twice: a claim counts if its put was done, and no boundary above it was
 //!   there then. Claims are deleted only below a boundary.
 //! - I2 A number that is claimed now is greater than all that were claimed before.
-//! - I3 Nobody can foresee the number of a writer with a log. Otherwise a store that is put back from
-//!   a copy would give that number again to another writer, and the log would be taken for that
-//!   one's.
+//! - I3 Nobody can foresee the number of a writer with a log. Otherwise a store that is put back
+//!   from a copy would give that number again to another writer, and the log would be taken for
+//!   that one's.
 
 use crate::format::Id;
 use crate::format::head::Life;
-use crate::heads::{Heads, ROUNDS_MAX};
+use crate::heads::{Heads, Named, ROUNDS_MAX};
 use crate::names;
 use crate::place::Writer;
 use crate::put::{Patience, last_in, put};
@@ -57,15 +57,6 @@ impl Heads {
         let [.., low, high] = self.environment.random();
         u16::from_le_bytes([low, high]).into()
     }
-}
-
-/// Who names a writer besides heads.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Named {
-    /// Nobody.
-    Nowhere,
-    /// A log, which is replayed where the head has the same number.
-    ByLog,
 }
 
 /// The greatest writer that was claimed, as far as claims were not deleted.

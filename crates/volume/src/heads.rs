@@ -17,7 +17,6 @@ mod clone;
 mod counting;
 mod highest;
 
-use crate::claims::Named;
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::extent::{Header, Kind};
@@ -58,6 +57,15 @@ pub(crate) struct Owned {
     /// The newest head of its writer.
     pub(crate) head: Head,
     pub(crate) writer: Writer,
+}
+
+/// Who names a writer besides heads.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Named {
+    /// Nobody.
+    Nowhere,
+    /// A log, which is replayed where the head has the same number.
+    ByLog,
 }
 
 /// What the last process that had the volume on this machine left there.

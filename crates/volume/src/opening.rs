@@ -9,11 +9,10 @@
 //! - I4 A volume whose key is missing, or another one, is left as it is.
 
 use crate::build::{Builder, Signature};
-use crate::claims::Named;
 use crate::crypt::VolumeKey;
 use crate::format::Id;
 use crate::format::head::Head;
-use crate::heads::{Claimed, Heads, LocalLog, Owned};
+use crate::heads::{Claimed, Heads, LocalLog, Named, Owned};
 use crate::log::{Found, Log, LogDevice};
 use crate::packing::Packer;
 use crate::place::Writer;

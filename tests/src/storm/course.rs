@@ -13,6 +13,8 @@ const SHARES: [(Kind, usize); 4] =
     [(Kind::Chain, 76), (Kind::Shared, 14), (Kind::PowerCut, 4), (Kind::Deep, 6)];
 /// And how many of all are about volumes: what the others are about does not depend on that.
 const VOLUMES_PERCENT: u64 = 12;
+/// And beneath how many of those the power is cut.
+const VOLUMES_CUT_PERCENT: u64 = 15;
 /// How often a chain is served.
 const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
 /// The random numbers of a seed that only this choice uses.
@@ -48,9 +50,16 @@ pub(super) fn run(world: World<'_>, rng: &mut Rng) -> Outcome {
         Kind::PowerCut if world.places.power_lack().is_none() => power_cut::storm(&world, rng),
         Kind::Deep => deep::storm(&world, rng),
         Kind::Shared => shared::storm(world, rng),
+        Kind::Volume if cuts_power(&world) => power_cut::storm_of_volume(&world, rng),
         Kind::Volume => volumes::storm(&world, rng),
         _ => of_chain(world, rng),
     }
+}
+
+/// Whether a seed about volumes is about one beneath which the power is cut.
+fn cuts_power(world: &World<'_>) -> bool {
+    let is_chosen = Rng::for_part(world.seed, PART + 2).percent(VOLUMES_CUT_PERCENT);
+    is_chosen && world.kinds.has(Kind::CutVolume) && world.places.power_lack().is_none()
 }
 
 fn of_chain(world: World<'_>, rng: &mut Rng) -> Outcome {

@@ -147,6 +147,8 @@ kinds! {
     Keep = "keep", Event;
     /// Snapshots of a volume are sent to another store
     Stream = "stream", Event;
+    /// The power is cut beneath a volume (one seed about volumes in seven)
+    CutVolume = "cut-volume", Event;
     /// A copy of the log of volumes is put back, or it is gone
     LogCopy = "log-copy", Event;
     /// A copy of the store is put back

@@ -24,6 +24,11 @@ use std::sync::{Mutex, PoisonError};
 
 const IMAGE: &str = "disk.img";
 const BASE: &str = "base.raw";
+const STORE: &str = "store";
+const LOG_SIZE: &str = "1M";
+/// Formats that are none of images.
+const VOLUME: &str = "volume";
+const VOLUME_WITH_LOG: &str = "volume-log";
 /// Sectors of the disk; the second writer has the last quarter.
 const SECTORS: u64 = 4 << 11;
 const FIRST_SECTORS: u64 = SECTORS / 4 * 3;
@@ -41,9 +46,19 @@ struct Ledger<'a> {
 
 /// Lets a storm go over it.
 pub(super) fn storm(world: &World<'_>, rng: &mut Rng) -> Outcome {
+    let format = rng.choose(&["qcow2", "qcow2", "qcow2", "raw"]);
+    storm_of(world, rng, format)
+}
+
+/// The same of a volume in a directory, with its log beside it or without one.
+pub(super) fn storm_of_volume(world: &World<'_>, rng: &mut Rng) -> Outcome {
+    let format = rng.choose(&[VOLUME, VOLUME_WITH_LOG]);
+    storm_of(world, rng, format)
+}
+
+fn storm_of(world: &World<'_>, rng: &mut Rng, format: &str) -> Outcome {
     world.counts.power_cuts.add();
     world.counts.lives.add();
-    let format = rng.choose(&["qcow2", "qcow2", "qcow2", "raw"]);
     // What shows a base has to take two syncs.
     let has_base = format == "qcow2" && rng.percent(60);
     let folder = world.run.join("power");
@@ -65,6 +80,11 @@ fn record(
     let image = recorder.folder().join(IMAGE);
     match format {
         "raw" => File::create_new(&image)?.set_len(SECTORS * SECTOR)?,
+        VOLUME | VOLUME_WITH_LOG => {
+            let url = volume_url(recorder.folder());
+            let len = (SECTORS * SECTOR).to_string();
+            foreign::succeeded(world.mica_alone(&["volume", "create", "-q", &url, &len])?)?;
+        }
         _ => {
             let options = format!("cluster_size={}", rng.choose(&[512, 4096, 65536]));
             let len = (SECTORS * SECTOR).to_string();
@@ -99,10 +119,26 @@ fn record(
 fn serve(world: &World<'_>, image: &Path, format: &str, more: &[&str]) -> Result<Server> {
     Server::start("", |socket| {
         let mut serve = Command::new(world.binary);
-        serve.arg("serve").arg("--nbd").arg(socket).args(["--format", format]);
-        serve.args(world.log_args()).args(more).arg(image);
+        serve.arg("serve").arg("--nbd").arg(socket);
+        if !is_volume(format) {
+            serve.args(["--format", format]).args(world.log_args()).args(more).arg(image);
+            return serve;
+        }
+        let folder = image.parent().unwrap_or(image);
+        serve.args(["--volume", &volume_url(folder)]).args(more);
+        if format == VOLUME_WITH_LOG {
+            serve.arg("--log-device").arg(folder.join("log")).args(["--log-size", LOG_SIZE]);
+        }
         serve
     })
+}
+
+fn is_volume(format: &str) -> bool {
+    [VOLUME, VOLUME_WITH_LOG].contains(&format)
+}
+
+fn volume_url(folder: &Path) -> String {
+    format!("file://{}/web", folder.join(STORE).display())
 }
 
 /// One writer makes `writes` writes, and another one joins it when as many as `joins` are done.
@@ -218,10 +254,18 @@ fn judge(
                 foreign::check(ext4.folder(), name).map_err(|fault| anyhow::anyhow!(fault.what))?;
             ensure!(corruptions == 0, "{corruptions} corruptions, {leaks} leaks");
         }
-        let server = serve(world, &image, format, &["--read-only"])?;
+        // What a log of a volume has is seen by its next writer.
+        let more: &[&str] = if is_volume(format) { &[] } else { &["--read-only"] };
+        let server = serve(world, &image, format, more)?;
         let bytes = server.connect(&Wish::default())?.read_all()?;
         let stopped = server.stop()?;
         ensure!(stopped.status.success(), "mica ends with {stopped:?}");
+        if is_volume(format) {
+            let url = volume_url(ext4.folder());
+            let said = world.mica_alone(&["volume", "check", "-q", &url]);
+            let said = said.map_err(|fault| anyhow::anyhow!(fault.what))?;
+            ensure!(said.status.success(), "{said}");
+        }
         world.counts.reads.add();
         history.judge(&bytes, log_len)
     };

@@ -50,6 +50,11 @@ impl<'a> World<'a> {
         place.into_iter().chain(limit.into_iter().flatten()).collect()
     }
 
+    /// Runs a verb of `mica` that has no log of an image.
+    pub(super) fn mica_alone(&self, args: &[&str]) -> Outcome<crate::command::Finished> {
+        foreign::run(&self.binary.display().to_string(), &self.images, args)
+    }
+
     /// Runs `mica` among the images; it has to end by itself, and not with a panic.
     pub(super) fn mica(&self, args: &[&str]) -> Outcome<crate::command::Finished> {
         let binary = self.binary.display().to_string();

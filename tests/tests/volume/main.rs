@@ -7,6 +7,7 @@ mod encryption;
 mod given_up;
 mod guide;
 mod handover;
+mod hosts;
 mod kill;
 mod life;
 mod readme;

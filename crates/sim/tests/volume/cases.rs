@@ -2,7 +2,7 @@
 
 use crate::history::{LEN, SECTORS, read};
 use crate::machines::{Death, Machines, Process, name};
-use mica_block::{Disk, ErrorKind, Manage};
+use mica_block::{Disk, ErrorKind, Manage, Objects};
 use mica_rt::{Buf, sleep, spawn, timeout};
 use mica_sim::crash::until_power_cut;
 use mica_sim::{World, scenario};
@@ -114,6 +114,44 @@ fn log_of_a_writer_that_was_overtaken_is_set_aside_and_said() {
         let again = machines.sound(0, true).await;
         let volume = again.open(STORE).await.unwrap();
         assert_eq!((sectors(&volume, 2).await, volume.weakness()), (vec![0, 8], None));
+    });
+}
+
+/// The story: the store was put back from a copy while a host was down whose log had more. The next
+/// writer had the number of the one before, so that this log was replayed over what it wrote.
+#[test]
+fn log_of_a_store_that_was_put_back_from_a_copy_is_not_replayed() {
+    scenario(8, async |world| {
+        let machines = machines(&world).await;
+        let copy = machines.memory.contents();
+        let first = machines.sound(0, true).await;
+        let volume = first.open(HOST).await.unwrap();
+        for number in 1..20 {
+            write(&volume, 0, number).await.unwrap();
+            write(&volume, 8, number).await.unwrap();
+        }
+        dies(&first, volume).await;
+        for name in machines.memory.contents().keys() {
+            machines.memory.delete(name).await.unwrap();
+        }
+        for (name, content) in copy {
+            machines.memory.put_if_absent(&name, Buf::from_slice(&content)).await.0.unwrap();
+        }
+        let second = machines.sound(0, false).await;
+        let volume = second.open(STORE).await.unwrap();
+        write(&volume, 0, 100).await.unwrap();
+        volume.flush().await.unwrap();
+        dies(&second, volume).await;
+        let third = machines.sound(0, true).await;
+        let volume = match third.open(HOST).await {
+            Ok(volume) => volume,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+                third.open(by_force(HOST)).await.unwrap()
+            }
+        };
+        assert_eq!(sectors(&volume, 9).await, [100, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert!(volume.weakness().unwrap().contains("set aside"));
     });
 }
 

@@ -137,8 +137,11 @@ impl Machines {
             Arc::new(Mortal { inner: Arc::new(faulty), life: life.clone() });
         let next = Arc::clone(&self.next);
         let random = move || {
+            let number = next.fetch_add(1, Ordering::Relaxed).to_le_bytes();
             let mut id = [0; 16];
-            id[..8].copy_from_slice(&next.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+            id[..8].copy_from_slice(&number);
+            // Numbers of writers with logs depend on these.
+            id[14..].copy_from_slice(&number[..2]);
             id
         };
         let device = match has_log {

@@ -6,5 +6,6 @@
 
 mod cases;
 mod history;
+mod linear;
 mod machines;
 mod random;

@@ -105,7 +105,7 @@ impl Volumes {
             (None, Some(_)) => return Err(no_base(name, begin)),
         };
         let content = base.as_ref().map_or((Root::default(), begin.len), |base| base.content());
-        // Nobody else has what was just made: if this dies before it is open, it is no whole volume.
+        // What was just made is nobody else's, and no whole volume if this dies now.
         let claimed = if made.is_some() { Claimed::TakeOver } else { Claimed::Refuse };
         let volume = match self.open_volume(name, claimed).await {
             Ok(volume) => volume,

@@ -1,8 +1,8 @@
-//! Copies that are put back: of the store, as it was when nobody had a volume open; and of a log, or
-//! the log is gone.
+//! Copies that are put back: of the store, as it was when nobody had a volume open; and of a log,
+//! or the log is gone.
 
 use super::disk::{Disk, Known};
-use super::host::{Plan, Server};
+use super::host::{NO_ROOM, Plan, Server};
 use super::{Entry, Fleet, Standing};
 use crate::storm::kinds::Kind;
 use crate::storm::model::View;
@@ -103,8 +103,9 @@ fn log(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
 /// refused, or opened with a word about what is lost. By force it is opened.
 fn open_with_another_log(fleet: &mut Fleet<'_>, at: usize) -> Outcome {
     let disk = fleet.entries[at].disk.clone();
+    let mut has_room = true;
     for by_force in [false, true] {
-        let log = Some(fleet.logs[0].clone());
+        let log = has_room.then(|| fleet.logs[0].clone());
         let plan = Plan { disk: disk.clone(), log, to_store: true, keep: None };
         let name = fleet.new_name("copied");
         let site = fleet.site();
@@ -114,6 +115,7 @@ fn open_with_another_log(fleet: &mut Fleet<'_>, at: usize) -> Outcome {
                 return Err(Fault::new(Wrong::NotServed, server.said()));
             }
             fleet.tell(format_args!("    refused: {}", server.said()));
+            has_room = !server.said().contains(NO_ROOM);
             continue;
         }
         let bytes = server.read(&site, &plan)?;

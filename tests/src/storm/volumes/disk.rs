@@ -6,8 +6,8 @@
 //! - V2 What was acknowledged is there as long as the log of its server is, or its process.
 //! - V3 A volume holds a prefix of what was done: if a write is there, so is each that was answered
 //!   before it was sent.
-//! - V4 A snapshot has what was acknowledged before it was asked for, and nothing that was sent after
-//!   it was answered. What it once showed, it always shows.
+//! - V4 A snapshot has what was acknowledged before it was asked for, and nothing that was sent
+//!   after it was answered. What it once showed, it always shows.
 
 use crate::storm::model::{Model, View};
 use crate::storm::stamp::{self, SECTOR, Seen, Seq};

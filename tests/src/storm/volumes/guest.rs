@@ -26,7 +26,6 @@ pub(super) struct Stage<'a> {
     pub(super) is_over: AtomicBool,
     /// Requests may fail.
     pub(super) may_fail: AtomicBool,
-    /// They are kept short of what they could do: their server has a tiny log.
     pub(super) counts: &'a Counts,
     /// The number of the last write.
     pub(super) last: &'a AtomicU64,

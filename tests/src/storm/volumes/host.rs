@@ -16,6 +16,8 @@ use std::time::Duration;
 /// How long a server may take to serve, and to end.
 const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(2);
+/// How a server says that it cannot begin a log.
+pub(super) const NO_ROOM: &str = "has no room for another log";
 /// Its name.
 pub(super) const SECOND: &str = "storm-second";
 /// Makes the second host of this one. Its mounts end with it.

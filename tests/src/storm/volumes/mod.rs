@@ -7,8 +7,8 @@
 //! the labels that there are; and after every round `check` and `scrub` of all.
 //!
 //! ```text
-//! storm ─▶ lives: a server of some volumes, clients ∥ events, its end (`life.rs`)
-//!            ─▶ another host takes over (`second.rs`)
+//! storm ─▶ lives: a server of some volumes (`life.rs`), clients ∥ events (`work.rs`), its end
+//!            ─▶ another host takes over (`taking.rs`, `second.rs`)
 //!        ─▶ rest: verbs, some of them killed (`verbs.rs`); copies (`copies.rs`); all is checked
 //! ```
 
@@ -17,8 +17,11 @@ mod disk;
 mod guest;
 mod host;
 mod life;
+mod look;
 mod second;
+mod taking;
 mod verbs;
+mod work;
 
 use super::kinds::Kind;
 use super::model::View;
@@ -132,7 +135,7 @@ pub(super) fn storm(world: &World<'_>, rng: &mut Rng) -> Outcome {
         world.story.tell(format_args!("round {round}: {:?}", fleet.standings()));
         let mut dice = Rng::for_part(world.seed, 2 * round + 1);
         fleet.relieve()?;
-        life::live(&mut fleet, &mut dice, life::Course::Random)?;
+        life::live(&mut fleet, &mut dice, work::Course::Random)?;
         let mut dice = Rng::for_part(world.seed, 2 * round + 2);
         verbs::rest(&mut fleet, &mut dice)?;
         copies::put_back(&mut fleet, &mut dice)?;
@@ -140,9 +143,9 @@ pub(super) fn storm(world: &World<'_>, rng: &mut Rng) -> Outcome {
     }
     world.story.tell("the end");
     for at in 0..fleet.entries.len() {
-        life::live(&mut fleet, rng, life::Course::Quiet(at))?;
+        life::live(&mut fleet, rng, work::Course::Quiet(at))?;
     }
-    verbs::look_at_all(&mut fleet)?;
+    look::look_at_all(&mut fleet)?;
     fleet.check_all()
 }
 

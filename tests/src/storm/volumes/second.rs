@@ -1,67 +1,13 @@
 //! The other host: it takes volumes over by force, or is handed them.
 
-use super::guest::Stage;
-use super::host::{Plan, Server};
-use super::life::{Course, Finale, ctl, work};
-use super::{Fleet, Standing, host, labels};
+use super::host::{self, Plan, Server};
+use super::taking::{Taken, begin, is_there, plan};
+use super::work::{Course, Finale, ctl, work};
+use super::{Fleet, Standing, labels};
 use crate::storm::kinds::Kind;
 use crate::storm::model::View;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use mica_units::Rng;
-use rustix::process::Signal;
-use std::sync::atomic::Ordering;
-
-/// A server there, and what its disk showed first.
-pub(super) struct Taken {
-    server: Server,
-    bytes: Vec<u8>,
-}
-
-/// Whether there is one.
-pub(super) fn is_there() -> bool {
-    host::second_lack().is_none()
-}
-
-fn plan(fleet: &Fleet<'_>, rng: &mut Rng, disk: &std::sync::Arc<super::disk::Disk>) -> Plan {
-    let log = rng.percent(60).then(|| fleet.logs[1].clone());
-    Plan { disk: disk.clone(), log, to_store: rng.percent(40), keep: None }
-}
-
-fn begin(fleet: &Fleet<'_>, rng: &mut Rng, plan: Plan, by_force: bool) -> Outcome<Taken> {
-    let name = format!("b-{}", rng.next_u64() % 100_000_000);
-    let told = (&plan.disk.name, plan.log.is_some(), plan.to_store);
-    fleet.tell(format_args!("  {name}: {told:?}, force: {by_force}"));
-    fleet.world.counts.lives.add();
-    let site = fleet.site();
-    let mut server = Server::begin(&site, &name, vec![plan.clone()], (true, by_force))?;
-    if !server.serves(&site)? {
-        return Err(Fault::new(Wrong::NotServed, server.said()));
-    }
-    let bytes = server.read(&site, &plan)?;
-    Ok(Taken { server, bytes })
-}
-
-/// It takes one disk of a server that lives, or is stopped meanwhile.
-pub(super) fn take(
-    fleet: &Fleet<'_>,
-    rng: &mut Rng,
-    from: &Server,
-    (at, is_stopped): (usize, bool),
-    stage: &Stage<'_>,
-) -> Outcome<Taken> {
-    fleet.world.counts.forced.add();
-    stage.may_fail.store(true, Ordering::Relaxed);
-    fleet.tell(format_args!("  taken, stopped: {is_stopped}"));
-    if is_stopped {
-        from.signal(Signal::STOP);
-    }
-    let plan = plan(fleet, rng, &from.plans[at].disk);
-    let taken = begin(fleet, rng, plan, true);
-    if is_stopped {
-        from.signal(Signal::CONT);
-    }
-    taken
-}
 
 /// What it does with a disk that it has by force, until nobody has it, or it is killed.
 pub(super) fn after(fleet: &mut Fleet<'_>, rng: &mut Rng, at: usize, taken: Taken) -> Outcome {

@@ -1,21 +1,17 @@
-//! Verbs, on volumes that nobody serves and beside a server; some are killed.
+//! Verbs, on volumes that nobody serves; some are killed.
 
 use super::disk::{Content, Disk, Known};
-use super::{Entry, Fleet, Standing, labels, second};
+use super::look::{EXPORT, any_label, content, exported_to, look_at_snapshots};
+use super::{Entry, Fleet, Standing, second, taking};
 use crate::storm::kinds::Kind;
-use crate::storm::model::View;
-use crate::storm::stamp::Seq;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::text;
 use mica_units::Rng;
 use std::fs;
-use std::path::PathBuf;
 
 const VERBS: [u64; 5] = [0, 1, 2, 4, 6];
 /// Volumes at once, at most.
 const VOLUMES_MAX: usize = 6;
-/// What says that a snapshot is not in the store yet.
-const NOT_YET: [&str; 2] = ["no snapshot", "try again"];
 
 /// Things that are done while nobody serves anything.
 pub(super) fn rest(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
@@ -31,7 +27,7 @@ pub(super) fn rest(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
             7 if fleet.entries.len() > 1 && is_settled => delete(fleet, rng, at)?,
             8 => import(fleet, rng, &disk)?,
             9 if fleet.does(rng, Kind::Stream, 100) => send(fleet, rng, &disk)?,
-            10 if is_settled && second::is_there() && fleet.does(rng, Kind::Force, 60) => {
+            10 if is_settled && taking::is_there() && fleet.does(rng, Kind::Force, 60) => {
                 second::is_handed(fleet, rng, at)?;
             }
             11 if is_settled => keep(fleet, rng, &disk)?,
@@ -61,95 +57,6 @@ fn must(said: Option<crate::command::Finished>) -> Outcome<bool> {
         None => Ok(false),
         Some(said) if said.status.success() => Ok(true),
         Some(said) => Err(Fault::new(Wrong::Failed, said.to_string())),
-    }
-}
-
-/// The label of a snapshot that has to be there.
-pub(super) fn any_label(disk: &Disk, rng: &mut Rng) -> Option<String> {
-    let known = disk.known();
-    let certain = known.snapshots.iter().filter(|snapshot| snapshot.is_certain);
-    let labels: Vec<_> = certain.map(|snapshot| &snapshot.label).collect();
-    (!labels.is_empty()).then(|| rng.choose(&labels).clone())
-}
-
-/// All bytes of what `url` names; `None` if it could not be read.
-fn exported(fleet: &Fleet<'_>, url: &str) -> Outcome<Result<Vec<u8>, String>> {
-    let file = fleet.world.run.join("export.raw");
-    // There may be none.
-    let _ = fs::remove_file(&file);
-    let said = fleet.verb_to_end(&["export", "-q", "-O", "raw", url, text(&file)?])?;
-    match said.status.success() {
-        true => Ok(Ok(fs::read(&file)?)),
-        false => Ok(Err(said.stderr)),
-    }
-}
-
-/// What a snapshot has, which is judged; `None` if it is not in the store yet.
-fn content(fleet: &Fleet<'_>, disk: &Disk, label: &str) -> Outcome<Option<Vec<Seq>>> {
-    let url = format!("{}@{label}", fleet.url(&disk.name)?);
-    let bytes = match exported(fleet, &url)? {
-        Ok(bytes) => bytes,
-        Err(said) if NOT_YET.iter().any(|text| said.contains(text)) => return Ok(None),
-        Err(said) => return Err(Fault::new(Wrong::Failed, format!("{url}: {said}"))),
-    };
-    let mut known = disk.known();
-    known.settle_snapshot(label, &bytes, &url)?;
-    fleet.world.counts.reads.add();
-    match known.snapshot(label).map(|snapshot| snapshot.content.clone()) {
-        Some(Content::Seen(content)) => Ok(Some(content)),
-        _ => Ok(None),
-    }
-}
-
-fn look_at_snapshots(fleet: &Fleet<'_>, at: usize) -> Outcome {
-    let entry = &fleet.entries[at];
-    if entry.standing != Standing::Closed {
-        return Ok(());
-    }
-    let url = fleet.url(&entry.disk.name)?;
-    let said = fleet.verb_ok(&["snapshots", "--output", "json", &url])?;
-    let mut known = entry.disk.known();
-    known.settle_labels(&labels(&said)?, &url)?;
-    known.closed();
-    let all: Vec<_> = known.snapshots.iter().map(|snapshot| snapshot.label.clone()).collect();
-    drop(known);
-    for label in all {
-        if content(fleet, &entry.disk, &label)?.is_none() {
-            let what = format!("{url}@{label} is listed, and cannot be read");
-            return Err(Fault::new(Wrong::Snapshot, what));
-        }
-    }
-    Ok(())
-}
-
-/// Judges all snapshots, and all volumes by exports.
-pub(super) fn look_at_all(fleet: &mut Fleet<'_>) -> Outcome {
-    for at in 0..fleet.entries.len() {
-        look_at_snapshots(fleet, at)?;
-        let disk = &fleet.entries[at].disk;
-        let url = fleet.url(&disk.name)?;
-        let bytes = exported(fleet, &url)?.map_err(|said| Fault::new(Wrong::Failed, said))?;
-        let mut known = disk.known();
-        let allowed = known.allowed_since(&known.moment(), View::Kept);
-        known.judge_reading(&bytes, &allowed, &url)?;
-        known.settle(&bytes, View::Kept, &url)?;
-    }
-    Ok(())
-}
-
-/// Things that others do while `disk` is served.
-pub(super) fn while_served(fleet: &Fleet<'_>, rng: &mut Rng, disk: &Disk) -> Outcome {
-    if rng.percent(40) {
-        let url = fleet.url(&disk.name)?;
-        let moment = disk.known().moment();
-        let bytes = exported(fleet, &url)?.map_err(|said| Fault::new(Wrong::Failed, said))?;
-        let known = disk.known();
-        let allowed = known.allowed_since(&moment, View::Lossy);
-        return known.judge_reading(&bytes, &allowed, &format!("{url}, while it is served"));
-    }
-    match any_label(disk, rng) {
-        Some(label) => content(fleet, disk, &label).map(drop),
-        None => Ok(()),
     }
 }
 
@@ -239,7 +146,7 @@ fn import(fleet: &mut Fleet<'_>, rng: &mut Rng, disk: &Disk) -> Outcome {
         return Ok(());
     };
     let Some(content) = content(fleet, disk, &label)? else { return Ok(()) };
-    let file = fleet.world.run.join("export.raw");
+    let file = fleet.world.run.join(EXPORT);
     let name = fleet.new_name("import");
     let url = fleet.url(&name)?;
     let words = ["import", "-q", "-f", "raw", text(&file)?, &url];
@@ -257,20 +164,9 @@ fn import(fleet: &mut Fleet<'_>, rng: &mut Rng, disk: &Disk) -> Outcome {
         fleet.verb_ok(&words)?;
     }
     let mut known = Known::with_content(fleet.stamp(), &content);
-    known.add_snapshot("export.raw", true, Content::Seen(content));
+    known.add_snapshot(EXPORT, true, Content::Seen(content));
     fleet.add(name, known);
     Ok(())
-}
-
-fn exported_to(fleet: &Fleet<'_>, url: &str, name: &str) -> Outcome<Result<Vec<u8>, String>> {
-    let file: PathBuf = fleet.world.run.join(name);
-    // There may be none.
-    let _ = fs::remove_file(&file);
-    let said = fleet.verb_to_end(&["export", "-q", "-O", "raw", url, text(&file)?])?;
-    match said.status.success() {
-        true => Ok(Ok(fs::read(&file)?)),
-        false => Ok(Err(said.stderr)),
-    }
 }
 
 /// One or two snapshots go to another store.
@@ -301,7 +197,14 @@ fn send(fleet: &mut Fleet<'_>, rng: &mut Rng, disk: &Disk) -> Outcome {
         let words = ["receive", "-q", &far, &file];
         let fate = fleet.fate(rng);
         if !must(fleet.verb(&words, fate)?)? {
-            fleet.verb_ok(&words)?;
+            let again = fleet.verb_to_end(&words)?;
+            if again.stderr.contains("part of an image") && since.is_none() {
+                // Of a whole one a part was left.
+                discard(fleet, &far)?;
+                fleet.verb_ok(&words)?;
+            } else if !again.status.success() {
+                return Err(Fault::new(Wrong::Failed, again.to_string()));
+            }
         }
         for url in [far.clone(), format!("{far}@{label}")] {
             let bytes = exported_to(fleet, &url, "far.raw")?;
