@@ -61,7 +61,7 @@ pub use collect::{Bytes, CollectOptions, Collected, Progress, Sparse, Speed, Ste
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;
-pub use keep::Keep;
+pub use keep::{Keep, SnapshotPer};
 pub use log::{DropLog, Found, Log, LogDevice, LogSummary, NotPushed, Record, Room, Ticket};
 pub use mica_block::{SnapshotInfo, Which};
 pub use names::VolumeName;
@@ -72,5 +72,4 @@ pub use state::{Root, State};
 pub use stream::{ReceiveOptions, Received, Sent};
 pub use usage::{Held, SnapshotUsage, Usage, VolumeUsage};
 pub use volume::Volume;
-pub use volume::automatic::SnapshotPer;
 pub use volumes::{VolumeInfo, Volumes};
