@@ -22,6 +22,18 @@ use std::time::Duration;
 /// Rules in one text, at most.
 const RULES_MAX: usize = 16;
 
+/// After what of its guest a volume takes a snapshot by itself.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum SnapshotPer {
+    /// After nothing: rules say when.
+    #[default]
+    Interval,
+    /// After each request that changes the disk.
+    Write,
+    /// Before each flush after which something else was changed: what it makes durable.
+    Flush,
+}
+
 /// Rules that say which automatic snapshots are kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Keep {

@@ -30,8 +30,8 @@ use std::sync::Arc;
 const SEALED_WEIGHT_MAX: usize = 8 * WEIGHT_MAX;
 /// Blocks whose buffers a batch keeps in memory, about: those that were overwritten are among them.
 const BULK_MAX: usize = 4 * WEIGHT_MAX;
-/// The same, and weight of the batch that fills, of a volume that is about to be handed over: guests
-/// wait for that much when it is.
+/// Weight of the batch that fills, and a fourth of those that wait, of a volume that is about to be
+/// handed over: guests wait for that much when it is.
 const LEAVING_WEIGHT_MAX: usize = WEIGHT_MAX / 8;
 /// How many these are: snapshots seal small ones, and each is looked through when a block is read.
 const SEGMENTS_MAX: usize = 64;

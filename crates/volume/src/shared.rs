@@ -5,6 +5,7 @@
 use crate::build::Builder;
 use crate::format::head::Head;
 use crate::heads::{Heads, Owned};
+use crate::keep::SnapshotPer;
 use crate::known::Now;
 use crate::log::Log;
 use crate::meter::Meter;
@@ -13,7 +14,6 @@ use crate::put::Patience;
 use crate::reader::{Plans, View, blocks_of};
 use crate::state::State;
 use crate::tree::Tree;
-use crate::volume::automatic::SnapshotPer;
 use mica_block::{Error, ErrorKind, Requests, Result};
 use mica_rt::sync::{SharedLock, Signal, Waiters};
 use mica_rt::{now, timeout};

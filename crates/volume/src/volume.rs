@@ -12,7 +12,7 @@
 //! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume
 //!   is latched. A store that does not answer makes everybody wait.
 
-pub(crate) mod automatic;
+mod automatic;
 mod manage;
 mod rewrite;
 mod snapshots;

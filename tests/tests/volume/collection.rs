@@ -200,7 +200,8 @@ fn server_collects_what_an_open_volume_no_longer_needs() {
     let told = status(&store)["stores"][0].clone();
     assert!(found.is_some(), "{} bytes for {live}: {told}", stored(&store));
     assert!(told["gc_passes"].as_u64().expect("a number") > 0, "{told}");
-    assert!(told["gc_freed_bytes"].as_u64().expect("a number") > 2 * live, "{told}");
+    // What is overwritten before it is put is no garbage.
+    assert!(told["gc_freed_bytes"].as_u64().expect("a number") > live / 2, "{told}");
     assert_eq!((&told["gc_failures"], &told["gc_failure"]), (&0.into(), &Value::Null));
     let mut guest = Guest::connect(&server).expect("served");
     for (block, byte) in (0..).zip(&has) {

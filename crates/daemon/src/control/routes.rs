@@ -14,7 +14,7 @@
 //! | `POST /v1/disks/NAME/resize` | `{"size": "20G"}`, or `"+5G"` |
 //! | `POST /v1/disks/NAME/drain` | stops serving the disk and closes its image |
 //! | `POST /v1/disks/NAME/undrain` | serves it again |
-//! | `POST /v1/disks/NAME/handover` | `{"host": "host-2", "limit_seconds": 60}`: closes a volume for that host |
+//! | `POST /v1/disks/NAME/handover` | `{"host": "host-2"}`: closes a volume for that host |
 //! | `GET /v1/disks/NAME/snapshots` | the snapshots of a volume |
 //! | `POST /v1/disks/NAME/snapshots` | `{"label": "monday", "with": ["db"]}`: takes one or more |
 //! | `POST /v1/disks/NAME/drop` | `{"snapshot": "monday"}`: drops it |

@@ -28,8 +28,8 @@ pub(crate) struct HandedOver {
 }
 
 impl Served {
-    /// Hands a volume that is served to `host`, and closes it here. Until what was written before is
-    /// in the store it may take as long as `limit`: guests go on meanwhile.
+    /// Hands a volume that is served to `host`, and closes it here. Until what was written before
+    /// is in the store it may take as long as `limit`: guests go on meanwhile.
     ///
     /// # Errors
     /// `Unsupported` if it is no volume, `Denied` if it is not served, `Invalid` if no host has

@@ -59,7 +59,7 @@ pub struct VolumeSettings {
     #[arg(long, requires = "volume", value_name = "RULES", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub keep: Option<KeepRules>,
-    /// Take a snapshot after each write, or before each flush, so that any of them can be gone back to.
+    /// Take a snapshot after each write, or before each flush: any of them can be gone back to.
     ///
     /// --keep says for how long they are kept. flush costs little; write costs a record in the log
     /// and in the store for each.

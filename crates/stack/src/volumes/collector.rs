@@ -4,79 +4,41 @@
 //! so much was put ─▶ heads of own volumes ─▶ collect ─▶ own sparse extents again ─▶ collect
 //! ```
 //!
-//! When: what was put since the last time is a sixteenth of what is alive, so that garbage stays
-//! below that; or it is long ago and anything was put. What it may cost: reads and rewriting have a
-//! rate, a pass is followed by a rest of several times its length, and while guests wait for their
-//! log or their store nothing is written again.
+//! When: what was put since the last time is 1/32 of what is alive, so that garbage stays below
+//! that; or it is long ago and anything was put. What it may cost: reads and rewriting have a rate,
+//! a pass is followed by a rest as long, and while guests wait for their log or their store nothing
+//! is written again.
 //!
 //! Invariants
-//! - C1 A process collects one store at a time. Of a store in a directory, one process of those that
-//!   see its locks does: whoever comes second leaves it. (Two at once would be safe, and a waste.)
+//! - C1 A process collects one store at a time. Of a store in a directory, one process of those
+//!   that see its locks does: whoever comes second leaves it. (Two at once are safe, and a waste.)
 //! - C2 Only volumes that this process has open are written again, by their own writers.
 //! - C3 What fails is said, counted, and tried again later; nothing else stops for it.
 
+use super::collecting::{Collecting, Collection};
 use super::lock::CollectorLock;
 use super::stores::{Store, Stores};
 use mica_block::{ManageVolume, Result};
-use mica_rt::{Instant, now, sleep};
+use mica_rt::{now, sleep};
 use mica_volume::{CollectOptions, Collected, Speed, Volume, VolumeName};
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 /// How often it is looked whether there is something to do.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// Bytes that were put, at least, and as a part of what is alive, before it is worth a pass.
 const PUT_MIN: u64 = 16 << 20;
-const PUT_PART: u64 = 16;
+const PUT_PART: u64 = 32;
 /// After so long anything that was put is a reason: automatic snapshots become old without a write.
 const LONG_HERE: Duration = Duration::from_secs(10 * 60);
 /// The same for a store that asks money for requests.
 const LONG_FAR: Duration = Duration::from_secs(60 * 60);
-/// Rest after a pass: so many times as long as it took, and at least this; and after a failure.
-const REST_TIMES: u32 = 4;
+/// Rest after a pass: as long as it took, and at least this; and after a failure.
 const REST_MIN: Duration = Duration::from_secs(2);
 const REST_FAILED: Duration = Duration::from_secs(60);
 /// What is read of maps each second, and written again, at most.
 const READ_RATE: u64 = 256 << 20;
 const REWRITE_RATE: u64 = 64 << 20;
-
-/// What was collected in a store, since the process began to.
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub struct Collection {
-    /// The store.
-    pub store: String,
-    /// Passes that came to their end.
-    pub passes: u64,
-    /// Passes that failed.
-    pub failures: u64,
-    /// Why the last one did, if it did.
-    pub failure: Option<String>,
-    /// How long the last one took, in milliseconds.
-    pub last_ms: u64,
-    /// Bytes of extents that were deleted.
-    pub freed_bytes: u64,
-    /// Bytes that were given back within others.
-    pub punched_bytes: u64,
-    /// Bytes that were written again.
-    pub rewritten_bytes: u64,
-    /// Bytes of extents that were there after the last pass.
-    pub bytes: u64,
-    /// Of these, what is needed.
-    pub live_bytes: u64,
-}
-
-/// What is known of one store for collecting it.
-#[derive(Default)]
-pub(super) struct Collecting {
-    /// The volumes that this process has open for writing, and how much each has put.
-    open: BTreeMap<VolumeName, (Weak<Volume>, u64)>,
-    /// Bytes that were put since the last pass.
-    put_bytes: u64,
-    last: Option<Instant>,
-    rest_until: Option<Instant>,
-    figures: Collection,
-}
 
 impl Store {
     /// A volume was opened for writing.
@@ -94,15 +56,15 @@ impl Store {
     }
 
     /// The volumes that are open, after what they have put is counted.
-    fn open_volumes(&self) -> Vec<(VolumeName, Arc<Volume>)> {
+    fn open_volumes(&self) -> Vec<(VolumeName, Weak<Volume>)> {
         let mut collecting = self.collecting();
         let (mut open, mut more) = (Vec::new(), 0_u64);
         collecting.open.retain(|name, (volume, put)| {
-            let Some(volume) = volume.upgrade() else { return false };
-            let now = volume.figures().extent_bytes;
+            let Some(there) = volume.upgrade() else { return false };
+            let now = there.figures().extent_bytes;
             more += now.saturating_sub(*put);
             *put = now;
-            open.push((name.clone(), volume));
+            open.push((name.clone(), Weak::clone(volume)));
             true
         });
         collecting.put_bytes += more;
@@ -141,7 +103,6 @@ impl Store {
         drop(held);
         let took = now().saturating_since(start);
         // What was written again is no reason for another pass.
-        drop(open);
         self.open_volumes();
         let mut collecting = self.collecting();
         collecting.last = Some(now());
@@ -153,7 +114,7 @@ impl Store {
                 say(self, &collected, rewritten, took);
                 collecting.put_bytes =
                     collecting.put_bytes.saturating_sub(put_before.saturating_add(rewritten));
-                REST_MIN.max(took * REST_TIMES)
+                REST_MIN.max(took)
             }
             Err(error) => {
                 figures.failures += 1;
@@ -166,12 +127,15 @@ impl Store {
         collecting.rest_until = Some(now().after(rest));
     }
 
-    /// One pass; also returns how many bytes were written again.
-    async fn pass(&self, open: &[(VolumeName, Arc<Volume>)]) -> Result<(Collected, u64)> {
+    /// One pass; also returns how many bytes were written again. A volume that is closed meanwhile
+    /// is not kept by it.
+    async fn pass(&self, open: &[(VolumeName, Weak<Volume>)]) -> Result<(Collected, u64)> {
         let speed = Speed { requests: None, bytes: Some(READ_RATE) };
         let options = CollectOptions { speed, ..CollectOptions::default() };
         for (name, volume) in open {
-            note(name, volume.checkpoint().await);
+            if let Some(volume) = volume.upgrade() {
+                note(name, volume.checkpoint().await);
+            }
         }
         let mut collected = self.volumes().collect(options, &mut |_| ()).await?;
         let mut rewritten = 0;
@@ -179,6 +143,7 @@ impl Store {
             let Some((name, volume)) = open.iter().find(|(name, _)| *name == sparse.name) else {
                 continue;
             };
+            let Some(volume) = volume.upgrade() else { continue };
             let extents = sparse.extents.iter().copied().collect();
             let tidied = volume.tidy(&extents, REWRITE_RATE).await;
             let stored = match tidied {
@@ -203,17 +168,6 @@ impl Store {
             collected.bytes -= collected.freed_bytes.min(collected.bytes);
         }
         Ok((collected, rewritten))
-    }
-}
-
-impl Collection {
-    fn note(&mut self, collected: &Collected, rewritten: u64) {
-        self.passes += 1;
-        self.failure = collected.failure.as_ref().map(|failure| failure.in_one_line());
-        self.freed_bytes += collected.freed_bytes;
-        self.punched_bytes += collected.punched_bytes;
-        self.rewritten_bytes += rewritten;
-        (self.bytes, self.live_bytes) = (collected.bytes, collected.live_bytes);
     }
 }
 
@@ -258,6 +212,3 @@ impl Stores {
         all.filter(|collection| collection.passes + collection.failures > 0).collect()
     }
 }
-
-/// What a store has for this.
-pub(super) type CollectingCell = Mutex<Collecting>;

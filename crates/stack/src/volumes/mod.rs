@@ -6,6 +6,7 @@
 //! ```
 
 mod bucket;
+mod collecting;
 mod collector;
 mod held;
 mod keys;
@@ -20,7 +21,7 @@ mod url;
 pub use mica_volume::{Durability, Keep, SnapshotPer};
 
 pub use bucket::{bucket_files, bucket_ports};
-pub use collector::Collection;
+pub use collecting::Collection;
 pub use keys::read_volume_key;
 pub use logs::{LOG_BYTES_MIN, LogPlace};
 pub use machine::MACHINE_ID;

@@ -1,7 +1,7 @@
 //! The stores that a process uses: each is opened once, whatever disks are in it.
 
 use super::bucket;
-use super::collector::CollectingCell;
+use super::collecting::Collecting;
 use super::logs::{LogPlace, Logs};
 use super::machine::host;
 use super::url::StoreUrl;
@@ -45,7 +45,7 @@ pub struct Store {
     /// Held by whoever probes it.
     probing: SharedLock,
     is_probed: Mutex<bool>,
-    pub(super) collecting: CollectingCell,
+    pub(super) collecting: Mutex<Collecting>,
 }
 
 /// Attempts of a request of a probe: some seconds.

@@ -6,7 +6,7 @@
 //! - I2 Guests wait for nothing here: snapshots are records among theirs.
 
 use super::Volume;
-use crate::keep::Keep;
+use crate::keep::{Keep, SnapshotPer};
 use crate::shared::Shared;
 use mica_block::{ManageSnapshots, Result};
 use mica_rt::{Instant, now, sleep, timeout};
@@ -17,18 +17,6 @@ use std::time::Duration;
 /// How often it is looked which are to be dropped, at most; and while nobody writes, and none was.
 const DROP_EVERY: Duration = Duration::from_secs(1);
 const DROP_AT_REST: Duration = Duration::from_secs(10);
-
-/// After what of its guest a volume takes a snapshot by itself.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub enum SnapshotPer {
-    /// After nothing: rules say when.
-    #[default]
-    Interval,
-    /// After each request that changes the disk.
-    Write,
-    /// Before each flush after which something else was changed: what it makes durable.
-    Flush,
-}
 
 impl Shared {
     /// The guest has changed something, which is recorded.

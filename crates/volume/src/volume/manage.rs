@@ -19,8 +19,8 @@ use std::time::Duration;
 const LAST_WRITES_MAX: Duration = Duration::from_secs(10);
 
 impl Volume {
-    /// Closes the volume, as [`mica_block::Manage::close`] does, for `host`: no other opens it then,
-    /// except by force.
+    /// Closes the volume, as [`mica_block::Manage::close`] does, for `host`: no other opens it
+    /// then, except by force.
     ///
     /// # Errors
     /// `Invalid` if no host can have this name; otherwise as [`mica_block::Manage::close`]. If the

@@ -16,13 +16,15 @@ use crate::tree::{Tree, follows};
 use crate::writing::Is;
 use mica_block::{ErrorKind, Result};
 use mica_map::{Directory, Walk, WalkStep};
-use mica_rt::{Buf, Instant, now, sleep};
+use mica_rt::{Buf, Instant, join_all, now, sleep};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Blocks that are read at once.
-const RUN_BLOCKS_MAX: usize = 256;
+/// Blocks that are written again together.
+const BATCH_BLOCKS_MAX: usize = 512;
+/// Reads at a time.
+const READS_MAX: usize = 64;
 
 impl Volume {
     /// Writes again what the volume has in `extents`; returns how many blocks that were. A flush
@@ -118,7 +120,7 @@ impl Shared {
             return Ok(());
         };
         let mut walk = Walk::new(state.map, at.from..=last);
-        let mut run = Vec::new();
+        let mut batch = Batch::default();
         let mut has_node = false;
         loop {
             match walk.next_step() {
@@ -130,42 +132,75 @@ impl Shared {
                     if !std::mem::take(&mut has_node) && !extents.contains(&place.extent()) {
                         continue;
                     }
-                    let goes_on = run.last().is_none_or(|(_, last)| follows(*last, place));
-                    if !goes_on || run.len() >= RUN_BLOCKS_MAX {
-                        self.rewrite_run(&tree, &run, at).await?;
-                        run.clear();
+                    if batch.blocks >= BATCH_BLOCKS_MAX {
+                        self.rewrite_batch(&tree, &std::mem::take(&mut batch), at).await?;
                     }
-                    run.push((block, place));
+                    batch.push(block, place);
                 }
-                WalkStep::Done => return self.rewrite_run(&tree, &run, at).await,
+                WalkStep::Done => return self.rewrite_batch(&tree, &batch, at).await,
             }
         }
     }
 
-    /// Writes blocks again that follow each other in one extent.
-    async fn rewrite_run(
+    /// Reads blocks, some at a time, and writes them again together: waiting for each would take
+    /// as long as the log and the store need for a request, for every block.
+    async fn rewrite_batch(
         self: &Arc<Self>,
         tree: &Tree,
-        run: &[(u64, Place)],
+        batch: &Batch,
         at: &mut Progress,
     ) -> Result<()> {
-        let Some((_, first)) = run.first() else { return Ok(()) };
+        let Some((last, _)) = batch.runs.last().and_then(|run| run.last()) else { return Ok(()) };
         if let Some(pacer) = &mut at.pacer {
             self.unthrottled().await;
-            pacer.wait((run.len() * BLOCK_BYTES) as u64).await;
+            pacer.wait((batch.blocks * BLOCK_BYTES) as u64).await;
         }
-        let places = run.iter().map(|(_, place)| *place);
-        let room = Buf::new(run.len() * BLOCK_BYTES);
-        let bytes = tree.read_blocks(*first, places, room).await?;
-        for ((block, place), data) in run.iter().zip(Block::all_of(bytes, 0)) {
-            // If it is still the one that was read (I1).
-            let is_same = |is| match is {
-                Is::Stored(Some(now)) if now == *place => Some(data.clone()),
-                Is::Stored(_) | Is::Recent(_) => None,
-            };
-            at.count += u64::from(self.change_block(*block, is_same).await?);
-            at.from = block + 1;
+        for runs in batch.runs.chunks(READS_MAX) {
+            let reads = runs.iter().map(|run| read_run(tree, run));
+            let read = join_all(reads.collect::<Vec<_>>()).await;
+            let mut changes = Vec::new();
+            for (run, bytes) in runs.iter().zip(read) {
+                let bytes = bytes?;
+                for ((block, place), data) in run.iter().zip(Block::all_of(bytes, 0)) {
+                    // If it is still the one that was read (I1).
+                    let is_same = move |is| match is {
+                        Is::Stored(Some(now)) if now == *place => Some(data.clone()),
+                        Is::Stored(_) | Is::Recent(_) => None,
+                    };
+                    changes.push(self.change_block(*block, is_same));
+                }
+            }
+            for changed in join_all(changes).await {
+                at.count += u64::from(changed?);
+            }
         }
+        at.from = last + 1;
         Ok(())
     }
+}
+
+/// Blocks that are written again together, in the order of the disk.
+#[derive(Default)]
+struct Batch {
+    /// Of each run the blocks follow each other in one extent.
+    runs: Vec<Vec<(u64, Place)>>,
+    blocks: usize,
+}
+
+impl Batch {
+    fn push(&mut self, block: u64, place: Place) {
+        self.blocks += 1;
+        if let Some(run) = self.runs.last_mut()
+            && run.last().is_some_and(|(_, last)| follows(*last, place))
+        {
+            return run.push((block, place));
+        }
+        self.runs.push(vec![(block, place)]);
+    }
+}
+
+async fn read_run(tree: &Tree, run: &[(u64, Place)]) -> Result<Buf> {
+    let (_, first) = run.first().expect("a run has blocks");
+    let places = run.iter().map(|(_, place)| *place);
+    tree.read_blocks(*first, places, Buf::new(run.len() * BLOCK_BYTES)).await
 }
