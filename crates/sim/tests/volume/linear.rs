@@ -142,7 +142,7 @@ impl Story {
         let mortal = (plan.steps, plan.death);
         let process = self.machines.process(plan.machine, plan.has_log, &plan.faults, mortal);
         let process = process.await.ok()?;
-        let opening = Opening { claimed, log: None, durability: plan.durability };
+        let opening = Opening { durability: plan.durability, ..Opening::from(claimed) };
         let volume = match process.open(opening).await {
             Ok(volume) => volume,
             Err(_) => {
@@ -257,7 +257,7 @@ async fn history(story: &Rc<Story>) {
         *owed = Owed::Stored;
     }
     let last = story.machines.sound(2, false).await;
-    let opening = Opening { claimed: Claimed::TakeOver, log: None, durability: Durability::Store };
+    let opening = Opening::from(Claimed::TakeOver);
     let volume = last.open(opening).await.unwrap();
     sleep(Duration::from_secs(5)).await;
     for block in 0..BLOCKS {

@@ -3,7 +3,7 @@ use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::Handles;
 use mica_units::GuestOffset;
-use mica_volume::SnapshotPer;
+use mica_volume::{NewVolume, SnapshotPer};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -203,12 +203,15 @@ fn import_that_has_not_begun_to_write_is_no_image() {
         let (stores, others) = (stores(), self::stores());
         let url = volume(folder.path(), "web");
         let store = stores.open_or_make(&url.store).await.expect("a store");
-        store.begin_import(&url.name, 1 << 20).await.expect("made");
+        store.begin_import(&url.name, 1 << 20, None, NewVolume::default()).await.expect("made");
         for options in [&VolumeOptions::default(), &WRITE] {
             let refused = others.open_volume(&url, options).await.map(drop).expect_err("a part");
             assert!(refused.to_string().contains("part of an image"), "{refused}");
         }
-        let again = store.begin_import(&url.name, 1 << 20).await.expect_err("it is there");
+        let again = store
+            .begin_import(&url.name, 1 << 20, None, NewVolume::default())
+            .await
+            .expect_err("it is there");
         assert_eq!(again.kind(), ErrorKind::Invalid);
         assert_eq!(kind(others.open_volume(&url, &WRITE).await), ErrorKind::Denied, "as before");
         let import = VolumeOptions { access: VolumeAccess::Import, ..WRITE };
