@@ -125,14 +125,13 @@ impl Daemon {
         match started {
             Ok(control) => {
                 let (_watchdog, _overlays, _descriptors) = (watchdog, overlays, rings);
-                let reloads = !has_terminal;
                 Ok(Self {
                     shared,
                     control,
                     _watchdog,
                     signals: Some(signals),
                     log,
-                    reloads,
+                    reloads: !has_terminal,
                     stats_file,
                     _overlays,
                     _descriptors,

@@ -9,7 +9,8 @@
 //!   after the children that it names.
 //! - E2 Only unchanged directories are evicted. The path to the key that was asked for last stays.
 //! - E3 The lowest directory in which a leaf was set last is held and changed, with all above it,
-//!   until something else is done with the tree than setting leaves: its neighbours cost one look-up.
+//!   until something else is done with the tree than setting leaves: what is beside it costs one
+//!   look-up.
 
 use crate::node::{Directory, FANOUT_BITS};
 use crate::{FANOUT, HEIGHT_MAX, Reference, Root, above, child_index};

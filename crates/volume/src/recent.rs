@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(batch.data_blocks(), 0);
     }
 
-    /// A guest that writes many blocks at once, and most of them again, is not kept in memory whole.
+    /// The story: a guest that wrote many blocks at once, and most of them again and again.
     #[test]
     fn batch_says_when_it_may_keep_far_more_than_it_has() {
         let mut batch = Batch::default();

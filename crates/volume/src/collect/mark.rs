@@ -10,8 +10,8 @@
 //!   complete, unless [`Mark::damage`] has something.
 //! - I2 Nothing that was read is trusted: a node is what its place says, and names older ones.
 //! - I3 What is held is what is wanted of older extents: the bits of their blocks, eight bytes for
-//!   each frame, and their nodes; where it is counted who needs what, four bytes for each block, and
-//!   as many for each block of a frame, too.
+//!   each frame, and their nodes; where it is counted who needs what, four bytes for each block,
+//!   too, and a few more for each block of a frame.
 //! - I4 No key is needed: nodes are not encrypted, and sums are those of what is stored.
 
 use super::areas::Areas;

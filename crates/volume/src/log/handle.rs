@@ -182,7 +182,7 @@ impl Log {
         if is_durable { Ok(()) } else { self.inner.device.sync().await }
     }
 
-    /// Bytes that a sync would have to write, at most, those of other logs of the device among them.
+    /// Bytes that a sync would have to write, at most; those of the device's other logs, too.
     pub fn unsynced(&self) -> u64 {
         self.inner.device.unsynced()
     }

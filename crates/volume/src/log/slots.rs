@@ -398,8 +398,8 @@ impl Slots {
     }
 
     /// Holds the oldest segment of the log `key` whose header is not durable, if it is older than
-    /// segment `below` and no other of the log is held, until [`Self::header_synced`]. So headers of
-    /// a log become durable in their order.
+    /// segment `below` and no other of the log is held, until [`Self::header_synced`]. So headers
+    /// of a log become durable in their order.
     pub(super) fn hold_unsynced(
         &mut self,
         key: LogKey,
