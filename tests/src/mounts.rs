@@ -55,14 +55,15 @@ impl FuseFile {
     /// # Panics
     /// If it is in use.
     pub fn unmount(mut self) {
-        let way = ["fusermount3", "fusermount"].into_iter().find(|program| {
-            let mut command = Command::new(program);
-            let command = command.arg("-u").arg(&self.folder).stderr(Stdio::null());
+        // A loop device lets go of its file a moment after it is unmounted.
+        let ways: [&[&str]; 3] = [&["fusermount3", "-u"], &["fusermount", "-u"], &["umount"]];
+        let is_done = |way: &&[&str]| {
+            let mut command = Command::new(way[0]);
+            let command = command.args(&way[1..]).arg(&self.folder).stderr(Stdio::null());
             command.status().is_ok_and(|status| status.success())
-        });
-        if way.is_none() {
-            command::run("umount", [&self.folder]).ok();
-        }
+        };
+        let done = clock::poll(LIMIT, PAUSE * 10, || ways.iter().copied().find(is_done));
+        assert!(done.is_some(), "{} stays in use", self.folder.display());
         assert!(command::wait(&mut self.child, LIMIT).is_some(), "nbdfuse does not end");
     }
 }

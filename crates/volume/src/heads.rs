@@ -49,6 +49,8 @@ pub enum Claimed {
     Refuse,
     /// Fence it: it writes no more, and learns that.
     TakeOver,
+    /// The same, where it is known that nobody has written: the volume was just made, unfinished.
+    JustMade,
 }
 
 /// A volume that was opened for writing.

@@ -160,7 +160,8 @@ impl LocalLog for LogChoice<'_> {
     }
 
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()> {
-        self.fenced = head.writer().map(|_| head.host.clone());
+        let had_log = head.writer().is_some() && self.claimed != Claimed::JustMade;
+        self.fenced = had_log.then(|| head.host.clone());
         self.state_ns = state.time_ns;
         let Some(device) = self.device else { return Ok(()) };
         // That of an earlier try, which was lost: it is found again.

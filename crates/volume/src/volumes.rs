@@ -166,7 +166,7 @@ impl Volumes {
     }
 
     /// Makes a volume of `len` bytes whose content follows. Until it is opened with
-    /// [`Claimed::TakeOver`], and closed, nobody takes it for a whole one.
+    /// [`Claimed::JustMade`], and closed, nobody takes it for a whole one.
     ///
     /// # Errors
     /// As [`Self::create_as`].

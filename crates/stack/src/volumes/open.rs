@@ -148,8 +148,8 @@ async fn open_locked(
     log: Option<Arc<LogDevice>>,
 ) -> Result<Volume> {
     let is_import = options.access == VolumeAccess::Import;
-    // Nobody has what an import has just made.
-    let claimed = match (options.force || is_import, locked.standing, locked.left(), &log) {
+    let claimed = match (options.force, locked.standing, locked.left(), &log) {
+        _ if is_import => Claimed::JustMade,
         (true, ..) | (_, Standing::Abandoned, None, _) => Claimed::TakeOver,
         // The log knows whether it is the one.
         (_, Standing::Abandoned, Some(_), Some(_)) | (_, Standing::Closed | Standing::Open, ..) => {

@@ -106,7 +106,7 @@ impl Volumes {
         };
         let content = base.as_ref().map_or((Root::default(), begin.len), |base| base.content());
         // What was just made is nobody else's, and no whole volume if this dies now.
-        let claimed = if made.is_some() { Claimed::TakeOver } else { Claimed::Refuse };
+        let claimed = if made.is_some() { Claimed::JustMade } else { Claimed::Refuse };
         let volume = match self.open_volume(name, claimed).await {
             Ok(volume) => volume,
             Err(error) => {
