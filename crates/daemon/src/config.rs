@@ -26,6 +26,7 @@ use crate::settings::{
 };
 use crate::systemd::has_inherited_sockets;
 use mica_block::{Error, ErrorKind, Result};
+use mica_stack::StoreFaults;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -420,7 +421,12 @@ impl DiskConfig {
 
     /// What is wrong with its volume, as far as its settings say.
     fn volume_problem(&self) -> Option<String> {
-        match self.volume.url() {
+        let faults = |_: &_| StoreFaults::new(&self.images.inject).err();
+        let url = self.volume.url();
+        if let Some(error) = url.as_ref().ok().and_then(Option::as_ref).and_then(faults) {
+            return Some(error.in_one_line());
+        }
+        match url {
             Err(error) => Some(error.in_one_line()),
             Ok(None) => self.volume.ineffective_option(),
             Ok(Some(url)) if self.settings.load_snapshot.is_some() => Some(format!(

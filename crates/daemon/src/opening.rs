@@ -6,7 +6,7 @@ use crate::settings::{DiskSettings, ImageSettings, IndexMode, VolumeSettings};
 use mica_block::{Error, Manage, Result};
 use mica_qcow2::{ChainOptions, IndexUse, MapCache, Sharing};
 use mica_rt::{Backend, Executor};
-use mica_stack::VolumeOptions;
+use mica_stack::{StoreFaults, VolumeOptions};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -33,7 +33,8 @@ pub(crate) fn open(opening: &Opening<'_>, resources: &Resources) -> Result<Arc<d
         return open_image(&executor, (image, settings, images), resources);
     };
     let is_written = settings.writes() && url.snapshot.is_none();
-    let options = VolumeOptions { force: force && is_written, ..volume.options(is_written) };
+    let (force, faults) = (force && is_written, StoreFaults::new(&images.inject)?);
+    let options = VolumeOptions { force, faults, ..volume.options(is_written) };
     executor.block_on(resources.stores.open_volume(&url, &options))
 }
 

@@ -30,6 +30,6 @@ pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
 pub use volumes::{
     Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,
-    SnapshotPer, Store, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl, bucket_files,
-    bucket_ports, read_volume_key,
+    SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl,
+    bucket_files, bucket_ports, read_volume_key,
 };

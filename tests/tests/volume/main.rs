@@ -4,6 +4,7 @@ mod bucket;
 mod collection;
 mod copies;
 mod encryption;
+mod faults;
 mod given_up;
 mod guide;
 mod handover;

@@ -90,7 +90,9 @@ pub struct ImageSettings {
     #[arg(hide_short_help = true, help_heading = "Engine")]
     pub redo_dir: PathBuf,
     /// Inject faults into image I/O: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE;
-    /// redo-memory=SIZE (such a log is found only with the same SIZE).
+    /// redo-memory=SIZE (such a log is found only with the same SIZE). Of a volume, into the
+    /// requests to its store: delay=TIME; error, lost, hang, slow, late=SHARE; throttle=N:M;
+    /// lie=NAME; each with op=read|put|list|delete.
     #[arg(long, value_name = "FAULT", hide_short_help = true, help_heading = "Engine")]
     pub inject: Vec<String>,
 }

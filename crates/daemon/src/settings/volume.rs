@@ -114,7 +114,8 @@ impl VolumeSettings {
         let keep = self.keep.clone().map(|rules| rules.0);
         let snapshot_per = self.snapshot_per.map(SnapshotAfter::into).unwrap_or_default();
         let log = self.log();
-        VolumeOptions { access, key, force: false, log, durability, keep, snapshot_per }
+        let options = VolumeOptions { access, key, log, durability, ..VolumeOptions::default() };
+        VolumeOptions { keep, snapshot_per, ..options }
     }
 
     /// An option that has no effect on what is only read, as the snapshot of a volume is.

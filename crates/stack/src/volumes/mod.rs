@@ -8,6 +8,7 @@
 mod bucket;
 mod collecting;
 mod collector;
+mod faults;
 mod held;
 mod keys;
 mod lock;
@@ -22,6 +23,7 @@ pub use mica_volume::{Durability, Keep, SnapshotPer};
 
 pub use bucket::{bucket_files, bucket_ports};
 pub use collecting::Collection;
+pub use faults::StoreFaults;
 pub use keys::read_volume_key;
 pub use logs::{LOG_BYTES_MIN, LogPlace};
 pub use machine::MACHINE_ID;

@@ -1,5 +1,6 @@
 //! Opening a volume, or a snapshot of one.
 
+use super::faults::StoreFaults;
 use super::held::HeldVolume;
 use super::keys::read_volume_key;
 use super::lock::VolumeLock;
@@ -32,6 +33,8 @@ pub struct VolumeOptions {
     pub keep: Option<Keep>,
     /// Whether they are taken after each write or flush, and not in intervals.
     pub snapshot_per: SnapshotPer,
+    /// How its store misbehaves, for tests.
+    pub faults: StoreFaults,
 }
 
 /// What a volume is opened for.
@@ -97,7 +100,7 @@ impl Stores {
         url: &VolumeUrl,
         options: &VolumeOptions,
     ) -> Result<Arc<dyn Manage>> {
-        let store = self.open(&url.store).await?;
+        let store = self.open_with(&url.store, &options.faults).await?;
         let key = options.key.as_deref().map(read_volume_key).transpose()?;
         if key.is_some() {
             check_encrypted(store.volumes(), &url.name).await?;

@@ -2,6 +2,7 @@
 
 use super::bucket;
 use super::collecting::Collecting;
+use super::faults::StoreFaults;
 use super::logs::{LogPlace, Logs};
 use super::machine::host;
 use super::url::StoreUrl;
@@ -31,7 +32,8 @@ pub struct Stores {
     handles: Arc<Handles>,
     cache_bytes: u64,
     patience: Patience,
-    open: Mutex<BTreeMap<StoreUrl, Weak<Store>>>,
+    /// By where they are, and how they misbehave.
+    open: Mutex<BTreeMap<(StoreUrl, StoreFaults), Weak<Store>>>,
     /// Those in memory live as long as the process.
     in_memory: Mutex<BTreeMap<String, MemoryObjects>>,
     logs: Logs,
@@ -79,12 +81,22 @@ impl Stores {
     /// # Errors
     /// `NotFound` if there is none; otherwise what it reports.
     pub async fn open(&self, url: &StoreUrl) -> Result<Arc<Store>> {
-        if let Some(store) = self.known(url) {
+        self.open_with(url, &StoreFaults::NONE).await
+    }
+
+    /// As [`Self::open`], with faults: those who name others, or none, have another one.
+    pub(super) async fn open_with(
+        &self,
+        url: &StoreUrl,
+        faults: &StoreFaults,
+    ) -> Result<Arc<Store>> {
+        let named = (url.clone(), faults.clone());
+        if let Some(store) = self.lock().get(&named).and_then(Weak::upgrade) {
             return Ok(store);
         }
-        let objects = self.reach(url)?;
+        let objects = faults.stack_on(self.reach(url)?)?;
         let volumes = Volumes::open(Arc::clone(&objects), environment()?, self.cache_bytes);
-        Ok(self.keep(url, volumes.await?, objects))
+        Ok(self.keep(named, volumes.await?, objects))
     }
 
     /// As [`Self::open`]; makes a store of what is empty, and a directory for it in one that there
@@ -102,7 +114,8 @@ impl Stores {
         }
         let objects = self.reach(url)?;
         let made = Volumes::open_or_make(Arc::clone(&objects), environment()?, self.cache_bytes);
-        let store = self.keep(url, made.await?, objects);
+        let named = (url.clone(), StoreFaults::NONE);
+        let store = self.keep(named, made.await?, objects);
         store.probe().await?;
         Ok(store)
     }
@@ -112,30 +125,30 @@ impl Stores {
         self.lock().values().filter_map(Weak::upgrade).collect()
     }
 
-    fn known(&self, url: &StoreUrl) -> Option<Arc<Store>> {
-        self.lock().get(url).and_then(Weak::upgrade)
-    }
-
     /// Keeps a store that was opened, unless somebody else was faster.
-    fn keep(&self, url: &StoreUrl, volumes: Volumes, objects: Arc<dyn Objects>) -> Arc<Store> {
+    fn keep(
+        &self,
+        named: (StoreUrl, StoreFaults),
+        volumes: Volumes,
+        objects: Arc<dyn Objects>,
+    ) -> Arc<Store> {
         let volumes = match self.patience {
             Patience::Guest => volumes,
             Patience::Verb => volumes.for_verbs(),
         };
         let mut open = self.lock();
-        if let Some(store) = open.get(url).and_then(Weak::upgrade) {
+        if let Some(store) = open.get(&named).and_then(Weak::upgrade) {
             return store;
         }
         open.retain(|_, store| store.strong_count() > 0);
         let (probing, is_probed, collecting) = Default::default();
-        let url = url.clone();
-        let store = Store { url: url.clone(), volumes, objects, probing, is_probed, collecting };
-        let store = Arc::new(store);
-        open.insert(url, Arc::downgrade(&store));
+        let url = named.0.clone();
+        let store = Arc::new(Store { url, volumes, objects, probing, is_probed, collecting });
+        open.insert(named, Arc::downgrade(&store));
         store
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<StoreUrl, Weak<Store>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<(StoreUrl, StoreFaults), Weak<Store>>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

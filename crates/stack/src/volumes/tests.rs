@@ -33,6 +33,7 @@ const WRITE: VolumeOptions = VolumeOptions {
     durability: None,
     keep: None,
     snapshot_per: SnapshotPer::Interval,
+    faults: StoreFaults::NONE,
 };
 
 async fn write(disk: &dyn Manage, byte: u8) -> Result<()> {

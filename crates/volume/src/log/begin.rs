@@ -331,6 +331,7 @@ mod tests {
     use mica_store::MemoryStore;
     use mica_store::faulty::{ErrorOptions, ErrorStore, Operation, Operations, When};
     use mica_units::HostOffset;
+    use std::time::Duration;
 
     /// The story: a volume could not be closed, and the same process opened it again. The header
     /// that it wrote then said that records were durable which were only written: a power cut that
@@ -355,6 +356,34 @@ mod tests {
             device.go_on(volume, Writer::FIRST, 0).await.err().expect("it cannot be durable");
             let after = read_exact(&*file, HostOffset::ZERO, LEN).await.expect("read");
             assert!(*before == *after, "a header was written");
+        });
+    }
+
+    /// The story: a log of three segments waited for the next tick of a clock each time that its
+    /// only segment with records was freed as a whole.
+    #[test]
+    fn smallest_log_has_room_as_soon_as_what_it_has_is_in_extents() {
+        run(2, async {
+            let len = usize::try_from(LogDevice::LEN_MIN).expect("small");
+            let file: Arc<dyn Store> = Arc::new(MemoryStore::new_writable("log", vec![0; len]));
+            let device = LogDevice::open(file, [1; 16]).await.expect("made");
+            let log = device.start([3; 16], [4; 16], Writer::FIRST, 0).await.expect("begun");
+            for _ in 0..20 {
+                while let Ok(ticket) = log.push(Record::Data { block: 1, bytes: &[7; 4096] }) {
+                    log.written(ticket).await.expect("written");
+                }
+                let full = mica_rt::timeout(Duration::from_secs(1), log.has_room()).await;
+                assert!(full.is_err(), "everything in it is needed");
+                let free = async {
+                    mica_rt::sleep(Duration::from_millis(1)).await;
+                    log.free(log.next());
+                    Ok(())
+                };
+                let waits: [mica_block::LocalFuture<'_, Result<()>>; 2] =
+                    [Box::pin(log.has_room()), Box::pin(free)];
+                let both = mica_rt::timeout(Duration::from_millis(500), mica_rt::join_all(waits));
+                both.await.expect("soon").into_iter().for_each(|done| done.expect("room"));
+            }
         });
     }
 }

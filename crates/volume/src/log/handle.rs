@@ -201,7 +201,10 @@ impl Log {
         {
             let mut tail = self.inner.tail();
             tail.freed = tail.freed.max(below.min(tail.next));
-            tail.trim(&mut device.slots());
+            let mut slots = device.slots();
+            tail.trim(&mut slots);
+            // A tail with nothing that is needed may be room by itself.
+            slots.room_made += 1;
         }
         device.room.wake_all();
     }

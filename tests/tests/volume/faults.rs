@@ -1,0 +1,53 @@
+//! Stores that misbehave because the user wants it.
+
+use mica_tests::volume::Store;
+use mica_tests::{command, mica, tools};
+
+const TOOLS: &[tools::Tool] = &[tools::QEMU_IO, tools::QEMU_IMG];
+
+#[test]
+fn store_that_is_slow_fails_and_loses_answers_costs_nothing_but_time() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let faults = [
+        "delay=5ms",
+        "error=10%,op=put,seed=2",
+        "lost=20%,op=put,seed=3",
+        "slow=20%,by=50ms,seed=4",
+    ];
+    let options: Vec<_> = faults.iter().flat_map(|fault| ["--inject", *fault]).collect();
+    let server = store.serve("web", &options).expect("served");
+    let uri = server.uri();
+    let io = |acts: &[&str]| {
+        let acts = acts.iter().flat_map(|act| ["-c", *act]);
+        command::run("qemu-io", ["-f", "raw"].into_iter().chain(acts).chain([&*uri])).ok();
+    };
+    for round in 1..=8 {
+        let write = format!("write -P {round} {round}M 1M");
+        let read = format!("read -P {round} {round}M 1M");
+        io(&[&write, "flush", &read]);
+    }
+    let stopped = server.stop().expect("stopped");
+    assert!(stopped.status.success(), "{}", stopped.log);
+    let server = store.serve("web", &["--read-only"]).expect("served");
+    for round in 1..=8 {
+        let read = format!("read -P {round} {round}M 1M");
+        command::run("qemu-io", ["-r", "-f", "raw", "-c", &read, &server.uri()]).ok();
+    }
+}
+
+#[test]
+fn fault_that_no_store_has_is_refused_with_those_that_it_may_have() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let (url, socket) = (store.volume("web"), store.folder().join("socket"));
+    let socket = socket.display().to_string();
+    for fault in ["delay=5", "error=nth:3", "redo-memory=16K"] {
+        let words = ["serve", "--nbd", &socket, "--volume", &url, "--inject", fault];
+        let refused = mica::run(words).refusal();
+        assert!(refused.contains(fault) && refused.contains("delay=TIME"), "{refused}");
+    }
+}
