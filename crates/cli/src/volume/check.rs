@@ -8,7 +8,7 @@ use mica_volume::{BLOCK_BYTES, Findings};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Read everything that a volume has, or all volumes of a store, and say what is damaged.
+/// Read everything of a volume or a store, and name what is damaged.
 ///
 /// Changes nothing. A volume that is open somewhere is checked as its host has left it last.
 #[derive(Args)]

@@ -7,7 +7,7 @@ use clap::Args;
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Make a volume that begins as a snapshot of another, or as another is now.
+/// Make a volume that begins as another, or as a snapshot of it.
 ///
 /// In the same store: both share what they have in common, and each is written on its own. It takes
 /// a moment, whatever the length. A clone is compressed and encrypted as its source is, with the

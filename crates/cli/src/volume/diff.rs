@@ -9,9 +9,9 @@ use mica_units::GuestRange;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Show which parts of two volumes or snapshots of one store may differ.
+/// Show which parts of two volumes or snapshots may differ.
 ///
-/// By their maps, without reading data: what was written with the same bytes is shown, too.
+/// They are in one store. By their maps, without reading data: what was written with the same bytes is shown, too.
 #[derive(Args)]
 pub(super) struct DiffArgs {
     #[command(flatten)]

@@ -9,9 +9,9 @@ use mica_volume::Keep;
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Drop the automatic snapshots of a volume that nobody has open, except those that rules keep.
+/// Drop the automatic snapshots that rules do not keep.
 ///
-/// Automatic snapshots are those without a label. The newest of them always stays. What only the
+/// Of a volume that nobody has open. Automatic snapshots are those without a label. The newest of them always stays. What only the
 /// others have is freed by `mica volume gc`.
 #[derive(Args)]
 pub(super) struct KeepArgs {

@@ -11,7 +11,7 @@ use mica_volume::{Bytes, SnapshotUsage, Speed, Usage, VolumeUsage};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Show how much space volumes take: what each holds, shares, and has alone.
+/// Show how much each volume holds, shares, and has alone.
 ///
 /// Of a store, a line for each volume; of a volume, also what each of its snapshots has alone: that
 /// is free when the snapshot is dropped. Changes nothing. All maps are read: of a large store this

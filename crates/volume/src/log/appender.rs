@@ -211,15 +211,15 @@ impl Writing {
         let (result, _) = device.write(buf, place.slot, place.at).await;
         let result = result.map_err(|error| error.wrap(device.file.name()));
         let written = device.after_write(result, begun);
+        if begun.is_some() && written.is_ok() {
+            device.sync_headers(of.key, place.segment).await;
+        }
         *is_under_way = false;
         let Ok(change) = written else { return false };
         {
             let mut tail = of.tail();
             (tail.written, tail.change, tail.named) = (next, change, place.segment);
             tail.trim(&mut device.slots());
-        }
-        if begun.is_some() {
-            drop(spawn(Arc::clone(device).sync_headers(of.key, place.segment)));
         }
         waiters.wake_all();
         device.room.wake_all();

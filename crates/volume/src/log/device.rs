@@ -256,10 +256,10 @@ impl LogDevice {
 
     /// Makes the headers of the log `key` durable that are older than segment `below`, and nothing
     /// else. A segment that is held stays so until that is done.
-    pub(super) async fn sync_headers(self: Arc<Self>, key: LogKey, below: u64) {
+    pub(super) async fn sync_headers(&self, key: LogKey, below: u64) {
         loop {
             let Some((at, header)) = self.slots().hold_unsynced(key, below) else { return };
-            let mut hold = Hold { of: &self, at, is_done: false };
+            let mut hold = Hold { of: self, at, is_done: false };
             let (bytes, offset) = (Buf::from_slice(&header.encode()), self.header.at(at));
             let synced = self.file.sync_written(bytes, HostOffset::new(offset)).await;
             hold.is_done = true;
@@ -271,11 +271,6 @@ impl LogDevice {
                 }
             }
         }
-    }
-
-    /// Waits until no header is being made durable.
-    pub(super) async fn headers_at_rest(&self) {
-        self.room.until(|| (!self.slots().holds_any()).then_some(())).await;
     }
 
     async fn sync_alone(&self) -> Result<()> {

@@ -283,7 +283,6 @@ impl Log {
             inner.wait_until(|tail| tail.written >= next).await?;
             let writers = inner.tail().writers.clone();
             let header = inner.device.segment(inner.store, inner.key, next, writers);
-            inner.device.headers_at_rest().await;
             inner.device.end_log(Kind::Ended, header).await
         })
         .await

@@ -434,11 +434,6 @@ impl Slots {
         self.room_made += 1;
     }
 
-    /// Whether a segment is held.
-    pub(super) fn holds_any(&self) -> bool {
-        self.slots.iter().any(|slot| slot.is_held)
-    }
-
     /// Takes a segment that is free, but not clean, to erase its header.
     pub(super) fn take_unclean(&mut self) -> Option<usize> {
         let clean: BTreeSet<_> = self.clean(None).collect();
