@@ -9,7 +9,8 @@ use std::process::ExitCode;
 
 /// Hand a volume that nobody has open to another host.
 ///
-/// No other host opens it then, except by force. Of one that is served, `mica ctl handover` does it where it is served.
+/// No other host opens it then, except by force. Of one that is served, `mica ctl handover` does it
+/// where it is served.
 #[derive(Args)]
 pub(super) struct HandoverArgs {
     #[command(flatten)]

@@ -11,8 +11,8 @@ use std::process::ExitCode;
 
 /// Drop the automatic snapshots that rules do not keep.
 ///
-/// Of a volume that nobody has open. Automatic snapshots are those without a label. The newest of them always stays. What only the
-/// others have is freed by `mica volume gc`.
+/// Of a volume that nobody has open. Automatic snapshots are those without a label. The newest of
+/// them always stays. What only the others have is freed by `mica volume gc`.
 #[derive(Args)]
 pub(super) struct KeepArgs {
     /// Only say which would be dropped, also of a volume that is open.
