@@ -255,15 +255,13 @@ impl LogDevice {
     }
 
     /// Makes the headers of the log `key` durable that are older than segment `below`, and nothing
-    /// else. A segment that is held stays so until that is done.
+    /// else. A segment is held until that is done: for good if that fails, or the caller is gone
+    /// before. Nothing is acknowledged any more then.
     pub(super) async fn sync_headers(&self, key: LogKey, below: u64) {
         loop {
             let Some((at, header)) = self.slots().hold_unsynced(key, below) else { return };
-            let mut hold = Hold { of: self, at, is_done: false };
             let (bytes, offset) = (Buf::from_slice(&header.encode()), self.header.at(at));
-            let synced = self.file.sync_written(bytes, HostOffset::new(offset)).await;
-            hold.is_done = true;
-            match synced {
+            match self.file.sync_written(bytes, HostOffset::new(offset)).await {
                 Ok(()) => self.slots().header_synced(at),
                 Err(error) => {
                     self.latch(error);
@@ -350,23 +348,6 @@ impl LogDevice {
             self.name()
         );
         Error::new(ErrorKind::NoSpace, what)
-    }
-}
-
-/// Holds a segment while its header is written once more.
-struct Hold<'a> {
-    of: &'a LogDevice,
-    at: usize,
-    is_done: bool,
-}
-
-impl Drop for Hold<'_> {
-    fn drop(&mut self) {
-        if !self.is_done {
-            self.of.give_up();
-        }
-        self.of.slots().let_go(self.at);
-        self.of.room.wake_all();
     }
 }
 

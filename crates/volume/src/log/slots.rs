@@ -424,13 +424,8 @@ impl Slots {
 
     /// The header of the segment that was held is durable; what is behind it may not be.
     pub(super) fn header_synced(&mut self, at: usize) {
-        self.slots[at].change = 0;
-        self.let_go(at);
-    }
-
-    /// The segment is not held any more.
-    pub(super) fn let_go(&mut self, at: usize) {
-        self.slots[at].is_held = false;
+        let slot = &mut self.slots[at];
+        (slot.change, slot.is_held) = (0, false);
         self.room_made += 1;
     }
 
