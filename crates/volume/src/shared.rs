@@ -277,20 +277,28 @@ impl Shared {
         left <= unsynced / 2
     }
 
+    /// As [`Self::store`] if that is nearer than the device of the log; `None` if not, or if it
+    /// takes too long nevertheless. The second time in a row the log is synced, too, beside that:
+    /// what comes next may be small.
+    async fn store_if_nearer(self: &Arc<Self>, putter: &Putter, log: &Log) -> Option<Result<()>> {
+        let is_nearer = self.is_store_nearer(putter, log);
+        let was_nearer = putter.was_store_nearer.swap(is_nearer, Ordering::Relaxed);
+        if !is_nearer {
+            return None;
+        }
+        if was_nearer {
+            log.sync_in_background();
+        }
+        timeout(NEARER_LIMIT, self.store()).await.ok()
+    }
+
     /// Everything that was done until now is as durable as was promised when this returns.
     pub(crate) async fn flush(self: &Arc<Self>) -> Result<()> {
         let putter = self.putter()?;
         match (putter.durability, &putter.log) {
             (Durability::Host, Some(log)) => {
-                if self.is_store_nearer(putter, log) {
-                    if putter.was_store_nearer.swap(true, Ordering::Relaxed) {
-                        log.sync_in_background();
-                    }
-                    if let Ok(stored) = timeout(NEARER_LIMIT, self.store()).await {
-                        return stored;
-                    }
-                } else {
-                    putter.was_store_nearer.store(false, Ordering::Relaxed);
+                if let Some(stored) = self.store_if_nearer(putter, log).await {
+                    return stored;
                 }
                 let start = now();
                 log.sync().await.map_err(|error| self.latch_with(error))?;
