@@ -421,28 +421,29 @@ impl DiskConfig {
 
     /// What is wrong with its volume, as far as its settings say.
     fn volume_problem(&self) -> Option<String> {
-        let faults = |_: &_| StoreFaults::new(&self.images.inject).err();
-        let url = self.volume.url();
-        if let Some(error) = url.as_ref().ok().and_then(Option::as_ref).and_then(faults) {
-            return Some(error.in_one_line());
-        }
-        match url {
-            Err(error) => Some(error.in_one_line()),
-            Ok(None) => self.volume.ineffective_option(),
-            Ok(Some(url)) if self.settings.load_snapshot.is_some() => Some(format!(
+        let url = match self.volume.url() {
+            Err(error) => return Some(error.in_one_line()),
+            Ok(None) => return self.volume.ineffective_option(),
+            Ok(Some(url)) => url,
+        };
+        if self.settings.load_snapshot.is_some() {
+            return Some(format!(
                 "load-snapshot is for images: name the snapshot of a volume behind an @, as in \
                  {}/{}@LABEL",
                 url.store,
                 url.name.as_str()
-            )),
-            Ok(Some(_)) if !self.writes() => {
-                let option = self.volume.option_of_writers()?;
-                Some(format!(
-                    "{option} is for volumes that are written, and this is only read: leave it out"
-                ))
-            }
-            Ok(Some(_)) => self.volume.ineffective_option().or_else(|| self.volume.log_problem()),
+            ));
         }
+        if let Err(error) = StoreFaults::new(&self.images.inject) {
+            return Some(error.in_one_line());
+        }
+        if self.writes() {
+            return self.volume.ineffective_option().or_else(|| self.volume.log_problem());
+        }
+        let option = self.volume.option_of_writers()?;
+        Some(format!(
+            "{option} is for volumes that are written, and this is only read: leave it out"
+        ))
     }
 
     /// Starts relative paths from `folder`.
