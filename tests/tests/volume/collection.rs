@@ -36,17 +36,23 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
 }
 
+/// The URLs of a volume of 16 MiB with a snapshot "old", and of a clone of that.
+fn volume_and_clone(store: &Store) -> (String, String) {
+    store.create("web", "64M");
+    let (url, clone) = (store.volume("web"), store.volume("clone"));
+    with(store, "web", &["write -P 1 0 16M", "flush"]);
+    run(["snapshot", &url, "old"]).ok();
+    run(["clone", &format!("{url}@old"), &clone]).ok();
+    (url, clone)
+}
+
 #[test]
 fn gc_frees_what_only_a_dropped_snapshot_and_a_deleted_clone_had() {
     if !tools::present(TOOLS) {
         return;
     }
     let store = Store::new();
-    store.create("web", "64M");
-    let (url, clone) = (store.volume("web"), store.volume("clone"));
-    with(&store, "web", &["write -P 1 0 16M", "flush"]);
-    run(["snapshot", &url, "old"]).ok();
-    run(["clone", &format!("{url}@old"), &clone]).ok();
+    let (url, clone) = volume_and_clone(&store);
     with(&store, "web", &["write -P 2 0 16M", "flush"]);
     // Small extents with what became of snapshots may go.
     let frees_data = |words: &[&str]| {
@@ -114,11 +120,7 @@ fn stats_say_what_volumes_and_snapshots_have_alone() {
     }
     const MB: u64 = 1 << 20;
     let store = Store::new();
-    store.create("web", "64M");
-    let (url, clone) = (store.volume("web"), store.volume("clone"));
-    with(&store, "web", &["write -P 1 0 16M", "flush"]);
-    run(["snapshot", &url, "old"]).ok();
-    run(["clone", &format!("{url}@old"), &clone]).ok();
+    let (url, _) = volume_and_clone(&store);
     with(&store, "web", &["write -P 2 0 4M", "flush"]);
     with(&store, "clone", &["write -P 3 0 8M", "flush"]);
     let report_of = |url: &str| run(["stats", url, "--output", "json"]).json();

@@ -2,13 +2,12 @@
 //! if they live, is linearizable for each block; nothing that was promised is lost.
 
 use crate::history::{LEN, read};
-use crate::machines::{Death, Machines, Process, name};
+use crate::machines::{Death, Machines, PATIENCE, Plan, Process, name};
 use mica_block::Disk;
 use mica_gen::linear::{self, Act, OPERATIONS_MAX, Operation};
 use mica_rt::{Buf, sleep, spawn, timeout};
-use mica_sim::crash::{loss_at_random, until_power_cut};
+use mica_sim::crash::until_power_cut;
 use mica_sim::scenario;
-use mica_store::object::FaultyOptions;
 use mica_units::{GuestOffset, SECTOR_BYTES};
 use mica_volume::{Claimed, Durability, Opening, Volume};
 use std::cell::{Cell, RefCell};
@@ -21,9 +20,6 @@ const BLOCKS: usize = 3;
 const BLOCK_SECTORS: usize = 8;
 const CLIENTS: u64 = 3;
 const ERAS: u64 = 5;
-/// What does not come to an end within this simulated time never will.
-const PATIENCE: Duration = Duration::from_secs(3600);
-
 /// A flush that was answered: when it was called.
 type Flushes = Vec<u64>;
 
@@ -139,9 +135,7 @@ impl Story {
     /// A process that opens the volume, and its clients, for a while. `None` if it does not get to
     /// serve.
     async fn serve(self: &Rc<Self>, plan: &Plan, claimed: Claimed) -> Option<Served> {
-        let mortal = (plan.steps, plan.death);
-        let process = self.machines.process(plan.machine, plan.has_log, &plan.faults, mortal);
-        let process = process.await.ok()?;
+        let process = plan.begin(&self.machines).await.ok()?;
         let opening = Opening { durability: plan.durability, ..Opening::from(claimed) };
         let volume = match process.open(opening).await {
             Ok(volume) => volume,
@@ -159,45 +153,9 @@ impl Story {
     }
 }
 
-/// How a process is made.
-#[derive(Clone, Copy, Debug)]
-struct Plan {
-    machine: usize,
-    has_log: bool,
-    durability: Durability,
-    faults: FaultyOptions,
-    steps: u64,
-    death: Death,
-}
-
 struct Served {
     process: Process,
     era: Rc<RefCell<Era>>,
-}
-
-fn plan(story: &Story, machine: usize) -> Plan {
-    let below = |bound| story.below(bound);
-    let has_log = below(4) > 0;
-    let durability = match has_log && below(2) == 0 {
-        true => Durability::Host,
-        false => Durability::Store,
-    };
-    let is_bad = below(2) == 0;
-    let share = |share| if is_bad { share } else { 0.0 };
-    let faults = FaultyOptions {
-        seed: below(1 << 40),
-        lost: share(0.05),
-        late: share(0.03),
-        slow: share(0.1),
-        slow_by: Duration::from_millis(300),
-        ..FaultyOptions::default()
-    };
-    let death = match below(2) {
-        0 => Death::Killed,
-        _ => Death::PowerCut(loss_at_random(&story.machines.world)),
-    };
-    let steps = if below(2) == 0 { 20 + below(100) } else { u64::MAX };
-    Plan { machine, has_log, durability, faults, steps, death }
 }
 
 /// One history of a volume, from its creation on.
@@ -206,7 +164,7 @@ async fn history(story: &Rc<Story>) {
     let mut eras: Vec<(Rc<RefCell<Era>>, Owed)> = Vec::new();
     let mut machine = 0;
     for _ in 0..ERAS {
-        let plan = plan(story, machine);
+        let plan = Plan::draw(&story.machines, machine, 0.0, 20..120);
         if let Some((_, owed)) = eras.last_mut().filter(|_| !plan.has_log) {
             // It goes on without the log, if it gets that far.
             *owed = Owed::Stored;

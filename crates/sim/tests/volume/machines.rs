@@ -5,13 +5,15 @@ use mica_block::{
     Objects, Put, PutFuture, Result,
 };
 use mica_rt::{Buf, spawn};
+use mica_sim::crash::loss_at_random;
 use mica_sim::{Loss, World};
 use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects};
 use mica_volume::{
-    Compression, Encryption, Environment, LogDevice, NewVolume, Opening, Volume, VolumeKey,
-    VolumeName, Volumes,
+    Compression, Durability, Encryption, Environment, LogDevice, NewVolume, Opening, Volume,
+    VolumeKey, VolumeName, Volumes,
 };
 use std::future::pending;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -95,6 +97,72 @@ pub(crate) struct Process {
     pub(crate) life: Life,
     pub(crate) volumes: Volumes,
     pub(crate) device: Option<Arc<LogDevice>>,
+}
+
+/// What does not come to an end within this simulated time never will.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(3600);
+
+/// How a process is made.
+#[derive(Clone, Copy)]
+pub(crate) struct Plan {
+    pub(crate) machine: usize,
+    pub(crate) has_log: bool,
+    pub(crate) durability: Durability,
+    pub(crate) faults: FaultyOptions,
+    pub(crate) steps: u64,
+    pub(crate) death: Death,
+}
+
+impl Plan {
+    /// A process on `machine`. If its store is bad, it refuses this share of the requests; if it
+    /// dies by itself, after so many `steps`.
+    pub(crate) fn draw(
+        machines: &Machines,
+        machine: usize,
+        refused: f64,
+        steps: Range<u64>,
+    ) -> Self {
+        let below = |bound| machines.below(bound);
+        let has_log = below(4) > 0;
+        let durability = match has_log && below(2) == 0 {
+            true => Durability::Host,
+            false => Durability::Store,
+        };
+        let is_bad = below(2) == 0;
+        let share = |share| if is_bad { share } else { 0.0 };
+        let faults = FaultyOptions {
+            seed: below(1 << 40),
+            refused: share(refused),
+            lost: share(0.05),
+            late: share(0.03),
+            slow: share(0.1),
+            slow_by: Duration::from_millis(300),
+            ..FaultyOptions::default()
+        };
+        let is_mortal = below(2) == 0;
+        let steps = if is_mortal { steps.start + below(steps.end - steps.start) } else { u64::MAX };
+        let death = match below(2) {
+            0 => Death::Killed,
+            _ => Death::PowerCut(loss_at_random(&machines.world)),
+        };
+        Self { machine, has_log, durability, faults, steps, death }
+    }
+
+    /// Makes it.
+    ///
+    /// # Errors
+    /// As [`Machines::process`].
+    pub(crate) async fn begin(&self, machines: &Machines) -> Result<Process> {
+        let mortal = (self.steps, self.death);
+        machines.process(self.machine, self.has_log, &self.faults, mortal).await
+    }
+}
+
+impl std::fmt::Debug for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { machine, has_log, durability, death, .. } = self;
+        write!(f, "host-{machine}, log: {has_log}, {durability:?}, {death:?}")
+    }
 }
 
 pub(crate) fn name() -> VolumeName {

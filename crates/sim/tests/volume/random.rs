@@ -1,17 +1,13 @@
 //! A volume that moves between machines, whose processes die.
 
 use crate::history::{History, LEN, SECTORS, read, work};
-use crate::machines::{Death, Life, Machines, name};
+use crate::machines::{Death, Life, Machines, PATIENCE, Plan, name};
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_sim::crash::{loss_at_random, until_power_cut};
+use mica_sim::crash::until_power_cut;
 use mica_sim::scenario;
-use mica_store::object::FaultyOptions;
 use mica_volume::{Claimed, Durability, Opening};
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
-
-/// What does not come to an end within this simulated time never will.
-const PATIENCE: Duration = Duration::from_secs(3600);
 
 /// Who had the volume last, and how that ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,16 +26,6 @@ struct Story<'a> {
     last: Cell<Last>,
 }
 
-/// How one process is made.
-struct Plan {
-    machine: usize,
-    has_log: bool,
-    durability: Durability,
-    faults: FaultyOptions,
-    steps: u64,
-    death: Death,
-}
-
 impl Story<'_> {
     fn below(&self, bound: u64) -> u64 {
         self.machines.below(bound)
@@ -50,28 +36,7 @@ impl Story<'_> {
             Last::Died { machine, .. } if self.below(4) > 0 => machine,
             _ => usize::try_from(self.below(2)).unwrap(),
         };
-        let has_log = self.below(4) > 0;
-        let durability = match has_log && self.below(2) == 0 {
-            true => Durability::Host,
-            false => Durability::Store,
-        };
-        let is_bad = self.below(2) == 0;
-        let share = |share| if is_bad { share } else { 0.0 };
-        let faults = FaultyOptions {
-            seed: self.below(1 << 40),
-            refused: share(0.05),
-            lost: share(0.05),
-            late: share(0.03),
-            slow: share(0.1),
-            slow_by: Duration::from_millis(300),
-            ..FaultyOptions::default()
-        };
-        let steps = if self.below(2) == 0 { 1 + self.below(120) } else { u64::MAX };
-        let death = match self.below(2) {
-            0 => Death::Killed,
-            _ => Death::PowerCut(loss_at_random(&self.machines.world)),
-        };
-        Plan { machine, has_log, durability, faults, steps, death }
+        Plan::draw(self.machines, machine, 0.05, 1..121)
     }
 
     /// How many changes must be there if the process that `plan` makes opens the volume, and
@@ -92,8 +57,7 @@ impl Story<'_> {
     async fn live(&self, plan: &Plan, life: &RefCell<Option<Life>>) -> Result<()> {
         let (owed, claimed) = self.owed(plan);
         let Plan { machine, has_log, durability, .. } = *plan;
-        let mortal = (plan.steps, plan.death);
-        let process = self.machines.process(machine, has_log, &plan.faults, mortal).await?;
+        let process = plan.begin(self.machines).await?;
         *life.borrow_mut() = Some(process.life.clone());
         let opening = Opening { durability, ..Opening::from(claimed) };
         let volume = process.open(opening).await?;
@@ -163,13 +127,6 @@ impl Story<'_> {
 
     fn is_excused(&self, plan: &Plan, error: &Error) -> bool {
         error.kind() == ErrorKind::Io && plan.faults.refused > 0.0
-    }
-}
-
-impl std::fmt::Debug for Plan {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { machine, has_log, durability, death, .. } = self;
-        write!(f, "host-{machine}, log: {has_log}, {durability:?}, {death:?}")
     }
 }
 

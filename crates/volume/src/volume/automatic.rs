@@ -157,6 +157,15 @@ mod tests {
         })
     }
 
+    /// A store with a volume.
+    async fn made() -> Volumes {
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let volumes = Volumes::open_or_make(objects, environment(), 1 << 20).await;
+        let volumes = volumes.expect("a store");
+        volumes.create(&name("web"), 1 << 20).await.expect("made");
+        volumes
+    }
+
     async fn open(volumes: &Volumes, per: SnapshotPer) -> Volume {
         let opening = Opening { snapshot_per: per, ..Claimed::Refuse.into() };
         volumes.open_volume(&name("web"), opening).await.expect("open")
@@ -166,10 +175,7 @@ mod tests {
     #[test]
     fn each_write_has_a_snapshot_of_its_own() {
         run(3, async {
-            let objects: Arc<dyn Objects> = Arc::new(memory());
-            let volumes = Volumes::open_or_make(objects, environment(), 1 << 20).await;
-            let volumes = volumes.expect("a store");
-            volumes.create(&name("web"), 1 << 20).await.expect("made");
+            let volumes = made().await;
             let volume = open(&volumes, SnapshotPer::Write).await;
             for byte in 1..=200 {
                 write(&volume, u64::from(byte % 3) * 4096, &[byte; 4096]).await;
@@ -194,10 +200,7 @@ mod tests {
     #[test]
     fn each_flush_after_a_change_has_a_snapshot_of_its_own() {
         run(4, async {
-            let objects: Arc<dyn Objects> = Arc::new(memory());
-            let volumes = Volumes::open_or_make(objects, environment(), 1 << 20).await;
-            let volumes = volumes.expect("a store");
-            volumes.create(&name("web"), 1 << 20).await.expect("made");
+            let volumes = made().await;
             let volume = Arc::new(open(&volumes, SnapshotPer::Flush).await);
             for byte in 1..=5 {
                 for block in 0..10 {
@@ -222,10 +225,7 @@ mod tests {
     #[test]
     fn what_is_written_gets_snapshots_that_thin_out_and_rest_makes_none() {
         run(1, async {
-            let objects: Arc<dyn Objects> = Arc::new(memory());
-            let volumes = Volumes::open_or_make(objects, environment(), 1 << 20).await;
-            let volumes = volumes.expect("a store");
-            volumes.create(&name("web"), 1 << 20).await.expect("made");
+            let volumes = made().await;
             let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
             let volume = Arc::new(volume);
             let rules: Keep = "2s/100ms,1m/1s".parse().expect("rules");
