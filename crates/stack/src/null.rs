@@ -145,6 +145,10 @@ impl Manage for NullDisk {
         None
     }
 
+    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
+        None
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }

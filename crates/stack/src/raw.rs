@@ -329,6 +329,10 @@ impl Manage for RawDisk {
         None
     }
 
+    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
+        None
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }

@@ -325,6 +325,10 @@ impl Manage for Volume {
         None
     }
 
+    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
+        None
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         Some(self)
     }

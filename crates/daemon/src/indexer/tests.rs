@@ -132,6 +132,10 @@ impl Manage for FakeChain {
         Some(self)
     }
 
+    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
+        None
+    }
+
     fn snapshots(&self) -> Option<&dyn mica_block::ManageSnapshots> {
         None
     }

@@ -2,13 +2,13 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    Error, Haste, IndexProgress, LocalFuture, Manage, ManageIndex, ManageSnapshots, MapStats,
-    Result, SealState, StoreIdentity, WriteStats,
+    Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
+    ManageSnapshots, MapStats, Result, SealState, StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 impl Manage for Chain {
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
@@ -72,6 +72,10 @@ impl Manage for Chain {
         Some(self)
     }
 
+    fn chain(&self) -> Option<&dyn ManageChain> {
+        self.is_writable().then_some(self as &dyn ManageChain)
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }
@@ -82,6 +86,12 @@ impl Manage for Chain {
 
     fn tend(&self) -> LocalFuture<'_, ()> {
         Box::pin(std::future::ready(()))
+    }
+}
+
+impl ManageChain for Chain {
+    fn push<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<()>> {
+        Box::pin(Chain::push(self, path))
     }
 }
 

@@ -258,6 +258,10 @@ impl Manage for Raw {
         None
     }
 
+    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
+        None
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }

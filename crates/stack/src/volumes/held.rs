@@ -167,6 +167,10 @@ impl Manage for HeldVolume {
         self.volume.index()
     }
 
+    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
+        self.volume.chain()
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         self.volume.snapshots()
     }
