@@ -200,6 +200,22 @@ impl Layer {
         Ok(())
     }
 
+    /// Whether this layer and `other`, which are states of one file, have the same tables for
+    /// `range`.
+    pub(crate) async fn has_same_tables(&self, other: &Self, range: GuestRange) -> Result<bool> {
+        let (Some(one), Some(two)) = (&self.tables, &other.tables) else { return Ok(false) };
+        if range.end().bytes() > self.len().min(other.len()) || range.is_empty() {
+            return Ok(false);
+        }
+        let first = one.l2.l1_index(range.start());
+        let last = one.l2.l1_index(GuestOffset::new(range.end().bytes() - 1));
+        let count = usize::try_from(last - first + 1).unwrap_or(usize::MAX);
+        let entries = one.l1_range(&*self.store, first, count).await?;
+        let others = two.l1_range(&*other.store, first, count).await?;
+        let mut pairs = entries.iter().zip(&others);
+        Ok(pairs.all(|(one, other)| one.offset() == other.offset()))
+    }
+
     /// The parts of `range`, which this layer does not own, that lie in clusters that it allocated
     /// for other subclusters, with their places.
     pub(crate) async fn holes_in_clusters(

@@ -8,6 +8,7 @@
 
 mod chain;
 mod decoded;
+mod diff;
 mod gate;
 mod header_io;
 mod index;
@@ -26,8 +27,10 @@ mod testing;
 mod write;
 
 pub use chain::{Chain, ChainOptions, IndexUse, Repair};
+pub use diff::{ChainDiff, DiffFormat, DiffState};
 pub use header_io::{open_data_file, read_header, read_header_as};
 pub use index::cache::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, MapCache, Sharing};
+pub use index::seal::{Seal, SealName};
 pub use open::loop_error;
 pub use redo::{read_over, replay_redo_log};
 pub use write::grow::check_resizable;

@@ -21,9 +21,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 /// An image that was opened on the way down.
-struct Opened {
-    path: PathBuf,
-    image: OpenImage,
+pub(crate) struct Opened {
+    pub(crate) path: PathBuf,
+    pub(crate) image: OpenImage,
     kind: OpenedKind,
 }
 
@@ -105,15 +105,17 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
     Ok(opened)
 }
 
+/// The format of an image, as it is stated.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum ImageFormat {
+pub(crate) enum ImageFormat {
     Raw,
     Qcow2,
     /// Unstated: raw, unless that would surely be wrong.
     Unstated,
 }
 
-async fn open_one(
+/// Reads what there is to know of `image`; with it, what it stands on.
+pub(crate) async fn open_one(
     images: &dyn Images,
     image: OpenImage,
     path: PathBuf,
@@ -172,7 +174,8 @@ async fn refuse_unstated_qcow2(image: &OpenImage) -> Result<()> {
     ))
 }
 
-async fn build_layer(
+/// The layer that was `opened`: of an internal snapshot, if one is named.
+pub(crate) async fn build_layer(
     images: &dyn Images,
     opened: Opened,
     number: LayerNumber,

@@ -99,20 +99,8 @@ impl Map {
     }
 
     fn seal_state(&self, layer: &Layer, header: &Header, parent: Option<SidecarId>) -> SealState {
-        let position = self.position_of(layer);
-        let fits = header.layer == position
-            && header.layer_len == layer.len()
-            && header.parent == parent
-            && (position == 0 || parent.is_some());
-        if !fits {
-            SealState::Stale
-        } else if header.fits_unread(&layer.identity) {
-            SealState::Sealed
-        } else if header.identity.len == layer.identity.len {
-            SealState::Unproven
-        } else {
-            SealState::Stale
-        }
+        let position = self.layers().position(layer.number);
+        header.state((position, layer.len()), &layer.identity, parent)
     }
 
     /// Removes the sidecars of all frozen layers.
@@ -314,5 +302,5 @@ impl Tree {
 }
 
 fn raw_base_id(base: &Layer) -> SidecarId {
-    Header::id_of(None, None, base.len(), Root::default(), &[])
+    Header::id_of_raw_base(base.len())
 }

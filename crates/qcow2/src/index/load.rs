@@ -7,7 +7,7 @@ use crate::index::slice::{
 };
 use crate::index::{BadNodeReason, Directory, Sidecar, Tree, count, raw_base_limit};
 use crate::map::Map;
-use mica_block::{Result, read_exact};
+use mica_block::{Result, Store, read_exact};
 use mica_map::{NODE_HEADER_BYTES, Step, node_len, open_node};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
@@ -329,8 +329,16 @@ async fn read_node(tree: &Tree, at: NodeRef) -> std::result::Result<Buf, BadNode
         Sidecar::Kept(store) => store,
         Sidecar::Staged(content) => return staged_node(content, at).ok_or(BadNode::damaged(at)),
     };
+    read_node_in(&**store, at).await
+}
+
+/// Reads the node at `at` from its sidecar, which is in `store`.
+pub(crate) async fn read_node_in(
+    store: &dyn Store,
+    at: NodeRef,
+) -> std::result::Result<Buf, BadNode> {
     let offset = HostOffset::new(at.offset());
-    let read = |len| read_exact(&**store, offset, len);
+    let read = |len| read_exact(store, offset, len);
     let first = read(NODE_READ_BYTES).await.map_err(|_| BadNode::unreadable(at))?;
     match node_len(&first) {
         Some(len) if len <= first.len() => Ok(first),
@@ -355,7 +363,7 @@ pub(crate) struct BadNode {
 }
 
 impl BadNode {
-    fn damaged(at: NodeRef) -> Self {
+    pub(crate) fn damaged(at: NodeRef) -> Self {
         Self { file: at.file(), reason: BadNodeReason::Damaged }
     }
 

@@ -17,8 +17,9 @@
 pub(crate) mod build;
 pub(crate) mod cache;
 pub(crate) mod load;
-mod node_ref;
+pub(crate) mod node_ref;
 mod scan;
+pub(crate) mod seal;
 pub(crate) mod sidecar;
 pub(crate) mod slice;
 mod stage;

@@ -22,7 +22,7 @@
 use super::Root;
 use super::node_ref::NodeRef;
 use super::tables::TablesDigest;
-use mica_block::Identity;
+use mica_block::{Identity, SealState};
 use mica_map::{HEIGHT_MAX, crc32c};
 use zerocopy::little_endian::{I64, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -168,6 +168,34 @@ impl Header {
     /// same tick of its file system's clock: it has to be verified by content.
     pub(crate) fn fits_unread(&self, now: &Identity) -> bool {
         self.identity == *now && now.proves_unchanged_since(self.sealed_ns)
+    }
+
+    /// The state of this seal for the layer at `position`, which covers `layer_len` bytes of the
+    /// disk, is in the file `now`, and stands on one whose sidecar is `parent`.
+    pub(crate) fn state(
+        &self,
+        (position, layer_len): (usize, u64),
+        now: &Identity,
+        parent: Option<SidecarId>,
+    ) -> SealState {
+        let fits = usize::from(self.layer) == position
+            && self.layer_len == layer_len
+            && self.parent == parent
+            && (position == 0 || parent.is_some());
+        if !fits {
+            SealState::Stale
+        } else if self.fits_unread(now) {
+            SealState::Sealed
+        } else if self.identity.len == now.len {
+            SealState::Unproven
+        } else {
+            SealState::Stale
+        }
+    }
+
+    /// The name that stands for the sidecar of a raw base of `len` bytes, which has none.
+    pub(crate) fn id_of_raw_base(len: u64) -> SidecarId {
+        Self::id_of(None, None, len, Root::default(), &[])
     }
 
     /// The name of a sidecar with these contents; without tables if the layer is raw.

@@ -112,6 +112,11 @@ impl Entry {
         HostOffset::new((self.0 & HOST_MASK) * SECTOR_BYTES)
     }
 
+    /// Whether the entry by itself says what is there.
+    pub(crate) fn is_placed_or_zero(self) -> bool {
+        self.kind() != EntryKind::Deferred
+    }
+
     fn has_host(self) -> bool {
         use EntryKind::{Data, SharedData, ZeroAllocated};
         matches!(self.kind(), Data | SharedData | ZeroAllocated)
@@ -183,6 +188,23 @@ impl Runs {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.runs.is_empty()
+    }
+
+    /// Its runs, in order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Run> {
+        self.runs.iter()
+    }
+
+    /// The entry of `sector`, as it is there, if it has an owner.
+    pub(crate) fn entry_at(&self, sector: u32) -> Option<Entry> {
+        let after = self.runs.partition_point(|run| run.start <= sector);
+        let run = self.runs.get(after.checked_sub(1)?)?;
+        (sector < run.end).then(|| run.entry.advanced(sector - run.start))
+    }
+
+    /// Forgets the owners that are not `wanted`.
+    pub(crate) fn retain_layers(&mut self, mut wanted: impl FnMut(LayerNumber) -> bool) {
+        self.runs.retain(|run| wanted(run.entry.layer()));
     }
 
     /// Whether each of the first `sectors` sectors has an owner. Later ones may have one too:

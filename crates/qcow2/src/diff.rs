@@ -1,0 +1,258 @@
+//! What differs between two states of chains, without reading data: what the layers own that only
+//! one of them has.
+//!
+//! ```text
+//! two names ─▶ descent: layers from the top down, on both sides, until they meet
+//!           ─▶ sources: where these layers own something: by their tables, or by the index
+//!           ─▶ windows: the union, piece by piece
+//! ```
+//!
+//! Invariants
+//! - I1 What is not named as different is equal: its uppermost owner is a layer that both have, or
+//!   nobody. What is named may be equal, too, if the same bytes were written again.
+//! - I2 The work is that of the layers that only one state has: those beneath the layer at which
+//!   they meet are not read at all. Nor is a node of the index that they do not have in common.
+//! - I3 Memory is bounded: the headers of those layers, and one window of owners.
+//! - I4 An index is used only under the seals of those layers; what is damaged in it costs time.
+
+mod descent;
+mod ranges;
+mod tree;
+
+use crate::index::sidecar::Header as Seal;
+use crate::layer::Layer;
+use descent::{Descended, descend};
+use mica_block::{Images, Result};
+use mica_units::{GuestOffset, GuestRange};
+use ranges::Ranges;
+use std::path::Path;
+use std::sync::Arc;
+use tree::Tree;
+
+/// Windows in which owners are gathered: at least, and at most.
+const WINDOW_BYTES_MIN: u64 = 32 << 20;
+const WINDOW_BYTES_MAX: u64 = 1 << 30;
+
+/// A state of a chain.
+#[derive(Clone, Copy)]
+pub struct DiffState<'a> {
+    /// What opens its images.
+    pub images: &'a dyn Images,
+    /// Its uppermost layer.
+    pub path: &'a Path,
+    /// The format of that.
+    pub format: DiffFormat,
+    /// An internal snapshot of that, by id or name.
+    pub snapshot: Option<&'a str>,
+}
+
+/// The format of an uppermost layer, which is always stated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum DiffFormat {
+    /// A qcow2 image.
+    Qcow2,
+    /// The disk's bytes, as they are.
+    Raw,
+}
+
+/// What two states of chains do not share.
+pub struct ChainDiff {
+    sides: [Side; 2],
+    common: Option<Arc<Layer>>,
+    /// The same file on top of both, of which one state at least is an internal snapshot.
+    same_top: Option<[Arc<Layer>; 2]>,
+    sources: Vec<Source>,
+    window_bytes: u64,
+    at: u64,
+    end: u64,
+}
+
+/// What one state has and the other has not.
+struct Side {
+    /// From the top.
+    layers: Vec<Arc<Layer>>,
+    /// Bytes of the disk.
+    len: u64,
+}
+
+/// Where layers say what they own.
+enum Source {
+    Tables(Arc<Layer>),
+    Tree(Box<Tree>),
+}
+
+impl ChainDiff {
+    /// The difference of `first` and `second`.
+    ///
+    /// # Errors
+    /// Anything that makes one of the images unusable down to the layer at which the two meet.
+    pub async fn open(first: DiffState<'_>, second: DiffState<'_>) -> Result<Self> {
+        let Descended { tops, own, common } = descend([first, second]).await?;
+        let mut sources = Vec::new();
+        let same_top = same_top(&tops, &own);
+        for (state, layers) in [first, second].into_iter().zip(&own) {
+            let layers = if same_top.is_some() { &layers[1..] } else { &layers[..] };
+            sources.append(&mut sources_of(state.images, layers).await);
+        }
+        let [one, other] = own;
+        let sides = [(one, tops[0].len()), (other, tops[1].len())];
+        let sides = sides.map(|(layers, len)| Side { layers, len });
+        let tables = sides.iter().flat_map(|side| &side.layers);
+        let tables = tables.filter_map(|layer| layer.tables.as_ref());
+        let window_bytes = tables.map(|tables| tables.l2.table_bytes()).max().unwrap_or(0);
+        let window_bytes = window_bytes.clamp(WINDOW_BYTES_MIN, WINDOW_BYTES_MAX);
+        let end = sides.iter().map(|side| side.len).max().unwrap_or(0);
+        Ok(Self { sides, common, same_top, sources, window_bytes, at: 0, end })
+    }
+
+    /// The uppermost layer that both have; `None` if they have nothing in common.
+    pub fn common(&self) -> Option<&Path> {
+        self.common.as_ref().map(|layer| &*layer.path)
+    }
+
+    /// Whether they share anything: a layer, or the clusters of one file.
+    pub fn are_related(&self) -> bool {
+        self.common.is_some() || self.same_top.is_some()
+    }
+
+    /// The layers that only the first, and only the second has, from the top.
+    pub fn own_layers(&self) -> [Vec<&Path>; 2] {
+        [0, 1].map(|side| self.sides[side].layers.iter().map(|layer| &*layer.path).collect())
+    }
+
+    /// Bytes of both disks.
+    pub fn lens(&self) -> [u64; 2] {
+        [0, 1].map(|side| self.sides[side].len)
+    }
+
+    /// The next ranges in which the two may differ, behind all that were returned, in order and
+    /// disjoint; `None` if there are no more. Without anything in common they are all that either
+    /// owns.
+    ///
+    /// # Errors
+    /// If tables cannot be read.
+    pub async fn next(&mut self) -> Result<Option<Vec<GuestRange>>> {
+        while self.at < self.end {
+            let Some(start) = self.next_owned().await? else {
+                self.at = self.end;
+                break;
+            };
+            let start = start / self.window_bytes * self.window_bytes;
+            let end = start.saturating_add(self.window_bytes).min(self.end);
+            let window = range(start, end);
+            let Some(found) = self.gather(window).await? else { continue };
+            self.at = end;
+            if !found.is_empty() {
+                return Ok(Some(found.finish(window)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Where the next thing lies that may differ, from the present place on.
+    async fn next_owned(&mut self) -> Result<Option<u64>> {
+        let mut next = self.end;
+        let from = |at, end| (GuestOffset::new(at), GuestOffset::new(end));
+        for layer in self.same_top.iter().flatten() {
+            let (at, end) = from(self.at, next);
+            next = layer.unowned_until(at, end).await?.bytes();
+        }
+        for source in &mut self.sources {
+            let (at, end) = from(self.at, next);
+            let found = match source {
+                Source::Tables(layer) => layer.unowned_until(at, end).await?.bytes(),
+                Source::Tree(tree) => match tree.next_from(self.at).await {
+                    Ok(found) => found.unwrap_or(end.bytes()),
+                    // It is replaced when its window is gathered.
+                    Err(_) => self.at,
+                },
+            };
+            next = next.min(found);
+        }
+        if let Some(masked) = self.masked().filter(|masked| masked.end().bytes() > self.at) {
+            next = next.min(masked.start().bytes().max(self.at));
+        }
+        Ok((next < self.end).then_some(next))
+    }
+
+    /// What may differ in `window`; `None` if a source had to be replaced first.
+    async fn gather(&mut self, window: GuestRange) -> Result<Option<Ranges>> {
+        let mut found = Ranges::default();
+        if let Some([one, other]) = &self.same_top
+            && !one.has_same_tables(other, window).await?
+        {
+            let runs = [one.own_runs(window).await?, other.own_runs(window).await?];
+            found.add_difference(&runs[0], &runs[1]);
+        }
+        let mut unusable = None;
+        for (index, source) in self.sources.iter_mut().enumerate() {
+            match source {
+                Source::Tables(layer) => found.add(&layer.own_runs(window).await?),
+                Source::Tree(tree) => {
+                    if tree.add(window, &mut found).await.is_err() {
+                        unusable = Some(index);
+                        break;
+                    }
+                }
+            }
+        }
+        if let Some(index) = unusable {
+            let Source::Tree(tree) = self.sources.swap_remove(index) else { return Ok(None) };
+            tracing::warn!(layer = %tree.path().display(), "the index of this layer is unusable");
+            self.sources.extend(tree.into_layers().into_iter().map(Source::Tables));
+            return Ok(None);
+        }
+        if let Some(masked) = self.masked().and_then(|masked| masked.intersect(window)) {
+            found.add_range(masked, window);
+        }
+        Ok(Some(found))
+    }
+
+    /// The part of the common layers that shows in one state, and lies beyond the end of a layer of
+    /// the other.
+    fn masked(&self) -> Option<GuestRange> {
+        let common = self.common.as_ref()?.len();
+        let ends = self
+            .sides
+            .each_ref()
+            .map(|side| side.layers.iter().map(|layer| layer.len()).min().unwrap_or(u64::MAX));
+        let (start, end) = (ends[0].min(ends[1]), ends[0].max(ends[1]).min(common));
+        (start < end).then(|| range(start, end))
+    }
+}
+
+fn range(start: u64, end: u64) -> GuestRange {
+    let range = GuestRange::between(GuestOffset::new(start), GuestOffset::new(end));
+    range.expect("it ends after it starts")
+}
+
+/// The tops of both sides, if they are one file.
+fn same_top(tops: &[Arc<Layer>; 2], own: &[Vec<Arc<Layer>>; 2]) -> Option<[Arc<Layer>; 2]> {
+    let [one, other] = tops;
+    let file = |layer: &Layer| (layer.identity.device, layer.identity.inode);
+    let is_own = own.iter().all(|layers| !layers.is_empty());
+    let is_same = file(one) == file(other) && one.tables.is_some() && other.tables.is_some();
+    (is_own && is_same).then(|| [Arc::clone(one), Arc::clone(other)])
+}
+
+/// What says where `layers`, from the top, own something: the index for as many of them as it
+/// covers, and their own tables for those above.
+async fn sources_of(images: &dyn Images, layers: &[Arc<Layer>]) -> Vec<Source> {
+    let mut sealed: Vec<(Seal, Arc<dyn mica_block::Store>)> = Vec::new();
+    for layer in layers.iter().rev() {
+        let Some((seal, store)) = tree::read_seal(images, layer).await else { break };
+        if sealed.last().is_some_and(|(below, _)| !tree::follows(&seal, below)) {
+            break;
+        }
+        sealed.push((seal, store));
+    }
+    let (upper, lower) = layers.split_at(layers.len() - sealed.len());
+    let mut sources: Vec<_> = upper.iter().cloned().map(Source::Tables).collect();
+    if !lower.is_empty() {
+        sources.push(Source::Tree(Box::new(Tree::new(sealed, lower.to_vec()))));
+    }
+    sources
+}
+
+#[cfg(test)]
+mod tests;
