@@ -4,8 +4,10 @@
 //! - [`FileImages`] opens image files and keeps their sidecars; `policy` decides what it may open.
 //! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
 //! - [`Stores`] opens stores of volumes, and volumes in them.
+//! - [`forest`] finds the images of folders, and which stands on which.
 //! - [`Fault`] is what the user asked to go wrong.
 
+pub mod forest;
 mod images;
 mod inject;
 mod null;

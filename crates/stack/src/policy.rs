@@ -203,7 +203,7 @@ pub fn looks_like_protocol(name: &[u8]) -> bool {
 
 /// Where a path that cannot be found would be: its deepest ancestor that exists, without symbolic
 /// links, and the rest as it is.
-fn likely_place(path: &Path) -> PathBuf {
+pub(crate) fn likely_place(path: &Path) -> PathBuf {
     let mut rest: Vec<&OsStr> = Vec::new();
     let mut ancestor = path;
     loop {

@@ -244,6 +244,21 @@ impl FileSidecars {
     }
 }
 
+/// Where the sidecar of the layer at `real`, a path without symbolic links, may be; `None` if that
+/// names no file.
+pub(crate) fn paths_of_sidecar(place: &SidecarPlace, real: &Path) -> Option<Vec<PathBuf>> {
+    let file_name = real.file_name()?;
+    let mut name = file_name.to_owned();
+    name.push(SUFFIX);
+    let beside = real.with_file_name(name);
+    Some(match place {
+        SidecarPlace::BesideLayers => vec![beside],
+        SidecarPlace::Directory(directory) => {
+            vec![directory.join(name_elsewhere(real, file_name)), beside]
+        }
+    })
+}
+
 impl Sidecars for FileSidecars {
     fn open(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
         let layer = match self.take_noted(path) {
