@@ -7,7 +7,8 @@
 //!
 //! What must never happen here: an image that `qemu-img check` finds fault with, or content that
 //! depends on anything but the [`ChainSpec`]. The same spec makes the same bytes on every machine.
-//! Beside that, [`linear`] judges what clients saw of a disk that was served meanwhile.
+//! [`generate_fleet`] makes many chains of which only the headers matter. [`linear`] judges what
+//! clients saw of a disk that was served meanwhile.
 //!
 //! ```text
 //! ChainSpec ─▶ plan: LayerShape, plan clusters per layer     no I/O
@@ -18,6 +19,7 @@
 mod chain;
 pub mod content;
 mod expand;
+mod fleet;
 mod image;
 pub mod linear;
 mod manifest;
@@ -28,6 +30,7 @@ mod sink;
 mod spec;
 
 pub use chain::generate;
+pub use fleet::{Fleet, FleetSpec, generate_fleet};
 pub use manifest::{LayerEntry, Manifest};
 pub use mica_units::Rng;
 pub use spec::{ChainSpec, DataMode, Distribution, Feature, Features};
