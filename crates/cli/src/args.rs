@@ -7,6 +7,7 @@ use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
 use crate::ctl::CtlArgs;
 use crate::dd::{ReadArgs, WriteArgs};
+use crate::diff::DiffArgs;
 use crate::generate::GenArgs;
 use crate::index::IndexArgs;
 use crate::info::InfoArgs;
@@ -16,7 +17,9 @@ use crate::measure::MeasureArgs;
 use crate::resize::ResizeArgs;
 use crate::sections;
 use crate::serve::ServeArgs;
+use crate::survey::SurveyArgs;
 use crate::top::TopArgs;
+use crate::tree::TreeArgs;
 use crate::volume::{self, VolumeArgs};
 use clap::{Parser, Subcommand};
 use mica_daemon::{HELPER_VERB, LogLevel};
@@ -63,6 +66,8 @@ pub(crate) enum Verb {
     /// Compare the content of two disks.
     #[command(after_long_help = sections::COMPARE)]
     Compare(CompareArgs),
+    #[command(after_long_help = sections::DIFF)]
+    Diff(DiffArgs),
     #[command(after_long_help = sections::CREATE)]
     Create(CreateArgs),
     #[command(after_long_help = sections::CONVERT)]
@@ -78,6 +83,10 @@ pub(crate) enum Verb {
     /// Build, inspect or drop the index of a chain.
     #[command(after_long_help = sections::INDEX)]
     Index(IndexArgs),
+    #[command(after_long_help = sections::TREE)]
+    Tree(TreeArgs),
+    #[command(after_long_help = sections::SURVEY)]
+    Survey(SurveyArgs),
     /// Create, list and manage volumes: disks in a store that any host can attach.
     #[command(after_long_help = volume::EXAMPLES)]
     Volume(VolumeArgs),

@@ -5,7 +5,7 @@ use crate::images::size_of;
 use crate::output::{OutputArgs, OutputFormat, print, print_json, progress_bar};
 use crate::sections;
 use clap::{Args, Subcommand};
-use mica_gen::{ChainSpec, DataMode, Features, generate};
+use mica_gen::{ChainSpec, DataMode, Features, Fleet, FleetSpec, generate, generate_fleet};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -22,6 +22,29 @@ enum GenVerb {
     /// Generate a chain of qcow2 layers whose content can be verified.
     #[command(after_long_help = sections::GEN_CHAIN)]
     Chain(GenChainArgs),
+    /// Generate many chains of tiny images, as a cloud has them.
+    ///
+    /// Lengths, sharing, sizes and times follow what was published of one in 2020 (section 3 of
+    /// "Virtual Disk Snapshot Management at Scale"): for `mica survey` and `mica tree`, and to
+    /// compare one's own with. The folder first has the disks of the provider, third those of
+    /// customers, images what both stand on.
+    #[command(after_long_help = sections::GEN_FLEET)]
+    Fleet(GenFleetArgs),
+}
+
+#[derive(Args)]
+struct GenFleetArgs {
+    /// Chains.
+    #[arg(short = 'n', long, default_value_t = 500, value_name = "COUNT")]
+    chains: u64,
+    /// Random seed.
+    #[arg(long, default_value_t = 1, value_name = "NUMBER")]
+    seed: u64,
+    #[command(flatten)]
+    output: OutputArgs,
+    /// Directory for the fleet; created if it does not exist, otherwise it must be empty.
+    #[arg(value_name = "DIRECTORY")]
+    dir: PathBuf,
 }
 
 #[derive(Args)]
@@ -63,8 +86,30 @@ struct GenChainArgs {
 }
 
 pub(crate) fn run(args: &GenArgs) -> Result<ExitCode, Failure> {
-    let GenVerb::Chain(args) = &args.verb;
-    chain(args)
+    match &args.verb {
+        GenVerb::Chain(args) => chain(args),
+        GenVerb::Fleet(args) => fleet(args),
+    }
+}
+
+fn fleet(args: &GenFleetArgs) -> Result<ExitCode, Failure> {
+    if has_entries(&args.dir)? {
+        let what = "is not empty: choose a new directory";
+        return Err(Failure::new(format!("{} {what}", args.dir.display())));
+    }
+    let spec = FleetSpec { dir: args.dir.clone(), chains: args.chains, seed: args.seed };
+    let bar = progress_bar(args.chains, "chains");
+    let fleet = generate_fleet(&spec, |done| bar.set_position(done))?;
+    bar.finish_and_clear();
+    match args.output.output {
+        OutputFormat::Human => {
+            let Fleet { chains, images, longest } = fleet;
+            let text = format!("{chains} chains of {images} images; the longest has {longest}\n");
+            print(&text)?;
+        }
+        OutputFormat::Json => print_json(&fleet)?,
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn chain(args: &GenChainArgs) -> Result<ExitCode, Failure> {

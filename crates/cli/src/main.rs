@@ -15,7 +15,9 @@ mod create;
 mod ctl;
 mod cursor;
 mod dd;
+mod diff;
 mod failure;
+mod folders;
 mod fork;
 mod generate;
 mod images;
@@ -30,8 +32,11 @@ mod pid_file;
 mod resize;
 mod sections;
 mod serve;
+mod survey;
+mod svg;
 mod table;
 mod top;
+mod tree;
 mod unfinished;
 mod volume;
 
@@ -73,6 +78,7 @@ fn main() -> ExitCode {
         Verb::Map(args) => map::run(&args),
         Verb::Check(args) => check::run(&args),
         Verb::Compare(args) => compare::run(&args),
+        Verb::Diff(args) => diff::run(&args),
         Verb::Create(args) => create::run(&args),
         Verb::Convert(args) => convert::run(&args),
         Verb::Resize(args) => resize::run(&args),
@@ -81,6 +87,8 @@ fn main() -> ExitCode {
         Verb::Write(args) => dd::write(&args),
         Verb::Index(args) => index::run(&args),
         Verb::Volume(args) => volume::run(&args),
+        Verb::Survey(args) => survey::run(&args),
+        Verb::Tree(args) => tree::run(&args),
         Verb::Gen(args) => generate::run(&args),
         Verb::Manual(args) => manual::run(&args, Cli::command()),
         Verb::Helper => serve::run_helper(),

@@ -214,6 +214,19 @@ EXAMPLES:
   mica map top.qcow2                        # which file of the chain has what
   mica map --output json top.qcow2          # also zeros and holes, as qemu-img";
 
+pub(crate) const TREE: &str = "\
+EXAMPLES:
+  mica tree chain
+  mica tree --all --allow-path /srv/gold /srv/vm
+  mica tree --svg /srv/vm > vm.svg
+  mica tree --output json /srv/vm | jq -r '.images[] | select(.overlays == 0) | .filename'";
+
+pub(crate) const SURVEY: &str = "\
+EXAMPLES:
+  mica survey /srv/vm
+  mica survey --html survey.html /srv/vm
+  mica survey --output json /srv/vm | jq '.suffering[] | select(.indexed | not) | .filename'";
+
 pub(crate) const CHECK: &str = "\
 EXAMPLES:
   mica check disk.qcow2
@@ -238,6 +251,13 @@ EXIT STATUS:
   1  different
   2  an image could not be opened
   3  other errors";
+
+pub(crate) const DIFF: &str = "\
+EXAMPLES:
+  mica diff --summary monday.qcow2 top.qcow2
+  mica diff --output json monday.qcow2 top.qcow2
+  mica diff --content one-clone.qcow2 another.qcow2
+  mica diff disk.qcow2@before disk.qcow2     # an internal snapshot, and now";
 
 pub(crate) const CREATE: &str = "\
 EXAMPLES:
@@ -290,6 +310,11 @@ pub(crate) const GEN_CHAIN: &str = "\
 EXAMPLES:
   mica gen chain --layers 100 --size 1G chain
   mica gen chain --features all --seed 7 --size 64M strange";
+
+pub(crate) const GEN_FLEET: &str = "\
+EXAMPLES:
+  mica gen fleet --chains 2000 fleet
+  mica survey --html fleet.html fleet";
 
 pub(crate) const INDEX: &str = "\
 EXAMPLES:
