@@ -59,8 +59,9 @@ pub enum DiffFormat {
 pub struct ChainDiff {
     sides: [Side; 2],
     common: Option<Arc<Layer>>,
-    /// The same file on top of both, of which one state at least is an internal snapshot.
-    same_top: Option<[Arc<Layer>; 2]>,
+    /// The lowest layers of both that they do not share, if they are states of the same file: an
+    /// internal snapshot is one of them.
+    same_file: Option<[Arc<Layer>; 2]>,
     sources: Vec<Source>,
     window_bytes: u64,
     at: u64,
@@ -89,10 +90,10 @@ impl ChainDiff {
     pub async fn open(first: DiffState<'_>, second: DiffState<'_>) -> Result<Self> {
         let Descended { tops, own, common } = descend([first, second]).await?;
         let mut sources = Vec::new();
-        let same_top = same_top(&tops, &own);
+        let same_file = same_file(&own);
         for (state, layers) in [first, second].into_iter().zip(&own) {
-            let layers = if same_top.is_some() { &layers[1..] } else { &layers[..] };
-            sources.append(&mut sources_of(state.images, layers).await);
+            let others = layers.len() - usize::from(same_file.is_some());
+            sources.append(&mut sources_of(state.images, &layers[..others]).await);
         }
         let [one, other] = own;
         let sides = [(one, tops[0].len()), (other, tops[1].len())];
@@ -102,7 +103,7 @@ impl ChainDiff {
         let window_bytes = tables.map(|tables| tables.l2.table_bytes()).max().unwrap_or(0);
         let window_bytes = window_bytes.clamp(WINDOW_BYTES_MIN, WINDOW_BYTES_MAX);
         let end = sides.iter().map(|side| side.len).max().unwrap_or(0);
-        Ok(Self { sides, common, same_top, sources, window_bytes, at: 0, end })
+        Ok(Self { sides, common, same_file, sources, window_bytes, at: 0, end })
     }
 
     /// The uppermost layer that both have; `None` if they have nothing in common.
@@ -112,7 +113,7 @@ impl ChainDiff {
 
     /// Whether they share anything: a layer, or the clusters of one file.
     pub fn are_related(&self) -> bool {
-        self.common.is_some() || self.same_top.is_some()
+        self.common.is_some() || self.same_file.is_some()
     }
 
     /// The layers that only the first, and only the second has, from the top.
@@ -153,7 +154,7 @@ impl ChainDiff {
     async fn next_owned(&mut self) -> Result<Option<u64>> {
         let mut next = self.end;
         let from = |at, end| (GuestOffset::new(at), GuestOffset::new(end));
-        for layer in self.same_top.iter().flatten() {
+        for layer in self.same_file.iter().flatten() {
             let (at, end) = from(self.at, next);
             next = layer.unowned_until(at, end).await?.bytes();
         }
@@ -178,7 +179,7 @@ impl ChainDiff {
     /// What may differ in `window`; `None` if a source had to be replaced first.
     async fn gather(&mut self, window: GuestRange) -> Result<Option<Ranges>> {
         let mut found = Ranges::default();
-        if let Some([one, other]) = &self.same_top
+        if let Some([one, other]) = &self.same_file
             && !one.has_same_tables(other, window).await?
         {
             let runs = [one.own_runs(window).await?, other.own_runs(window).await?];
@@ -226,13 +227,13 @@ fn range(start: u64, end: u64) -> GuestRange {
     range.expect("it ends after it starts")
 }
 
-/// The tops of both sides, if they are one file.
-fn same_top(tops: &[Arc<Layer>; 2], own: &[Vec<Arc<Layer>>; 2]) -> Option<[Arc<Layer>; 2]> {
-    let [one, other] = tops;
+/// The lowest layers of both sides, if they are one file: with the same header they stand on the
+/// same.
+fn same_file(own: &[Vec<Arc<Layer>>; 2]) -> Option<[Arc<Layer>; 2]> {
+    let (one, other) = (own[0].last()?, own[1].last()?);
     let file = |layer: &Layer| (layer.identity.device, layer.identity.inode);
-    let is_own = own.iter().all(|layers| !layers.is_empty());
     let is_same = file(one) == file(other) && one.tables.is_some() && other.tables.is_some();
-    (is_own && is_same).then(|| [Arc::clone(one), Arc::clone(other)])
+    is_same.then(|| [Arc::clone(one), Arc::clone(other)])
 }
 
 /// What says where `layers`, from the top, own something: the index for as many of them as it

@@ -167,8 +167,13 @@ fn internal_snapshots_differ_where_their_clusters_do() {
     assert_eq!(diff(dir, &[], ["disk.qcow2@one", "disk.qcow2@two"]), [at(1), at(40)]);
     assert_eq!(diff(dir, &[], ["disk.qcow2@two", "disk.qcow2"]), [at(2)]);
     assert_eq!(diff(dir, &[], ["disk.qcow2", "disk.qcow2@one"]), [at(1), at(2), at(40)]);
-    let none = mica::run(["diff", &dir.join("disk.qcow2@none").display().to_string(), "x.qcow2"]);
-    assert!(none.refusal().contains("none"));
+    qemu::overlay(dir, "over.qcow2", "disk.qcow2", &[]);
+    qemu::io(dir, &[], "over.qcow2", &["write -P 6 50M 64k"]);
+    assert_eq!(diff(dir, &[], ["disk.qcow2@two", "over.qcow2"]), [at(2), at(50)]);
+    let [none, disk] =
+        ["disk.qcow2@none", "disk.qcow2"].map(|name| dir.join(name).display().to_string());
+    let refused = mica::run(["diff", &none, &disk]).refusal();
+    assert!(refused.contains("\"none\""), "{refused}");
 }
 
 #[test]

@@ -39,7 +39,7 @@ impl Ranges {
             let (start, end) = (edge[0], edge[1]);
             let [one, other] = [one, other].map(|runs| runs.entry_at(start));
             let is_same = match (one, other) {
-                (Some(one), Some(other)) => one == other && one.is_placed_or_zero(),
+                (Some(one), Some(other)) => one.says_the_same(other),
                 (None, None) => true,
                 _ => false,
             };

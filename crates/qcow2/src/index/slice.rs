@@ -112,9 +112,11 @@ impl Entry {
         HostOffset::new((self.0 & HOST_MASK) * SECTOR_BYTES)
     }
 
-    /// Whether the entry by itself says what is there.
-    pub(crate) fn is_placed_or_zero(self) -> bool {
-        self.kind() != EntryKind::Deferred
+    /// Whether the entry, by itself, says the same as one of another layer that is a state of the
+    /// same file.
+    pub(crate) fn says_the_same(self, other: Self) -> bool {
+        let is_known = self.kind() != EntryKind::Deferred;
+        is_known && self.kind() == other.kind() && self.host() == other.host()
     }
 
     fn has_host(self) -> bool {
