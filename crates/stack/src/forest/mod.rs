@@ -11,8 +11,9 @@
 //!   folder that the user named and that is not there is an error.
 //! - I3 One folder and one file are open at a time. Memory is a few hundred bytes for each image,
 //!   of which there are at most [`IMAGES_MAX`]; files that are no images take none.
-//! - I4 A name leads only to files in the folders that were scanned, or that the user allowed;
-//!   others are not looked at, and whether they exist is not said.
+//! - I4 Only files in the folders that were scanned, or that the user allowed, are opened. What is
+//!   named elsewhere is not, unless it is a file that was scanned under another name; whether it
+//!   exists is not said.
 //! - I5 Whatever the names say, the outcome is a forest: a loop is cut, and named.
 //!
 //! A file is its inode: names that lead to the same one, by links of either kind, are one image.
