@@ -123,6 +123,14 @@ impl Images for FileImages {
         Ok(image)
     }
 
+    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
+        let mut located = self.policy.find(path)?;
+        let (locking, handles) = (self.locking, &self.handles);
+        let store = FileStore::new_frozen(&mut located, self.cache, locking, handles)?;
+        let content = store.content();
+        self.opened(&located, store, content)
+    }
+
     fn identify(&self, path: &Path) -> Result<Identity> {
         let located = self.policy.find(path)?;
         let len = match located.known_len() {
