@@ -137,7 +137,10 @@ EXAMPLES:
 
 pub(crate) const CTL_SNAPSHOT: &str = "\
 EXAMPLES:
-  mica ctl snapshot web before-the-update";
+  mica ctl snapshot web before-the-update        # a volume
+  mica ctl snapshot web /vm/web-2.qcow2          # a chain gets a layer
+  mica ctl snapshot --group web=web-2.qcow2 db=db-2.qcow2
+  mica ctl snapshot --quiesce /run/qga.sock web /vm/web-2.qcow2";
 
 pub(crate) const CTL_SNAPSHOTS: &str = "\
 EXAMPLES:
