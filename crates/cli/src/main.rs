@@ -8,6 +8,7 @@ mod calendar;
 mod captive;
 mod check;
 mod client;
+mod clone;
 mod compare;
 mod convert;
 mod counterparts;
@@ -30,6 +31,7 @@ mod pid_file;
 mod resize;
 mod sections;
 mod serve;
+mod snapshot;
 mod table;
 mod top;
 mod unfinished;
@@ -74,6 +76,8 @@ fn main() -> ExitCode {
         Verb::Check(args) => check::run(&args),
         Verb::Compare(args) => compare::run(&args),
         Verb::Create(args) => create::run(&args),
+        Verb::Clone(args) => clone::run(&args),
+        Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Convert(args) => convert::run(&args),
         Verb::Resize(args) => resize::run(&args),
         Verb::Measure(args) => measure::run(&args),

@@ -257,6 +257,18 @@ EXAMPLES:
   mica convert -O raw disk.qcow2 - | gzip > disk.raw.gz
   mica convert -B base.qcow2 -F qcow2 top.qcow2 difference.qcow2";
 
+pub(crate) const CLONE: &str = "\
+EXAMPLES:
+  mica clone gold.qcow2 web.qcow2
+  mica clone --count 100 gold.qcow2 desk.qcow2   # desk-1.qcow2 to desk-100.qcow2";
+
+pub(crate) const SNAPSHOT: &str = "\
+EXAMPLES:
+  mica snapshot -c before-the-update disk.qcow2
+  mica snapshot -l disk.qcow2
+  mica snapshot -a before-the-update disk.qcow2
+  mica snapshot -d before-the-update disk.qcow2";
+
 pub(crate) const RESIZE: &str = "\
 EXAMPLES:
   mica resize disk.qcow2 +10G
