@@ -28,6 +28,7 @@ mod places;
 mod plots;
 mod report;
 mod samples;
+mod snapshot;
 mod turns;
 mod volume;
 mod write;
@@ -72,6 +73,9 @@ enum Bench {
     /// Chains of up to 10,000 layers beside one layer: opening, memory, reads, and the verbs that
     /// go through all layers. Writes a table and JSON.
     Deep(deep::Options),
+    /// Snapshots of served chains beside qemu-storage-daemon, by the length of the chain and the
+    /// size of the disk, and clones beside qemu-img. Writes a table, JSON and plots.
+    Snapshot(snapshot::Options),
     /// Volumes beside a raw file and qcow2, and beside RBD on the same cluster: loads, snapshots,
     /// clones. Writes a table and JSON.
     Volume(volume::Options),
@@ -84,6 +88,7 @@ fn main() -> ExitCode {
         Verb::Bench { what: Bench::Guest(options) } => guest::run(&options),
         Verb::Bench { what: Bench::Nbd(options) } => nbd::run(&options),
         Verb::Bench { what: Bench::Deep(options) } => deep::run(&options),
+        Verb::Bench { what: Bench::Snapshot(options) } => snapshot::run(&options),
         Verb::Bench { what: Bench::Volume(options) } => volume::run(&options),
         Verb::Demo(options) => demo::run(&options),
     };

@@ -105,6 +105,13 @@ pub trait Images: Send + Sync {
     /// What the system or the policy reports, or that another program has the file open.
     fn open_writable(&self, path: &Path) -> Result<OpenImage>;
 
+    /// Opens the file at `path` for reading, which this process has open for writing and writes no
+    /// more. No other program can write to it between the two.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    fn open_frozen(&self, path: &Path) -> Result<OpenImage>;
+
     /// Which file is at `path` now.
     ///
     /// # Errors

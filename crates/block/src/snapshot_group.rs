@@ -9,6 +9,8 @@
 //!   goes on before all snapshots are taken: so what was answered before something else was begun,
 //!   on whichever disks, is in the snapshots if that is.
 //! - I2 If one fails, all do; and nobody waits for longer than the group's limit.
+//! - I3 Once all have taken theirs, [`SnapshotGroup::all_taken`] says so to each, whatever happens
+//!   to any of them afterwards.
 
 use crate::{Error, ErrorKind, Result};
 use mica_rt::sync::Waiters;
@@ -30,6 +32,8 @@ pub struct SnapshotGroup {
 struct GroupState {
     holding: usize,
     taken: usize,
+    /// Whether all were taken before any failed (I3).
+    is_decided: bool,
     failed: Option<Error>,
 }
 
@@ -45,7 +49,7 @@ impl SnapshotGroup {
     /// Why the group has failed.
     pub async fn all_hold(&self) -> Result<()> {
         self.state().holding += 1;
-        self.wait(|state| state.holding).await
+        self.wait(|state| state.holding >= self.disks).await
     }
 
     /// Says that a disk has taken its snapshot, and waits until all have.
@@ -53,8 +57,12 @@ impl SnapshotGroup {
     /// # Errors
     /// Why the group has failed.
     pub async fn all_taken(&self) -> Result<()> {
-        self.state().taken += 1;
-        self.wait(|state| state.taken).await
+        {
+            let mut state = self.state();
+            state.taken += 1;
+            state.is_decided |= state.taken >= self.disks && state.failed.is_none();
+        }
+        self.wait(|state| state.is_decided).await
     }
 
     /// Says that a disk cannot take its snapshot. Returns why the group has failed: the first
@@ -65,21 +73,30 @@ impl SnapshotGroup {
         first
     }
 
-    async fn wait(&self, count: impl Fn(&GroupState) -> usize) -> Result<()> {
+    async fn wait(&self, is_reached: impl Fn(&GroupState) -> bool) -> Result<()> {
         self.changed.wake_all();
         let is_over = || {
             let state = self.state();
-            let is_complete = count(&state) >= self.disks;
-            state.failed.clone().map(Err).or(is_complete.then_some(Ok(())))
-        };
-        match timeout(LIMIT, self.changed.until(is_over)).await {
-            Ok(outcome) => outcome,
-            Err(_) => {
-                let seconds = LIMIT.as_secs();
-                let what = format!("not all disks could take a snapshot within {seconds} s");
-                Err(self.fail(Error::new(ErrorKind::Io, what)))
+            match &state.failed {
+                _ if state.is_decided => Some(Ok(())),
+                Some(error) => Some(Err(error.clone())),
+                None => is_reached(&state).then_some(Ok(())),
             }
+        };
+        if let Ok(outcome) = timeout(LIMIT, self.changed.until(is_over)).await {
+            return outcome;
         }
+        let mut state = self.state();
+        // The last one may have come just now.
+        if state.is_decided {
+            return Ok(());
+        }
+        let seconds = LIMIT.as_secs();
+        let what = format!("not all disks could take a snapshot within {seconds} s");
+        let first = state.failed.get_or_insert(Error::new(ErrorKind::Io, what)).clone();
+        drop(state);
+        self.changed.wake_all();
+        Err(first)
     }
 
     fn state(&self) -> MutexGuard<'_, GroupState> {

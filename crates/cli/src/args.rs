@@ -2,6 +2,7 @@
 //! qemu-img and qemu-nbd where the task is the same.
 
 use crate::check::CheckArgs;
+use crate::clone::CloneArgs;
 use crate::compare::CompareArgs;
 use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
@@ -18,6 +19,7 @@ use crate::resize::ResizeArgs;
 use crate::sections;
 use crate::serve::ServeArgs;
 use crate::survey::SurveyArgs;
+use crate::snapshot::SnapshotArgs;
 use crate::top::TopArgs;
 use crate::tree::TreeArgs;
 use crate::volume::{self, VolumeArgs};
@@ -70,6 +72,10 @@ pub(crate) enum Verb {
     Diff(DiffArgs),
     #[command(after_long_help = sections::CREATE)]
     Create(CreateArgs),
+    #[command(after_long_help = sections::CLONE)]
+    Clone(CloneArgs),
+    #[command(after_long_help = sections::SNAPSHOT)]
+    Snapshot(SnapshotArgs),
     #[command(after_long_help = sections::CONVERT)]
     Convert(ConvertArgs),
     #[command(after_long_help = sections::RESIZE)]

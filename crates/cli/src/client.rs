@@ -37,6 +37,7 @@ impl ControlArgs {
 }
 
 /// A client of one server.
+#[derive(Clone)]
 pub(crate) struct Client {
     socket: PathBuf,
     /// Time limit for an answer.

@@ -10,11 +10,6 @@ const VERBS: &[(&str, &str)] = &[
     ("commit", "use qemu-img commit while nothing has the chain open"),
     ("dd", "use `mica read` and `mica write`"),
     ("rebase", "use qemu-img rebase while nothing has the chain open"),
-    (
-        "snapshot",
-        "put an overlay on the image with `mica create -b`, or use qemu-img snapshot while nothing \
-         has it open",
-    ),
 ];
 
 /// Options of qemu-img, and what to do instead.

@@ -1,5 +1,6 @@
 //! `mica ctl`: queries and controls a running server.
 
+mod agent;
 mod members;
 mod saved;
 mod snapshots;
@@ -54,11 +55,13 @@ enum CtlVerb {
         #[arg(value_name = "[+]SIZE")]
         size: String,
     },
-    /// Take a snapshot of a volume while it is served.
+    /// Take a snapshot of a disk while it is served.
     ///
-    /// What was answered before is in it; requests go on meanwhile.
+    /// What was answered before is in it; requests go on meanwhile. A snapshot of a chain is a new
+    /// layer: FILE is written from now on, and the image that was written until now stays as it is.
+    /// A server that is started with that image goes on in FILE.
     #[command(after_long_help = sections::CTL_SNAPSHOT)]
-    Snapshot(snapshots::TakeArgs),
+    Snapshot(Box<snapshots::TakeArgs>),
     /// List the snapshots of a volume that is served.
     #[command(after_long_help = sections::CTL_SNAPSHOTS)]
     Snapshots(snapshots::ListArgs),
@@ -156,7 +159,7 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Resize { disk, size } => {
             (client.post(&of_disk(disk, "resize"), &json!({ "size": size }))?, resized)
         }
-        CtlVerb::Snapshot(args) => (args.run(client)?, snapshots::taken),
+        CtlVerb::Snapshot(args) => (args.run(client.clone())?, snapshots::taken),
         CtlVerb::Snapshots(args) => (args.run(client)?, snapshots::listed),
         CtlVerb::Drop(args) => (args.run(client)?, snapshots::dropped),
         CtlVerb::Label(args) => (args.run(client)?, snapshots::labelled),

@@ -200,21 +200,7 @@ impl<'a> Description<'a> {
         if snapshots.is_empty() {
             return;
         }
-        self.line("Snapshot list:");
-        self.line(
-            "ID      TAG               VM_SIZE                DATE        VM_CLOCK     ICOUNT",
-        );
-        for snapshot in snapshots {
-            let SnapshotEntry { id, name, date_seconds, .. } = snapshot;
-            let state = human_size(snapshot.vm_state_bytes);
-            let date = utc(u64::from(*date_seconds));
-            let clock = clock(snapshot.vm_clock_nanoseconds);
-            let icount = snapshot.icount.filter(|count| *count != u64::MAX);
-            let icount = icount.map_or_else(|| "--".to_owned(), |count| count.to_string());
-            self.line(&format!(
-                "{id:<7} {name:<16} {state:>8} {date:>20} {clock:>15} {icount:>10}"
-            ));
-        }
+        snapshot_lines(snapshots).iter().for_each(|line| self.line(line));
         let listed = snapshots.len();
         let count = header.snapshot_count as usize;
         if listed < count {
@@ -289,7 +275,28 @@ fn plain(text: &str) -> String {
     text.chars().map(|letter| if keep(letter) { letter } else { '\u{fffd}' }).collect()
 }
 
-fn snapshot_json(snapshot: &SnapshotEntry) -> Value {
+/// A list of snapshots, as QEMU shows it.
+pub(crate) fn snapshot_lines(snapshots: &[SnapshotEntry]) -> Vec<String> {
+    let mut lines = vec![
+        "Snapshot list:".to_owned(),
+        "ID      TAG               VM_SIZE                DATE        VM_CLOCK     ICOUNT"
+            .to_owned(),
+    ];
+    for snapshot in snapshots {
+        let SnapshotEntry { id, name, date_seconds, .. } = snapshot;
+        let state = human_size(snapshot.vm_state_bytes);
+        let date = utc(u64::from(*date_seconds));
+        let clock = clock(snapshot.vm_clock_nanoseconds);
+        let icount = snapshot.icount.filter(|count| *count != u64::MAX);
+        let icount = icount.map_or_else(|| "--".to_owned(), |count| count.to_string());
+        lines.push(plain(&format!(
+            "{id:<7} {name:<16} {state:>8} {date:>20} {clock:>15} {icount:>10}"
+        )));
+    }
+    lines
+}
+
+pub(crate) fn snapshot_json(snapshot: &SnapshotEntry) -> Value {
     let nanoseconds = snapshot.vm_clock_nanoseconds;
     let mut value = json!({
         "vm-clock-nsec": nanoseconds % 1_000_000_000,

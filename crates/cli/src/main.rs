@@ -8,6 +8,7 @@ mod calendar;
 mod captive;
 mod check;
 mod client;
+mod clone;
 mod compare;
 mod convert;
 mod counterparts;
@@ -34,6 +35,7 @@ mod sections;
 mod serve;
 mod survey;
 mod svg;
+mod snapshot;
 mod table;
 mod top;
 mod tree;
@@ -80,6 +82,8 @@ fn main() -> ExitCode {
         Verb::Compare(args) => compare::run(&args),
         Verb::Diff(args) => diff::run(&args),
         Verb::Create(args) => create::run(&args),
+        Verb::Clone(args) => clone::run(&args),
+        Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Convert(args) => convert::run(&args),
         Verb::Resize(args) => resize::run(&args),
         Verb::Measure(args) => measure::run(&args),

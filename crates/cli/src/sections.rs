@@ -137,7 +137,10 @@ EXAMPLES:
 
 pub(crate) const CTL_SNAPSHOT: &str = "\
 EXAMPLES:
-  mica ctl snapshot web before-the-update";
+  mica ctl snapshot web before-the-update        # a volume
+  mica ctl snapshot web /vm/web-2.qcow2          # a chain gets a layer
+  mica ctl snapshot --group web=web-2.qcow2 db=db-2.qcow2
+  mica ctl snapshot --quiesce /run/qga.sock web /vm/web-2.qcow2";
 
 pub(crate) const CTL_SNAPSHOTS: &str = "\
 EXAMPLES:
@@ -273,6 +276,18 @@ EXAMPLES:
   mica convert -p -O raw disk.qcow2 /dev/vg/disk
   mica convert -O raw disk.qcow2 - | gzip > disk.raw.gz
   mica convert -B base.qcow2 -F qcow2 top.qcow2 difference.qcow2";
+
+pub(crate) const CLONE: &str = "\
+EXAMPLES:
+  mica clone gold.qcow2 web.qcow2
+  mica clone --count 100 gold.qcow2 desk.qcow2   # desk-1.qcow2 to desk-100.qcow2";
+
+pub(crate) const SNAPSHOT: &str = "\
+EXAMPLES:
+  mica snapshot -c before-the-update disk.qcow2
+  mica snapshot -l disk.qcow2
+  mica snapshot -a before-the-update disk.qcow2
+  mica snapshot -d before-the-update disk.qcow2";
 
 pub(crate) const RESIZE: &str = "\
 EXAMPLES:

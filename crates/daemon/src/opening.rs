@@ -7,11 +7,12 @@ use mica_block::{Error, Manage, Result};
 use mica_qcow2::{ChainOptions, IndexUse, MapCache, Sharing};
 use mica_rt::{Backend, Executor};
 use mica_stack::{StoreFaults, VolumeOptions};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// What is opened, and how.
 pub(crate) struct Opening<'a> {
+    /// The image of the configuration, whose place says what else may be opened.
     pub(crate) image: &'a Path,
     pub(crate) settings: &'a DiskSettings,
     pub(crate) images: &'a ImageSettings,
@@ -23,9 +24,14 @@ pub(crate) struct Opening<'a> {
 /// Opens an image or a volume on the calling thread, which may wait for its storage in system
 /// calls: a worker would keep the clients of other disks waiting meanwhile.
 ///
+/// Returns which image it is, too: for a chain that got layers while it was served, the active one.
+///
 /// # Errors
 /// Whatever prevents that.
-pub(crate) fn open(opening: &Opening<'_>, resources: &Resources) -> Result<Arc<dyn Manage>> {
+pub(crate) fn open(
+    opening: &Opening<'_>,
+    resources: &Resources,
+) -> Result<(Arc<dyn Manage>, PathBuf)> {
     let executor =
         Executor::new(Backend::Pool).map_err(|error| Error::from_io("opening an image", error))?;
     let Opening { image, settings, images, volume, force } = *opening;
@@ -35,27 +41,28 @@ pub(crate) fn open(opening: &Opening<'_>, resources: &Resources) -> Result<Arc<d
     let is_written = settings.writes() && url.snapshot.is_none();
     let (force, faults) = (force && is_written, StoreFaults::new(&images.inject)?);
     let options = VolumeOptions { force, faults, ..volume.options(is_written) };
-    executor.block_on(resources.stores.open_volume(&url, &options))
+    let opened = executor.block_on(resources.stores.open_volume(&url, &options))?;
+    Ok((opened, image.to_owned()))
 }
 
 fn open_image(
     executor: &Executor,
-    (image, settings, images): (&Path, &DiskSettings, &ImageSettings),
+    (named, settings, images): (&Path, &DiskSettings, &ImageSettings),
     resources: &Resources,
-) -> Result<Arc<dyn Manage>> {
+) -> Result<(Arc<dyn Manage>, PathBuf)> {
     let (image, images) = match &settings.overlay_folder {
-        Some(folder) => ephemeral::overlay(folder, image, images, resources)?,
-        None => (image.to_owned(), images.clone()),
+        Some(folder) => ephemeral::overlay(folder, named, images, resources)?,
+        None => (named.to_owned(), images.clone()),
     };
     let chain = chain_options(settings, &images, &resources.cache)?;
     let (options, format) =
         (images.image_options(Arc::clone(&resources.handles))?, images.format()?);
-    let (path, writes) = (image.clone(), settings.writes());
+    let writes = settings.writes();
     let open = async move || match writes {
-        true => mica_stack::open_writable(&path, format, options, &chain).await,
-        false => mica_stack::open(&path, format, options, &chain).await,
+        true => mica_stack::open_active(&image, format, options, &chain).await,
+        false => Ok((mica_stack::open(&image, format, options, &chain).await?, image)),
     };
-    let opened = executor.block_on(open())?;
+    let (opened, image) = executor.block_on(open())?;
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());
     }
@@ -65,7 +72,8 @@ fn open_image(
     {
         tracing::warn!("{}: {weakness}", image.display());
     }
-    Ok(opened)
+    let is_overlay = settings.overlay_folder.is_some();
+    Ok((opened, if is_overlay { named.to_owned() } else { image }))
 }
 
 /// How the chain of a disk is opened, with its map in `cache`, which all disks share.

@@ -14,11 +14,13 @@
 
 mod doors;
 mod handover;
+mod layers;
 mod report;
 mod resize;
 mod snapshots;
 
 pub(crate) use doors::Doors;
+pub(crate) use layers::Layered;
 pub(crate) use resize::NewLength;
 
 use crate::config::{DiskConfig, LeftClosed};
@@ -72,8 +74,8 @@ pub(crate) struct Served {
     /// Serializes changes of the disk's life: stop, suspend, resume, resize (I3). Taken before
     /// `state`, which is never held for long.
     changes: Mutex<()>,
-    /// The image that is open, or the next to be opened: for a chain, its active layer. The
-    /// configuration only names the first.
+    /// The image that is open, or was last: for a chain, its active layer. The configuration only
+    /// names the first, and what is above that is found from there.
     image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
     /// Where its clients come in.
@@ -272,7 +274,10 @@ impl Served {
     fn open_image(&self) -> Result<Arc<dyn Manage>> {
         let Self { settings, images, volume, resources, .. } = self;
         let force = self.is_forced.load(Ordering::Relaxed);
-        open(&Opening { image: &self.image(), settings, images, volume, force }, resources)
+        let image = &*self.first_image;
+        let (opened, image) = open(&Opening { image, settings, images, volume, force }, resources)?;
+        self.set_image(image.into());
+        Ok(opened)
     }
 
     pub(crate) fn source(&self) -> Source {
@@ -551,6 +556,10 @@ impl Served {
     /// The image: for a chain, its active layer.
     pub(crate) fn image(&self) -> Arc<Path> {
         Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn set_image(&self, image: Arc<Path>) {
+        *self.image.lock().unwrap_or_else(PoisonError::into_inner) = image;
     }
 
     /// While this is held, nobody else changes the disk's life.

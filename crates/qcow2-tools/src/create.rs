@@ -30,6 +30,23 @@ pub struct Stores<'a> {
 /// # Errors
 /// Any error of the stores; `Limit` if the tables of the image would be too long.
 pub async fn create(plan: ImagePlan, stores: Stores<'_>) -> Result<()> {
+    finish(begin(plan, stores).await?, stores).await
+}
+
+/// The same with one sync, for a file that gets its name afterwards: whatever a power cut leaves of
+/// it, nobody takes that for an image.
+///
+/// # Errors
+/// As [`create`].
+pub async fn create_unnamed(plan: ImagePlan, stores: Stores<'_>) -> Result<()> {
+    let writer = begin(plan, stores).await?;
+    let header = write_ending(writer, stores).await?;
+    write_all(stores.image, Buf::from_slice(&header), HostOffset::ZERO).await?;
+    named(stores.image, stores.image.sync().await)
+}
+
+/// Gives the planned image its space.
+async fn begin(plan: ImagePlan, stores: Stores<'_>) -> Result<ImageWriter> {
     let preallocation = plan.preallocation;
     let mut writer = ImageWriter::new(plan)?;
     while let Some(reserved) = writer.reserve_table()? {
@@ -38,14 +55,22 @@ pub async fn create(plan: ImagePlan, stores: Stores<'_>) -> Result<()> {
         }
         write_each(stores, reserved.writes).await?;
     }
-    finish(writer, stores).await
+    Ok(writer)
 }
 
 /// Writes the end of an image: the tables, and when they are durable the header.
 ///
 /// # Errors
 /// As [`create`].
-pub async fn finish(mut writer: ImageWriter, stores: Stores<'_>) -> Result<()> {
+pub async fn finish(writer: ImageWriter, stores: Stores<'_>) -> Result<()> {
+    let header = write_ending(writer, stores).await?;
+    named(stores.image, stores.image.sync().await)?;
+    write_all(stores.image, Buf::from_slice(&header), HostOffset::ZERO).await?;
+    named(stores.image, stores.image.sync().await)
+}
+
+/// Writes everything but the header, which is returned.
+async fn write_ending(mut writer: ImageWriter, stores: Stores<'_>) -> Result<Vec<u8>> {
     write_each(stores, writer.take_last_table()?).await?;
     let data_len = writer.data_file_len();
     let mut ending = writer.end()?;
@@ -57,9 +82,7 @@ pub async fn finish(mut writer: ImageWriter, stores: Stores<'_>) -> Result<()> {
         named(data, data.set_len(len).await)?;
         named(data, data.sync().await)?;
     }
-    named(stores.image, stores.image.sync().await)?;
-    write_all(stores.image, Buf::from_slice(&ending.header()?), HostOffset::ZERO).await?;
-    named(stores.image, stores.image.sync().await)
+    ending.header()
 }
 
 impl<'a> Stores<'a> {

@@ -1,5 +1,5 @@
 //! Operations on qcow2 images that are not in use: checking and repairing them, creating new ones,
-//! changing their length. Internal crate.
+//! changing their length, and their internal snapshots. Internal crate.
 
 pub mod check;
 pub mod create;
@@ -8,5 +8,6 @@ pub mod layout;
 pub mod measure;
 pub mod recover;
 pub mod resize;
+pub mod snapshots;
 
 pub use inspect::{ImageInfo, SNAPSHOTS_LISTED_MAX, inspect, open_for_check};

@@ -83,6 +83,25 @@ impl FileImages {
         Ok(Self { policy, sidecars, redo_logs, cache, handles, faults, locking, written })
     }
 
+    /// Opens the file at `path` for reading, whoever is writing it: for what does not change
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// As [`Images::open`].
+    pub(crate) fn glance(&self, path: &Path) -> Result<(Located, FileStore)> {
+        let located = self.policy.find(path)?;
+        let store = FileStore::new(&located, CacheMode::Writeback, &self.handles)?;
+        Ok((located, store))
+    }
+
+    /// The name of a file that is about to be made at `path`, made absolute.
+    ///
+    /// # Errors
+    /// `Denied` if it could not be opened there afterwards.
+    pub fn find_new(&self, path: &Path) -> Result<PathBuf> {
+        self.policy.find_new(path)
+    }
+
     /// The image in `store`, which is what was `located`.
     fn opened(
         &self,
@@ -121,6 +140,14 @@ impl Images for FileImages {
         let image = self.opened(&located, store, ProofSlot::default())?;
         self.written.add(&image);
         Ok(image)
+    }
+
+    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
+        let mut located = self.policy.find(path)?;
+        let (locking, handles) = (self.locking, &self.handles);
+        let store = FileStore::new_frozen(&mut located, self.cache, locking, handles)?;
+        let content = store.content();
+        self.opened(&located, store, content)
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

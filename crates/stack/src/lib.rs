@@ -8,8 +8,10 @@
 //! - [`Fault`] is what the user asked to go wrong.
 
 pub mod forest;
+mod above;
 mod images;
 mod inject;
+mod new_layer;
 mod null;
 mod open;
 mod policy;
@@ -20,10 +22,12 @@ mod standing;
 mod volumes;
 mod written;
 
+pub use above::refuse_frozen;
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
+pub use new_layer::{NewLayer, NewLayerWish};
 pub use null::NullDisk;
-pub use open::{Format, open, open_writable, parse_size, wait_for_dead};
+pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;

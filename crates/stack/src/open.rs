@@ -1,11 +1,12 @@
 //! From what the user named to a disk.
 
+use crate::above::{Active, active_layer, refuse_frozen};
 use crate::{FileImages, ImageOptions, NullDisk, RawDisk};
 use mica_block::{Error, ErrorKind, Images, Manage, Result};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_store::lock_patience;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -81,14 +82,47 @@ pub async fn open(
 /// itself reports whether it can be written: an internal snapshot cannot.
 ///
 /// # Errors
-/// As [`open`], and if another program has the image open.
+/// As [`open`], and if another program has the image open, or if it is a frozen layer.
 pub async fn open_writable(
     named: &Path,
     format: Format,
     images: ImageOptions,
     chain: &ChainOptions,
 ) -> Result<Arc<dyn Manage>> {
+    if format == Format::Qcow2 && chain.snapshot.is_none() {
+        refuse_frozen(named, images.clone()).await?;
+    }
     open_for(Purpose::Write, named, format, images, chain).await
+}
+
+/// As [`open_writable`], for a disk that is served: if a layer was put on top of the image that the
+/// user `named`, the one that is written now is opened. Returns its path, too.
+///
+/// # Errors
+/// As [`open_writable`].
+pub async fn open_active(
+    named: &Path,
+    format: Format,
+    images: ImageOptions,
+    chain: &ChainOptions,
+) -> Result<(Arc<dyn Manage>, PathBuf)> {
+    if format != Format::Qcow2 || chain.snapshot.is_some() {
+        let opened = open_for(Purpose::Write, named, format, images, chain).await?;
+        return Ok((opened, named.to_owned()));
+    }
+    let Active { path, options, unfinished } = active_layer(named, images).await?;
+    let opened = open_for(Purpose::Write, &path, format, options, chain).await?;
+    if path != *named {
+        tracing::info!("{} goes on in {}", named.display(), path.display());
+    }
+    if let Some(mark) = unfinished
+        && let Err(error) = mark.remove()
+    {
+        // The layer above it would be found again, with less in it.
+        opened.close().await?;
+        return Err(error);
+    }
+    Ok((opened, path))
 }
 
 /// How often to retry an image that a dead process still holds: at first, and at most.

@@ -150,6 +150,20 @@ impl Policy {
         Ok(located)
     }
 
+    /// The name of a file that is about to be made at `path`, made absolute, if it may be opened
+    /// there afterwards.
+    pub(crate) fn find_new(&self, path: &Path) -> Result<PathBuf> {
+        let whole = self.absolute(path)?;
+        let (Some(folder), Some(name)) = (whole.parent(), whole.file_name()) else {
+            return Err(Error::new(ErrorKind::Invalid, format!("{path:?} is no name of a file")));
+        };
+        let real = folder.canonicalize().map_err(|error| {
+            Error::from_io(format!("finding the folder of {}", path.display()), error)
+        })?;
+        self.judge(path, &real.join(name))?;
+        Ok(whole)
+    }
+
     fn absolute(&self, path: &Path) -> Result<PathBuf> {
         match path.is_absolute() {
             true => absolute(path),

@@ -89,6 +89,24 @@ impl FileStore {
         Self::opened(located, file, mode, handles)
     }
 
+    /// As [`Self::new_shared`], for a file that this process has open for writing and writes no
+    /// more: the writer's locks keep others out until these are held.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn new_frozen(
+        located: &mut Located,
+        cache: CacheMode,
+        locking: Locking,
+        handles: &Arc<Handles>,
+    ) -> Result<Self> {
+        let mode = Mode { access: cache.access(), locking };
+        let file = handles.open_located(located, mode.access)?;
+        lock::take_beside_writer(&file, located.path(), locking)?;
+        located.refresh(&file)?;
+        Self::opened(located, file, mode, handles)
+    }
+
     fn opened(located: &Located, file: File, mode: Mode, handles: &Arc<Handles>) -> Result<Self> {
         let align = Alignment::of(&file, located)?;
         Ok(Self::of(located, handles.join_with(located, mode, (file, align))))

@@ -77,21 +77,10 @@ fn permissions(role: Role, locking: Locking) -> Option<(&'static [u64], &'static
 /// caller closes it.
 pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Result<()> {
     let Some((used, unshared)) = permissions(role, locking) else { return Ok(()) };
-    let failed = |error| Error::from_io(format!("locking {}", path.display()), error);
-    let own = used.iter().map(|at| USED + at).chain(unshared.iter().map(|at| UNSHARED + at));
-    for byte in own {
-        match file.lock_shared(byte, 1) {
-            Ok(()) => {}
-            Err(error) if knows_no_locks(&error) => {
-                warn_once(path, &error);
-                return Ok(());
-            }
-            Err(error) if is_refusal(&error) => {
-                return Err(conflict(file, path, byte, "has locked the image exclusively"));
-            }
-            Err(error) => return Err(failed(error)),
-        }
+    if !hold(file, path, (used, unshared))? {
+        return Ok(());
     }
+    let failed = |error| failed_to_lock(path, error);
     // Usually nobody else has the image open.
     if !file.is_locked_elsewhere(USED, ALL).map_err(failed)? {
         return Ok(());
@@ -107,6 +96,39 @@ pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Re
         }
     }
     Ok(())
+}
+
+/// Takes the locks of a reader on `file`, while another descriptor of this process has those of a
+/// writer: there is no other one that they could conflict with.
+pub(crate) fn take_beside_writer(file: &File, path: &Path, locking: Locking) -> Result<()> {
+    match permissions(Role::Reader, locking) {
+        Some(wanted) => hold(file, path, wanted).map(drop),
+        None => Ok(()),
+    }
+}
+
+/// Locks the bytes for what is used, and for what is not shared. Returns whether the file system
+/// has locks.
+fn hold(file: &File, path: &Path, (used, unshared): (&[u64], &[u64])) -> Result<bool> {
+    let own = used.iter().map(|at| USED + at).chain(unshared.iter().map(|at| UNSHARED + at));
+    for byte in own {
+        match file.lock_shared(byte, 1) {
+            Ok(()) => {}
+            Err(error) if knows_no_locks(&error) => {
+                warn_once(path, &error);
+                return Ok(false);
+            }
+            Err(error) if is_refusal(&error) => {
+                return Err(conflict(file, path, byte, "has locked the image exclusively"));
+            }
+            Err(error) => return Err(failed_to_lock(path, error)),
+        }
+    }
+    Ok(true)
+}
+
+fn failed_to_lock(path: &Path, error: io::Error) -> Error {
+    Error::from_io(format!("locking {}", path.display()), error)
 }
 
 /// The error of opening the image at `path` for writing while a disk of this process reads it,

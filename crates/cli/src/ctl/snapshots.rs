@@ -1,28 +1,66 @@
 //! `mica ctl snapshot`, `snapshots`, `drop` and `label`: as `mica volume` has them, of a volume
-//! that is served.
+//! that is served. A snapshot of a chain is its next layer.
 
+use super::agent::while_frozen;
 use super::text;
 use crate::client::{Client, of_disk};
+use crate::create::{NewImageOptions, parse_options};
 use crate::failure::Failure;
+use crate::images::size_of;
 use crate::volume::{SnapshotRow, snapshot_json, snapshot_table};
 use clap::Args;
+use mica_qcow2_format::Compression;
+use mica_qcow2_tools::create::ImageWish;
+use mica_stack::Format;
 use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::time::Duration;
 
 // What is taken. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(super) struct TakeArgs {
     /// The disk.
-    #[arg(value_name = "DISK")]
-    disk: String,
-    /// What it is called; no other snapshot of the volume is.
-    #[arg(value_name = "LABEL")]
-    label: String,
-    /// Take one of this disk, too, at the same instant.
+    #[arg(value_name = "DISK", required_unless_present = "group")]
+    disk: Option<String>,
+    /// What it is called, or the file of the new active layer.
+    ///
+    /// A label of a volume, which no other snapshot of it has. Of a chain, a qcow2 image that is
+    /// made: what there is now is frozen beneath it.
+    #[arg(value_name = "LABEL|FILE", required_unless_present = "group")]
+    name: Option<String>,
+    /// Take one of this volume, too, at the same instant.
     ///
     /// Can be repeated. What a program writes to several of the disks, one after the other, is in
     /// the snapshots in that order. If one cannot be taken, none is.
     #[arg(long, value_name = "DISK")]
     with: Vec<String>,
+    /// Take snapshots of these disks at one instant, each with its own label or file.
+    ///
+    /// All volumes, or all chains. If one cannot be taken, none is.
+    #[arg(long, value_name = "DISK=LABEL|FILE", num_args = 1..)]
+    #[arg(conflicts_with_all = ["disk", "name", "with"])]
+    group: Vec<String>,
+    /// Take FILE if it is there already, an empty overlay of the active layer.
+    #[arg(long)]
+    reuse: bool,
+    /// Size of the new layer's clusters; that of the layer beneath by default.
+    #[arg(long, value_name = "SIZE")]
+    cluster_size: Option<String>,
+    /// Properties of the new layer, as of mica create.
+    ///
+    /// cluster_size, extended_l2, compression_type, refcount_bits and lazy_refcounts. Can be
+    /// repeated.
+    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    options: Vec<String>,
+    /// Have the guest freeze its file systems meanwhile: the socket of its QEMU guest agent.
+    ///
+    /// Can be repeated, for disks of several guests. They are thawed whatever happens.
+    #[arg(long, value_name = "SOCKET")]
+    quiesce: Vec<PathBuf>,
+    /// For how many seconds each answer of an agent, and the snapshot, is waited for at most.
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, requires = "quiesce")]
+    #[arg(hide_short_help = true)]
+    quiesce_limit: u32,
 }
 
 // What is listed. (A doc comment would become the help of the verb.)
@@ -59,24 +97,95 @@ pub(super) struct LabelArgs {
 }
 
 impl TakeArgs {
-    /// The snapshot as `mica volume snapshot` shows it; of several disks all of them, with their
-    /// disks.
-    pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
-        let mut body = json!({ "label": self.label });
-        if self.with.is_empty() {
-            let answer = client.post(&of_disk(&self.disk, "snapshots"), &body)?;
-            return Ok(rows(&answer).first().map(snapshot_json).unwrap_or_default());
+    /// The snapshot as `mica volume snapshot` shows it, or the new layer; of several disks all of
+    /// them, with their disks.
+    pub(super) fn run(&self, client: Client) -> Result<Value, Failure> {
+        let (path, body) = self.request()?;
+        let limit = Duration::from_secs(self.quiesce_limit.into());
+        let client = if self.quiesce.is_empty() { client } else { client.within(limit) };
+        let answer = while_frozen(&self.quiesce, limit, || client.post(&path, &body))?;
+        if let Some(layers) = answer["layers"].as_array() {
+            return Ok(match &**layers {
+                [one] if self.group.is_empty() => one.clone(),
+                all => all.into(),
+            });
         }
-        body["with"] = self.with.clone().into();
-        let answer = client.post(&of_disk(&self.disk, "snapshots"), &body)?;
         let rows = rows(&answer);
+        if self.group.is_empty() && self.with.is_empty() {
+            return Ok(rows.first().map(snapshot_json).unwrap_or_default());
+        }
         let disks = answer["snapshots"].as_array().into_iter().flatten();
         let all = rows.iter().zip(disks).map(|(row, sent)| {
             let mut shown = snapshot_json(row);
-            shown["disk"] = sent["disk"].clone();
+            // One alone is sent without its disk.
+            shown["disk"] = if sent["disk"].is_null() { &answer } else { sent }["disk"].clone();
             shown
         });
         Ok(all.collect())
+    }
+
+    /// What is asked of the server, and where.
+    fn request(&self) -> Result<(String, Value), Failure> {
+        let mut body = json!({ "layer": self.layer()? });
+        if let (Some(disk), Some(name)) = (&self.disk, &self.name) {
+            body["label"] = name.as_str().into();
+            body["with"] = self.with.clone().into();
+            return Ok((of_disk(disk, "snapshots"), body));
+        }
+        let one = |text: &String| match text.split_once('=') {
+            Some((disk, label)) => Ok(json!({ "disk": disk, "label": label })),
+            None => Err(Failure::new(format!("--group {text}: use DISK=LABEL, or DISK=FILE"))),
+        };
+        body["disks"] = self.group.iter().map(one).collect::<Result<Vec<_>, _>>()?.into();
+        Ok(("/v1/snapshots".to_owned(), body))
+    }
+
+    /// What a new layer is to be like.
+    fn layer(&self) -> Result<Value, Failure> {
+        let NewImageOptions { wish, size } = parse_options(&self.options, Format::Qcow2)?;
+        let ImageWish {
+            version,
+            mut cluster_bytes,
+            extended_l2,
+            refcount_bits,
+            lazy_refcounts,
+            compression,
+            preallocation,
+            backing_name,
+            backing_format,
+            data_file,
+            data_file_raw,
+        } = wish;
+        if size.is_some()
+            || version.is_some()
+            || preallocation.is_some()
+            || backing_name.is_some()
+            || backing_format.is_some()
+            || data_file.is_some()
+            || data_file_raw
+        {
+            let what = "-o: a new layer has cluster_size, extended_l2, compression_type, \
+                        refcount_bits and lazy_refcounts";
+            return Err(Failure::new(what));
+        }
+        if let Some(text) = &self.cluster_size {
+            cluster_bytes = Some(size_of("--cluster-size", text)?);
+        }
+        let folder = std::env::current_dir()
+            .map_err(|error| Failure::from(error).within("the current folder"))?;
+        let compression = compression.map(|compression| match compression {
+            Compression::Deflate => "zlib",
+            Compression::Zstd => "zstd",
+        });
+        Ok(json!({
+            "folder": folder,
+            "reuse": self.reuse,
+            "cluster_size": cluster_bytes,
+            "extended_l2": extended_l2,
+            "refcount_bits": refcount_bits,
+            "lazy_refcounts": lazy_refcounts,
+            "compression": compression,
+        }))
     }
 }
 
@@ -120,10 +229,29 @@ fn rows_of(all: &Value, [time_ns, len]: [&str; 2]) -> Vec<SnapshotRow> {
 
 pub(super) fn taken(answer: &Value) -> String {
     if let Some(all) = answer.as_array() {
-        let line = |one: &Value| format!("{}: {}", text(&one["disk"]), taken(one));
+        let line = |one: &Value| match one["active"] {
+            Value::Null => format!("{}: {}", text(&one["disk"]), taken(one)),
+            _ => layered(one),
+        };
         return all.iter().map(line).collect();
     }
+    if !answer["active"].is_null() {
+        return layered(answer);
+    }
     format!("snapshot {} ({}): taken\n", text(&answer["sequence"]), text(&answer["label"]))
+}
+
+/// A chain that got a layer.
+fn layered(answer: &Value) -> String {
+    let [disk, frozen, active] = ["disk", "frozen", "active"].map(|key| text(&answer[key]));
+    let pause = answer["pause_us"].as_u64().unwrap_or(0);
+    format!(
+        "{disk}: {active} is written now, on top of {frozen}\n\
+         {disk}: {} layers; its changes waited for {}.{} ms\n",
+        text(&answer["layers"]),
+        pause / 1000,
+        pause % 1000 / 100
+    )
 }
 
 pub(super) fn listed(answer: &Value) -> String {

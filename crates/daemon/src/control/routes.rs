@@ -17,6 +17,8 @@
 //! | `POST /v1/disks/NAME/handover` | `{"host": "host-2"}`: closes a volume for that host |
 //! | `GET /v1/disks/NAME/snapshots` | the snapshots of a volume |
 //! | `POST /v1/disks/NAME/snapshots` | `{"label": "monday", "with": ["db"]}`: takes one or more |
+//! | | of a chain `{"label": "/vm/next.qcow2"}`: the next layer |
+//! | `POST /v1/snapshots` | `{"disks": [{"disk": "a", "label": "/vm/2.qcow2"}]}`: at one instant |
 //! | `POST /v1/disks/NAME/drop` | `{"snapshot": "monday"}`: drops it |
 //! | `POST /v1/disks/NAME/label` | `{"snapshot": "monday", "label": "friday"}` |
 //! | `POST /v1/reload` | reads the configuration again: disks are added and removed |
@@ -75,6 +77,7 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/disks/{name}/undrain", post(undrain))
         .route("/v1/disks/{name}/handover", post(hand_over))
         .route("/v1/disks/{name}/snapshots", get(snapshots::list).post(snapshots::take))
+        .route("/v1/snapshots", post(snapshots::take_all))
         .route("/v1/disks/{name}/drop", post(snapshots::drop_one))
         .route("/v1/disks/{name}/label", post(snapshots::label))
         .route("/v1/reload", post(reload))

@@ -1,23 +1,64 @@
-//! The snapshots of a volume that is served.
+//! The snapshots of a disk that is served: of a volume by their labels, and of a chain as its next
+//! layer.
 
 use super::perform::{Answer, find, perform, perform_held};
 use super::reply::{Refusal, body, json};
 use super::sources::Sources;
-use crate::served::Served;
+use crate::served::{Layered, Served};
+use crate::shared::Shared;
 use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use mica_block::{SnapshotInfo, Which};
+use mica_qcow2_format::Compression;
+use mica_qcow2_tools::create::ImageWish;
+use mica_stack::NewLayerWish;
 use serde::Deserialize;
 use serde_json::{Value, json as value};
+use std::path::PathBuf;
+use std::sync::Arc;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Take {
+    /// What the snapshot of a volume is called; of a chain, the file of the new active layer.
     label: String,
-    /// Other disks, at the same instant.
+    /// Other volumes, at the same instant.
     #[serde(default)]
     with: Vec<String>,
+    #[serde(default)]
+    layer: NewLayer,
+}
+
+/// Snapshots of several disks at one instant.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TakeAll {
+    disks: Vec<OfDisk>,
+    #[serde(default)]
+    layer: NewLayer,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OfDisk {
+    disk: String,
+    label: String,
+}
+
+/// What new layers are to be like.
+#[derive(Deserialize, Default)]
+#[serde(default, deny_unknown_fields)]
+struct NewLayer {
+    /// Where relative names of files start.
+    folder: Option<PathBuf>,
+    reuse: bool,
+    cluster_size: Option<u64>,
+    extended_l2: Option<bool>,
+    refcount_bits: Option<u64>,
+    lazy_refcounts: Option<bool>,
+    /// zlib or zstd.
+    compression: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -45,22 +86,64 @@ pub(super) async fn take(
     Path(name): Path<String>,
     sent: Body,
 ) -> Answer {
-    let served = find(&sources.shared, &name)?;
-    let Take { label, with } = body(sent).await?;
-    if with.is_empty() {
-        let taken = perform_held(&sources, move |_| served.take_snapshot(label)).await?;
+    let Take { label, with, layer } = body(sent).await?;
+    let names = [name].into_iter().chain(with);
+    let all = names.map(|disk| OfDisk { disk, label: label.clone() }).collect();
+    take_of(&sources, all, &layer).await
+}
+
+pub(super) async fn take_all(State(sources): State<Sources>, sent: Body) -> Answer {
+    let TakeAll { disks, layer } = body(sent).await?;
+    if disks.is_empty() {
+        return Err(bad("no disk is named"));
+    }
+    take_of(&sources, disks, &layer).await
+}
+
+async fn take_of(sources: &Sources, all: Vec<OfDisk>, layer: &NewLayer) -> Answer {
+    let twice =
+        (1..all.len()).find_map(|at| all[..at].iter().find(|before| before.disk == all[at].disk));
+    if let Some(OfDisk { disk, .. }) = twice {
+        return Err(bad(format!("disk {disk:?} is named twice")));
+    }
+    let mut of = Vec::new();
+    for OfDisk { disk, label } in all {
+        of.push((find(&sources.shared, &disk)?, label));
+    }
+    let volumes = of.iter().filter(|(served, _)| served.is_volume()).count();
+    let name = of[0].0.name.clone();
+    if volumes == of.len() {
+        return take_of_volumes(sources, name, of).await;
+    }
+    if volumes > 0 {
+        let what = "volumes and chains have no instant in common: take their snapshots in two \
+                    groups";
+        return Err(bad(what));
+    }
+    let mut wanted = Vec::new();
+    for (served, file) in of {
+        wanted.push((served, layer.wish(&file)?));
+    }
+    let names: Vec<_> = wanted.iter().map(|(served, _)| served.name.clone()).collect();
+    let put = move |shared: &Shared| Served::put_layers(wanted, shared.granted.as_ref());
+    let layered = perform_held(sources, put).await?;
+    let layers: Vec<_> =
+        names.iter().zip(&layered).map(|(name, layered)| put_on(name, layered)).collect();
+    Ok(json(&value!({ "disk": name, "layers": layers })))
+}
+
+async fn take_of_volumes(
+    sources: &Sources,
+    name: String,
+    of: Vec<(Arc<Served>, String)>,
+) -> Answer {
+    if let [(served, label)] = &*of {
+        let (served, label) = (Arc::clone(served), label.clone());
+        let taken = perform_held(sources, move |_| served.take_snapshot(label)).await?;
         return Ok(json(&value!({ "disk": name, "snapshots": [described(&taken)] })));
     }
-    let names: Vec<String> = [name.clone()].into_iter().chain(with).collect();
-    if let Some(name) =
-        (1..names.len()).find_map(|at| names[..at].contains(&names[at]).then_some(&names[at]))
-    {
-        let what = format!("disk {name:?} is named twice");
-        return Err(Refusal::new(StatusCode::BAD_REQUEST, what));
-    }
-    let all = names.iter().map(|name| find(&sources.shared, name));
-    let all: Vec<_> = all.collect::<Result<_, _>>()?;
-    let taken = perform_held(&sources, move |_| Served::take_snapshots(&all, &label)).await?;
+    let names: Vec<_> = of.iter().map(|(served, _)| served.name.clone()).collect();
+    let taken = perform_held(sources, move |_| Served::take_snapshots(&of)).await?;
     let of = |(name, taken): (&String, &SnapshotInfo)| {
         let mut described = described(taken);
         described["disk"] = name.as_str().into();
@@ -68,6 +151,54 @@ pub(super) async fn take(
     };
     let taken: Vec<_> = names.iter().zip(&taken).map(of).collect();
     Ok(json(&value!({ "disk": name, "snapshots": taken })))
+}
+
+fn bad(what: impl Into<String>) -> Refusal {
+    Refusal::new(StatusCode::BAD_REQUEST, what)
+}
+
+/// How a chain got its layer.
+fn put_on(name: &str, layered: &Layered) -> Value {
+    let Layered { frozen, active, layers, pause } = layered;
+    value!({
+        "disk": name,
+        "frozen": frozen.to_string_lossy(),
+        "active": active.to_string_lossy(),
+        "layers": layers,
+        "pause_us": u64::try_from(pause.as_micros()).unwrap_or(u64::MAX),
+    })
+}
+
+impl NewLayer {
+    /// The wish for a layer in `file`.
+    fn wish(&self, file: &str) -> Result<NewLayerWish, Refusal> {
+        let path = match &self.folder {
+            Some(folder) => folder.join(file),
+            None => PathBuf::from(file),
+        };
+        if file.is_empty() || !path.is_absolute() {
+            let what = format!(
+                "{file:?}: the file of the new active layer is needed, as an absolute path or with \
+                 the folder that it starts from"
+            );
+            return Err(bad(what));
+        }
+        let compression = match self.compression.as_deref() {
+            None => None,
+            Some("zlib") => Some(Compression::Deflate),
+            Some("zstd") => Some(Compression::Zstd),
+            Some(other) => return Err(bad(format!("compression {other:?}: use zlib or zstd"))),
+        };
+        let image = ImageWish {
+            cluster_bytes: self.cluster_size,
+            extended_l2: self.extended_l2,
+            refcount_bits: self.refcount_bits,
+            lazy_refcounts: self.lazy_refcounts,
+            compression,
+            ..ImageWish::default()
+        };
+        Ok(NewLayerWish { path, image, reuse: self.reuse })
+    }
 }
 
 pub(super) async fn drop_one(

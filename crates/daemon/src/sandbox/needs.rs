@@ -76,6 +76,9 @@ const STORE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{
 });
 /// To create and remove sockets: their folder is locked meanwhile, for which it is read.
 const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
+/// To make layers, and marks of those beneath: their folder is made durable, for which it is read.
+const LAYERS: BitFlags<AccessFs> =
+    make_bitflags!(AccessFs::{ReadFile | WriteFile | ReadDir | MakeReg | RemoveFile});
 /// To go on in a new file when the log was renamed.
 const LOGS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{MakeReg | WriteFile});
 /// To give a file that is open its name, and to remove it.
@@ -100,6 +103,7 @@ impl Needs {
         for disk in disks {
             needs.create_folders(disk)?;
             needs.add_disk(disk);
+            needs.add_layers(disk);
         }
         for folder in &process.disks_in {
             needs.add_folder_of_disks(folder)?;
@@ -213,12 +217,7 @@ impl Needs {
         if has_index && disk.images.index_dir.is_none() {
             folders |= REPLACE;
         }
-        // Opening the image reports what is wrong with these settings, and that it does not exist.
-        let allowed = disk
-            .images
-            .named_files()
-            .and_then(|(names, given)| mica_stack::allowed_places(&disk.image, names, &given));
-        for folder in allowed.unwrap_or_default() {
+        for folder in allowed_places(disk) {
             self.allow(&folder, folders);
         }
         self.allow(&disk.image, if writes { READ | WRITE } else { READ });
@@ -228,6 +227,14 @@ impl Needs {
         if disk.images.format == "qcow2" {
             self.add_logs(disk, writes);
         }
+    }
+
+    /// What a disk that is written needs to get layers while it is served. One that is added is
+    /// served without that, too.
+    fn add_layers(&mut self, disk: &DiskConfig) {
+        let has_layers = disk.is_file() && disk.images.format == "qcow2" && writes_image(disk);
+        let places = if has_layers { allowed_places(disk) } else { Vec::new() };
+        places.iter().filter(|place| place.is_dir()).for_each(|place| self.allow(place, LAYERS));
     }
 
     /// If there is no folder for logs, opening the image reports what that costs.
@@ -347,6 +354,19 @@ impl Granted {
         Ok(())
     }
 
+    /// Makes sure that layers can be made in `folder`.
+    ///
+    /// # Errors
+    /// `Denied` if the sandbox would refuse it.
+    pub(crate) fn check_layers_in(&self, folder: &Path) -> Result<()> {
+        // What does not exist is reported by the code that needs it.
+        let Ok(real) = folder.canonicalize() else { return Ok(()) };
+        match self.refusal(&real, LAYERS, false) {
+            Some(what) => Err(Error::new(ErrorKind::Denied, what)),
+            None => Ok(()),
+        }
+    }
+
     /// Why the sandbox refuses `access` to what is at the `real` path, if it does.
     fn refusal(&self, real: &Path, access: BitFlags<AccessFs>, is_logs: bool) -> Option<String> {
         let named = || real.ancestors().filter_map(|at| Some((at, self.files.get(at)?)));
@@ -377,6 +397,15 @@ impl Granted {
             ),
         })
     }
+}
+
+/// Where the images of `disk` may be. Opening it reports what is wrong with its settings, and that
+/// it does not exist.
+fn allowed_places(disk: &DiskConfig) -> Vec<PathBuf> {
+    let (image, named) = (&disk.image, disk.images.named_files());
+    named
+        .and_then(|(names, given)| mica_stack::allowed_places(image, names, &given))
+        .unwrap_or_default()
 }
 
 /// Where the logs of `disk` would be, if that is a place in which nothing can be made.

@@ -15,20 +15,21 @@ impl Served {
         self.on_snapshots(async move |snapshots| snapshots.take(&label).await)
     }
 
-    /// Takes a snapshot of each of `all`, which are different, at one instant. If that fails there
-    /// is none of any.
+    /// Takes a snapshot of each of `all`, which are different, at one instant, with its label. If
+    /// that fails there is none of any.
     ///
     /// # Errors
     /// As [`Self::take_snapshot`], of the first that failed.
-    pub(crate) fn take_snapshots(all: &[Arc<Self>], label: &str) -> Result<Vec<SnapshotInfo>> {
+    pub(crate) fn take_snapshots(all: &[(Arc<Self>, String)]) -> Result<Vec<SnapshotInfo>> {
         let group = Arc::new(SnapshotGroup::new(all.len()));
         // They wait for each other, on whichever threads their volumes are.
         let outcomes: Vec<Result<SnapshotInfo>> = thread::scope(|scope| {
-            let start = |served: &Arc<Self>| {
-                let (served, group) = (Arc::clone(served), Arc::clone(&group));
+            let start = |(served, label): &(Arc<Self>, String)| {
+                let (served, label) = (Arc::clone(served), label.clone());
+                let group = Arc::clone(&group);
                 thread::Builder::new()
                     .name("mica-group".to_owned())
-                    .spawn_scoped(scope, move || served.take_in_group(label.to_owned(), group))
+                    .spawn_scoped(scope, move || served.take_in_group(label, group))
             };
             let threads: Vec<_> = all.iter().map(start).collect();
             let ended = threads.into_iter().map(|thread| match thread {
@@ -38,7 +39,7 @@ impl Served {
             ended.collect()
         });
         if let Some(error) = outcomes.iter().find_map(|outcome| outcome.as_ref().err().cloned()) {
-            for (served, outcome) in all.iter().zip(outcomes) {
+            for ((served, _), outcome) in all.iter().zip(outcomes) {
                 if let Ok(taken) = outcome {
                     // It was not durable, or another was not. The first failure is reported.
                     let _ = served.drop_snapshot(Which::Number(taken.number));
@@ -90,7 +91,10 @@ impl Served {
         let none = self.name.clone();
         self.resources.workers.run(move || async move {
             let snapshots = disk.snapshots().ok_or_else(|| {
-                let what = format!("the disk {none:?} is no volume: it has no snapshots here");
+                let what = format!(
+                    "the disk {none:?} is no volume: the snapshots of a chain are its layers, which \
+                     `mica info --backing-chain` shows"
+                );
                 Error::new(ErrorKind::Unsupported, what)
             })?;
             act(snapshots).await
@@ -98,6 +102,6 @@ impl Served {
     }
 }
 
-fn panicked() -> Error {
+pub(super) fn panicked() -> Error {
     Error::new(ErrorKind::Io, "the thread that took a snapshot panicked")
 }

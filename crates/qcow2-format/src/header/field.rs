@@ -8,6 +8,8 @@ pub const L1_ENTRIES: usize = 36;
 pub const L1_OFFSET: usize = 40;
 /// Offset of the refcount table: u64; its length in clusters follows, u32.
 pub const REFCOUNT_TABLE: usize = 48;
+/// Number of internal snapshots: u32.
+pub const SNAPSHOT_COUNT: usize = 60;
 /// Offset of the snapshot table: u64.
 pub const SNAPSHOT_TABLE: usize = 64;
 /// Incompatible feature bits, from version 3 on: u64.

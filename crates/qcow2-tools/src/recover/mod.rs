@@ -29,6 +29,8 @@ mod refcounts;
 mod snapshots;
 mod watch;
 
+pub(crate) use refcounts::{Which, rewrite};
+
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, OpenImage, Result, Store};
 use mica_qcow2::read_header_as;

@@ -31,21 +31,42 @@ pub(super) async fn correct(
     counted: &Counted,
     mode: RepairMode,
 ) -> Result<Repaired> {
+    match mode {
+        RepairMode::Leaks => rewrite(store, counted, Which::TooHigh).await,
+        RepairMode::All => rewrite(store, counted, Which::Wrong).await,
+    }
+}
+
+/// Which refcounts are changed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Which {
+    TooHigh,
+    TooLow,
+    /// All that differ, also of what nothing names beyond the end of the file.
+    Wrong,
+}
+
+/// Changes refcounts to what was counted, as far as blocks exist. Nothing is synced.
+pub(crate) async fn rewrite(
+    store: &dyn Store,
+    counted: &Counted,
+    which: Which,
+) -> Result<Repaired> {
     let mut all = Repaired::default();
     for index in 0..counted.refcounts.table_entries() {
         let in_file = clusters_of(counted, index);
-        if in_file.is_none() && mode == RepairMode::Leaks {
+        if in_file.is_none() && which != Which::Wrong {
             break;
         }
         let Some(at) = block_at(counted, index) else { continue };
         let mut block = read_block(store, counted, at).await?;
         let mut changed = None;
         if let Some(clusters) = in_file {
-            let done = set(counted, block.own_bytes(), clusters, mode, &mut changed);
+            let done = set(counted, block.own_bytes(), clusters, which, &mut changed);
             all.leaks += done.leaks;
             all.corruptions += done.corruptions;
         }
-        if mode == RepairMode::All {
+        if which == Which::Wrong {
             clear_beyond(counted, block.own_bytes(), index, &mut changed);
         }
         if let Some((start, end)) = sectors(counted, changed) {
@@ -116,7 +137,7 @@ fn set(
     counted: &Counted,
     block: &mut [u8],
     (first, end): (HostCluster, HostCluster),
-    mode: RepairMode,
+    which: Which,
     changed: &mut Changed,
 ) -> Repaired {
     let width = counted.refcounts.width();
@@ -124,9 +145,10 @@ fn set(
     for (number, cluster) in first.up_to(end).enumerate() {
         let refcount = width.get(block, number).unwrap_or(0);
         let references = counted.references.get(cluster);
-        let wanted = match mode {
-            RepairMode::Leaks => refcount > references,
-            RepairMode::All => refcount != references,
+        let wanted = match which {
+            Which::TooHigh => refcount > references,
+            Which::TooLow => refcount < references,
+            Which::Wrong => refcount != references,
         };
         // References are counted in the same width as refcounts: they always fit.
         if wanted && width.set(block, number, references).is_some() {

@@ -3,12 +3,13 @@
 use crate::chain::Chain;
 use mica_block::{
     Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
-    ManageSnapshots, MapStats, Result, SealState, StoreIdentity, WriteStats,
+    ManageSnapshots, MapStats, Pushed, Result, SealState, SnapshotGroup, StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 impl Manage for Chain {
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
@@ -90,8 +91,16 @@ impl Manage for Chain {
 }
 
 impl ManageChain for Chain {
-    fn push<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<()>> {
+    fn push<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<Pushed>> {
         Box::pin(Chain::push(self, path))
+    }
+
+    fn push_in_group<'a>(
+        &'a self,
+        path: &'a Path,
+        group: &'a Arc<SnapshotGroup>,
+    ) -> LocalFuture<'a, Result<Pushed>> {
+        Box::pin(Chain::push_in_group(self, path, group))
     }
 }
 

@@ -14,6 +14,7 @@ mod faults;
 mod foreign;
 mod growing;
 mod in_place;
+mod internal;
 mod killed;
 mod lies;
 mod plain;

@@ -3,7 +3,7 @@
 
 use crate::chain::{ChainSubject, Shape};
 use crate::plain::{Plain, read, write};
-use mica_block::{Images as _, LocalFuture, Manage, Result};
+use mica_block::{Error, ErrorKind, Images as _, LocalFuture, Manage, Result, SnapshotGroup};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_qcow2_tools::inspect;
@@ -73,10 +73,44 @@ impl Growing {
         drop(image);
         let chain = self.open.borrow().clone().unwrap();
         self.tops.borrow_mut().push(path.clone());
-        chain.push(&path).await?;
+        if world.random_below(2) == 0 {
+            chain.push(&path).await?;
+        } else if let Err(error) = push_with_another(world, &chain, &path).await {
+            // The chain is as it was.
+            assert!(error.to_string().contains(OTHER_FAILED), "{error}");
+            self.tops.borrow_mut().pop();
+        }
         self.confirmed.set(self.tops.borrow().len());
         Ok(())
     }
+}
+
+/// What another disk of a group says if it fails.
+const OTHER_FAILED: &str = "the other one failed";
+
+/// Puts a layer on top at one instant with another disk, which may fail at any time.
+async fn push_with_another(world: &World, chain: &Chain, path: &Path) -> Result<()> {
+    let group = SnapshotGroup::new(2);
+    let fails_at = world.random_below(4);
+    let pause = || mica_rt::sleep(Duration::from_micros(world.random_below(2000)));
+    let other = async {
+        let failed = || Error::new(ErrorKind::Io, OTHER_FAILED);
+        pause().await;
+        if fails_at == 0 {
+            return Err(group.fail(failed()));
+        }
+        group.all_hold().await?;
+        pause().await;
+        if fails_at == 1 {
+            return Err(group.fail(failed()));
+        }
+        group.all_taken().await
+    };
+    let push = async { chain.push_in_group(path, &group).await.map(drop) };
+    let both: [LocalFuture<'_, Result<()>>; 2] = [Box::pin(push), Box::pin(other)];
+    let ended = mica_rt::join_all(both).await;
+    assert_eq!(ended[0].is_ok(), ended[1].is_ok(), "both or none: {ended:?}");
+    ended.into_iter().collect()
 }
 
 impl Subject for Growing {
@@ -220,7 +254,7 @@ fn layer_that_became_too_short_is_not_put_on_top() {
         write(&chain, 0, 7, 4096).await.unwrap();
         let push = async {
             mica_rt::sleep(Duration::from_micros(world.random_below(200))).await;
-            chain.push(&path).await
+            chain.push(&path).await.map(drop)
         };
         let grow = async {
             mica_rt::sleep(Duration::from_micros(world.random_below(2000))).await;

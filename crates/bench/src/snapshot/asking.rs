@@ -1,0 +1,112 @@
+//! Asking a server for a snapshot, over the socket that it has for that: no program is started, so
+//! that the server alone is measured.
+
+use crate::peers::{MICA, Peer};
+use anyhow::{Context as _, Result, bail, ensure};
+use mica_tests::clock;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How long an answer may take.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// `peer`, to be written, with a control socket.
+pub(super) fn peer(peer: &Peer, control: &Path) -> Peer {
+    let control = control.display().to_string();
+    let chardev = format!("socket,id=control,path={control},server=on,wait=off");
+    match &*peer.name {
+        MICA => Peer::mica(&["--control", &control]),
+        _ => Peer::qemu_storage_daemon(&["--chardev", &chardev, "--monitor", "chardev=control"]),
+    }
+    .writable()
+}
+
+/// Who asks.
+pub(super) enum Asker {
+    /// mica: its socket, and the name of the disk.
+    Http(PathBuf, String),
+    /// QEMU: a connection, and the node of the active layer.
+    Qmp(BufReader<UnixStream>, String),
+}
+
+impl Asker {
+    /// # Errors
+    /// If nobody listens.
+    pub(super) fn connect(peer: &Peer, control: &Path, top: &Path) -> Result<Self> {
+        if peer.name == MICA {
+            let name = top.file_stem().and_then(|name| name.to_str()).context("no name")?;
+            return Ok(Self::Http(control.to_owned(), name.to_owned()));
+        }
+        let connect = || UnixStream::connect(control).ok();
+        let stream = clock::poll(LIMIT, Duration::from_millis(5), connect).context("no monitor")?;
+        stream.set_read_timeout(Some(LIMIT))?;
+        let mut asker = Self::Qmp(BufReader::new(stream), "top".to_owned());
+        asker.qmp(&json!({ "execute": "qmp_capabilities" }))?;
+        Ok(asker)
+    }
+
+    /// Takes a snapshot: `file` becomes the active layer.
+    ///
+    /// # Errors
+    /// If the server refuses.
+    pub(super) fn snapshot(&mut self, file: &Path) -> Result<()> {
+        let stem = file.file_stem().and_then(|stem| stem.to_str()).context("no name")?.to_owned();
+        let file = file.to_str().context("no text")?;
+        match self {
+            Self::Http(control, disk) => {
+                let path = format!("/v1/disks/{disk}/snapshots");
+                post(control, &path, &json!({ "label": file }))
+            }
+            Self::Qmp(_, node) => {
+                let next = format!("layer-{stem}");
+                let arguments = json!({
+                    "node-name": node, "snapshot-file": file, "snapshot-node-name": next,
+                    "format": "qcow2",
+                });
+                self.qmp(&json!({
+                    "execute": "blockdev-snapshot-sync", "arguments": arguments,
+                }))?;
+                if let Self::Qmp(_, node) = self {
+                    *node = next;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn qmp(&mut self, ask: &Value) -> Result<()> {
+        let Self::Qmp(stream, _) = self else { bail!("no monitor") };
+        stream.get_mut().write_all(format!("{ask}\n").as_bytes())?;
+        loop {
+            let mut line = String::new();
+            ensure!(stream.read_line(&mut line)? > 0, "the monitor is gone");
+            // Greetings and events have neither.
+            let answer: Value = serde_json::from_str(&line)?;
+            if !answer["error"].is_null() {
+                bail!("{ask}: {answer}");
+            }
+            if answer.get("return").is_some() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+fn post(control: &Path, path: &str, body: &Value) -> Result<()> {
+    let mut stream = UnixStream::connect(control)?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    let body = body.to_string();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: mica\r\nconnection: close\r\n\
+         content-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all((head + &body).as_bytes())?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    Ok(())
+}

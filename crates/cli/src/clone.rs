@@ -1,0 +1,173 @@
+//! `mica clone`: overlays of a layer that nobody writes any more. Of that only the header is read,
+//! however many layers are beneath.
+
+use crate::create::{NewFile, NewImageOptions, Sources, beside, parse_options, warn_if_refused};
+use crate::failure::Failure;
+use crate::images::ImageArgs;
+use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use clap::Args;
+use mica_block::Images;
+use mica_qcow2::read_header;
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
+use mica_stack::{FileImages, Format, looks_like_protocol, wait_for_dead};
+use mica_units::SECTOR_BYTES;
+use serde_json::{Value, json};
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Most clones that are made at once.
+const COUNT_MAX: u32 = 100_000;
+
+/// Make a disk that begins as an image is, and shares its content with it.
+///
+/// A new overlay, in milliseconds at any depth: of BASE only the header is read. BASE must not be
+/// written any more, by anybody; one that is being written is refused. The clone has subclusters
+/// unless -o says otherwise, as `mica create -b`.
+#[derive(Args)]
+pub(crate) struct CloneArgs {
+    /// Make so many, called NEW-1 and so on before the ending of the name.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(COUNT_MAX)))]
+    count: Option<u32>,
+    /// Options of the format, see mica create -o help.
+    ///
+    /// Can be repeated.
+    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    options: Vec<String>,
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image to share: qcow2, or raw with --format raw.
+    #[arg(value_name = "BASE")]
+    base: PathBuf,
+    /// The image to create.
+    #[arg(value_name = "NEW")]
+    new: PathBuf,
+}
+
+pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
+    let executor = args.images.executor()?;
+    let format = args.images.format()?;
+    if format == Format::Null {
+        return Err(Failure::new("the null format is not an image"));
+    }
+    executor.block_on(async {
+        let NewImageOptions { mut wish, size } = parse_options(&args.options, Format::Qcow2)?;
+        let taken = [wish.backing_name.is_some(), wish.data_file.is_some(), size.is_some()];
+        if taken.contains(&true) || wish.preallocation.is_some() {
+            let what = "-o: a clone has the base and the size of what it is made of, and no data";
+            return Err(Failure::new(what));
+        }
+        let len = base_len(args, format).await?;
+        wish.backing_format = Some(format.name().to_owned());
+        let names = names(args);
+        for name in &names {
+            make(args, name, len, &mut wish).await?;
+        }
+        for name in names.first().into_iter().chain(args.count.and(names.last())) {
+            sync_folder(name)?;
+        }
+        if let Some(first) = names.first() {
+            warn_if_refused(first, &wish, &args.images)?;
+        }
+        report(args, &names, len)?;
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+/// The length of the disk of the base, which nobody is writing.
+async fn base_len(args: &CloneArgs, format: Format) -> Result<u64, Failure> {
+    let images = FileImages::new(&args.base, args.images.image_options()?)?;
+    let image = wait_for_dead(async || images.open(&args.base)).await?;
+    let named = |error: mica_block::Error| error.wrap(args.base.display().to_string());
+    if format == Format::Raw {
+        return Ok(image.store.len().map_err(named)?.next_multiple_of(SECTOR_BYTES));
+    }
+    let header = read_header(&*image.store).await.map_err(named)?;
+    if header.incompatible.dirty || header.autoclear.unknown != 0 {
+        let what = "was not closed by its writer: open it for writing once, or run `mica check -r \
+                    all`, before it is cloned";
+        return Err(Failure::new(format!("{} {what}", args.base.display())));
+    }
+    Ok(header.disk_bytes())
+}
+
+async fn make(args: &CloneArgs, new: &Path, len: u64, wish: &mut ImageWish) -> Result<(), Failure> {
+    wish.backing_name = Some(base_name(&args.base, new)?);
+    let plan = wish.plan(len).map_err(|error| error.wrap(new.display().to_string()))?;
+    let mut sources = Sources::default();
+    sources.add_file(&args.base);
+    let file = NewFile::create(new, false, &sources, &args.images).await?;
+    create(plan, Stores { image: &**file.store(), data: None }).await?;
+    file.keep();
+    Ok(())
+}
+
+/// The names of the clones.
+fn names(args: &CloneArgs) -> Vec<PathBuf> {
+    let Some(count) = args.count else { return vec![args.new.clone()] };
+    let stem = args.new.file_stem().unwrap_or_default();
+    let numbered = |number: u32| {
+        let mut name = stem.to_owned();
+        name.push(format!("-{number}"));
+        if let Some(ending) = args.new.extension() {
+            name.push(".");
+            name.push(ending);
+        }
+        args.new.with_file_name(name)
+    };
+    (1..=count).map(numbered).collect()
+}
+
+/// The name by which the clone at `new` names its base: relative in one folder.
+fn base_name(base: &Path, new: &Path) -> Result<OsString, Failure> {
+    let found = |path: &Path| {
+        path.canonicalize().map_err(|error| Failure::from(error).within(path.display()))
+    };
+    let folder = |path: &Path| beside(path, Path::new("."));
+    let name = base.file_name().unwrap_or(OsStr::new(""));
+    if found(&folder(base))? != found(&folder(new))? {
+        return Ok(found(base)?.into_os_string());
+    }
+    let mut plain = OsString::new();
+    if looks_like_protocol(name.as_bytes()) {
+        plain.push("./");
+    }
+    plain.push(name);
+    Ok(plain)
+}
+
+/// Makes the names in the folder of `file` durable.
+fn sync_folder(file: &Path) -> Result<(), Failure> {
+    let folder = beside(file, Path::new("."));
+    let synced = File::open(&folder).and_then(|folder| folder.sync_all());
+    synced.map_err(|error| Failure::from(error).within(folder.display()))
+}
+
+fn report(args: &CloneArgs, names: &[PathBuf], len: u64) -> Result<(), Failure> {
+    let described = |name: &PathBuf| {
+        json!({
+            "filename": name.display().to_string(),
+            "virtual-size": len,
+            "backing-filename": args.base.display().to_string(),
+        })
+    };
+    match args.report.format() {
+        None => Ok(()),
+        Some(OutputFormat::Json) => {
+            let all: Vec<Value> = names.iter().map(described).collect();
+            match (&*all, args.count) {
+                ([one], None) => print_json(one),
+                (all, _) => print_json(&all),
+            }
+        }
+        Some(OutputFormat::Human) => {
+            let base = args.base.display();
+            let lines = names.iter().map(|name| format!("{}: a clone of {base}\n", name.display()));
+            print(&lines.collect::<String>())
+        }
+    }
+}

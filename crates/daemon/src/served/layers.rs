@@ -1,0 +1,170 @@
+//! A chain gets a new active layer while it is served: a snapshot of what is beneath.
+//!
+//! Invariants
+//! - I1 Which image a disk has changes only together with its chain, while nobody else changes the
+//!   life of the disk.
+//! - I2 If one disk of a group does not get its layer, none does, and no file of any is left.
+
+use super::Served;
+use crate::sandbox::Granted;
+use mica_block::{Error, ErrorKind, Manage, ManageChain, Pushed, Result, SnapshotGroup};
+use mica_rt::{Backend, Executor};
+use mica_stack::{FileImages, NewLayer, NewLayerWish};
+use std::path::Path;
+use std::sync::{Arc, MutexGuard};
+use std::thread;
+use std::time::Duration;
+
+/// How a disk got a layer.
+#[derive(Debug)]
+pub(crate) struct Layered {
+    /// The layer that is no longer written.
+    pub(crate) frozen: Arc<Path>,
+    pub(crate) active: Arc<Path>,
+    /// How many layers the disk has now.
+    pub(crate) layers: usize,
+    /// For how long its changes waited.
+    pub(crate) pause: Duration,
+}
+
+/// A disk, and the file that its chain is about to get.
+struct Ready<'a> {
+    served: &'a Served,
+    disk: Arc<dyn Manage>,
+    new: NewLayer,
+    /// Nobody else changes its life.
+    _changes: MutexGuard<'a, ()>,
+}
+
+impl Served {
+    /// Whether it is a volume.
+    pub(crate) fn is_volume(&self) -> bool {
+        self.volume.volume.is_some()
+    }
+
+    /// Gives each of the disks, which are different, its layer, at one instant. What was answered
+    /// before is in the layers beneath. If one fails, all are as they were.
+    ///
+    /// # Errors
+    /// `Denied` if a disk is closed, or if the sandbox or the policy does not allow a file there;
+    /// `Unsupported` if a disk is no chain that is written; otherwise as [`ManageChain::push`].
+    pub(crate) fn put_layers(
+        all: Vec<(Arc<Self>, NewLayerWish)>,
+        granted: Option<&Granted>,
+    ) -> Result<Vec<Layered>> {
+        let (disks, wishes): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+        let mut wanted: Vec<_> = disks.iter().zip(wishes).enumerate().collect();
+        // Two groups with disks in common take turns.
+        wanted.sort_by(|(_, (one, _)), (_, (other, _))| one.name.cmp(&other.name));
+        let mut ready = Vec::new();
+        for (at, (served, wish)) in wanted {
+            let made = served.make_layer(wish, granted);
+            ready.push((at, made.map_err(|error| error.wrap(format!("disk {:?}", served.name)))?));
+        }
+        ready.sort_by_key(|(at, _)| *at);
+        let ready: Vec<_> = ready.into_iter().map(|(_, ready)| ready).collect();
+        let pushed: Vec<_> = match &*ready {
+            [one] => vec![one.push(None)?],
+            all => push_all(all)?,
+        };
+        Ok(ready.into_iter().zip(pushed).map(|(ready, pushed)| ready.finish(pushed)).collect())
+    }
+
+    /// Makes the file of a layer.
+    fn make_layer(&self, wish: NewLayerWish, granted: Option<&Granted>) -> Result<Ready<'_>> {
+        let changes = self.lock_changes();
+        let disk = self.opened().disk()?;
+        self.check_gets_layers(&*disk)?;
+        let image = self.image();
+        let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
+        let images = FileImages::new(&self.first_image, options)?;
+        // What the user can allow is said before what only another start can.
+        let path = images.find_new(&wish.path)?;
+        for file in [&*path, &*image] {
+            let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+            granted.map_or(Ok(()), |granted| {
+                granted.check_layers_in(folder.unwrap_or(Path::new(".")))
+            })?;
+        }
+        let executor = Executor::new(Backend::Pool)
+            .map_err(|error| Error::from_io("making a layer", error))?;
+        let len = disk.geometry().len;
+        let new = executor.block_on(NewLayer::make(&images, &image, len, wish))?;
+        Ok(Ready { served: self, disk, new, _changes: changes })
+    }
+
+    /// Whether a layer can be put on top of it at all.
+    fn check_gets_layers(&self, disk: &dyn Manage) -> Result<()> {
+        let what = match () {
+            () if self.settings.overlay_folder.is_some() => {
+                "is ephemeral: its changes end with the server"
+            }
+            () if self.images.format != "qcow2" => {
+                "is no qcow2 image: to have snapshots, make a qcow2 image on top of it (`mica create \
+                 -b`) and serve that"
+            }
+            () if disk.chain().is_none() => "is served read-only: it has nothing to freeze",
+            () => return Ok(()),
+        };
+        let what = format!("the disk {:?} {what}", self.name);
+        Err(Error::new(ErrorKind::Unsupported, what))
+    }
+}
+
+/// Pushes all at one instant.
+fn push_all(all: &[Ready<'_>]) -> Result<Vec<Pushed>> {
+    let group = Arc::new(SnapshotGroup::new(all.len()));
+    // They wait for each other, on whichever threads their chains are.
+    thread::scope(|scope| {
+        let start = |ready| {
+            let of_one = Arc::clone(&group);
+            let act = move || Ready::push(ready, Some(of_one));
+            thread::Builder::new().name("mica-group".to_owned()).spawn_scoped(scope, act)
+        };
+        let threads: Vec<_> = all.iter().map(start).collect();
+        let ended = threads.into_iter().map(|thread| match thread {
+            Ok(thread) => thread.join().unwrap_or_else(|_| Err(super::snapshots::panicked())),
+            Err(error) => Err(group.fail(Error::from_io("starting a thread", error))),
+        });
+        // All of them end before any is judged.
+        ended.collect::<Vec<_>>().into_iter().collect()
+    })
+}
+
+impl Ready<'_> {
+    /// Puts the layer on top of the chain.
+    fn push(&self, group: Option<Arc<SnapshotGroup>>) -> Result<Pushed> {
+        let (disk, path) = (Arc::clone(&self.disk), self.new.path().to_owned());
+        let of_all = group.clone();
+        let pushed = self.served.resources.workers.run(move || async move {
+            let chain: &dyn ManageChain = disk.chain().ok_or_else(|| {
+                Error::new(ErrorKind::Unsupported, "the disk is no chain that is written")
+            })?;
+            match &group {
+                None => chain.push(&path).await,
+                Some(group) => chain.push_in_group(&path, group).await,
+            }
+        });
+        pushed.and_then(|pushed| pushed).map_err(|error| match of_all {
+            None => error,
+            Some(group) => group.fail(error),
+        })
+    }
+
+    /// The chain has it.
+    fn finish(self, pushed: Pushed) -> Layered {
+        let Self { served, disk, new, _changes } = self;
+        let (frozen, active): (_, Arc<Path>) = (served.image(), new.path().into());
+        served.set_image(Arc::clone(&active));
+        new.keep();
+        let (layers, Pushed { pause }) = (disk.layer_count(), pushed);
+        tracing::info!(
+            "{:?} is written to {} now, on top of {}: its changes waited for {} us",
+            served.name,
+            active.display(),
+            frozen.display(),
+            pause.as_micros()
+        );
+        Layered { frozen, active, layers, pause }
+    }
+}

@@ -1,0 +1,324 @@
+//! The mark of a frozen layer: where the writing of its disk goes on.
+//!
+//! A configuration names the image that a disk began with. Once a layer is on top of that, whoever
+//! opens the image again to write it would change what the layer above stands on, and destroy it.
+//! So a small file beside the frozen layer, `LAYER.mica-above`, names the layer above. It is
+//! durable before anything is written above, and is removed by nobody but the next server that
+//! finds the snapshot unfinished, and people. docs/formats/above.md has its bytes.
+//!
+//! Whoever is about to write a layer looks for its mark, and follows it from layer to layer. What
+//! it finds is one of these:
+//!
+//! | the layer above | the layer itself | what is written |
+//! |---|---|---|
+//! | there, and stands on it, perhaps through others | closed by its writer | the layer above |
+//! | there, and stands on it | in use by a writer that was killed | the layer itself |
+//! | there, and stands on it through others | in use | nothing: the user has to say |
+//! | there, and stands on something else | | nothing: the user has to say |
+//! | missing, or a name that the chain may not open | | nothing: the user has to say |
+//!
+//! In the second case the layer above is empty: nothing is written there before the one beneath is
+//! closed (`qcow2/src/chain/push.rs`, I1).
+//!
+//! Invariants
+//! - I1 A mark is followed only if it is a regular file that only those could have written who can
+//!   write the layer: its owner is the layer's owner, this process, or root, and it is not writable
+//!   by everyone.
+//! - I2 A mark is put in its place whole, and removed only when its layer is open for writing.
+//! - I3 Only a name that the policy of the chain permits is opened.
+
+use crate::policy::allowed_places;
+use crate::{FileImages, ImageOptions, Names};
+use mica_block::{Error, ErrorKind, Identity, Images, Result, Store};
+use mica_qcow2::read_header;
+use mica_qcow2_format::{Header, parse_image_name};
+use mica_store::Located;
+use mica_units::LayerNumber;
+use rustix::fs::OFlags;
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// The ending of a mark's name.
+const SUFFIX: &str = ".mica-above";
+/// The ending of its name while it is being written.
+const NEW_SUFFIX: &str = ".mica-above.tmp";
+/// What stands before the name in it.
+const KEY: &[u8] = b"above: ";
+/// Longest content of a mark, in bytes: a path, and what is around it.
+const CONTENT_BYTES_MAX: u64 = 4096 + 64;
+
+/// The layer that is written for an image, and what is to be known for opening it.
+pub(crate) struct Active {
+    pub(crate) path: PathBuf,
+    pub(crate) options: ImageOptions,
+    /// The mark of an unfinished snapshot, to be removed when the layer is open.
+    pub(crate) unfinished: Option<Mark>,
+}
+
+/// The mark of one layer.
+#[derive(Debug)]
+pub(crate) struct Mark {
+    /// The file.
+    at: PathBuf,
+    /// The layer above.
+    above: PathBuf,
+}
+
+/// The place of the mark of `layer`, beside where the file really is.
+fn place(layer: &Path, suffix: &str) -> Result<PathBuf> {
+    let real = layer
+        .canonicalize()
+        .map_err(|error| Error::from_io(format!("finding {}", layer.display()), error))?;
+    let mut name = real.into_os_string();
+    name.push(suffix);
+    Ok(name.into())
+}
+
+impl Mark {
+    /// Marks `layer` as frozen beneath `above`. Both names are absolute. It is durable once its
+    /// folder is.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) fn put(layer: &Path, above: &Path) -> Result<Self> {
+        let (at, new) = (place(layer, SUFFIX)?, place(layer, NEW_SUFFIX)?);
+        let is_beside = above.parent().and_then(|folder| folder.canonicalize().ok());
+        let is_beside = is_beside.as_deref() == at.parent();
+        let name = match above.file_name() {
+            Some(name) if is_beside => name,
+            _ => above.as_os_str(),
+        };
+        let content = [KEY, name.as_bytes(), b"\n"].concat();
+        let written = write_new(&new, &content).and_then(|()| std::fs::rename(&new, &at));
+        written.map_err(|error| {
+            // The first failure is the one to report.
+            let _ = std::fs::remove_file(&new);
+            Error::from_io(format!("writing {}", at.display()), error)
+        })?;
+        Ok(Self { at, above: above.to_owned() })
+    }
+
+    /// The mark of what was `located`, if it has one.
+    fn of(layer: &Path, located: &Located) -> Result<Option<Self>> {
+        let at = place(layer, SUFFIX)?;
+        let failed = |error: io::Error| Error::from_io(format!("reading {}", at.display()), error);
+        let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+        let file = match OpenOptions::new().read(true).custom_flags(flags).open(&at) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // Nobody can have made one.
+            Err(error) if error.kind() == io::ErrorKind::InvalidFilename => return Ok(None),
+            Err(error) => return Err(failed(error)),
+        };
+        let found = file.metadata().map_err(failed)?;
+        let me = rustix::process::geteuid().as_raw();
+        let is_trusted = [located.owner(), me, 0].contains(&found.uid());
+        if !found.is_file() || !is_trusted || found.mode() & 0o002 != 0 {
+            let what = format!(
+                "{} says that the layer is frozen, and may be a stranger's: remove it if it is",
+                at.display()
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
+        let mut content = Vec::new();
+        file.take(CONTENT_BYTES_MAX).read_to_end(&mut content).map_err(failed)?;
+        let name = content.strip_prefix(KEY).and_then(|name| name.strip_suffix(b"\n"));
+        let Some(name) = name.filter(|name| !name.is_empty() && !name.contains(&0)) else {
+            let what = format!("{} is damaged: {}", at.display(), cure(layer, &at));
+            return Err(Error::new(ErrorKind::Corrupt, what));
+        };
+        let name = OsString::from_vec(name.to_vec());
+        let above = at.parent().unwrap_or(Path::new("")).join(name);
+        Ok(Some(Self { at, above }))
+    }
+
+    /// Removes it.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) fn remove(&self) -> Result<()> {
+        let failed = |error| Error::from_io(format!("removing {}", self.at.display()), error);
+        match std::fs::remove_file(&self.at) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed(error)),
+            _ => sync_folder_of(&self.at),
+        }
+    }
+
+    /// The folder that it is in.
+    pub(crate) fn path(&self) -> &Path {
+        &self.at
+    }
+}
+
+fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o644)
+        .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
+        .open(path)?;
+    file.write_all(content)?;
+    file.sync_data()
+}
+
+/// Makes the names in the folder of `file` durable.
+///
+/// # Errors
+/// What the system reports.
+pub(crate) fn sync_folder_of(file: &Path) -> Result<()> {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    synced.map_err(|error| Error::from_io(format!("syncing {}", folder.display()), error))
+}
+
+fn cure(layer: &Path, mark: &Path) -> String {
+    format!(
+        "name the image that the disk is in now, or, if {} is to be written as it is, remove {}",
+        layer.display(),
+        mark.display()
+    )
+}
+
+/// The layer that is written for the qcow2 image that the user `named`: that one, or the one above
+/// it in which the writing goes on.
+///
+/// # Errors
+/// As for opening the images; `Denied` if it cannot be told.
+pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<Active> {
+    let images = FileImages::new(named, options.clone())?;
+    let mut path = named.to_owned();
+    let mut is_first = true;
+    for _ in 0..LayerNumber::COUNT_MAX {
+        let (located, store) = images.glance(&path)?;
+        let Some(mark) = Mark::of(&path, &located)? else {
+            let options = if is_first { options } else { beneath(named, options)? };
+            return Ok(Active { path, options, unfinished: None });
+        };
+        let header = read_header(&store).await.map_err(|error| error.wrap(name_of(&path)))?;
+        let identity = located.identity(store.len()?);
+        let stands = check_above(&images, &path, &identity, &mark).await?;
+        if is_in_use(&header) {
+            if stands == Stands::Above {
+                let what = format!(
+                    "{} was written after it was frozen, and layers stand on it: {}",
+                    path.display(),
+                    cure(&path, mark.path())
+                );
+                return Err(Error::new(ErrorKind::Denied, what));
+            }
+            tracing::warn!(
+                "{} was about to be frozen beneath {} when its server ended: it is written on, and \
+                 the other one, which is empty, is no longer needed",
+                path.display(),
+                mark.above.display()
+            );
+            let options = if is_first { options } else { beneath(named, options)? };
+            return Ok(Active { path, options, unfinished: Some(mark) });
+        }
+        (path, is_first) = (mark.above, false);
+    }
+    let what = format!("{}: the marks of its layers form a loop", named.display());
+    Err(Error::new(ErrorKind::Limit, what))
+}
+
+/// Whether its writer has not closed the image.
+fn is_in_use(header: &Header) -> bool {
+    header.autoclear.unknown != 0 || header.incompatible.dirty
+}
+
+/// How a layer stands on another.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stands {
+    OnIt,
+    /// On a layer that stands on it.
+    Above,
+}
+
+/// Makes sure that what is above `layer` still stands on it.
+async fn check_above(
+    images: &FileImages,
+    layer: &Path,
+    identity: &Identity,
+    mark: &Mark,
+) -> Result<Stands> {
+    let Mark { at, above } = mark;
+    let denied = |what: &str| {
+        let (named, above) = (layer.display(), above.display());
+        let what = format!("{named} is frozen: its disk went on in {above}, {what}");
+        Error::new(ErrorKind::Denied, format!("{what}; {}", cure(layer, at)))
+    };
+    let mut path = above.clone();
+    for depth in 0..LayerNumber::COUNT_MAX {
+        let store = match images.glance(&path) {
+            Ok((_, store)) => store,
+            Err(error) if error.kind() == ErrorKind::NotFound && depth == 0 => {
+                return Err(denied("which is missing"));
+            }
+            Err(error) => return Err(denied(&format!("which cannot be opened ({error})"))),
+        };
+        let header = match read_header(&store).await {
+            Ok(header) => header,
+            Err(error) if depth == 0 => {
+                return Err(denied(&format!("which cannot be read ({error})")));
+            }
+            // A raw base, for one.
+            Err(_) => break,
+        };
+        let below = header.backing.and_then(|backing| {
+            let name = parse_image_name(&backing.name).ok()?;
+            let below = images.resolve(&path, &name.path).ok()?;
+            images.identify(&below).ok().map(|found| (below, found))
+        });
+        let Some((below, found)) = below else { break };
+        if (found.device, found.inode) == (identity.device, identity.inode) {
+            return Ok(if depth == 0 { Stands::OnIt } else { Stands::Above });
+        }
+        path = below;
+    }
+    Err(denied("which does not stand on it any more"))
+}
+
+/// Options for opening a layer above the image that the user `named`, which may name that one, and
+/// what that one may name.
+fn beneath(named: &Path, mut options: ImageOptions) -> Result<ImageOptions> {
+    if options.names != Names::None {
+        let places = allowed_places(named, options.names, &options.allow_paths)?;
+        let real = named
+            .canonicalize()
+            .map_err(|error| Error::from_io(format!("finding {}", named.display()), error))?;
+        options.allow_paths.extend(places);
+        options.allow_paths.push(real);
+    }
+    Ok(options)
+}
+
+/// Refuses to write the image at `path` if it is a frozen layer.
+///
+/// # Errors
+/// `Denied` if it is, or if that cannot be told.
+pub async fn refuse_frozen(path: &Path, options: ImageOptions) -> Result<()> {
+    let active = active_layer(path, options).await?;
+    if active.path == path {
+        return Ok(());
+    }
+    let what = format!(
+        "{} is frozen: a layer stands on it, and its disk is in {} now; {}",
+        path.display(),
+        active.path.display(),
+        cure(path, &place(path, SUFFIX)?)
+    );
+    Err(Error::new(ErrorKind::Denied, what))
+}
+
+fn name_of(path: &Path) -> String {
+    path.display().to_string()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,162 @@
+use super::*;
+use crate::{NewLayer, NewLayerWish};
+use mica_qcow2_format::field;
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
+use mica_rt::{Backend, Executor};
+use mica_store::Handles;
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use tempfile::TempDir;
+
+const LEN: u64 = 1 << 20;
+
+fn executor() -> Executor {
+    Executor::new(Backend::Pool).expect("an executor")
+}
+
+fn options() -> ImageOptions {
+    ImageOptions::new(Handles::new(16))
+}
+
+/// A folder with `vm.qcow2` and `vm-2.qcow2` on top of it.
+fn world() -> (TempDir, PathBuf, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().canonicalize().expect("a folder").join("vm.qcow2");
+    File::create(&path).expect("a file");
+    let images = FileImages::new(&path, options()).expect("images");
+    let plan = ImageWish::default().plan(LEN).expect("a plan");
+    let store = images.open_writable(&path).expect("it opens").store;
+    executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");
+    drop(store);
+    let above = path.with_file_name("vm-2.qcow2");
+    let wish = NewLayerWish { path: above.clone(), image: ImageWish::default(), reuse: false };
+    executor().block_on(NewLayer::make(&images, &path, LEN, wish)).expect("made").keep();
+    (folder, path, above)
+}
+
+fn active(named: &Path) -> Result<Active> {
+    executor().block_on(active_layer(named, options()))
+}
+
+fn refusal(named: &Path) -> String {
+    let error = active(named).err().expect("refused");
+    assert!(error.to_string().contains("remove"), "it says what to do: {error}");
+    error.to_string()
+}
+
+#[test]
+fn image_without_a_mark_is_written_itself() {
+    let (_folder, _, above) = world();
+    let found = active(&above).expect("found");
+    assert!(found.path == above && found.unfinished.is_none());
+    executor().block_on(refuse_frozen(&above, options())).expect("it may be written");
+}
+
+#[test]
+fn frozen_image_is_followed_by_any_name_and_refused_to_who_would_write_it() {
+    let (folder, path, above) = world();
+    let link = folder.path().join("link.qcow2");
+    symlink(&path, &link).expect("a link");
+    for name in [&path, &link] {
+        assert_eq!(active(name).expect("found").path, above);
+        let refused = executor().block_on(refuse_frozen(name, options())).expect_err("frozen");
+        assert!(refused.to_string().contains("vm-2.qcow2"), "{refused}");
+    }
+}
+
+#[test]
+fn layer_whose_writer_was_killed_before_it_was_closed_is_written_on() {
+    let (_folder, path, _) = world();
+    let file = OpenOptions::new().write(true).open(&path).expect("it opens");
+    // As if it named a log.
+    file.write_all_at(&[7], field::AUTOCLEAR as u64).expect("written");
+    let found = active(&path).expect("found");
+    assert_eq!(found.path, path);
+    found.unfinished.expect("a snapshot that did not come to its end").remove().expect("removed");
+    file.write_all_at(&[0], field::AUTOCLEAR as u64).expect("written");
+    assert!(active(&path).expect("found").unfinished.is_none(), "it is forgotten");
+}
+
+#[test]
+fn nothing_is_written_while_it_is_unclear_where_the_disk_is() {
+    let (folder, path, above) = world();
+    let aside = folder.path().join("aside");
+    std::fs::rename(&above, &aside).expect("moved");
+    assert!(refusal(&path).contains("missing"));
+    std::fs::write(&above, b"no image at all").expect("written");
+    assert!(refusal(&path).contains("cannot be read"));
+    // An image of its own.
+    std::fs::copy(&path, &above).expect("copied");
+    assert!(refusal(&path).contains("does not stand on it"));
+    std::fs::rename(&aside, &above).expect("moved");
+    assert_eq!(active(&path).expect("found").path, above);
+    let mark = path.with_file_name("vm.qcow2.mica-above");
+    std::fs::write(&mark, b"above: /etc/passwd\n").expect("written");
+    assert!(refusal(&path).contains("cannot be opened"));
+    for content in [&b""[..], b"above: \n", b"above: vm-2.qcow2", b"below: vm-2.qcow2\n"] {
+        std::fs::write(&mark, content).expect("written");
+        assert!(refusal(&path).contains("damaged"), "{content:?}");
+    }
+    std::fs::write(&mark, b"above: vm-2.qcow2\n").expect("written");
+    // Others may come in between, as a backup's state does.
+    let between = path.with_file_name("between.qcow2");
+    std::fs::rename(&above, &between).expect("moved");
+    let wish = ImageWish {
+        backing_name: Some("between.qcow2".into()),
+        backing_format: Some("qcow2".to_owned()),
+        ..ImageWish::default()
+    };
+    File::create(&above).expect("a file");
+    let images = FileImages::new(&above, options()).expect("images");
+    let store = images.open_writable(&above).expect("it opens").store;
+    let plan = wish.plan(LEN).expect("a plan");
+    executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");
+    drop(store);
+    assert_eq!(active(&path).expect("found").path, above);
+    // Who wants the old state back says so.
+    std::fs::remove_file(&mark).expect("removed");
+    assert_eq!(active(&path).expect("found").path, path);
+}
+
+#[test]
+fn mark_that_anybody_may_write_is_not_followed() {
+    let (_folder, path, _) = world();
+    let mark = path.with_file_name("vm.qcow2.mica-above");
+    std::fs::set_permissions(&mark, std::fs::Permissions::from_mode(0o666)).expect("set");
+    assert!(refusal(&path).contains("stranger"));
+}
+
+#[test]
+fn marks_in_a_circle_are_refused() {
+    let (_folder, path, above) = world();
+    std::fs::copy(&path, path.with_file_name("aside")).expect("copied");
+    // The layer beneath names the one above as its own base.
+    let wish = ImageWish {
+        backing_name: Some("vm-2.qcow2".into()),
+        backing_format: Some("qcow2".to_owned()),
+        ..ImageWish::default()
+    };
+    let images = FileImages::new(&path, options()).expect("images");
+    let store = images.open_writable(&path).expect("it opens").store;
+    let plan = wish.plan(LEN).expect("a plan");
+    executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");
+    drop(store);
+    Mark::put(&above, &path).expect("marked");
+    assert_eq!(active(&path).err().expect("refused").kind(), ErrorKind::Limit);
+}
+
+#[test]
+fn page_says_what_the_code_does() {
+    const PAGE: &str = include_str!("../../../../docs/formats/above.md");
+    let rows = [
+        ("SUFFIX", SUFFIX.to_owned()),
+        ("NEW_SUFFIX", NEW_SUFFIX.to_owned()),
+        ("KEY", String::from_utf8(KEY.to_vec()).expect("text")),
+    ];
+    for (name, value) in rows {
+        assert!(PAGE.contains(&format!("| `{name}` | `{value}` |")), "{name}");
+    }
+    assert!(PAGE.contains(&format!("| `CONTENT_BYTES_MAX` | {CONTENT_BYTES_MAX} |")));
+    let (_folder, path, _) = world();
+    let mark = std::fs::read(path.with_file_name("vm.qcow2.mica-above")).expect("a mark");
+    assert_eq!(mark, b"above: vm-2.qcow2\n");
+}

@@ -1,0 +1,214 @@
+//! The file of a new layer, for a chain that is open.
+//!
+//! ```text
+//! made under another name ─▶ durable ─▶ its name ─▶ mark of the layer beneath ─▶ folders durable
+//!   ─▶ the chain gets it ─▶ kept
+//! ```
+//!
+//! Invariants
+//! - I1 Its name is that of a whole image, whenever the power goes.
+//! - I2 Nothing is written to it before it, its name and the mark are durable: whoever opens the
+//!   layer beneath from then on finds it ([`crate::above`]).
+//! - I3 If the chain does not get it, what was made is removed: mark, then file. A file that was
+//!   there before stays.
+
+use crate::above::{Mark, sync_folder_of};
+use crate::images::FileImages;
+use crate::policy::looks_like_protocol;
+use mica_block::{Error, ErrorKind, Images, Result};
+use mica_qcow2::read_header;
+use mica_qcow2_tools::create::{ImageWish, Stores, create_unnamed};
+use mica_store::FileKind;
+use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
+use rustix::io::Errno;
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// What a new layer is to be like.
+#[derive(Clone, Debug)]
+pub struct NewLayerWish {
+    /// Its file.
+    pub path: PathBuf,
+    /// Its properties. If neither the size of its clusters nor subclusters are wished for, it has
+    /// those of the layer beneath.
+    pub image: ImageWish,
+    /// Whether the file may be there already: an empty overlay of the layer beneath.
+    pub reuse: bool,
+}
+
+/// A new layer, which its chain is about to get. Dropping it removes it, unless it is kept.
+#[derive(Debug)]
+pub struct NewLayer {
+    path: PathBuf,
+    is_made: bool,
+    mark: Option<Mark>,
+    is_kept: bool,
+}
+
+impl NewLayer {
+    /// Makes an empty overlay of `active`, the active layer of an open chain to which `images`
+    /// belongs and whose disk is `len` bytes long, and marks that one as frozen. Durable when this
+    /// returns.
+    ///
+    /// # Errors
+    /// `Denied` if the chain may not open a file there, `Invalid` if there is one or what was
+    /// wished for is impossible, `Unsupported` if `active` is a device; otherwise what the system
+    /// reports. Nothing is left then.
+    pub async fn make(
+        images: &FileImages,
+        active: &Path,
+        len: u64,
+        wish: NewLayerWish,
+    ) -> Result<Self> {
+        let NewLayerWish { path, image, reuse } = wish;
+        let path = images.find_new(&path)?;
+        let mut new = Self { path, is_made: false, mark: None, is_kept: false };
+        match new.path.symlink_metadata() {
+            Ok(_) if reuse => sync_file(&new.path)?,
+            Ok(_) => {
+                let what = format!(
+                    "{} exists: --reuse takes it, if it is an empty overlay of {}",
+                    new.path.display(),
+                    active.display()
+                );
+                return Err(Error::new(ErrorKind::Invalid, what));
+            }
+            Err(_) => new.make_file(images, active, len, image).await?,
+        }
+        // What was there is marked by somebody else's snapshot, which is over: nothing is above.
+        let mark = new.mark.insert(Mark::put(active, &new.path)?);
+        sync_folder_of(mark.path())?;
+        if mark.path().parent() != new.path.parent() {
+            sync_folder_of(&new.path)?;
+        }
+        Ok(new)
+    }
+
+    async fn make_file(
+        &mut self,
+        images: &FileImages,
+        active: &Path,
+        len: u64,
+        mut wish: ImageWish,
+    ) -> Result<()> {
+        let (located, store) = images.glance(active)?;
+        if located.kind() == FileKind::BlockDevice {
+            let what = format!(
+                "{} is a block device: nothing beside it could say that it is frozen",
+                active.display()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let header = read_header(&store).await?;
+        if (wish.cluster_bytes, wish.extended_l2) == (None, None) {
+            wish.cluster_bytes = Some(header.cluster_bits.bytes());
+            wish.extended_l2 = Some(header.l2_format().extended);
+        }
+        wish.backing_name = Some(backing_name(active, &self.path)?);
+        wish.backing_format = Some("qcow2".to_owned());
+        let plan = wish.plan(len)?;
+        let unnamed = Unnamed::make(&self.path, located.mode() & 0o666)?;
+        let image = images.open_writable(&unnamed.0)?.store;
+        create_unnamed(plan, Stores { image: &*image, data: None }).await?;
+        drop(image);
+        unnamed.name(&self.path)?;
+        self.is_made = true;
+        Ok(())
+    }
+
+    /// Its file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The chain has it.
+    pub fn keep(mut self) {
+        self.is_kept = true;
+    }
+}
+
+impl Drop for NewLayer {
+    fn drop(&mut self) {
+        if self.is_kept {
+            return;
+        }
+        // A mark without its layer would keep the one beneath from being written (I3).
+        if let Some(Err(error)) = self.mark.as_ref().map(Mark::remove) {
+            tracing::error!("{}", error.in_one_line());
+            return;
+        }
+        if self.is_made {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// The name by which the image at `new` names `active` beneath it: relative in one folder.
+fn backing_name(active: &Path, new: &Path) -> Result<OsString> {
+    let failed = |error| Error::from_io(format!("finding {}", active.display()), error);
+    let active = std::path::absolute(active).map_err(failed)?;
+    let folder_of = |path: &Path| path.parent().and_then(|folder| folder.canonicalize().ok());
+    let name = active.file_name().filter(|_| folder_of(&active) == folder_of(new));
+    let Some(name) = name else { return Ok(active.into_os_string()) };
+    let mut plain = OsString::new();
+    if looks_like_protocol(name.as_bytes()) {
+        plain.push("./");
+    }
+    plain.push(name);
+    Ok(plain)
+}
+
+/// Makes a file durable that somebody else made.
+fn sync_file(path: &Path) -> Result<()> {
+    let synced = File::open(path).and_then(|file| file.sync_data());
+    synced.map_err(|error| Error::from_io(format!("syncing {}", path.display()), error))
+}
+
+/// A file that has not got its name yet. Dropping it removes it.
+struct Unnamed(PathBuf);
+
+impl Unnamed {
+    /// Makes it, empty, in the folder of `path`. One of a process that was killed is taken.
+    fn make(path: &Path, mode: u32) -> Result<Self> {
+        let mut name = OsString::from(".");
+        name.push(path.file_name().unwrap_or_default());
+        name.push(".mica-new");
+        let unnamed = path.with_file_name(name);
+        let made = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(mode)
+            .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed())
+            .open(&unnamed);
+        match made {
+            Ok(_) => Ok(Self(unnamed)),
+            Err(error) => Err(Error::from_io(format!("creating {}", path.display()), error)),
+        }
+    }
+
+    /// Gives it the name `path`, which nothing has.
+    fn name(self, path: &Path) -> Result<()> {
+        let named = match renameat_with(CWD, &self.0, CWD, path, RenameFlags::NOREPLACE) {
+            // The file system cannot do that in one step.
+            Err(Errno::INVAL | Errno::NOSYS) if path.symlink_metadata().is_err() => {
+                std::fs::rename(&self.0, path)
+            }
+            named => named.map_err(std::io::Error::from),
+        };
+        named.map_err(|error| Error::from_io(format!("creating {}", path.display()), error))
+    }
+}
+
+impl Drop for Unnamed {
+    fn drop(&mut self) {
+        // It is not there any more if it has its name.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,84 @@
+//! Clones: overlays of what is frozen.
+
+use mica_tests::server::Server;
+use mica_tests::{mica, qemu, tools};
+use std::fs;
+use std::path::Path;
+
+const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
+
+fn clone(folder: &Path, words: &[&str], base: &str, new: &str) -> mica_tests::command::Finished {
+    let paths = [base, new].map(|name| folder.join(name).display().to_string());
+    let words = ["clone"].into_iter().chain(words.iter().copied());
+    mica::run(words.chain(paths.iter().map(|path| &**path)))
+}
+
+#[test]
+fn clones_begin_as_their_base_and_of_that_only_the_header_is_read() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let folder = dir.path();
+    qemu::create(folder, "base.qcow2", &[], "16M");
+    qemu::io(folder, &[], "base.qcow2", &["write -P 1 0 4M"]);
+    qemu::overlay(folder, "gold.qcow2", "base.qcow2", &[]);
+    qemu::io(folder, &[], "gold.qcow2", &["write -P 2 1M 1M"]);
+    let made = clone(folder, &["--output", "json"], "gold.qcow2", "web.qcow2").json();
+    assert_eq!(made["virtual-size"], 16 << 20, "{made}");
+    qemu::img(folder, ["compare", "gold.qcow2", "web.qcow2"]).ok();
+    let info = qemu::img(folder, ["info", "--output=json", "web.qcow2"]).json();
+    assert_eq!(
+        (&info["backing-filename"], &info["backing-filename-format"]),
+        (&"gold.qcow2".into(), &"qcow2".into())
+    );
+    clone(folder, &["-q", "--count", "3"], "gold.qcow2", "desk.qcow2").ok();
+    for number in 1..=3 {
+        qemu::io(folder, &[], &format!("desk-{number}.qcow2"), &["write -P 3 0 64k"]);
+        qemu::img(folder, ["check", &format!("desk-{number}.qcow2")]).ok();
+    }
+    assert!(!folder.join("desk.qcow2").exists());
+    // Elsewhere the name is whole.
+    let other = tempfile::tempdir().expect("a folder");
+    let there = other.path().join("far.qcow2").display().to_string();
+    let gold = folder.join("gold.qcow2").display().to_string();
+    mica::run(["clone", &gold, &there]).ok();
+    qemu::img(folder, ["compare", "gold.qcow2", &there]).ok();
+    // What is beneath the base is not even looked for.
+    fs::rename(folder.join("base.qcow2"), folder.join("aside")).expect("moved");
+    clone(folder, &[], "gold.qcow2", "late.qcow2").ok();
+    let said = clone(folder, &[], "gold.qcow2", "late.qcow2").refusal();
+    assert!(said.contains("exists"), "{said}");
+    clone(folder, &[], "missing.qcow2", "none.qcow2").refusal();
+    clone(folder, &["-o", "size=1G"], "gold.qcow2", "none.qcow2").refusal();
+    assert!(!folder.join("none.qcow2").exists());
+}
+
+#[test]
+fn what_is_being_written_is_not_cloned_but_what_a_snapshot_froze_is() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let folder = dir.path();
+    qemu::create(folder, "vm.qcow2", &[], "16M");
+    qemu::io(folder, &[], "vm.qcow2", &["write -P 1 0 4M"]);
+    let control = folder.join("control").display().to_string();
+    let options = ["--control", &*control];
+    let server =
+        Server::mica_writable(&folder.join("vm.qcow2"), "qcow2", &options).expect("served");
+    let said = clone(folder, &[], "vm.qcow2", "web.qcow2").refusal();
+    assert!(said.contains("writing"), "{said}");
+    assert!(!folder.join("web.qcow2").exists());
+    let next = folder.join("vm-2.qcow2").display().to_string();
+    mica::run(["ctl", "--control", &control, "snapshot", "vm", &next]).ok();
+    clone(folder, &[], "vm.qcow2", "web.qcow2").ok();
+    // Both go their own ways.
+    qemu::io(folder, &[], "web.qcow2", &["write -P 2 0 1M"]);
+    let write = ["-f", "raw", "-c", "write -P 3 1M 1M", &server.uri()];
+    mica_tests::command::run("qemu-io", write).ok();
+    assert!(server.stop().expect("it stops").status.success());
+    qemu::io(folder, &[], "web.qcow2", &["read -P 2 0 1M", "read -P 1 1M 3M"]);
+    qemu::io(folder, &[], "vm-2.qcow2", &["read -P 1 0 1M", "read -P 3 1M 1M"]);
+    qemu::io(folder, &["-r"], "vm.qcow2", &["read -P 1 0 4M"]);
+}

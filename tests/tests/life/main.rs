@@ -1,0 +1,7 @@
+//! The life of a chain: layers that come while it is served, clones, internal snapshots.
+
+mod clones;
+mod groups;
+mod internal;
+mod snapshots;
+mod world;
