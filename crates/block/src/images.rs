@@ -105,6 +105,19 @@ pub trait Images: Send + Sync {
     /// What the system or the policy reports, or that another program has the file open.
     fn open_writable(&self, path: &Path) -> Result<OpenImage>;
 
+    /// Opens the file at `path` for reading, which is open for writing here and will not be written
+    /// again: from now on others may read it, too. Nobody gets to write it in between.
+    ///
+    /// # Errors
+    /// What the system or the policy reports; it is then open for writing as before.
+    fn open_frozen(&self, path: &Path) -> Result<OpenImage>;
+
+    /// What is open for writing here had another name when it was opened, and is at `path` now:
+    /// messages are to name that.
+    fn note_name(&self, path: &Path) {
+        let _ = path;
+    }
+
     /// Which file is at `path` now.
     ///
     /// # Errors

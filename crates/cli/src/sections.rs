@@ -152,6 +152,27 @@ pub(crate) const CTL_LABEL: &str = "\
 EXAMPLES:
   mica ctl label web 17 keep-this           # by its number";
 
+pub(crate) const CTL_BACKUP: &str = "\
+EXAMPLES:
+  mica ctl backup begin web --as monday --nbd unix:/run/mica/backup.sock
+  nbdcopy 'nbd+unix:///web?socket=/run/mica/backup.sock' web-monday.raw
+  mica ctl backup end web";
+
+pub(crate) const CTL_BACKUP_BEGIN: &str = "\
+EXAMPLES:
+  mica ctl backup begin web --as monday --nbd unix:backup.sock
+  mica ctl backup begin web --since monday --as tuesday --nbd unix:backup.sock
+  nbdinfo --map=qemu:dirty-bitmap:monday 'nbd+unix:///web?socket=backup.sock'";
+
+pub(crate) const CTL_BACKUP_END: &str = "\
+EXAMPLES:
+  mica ctl backup end web";
+
+pub(crate) const CTL_BACKUP_LIST: &str = "\
+EXAMPLES:
+  mica ctl backup list web
+  mica ctl backup list --output json web | jq -r '.states[-1].state'";
+
 pub(crate) const CTL_STATS: &str = "\
 EXAMPLES:
   mica ctl stats web";

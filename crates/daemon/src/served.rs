@@ -12,12 +12,14 @@
 //! - I4 A disk that was told to stop is not served again unless somebody asks for that
 //!   ([`Served::undrain`]).
 
+mod backup;
 mod doors;
 mod handover;
 mod report;
 mod resize;
 mod snapshots;
 
+pub(crate) use backup::{BackupInfo, Wanted};
 pub(crate) use doors::Doors;
 pub(crate) use resize::NewLength;
 
@@ -30,6 +32,7 @@ use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, GcMode, ImageSettings, VolumeSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
+use backup::Backups;
 use mica_block::{Error, ErrorKind, Haste, Manage, Result};
 use mica_rt::timeout;
 use std::path::{Path, PathBuf};
@@ -78,6 +81,7 @@ pub(crate) struct Served {
     opened: Mutex<Opened>,
     /// Where its clients come in.
     doors: Doors,
+    backups: Backups,
     state: Mutex<State>,
     /// Whether somebody is opening the image, wanted or no longer.
     has_opener: AtomicBool,
@@ -153,6 +157,7 @@ impl Served {
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
             doors,
+            backups: Backups::default(),
             state: Mutex::new(state),
             has_opener: AtomicBool::new(false),
         })
@@ -466,6 +471,8 @@ impl Served {
             servers
         };
         drop(never_started);
+        // It reads the files of the disk.
+        self.backups.interrupt();
         let counts = servers.shutdown();
         *self.lock() = State::Ended(Box::new(counts), End::Closing);
         let disk = self.opened().disk();

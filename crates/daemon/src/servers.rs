@@ -103,6 +103,7 @@ impl Prepared {
                     name: seat.name().to_owned(),
                     description: settings.description.clone().unwrap_or_default(),
                     discard: settings.discard.into(),
+                    contexts: Vec::new(),
                 },
                 seats,
                 workers: Arc::clone(workers),

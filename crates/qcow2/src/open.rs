@@ -12,7 +12,7 @@ use crate::layers::Layers;
 use crate::redo::{read_over, replay_redo_log, warn_of_log};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
-use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
+use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
 use mica_qcow2_format::{Header, ImageName, SnapshotEntry, parse_image_name};
 use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
@@ -306,8 +306,9 @@ fn same_file(one: Identity, other: Identity) -> bool {
     (one.device, one.inode) == (other.device, other.inode)
 }
 
-/// The layer `written`, whose writer has closed its `file`, as one that is no longer written.
-pub(crate) fn freeze(images: &dyn Images, written: &Layer, file: Arc<dyn Store>) -> Result<Layer> {
+/// The layer `written`, whose writer has closed its file, which is at `path` now, as one that is no
+/// longer written.
+pub(crate) fn freeze(images: &dyn Images, written: &Layer, path: &Path) -> Result<Layer> {
     let tables = match &written.tables {
         None => None,
         Some(tables) => {
@@ -315,14 +316,19 @@ pub(crate) fn freeze(images: &dyn Images, written: &Layer, file: Arc<dyn Store>)
             Some(Tables::new(tables.l2, l1_offset, l1_entries, tables.compression))
         }
     };
+    let OpenImage { store, identity, content } = images.open_frozen(path)?;
+    let data = match written.data_path {
+        Some(_) => Arc::clone(&written.data),
+        None => Arc::clone(&store),
+    };
     Ok(Layer {
         number: written.number,
-        path: written.path.clone(),
-        store: file,
-        data: Arc::clone(&written.data),
+        path: path.into(),
+        store,
+        data,
         data_path: written.data_path.clone(),
-        identity: images.identify(&written.path)?,
-        content: written.content.clone(),
+        identity,
+        content,
         len: AtomicU64::new(written.len()),
         tables,
         live: None,

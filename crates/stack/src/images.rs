@@ -117,10 +117,43 @@ impl Images for FileImages {
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
         let mut located = self.policy.find(path)?;
         let store = WritableFile::open(&mut located, self.cache, self.locking, &self.handles)?;
+        let locks = store.locks();
         // Its descriptor is separate, and stays open.
         let image = self.opened(&located, store, ProofSlot::default())?;
-        self.written.add(&image);
+        self.written.add(&image, locks);
         Ok(image)
+    }
+
+    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
+        let located = self.policy.find(path)?;
+        let Some(locks) = self.written.locks(&located) else { return self.open(path) };
+        // The reader takes its locks before the writer's descriptor is closed.
+        let opened = locks.end_writing().and_then(|()| {
+            let mut located = self.policy.find(path)?;
+            let store =
+                FileStore::new_shared(&mut located, self.cache, self.locking, &self.handles)?;
+            let content = store.content();
+            self.opened(&located, store, content)
+        });
+        match opened {
+            Ok(image) => {
+                self.written.forget(&located);
+                Ok(image)
+            }
+            Err(error) => {
+                // The first failure is the one to report: nobody can have begun to write.
+                let _ = locks.write_again();
+                Err(error)
+            }
+        }
+    }
+
+    fn note_name(&self, path: &Path) {
+        if let Ok(located) = self.policy.find(path)
+            && let Some(locks) = self.written.locks(&located)
+        {
+            locks.note_name(located.path());
+        }
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

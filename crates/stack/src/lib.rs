@@ -8,6 +8,7 @@
 
 mod images;
 mod inject;
+mod keep;
 mod null;
 mod open;
 mod policy;
@@ -20,6 +21,7 @@ mod written;
 
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
+pub use keep::{Keeping, state_of};
 pub use null::NullDisk;
 pub use open::{Format, open, open_writable, parse_size, wait_for_dead};
 pub use policy::{Names, allowed_places, looks_like_protocol};

@@ -1,7 +1,7 @@
 //! The images that are open for writing here.
 
 use mica_block::{Identity, OpenImage, Store};
-use mica_store::Located;
+use mica_store::{Located, WriterLocks};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Of all images of one chain.
@@ -12,14 +12,31 @@ struct Written {
     device: u64,
     inode: u64,
     store: Weak<dyn Store>,
+    locks: WriterLocks,
 }
 
 impl WrittenImages {
-    /// Remembers `image` for as long as its store is open.
-    pub(crate) fn add(&self, image: &OpenImage) {
+    /// Remembers `image`, which has these `locks`, for as long as its store is open.
+    pub(crate) fn add(&self, image: &OpenImage, locks: WriterLocks) {
         let Identity { device, inode, .. } = image.identity;
         let store = Arc::downgrade(&image.store);
-        self.lock().push(Written { device, inode, store });
+        self.lock().push(Written { device, inode, store, locks });
+    }
+
+    /// The locks of what was `located`, if it is open for writing here.
+    pub(crate) fn locks(&self, located: &Located) -> Option<WriterLocks> {
+        let Identity { device, inode, .. } = located.identity(0);
+        let written = self.lock();
+        let is_it = |image: &&Written| {
+            (image.device, image.inode) == (device, inode) && image.store.strong_count() > 0
+        };
+        written.iter().find(is_it).map(|image| image.locks.clone())
+    }
+
+    /// Forgets what was `located`: it is no longer written.
+    pub(crate) fn forget(&self, located: &Located) {
+        let Identity { device, inode, .. } = located.identity(0);
+        self.lock().retain(|image| (image.device, image.inode) != (device, inode));
     }
 
     /// Whether what was `located` is open for writing here: then its lock is our own, and opening

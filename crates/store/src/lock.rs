@@ -109,6 +109,25 @@ pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Re
     Ok(())
 }
 
+/// Makes the locks of a writer on `file` those of a reader: others may read it, and still nobody
+/// may write it.
+pub(crate) fn end_writing(file: &File, path: &Path, locking: Locking) -> Result<()> {
+    let (Some((of_writer, _)), Some((of_reader, _))) =
+        (permissions(Role::Writer, locking), permissions(Role::Reader, locking))
+    else {
+        return Ok(());
+    };
+    for at in of_writer.iter().filter(|at| !of_reader.contains(at)) {
+        match file.unlock_range(USED + at, 1) {
+            Err(error) if !knows_no_locks(&error) => {
+                return Err(Error::from_io(format!("unlocking {}", path.display()), error));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// The error of opening the image at `path` for writing while a disk of this process reads it,
 /// whether or not it has a descriptor, and so its locks, at the moment.
 pub(crate) fn read_here(path: &Path) -> Error {

@@ -28,8 +28,8 @@ use mica_units::HostOffset;
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 /// A file or block device of the host, for reading and writing. Keeps its descriptor, and the
 /// image's locks, as long as it lives.
@@ -37,9 +37,16 @@ pub struct WritableFile {
     inner: Arc<Inner>,
 }
 
+/// The locks and the name of an open [`WritableFile`], for who opened it. It does not keep it open.
+#[derive(Clone)]
+pub struct WriterLocks(Weak<Inner>);
+
 struct Inner {
     file: Arc<File>,
     path: PathBuf,
+    /// Another name that the file got since, for messages.
+    later_path: OnceLock<PathBuf>,
+    locking: Locking,
     kind: FileKind,
     align: Alignment,
     /// Claims on the bytes of the file, if it is written past the page cache. Writes of whole
@@ -80,6 +87,8 @@ impl WritableFile {
         let inner = Inner {
             file: Arc::new(file),
             path: located.path().to_owned(),
+            later_path: OnceLock::new(),
+            locking,
             kind: located.kind(),
             align,
             claims: Claims::default(),
@@ -90,6 +99,42 @@ impl WritableFile {
             _descriptor: descriptor,
         };
         Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Its locks and its name.
+    pub fn locks(&self) -> WriterLocks {
+        WriterLocks(Arc::downgrade(&self.inner))
+    }
+}
+
+impl WriterLocks {
+    /// Others may read the file from now on, and still nobody may write it. Its owner does not
+    /// write it any more.
+    ///
+    /// # Errors
+    /// Any error of the system.
+    pub fn end_writing(&self) -> Result<()> {
+        self.0
+            .upgrade()
+            .map_or(Ok(()), |inner| lock::end_writing(&inner.file, inner.path(), inner.locking))
+    }
+
+    /// Undoes [`Self::end_writing`].
+    ///
+    /// # Errors
+    /// `Denied` if another process has opened the image meanwhile, else any error of the system.
+    pub fn write_again(&self) -> Result<()> {
+        self.0.upgrade().map_or(Ok(()), |inner| {
+            lock::take(&inner.file, inner.path(), Role::Writer, inner.locking)
+        })
+    }
+
+    /// The file has another name since it was opened: messages name it so. Counts once.
+    pub fn note_name(&self, path: &Path) {
+        if let Some(inner) = self.0.upgrade() {
+            // It is already known.
+            let _ = inner.later_path.set(path.to_owned());
+        }
     }
 }
 
@@ -236,7 +281,7 @@ impl Store for WritableFile {
     }
 
     fn name(&self) -> String {
-        self.inner.path.display().to_string()
+        self.inner.path().display().to_string()
     }
 
     fn identity(&self) -> StoreIdentity {
@@ -344,8 +389,12 @@ impl Inner {
         Err(Error::new(ErrorKind::Io, what))
     }
 
+    fn path(&self) -> &Path {
+        self.later_path.get().unwrap_or(&self.path)
+    }
+
     fn facts(&self) -> Facts<'_> {
-        Facts { file: &self.file, path: &self.path, kind: self.kind }
+        Facts { file: &self.file, path: self.path(), kind: self.kind }
     }
 
     fn len(&self) -> Result<u64> {
@@ -353,7 +402,7 @@ impl Inner {
     }
 
     fn name(&self) -> std::path::Display<'_> {
-        Path::display(&self.path)
+        self.path().display()
     }
 
     fn failed(&self, doing: &str, error: io::Error) -> Error {

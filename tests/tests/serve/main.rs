@@ -2,6 +2,7 @@
 
 mod addresses;
 mod background;
+mod backup;
 mod clients;
 mod control;
 mod ephemeral;

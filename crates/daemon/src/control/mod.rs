@@ -17,6 +17,7 @@
 //! - I4 This thread waits for no disk: slow actions run on other threads (`actions.rs`).
 
 mod actions;
+mod backups;
 mod compression;
 mod figures;
 mod health;

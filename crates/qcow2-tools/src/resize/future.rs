@@ -57,6 +57,10 @@ impl Images for FutureImages {
         self.held(path).map_or_else(|| self.images.open_writable(path), Ok)
     }
 
+    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
+        self.held(path).map_or_else(|| self.images.open_frozen(path), Ok)
+    }
+
     fn identify(&self, path: &Path) -> Result<Identity> {
         self.images.identify(path)
     }

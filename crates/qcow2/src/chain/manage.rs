@@ -3,12 +3,13 @@
 use crate::chain::Chain;
 use mica_block::{
     Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
-    ManageSnapshots, MapStats, Result, SealState, StoreIdentity, WriteStats,
+    ManageSnapshots, MapStats, Renaming, Result, SealState, StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 impl Manage for Chain {
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
@@ -92,6 +93,27 @@ impl Manage for Chain {
 impl ManageChain for Chain {
     fn push<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<()>> {
         Box::pin(Chain::push(self, path))
+    }
+
+    fn push_renaming<'a>(
+        &'a self,
+        path: &'a Path,
+        names: &'a dyn Renaming,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(Chain::push_renaming(self, path, names))
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        let layers = self.map.layers_now();
+        let tables = layers.active().tables.as_ref();
+        tables.expect("an image that is written has tables").l2.cluster_bits.bytes()
+    }
+
+    fn view(&self, position: usize) -> LocalFuture<'_, Result<Arc<dyn Manage>>> {
+        Box::pin(async move {
+            let view = Chain::view(self, position).await?;
+            Ok(Arc::new(view) as Arc<dyn Manage>)
+        })
     }
 }
 

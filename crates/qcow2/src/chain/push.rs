@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! open the overlay ─▶ flush ─▶ hold the gate ─▶ close the writer
-//!   ─▶ the layers ─▶ the writer ─▶ let go
+//!   ─▶ names ─▶ the layers ─▶ the writer ─▶ names durable ─▶ let go
 //! ```
 //!
 //! Reads continue throughout: the map in memory stays true, as the new layer is empty. Changes wait
@@ -13,10 +13,15 @@
 //!   nothing else is in it; what is acknowledged later is in the new layer.
 //! - I2 After an error the chain is unchanged. If the call is dropped while the writer is being
 //!   closed, nothing more is acknowledged.
+//! - I3 If files change their names ([`Renaming`]): the old name is the active layer's whenever
+//!   something is acknowledged, also after the process was killed, and after a power cut whenever a
+//!   flush was. The gate is let go only when the new names are durable.
 
 use super::{Chain, not_writable, open_writer};
+use crate::layer::Layer;
 use crate::open::{check_length, freeze, open_overlay};
-use mica_block::{Disk, Result};
+use crate::write::Writer;
+use mica_block::{Disk, Error, Renaming, Result};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -29,27 +34,70 @@ impl Chain {
     /// `Invalid` if the image is no such overlay; `Limit` if the chain already has as many layers
     /// as it may have; else any error of the stores.
     pub async fn push(&self, path: &Path) -> Result<()> {
+        self.put_on_top(path, None).await
+    }
+
+    /// The same, and files change their `names` ([`mica_block::ManageChain::push_renaming`]).
+    pub(super) async fn push_renaming(&self, path: &Path, names: &dyn Renaming) -> Result<()> {
+        self.put_on_top(path, Some(names)).await
+    }
+
+    async fn put_on_top(&self, path: &Path, names: Option<&dyn Renaming>) -> Result<()> {
         let _alone = self.pushing.claim(0).await;
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
         let map = &self.map;
         let before = map.layers();
-        let (layer, metadata) = open_overlay(&*map.images, path, &before).await?;
+        let (mut layer, metadata) = open_overlay(&*map.images, path, &before).await?;
+        if names.is_some() {
+            layer.path = Arc::clone(&before.active().path);
+        }
         let layer = Arc::new(layer);
-        let next = open_writer(map, &layer, metadata, &self.gate, self.repair).await?;
+        let next = (&layer, path);
+        let next = open_writer(map, next, metadata, &self.gate, self.repair).await?;
         // So that little is left to flush while changes wait.
         self.flush().await?;
         let held = self.gate.hold().await;
         // The disk may have grown since the overlay was opened.
         check_length(&layer, before.active())?;
-        let frozen = writer.complete(async |writer| {
-            writer.close().await?;
-            freeze(&*map.images, before.active(), writer.raw_file())
-        });
-        let frozen = frozen.await?;
+        let ending = async |writer: Arc<Writer>| self.end(&writer, before.active(), names).await;
+        let frozen = writer.complete(ending).await?;
         map.replace_layers(before.pushed(Arc::new(frozen), layer));
-        self.writer.store(Some(Arc::new(next)));
+        let next = Arc::new(next);
+        self.writer.store(Some(Arc::clone(&next)));
+        if let Some(names) = names {
+            map.images.note_name(&before.active().path);
+            if let Err(error) = names.sync().await {
+                // A power cut may show the old name, under which nothing of what follows is.
+                next.fail(&error);
+                return Err(error);
+            }
+        }
         drop(held);
         map.index_call.set();
         Ok(())
+    }
+
+    /// Closes the writer of the `active` layer; returns that as one that is frozen. Files have
+    /// their new names then.
+    async fn end(
+        &self,
+        writer: &Writer,
+        active: &Layer,
+        names: Option<&dyn Renaming>,
+    ) -> Result<Layer> {
+        writer.close().await?;
+        let images = &*self.map.images;
+        let Some(names) = names else { return freeze(images, active, &active.path) };
+        names.rename().await?;
+        match freeze(images, active, names.kept()) {
+            Ok(frozen) => Ok(frozen),
+            Err(error) => {
+                if let Err(undone) = names.undo().await {
+                    // What is written next would be found under no name that is opened.
+                    writer.fail(&undone);
+                }
+                Err(Error::wrap(error, names.kept().display().to_string()))
+            }
+        }
     }
 }

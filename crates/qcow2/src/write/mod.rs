@@ -172,11 +172,6 @@ impl Writer {
         }
     }
 
-    /// The image file, once this writer is closed.
-    pub(crate) fn raw_file(&self) -> Arc<dyn Store> {
-        self.metadata.store.raw_file()
-    }
-
     /// Whether another layer lies beneath the one that is written.
     fn has_backing(&self) -> bool {
         self.map.layers().position(self.layer.number) > 0
@@ -194,7 +189,7 @@ impl Writer {
     }
 
     /// From now on nothing is acknowledged (I4).
-    fn fail(&self, error: &Error) {
+    pub(crate) fn fail(&self, error: &Error) {
         self.metadata.fail(error);
     }
 

@@ -152,6 +152,10 @@ impl Images for EncryptedImages {
         self.plain.open_writable(path).map(|image| self.encrypted(image))
     }
 
+    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
+        self.plain.open_frozen(path).map(|image| self.encrypted(image))
+    }
+
     fn identify(&self, path: &Path) -> Result<Identity> {
         self.plain.identify(path)
     }
