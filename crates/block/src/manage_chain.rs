@@ -1,7 +1,8 @@
 //! What only a chain of images can do: its owner changes which layers it has, under running
 //! requests.
 
-use crate::{LocalFuture, Manage, Result};
+use crate::{Disk, LocalFuture, Result};
+use mica_units::LayerNumber;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -36,7 +37,15 @@ pub trait ManageChain {
     /// chain, or at least unchanged, for as long as it is used.
     ///
     /// Errors: `NotFound` if no frozen layer is there.
-    fn view(&self, position: usize) -> LocalFuture<'_, Result<Arc<dyn Manage>>>;
+    fn view(&self, position: usize) -> LocalFuture<'_, Result<View>>;
+}
+
+/// A disk as a frozen layer has it.
+pub struct View {
+    /// The disk.
+    pub disk: Arc<dyn Disk>,
+    /// The numbers of its layers, from the base.
+    pub layers: Vec<LayerNumber>,
 }
 
 /// How files change their names while a layer is put on top of a chain. The active layer's file has

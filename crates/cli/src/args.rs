@@ -1,6 +1,7 @@
 //! The verbs of the command line, each of which states its own options. The names are those of
 //! qemu-img and qemu-nbd where the task is the same.
 
+use crate::bitmap::BitmapArgs;
 use crate::check::CheckArgs;
 use crate::compare::CompareArgs;
 use crate::convert::ConvertArgs;
@@ -69,6 +70,8 @@ pub(crate) enum Verb {
     Convert(ConvertArgs),
     #[command(after_long_help = sections::RESIZE)]
     Resize(ResizeArgs),
+    #[command(after_long_help = sections::BITMAP)]
+    Bitmap(BitmapArgs),
     #[command(after_long_help = sections::MEASURE)]
     Measure(MeasureArgs),
     #[command(after_long_help = sections::READ)]

@@ -4,6 +4,7 @@
 //! what, where and, if possible, what to do; the exit code is the verb's.
 
 mod args;
+mod bitmap;
 mod calendar;
 mod captive;
 mod check;
@@ -76,6 +77,7 @@ fn main() -> ExitCode {
         Verb::Create(args) => create::run(&args),
         Verb::Convert(args) => convert::run(&args),
         Verb::Resize(args) => resize::run(&args),
+        Verb::Bitmap(args) => bitmap::run(&args),
         Verb::Measure(args) => measure::run(&args),
         Verb::Read(args) => dd::read(&args),
         Verb::Write(args) => dd::write(&args),

@@ -14,6 +14,7 @@
 
 mod backup;
 mod doors;
+mod extents;
 mod handover;
 mod report;
 mod resize;
@@ -21,9 +22,11 @@ mod snapshots;
 
 pub(crate) use backup::{BackupInfo, Wanted};
 pub(crate) use doors::Doors;
+pub(crate) use extents::Asked;
 pub(crate) use resize::NewLength;
 
 use crate::config::{DiskConfig, LeftClosed};
+use crate::contexts;
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
 use crate::opening::{Opening, open};
@@ -368,6 +371,12 @@ impl Served {
 
     /// The caller has just opened it.
     fn prepare_servers(&self) -> Result<()> {
+        let (disk, settings, images) =
+            (self.opened().disk()?, self.settings.clone(), self.images.clone());
+        let handles = Arc::clone(&self.resources.handles);
+        let contexts = self.resources.workers.run(move || async move {
+            contexts::of_settings(&disk, &settings, &images, &handles).await
+        })??;
         let subject = Subject {
             name: &self.name,
             settings: &self.settings,
@@ -375,6 +384,7 @@ impl Served {
             disk: self.opened().disk()?,
             device: self.doors.device().as_ref().map(|held| held.listener.clone()),
             seats: self.doors.seats(),
+            contexts,
         };
         let prepared = Prepared::new(subject, &self.resources)?;
         *self.lock() = State::Prepared(Box::new(prepared));

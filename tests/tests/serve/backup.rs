@@ -6,6 +6,7 @@ use mica_tests::server::Server;
 use mica_tests::{clock, judge, mica, nbd, qemu, tools};
 use std::fs;
 use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -122,6 +123,28 @@ impl World {
         parts.as_array().expect("a list").iter().map(part).collect()
     }
 
+    /// What the control socket tells of extents, and from where on it tells nothing.
+    fn extents(&self, query: &str) -> (Vec<(u64, u64)>, Option<u64>) {
+        let mut stream = UnixStream::connect(self.control()).expect("it listens");
+        let request = format!(
+            "GET /v1/disks/disk/extents?{query} HTTP/1.1\r\nhost: localhost\r\n\
+             connection: close\r\n\r\n"
+        );
+        stream.write_all(request.as_bytes()).expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("answered");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+        assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
+        let answer: serde_json::Value = serde_json::from_str(body).expect("JSON");
+        assert_eq!(answer["block_metadata_type"], "VARIABLE_LENGTH");
+        assert_eq!(answer["volume_capacity_bytes"], LEN);
+        let blocks = answer["block_metadata"].as_array().expect("a list").iter();
+        let number = |block: &serde_json::Value, key: &str| block[key].as_u64().expect("a number");
+        let blocks =
+            blocks.map(|block| (number(block, "byte_offset"), number(block, "size_bytes")));
+        (blocks.collect(), answer["next_byte_offset"].as_u64())
+    }
+
     /// The state, as QEMU reads its file.
     fn state(&self, state: &str) -> Vec<u8> {
         let file = format!("disk@{state}.qcow2");
@@ -152,31 +175,7 @@ fn full_and_incremental_backups_survive_kills_of_server_and_reader() {
         for _ in 0..20 {
             world.change(&mut guest);
         }
-        // Another client writes while the state is being kept, and may see the server die.
-        let stop = AtomicBool::new(false);
-        let may_die = round % 3 == 1;
-        std::thread::scope(|scope| {
-            let mut other = world.guest();
-            let (stop, world) = (&stop, &world);
-            scope.spawn(move || hammer(&mut other, stop, round));
-            if may_die {
-                let (since, state) = (since.clone(), state.clone());
-                scope.spawn(move || drop(world.begin(since.as_deref(), &state)));
-                clock::sleep(Duration::from_millis(5 * (round as u64 % 7)));
-                let server = world.server.as_ref().expect("it runs");
-                let pid = rustix::process::Pid::from_raw(server.pid().cast_signed()).unwrap();
-                rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
-            } else {
-                let begun = world.begin(since.as_deref(), &state).json();
-                assert_eq!((&begun["resumed"], &begun["length"]), (&false.into(), &LEN.into()));
-            }
-            stop.store(true, Ordering::Relaxed);
-        });
-        if may_die {
-            world.kill();
-            world.start();
-            world.begin(since.as_deref(), &state).ok();
-        }
+        keep(&mut world, round, since.as_deref(), &state);
         let kept = world.model.clone();
         // Guests write on.
         let mut guest = world.guest();
@@ -222,6 +221,33 @@ fn full_and_incremental_backups_survive_kills_of_server_and_reader() {
     judge::same_bytes("the disk", &now, &world.model[..QUIET]);
     assert!(world.server.take().expect("it runs").stop().expect("it stops").status.success());
     check_all(world.dir.path());
+}
+
+/// Keeps a state while another client writes, which may see the server die.
+fn keep(world: &mut World, round: usize, since: Option<&str>, state: &str) {
+    let stop = AtomicBool::new(false);
+    let may_die = round % 3 == 1;
+    std::thread::scope(|scope| {
+        let mut other = world.guest();
+        let (stop, world) = (&stop, &*world);
+        scope.spawn(move || hammer(&mut other, stop, round));
+        if may_die {
+            scope.spawn(move || drop(world.begin(since, state)));
+            clock::sleep(Duration::from_millis(5 * (round as u64 % 7)));
+            let server = world.server.as_ref().expect("it runs");
+            let pid = rustix::process::Pid::from_raw(server.pid().cast_signed()).unwrap();
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        } else {
+            let begun = world.begin(since, state).json();
+            assert_eq!((&begun["resumed"], &begun["length"]), (&false.into(), &LEN.into()));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    if may_die {
+        world.kill();
+        world.start();
+        world.begin(since, state).ok();
+    }
 }
 
 /// Writes beyond the quiet part until it is told to stop, or the server is gone.
@@ -300,6 +326,18 @@ fn contexts_say_what_has_changed_and_who_has_it() {
     let dirty = map.as_array().expect("a list").iter().filter(|part| part["data"] == false);
     let dirty: Vec<_> = dirty.map(|part| part["start"].as_u64().expect("a number")).collect();
     assert_eq!(dirty, [0, 1 << 20, 2 << 20, 5 << 19], "{map}");
+    // The same over HTTP, page by page, of the state and of now.
+    command(&mut guest, nbd::CMD_WRITE, 6 << 20, 2048, &[5; 2048]);
+    let mut told = world.extents("since=mon&state=tue&max=3");
+    let next = told.1.expect("there is more");
+    told.0.extend(world.extents(&format!("since=mon&state=tue&start={next}")).0);
+    assert_eq!(told.0, wanted.map(|(at, len, _)| (at as u64, len as u64)));
+    let now = world.extents("since=tue");
+    assert_eq!(now, (vec![(6 << 20, 2048)], None));
+    let all = world.extents("state=mon");
+    // How much of the cluster is data depends on the blocks of the file system.
+    assert!(all.0[0].0 == 0 && (4096..=64 << 10).contains(&all.0[0].1), "{all:?}");
+    assert_eq!(all.0[1], (1 << 20, 2 << 20), "{all:?}");
     world.kill();
     check_all(world.dir.path());
 }

@@ -4,6 +4,7 @@ mod addresses;
 mod background;
 mod backup;
 mod clients;
+mod contexts;
 mod control;
 mod ephemeral;
 mod fuse;

@@ -45,7 +45,10 @@ pub(super) async fn begin(
     let served = find(&sources.shared, &name)?;
     let Begin { r#as: state, since, nbd } = body(sent).await?;
     let wanted = Wanted { state, since, place: nbd_place(&nbd)? };
-    let begun = perform_held(&sources, move |shared| served.begin_backup(shared, &wanted)).await?;
+    let begun = perform_held(&sources, move |shared| {
+        served.begin_backup(&wanted, (&shared.outside, shared.granted.as_ref()))
+    })
+    .await?;
     Ok(json(&answer(name, &begun)))
 }
 

@@ -19,6 +19,7 @@
 mod actions;
 mod backups;
 mod compression;
+mod extents;
 mod figures;
 mod health;
 mod history;

@@ -18,6 +18,7 @@
 //! | `GET /v1/disks/NAME/snapshots` | the snapshots of a volume |
 //! | `POST /v1/disks/NAME/snapshots` | `{"label": "monday", "with": ["db"]}`: takes one or more |
 //! | `POST /v1/disks/NAME/drop` | `{"snapshot": "monday"}`: drops it |
+//! | `GET /v1/disks/NAME/extents?since=…` | what of a disk is allocated, or has changed |
 //! | `GET /v1/disks/NAME/backups` | the states of a chain that are kept, and its backup |
 //! | `POST /v1/disks/NAME/backup` | `{"as": "tue", "since": "mon", "nbd": SOCKET}`: begins one |
 //! | `POST /v1/disks/NAME/end-backup` | ends it |
@@ -31,7 +32,7 @@ use super::log::LogLevel;
 use super::perform::{Answer, begin, failed_inside, find, perform, perform_held};
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
-use super::{backups, compression, figures, health, metrics, page, snapshots};
+use super::{backups, compression, extents, figures, health, metrics, page, snapshots};
 use crate::config::DiskConfig;
 use crate::served::{NewLength, Served, Source};
 use crate::settings::Size;
@@ -80,6 +81,7 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/disks/{name}/snapshots", get(snapshots::list).post(snapshots::take))
         .route("/v1/disks/{name}/drop", post(snapshots::drop_one))
         .route("/v1/disks/{name}/label", post(snapshots::label))
+        .route("/v1/disks/{name}/extents", get(extents::extents))
         .route("/v1/disks/{name}/backups", get(backups::list))
         .route("/v1/disks/{name}/backup", post(backups::begin))
         .route("/v1/disks/{name}/end-backup", post(backups::end))

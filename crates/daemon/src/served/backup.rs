@@ -18,9 +18,10 @@
 mod overlay;
 
 use super::{Served, State};
-use crate::contexts::{ChangedSince, Depth};
+use crate::contexts::{ChangedSince, Depth, Layered};
+use crate::helper::Outside;
+use crate::sandbox::Granted;
 use crate::settings::DiskSettings;
-use crate::shared::Shared;
 use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, ManageChain, Result};
 use mica_serve::nbd::{self, Context, Export, Exports, Limits};
@@ -114,7 +115,11 @@ impl Served {
     /// ended, or the sandbox or the images' policy forbids it; `Unsupported` if its states cannot
     /// be kept; `NotFound` if there is no such earlier state; `Invalid` if that is no earlier one;
     /// else why the state cannot be kept or exported.
-    pub(crate) fn begin_backup(&self, shared: &Shared, wanted: &Wanted) -> Result<BackupInfo> {
+    pub(crate) fn begin_backup(
+        &self,
+        wanted: &Wanted,
+        surroundings: (&Outside, Option<&Granted>),
+    ) -> Result<BackupInfo> {
         let _changes = self.lock_changes();
         if !matches!(*self.lock(), State::Serving(_)) {
             return Err(self.denied("is not served"));
@@ -138,7 +143,7 @@ impl Served {
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         // What is wrong with the socket is found before a state is kept.
-        let door = Door::open(self, shared, &wanted.place)?;
+        let door = Door::open(self, &wanted.place, surroundings)?;
         let is_resumed = known.is_some();
         let known = match known {
             Some(known) => known.clone(),
@@ -264,12 +269,14 @@ impl Served {
             .resources
             .workers
             .run(move || async move { chain(&*disk)?.view(position).await })??;
-        let mut contexts: Vec<Arc<dyn Context>> = vec![Arc::new(Depth(Arc::clone(&view)))];
+        let disk = Arc::clone(&view.disk);
+        let layers = Layered::fixed(view);
+        let mut contexts: Vec<Arc<dyn Context>> = vec![Arc::new(Depth(layers.clone()))];
         if let Some((state, position)) = since {
-            contexts.push(Arc::new(ChangedSince::new(state, Arc::clone(&view), position)));
+            contexts.push(Arc::new(ChangedSince::new(state, layers, position)));
         }
         Ok(Export {
-            disk: view,
+            disk,
             name: self.export_name().to_owned(),
             description: format!("the state {} of {}", kept.state, self.name),
             discard: self.settings.discard.into(),
@@ -287,7 +294,11 @@ struct Door {
 }
 
 impl Door {
-    fn open(served: &Served, shared: &Shared, place: &str) -> Result<Self> {
+    fn open(
+        served: &Served,
+        place: &str,
+        (outside, granted): (&Outside, Option<&Granted>),
+    ) -> Result<Self> {
         let Served { settings, resources, .. } = served;
         let settings = DiskSettings {
             nbd: vec![place.to_owned()],
@@ -297,11 +308,11 @@ impl Door {
             allow_plain_tcp: settings.allow_plain_tcp,
             ..DiskSettings::default()
         };
-        if let Some(granted) = &shared.granted {
+        if let Some(granted) = granted {
             granted.check_sockets(&settings)?;
         }
         let exports = Arc::<Exports>::default();
-        let certificate = |file: &Path| shared.outside.open_certificate(file);
+        let certificate = |file: &Path| outside.open_certificate(file);
         let security = Security::of(&settings);
         let held = security.listen(&served.name, place, &mut None, &certificate)?;
         held.listener.own_file();

@@ -3,13 +3,12 @@
 use crate::chain::Chain;
 use mica_block::{
     Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
-    ManageSnapshots, MapStats, Renaming, Result, SealState, StoreIdentity, WriteStats,
+    ManageSnapshots, MapStats, Renaming, Result, SealState, StoreIdentity, View, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 impl Manage for Chain {
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
@@ -109,11 +108,8 @@ impl ManageChain for Chain {
         tables.expect("an image that is written has tables").l2.cluster_bits.bytes()
     }
 
-    fn view(&self, position: usize) -> LocalFuture<'_, Result<Arc<dyn Manage>>> {
-        Box::pin(async move {
-            let view = Chain::view(self, position).await?;
-            Ok(Arc::new(view) as Arc<dyn Manage>)
-        })
+    fn view(&self, position: usize) -> LocalFuture<'_, Result<View>> {
+        Box::pin(Chain::view(self, position))
     }
 }
 

@@ -7,12 +7,12 @@
 use super::{Chain, IndexUse};
 use crate::index::cache::Sharing;
 use crate::map::Map;
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Error, ErrorKind, Result, View};
 use std::sync::Arc;
 
 impl Chain {
     /// See [`mica_block::ManageChain::view`].
-    pub(super) async fn view(&self, position: usize) -> Result<Self> {
+    pub(super) async fn view(&self, position: usize) -> Result<View> {
         let layers = self.map.layers();
         let Some(_) = layers.frozen().get(position) else {
             let context = format!("the chain has no frozen layer {position}");
@@ -27,6 +27,8 @@ impl Chain {
             map.adopt_sidecars().await;
             map.images.sidecars().chain_is_open();
         }
-        Ok(Self::of(map, None, (self.repair, self.index)))
+        let layers = map.layers().all().iter().map(|layer| layer.number).collect();
+        let disk = Arc::new(Self::of(map, None, (self.repair, self.index)));
+        Ok(View { disk, layers })
     }
 }

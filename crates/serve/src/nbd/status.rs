@@ -20,7 +20,7 @@ pub(super) struct Status {
     pub(super) extents_max: usize,
 }
 
-/// Serves `status`: a chunk for each context that was `selected`, which describes at least one byte,
+/// Serves `status`: a chunk for each context that was `selected`. Each describes at least one byte,
 /// and never more than was requested.
 pub(super) async fn block_status<'a>(
     shared: Rc<Shared<'a>>,
