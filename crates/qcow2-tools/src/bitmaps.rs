@@ -76,8 +76,8 @@ struct Editor {
 ///
 /// # Errors
 /// `NotFound` if there is no such bitmap; `Invalid` for an action that makes no sense; `Corrupt` if
-/// the bitmap is inconsistent, and is not only to be removed; `Unsupported` if the image cannot have
-/// bitmaps; else any error of the store.
+/// the bitmap is inconsistent, and is not only to be removed; `Unsupported` if the image cannot
+/// have bitmaps; else any error of the store.
 pub async fn edit_bitmap(
     images: &dyn Images,
     path: &Path,
@@ -239,8 +239,8 @@ impl Editor {
         Ok(())
     }
 
-    /// Writes the bitmaps, of which the one called `name` has a `change`, and frees what they do not
-    /// need any more.
+    /// Writes the bitmaps, of which the one called `name` has a `change`, and frees what they no
+    /// longer need.
     async fn write(
         mut self,
         name: &str,
@@ -361,8 +361,8 @@ impl Editor {
         space.free(entry.table_offset, bits.clusters_for(len as u64)).await
     }
 
-    /// Writes the header, durably. If it fits a sector it is whole after a power cut, the old one or
-    /// the new one; then the names of feature bits, which are for people, make room if they must.
+    /// Writes the header, durably. If it fits a sector, a power cut leaves the old one or the new
+    /// one; so the names of feature bits, which are for people, make room if they must.
     async fn write_header(&self) -> Result<()> {
         let store = &*self.image.store;
         let mut bytes = self.header.encode()?;

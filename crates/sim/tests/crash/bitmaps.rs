@@ -32,8 +32,10 @@ async fn bitmaps(world: &World) -> Vec<(String, u64)> {
     all
 }
 
-/// What is done, step by step, and what there is after each.
-fn steps() -> Vec<(&'static str, fn() -> Vec<BitmapAction>, Vec<(&'static str, u64)>)> {
+/// What is done with which bitmap, and what there is then.
+type Step = (&'static str, fn() -> Vec<BitmapAction>, Vec<(&'static str, u64)>);
+
+fn steps() -> Vec<Step> {
     vec![
         ("a", || vec![BitmapAction::Add(Some(512))], vec![("a", 0)]),
         ("b", || vec![BitmapAction::Add(None), BitmapAction::Disable], vec![("a", 0), ("b", 0)]),

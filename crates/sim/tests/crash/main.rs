@@ -15,6 +15,7 @@ mod faults;
 mod foreign;
 mod growing;
 mod in_place;
+mod keeping;
 mod killed;
 mod lies;
 mod plain;
