@@ -56,6 +56,10 @@ fn open_image(
         false => mica_stack::open(&path, format, options, &chain).await,
     };
     let opened = executor.block_on(open())?;
+    if opened.is_writable() {
+        // Nobody has written to it yet.
+        mica_stack::settle_names(&image, &opened.layer_paths())?;
+    }
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());
     }

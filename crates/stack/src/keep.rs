@@ -17,6 +17,9 @@
 //! 5 the disk is written again            the same, with what was written since
 //! ```
 //!
+//! A process that opens the disk after one that died in step 4 syncs the folder first
+//! ([`settle_names`]).
+//!
 //! Invariants
 //! - I1 At every instant `disk.qcow2` opens, with everything that was acknowledged, as far as it
 //!   was before.
@@ -25,6 +28,7 @@
 
 use mica_block::{Error, ErrorKind, LocalFuture, Renaming, Result};
 use mica_rt::{Access, File};
+use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fsync, linkat, open, renameat, unlinkat};
 use rustix::io::Errno;
 use std::ffi::{OsStr, OsString};
@@ -77,6 +81,26 @@ pub fn state_of(image: &Path, path: &Path) -> Option<String> {
     (!state.is_empty()).then(|| state.to_owned())
 }
 
+/// Before the disk at `image`, whose chain has these `layers`, is written again: makes its name
+/// durable, if states of it are kept. The process that kept the last of them may have died before
+/// it did that, and what is flushed from now on has to be found under that name.
+///
+/// # Errors
+/// What the system reports.
+pub fn settle_names(image: &Path, layers: &[PathBuf]) -> Result<()> {
+    let Ok(image) = image.canonicalize() else { return Ok(()) };
+    if !layers.iter().any(|layer| state_of(&image, layer).is_some()) {
+        return Ok(());
+    }
+    let folder = image.parent().unwrap_or(Path::new("/"));
+    fsync(open_folder(folder)?).map_err(|error| failed_in(folder, "syncing", error))
+}
+
+fn open_folder(folder: &Path) -> Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    open(folder, flags, Mode::empty()).map_err(|error| failed_in(folder, "opening", error))
+}
+
 /// What stands before and after a state in the name of its file.
 fn around(image: &Path) -> (OsString, OsString) {
     let mut front = image.file_stem().unwrap_or_default().to_owned();
@@ -111,10 +135,7 @@ impl Keeping {
         let mut overlay = OsString::from(".");
         overlay.push(name);
         overlay.push(".new");
-        let folder = image.parent().unwrap_or(Path::new("/"));
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let opened = open(folder, flags, Mode::empty())
-            .map_err(|error| failed_in(folder, "opening", error))?;
+        let opened = open_folder(image.parent().unwrap_or(Path::new("/")))?;
         Ok(Self {
             folder: Arc::new(File::new(opened, Access::Buffered)),
             backing_name: backing_name(&named, &image, &kept),
@@ -303,7 +324,7 @@ mod tests {
         });
         let read = |name| fs::read_to_string(at(name)).unwrap();
         assert_eq!((read("disk.qcow2"), read("disk@a.qcow2")), ("new".into(), "old".into()));
-        executor.block_on(keeping.undo()).unwrap();
+        executor.block_on(async { keeping.undo().await }).unwrap();
         assert_eq!((read("disk.qcow2"), read("disk@a.qcow2")), ("old".into(), "old".into()));
         keeping.give_up();
         assert!(!at("disk@a.qcow2").exists() && !keeping.overlay().exists());

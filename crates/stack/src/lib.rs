@@ -21,7 +21,7 @@ mod written;
 
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
-pub use keep::{Keeping, state_of};
+pub use keep::{Keeping, settle_names, state_of};
 pub use null::NullDisk;
 pub use open::{Format, open, open_writable, parse_size, wait_for_dead};
 pub use policy::{Names, allowed_places, looks_like_protocol};

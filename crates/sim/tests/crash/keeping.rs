@@ -119,6 +119,10 @@ impl Subject for Keeping {
             };
             let images = Arc::new(world.clone());
             let chain = Chain::open(images, &self.shape.top, &options).await?;
+            if writable {
+                // As `stack::settle_names` does.
+                world.sync_names();
+            }
             *self.open.borrow_mut() = writable.then(|| chain.clone());
             Ok(Arc::new(chain) as Arc<dyn Manage>)
         })
@@ -131,12 +135,13 @@ impl Subject for Keeping {
                 let shape = Shape { top, ..self.shape.clone() };
                 ChainSubject { shape }
             };
-            let top = world.identify(&self.shape.top).unwrap();
             let mut leaks = subject(self.shape.top.clone()).check(world).await?;
+            let mut seen = vec![world.identify(&self.shape.top).unwrap().inode];
             for kept in (0..self.begun.get()).map(|number| self.kept(number)) {
-                // The name may be lost, or still be the disk's own.
-                let found = world.identify(&kept);
-                if found.is_ok_and(|found| found.inode != top.inode) {
+                // The name may be lost, or still be another one of a file.
+                let Ok(found) = world.identify(&kept) else { continue };
+                if !seen.contains(&found.inode) {
+                    seen.push(found.inode);
                     leaks += subject(kept).check(world).await?;
                 }
             }
