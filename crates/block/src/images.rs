@@ -112,6 +112,12 @@ pub trait Images: Send + Sync {
     /// As [`Self::open`].
     fn open_frozen(&self, path: &Path) -> Result<OpenImage>;
 
+    /// What is open for writing here had another name when it was opened, and is at `path` now:
+    /// messages are to name that.
+    fn note_name(&self, path: &Path) {
+        let _ = path;
+    }
+
     /// Which file is at `path` now.
     ///
     /// # Errors

@@ -37,7 +37,7 @@ pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot};
 pub use manage::{
     Haste, IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
-pub use manage_chain::{ManageChain, Pushed};
+pub use manage_chain::{ManageChain, Pushed, Renaming, View};
 pub use manage_volume::{LogStats, ManageVolume, Times, VolumeStats};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};

@@ -1,7 +1,8 @@
 //! What only a chain of images can do: its owner changes which layers it has, under running
 //! requests.
 
-use crate::{LocalFuture, Result, SnapshotGroup};
+use crate::{Disk, LocalFuture, Result, SnapshotGroup};
+use mica_units::LayerNumber;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,4 +35,55 @@ pub trait ManageChain {
         path: &'a Path,
         group: &'a Arc<SnapshotGroup>,
     ) -> LocalFuture<'a, Result<Pushed>>;
+
+    /// As [`Self::push`], but what is put on top gets the name that the active layer has, which is
+    /// known by `names.kept()` from then on. Changes wait for the renaming, too.
+    ///
+    /// Errors: as [`Self::push`], and those of the renaming: the chain is then as it was. If the
+    /// new names cannot be made durable the layer is on top, and nothing more is acknowledged.
+    fn push_renaming<'a>(
+        &'a self,
+        path: &'a Path,
+        names: &'a dyn Renaming,
+    ) -> LocalFuture<'a, Result<Pushed>>;
+
+    /// Bytes of a cluster of the active layer.
+    fn cluster_bytes(&self) -> u64;
+
+    /// The disk as the frozen layer at `position`, counted from the base, has it, for reading: it
+    /// shares the layers' files with this one, and nothing else. The layers have to stay in the
+    /// chain, or at least unchanged, for as long as it is used.
+    ///
+    /// Errors: `NotFound` if no frozen layer is there.
+    fn view(&self, position: usize) -> LocalFuture<'_, Result<View>>;
+}
+
+/// A disk as a frozen layer has it.
+pub struct View {
+    /// The disk.
+    pub disk: Arc<dyn Disk>,
+    /// The numbers of its layers, from the base.
+    pub layers: Vec<LayerNumber>,
+}
+
+/// How files change their names while a layer is put on top of a chain. The active layer's file has
+/// a second name, under which it is kept; what is put on top takes the first one from it.
+pub trait Renaming {
+    /// The second name.
+    fn kept(&self) -> &Path;
+
+    /// Gives the first name to what is put on top.
+    ///
+    /// Errors: what the system reports; nothing has changed then.
+    fn rename(&self) -> LocalFuture<'_, Result<()>>;
+
+    /// Takes [`Self::rename`] back: the first name is the active layer's again.
+    ///
+    /// Errors: what the system reports.
+    fn undo(&self) -> LocalFuture<'_, Result<()>>;
+
+    /// Makes [`Self::rename`] durable.
+    ///
+    /// Errors: what the system reports.
+    fn sync(&self) -> LocalFuture<'_, Result<()>>;
 }

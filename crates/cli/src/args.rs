@@ -1,6 +1,7 @@
 //! The verbs of the command line, each of which states its own options. The names are those of
 //! qemu-img and qemu-nbd where the task is the same.
 
+use crate::bitmap::BitmapArgs;
 use crate::check::CheckArgs;
 use crate::clone::CloneArgs;
 use crate::compare::CompareArgs;
@@ -18,8 +19,8 @@ use crate::measure::MeasureArgs;
 use crate::resize::ResizeArgs;
 use crate::sections;
 use crate::serve::ServeArgs;
-use crate::survey::SurveyArgs;
 use crate::snapshot::SnapshotArgs;
+use crate::survey::SurveyArgs;
 use crate::top::TopArgs;
 use crate::tree::TreeArgs;
 use crate::volume::{self, VolumeArgs};
@@ -80,6 +81,8 @@ pub(crate) enum Verb {
     Convert(ConvertArgs),
     #[command(after_long_help = sections::RESIZE)]
     Resize(ResizeArgs),
+    #[command(after_long_help = sections::BITMAP)]
+    Bitmap(BitmapArgs),
     #[command(after_long_help = sections::MEASURE)]
     Measure(MeasureArgs),
     #[command(after_long_help = sections::READ)]

@@ -1,6 +1,7 @@
 //! `mica ctl`: queries and controls a running server.
 
 mod agent;
+mod backups;
 mod members;
 mod saved;
 mod snapshots;
@@ -10,6 +11,7 @@ use crate::failure::Failure;
 use crate::output::{OutputFormat, human_size, print, print_json};
 use crate::sections;
 use crate::table::table;
+use backups::BackupVerb;
 use clap::{Args, Subcommand};
 use members::{AddArgs, RemoveArgs};
 use mica_daemon::LogLevel;
@@ -71,6 +73,12 @@ enum CtlVerb {
     /// Give a snapshot of a volume that is served another label.
     #[command(after_long_help = sections::CTL_LABEL)]
     Label(snapshots::LabelArgs),
+    /// Back a disk up while it is served: keep states, and export them.
+    #[command(after_long_help = sections::CTL_BACKUP)]
+    Backup {
+        #[command(subcommand)]
+        verb: BackupVerb,
+    },
     /// Serve another disk.
     ///
     /// An image with options of `mica serve`, or the disks that a TOML file lists.
@@ -163,6 +171,7 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Snapshots(args) => (args.run(client)?, snapshots::listed),
         CtlVerb::Drop(args) => (args.run(client)?, snapshots::dropped),
         CtlVerb::Label(args) => (args.run(client)?, snapshots::labelled),
+        CtlVerb::Backup { verb } => verb.run(client)?,
         CtlVerb::Add(args) => (args.run(client)?, members),
         CtlVerb::Remove(args) => (args.run(client)?, members),
         CtlVerb::Undrain { disk } => (client.post(&of_disk(disk, "undrain"), &nothing())?, members),

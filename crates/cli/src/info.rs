@@ -315,7 +315,7 @@ pub(crate) fn snapshot_json(snapshot: &SnapshotEntry) -> Value {
     value
 }
 
-fn bitmap_json(bitmap: &BitmapEntry) -> Value {
+pub(crate) fn bitmap_json(bitmap: &BitmapEntry) -> Value {
     let flags = [("in-use", bitmap.in_use), ("auto", bitmap.auto)];
     let flags: Vec<&str> = flags.iter().filter(|flag| flag.1).map(|flag| flag.0).collect();
     json!({ "flags": flags, "name": bitmap.name, "granularity": 1_u64 << bitmap.granularity_bits })

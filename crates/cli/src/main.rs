@@ -4,6 +4,7 @@
 //! what, where and, if possible, what to do; the exit code is the verb's.
 
 mod args;
+mod bitmap;
 mod calendar;
 mod captive;
 mod check;
@@ -33,9 +34,9 @@ mod pid_file;
 mod resize;
 mod sections;
 mod serve;
+mod snapshot;
 mod survey;
 mod svg;
-mod snapshot;
 mod table;
 mod top;
 mod tree;
@@ -86,6 +87,7 @@ fn main() -> ExitCode {
         Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Convert(args) => convert::run(&args),
         Verb::Resize(args) => resize::run(&args),
+        Verb::Bitmap(args) => bitmap::run(&args),
         Verb::Measure(args) => measure::run(&args),
         Verb::Read(args) => dd::read(&args),
         Verb::Write(args) => dd::write(&args),

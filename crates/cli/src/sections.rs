@@ -87,10 +87,9 @@ pub(crate) fn peers(verb: &str) -> &'static [&'static str] {
     match verb {
         "mica" => &["qemu-img(1)", "qemu-nbd(8)", "nbdkit(1)"],
         "mica-serve" => &["qemu-nbd(8)", "nbdinfo(1)", "nbdcopy(1)", "systemd.socket(5)"],
-        "mica-info" | "mica-map" | "mica-check" | "mica-compare" | "mica-create"
-        | "mica-convert" | "mica-resize" | "mica-measure" | "mica-read" | "mica-write" => {
-            &["qemu-img(1)"]
-        }
+        "mica-bitmap" | "mica-info" | "mica-map" | "mica-check" | "mica-compare"
+        | "mica-create" | "mica-convert" | "mica-resize" | "mica-measure" | "mica-read"
+        | "mica-write" => &["qemu-img(1)"],
         _ => &[],
     }
 }
@@ -154,6 +153,27 @@ EXAMPLES:
 pub(crate) const CTL_LABEL: &str = "\
 EXAMPLES:
   mica ctl label web 17 keep-this           # by its number";
+
+pub(crate) const CTL_BACKUP: &str = "\
+EXAMPLES:
+  mica ctl backup begin web --as monday --nbd unix:/run/mica/backup.sock
+  nbdcopy 'nbd+unix:///web?socket=/run/mica/backup.sock' web-monday.raw
+  mica ctl backup end web";
+
+pub(crate) const CTL_BACKUP_BEGIN: &str = "\
+EXAMPLES:
+  mica ctl backup begin web --as monday --nbd unix:backup.sock
+  mica ctl backup begin web --since monday --as tuesday --nbd unix:backup.sock
+  nbdinfo --map=qemu:dirty-bitmap:monday 'nbd+unix:///web?socket=backup.sock'";
+
+pub(crate) const CTL_BACKUP_END: &str = "\
+EXAMPLES:
+  mica ctl backup end web";
+
+pub(crate) const CTL_BACKUP_LIST: &str = "\
+EXAMPLES:
+  mica ctl backup list web
+  mica ctl backup list --output json web | jq -r '.states[-1].state'";
 
 pub(crate) const CTL_STATS: &str = "\
 EXAMPLES:
@@ -293,6 +313,13 @@ pub(crate) const RESIZE: &str = "\
 EXAMPLES:
   mica resize disk.qcow2 +10G
   mica resize --shrink disk.qcow2 5G        # what lies beyond is lost";
+
+pub(crate) const BITMAP: &str = "\
+EXAMPLES:
+  mica bitmap --add -g 64k disk.qcow2 monday
+  mica bitmap --disable disk.qcow2 monday
+  mica bitmap --add --disable --merge monday --merge tuesday disk.qcow2 both
+  mica bitmap --merge monday -b copy.qcow2 disk.qcow2 monday";
 
 pub(crate) const MEASURE: &str = "\
 EXAMPLES:

@@ -11,6 +11,7 @@
 //!       └ disks       the set of disks, which may change while it serves
 //!           └ served      one disk: opened, served, suspended, resumed, closed
 //!               ├ ephemeral   the overlay of a disk whose changes are thrown away
+//!               ├ contexts    what NBD clients can ask of it besides where data is
 //!               ├ opening     its image; tending: the work that it has of its own
 //!               ├ addresses   where NBD clients connect, which disks share
 //!               └ servers     NBD, vhost-user, FUSE, and the index thread
@@ -29,6 +30,7 @@ mod address;
 mod addresses;
 mod certificates;
 mod config;
+mod contexts;
 mod control;
 mod daemon;
 mod descriptors;
@@ -68,6 +70,6 @@ pub use served::SERVING;
 pub use settings::{
     Aio, Cache, Discards, DiskSettings, FlushDurability, GcMode, ImageSettings, IndexMode,
     IoSettings, KeepRules, OtherUsers, ProcessSettings, SandboxMode, Size, SnapshotAfter,
-    StatsSettings, TlsMode, VerifyPeer, VolumeSettings,
+    StatsSettings, TlsMode, VerifyPeer, VolumeSettings, nbd_place_in,
 };
 pub use systemd::has_inherited_sockets;

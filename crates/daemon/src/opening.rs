@@ -63,6 +63,10 @@ fn open_image(
         false => Ok((mica_stack::open(&image, format, options, &chain).await?, image)),
     };
     let (opened, image) = executor.block_on(open())?;
+    if opened.is_writable() {
+        // Nobody has written to it yet.
+        mica_stack::settle_names(&image, &opened.layer_paths())?;
+    }
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());
     }

@@ -12,18 +12,23 @@
 //! - I4 A disk that was told to stop is not served again unless somebody asks for that
 //!   ([`Served::undrain`]).
 
+mod backup;
 mod doors;
+mod extents;
 mod handover;
 mod layers;
 mod report;
 mod resize;
 mod snapshots;
 
+pub(crate) use backup::{BackupInfo, Wanted};
 pub(crate) use doors::Doors;
+pub(crate) use extents::Asked;
 pub(crate) use layers::Layered;
 pub(crate) use resize::NewLength;
 
 use crate::config::{DiskConfig, LeftClosed};
+use crate::contexts;
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
 use crate::opening::{Opening, open};
@@ -32,6 +37,7 @@ use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, GcMode, ImageSettings, VolumeSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
+use backup::Backups;
 use mica_block::{Error, ErrorKind, Haste, Manage, Result};
 use mica_rt::timeout;
 use std::path::{Path, PathBuf};
@@ -80,6 +86,7 @@ pub(crate) struct Served {
     opened: Mutex<Opened>,
     /// Where its clients come in.
     doors: Doors,
+    backups: Backups,
     state: Mutex<State>,
     /// Whether somebody is opening the image, wanted or no longer.
     has_opener: AtomicBool,
@@ -155,6 +162,7 @@ impl Served {
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
             doors,
+            backups: Backups::default(),
             state: Mutex::new(state),
             has_opener: AtomicBool::new(false),
         })
@@ -368,6 +376,12 @@ impl Served {
 
     /// The caller has just opened it.
     fn prepare_servers(&self) -> Result<()> {
+        let (disk, settings, images) =
+            (self.opened().disk()?, self.settings.clone(), self.images.clone());
+        let handles = Arc::clone(&self.resources.handles);
+        let contexts = self.resources.workers.run(move || async move {
+            contexts::of_settings(&disk, &settings, &images, &handles).await
+        })??;
         let subject = Subject {
             name: &self.name,
             settings: &self.settings,
@@ -375,6 +389,7 @@ impl Served {
             disk: self.opened().disk()?,
             device: self.doors.device().as_ref().map(|held| held.listener.clone()),
             seats: self.doors.seats(),
+            contexts,
         };
         let prepared = Prepared::new(subject, &self.resources)?;
         *self.lock() = State::Prepared(Box::new(prepared));
@@ -471,6 +486,8 @@ impl Served {
             servers
         };
         drop(never_started);
+        // It reads the files of the disk.
+        self.backups.interrupt();
         let counts = servers.shutdown();
         *self.lock() = State::Ended(Box::new(counts), End::Closing);
         let disk = self.opened().disk();

@@ -9,7 +9,7 @@ use crate::stats::Counts;
 use crate::tending::Tending;
 use mica_block::{Disk, Manage, Result};
 use mica_qcow2::MapCache;
-use mica_serve::nbd::{Export, Limits, Seat};
+use mica_serve::nbd::{Context, Export, Limits, Seat};
 use mica_serve::{Listener, Workers, fuse, nbd, vhost_user};
 use mica_stack::Stores;
 use mica_store::{Handles, SetAside};
@@ -74,6 +74,8 @@ pub(crate) struct Subject<'a> {
     pub(crate) device: Option<Listener>,
     /// Its seats where NBD clients connect.
     pub(crate) seats: Vec<Arc<Seat>>,
+    /// What they can ask about its parts.
+    pub(crate) contexts: Vec<Arc<dyn Context>>,
 }
 
 impl Prepared {
@@ -82,7 +84,7 @@ impl Prepared {
     pub(crate) fn new(subject: Subject<'_>, resources: &Resources) -> Result<Self> {
         let aside = resources.handles.set_aside(Need::of(subject.settings).total());
         let mut all = Self { descriptors: Some(aside), ..Self::default() };
-        let Subject { name, settings, image, disk: managed, device, seats } = subject;
+        let Subject { name, settings, image, disk: managed, device, seats, contexts } = subject;
         let disk: Arc<dyn Disk> = Arc::clone(&managed) as _;
         let Resources { workers, mounts, .. } = resources;
         if let Some(listener) = device {
@@ -103,6 +105,7 @@ impl Prepared {
                     name: seat.name().to_owned(),
                     description: settings.description.clone().unwrap_or_default(),
                     discard: settings.discard.into(),
+                    contexts,
                 },
                 seats,
                 workers: Arc::clone(workers),

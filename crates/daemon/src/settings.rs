@@ -22,6 +22,8 @@ pub(crate) use image::DESCRIPTORS_RESERVE;
 pub use image::ImageSettings;
 pub(crate) use image::NO_REDO_LOGS;
 pub use keep::KeepRules;
+pub(crate) use place::nbd_place;
+pub use place::nbd_place_in;
 pub use process::{IoSettings, ProcessSettings, StatsSettings};
 pub use size::Size;
 pub use volume::VolumeSettings;

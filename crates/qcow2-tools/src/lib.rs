@@ -1,6 +1,7 @@
 //! Operations on qcow2 images that are not in use: checking and repairing them, creating new ones,
-//! changing their length, and their internal snapshots. Internal crate.
+//! changing their length, their internal snapshots, and their dirty bitmaps. Internal crate.
 
+pub mod bitmaps;
 pub mod check;
 pub mod create;
 mod inspect;

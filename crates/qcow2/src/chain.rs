@@ -6,6 +6,7 @@
 
 mod manage;
 mod push;
+mod view;
 
 use crate::gate::Gate;
 use crate::header_io::read_header;
@@ -86,6 +87,7 @@ pub struct Chain {
     /// Serializes putting layers on top.
     pushing: Arc<Claims>,
     repair: Option<Repair>,
+    index: IndexUse,
 }
 
 impl Chain {
@@ -107,11 +109,12 @@ impl Chain {
         let wanted = (options.snapshot.as_deref(), options.writable);
         let (layers, metadata) = open_layers(&*images, path, wanted).await?;
         let map = Map::new(images, layers, options.cache.clone(), (opening_ns, options.sharing));
-        let gate = Arc::default();
+        let gate = Arc::<Gate>::default();
         let writer = match metadata {
             Some(metadata) => {
                 let active = Arc::clone(map.layers().active());
-                Some(Arc::new(open_writer(&map, &active, metadata, &gate, options.repair).await?))
+                let active = (&active, &*active.path);
+                Some(Arc::new(open_writer(&map, active, metadata, &gate, options.repair).await?))
             }
             None => None,
         };
@@ -119,8 +122,18 @@ impl Chain {
             map.adopt_sidecars().await;
         }
         map.images.sidecars().chain_is_open();
-        let (writer, pushing) = (Arc::new(ArcSwapOption::new(writer)), Arc::default());
-        Ok(Self { map, gate, writer, pushing, repair: options.repair })
+        let opened = Self::of(map, writer, (options.repair, options.index));
+        Ok(Self { gate, ..opened })
+    }
+
+    /// The chain of a map and the writer of its uppermost layer.
+    fn of(
+        map: Arc<Map>,
+        writer: Option<Arc<Writer>>,
+        (repair, index): (Option<Repair>, IndexUse),
+    ) -> Self {
+        let writer = Arc::new(ArcSwapOption::new(writer));
+        Self { map, gate: Arc::default(), writer, pushing: Arc::default(), repair, index }
     }
 
     /// How many layers, from the base, the index covers.
@@ -252,10 +265,10 @@ impl Disk for Chain {
     }
 }
 
-/// The writer of `layer`, whose metadata is `metadata`.
+/// The writer of `layer`, whose file is at `path` now, and whose metadata is `metadata`.
 async fn open_writer(
     map: &Arc<Map>,
-    layer: &Arc<Layer>,
+    (layer, path): (&Arc<Layer>, &Path),
     metadata: Arc<Metadata>,
     gate: &Arc<Gate>,
     repair: Option<Repair>,
@@ -276,7 +289,7 @@ async fn open_writer(
             },
             false => header,
         };
-        let redo_memory = (map.images.redo_logs().log(&layer.path)?, map.images.now_ns());
+        let redo_memory = (map.images.redo_logs().log(path)?, map.images.now_ns());
         let (map, layer) = (Arc::clone(map), Arc::clone(layer));
         Writer::open(map, layer, &header, metadata, Arc::clone(gate), redo_memory).await
     };

@@ -6,6 +6,7 @@
 //!       ──▶ writer  writes the uppermost layer of its map; redo: what it has not flushed
 //! ```
 
+mod bitmaps;
 mod chain;
 mod decoded;
 mod diff;
@@ -26,6 +27,7 @@ mod survey;
 mod testing;
 mod write;
 
+pub use bitmaps::{Bitmap, find_bitmap, open_bitmap};
 pub use chain::{Chain, ChainOptions, IndexUse, Repair};
 pub use diff::{ChainDiff, DiffFormat, DiffState};
 pub use header_io::{open_data_file, read_header, read_header_as};

@@ -309,9 +309,9 @@ fn same_file(one: Identity, other: Identity) -> bool {
     (one.device, one.inode) == (other.device, other.inode)
 }
 
-/// The layer `written`, whose writer has closed it, as one that is no longer written: other
-/// programs may read it, too.
-pub(crate) fn freeze(images: &dyn Images, written: &Layer) -> Result<Layer> {
+/// The layer `written`, whose writer has closed its file, which is at `path` now, as one that is no
+/// longer written: other programs may read it, too.
+pub(crate) fn freeze(images: &dyn Images, written: &Layer, path: &Path) -> Result<Layer> {
     let tables = match &written.tables {
         None => None,
         Some(tables) => {
@@ -319,14 +319,14 @@ pub(crate) fn freeze(images: &dyn Images, written: &Layer) -> Result<Layer> {
             Some(Tables::new(tables.l2, l1_offset, l1_entries, tables.compression))
         }
     };
-    let OpenImage { store, identity, content } = images.open_frozen(&written.path)?;
+    let OpenImage { store, identity, content } = images.open_frozen(path)?;
     let data = match &written.data_path {
         None => Arc::clone(&store),
         Some(path) => images.open_frozen(path)?.store,
     };
     Ok(Layer {
         number: written.number,
-        path: written.path.clone(),
+        path: path.into(),
         store,
         data,
         data_path: written.data_path.clone(),

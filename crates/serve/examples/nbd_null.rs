@@ -76,6 +76,7 @@ fn main() -> Result<(), AnyError> {
         name: "null".to_owned(),
         description: "zeros without end".to_owned(),
         discard: Discard::default(),
+        contexts: Vec::new(),
     };
     let (workers, limits) = (Workers::start(queues, backend)?, Limits::default());
     let exports = Arc::<Exports>::default();

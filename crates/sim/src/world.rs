@@ -11,6 +11,7 @@
 mod fault;
 mod file;
 mod kept;
+mod names;
 mod redo;
 mod store;
 
@@ -61,6 +62,8 @@ struct State {
     now_ns: i128,
     next_inode: u64,
     files: BTreeMap<PathBuf, SharedFile>,
+    /// What names that are not durable yet stood for, the oldest first.
+    names_before: Vec<names::Before>,
     sidecars: BTreeMap<PathBuf, SharedFile>,
     sidecars_denied: bool,
     redo_memories: BTreeMap<PathBuf, redo::Memory>,
@@ -91,6 +94,7 @@ impl World {
             now_ns: START_NS,
             next_inode: 1,
             files: BTreeMap::new(),
+            names_before: Vec::new(),
             sidecars: BTreeMap::new(),
             sidecars_denied: false,
             redo_memories: BTreeMap::new(),

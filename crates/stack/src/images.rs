@@ -136,9 +136,10 @@ impl Images for FileImages {
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
         let mut located = self.policy.find(path)?;
         let store = WritableFile::open(&mut located, self.cache, self.locking, &self.handles)?;
+        let name = store.own_name();
         // Its descriptor is separate, and stays open.
         let image = self.opened(&located, store, ProofSlot::default())?;
-        self.written.add(&image);
+        self.written.add(&image, name);
         Ok(image)
     }
 
@@ -148,6 +149,14 @@ impl Images for FileImages {
         let store = FileStore::new_frozen(&mut located, self.cache, locking, handles)?;
         let content = store.content();
         self.opened(&located, store, content)
+    }
+
+    fn note_name(&self, path: &Path) {
+        if let Ok(located) = self.policy.find(path)
+            && let Some(name) = self.written.name(&located)
+        {
+            name.note(located.path());
+        }
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

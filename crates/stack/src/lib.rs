@@ -7,10 +7,11 @@
 //! - [`forest`] finds the images of folders, and which stands on which.
 //! - [`Fault`] is what the user asked to go wrong.
 
-pub mod forest;
 mod above;
+pub mod forest;
 mod images;
 mod inject;
+mod keep;
 mod new_layer;
 mod null;
 mod open;
@@ -25,6 +26,7 @@ mod written;
 pub use above::refuse_frozen;
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
+pub use keep::{Keeping, settle_names, state_of};
 pub use new_layer::{NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};

@@ -37,4 +37,4 @@ pub use located::Located;
 pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};
 pub use memory::MemoryStore;
 pub use stamp::{nanoseconds, now_ns};
-pub use writable::WritableFile;
+pub use writable::{WritableFile, WriterName};

@@ -28,8 +28,8 @@ use mica_units::HostOffset;
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 /// A file or block device of the host, for reading and writing. Keeps its descriptor, and the
 /// image's locks, as long as it lives.
@@ -37,9 +37,15 @@ pub struct WritableFile {
     inner: Arc<Inner>,
 }
 
+/// The name of an open [`WritableFile`], for who opened it. It does not keep it open.
+#[derive(Clone)]
+pub struct WriterName(Weak<Inner>);
+
 struct Inner {
     file: Arc<File>,
     path: PathBuf,
+    /// Another name that the file got since, for messages.
+    later_path: OnceLock<PathBuf>,
     kind: FileKind,
     align: Alignment,
     /// Claims on the bytes of the file, if it is written past the page cache. Writes of whole
@@ -80,6 +86,7 @@ impl WritableFile {
         let inner = Inner {
             file: Arc::new(file),
             path: located.path().to_owned(),
+            later_path: OnceLock::new(),
             kind: located.kind(),
             align,
             claims: Claims::default(),
@@ -90,6 +97,21 @@ impl WritableFile {
             _descriptor: descriptor,
         };
         Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Its name.
+    pub fn own_name(&self) -> WriterName {
+        WriterName(Arc::downgrade(&self.inner))
+    }
+}
+
+impl WriterName {
+    /// The file has another name since it was opened: messages name it so. Counts once.
+    pub fn note(&self, path: &Path) {
+        if let Some(inner) = self.0.upgrade() {
+            // It is already known.
+            let _ = inner.later_path.set(path.to_owned());
+        }
     }
 }
 
@@ -236,7 +258,7 @@ impl Store for WritableFile {
     }
 
     fn name(&self) -> String {
-        self.inner.path.display().to_string()
+        self.inner.path().display().to_string()
     }
 
     fn identity(&self) -> StoreIdentity {
@@ -344,8 +366,12 @@ impl Inner {
         Err(Error::new(ErrorKind::Io, what))
     }
 
+    fn path(&self) -> &Path {
+        self.later_path.get().unwrap_or(&self.path)
+    }
+
     fn facts(&self) -> Facts<'_> {
-        Facts { file: &self.file, path: &self.path, kind: self.kind }
+        Facts { file: &self.file, path: self.path(), kind: self.kind }
     }
 
     fn len(&self) -> Result<u64> {
@@ -353,7 +379,7 @@ impl Inner {
     }
 
     fn name(&self) -> std::path::Display<'_> {
-        Path::display(&self.path)
+        self.path().display()
     }
 
     fn failed(&self, doing: &str, error: io::Error) -> Error {

@@ -1,5 +1,6 @@
 //! The verbs for images at rest, beside `qemu-img`: what each creates, finds, repairs and reports.
 
+mod bitmap;
 mod check;
 mod compare;
 mod convert;

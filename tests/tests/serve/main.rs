@@ -2,7 +2,9 @@
 
 mod addresses;
 mod background;
+mod backup;
 mod clients;
+mod contexts;
 mod control;
 mod ephemeral;
 mod fuse;

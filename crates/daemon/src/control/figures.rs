@@ -173,6 +173,10 @@ fn status_of(served: &Served) -> Map<String, Value> {
     if let Value::Object(more) = more {
         status.extend(more);
     }
+    let backup = served
+        .backup()
+        .map(|backup| json!({ "state": backup.state, "since": backup.since, "nbd": backup.place }));
+    status.insert("backup".to_owned(), backup.unwrap_or_default());
     // As in `/v1/stats`; nothing if it is no volume that is written.
     status.insert("volume".to_owned(), served.figures().remove("volume").unwrap_or_default());
     status

@@ -17,7 +17,9 @@
 //! - I4 This thread waits for no disk: slow actions run on other threads (`actions.rs`).
 
 mod actions;
+mod backups;
 mod compression;
+mod extents;
 mod figures;
 mod health;
 mod history;

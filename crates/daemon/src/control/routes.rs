@@ -20,6 +20,10 @@
 //! | | of a chain `{"label": "/vm/next.qcow2"}`: the next layer |
 //! | `POST /v1/snapshots` | `{"disks": [{"disk": "a", "label": "/vm/2.qcow2"}]}`: at one instant |
 //! | `POST /v1/disks/NAME/drop` | `{"snapshot": "monday"}`: drops it |
+//! | `GET /v1/disks/NAME/extents?since=…` | what of a disk is allocated, or has changed |
+//! | `GET /v1/disks/NAME/backups` | the states of a chain that are kept, and its backup |
+//! | `POST /v1/disks/NAME/backup` | `{"as": "tue", "since": "mon", "nbd": SOCKET}`: begins one |
+//! | `POST /v1/disks/NAME/end-backup` | ends it |
 //! | `POST /v1/disks/NAME/label` | `{"snapshot": "monday", "label": "friday"}` |
 //! | `POST /v1/reload` | reads the configuration again: disks are added and removed |
 //! | `POST /v1/drain` | the same for all disks, and ends the process |
@@ -30,7 +34,7 @@ use super::log::LogLevel;
 use super::perform::{Answer, begin, failed_inside, find, perform, perform_held};
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
-use super::{compression, figures, health, metrics, page, snapshots};
+use super::{backups, compression, extents, figures, health, metrics, page, snapshots};
 use crate::config::DiskConfig;
 use crate::served::{NewLength, Served, Source};
 use crate::settings::Size;
@@ -80,6 +84,10 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/snapshots", post(snapshots::take_all))
         .route("/v1/disks/{name}/drop", post(snapshots::drop_one))
         .route("/v1/disks/{name}/label", post(snapshots::label))
+        .route("/v1/disks/{name}/extents", get(extents::extents))
+        .route("/v1/disks/{name}/backups", get(backups::list))
+        .route("/v1/disks/{name}/backup", post(backups::begin))
+        .route("/v1/disks/{name}/end-backup", post(backups::end))
         .route("/v1/reload", post(reload))
         .route("/v1/drain", post(drain_all))
         .route("/v1/takeover", post(take_over))

@@ -1,7 +1,7 @@
 //! Which files and ports a configuration needs, and what was granted for those that come later.
 
 use crate::config::{DiskConfig, NO_ROOM_FOR_POOLS};
-use crate::settings::{IndexMode, ProcessSettings};
+use crate::settings::{DiskSettings, IndexMode, ProcessSettings};
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
 use mica_block::{Error, ErrorKind, Result};
@@ -23,6 +23,8 @@ pub(crate) struct Needs {
     pub(super) ports: BTreeSet<u16>,
     /// Whether files get a second name.
     pub(super) has_links: bool,
+    /// Whether nothing is served without that.
+    needs_links: bool,
     /// TCP ports to connect to.
     pub(super) connects: BTreeSet<u16>,
 }
@@ -76,7 +78,8 @@ const STORE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{
 });
 /// To create and remove sockets: their folder is locked meanwhile, for which it is read.
 const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
-/// To make layers, and marks of those beneath: their folder is made durable, for which it is read.
+/// To make layers, and marks of those beneath, and to rename them: their folder is made durable, for
+/// which it is read.
 const LAYERS: BitFlags<AccessFs> =
     make_bitflags!(AccessFs::{ReadFile | WriteFile | ReadDir | MakeReg | RemoveFile});
 /// To go on in a new file when the log was renamed.
@@ -185,7 +188,7 @@ impl Needs {
         for file in disk.images.fault_logs() {
             self.allow(file, AccessFs::WriteFile.into());
         }
-        self.add_sockets(disk);
+        self.add_sockets(&disk.settings);
     }
 
     /// What a store of volumes needs.
@@ -194,6 +197,7 @@ impl Needs {
             StoreUrl::Directory(folder) => {
                 // To put an object is to give a new file a name in another folder.
                 self.has_links |= writes;
+                self.needs_links |= writes;
                 self.allow(folder, if writes { STORE } else { READ | AccessFs::ReadDir });
             }
             StoreUrl::Bucket { .. } => {
@@ -233,6 +237,8 @@ impl Needs {
     /// served without that, too.
     fn add_layers(&mut self, disk: &DiskConfig) {
         let has_layers = disk.is_file() && disk.images.format == "qcow2" && writes_image(disk);
+        // A state that is kept is the active layer under a second name.
+        self.has_links |= has_layers;
         let places = if has_layers { allowed_places(disk) } else { Vec::new() };
         places.iter().filter(|place| place.is_dir()).for_each(|place| self.allow(place, LAYERS));
     }
@@ -255,16 +261,16 @@ impl Needs {
         }
     }
 
-    fn add_sockets(&mut self, disk: &DiskConfig) {
+    fn add_sockets(&mut self, settings: &DiskSettings) {
         for name in CERTIFICATE_FILES {
             // Each of them may be a symbolic link to another folder.
-            let folder = disk.settings.tls_certificates.iter();
+            let folder = settings.tls_certificates.iter();
             folder.for_each(|folder| self.allow(&folder.join(name), AccessFs::ReadFile.into()));
         }
-        if let Some(socket) = &disk.settings.vhost_user {
+        if let Some(socket) = &settings.vhost_user {
             self.add_socket(socket);
         }
-        for name in &disk.settings.nbd {
+        for name in &settings.nbd {
             match name.strip_prefix("tcp:").map(str::parse::<SocketAddr>) {
                 None => self.add_socket(Path::new(name)),
                 Some(Ok(address)) => drop(self.ports.insert(address.port())),
@@ -313,13 +319,26 @@ impl Granted {
         }
         let mut needs = Needs::default();
         needs.add_disk(disk);
+        if let Some(directory) = folder_of_logs_that_cannot_be_made(disk) {
+            let directory = directory.display();
+            return denied(format!(
+                "the sandbox does not allow a folder for redo logs to be made in {directory}: make \
+                 sure that there is such a folder, put a disk with --redo-dir {directory} into the \
+                 configuration, and restart the server"
+            ));
+        }
+        self.check_needs(&needs)
+    }
+
+    fn check_needs(&self, needs: &Needs) -> Result<()> {
+        let denied = |what: String| Err(Error::new(ErrorKind::Denied, what));
         if let Some(port) = needs.ports.difference(&self.ports).next() {
             return denied(format!(
                 "the sandbox allows no further TCP ports, such as {port}: put the disk into the \
                  configuration and restart the server, or serve it at a unix socket"
             ));
         }
-        if needs.has_links && !self.has_links {
+        if needs.needs_links && !self.has_links {
             return denied(
                 "the sandbox allows no volumes in directories: put the disk into the \
                  configuration and restart the server, or start it with --disks-in"
@@ -332,14 +351,6 @@ impl Granted {
                  configuration and restart the server"
                     .to_owned(),
             );
-        }
-        if let Some(directory) = folder_of_logs_that_cannot_be_made(disk) {
-            let directory = directory.display();
-            return denied(format!(
-                "the sandbox does not allow a folder for redo logs to be made in {directory}: make \
-                 sure that there is such a folder, put a disk with --redo-dir {directory} into the \
-                 configuration, and restart the server"
-            ));
         }
         let mut files: Vec<_> = needs.files.iter().collect();
         // Where disks are allowed, the usual folder for their logs is, too: that is said first.
@@ -365,6 +376,16 @@ impl Granted {
             Some(what) => Err(Error::new(ErrorKind::Denied, what)),
             None => Ok(()),
         }
+    }
+
+    /// Makes sure that NBD clients can be served where these settings say.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub(crate) fn check_sockets(&self, settings: &DiskSettings) -> Result<()> {
+        let mut needs = Needs::default();
+        needs.add_sockets(settings);
+        self.check_needs(&needs)
     }
 
     /// Why the sandbox refuses `access` to what is at the `real` path, if it does.

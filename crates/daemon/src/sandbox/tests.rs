@@ -549,3 +549,30 @@ fn volume_that_is_only_read_gets_no_rights_to_write_and_no_log() {
     assert!(needs.has_links && log.exists());
     assert!(needs.files[&store].contains(AccessFs::WriteFile | AccessFs::MakeReg));
 }
+
+#[test]
+fn states_of_an_image_that_is_written_are_kept_beside_it_and_nowhere_else() {
+    let mut place = Place::new();
+    let disk = DiskConfig::new("web".to_owned(), place.at("in/layer"));
+    let of = |disk: DiskConfig| {
+        let needs = Needs::of(&ProcessSettings::default(), &[disk], &Sockets::default());
+        needs.expect("nothing is in the way")
+    };
+    let mut read_only = disk.clone();
+    read_only.settings.read_only = true;
+    read_only.settings.index = crate::settings::IndexMode::Read;
+    let needs = of(read_only);
+    let folder = place.at("in").canonicalize().expect("it is there");
+    assert!(!needs.has_links && !needs.files[&folder].contains(AccessFs::MakeReg));
+    place.needs = of(disk);
+    place.inside(|| {
+        let made = File::create_new(place.at("in/.layer@a.new"));
+        made.expect("a file beside it");
+        fs::hard_link(place.at("in/layer"), place.at("in/layer@a")).expect("a second name");
+        fs::rename(place.at("in/.layer@a.new"), place.at("in/layer")).expect("the first name");
+        let folder = File::open(place.at("in")).expect("opened");
+        folder.sync_all().expect("durable");
+        assert!(is_refused(fs::hard_link(place.at("in/layer@a"), place.at("out/layer"))));
+        assert!(is_refused(File::create_new(place.at("out/new"))));
+    });
+}

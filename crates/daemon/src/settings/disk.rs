@@ -74,6 +74,14 @@ pub struct DiskSettings {
     /// Description of the export that clients can show.
     #[arg(short = 'D', long, value_name = "TEXT", help_heading = NBD, hide_short_help = true)]
     pub description: Option<String>,
+    /// Let clients ask which layer has what: the context qemu:allocation-depth.
+    #[arg(short = 'A', long, help_heading = NBD, hide_short_help = true)]
+    pub allocation_depth: bool,
+    /// Let clients ask what this dirty bitmap of the image has: qemu:dirty-bitmap:NAME.
+    ///
+    /// Can be repeated. Of a disk that is written, the bitmap must be disabled.
+    #[arg(short = 'B', long, value_name = "NAME", help_heading = NBD, hide_short_help = true)]
+    pub bitmap: Vec<String>,
     /// Clients of this export at a time; 256 by default.
     ///
     /// Of each disk by itself, over all its sockets, also where disks share one. A client beyond

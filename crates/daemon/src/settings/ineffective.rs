@@ -21,6 +21,8 @@ impl DiskSettings {
             (self.bps_burst.0 > 0, "bps-burst", has_device, vhost_user),
             (self.export_name.is_some(), "export-name", has_nbd, clients),
             (self.description.is_some(), "description", has_nbd, clients),
+            (self.allocation_depth, "allocation-depth", has_nbd, clients),
+            (!self.bitmap.is_empty(), "bitmap", has_nbd, clients),
             (self.shared.is_some(), "shared", has_nbd, clients),
             (self.tls.is_some(), "tls", has_nbd, clients),
             (self.tls_certificates.is_some(), "tls-certificates", has_nbd, clients),

@@ -7,6 +7,7 @@
 use mica_block::{Error, ErrorKind, Result};
 use serde::{Deserializer, de};
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::Path;
 
 /// The port of NBD.
 const PORT: &str = "10809";
@@ -16,7 +17,7 @@ const LOOPBACK: &str = "127.0.0.1";
 ///
 /// # Errors
 /// `Invalid` with the form to use.
-pub(super) fn nbd_place(text: &str) -> Result<String> {
+pub(crate) fn nbd_place(text: &str) -> Result<String> {
     let invalid =
         |what: String| Err(Error::new(ErrorKind::Invalid, format!("nbd {text:?}: {what}")));
     if let Some((scheme, rest)) = text.split_once("://") {
@@ -40,6 +41,18 @@ pub(super) fn nbd_place(text: &str) -> Result<String> {
         None if text.is_empty() => invalid("it names no socket: write a path".to_owned()),
         None => Ok(text.to_owned()),
     }
+}
+
+/// The one form of `text`, as it is meant in `folder`.
+///
+/// # Errors
+/// `Invalid` with the form to use.
+pub fn nbd_place_in(folder: &Path, text: &str) -> Result<String> {
+    let place = nbd_place(text)?;
+    Ok(match place.starts_with("tcp:") {
+        true => place,
+        false => folder.join(place).display().to_string(),
+    })
 }
 
 /// Reads a place, or a list of them.

@@ -67,6 +67,15 @@ impl Shared {
             );
             return Err(Error::new(ErrorKind::Denied, what));
         }
+        if let Some((served, backup)) =
+            disks.iter().find_map(|served| Some((served, served.backup()?)))
+        {
+            let what = format!(
+                "disk {:?} has the backup {:?} under way: end it first",
+                served.name, backup.state
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
         let is_file = |served: &&Arc<Served>| served.settings.fuse.is_some() && served.is_open();
         if let Some(served) = disks.iter().find(is_file) {
             let what = format!(

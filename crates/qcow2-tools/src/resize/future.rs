@@ -58,7 +58,7 @@ impl Images for FutureImages {
     }
 
     fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
-        self.open(path)
+        self.held(path).map_or_else(|| self.images.open_frozen(path), Ok)
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

@@ -3,7 +3,8 @@
 use crate::chain::Chain;
 use mica_block::{
     Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
-    ManageSnapshots, MapStats, Pushed, Result, SealState, SnapshotGroup, StoreIdentity, WriteStats,
+    ManageSnapshots, MapStats, Pushed, Renaming, Result, SealState, SnapshotGroup, StoreIdentity,
+    View, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
@@ -101,6 +102,24 @@ impl ManageChain for Chain {
         group: &'a Arc<SnapshotGroup>,
     ) -> LocalFuture<'a, Result<Pushed>> {
         Box::pin(Chain::push_in_group(self, path, group))
+    }
+
+    fn push_renaming<'a>(
+        &'a self,
+        path: &'a Path,
+        names: &'a dyn Renaming,
+    ) -> LocalFuture<'a, Result<Pushed>> {
+        Box::pin(Chain::push_renaming(self, path, names))
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        let layers = self.map.layers_now();
+        let tables = layers.active().tables.as_ref();
+        tables.expect("an image that is written has tables").l2.cluster_bits.bytes()
+    }
+
+    fn view(&self, position: usize) -> LocalFuture<'_, Result<View>> {
+        Box::pin(Chain::view(self, position))
     }
 }
 

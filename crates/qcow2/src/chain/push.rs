@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! open the overlay ─▶ flush ─▶ hold the gate ─▶ close the writer
-//!   ─▶ the layers ─▶ the writer ─▶ let go
+//!   ─▶ names ─▶ the layers ─▶ the writer ─▶ names durable ─▶ let go
 //! ```
 //!
 //! Of several chains as a group each waits for all others twice: when it holds its gate, and when
@@ -18,10 +18,15 @@
 //!   the call is dropped while the writer is being closed, nothing more is acknowledged.
 //! - I3 The frozen layer is read through a file of its own, so that the one that was written, and
 //!   with it the locks that keep other readers out, can go.
+//! - I4 If files change their names ([`Renaming`]): the old name is the active layer's whenever
+//!   something is acknowledged, also after the process was killed, and after a power cut whenever a
+//!   flush was. The gate is let go only when the new names are durable.
 
 use super::{Chain, not_writable, open_writer};
+use crate::layer::Layer;
 use crate::open::{check_length, freeze, open_overlay};
-use mica_block::{Disk, Error, Pushed, Result, SnapshotGroup};
+use crate::write::Writer;
+use mica_block::{Disk, Error, Pushed, Renaming, Result, SnapshotGroup};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -34,7 +39,7 @@ impl Chain {
     /// `Invalid` if the image is no such overlay; `Limit` if the chain already has as many layers
     /// as it may have; else any error of the stores.
     pub async fn push(&self, path: &Path) -> Result<Pushed> {
-        self.push_with(path, None).await
+        self.put_on_top(path, (None, None)).await
     }
 
     /// The same at one instant with the other chains of `group`. If one fails, all do.
@@ -42,18 +47,32 @@ impl Chain {
     /// # Errors
     /// As [`Self::push`], and why the group has failed.
     pub async fn push_in_group(&self, path: &Path, group: &SnapshotGroup) -> Result<Pushed> {
-        let pushed = self.push_with(path, Some(group)).await;
+        let pushed = self.put_on_top(path, (None, Some(group))).await;
         pushed.map_err(|error: Error| group.fail(error))
     }
 
-    async fn push_with(&self, path: &Path, group: Option<&SnapshotGroup>) -> Result<Pushed> {
+    /// The same alone, and files change their `names`
+    /// ([`mica_block::ManageChain::push_renaming`]).
+    pub(super) async fn push_renaming(&self, path: &Path, names: &dyn Renaming) -> Result<Pushed> {
+        self.put_on_top(path, (Some(names), None)).await
+    }
+
+    async fn put_on_top(
+        &self,
+        path: &Path,
+        (names, group): (Option<&dyn Renaming>, Option<&SnapshotGroup>),
+    ) -> Result<Pushed> {
         let _alone = self.pushing.claim(0).await;
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
         let map = &self.map;
         let before = map.layers();
-        let (layer, metadata) = open_overlay(&*map.images, path, &before).await?;
+        let (mut layer, metadata) = open_overlay(&*map.images, path, &before).await?;
+        if names.is_some() {
+            layer.path = Arc::clone(&before.active().path);
+        }
         let layer = Arc::new(layer);
-        let next = open_writer(map, &layer, metadata, &self.gate, self.repair).await?;
+        let next = (&layer, path);
+        let next = open_writer(map, next, metadata, &self.gate, self.repair).await?;
         // So that little is left to flush while changes wait.
         self.flush().await?;
         let start = mica_rt::now();
@@ -63,19 +82,49 @@ impl Chain {
         }
         // The disk may have grown since the overlay was opened.
         check_length(&layer, before.active())?;
-        let frozen = writer.complete(async |writer| {
-            writer.close().await?;
-            freeze(&*map.images, before.active())
-        });
-        let frozen = frozen.await?;
+        let ending = async |writer: Arc<Writer>| self.end(&writer, before.active(), names).await;
+        let frozen = writer.complete(ending).await?;
         if let Some(group) = group {
             group.all_taken().await?;
         }
         map.replace_layers(before.pushed(Arc::new(frozen), layer));
-        self.writer.store(Some(Arc::new(next)));
+        let next = Arc::new(next);
+        self.writer.store(Some(Arc::clone(&next)));
+        if let Some(names) = names {
+            map.images.note_name(&before.active().path);
+            if let Err(error) = names.sync().await {
+                // A power cut may show the old name, under which nothing of what follows is.
+                next.fail(&error);
+                return Err(error);
+            }
+        }
         drop(held);
         let pause = mica_rt::now().saturating_since(start);
         map.index_call.set();
         Ok(Pushed { pause })
+    }
+
+    /// Closes the writer of the `active` layer; returns that as one that is frozen. Files have
+    /// their new names then.
+    async fn end(
+        &self,
+        writer: &Writer,
+        active: &Layer,
+        names: Option<&dyn Renaming>,
+    ) -> Result<Layer> {
+        writer.close().await?;
+        let images = &*self.map.images;
+        let Some(names) = names else { return freeze(images, active, &active.path) };
+        names.rename().await?;
+        match freeze(images, active, names.kept()) {
+            Ok(frozen) => Ok(frozen),
+            Err(error) => {
+                if let Err(undone) = names.undo().await {
+                    // What is written next would be found under no name that is opened.
+                    writer.fail(&undone);
+                }
+                Err(Error::wrap(error, names.kept().display().to_string()))
+            }
+        }
     }
 }

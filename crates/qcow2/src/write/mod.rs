@@ -189,7 +189,7 @@ impl Writer {
     }
 
     /// From now on nothing is acknowledged (I4).
-    fn fail(&self, error: &Error) {
+    pub(crate) fn fail(&self, error: &Error) {
         self.metadata.fail(error);
     }
 

@@ -1,5 +1,6 @@
 //! A disk as clients see it.
 
+use super::contexts::Context;
 use crate::discard::Discard;
 use mica_block::Disk;
 use std::fmt;
@@ -15,6 +16,8 @@ pub struct Export {
     pub description: String,
     /// What happens to space that clients no longer need.
     pub discard: Discard,
+    /// What clients can ask about its parts besides `base:allocation`.
+    pub contexts: Vec<Arc<dyn Context>>,
 }
 
 impl fmt::Debug for Export {

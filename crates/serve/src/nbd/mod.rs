@@ -16,6 +16,7 @@ mod address;
 mod channel;
 mod check;
 mod connection;
+mod contexts;
 mod entry;
 mod export;
 mod exports;
@@ -44,6 +45,7 @@ pub use hostile::survive;
 
 pub use crate::discard::Discard;
 pub use address::Address;
+pub use contexts::{Context, Part};
 pub use export::Export;
 pub use exports::{Exports, Seat};
 pub use limits::Limits;

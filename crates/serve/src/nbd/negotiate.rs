@@ -6,6 +6,7 @@
 mod inbox;
 
 use super::channel::Channel;
+use super::contexts::{ContextNumber, Contexts, lists};
 use super::entry::{Client, Entry};
 use super::exports::{Exports, Found, Patience};
 use super::limits::{
@@ -13,8 +14,8 @@ use super::limits::{
     OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, OPTIONS_PER_EXPORT, PAYLOAD_BYTES_MAX,
 };
 use super::protocol::{
-    self, BASE_ALLOCATION, BASE_ALLOCATION_ID, BASE_WILDCARD, InfoRequest, MetaRequest,
-    OptionHeader, handshake, info, option, option_reply, transmission,
+    self, InfoRequest, MetaRequest, OptionHeader, handshake, info, option, option_reply,
+    transmission,
 };
 use super::reply::ReplyStyle;
 use super::session::Transmission;
@@ -24,6 +25,7 @@ use mica_rt::Buf;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// Why a handshake ended without a session.
@@ -121,7 +123,7 @@ async fn options<C: Channel>(
         flags,
         security,
         style: ReplyStyle::Simple,
-        meta_context: None,
+        selected: None,
         patience: Patience::default(),
     };
     let mut bytes_total = 0_u64;
@@ -162,11 +164,11 @@ async fn options<C: Channel>(
             Step::List => list(channel, exports).await?,
             Step::Abort => return Err(Refused::Aborted),
             Step::StartTls => return Ok(Negotiated::StartTls { flags }),
-            Step::Transmit { client, status } => {
+            Step::Transmit { client, contexts } => {
                 return Ok(Negotiated::Transmission(Transmission {
                     client,
                     style: negotiation.style,
-                    status,
+                    contexts,
                     leftover: inbox.rest().to_vec(),
                 }));
             }
@@ -205,7 +207,7 @@ enum Step {
     List,
     Abort,
     StartTls,
-    Transmit { client: Client, status: bool },
+    Transmit { client: Client, contexts: Rc<[ContextNumber]> },
 }
 
 fn is_known(option: u32) -> bool {
@@ -231,8 +233,8 @@ struct Negotiation<'a> {
     flags: u16,
     security: Security,
     style: ReplyStyle,
-    /// The export name with which `base:allocation` was selected.
-    meta_context: Option<Vec<u8>>,
+    /// The contexts that were selected, and the export name with that.
+    selected: Option<(Vec<u8>, Rc<[ContextNumber]>)>,
     patience: Patience,
 }
 
@@ -312,7 +314,7 @@ impl Negotiation<'_> {
         if self.flags & handshake::NO_ZEROES == 0 {
             out.extend([0; protocol::EXPORT_NAME_PADDING]);
         }
-        Ok(Step::Transmit { client, status: self.is_selected(data) })
+        Ok(Step::Transmit { client, contexts: self.selected(data) })
     }
 
     /// "NBD_OPT_STARTTLS".
@@ -371,7 +373,7 @@ impl Negotiation<'_> {
         }
         self.reply(out, option, option_reply::ACK, &[]);
         match client {
-            Some(client) => Step::Transmit { client, status: self.is_selected(request.name) },
+            Some(client) => Step::Transmit { client, contexts: self.selected(request.name) },
             None => Step::Next,
         }
     }
@@ -393,7 +395,7 @@ impl Negotiation<'_> {
         let selects = option == option::SET_META_CONTEXT;
         if selects {
             // Replaces the selection "including when this command fails".
-            self.meta_context = None;
+            self.selected = None;
         }
         if self.style == ReplyStyle::Simple {
             return self.invalid(out, option, "structured replies must be negotiated first");
@@ -401,26 +403,36 @@ impl Negotiation<'_> {
         let Ok(request) = MetaRequest::decode(data) else {
             return self.invalid(out, option, "malformed data");
         };
-        if let Found::None(why) = self.exports.find(request.name, &mut self.patience).await {
-            return self.unknown_export(out, option, &why);
-        }
-        let is_asked =
-            |query: &&[u8]| *query == BASE_ALLOCATION || (!selects && *query == BASE_WILDCARD);
+        let entry = match self.exports.find(request.name, &mut self.patience).await {
+            Found::Served(entry) => entry,
+            Found::None(why) => return self.unknown_export(out, option, &why),
+        };
         let lists_all = !selects && request.queries.is_empty();
-        if lists_all || request.queries.iter().any(is_asked) {
-            let id = if selects { BASE_ALLOCATION_ID } else { 0 };
-            let data: [&[u8]; 2] = [&id.to_be_bytes(), BASE_ALLOCATION];
-            self.reply(out, option, option_reply::META_CONTEXT, &data);
-            if selects {
-                self.meta_context = Some(request.name.to_vec());
+        let is_asked = |name: &[u8]| match selects {
+            true => request.queries.contains(&name),
+            false => lists_all || request.queries.iter().any(|query| lists(query, name)),
+        };
+        let mut selected = Vec::new();
+        for (number, name) in Contexts(&entry.export.contexts).all() {
+            if is_asked(name) {
+                let id = if selects { number.id() } else { 0 };
+                self.reply(out, option, option_reply::META_CONTEXT, &[&id.to_be_bytes(), name]);
+                selected.push(number);
             }
+        }
+        if selects {
+            self.selected = Some((request.name.to_vec(), selected.into()));
         }
         self.reply(out, option, option_reply::ACK, &[]);
         Step::Next
     }
 
-    fn is_selected(&self, name: &[u8]) -> bool {
-        self.meta_context.as_deref() == Some(name)
+    /// What was selected for the export of this name.
+    fn selected(&self, name: &[u8]) -> Rc<[ContextNumber]> {
+        match &self.selected {
+            Some((of, contexts)) if of == name => Rc::clone(contexts),
+            _ => Rc::default(),
+        }
     }
 
     /// As qemu-nbd: where nothing is written, a flush or a FUA flag has nothing to do and is

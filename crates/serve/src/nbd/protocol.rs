@@ -104,12 +104,8 @@ mod reply_type {
     pub(super) const ERROR_OFFSET: u16 = 1 << 15 | 2;
 }
 
-/// The one context that is offered, "The `base:` metadata namespace".
+/// The context that every export has, "The `base:` metadata namespace".
 pub(super) const BASE_ALLOCATION: &[u8] = b"base:allocation";
-/// Lists the contexts of its namespace; selects none.
-pub(super) const BASE_WILDCARD: &[u8] = b"base:";
-/// The number that this server gives `base:allocation`.
-pub(super) const BASE_ALLOCATION_ID: u32 = 1;
 /// "`base:allocation` metadata context": writing here may need space.
 pub(super) const STATE_HOLE: u32 = 1 << 0;
 /// See [`STATE_HOLE`]: reads as zeros.
@@ -412,11 +408,11 @@ pub(super) fn chunk_hole(done: Done, cookie: u64, offset: u64, hole_len: u32) ->
     out
 }
 
-/// `NBD_REPLY_TYPE_BLOCK_STATUS` for `base:allocation`, without its `count` descriptors.
-pub(super) fn chunk_status(cookie: u64, count: usize) -> [u8; 24] {
+/// `NBD_REPLY_TYPE_BLOCK_STATUS` for the context `id`, without its `count` descriptors.
+pub(super) fn chunk_status(done: Done, cookie: u64, id: u32, count: usize) -> [u8; 24] {
     let data_len = u32::try_from(count * STATUS_EXTENT_BYTES).expect("a bounded count");
-    let mut out = chunk(Done::Yes, reply_type::BLOCK_STATUS, cookie, data_len);
-    put(&mut out, 20, &BASE_ALLOCATION_ID.to_be_bytes());
+    let mut out = chunk(done, reply_type::BLOCK_STATUS, cookie, data_len);
+    put(&mut out, 20, &id.to_be_bytes());
     out
 }
 

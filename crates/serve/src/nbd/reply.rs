@@ -173,10 +173,11 @@ impl Outgoing {
         }
     }
 
-    /// A block status; `descriptors` are its encoded descriptors.
-    pub(super) fn status(&mut self, cookie: u64, descriptors: &[u8]) {
+    /// A chunk of a block status, the last one as `done` says: the encoded `descriptors` of a
+    /// context, by the number that the client has for it.
+    pub(super) fn status(&mut self, cookie: u64, id: u32, (done, descriptors): (Done, &[u8])) {
         let count = descriptors.len() / protocol::STATUS_EXTENT_BYTES;
-        self.small(&protocol::chunk_status(cookie, count));
+        self.small(&protocol::chunk_status(done, cookie, id, count));
         self.buf(Buf::from_slice(descriptors));
     }
 

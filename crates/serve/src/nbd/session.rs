@@ -36,6 +36,7 @@
 
 use super::channel::Channel;
 use super::check::{Action, Rules};
+use super::contexts::{Context, ContextNumber};
 use super::entry::Client;
 use super::input::Input;
 use super::limits::{Limits, SLOTS_MAX};
@@ -58,7 +59,7 @@ use std::io;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{self, Poll, Waker};
 
 mod admit;
 mod slots;
@@ -68,8 +69,8 @@ pub(super) struct Transmission {
     /// Whose it is, and of which export.
     pub(super) client: Client,
     pub(super) style: ReplyStyle,
-    /// Whether `base:allocation` was selected.
-    pub(super) status: bool,
+    /// The contexts that were selected.
+    pub(super) contexts: Rc<[ContextNumber]>,
     /// Bytes received right behind the last option.
     pub(super) leftover: Vec<u8>,
 }
@@ -116,8 +117,9 @@ pub(super) async fn transmit(
     stop: &Arc<Signal>,
     stats: &QueueStats,
 ) -> (Ended, Traffic) {
-    let disk = &*transmission.client.entry().export.disk;
-    let mut session = Session::new((disk, edges, share), transmission, limits, stats);
+    let export = &transmission.client.entry().export;
+    let subject = (&*export.disk, &*export.contexts);
+    let mut session = Session::new((subject, edges, share), transmission, limits, stats);
     let _stop = stop.subscribe(&session.wakers.stop);
     let mut receiving = pin!(None);
     let mut sending = pin!(None);
@@ -191,9 +193,14 @@ impl Woken {
     }
 }
 
+/// A disk, and the contexts that its export has of its own.
+pub(super) type Subject<'a> = (&'a dyn Disk, &'a [Arc<dyn Context>]);
+
 struct Session<'a> {
     shared: Rc<Shared<'a>>,
     rules: Rules,
+    /// Those that the client selected.
+    contexts: Rc<[ContextNumber]>,
     limits: Limits,
     stats: &'a QueueStats,
     wake_set: Arc<WakeSet>,
@@ -225,12 +232,13 @@ struct Session<'a> {
 
 impl<'a> Session<'a> {
     fn new(
-        (disk, edges, share): (&'a dyn Disk, &'a SharedLock, Share),
+        (subject, edges, share): (Subject<'a>, &'a SharedLock, Share),
         transmission: &Transmission,
         limits: Limits,
         stats: &'a QueueStats,
     ) -> Self {
-        let Transmission { ref client, style, status, .. } = *transmission;
+        let Transmission { ref client, style, ref contexts, .. } = *transmission;
+        let (disk, _) = subject;
         let discard = client.entry().export.discard;
         let wake_set = WakeSet::new(PARTS);
         let wakers = Wakers {
@@ -242,8 +250,9 @@ impl<'a> Session<'a> {
         let disk_len = disk.geometry().len;
         let is_writable = disk.is_writable();
         Self {
-            shared: Shared::new(disk, (edges, share), Outgoing::new(style)),
-            rules: Rules { disk_len, is_writable, discard, style, status },
+            shared: Shared::new(subject, (edges, share), Outgoing::new(style)),
+            rules: Rules { disk_len, is_writable, discard, style, status: !contexts.is_empty() },
+            contexts: Rc::clone(contexts),
             limits,
             stats,
             slots: Slots::new(Arc::clone(&wake_set)),
@@ -339,7 +348,7 @@ impl<'a> Session<'a> {
             if !std::mem::take(&mut due) {
                 return Ok(());
             }
-            let mut context = Context::from_waker(&self.wakers.receive);
+            let mut context = task::Context::from_waker(&self.wakers.receive);
             let Poll::Ready((result, buf)) = receive.poll(&mut context) else { return Ok(()) };
             receiving.set(None);
             match result {
@@ -383,7 +392,7 @@ impl<'a> Session<'a> {
             if !std::mem::take(&mut due) {
                 return Ok(sent);
             }
-            let mut context = Context::from_waker(&self.wakers.send);
+            let mut context = task::Context::from_waker(&self.wakers.send);
             let Poll::Ready(result) = send.poll(&mut context) else { return Ok(sent) };
             sending.set(None);
             self.send_began = None;
@@ -411,7 +420,7 @@ impl<'a> Session<'a> {
             if !std::mem::take(&mut due) {
                 return Ok(());
             }
-            let mut context = Context::from_waker(&self.wakers.watch);
+            let mut context = task::Context::from_waker(&self.wakers.watch);
             if timer.poll(&mut context).is_pending() {
                 return Ok(());
             }

@@ -1,5 +1,6 @@
 //! What a session shares with its requests: the disk, the replies, the budget.
 
+use super::contexts::Context;
 use super::protocol::ErrorCode;
 use super::reply::Outgoing;
 use crate::budget::Share;
@@ -8,6 +9,7 @@ use mica_rt::sync::{SharedLock, Waiters};
 use mica_units::GuestOffset;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// Why a request failed, and at which byte of its range.
 pub(super) struct Failure {
@@ -34,6 +36,8 @@ impl Failure {
 /// What a session shares with its requests.
 pub(super) struct Shared<'a> {
     pub(super) disk: &'a dyn Disk,
+    /// Those that the export has of its own.
+    pub(super) contexts: &'a [Arc<dyn Context>],
     pub(super) edges: &'a SharedLock,
     pub(super) outgoing: RefCell<Outgoing>,
     /// How much the session may hold.
@@ -46,12 +50,13 @@ pub(super) struct Shared<'a> {
 
 impl<'a> Shared<'a> {
     pub(super) fn new(
-        disk: &'a dyn Disk,
+        (disk, contexts): (&'a dyn Disk, &'a [Arc<dyn Context>]),
         (edges, share): (&'a SharedLock, Share),
         outgoing: Outgoing,
     ) -> Rc<Self> {
         Rc::new(Self {
             disk,
+            contexts,
             edges,
             outgoing: RefCell::new(outgoing),
             share,

@@ -1,12 +1,14 @@
-//! Block status: which parts of the disk are holes or zeros ("Metadata querying").
+//! Block status: what holds for which parts of the disk, in each context that the client selected
+//! ("Metadata querying").
 
+use super::contexts::{ContextNumber, Contexts, Part};
 use super::limits::{STATUS_EXTENTS_MAX, STATUS_WINDOW_BYTES};
-use super::protocol::{STATE_HOLE, STATE_ZERO, STATUS_EXTENT_BYTES};
+use super::protocol::{Done, STATUS_EXTENT_BYTES};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
-use mica_block::{Extent, ExtentKind, Survey, windows};
+use mica_block::windows;
 use mica_rt::yield_now;
-use mica_units::GuestRange;
+use mica_units::{GuestOffset, GuestRange};
 use std::rc::Rc;
 
 /// A block status request that was found valid.
@@ -18,28 +20,49 @@ pub(super) struct Status {
     pub(super) extents_max: usize,
 }
 
-/// Serves `status`. Describes at least one byte, and never more than was requested.
+/// Serves `status`: a chunk for each context that was `selected`. Each describes at least one byte,
+/// and never more than was requested.
 pub(super) async fn block_status<'a>(
     shared: Rc<Shared<'a>>,
-    status: Status,
+    (status, selected): (Status, Rc<[ContextNumber]>),
     charge: Charge<'a>,
 ) -> Result<Outcome, Failure> {
-    let Status { cookie, range, extents_max } = status;
+    let last = selected.len().saturating_sub(1);
+    for (index, context) in selected.iter().enumerate() {
+        let descriptors = describe(&shared, status, *context).await?;
+        let done = if index == last { Done::Yes } else { Done::No };
+        let encoded = descriptors.encode();
+        shared.outgoing.borrow_mut().status(status.cookie, context.id(), (done, &encoded));
+    }
+    drop(charge);
+    Ok(Outcome::Answered)
+}
+
+/// What holds in `context`.
+async fn describe(
+    shared: &Shared<'_>,
+    status: Status,
+    context: ContextNumber,
+) -> Result<Descriptors, Failure> {
+    let Status { range, extents_max, .. } = status;
+    let contexts = Contexts(shared.contexts);
     let mut descriptors = Descriptors::new(extents_max.min(STATUS_EXTENTS_MAX));
     'windows: for window in windows(range, STATUS_WINDOW_BYTES) {
-        let mut survey = Survey::new(shared.disk, window);
-        loop {
-            match survey.next().await {
-                Ok(None) => break,
-                Ok(Some(extents)) => {
-                    if !extents.iter().all(|extent| descriptors.push(extent)) {
-                        break 'windows;
-                    }
-                }
+        let mut at = window.start();
+        while let Some(left) = GuestRange::between(at, window.end()).filter(|left| !left.is_empty())
+        {
+            let parts = match contexts.parts(context, shared.disk, left).await {
+                Ok(parts) => parts,
                 // What is known already is an answer; the client asks again for the rest.
                 Err(_) if !descriptors.list.is_empty() => break 'windows,
                 Err(error) => return Err(Failure::at(error, window.start())),
+            };
+            let len: u64 = parts.iter().map(|part| part.len).sum();
+            assert!((1..=left.len()).contains(&len), "a context broke its contract");
+            if !parts.into_iter().all(|part| descriptors.push(part)) {
+                break 'windows;
             }
+            at = GuestOffset::new(at.bytes() + len);
         }
         if window.end() < range.end() {
             // A request may cover many windows: other tasks run between them.
@@ -47,18 +70,7 @@ pub(super) async fn block_status<'a>(
         }
     }
     assert!(!descriptors.list.is_empty(), "a status describes at least one byte");
-    shared.outgoing.borrow_mut().status(cookie, &descriptors.encode());
-    drop(charge);
-    Ok(Outcome::Answered)
-}
-
-fn flags_of(kind: ExtentKind) -> u32 {
-    // What has no data is a hole, as in QEMU, whether or not a place is kept for it.
-    match kind {
-        ExtentKind::DataInHole => STATE_ZERO,
-        kind if kind.reads_as_zero() => STATE_HOLE | STATE_ZERO,
-        _ => 0,
-    }
+    Ok(descriptors)
 }
 
 /// Descriptors in order, neighbours with the same flags joined.
@@ -72,14 +84,13 @@ impl Descriptors {
         Self { list: Vec::new(), count_max }
     }
 
-    /// Appends `extent`; `false` if there is no room for it.
-    fn push(&mut self, extent: &Extent) -> bool {
-        let flags = flags_of(extent.kind);
+    /// Appends `part`; `false` if there is no room for it.
+    fn push(&mut self, part: Part) -> bool {
         let is_full = self.list.len() == self.count_max;
         match self.list.last_mut() {
-            Some((len, last)) if *last == flags => *len += extent.len,
+            Some((len, last)) if *last == part.flags => *len += part.len,
             _ if is_full => return false,
-            _ => self.list.push((extent.len, flags)),
+            _ => self.list.push((part.len, part.flags)),
         }
         true
     }
@@ -99,21 +110,14 @@ impl Descriptors {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mica_units::GuestOffset;
-
-    fn push(descriptors: &mut Descriptors, len: u64, kind: ExtentKind) -> bool {
-        let range = GuestRange::new(GuestOffset::ZERO, len).expect("fits");
-        descriptors.push(&Extent::unplaced(range, kind))
-    }
 
     #[test]
-    fn hole_and_zero_look_the_same_and_are_joined() {
+    fn neighbours_with_the_same_flags_are_joined() {
         let mut descriptors = Descriptors::new(2);
-        assert!(push(&mut descriptors, 512, ExtentKind::Hole));
-        assert!(push(&mut descriptors, 512, ExtentKind::Zero));
-        assert!(push(&mut descriptors, 512, ExtentKind::ZeroAllocated));
-        assert!(push(&mut descriptors, 512, ExtentKind::Data));
-        assert!(!push(&mut descriptors, 512, ExtentKind::Zero));
-        assert_eq!(descriptors.list, [(1536, STATE_HOLE | STATE_ZERO), (512, 0)]);
+        assert!(descriptors.push(Part { len: 512, flags: 3 }));
+        assert!(descriptors.push(Part { len: 1024, flags: 3 }));
+        assert!(descriptors.push(Part { len: 512, flags: 0 }));
+        assert!(!descriptors.push(Part { len: 512, flags: 3 }));
+        assert_eq!(descriptors.list, [(1536, 3), (512, 0)]);
     }
 }

@@ -94,8 +94,13 @@ fn simulated_once(seed: u64, world: World, test: &impl AsyncFn(World)) {
 
 impl World {
     fn new(disk: Arc<dyn Disk>, discard: Discard, reading: Arc<Gauge>) -> Self {
-        let export =
-            Export { disk, name: "disk".to_owned(), description: "a pattern".to_owned(), discard };
+        let export = Export {
+            disk,
+            name: "disk".to_owned(),
+            description: "a pattern".to_owned(),
+            discard,
+            contexts: Vec::new(),
+        };
         let pool = Pool::new(POOL_BYTES);
         let entry = Arc::new(Entry::new(export, Limits::default(), 1, &pool));
         let exports = Arc::<Exports>::default();

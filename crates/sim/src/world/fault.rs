@@ -202,10 +202,20 @@ impl World {
     }
 
     fn restart(&self, loss: Option<Loss>, is_boot: bool) {
+        if loss.is_some() && is_boot {
+            self.lose_names();
+        }
         let files: Vec<(PathBuf, SharedFile)> =
             lock(&self.state).files.clone().into_iter().collect();
-        for (path, file) in files {
-            let mut file = lock(&file);
+        // By the file that it was: one with two names stays one.
+        let mut all_reborn: Vec<(SharedFile, SharedFile)> = Vec::new();
+        for (path, shared) in files {
+            let known = all_reborn.iter().find(|(before, _)| Arc::ptr_eq(before, &shared));
+            if let Some((_, reborn)) = known {
+                lock(&self.state).files.insert(path, Arc::clone(reborn));
+                continue;
+            }
+            let mut file = lock(&shared);
             if file.journal.is_none() {
                 continue;
             }
@@ -213,7 +223,10 @@ impl World {
             if loss.is_some() && !is_boot {
                 reborn.ctime_ns = reborn.durable_ctime_ns;
             }
-            lock(&self.state).files.insert(path, Arc::new(Mutex::new(reborn)));
+            drop(file);
+            let reborn = Arc::new(Mutex::new(reborn));
+            lock(&self.state).files.insert(path, Arc::clone(&reborn));
+            all_reborn.push((shared, reborn));
         }
         let waiting = {
             let changes = &mut lock(&self.state).changes;

@@ -46,7 +46,10 @@ impl World {
 
 impl RedoLogs for World {
     fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
-        Ok(Some(Arc::new(SimRedoMemory::new(self, normal(path)))))
+        // That of the file, by the name that it had first.
+        let file = self.file(path);
+        let name = file.map_or_else(|_| normal(path), |file| lock(&file).path.clone());
+        Ok(Some(Arc::new(SimRedoMemory::new(self, name))))
     }
 
     fn unnamed_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {

@@ -7,6 +7,7 @@
 #![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
 mod attacks;
+mod bitmaps;
 mod blocks;
 mod chain;
 mod exhaustive;
@@ -15,6 +16,7 @@ mod foreign;
 mod growing;
 mod in_place;
 mod internal;
+mod keeping;
 mod killed;
 mod lies;
 mod plain;

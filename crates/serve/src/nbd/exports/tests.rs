@@ -21,6 +21,7 @@ fn another(world: &World, name: &str, connections_max: usize) -> (Seat, Arc<Entr
         name: name.to_owned(),
         description: format!("of {name}"),
         discard: Discard::default(),
+        contexts: Vec::new(),
     };
     let limits = Limits { connections_max, ..Limits::default() };
     let seat = world.exports.join(name).expect("a new name");

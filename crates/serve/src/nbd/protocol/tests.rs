@@ -114,7 +114,7 @@ fn chunk_lengths_count_what_follows_the_header() {
     assert_eq!(len_of(&chunk_none(1)), 0);
     assert_eq!(len_of(&chunk_data(Done::Yes, 1, 0, 512)), 8 + 512);
     assert_eq!(len_of(&chunk_hole(Done::No, 1, 0, 512)), 12);
-    assert_eq!(len_of(&chunk_status(1, 3)), 4 + 3 * 8);
+    assert_eq!(len_of(&chunk_status(Done::Yes, 1, 1, 3)), 4 + 3 * 8);
     for offset in [None, Some(7)] {
         let chunk = chunk_error(1, ErrorCode::Io, offset);
         assert_eq!(len_of(&chunk) as usize, chunk.len() - CHUNK_HEADER_BYTES);

@@ -121,7 +121,8 @@ impl<'a> Session<'a> {
         match action {
             Action::Read(read) => self.read(read, charge),
             Action::Status(status) => {
-                let future = block_status(Rc::clone(&self.shared), status, charge);
+                let asked = (status, Rc::clone(&self.contexts));
+                let future = block_status(Rc::clone(&self.shared), asked, charge);
                 self.start_long(status.cookie, false, Box::pin(future));
             }
             Action::Write(write) => {

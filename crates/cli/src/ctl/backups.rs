@@ -1,0 +1,142 @@
+//! `mica ctl backup`: states of a chain that is served are kept, and exported for a backup.
+
+use super::text;
+use crate::client::{Client, nothing, of_disk};
+use crate::failure::Failure;
+use crate::sections;
+use crate::table::table;
+use clap::{Args, Subcommand};
+use mica_daemon::nbd_place_in;
+use serde_json::{Value, json};
+
+#[derive(Subcommand)]
+pub(super) enum BackupVerb {
+    /// Keep the present state of a disk, and export it for a backup.
+    ///
+    /// Guests write on meanwhile. The state becomes a layer: DISK@STATE.qcow2 beside the image,
+    /// which keeps its name. With --since, the export has the context qemu:dirty-bitmap:STATE:
+    /// what has changed since then. If the server or the reader is killed, the same command
+    /// exports the same state again.
+    #[command(after_long_help = sections::CTL_BACKUP_BEGIN)]
+    Begin(BeginArgs),
+    /// End a backup: its state is no longer exported, and stays kept.
+    #[command(after_long_help = sections::CTL_BACKUP_END)]
+    End {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+    /// List the states of a disk that are kept, from the oldest.
+    #[command(after_long_help = sections::CTL_BACKUP_LIST)]
+    List {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+}
+
+// What is begun. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct BeginArgs {
+    /// The disk.
+    #[arg(value_name = "DISK")]
+    disk: String,
+    /// What the state is called from now on.
+    #[arg(long = "as", value_name = "STATE")]
+    state: String,
+    /// A state that is kept: also tell what has changed since then.
+    #[arg(long, value_name = "STATE")]
+    since: Option<String>,
+    /// Where it is exported: unix:PATH or tcp:HOST:PORT.
+    ///
+    /// TCP needs TLS as the disk itself does. The export is called as that of the disk.
+    #[arg(long, value_name = "SOCKET")]
+    nbd: String,
+}
+
+impl BackupVerb {
+    pub(super) fn run(&self, client: &Client) -> Result<(Value, super::Human), Failure> {
+        Ok(match self {
+            Self::Begin(args) => (args.run(client)?, begun),
+            Self::End { disk } => (client.post(&of_disk(disk, "end-backup"), &nothing())?, ended),
+            Self::List { disk } => (client.get(&of_disk(disk, "backups"))?, listed),
+        })
+    }
+}
+
+impl BeginArgs {
+    fn run(&self, client: &Client) -> Result<Value, Failure> {
+        // The server has a working directory of its own.
+        let here = std::env::current_dir().map_err(Failure::from)?;
+        let nbd = nbd_place_in(&here, &self.nbd)?;
+        let body = json!({ "as": self.state, "since": self.since, "nbd": nbd });
+        client.post(&of_disk(&self.disk, "backup"), &body)
+    }
+}
+
+fn begun(answer: &Value) -> String {
+    let [disk, state, nbd, export] =
+        ["disk", "state", "nbd", "export_name"].map(|key| text(&answer[key]));
+    let how = match answer["resumed"] == true {
+        true => "was kept before, and is",
+        false => "is kept, and",
+    };
+    let since = match &answer["since"] {
+        Value::Null => String::new(),
+        since => format!(", with what has changed since {}", text(since)),
+    };
+    format!("{disk}: {state} {how} exported at {nbd} as {export}{since}\n")
+}
+
+fn ended(answer: &Value) -> String {
+    let [disk, state, file] = ["disk", "state", "file"].map(|key| text(&answer[key]));
+    format!("{disk}: the backup {state} is ended; its state stays in {file}\n")
+}
+
+fn listed(answer: &Value) -> String {
+    let states = answer["states"].as_array().into_iter().flatten();
+    let rows = states.map(|state| {
+        let at = match state["exported"] == true {
+            true => text(&answer["backup"]["nbd"]),
+            false => "-".to_owned(),
+        };
+        vec![text(&state["state"]), text(&state["layer"]), text(&state["file"]), at]
+    });
+    table(&["STATE", "LAYER", "FILE", "EXPORTED AT"], &[1], rows.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backups_are_told_in_a_line() {
+        let mut answer = json!({"disk": "web", "state": "tue", "since": "mon", "nbd": "/run/b",
+            "export_name": "web", "file": "/vm/web@tue.qcow2", "resumed": false});
+        assert_eq!(
+            begun(&answer),
+            "web: tue is kept, and exported at /run/b as web, with what has changed since mon\n"
+        );
+        answer["resumed"] = true.into();
+        answer["since"] = Value::Null;
+        assert_eq!(begun(&answer), "web: tue was kept before, and is exported at /run/b as web\n");
+        assert_eq!(
+            ended(&answer),
+            "web: the backup tue is ended; its state stays in /vm/web@tue.qcow2\n"
+        );
+    }
+
+    #[test]
+    fn states_are_listed_with_their_files() {
+        let answer = json!({"backup": {"nbd": "/run/b"}, "states": [
+            {"state": "mon", "layer": 1, "file": "/vm/web@mon.qcow2", "exported": false},
+            {"state": "tue", "layer": 2, "file": "/vm/web@tue.qcow2", "exported": true},
+        ]});
+        assert_eq!(
+            listed(&answer),
+            "STATE  LAYER  FILE               EXPORTED AT\n\
+             mon        1  /vm/web@mon.qcow2  -\n\
+             tue        2  /vm/web@tue.qcow2  /run/b\n"
+        );
+    }
+}

@@ -1,0 +1,180 @@
+//! What NBD clients can ask about the parts of a chain besides where data is.
+
+use crate::settings::{DiskSettings, ImageSettings};
+use mica_block::{Disk, Error, ErrorKind, Extent, LocalFuture, Manage, Result, Survey, View};
+use mica_qcow2::{Bitmap, find_bitmap};
+use mica_serve::nbd::{Context, Part};
+use mica_stack::{FileImages, ImageOptions};
+use mica_store::{Handles, Locking};
+use mica_units::GuestRange;
+use std::sync::Arc;
+
+/// A disk of layers, and which of them is where.
+#[derive(Clone)]
+pub(crate) enum Layered {
+    /// One that is served, to which layers may be added.
+    Live(Arc<dyn Manage>),
+    /// One that keeps the layers that it has.
+    Fixed { disk: Arc<dyn Disk>, positions: Arc<[Option<usize>]>, count: usize },
+}
+
+impl Layered {
+    pub(crate) fn fixed(view: View) -> Self {
+        let View { disk, layers } = view;
+        let slots = layers.iter().map(|number| number.index() + 1).max().unwrap_or(0);
+        let mut positions = vec![None; slots];
+        for (position, number) in layers.iter().enumerate() {
+            positions[number.index()] = Some(position);
+        }
+        Self::Fixed { disk, positions: positions.into(), count: layers.len() }
+    }
+
+    pub(crate) fn disk(&self) -> &dyn Disk {
+        match self {
+            Self::Live(disk) => &**disk,
+            Self::Fixed { disk, .. } => &**disk,
+        }
+    }
+
+    /// How many layers are beneath the one of this `extent`.
+    fn position(&self, extent: &Extent) -> usize {
+        match self {
+            Self::Live(disk) => disk.layer_position(extent.layer),
+            Self::Fixed { positions, .. } => {
+                let position = positions.get(extent.layer.index()).copied().flatten();
+                position.expect("a layer of the disk")
+            }
+        }
+    }
+
+    fn count(&self) -> usize {
+        match self {
+            Self::Live(disk) => disk.layer_count(),
+            Self::Fixed { count, .. } => *count,
+        }
+    }
+
+    /// Whether a layer above the one at `position` determines what is at `extent`.
+    pub(crate) fn is_above(&self, extent: &Extent, position: usize) -> bool {
+        self.position(extent) > position
+    }
+}
+
+/// `qemu:allocation-depth`: which layer has a part, the active one being 1; 0 if none has it.
+pub(crate) struct Depth(pub(crate) Layered);
+
+/// `qemu:dirty-bitmap:X`: what layers above that of the kept state X have.
+pub(crate) struct ChangedSince {
+    name: String,
+    disk: Layered,
+    /// The position of that layer, from the base.
+    position: usize,
+}
+
+/// `qemu:dirty-bitmap:NAME`: a dirty bitmap that an image stores.
+struct Stored {
+    name: String,
+    bitmap: Bitmap,
+}
+
+/// The flag of a part that has changed.
+const DIRTY: u32 = 1;
+
+impl ChangedSince {
+    pub(crate) fn new(state: &str, disk: Layered, position: usize) -> Self {
+        Self { name: format!("qemu:dirty-bitmap:{state}"), disk, position }
+    }
+}
+
+impl Context for Depth {
+    fn name(&self) -> &'static str {
+        "qemu:allocation-depth"
+    }
+
+    fn parts(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Part>>> {
+        let Self(disk) = self;
+        let depth = |extent: &Extent| {
+            let above = disk.count() - disk.position(extent);
+            if extent.kind.is_present() { u32::try_from(above).unwrap_or(u32::MAX) } else { 0 }
+        };
+        Box::pin(parts(disk.disk(), range, depth))
+    }
+}
+
+impl Context for ChangedSince {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn parts(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Part>>> {
+        // Also what no layer has, if one above hides what is beneath because it is too short.
+        let flags = |extent: &Extent| match self.disk.is_above(extent, self.position) {
+            true => DIRTY,
+            false => 0,
+        };
+        Box::pin(parts(self.disk.disk(), range, flags))
+    }
+}
+
+impl Context for Stored {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn parts(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Part>>> {
+        Box::pin(async move {
+            let runs = self.bitmap.runs(range).await?;
+            let part = |(len, is_dirty): (u64, bool)| Part { len, flags: u32::from(is_dirty) };
+            Ok(runs.into_iter().map(part).collect())
+        })
+    }
+}
+
+/// Those that the settings of a disk ask for, which is open.
+///
+/// # Errors
+/// If a bitmap cannot be read, or is not kept true: `Unsupported`.
+pub(crate) async fn of_settings(
+    disk: &Arc<dyn Manage>,
+    settings: &DiskSettings,
+    images: &ImageSettings,
+    handles: &Arc<Handles>,
+) -> Result<Vec<Arc<dyn Context>>> {
+    let mut all: Vec<Arc<dyn Context>> = Vec::new();
+    if settings.allocation_depth {
+        all.push(Arc::new(Depth(Layered::Live(Arc::clone(disk)))));
+    }
+    if settings.bitmap.is_empty() {
+        return Ok(all);
+    }
+    let paths = disk.layer_paths();
+    let Some(active) = paths.last() else {
+        let what = "--bitmap: only a qcow2 image has dirty bitmaps";
+        return Err(Error::new(ErrorKind::Unsupported, what));
+    };
+    // This process has the image locked already, perhaps to write it.
+    let options =
+        ImageOptions { locking: Locking::Off, ..images.image_options(Arc::clone(handles))? };
+    let files = FileImages::new(active, options)?;
+    for name in &settings.bitmap {
+        let bitmap = find_bitmap(&files, &paths, name).await?;
+        if bitmap.is_enabled() && disk.is_writable() {
+            let what = format!(
+                "--bitmap {name}: mica does not keep it true while the disk is written: serve it \
+                 read-only (-r)"
+            );
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        all.push(Arc::new(Stored { name: format!("qemu:dirty-bitmap:{name}"), bitmap }));
+    }
+    Ok(all)
+}
+
+async fn parts(
+    disk: &dyn Disk,
+    range: GuestRange,
+    flags: impl Fn(&Extent) -> u32,
+) -> Result<Vec<Part>> {
+    let extents = Survey::new(disk, range).next().await?.unwrap_or_default();
+    Ok(extents.iter().map(|extent| Part { len: extent.len, flags: flags(extent) }).collect())
+}

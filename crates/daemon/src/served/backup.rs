@@ -1,0 +1,348 @@
+//! Backups of a chain that is served: a state of it is kept as a layer, and exported while guests
+//! write on.
+//!
+//! ```text
+//! begin ─▶ keep the state (stack::Keeping) ─▶ export it, read-only, at a socket of its own
+//!             └ not if it is kept already: its backup was begun before, and not ended
+//! end   ─▶ no longer export it
+//! ```
+//!
+//! Invariants
+//! - I1 What is exported does not change: it is the chain below a frozen layer, of which guests'
+//!   writes go into another.
+//! - I2 A disk has one backup at a time. It ends with the disk, or with the process, and can be
+//!   begun again with the same state.
+//! - I3 Nothing but the names of the layers is remembered of a state. That its backup was ended is
+//!   known to the process that ended it.
+
+mod overlay;
+
+use super::{Served, State};
+use crate::contexts::{ChangedSince, Depth, Layered};
+use crate::helper::Outside;
+use crate::sandbox::Granted;
+use crate::settings::DiskSettings;
+use crate::tls::Security;
+use mica_block::{Disk, Error, ErrorKind, Manage, ManageChain, Result};
+use mica_serve::nbd::{self, Context, Export, Exports, Limits};
+use mica_stack::{Keeping, state_of};
+use mica_store::SetAside;
+use overlay::NewOverlay;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Descriptors for the socket of a backup and some clients.
+const DESCRIPTORS: usize = 8;
+/// How many states an error names.
+const STATES_NAMED_MAX: usize = 16;
+
+/// The backups of a disk.
+#[derive(Default)]
+pub(crate) struct Backups(Mutex<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    under_way: Option<Backup>,
+    /// States whose backups were ended here.
+    ended: BTreeSet<String>,
+}
+
+/// A backup that is under way. Dropping it ends the export, also for clients that read.
+struct Backup {
+    about: BackupInfo,
+    // In the order in which they end.
+    _running: nbd::Running,
+    _address: nbd::Address,
+    _descriptors: SetAside,
+}
+
+/// What is wanted of a backup.
+pub(crate) struct Wanted {
+    /// The name for the state.
+    pub(crate) state: String,
+    /// An earlier state: what has changed since is to be known.
+    pub(crate) since: Option<String>,
+    /// Where it is exported, as on the command line.
+    pub(crate) place: String,
+}
+
+/// What is told of a backup.
+#[derive(Clone, Debug)]
+pub(crate) struct BackupInfo {
+    pub(crate) state: String,
+    pub(crate) since: Option<String>,
+    /// Where clients connect.
+    pub(crate) place: String,
+    /// The name of the export.
+    pub(crate) export: String,
+    /// The file of the state.
+    pub(crate) file: PathBuf,
+    pub(crate) len: u64,
+    /// Whether the state was kept before.
+    pub(crate) is_resumed: bool,
+    /// The names of what clients can ask about its parts.
+    pub(crate) contexts: Vec<String>,
+}
+
+/// A state that is kept.
+#[derive(Clone, Debug)]
+pub(crate) struct Kept {
+    pub(crate) state: String,
+    pub(crate) file: PathBuf,
+    /// The position of its layer, from the base.
+    pub(crate) position: usize,
+}
+
+impl Backups {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the export of the one that is under way, which can be begun again. Waits for its
+    /// clients' requests.
+    pub(super) fn interrupt(&self) {
+        let interrupted = self.lock().under_way.take();
+        drop(interrupted);
+    }
+}
+
+impl Served {
+    /// Keeps the present state, or finds that it is kept, and exports it.
+    ///
+    /// # Errors
+    /// `Denied` if the disk is not served, a backup of it is under way, the state's backup was
+    /// ended, or the sandbox or the images' policy forbids it; `Unsupported` if its states cannot
+    /// be kept; `NotFound` if there is no such earlier state; `Invalid` if that is no earlier one;
+    /// else why the state cannot be kept or exported.
+    pub(crate) fn begin_backup(
+        &self,
+        wanted: &Wanted,
+        surroundings: (&Outside, Option<&Granted>),
+    ) -> Result<BackupInfo> {
+        let _changes = self.lock_changes();
+        if !matches!(*self.lock(), State::Serving(_)) {
+            return Err(self.denied("is not served"));
+        }
+        if let Some(backup) = &self.backups.lock().under_way {
+            let state = &backup.about.state;
+            return Err(self.denied(&format!("has the backup {state:?} under way: end that first")));
+        }
+        let disk = self.opened().disk()?;
+        let kept = self.kept_states()?;
+        let since = wanted.since.as_deref().map(|since| self.find(&kept, since)).transpose()?;
+        let known = kept.iter().find(|one| one.state == wanted.state);
+        if known.is_some() && self.backups.lock().ended.contains(&wanted.state) {
+            let what =
+                format!("has a backup {:?} that was ended: choose another name", wanted.state);
+            return Err(self.denied(&what));
+        }
+        let is_earlier = |since: &Kept| known.is_none_or(|known| since.position < known.position);
+        if let Some(since) = since.filter(|since| !is_earlier(since)) {
+            let what = format!("the state {:?} is not older than {:?}", since.state, wanted.state);
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        // What is wrong with the socket is found before a state is kept.
+        let door = Door::open(self, &wanted.place, surroundings)?;
+        let is_resumed = known.is_some();
+        let known = match known {
+            Some(known) => known.clone(),
+            None => self.keep(&disk, &wanted.state)?,
+        };
+        let since = since.map(|since| (since.state.as_str(), since.position));
+        let export = self.export_of(&disk, &known, since)?;
+        let about = BackupInfo {
+            state: known.state,
+            since: wanted.since.clone(),
+            place: door.place.clone(),
+            export: export.name.clone(),
+            file: known.file,
+            len: export.disk.geometry().len,
+            is_resumed,
+            contexts: export.contexts.iter().map(|context| context.name().to_owned()).collect(),
+        };
+        self.backups.lock().under_way = Some(door.serve(self, export, about.clone())?);
+        let (name, state, place) = (&self.name, &about.state, &about.place);
+        tracing::info!("the state {state:?} of {name:?} is exported at {place} for a backup");
+        Ok(about)
+    }
+
+    /// Ends the backup that is under way: its state is no longer exported, and stays kept.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none.
+    pub(crate) fn end_backup(&self) -> Result<BackupInfo> {
+        let _changes = self.lock_changes();
+        let ended = self.backups.lock().under_way.take().ok_or_else(|| {
+            let what = format!("the disk {:?} has no backup under way", self.name);
+            Error::new(ErrorKind::NotFound, what)
+        })?;
+        let about = ended.about.clone();
+        drop(ended);
+        self.backups.lock().ended.insert(about.state.clone());
+        tracing::info!("the backup {:?} of {:?} was ended", about.state, self.name);
+        Ok(about)
+    }
+
+    /// The backup that is under way.
+    pub(crate) fn backup(&self) -> Option<BackupInfo> {
+        self.backups.lock().under_way.as_ref().map(|backup| backup.about.clone())
+    }
+
+    /// The states that are kept, from the oldest.
+    ///
+    /// # Errors
+    /// `Denied` if the disk is closed; `Unsupported` if it is no chain that is written.
+    pub(crate) fn kept_states(&self) -> Result<Vec<Kept>> {
+        let disk = self.opened().disk()?;
+        let image = self.image();
+        chain(&*disk)?;
+        // States are named after the file itself.
+        let image = image.canonicalize().unwrap_or_else(|_| image.to_path_buf());
+        let mut layers = disk.layer_paths();
+        layers.pop();
+        let kept = layers.into_iter().enumerate().filter_map(|(position, file)| {
+            Some(Kept { state: state_of(&image, &file)?, file, position })
+        });
+        Ok(kept.collect())
+    }
+
+    /// The state of this name.
+    pub(crate) fn find<'a>(&self, kept: &'a [Kept], state: &str) -> Result<&'a Kept> {
+        kept.iter().rfind(|one| one.state == state).ok_or_else(|| {
+            let names = kept.iter().rev().take(STATES_NAMED_MAX).map(|one| one.state.as_str());
+            let mut names = names.collect::<Vec<_>>().join(", ");
+            if let more @ 1.. = kept.len().saturating_sub(STATES_NAMED_MAX) {
+                names += &format!(" and {more} older ones");
+            }
+            let there = if kept.is_empty() { "has none" } else { "has " };
+            let what = format!(
+                "no state {state:?} is kept of the disk {:?}: it {there}{names}",
+                self.name
+            );
+            Error::new(ErrorKind::NotFound, what)
+        })
+    }
+
+    /// Keeps the present state.
+    fn keep(&self, disk: &Arc<dyn Manage>, state: &str) -> Result<Kept> {
+        if self.settings.overlay_folder.is_some() {
+            let what = "only states of images that stay are kept, and this disk is ephemeral";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let cluster_bytes = chain(&**disk)?.cluster_bytes();
+        let keeping = Arc::new(Keeping::new(&self.image(), state)?);
+        let new = NewOverlay {
+            path: keeping.overlay().to_owned(),
+            backing_name: keeping.backing_name().to_owned(),
+            cluster_bytes,
+            len: disk.geometry().len,
+            images: self.images.clone(),
+            handles: Arc::clone(&self.resources.handles),
+        };
+        let (files, disk) = (Arc::clone(&keeping), Arc::clone(disk));
+        let kept = keeping.make_file().and_then(|()| {
+            self.resources.workers.run(move || async move { new.create().await })??;
+            keeping.link()?;
+            let names = Arc::clone(&keeping);
+            self.resources.workers.run(move || async move {
+                chain(&*disk)?.push_renaming(names.overlay(), &*names).await
+            })?
+        });
+        if let Err(error) = kept {
+            files.give_up();
+            return Err(error);
+        }
+        let kept = self.kept_states()?;
+        self.find(&kept, state).cloned()
+    }
+
+    /// The export of what is `kept`, with what has changed `since` another state.
+    fn export_of(
+        &self,
+        disk: &Arc<dyn Manage>,
+        kept: &Kept,
+        since: Option<(&str, usize)>,
+    ) -> Result<Export> {
+        let (disk, position) = (Arc::clone(disk), kept.position);
+        let view = self
+            .resources
+            .workers
+            .run(move || async move { chain(&*disk)?.view(position).await })??;
+        let disk = Arc::clone(&view.disk);
+        let layers = Layered::fixed(view);
+        let mut contexts: Vec<Arc<dyn Context>> = vec![Arc::new(Depth(layers.clone()))];
+        if let Some((state, position)) = since {
+            contexts.push(Arc::new(ChangedSince::new(state, layers, position)));
+        }
+        Ok(Export {
+            disk,
+            name: self.export_name().to_owned(),
+            description: format!("the state {} of {}", kept.state, self.name),
+            discard: self.settings.discard.into(),
+            contexts,
+        })
+    }
+}
+
+/// Where a backup is read. Clients that connect wait until it is served.
+struct Door {
+    place: String,
+    exports: Arc<Exports>,
+    address: nbd::Address,
+    descriptors: SetAside,
+}
+
+impl Door {
+    fn open(
+        served: &Served,
+        place: &str,
+        (outside, granted): (&Outside, Option<&Granted>),
+    ) -> Result<Self> {
+        let Served { settings, resources, .. } = served;
+        let settings = DiskSettings {
+            nbd: vec![place.to_owned()],
+            tls: settings.tls,
+            tls_certificates: settings.tls_certificates.clone(),
+            tls_verify_peer: settings.tls_verify_peer,
+            allow_plain_tcp: settings.allow_plain_tcp,
+            ..DiskSettings::default()
+        };
+        if let Some(granted) = granted {
+            granted.check_sockets(&settings)?;
+        }
+        let exports = Arc::<Exports>::default();
+        let certificate = |file: &Path| outside.open_certificate(file);
+        let security = Security::of(&settings);
+        let held = security.listen(&served.name, place, &mut None, &certificate)?;
+        held.listener.own_file();
+        let place = held.place();
+        let limits = Limits::default();
+        let address = nbd::Address::open(held.listener, &exports, &resources.workers, &limits)?;
+        let descriptors = resources.handles.set_aside(DESCRIPTORS);
+        Ok(Self { place, exports, address, descriptors })
+    }
+
+    fn serve(self, served: &Served, export: Export, about: BackupInfo) -> Result<Backup> {
+        let Self { exports, address, descriptors, .. } = self;
+        let limits = Limits { connections_max: served.settings.clients_max(), ..Limits::default() };
+        let prepared = nbd::Server::prepare(nbd::ServerConfig {
+            seats: vec![Arc::new(exports.join(&export.name)?)],
+            export,
+            workers: Arc::clone(&served.resources.workers),
+            limits,
+        })?;
+        let running = prepared.start();
+        Ok(Backup { about, _running: running, _address: address, _descriptors: descriptors })
+    }
+}
+
+fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {
+    disk.chain().ok_or_else(|| {
+        let what = match Disk::is_writable(disk) {
+            true => "only states of qcow2 images are kept as layers: `mica convert` makes one",
+            false => "states are kept of a disk that is written, and this one is read-only",
+        };
+        Error::new(ErrorKind::Unsupported, what)
+    })
+}

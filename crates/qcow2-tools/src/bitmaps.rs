@@ -1,0 +1,418 @@
+//! Changes the dirty bitmaps of an image that is not in use, as `qemu-img bitmap` does.
+//!
+//! ```text
+//! new tables and a new directory, counted ─▶ durable
+//!   ─▶ header without the bit that bitmaps are true ─▶ header that names the new directory
+//!   ─▶ header with the bit ─▶ what only the old directory names is freed
+//! ```
+//!
+//! Invariants
+//! - I1 A header that says that bitmaps are true names a directory that is durable, and so is what
+//!   that names. A power cut leaves the old bitmaps, the new ones, or bitmaps that are marked as
+//!   not to be used; at worst clusters leak.
+//! - I2 A bitmap that is inconsistent stays so, whatever is done with others.
+//! - I3 A cluster is freed only after nothing durable names it.
+
+use crate::recover::repair_dirty;
+use mica_block::{Error, ErrorKind, Images, OpenImage, Result, read_exact, write_all};
+use mica_qcow2::snapshots::list_bitmaps;
+use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header, replay_redo_log};
+use mica_qcow2_format::{
+    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension, Header, L1Entry,
+    Version,
+};
+use mica_rt::{Buf, Pace};
+use mica_units::{GuestOffset, GuestRange, HostOffset};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Granularities of new bitmaps, if none is stated: that of clusters within these bounds.
+const GRANULARITY_DEFAULT: [u64; 2] = [4 << 10, 64 << 10];
+const GRANULARITY_BITS: std::ops::RangeInclusive<u32> = 9..=31;
+/// Bytes of a bitmap in its image at most, as in QEMU.
+const DATA_BYTES_MAX: u64 = 512 << 20;
+const NAME_BYTES_MAX: usize = 1023;
+const COUNT_MAX: usize = 65535;
+const SECTOR_LEN: usize = 512;
+/// Longest directory of bitmaps.
+const DIRECTORY_BYTES_MAX: usize = 64 << 20;
+
+/// Something that is done with a bitmap.
+pub enum BitmapAction {
+    /// It is new, and without dirty parts, with this granularity in bytes.
+    Add(Option<u64>),
+    /// It is removed.
+    Remove,
+    /// It has no dirty parts any more.
+    Clear,
+    /// Writers keep it true from now on.
+    Enable,
+    /// Writers leave it as it is from now on.
+    Disable,
+    /// What is dirty in this bitmap of the same image becomes dirty in it.
+    Merge(String),
+    /// The same, with a bitmap of another image.
+    MergeFrom(Bitmap),
+}
+
+/// What becomes of a bitmap of the image.
+enum Change {
+    /// Nothing but its flags.
+    Keep,
+    /// Its dirty parts are these bits.
+    Bits(Vec<u8>),
+    /// It has no dirty parts.
+    Empty,
+}
+
+/// An image whose bitmaps are changed.
+struct Editor {
+    image: OpenImage,
+    header: Header,
+    entries: Vec<BitmapEntry>,
+}
+
+/// Does `actions` with the bitmap called `name` of the image at `path`: all of them, or none.
+///
+/// # Errors
+/// `NotFound` if there is no such bitmap; `Invalid` for an action that makes no sense; `Corrupt` if
+/// the bitmap is inconsistent, and is not only to be removed; `Unsupported` if the image cannot
+/// have bitmaps; else any error of the store.
+pub async fn edit_bitmap(
+    images: &dyn Images,
+    path: &Path,
+    name: &str,
+    actions: Vec<BitmapAction>,
+) -> Result<()> {
+    // What keeps it from being opened is said with its name.
+    let image = images.open_writable(path)?;
+    let step = async {
+        replay_redo_log(images, path, &*image.store).await?;
+        let mut header = read_header(&*image.store).await?;
+        if header.version == Version::V2 {
+            let context = "images of version 2 have no bitmaps: `mica convert` makes one of \
+                           version 3";
+            return Err(Error::new(ErrorKind::Unsupported, context));
+        }
+        if header.incompatible.dirty || header.incompatible.corrupt {
+            header = repair_dirty(Arc::clone(&image.store), &header).await?;
+        }
+        // Without the bit that says that they are true there are none, as in QEMU.
+        let entries = list_bitmaps(&*image.store, &header).await?;
+        Editor { image, header, entries }.edit(name, actions).await
+    };
+    step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
+}
+
+impl Editor {
+    async fn edit(mut self, name: &str, actions: Vec<BitmapAction>) -> Result<()> {
+        let mut change = Change::Keep;
+        let mut removed = None;
+        for action in actions {
+            let at = self.entries.iter().position(|entry| entry.name == name);
+            let at = match (&action, at) {
+                (BitmapAction::Add(granularity), None) => {
+                    let entry = self.new_entry(name, *granularity)?;
+                    self.entries.push(entry);
+                    change = Change::Empty;
+                    continue;
+                }
+                (BitmapAction::Add(_), Some(_)) => {
+                    return invalid(format!("there is a bitmap {name:?} already"));
+                }
+                (_, None) => return Err(self.unknown(name)),
+                (BitmapAction::Remove, Some(at)) => {
+                    removed = Some(self.entries.remove(at));
+                    change = Change::Keep;
+                    continue;
+                }
+                (_, Some(at)) => at,
+            };
+            if self.entries[at].in_use {
+                let context = format!(
+                    "the bitmap {name:?} is inconsistent, as a writer has not saved it: it can only \
+                     be removed"
+                );
+                return Err(Error::new(ErrorKind::Corrupt, context));
+            }
+            match action {
+                BitmapAction::Clear => change = Change::Empty,
+                BitmapAction::Enable => self.entries[at].auto = true,
+                BitmapAction::Disable => self.entries[at].auto = false,
+                BitmapAction::Merge(source) => {
+                    let source = open_bitmap(&self.image.store, &self.header, &source).await?;
+                    change = self.merged(at, change, &source).await?;
+                }
+                BitmapAction::MergeFrom(source) => {
+                    change = self.merged(at, change, &source).await?;
+                }
+                BitmapAction::Add(_) | BitmapAction::Remove => {}
+            }
+        }
+        self.write(name, change, removed).await
+    }
+
+    fn unknown(&self, name: &str) -> Error {
+        let names: Vec<_> = self.entries.iter().map(|entry| entry.name.as_str()).collect();
+        let there = if names.is_empty() { "it has none".to_owned() } else { names.join(", ") };
+        Error::new(ErrorKind::NotFound, format!("no bitmap {name:?}: {there}"))
+    }
+
+    fn new_entry(&self, name: &str, granularity: Option<u64>) -> Result<BitmapEntry> {
+        if name.is_empty() || name.len() > NAME_BYTES_MAX {
+            return invalid(format!("a bitmap's name has 1 to {NAME_BYTES_MAX} bytes"));
+        }
+        if self.entries.len() >= COUNT_MAX {
+            return invalid(format!("an image has at most {COUNT_MAX} bitmaps"));
+        }
+        let [least, most] = GRANULARITY_DEFAULT;
+        let bytes =
+            granularity.unwrap_or_else(|| self.header.cluster_bits.bytes().clamp(least, most));
+        let bits = bytes.trailing_zeros();
+        if !bytes.is_power_of_two() || !GRANULARITY_BITS.contains(&bits) {
+            return invalid(format!(
+                "a granularity of {bytes} bytes: it must be a power of two from 512 to 2G"
+            ));
+        }
+        let mut entry = BitmapEntry {
+            name: name.to_owned(),
+            table_offset: HostOffset::ZERO,
+            table_entries: 0,
+            granularity_bits: u8::try_from(bits).expect("checked above"),
+            in_use: false,
+            auto: true,
+        };
+        let clusters = self.header.cluster_bits.clusters_for(self.bytes_of(&entry));
+        entry.table_entries = u32::try_from(clusters).unwrap_or(u32::MAX).max(1);
+        if self.header.cluster_bits.bytes_of(clusters) > DATA_BYTES_MAX {
+            return invalid("the bitmap would be too large: use a larger granularity".to_owned());
+        }
+        Ok(entry)
+    }
+
+    /// Bytes that its bits take, in words of 64 bits as in QEMU.
+    fn bytes_of(&self, entry: &BitmapEntry) -> u64 {
+        let bits = self.header.disk_bytes().div_ceil(1 << entry.granularity_bits);
+        bits.div_ceil(64) * 8
+    }
+
+    /// What the bitmap at `at`, which is to have `change`, becomes with what `source` has.
+    async fn merged(&self, at: usize, change: Change, source: &Bitmap) -> Result<Change> {
+        let entry = &self.entries[at];
+        let len = usize::try_from(self.bytes_of(entry)).expect("at most 512 MiB");
+        let mut bits = match change {
+            Change::Bits(bits) => bits,
+            Change::Empty => vec![0; len],
+            Change::Keep => {
+                let mut bits = vec![0; len];
+                let own = open_bitmap(&self.image.store, &self.header, &entry.name).await?;
+                self.add(entry, &own, &mut bits).await?;
+                bits
+            }
+        };
+        if source.disk_bytes() != self.header.disk_bytes() {
+            return invalid("the bitmap to be merged is of a disk of another length".to_owned());
+        }
+        self.add(entry, source, &mut bits).await?;
+        Ok(Change::Bits(bits))
+    }
+
+    /// Sets those of `bits`, which are of `entry`, that cover something dirty in `source`.
+    async fn add(&self, entry: &BitmapEntry, source: &Bitmap, bits: &mut [u8]) -> Result<()> {
+        /// Runs after which other tasks get a turn.
+        const RUNS_PER_TURN: u64 = 1024;
+        let mut pace = Pace::new(RUNS_PER_TURN);
+        let end = GuestOffset::new(self.header.disk_bytes());
+        let mut at = GuestOffset::ZERO;
+        while let Some(left) = GuestRange::between(at, end).filter(|left| !left.is_empty()) {
+            for (len, is_dirty) in source.runs(left).await? {
+                pace.steps(1).await;
+                let next = GuestOffset::new(at.bytes() + len);
+                if is_dirty {
+                    let first = at.bytes() >> entry.granularity_bits;
+                    let last = (next.bytes() - 1) >> entry.granularity_bits;
+                    set(bits, first, last);
+                }
+                at = next;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the bitmaps, of which the one called `name` has a `change`, and frees what they no
+    /// longer need.
+    async fn write(
+        mut self,
+        name: &str,
+        change: Change,
+        removed: Option<BitmapEntry>,
+    ) -> Result<()> {
+        let file_len = self.image.store.len()?;
+        let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        self.protect_tables(&space).await?;
+        let old_directory = self.header.bitmaps;
+        let changed = self.entries.iter().position(|entry| entry.name == name);
+        let mut unused: Vec<BitmapEntry> = removed.into_iter().collect();
+        if let Some(at) = changed
+            && !matches!(change, Change::Keep)
+        {
+            let before = self.entries[at].clone();
+            self.entries[at].table_offset = self.put_table(&space, &before, &change).await?;
+            unused.push(before);
+        }
+        // One that was added just now has no place yet.
+        unused.retain(|entry| entry.table_offset != HostOffset::ZERO);
+        let directory = self.put_directory(&space).await?;
+        space.commit().await?;
+        // The refcount table may have moved.
+        self.header = read_header(&*self.image.store).await?;
+        self.header.autoclear.unknown = 0;
+        self.header.autoclear.bitmaps_consistent = false;
+        self.write_header().await?;
+        self.header.bitmaps = directory;
+        self.write_header().await?;
+        if directory.is_some() {
+            self.header.autoclear.bitmaps_consistent = true;
+            self.write_header().await?;
+        }
+        let bits = self.header.cluster_bits;
+        for entry in &unused {
+            self.free_table(&space, entry).await?;
+        }
+        if let Some(old) = old_directory {
+            space.free(old.directory_offset, bits.clusters_for(old.directory_bytes)).await?;
+        }
+        space.commit().await?;
+        space.give_back(file_len).await
+    }
+
+    /// So that hostile bitmaps free no table.
+    async fn protect_tables(&self, space: &FileSpace) -> Result<()> {
+        let len = self.header.l1_entries as usize * L1Entry::BYTES;
+        let table = read_exact(&*self.image.store, self.header.l1_offset, len).await?;
+        for entry in table.as_chunks().0 {
+            space.protect(L1Entry(u64::from_be_bytes(*entry)).offset());
+        }
+        Ok(())
+    }
+
+    /// Writes a table for `entry`, and its data; returns where it is.
+    async fn put_table(
+        &self,
+        space: &FileSpace,
+        entry: &BitmapEntry,
+        change: &Change,
+    ) -> Result<HostOffset> {
+        let (store, bits) = (&*self.image.store, self.header.cluster_bits);
+        let cluster_bytes = usize::try_from(bits.bytes()).expect("at most 2 MiB");
+        let table_bytes = u64::from(entry.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
+        let clusters = bits.clusters_for(table_bytes);
+        let at = space.take(clusters).await?;
+        let mut table = vec![0; usize::try_from(bits.bytes_of(clusters)).expect("16 MiB")];
+        let all: &[u8] = if let Change::Bits(all) = change { all } else { &[] };
+        for (data, to) in all.chunks(cluster_bytes).zip(table.as_chunks_mut::<8>().0) {
+            if data.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            let data_at = space.take(1).await?;
+            let mut cluster = Buf::zeroed(cluster_bytes);
+            cluster.put(0, data);
+            write_all(store, cluster, data_at).await?;
+            *to = BitmapTableEntry::Data(data_at).encode().to_be_bytes();
+        }
+        write_all(store, Buf::from_slice(&table), at).await?;
+        Ok(at)
+    }
+
+    /// Writes the directory; `None` if there are no bitmaps.
+    async fn put_directory(&self, space: &FileSpace) -> Result<Option<BitmapsExtension>> {
+        if self.entries.is_empty() {
+            return Ok(None);
+        }
+        let mut bytes = Vec::new();
+        self.entries.iter().for_each(|entry| entry.encode(&mut bytes));
+        if bytes.len() > DIRECTORY_BYTES_MAX {
+            return invalid("the directory of bitmaps would be too long".to_owned());
+        }
+        let directory_bytes = bytes.len() as u64;
+        let clusters = self.header.cluster_bits.clusters_for(directory_bytes);
+        let directory_offset = space.take(clusters).await?;
+        let whole = self.header.cluster_bits.bytes_of(clusters);
+        bytes.resize(usize::try_from(whole).expect("64 MiB"), 0);
+        write_all(&*self.image.store, Buf::from_slice(&bytes), directory_offset).await?;
+        let count = u32::try_from(self.entries.len()).expect("checked when they were added");
+        Ok(Some(BitmapsExtension { count, directory_bytes, directory_offset }))
+    }
+
+    /// Frees the table of a bitmap, and its data.
+    async fn free_table(&self, space: &FileSpace, entry: &BitmapEntry) -> Result<()> {
+        let bits = self.header.cluster_bits;
+        let len = u64::from(entry.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
+        let len = usize::try_from(len).expect("bounded by the directory's decoder");
+        let table = read_exact(&*self.image.store, entry.table_offset, len).await?;
+        for raw in table.as_chunks().0 {
+            // Of one that is inconsistent the table may be anything: what it names leaks.
+            if let Ok(BitmapTableEntry::Data(data)) =
+                BitmapTableEntry::decode(u64::from_be_bytes(*raw), bits)
+            {
+                space.free(data, 1).await?;
+            }
+        }
+        space.free(entry.table_offset, bits.clusters_for(len as u64)).await
+    }
+
+    /// Writes the header, durably. If it fits a sector, a power cut leaves the old one or the new
+    /// one; so the names of feature bits, which are for people, make room if they must.
+    async fn write_header(&self) -> Result<()> {
+        let store = &*self.image.store;
+        let mut bytes = self.header.encode()?;
+        if !is_sector(&bytes) {
+            let short = Header { feature_names: Vec::new(), ..self.header.clone() }.encode()?;
+            bytes = if is_sector(&short) { short } else { bytes };
+        }
+        bytes.resize(bytes.len().next_multiple_of(SECTOR_LEN), 0);
+        write_all(store, Buf::from_slice(&bytes), HostOffset::ZERO).await?;
+        store.sync().await
+    }
+}
+
+fn is_sector(header: &[u8]) -> bool {
+    header.len() <= SECTOR_LEN
+}
+
+/// Sets the bits from `first` to `last`.
+fn set(bits: &mut [u8], first: u64, last: u64) {
+    let at = |bit: u64| usize::try_from(bit / 8).expect("within memory");
+    let (from, to) = (at(first), at(last));
+    let mask = |low: u64, high: u64| (u8::MAX << low) & (u8::MAX >> (7 - high));
+    if from == to {
+        bits[from] |= mask(first % 8, last % 8);
+        return;
+    }
+    bits[from] |= mask(first % 8, 7);
+    bits[from + 1..to].fill(u8::MAX);
+    bits[to] |= mask(0, last % 8);
+}
+
+fn invalid<T>(what: String) -> Result<T> {
+    Err(Error::new(ErrorKind::Invalid, what))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_are_set_from_one_to_another() {
+        let bits = |first, last| {
+            let mut bits = [0; 4];
+            set(&mut bits, first, last);
+            bits
+        };
+        assert_eq!(bits(0, 0), [1, 0, 0, 0]);
+        assert_eq!(bits(3, 5), [0b0011_1000, 0, 0, 0]);
+        assert_eq!(bits(7, 8), [0x80, 1, 0, 0]);
+        assert_eq!(bits(4, 27), [0xf0, 0xff, 0xff, 0x0f]);
+        assert_eq!(bits(0, 31), [0xff; 4]);
+    }
+}

@@ -1,0 +1,359 @@
+//! The files of a disk whose present state is kept: the active layer gets a second name, and a new
+//! overlay of it takes the first.
+//!
+//! A state Y of `disk.qcow2` is kept as `disk@Y.qcow2` beside it. Nothing else says that it is one:
+//! the names of a chain's layers are all that is known of its states.
+//!
+//! ```text
+//! step                                   what a crash leaves (the process's, or the power's)
+//! 1 make `.disk@Y.qcow2.new`, an empty   a stray file, which the next attempt removes
+//!   overlay of `disk@Y.qcow2`; sync it
+//! 2 link `disk.qcow2` as `disk@Y.qcow2`  the same, and a second name of the disk, which is open
+//!   sync the folder                      under the first; the next attempt takes it as it is
+//! 3 nothing is written any more;         the same
+//!   `disk.qcow2` is closed
+//! 4 rename the overlay to `disk.qcow2`   Y is kept, and the disk goes on in an empty overlay
+//!   sync the folder
+//! 5 the disk is written again            the same, with what was written since
+//! ```
+//!
+//! A process that opens the disk after one that died in step 4 syncs the folder first
+//! ([`settle_names`]).
+//!
+//! Invariants
+//! - I1 At every instant `disk.qcow2` opens, with everything that was acknowledged, as far as it
+//!   was before.
+//! - I2 No file is replaced but the second name of the disk itself, and what is named like the
+//!   overlay of step 1.
+
+use mica_block::{Error, ErrorKind, LocalFuture, Renaming, Result};
+use mica_rt::{Access, File};
+use rustix::fd::OwnedFd;
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, fsync, linkat, open, renameat, unlinkat};
+use rustix::io::Errno;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Longest name of a file with a state: with what is added for its sidecar, and for the overlay
+/// before it has its name, it must stay within 255 bytes.
+const NAME_BYTES_MAX: usize = 240;
+
+/// The files of a disk one of whose states is to be kept.
+pub struct Keeping {
+    folder: Arc<File>,
+    /// The disk, where its file really is.
+    image: PathBuf,
+    kept: PathBuf,
+    overlay: PathBuf,
+    /// What the overlay calls the layer beneath it.
+    backing_name: OsString,
+}
+
+/// The path of the state that is kept as `state` of the disk whose active layer is `image`.
+///
+/// # Errors
+/// `Invalid` if no state can be called so.
+fn kept_path(image: &Path, state: &str) -> Result<PathBuf> {
+    let invalid = |what: &str| {
+        let context = format!("no state can be called {state:?}: {what}");
+        Err(Error::new(ErrorKind::Invalid, context))
+    };
+    if state.is_empty() || state.chars().any(|letter| letter == '/' || letter.is_control()) {
+        return invalid("it becomes a part of a file's name");
+    }
+    let (front, back) = around(image);
+    let mut name = front;
+    name.push(state);
+    name.push(back);
+    if name.len() > NAME_BYTES_MAX {
+        return invalid("the name of its file would be too long");
+    }
+    Ok(image.with_file_name(name))
+}
+
+/// Which state of the disk whose active layer is `image` the layer at `path` is, if it is one.
+pub fn state_of(image: &Path, path: &Path) -> Option<String> {
+    let (front, back) = around(image);
+    let name = path.file_name()?.to_str()?;
+    let state = name.strip_prefix(front.to_str()?)?.strip_suffix(back.to_str()?)?;
+    (!state.is_empty()).then(|| state.to_owned())
+}
+
+/// Before the disk at `image`, whose chain has these `layers`, is written again: makes its name
+/// durable, if states of it are kept. The process that kept the last of them may have died before
+/// it did that, and what is flushed from now on has to be found under that name.
+///
+/// # Errors
+/// What the system reports.
+pub fn settle_names(image: &Path, layers: &[PathBuf]) -> Result<()> {
+    let Ok(image) = image.canonicalize() else { return Ok(()) };
+    if !layers.iter().any(|layer| state_of(&image, layer).is_some()) {
+        return Ok(());
+    }
+    let folder = image.parent().unwrap_or(Path::new("/"));
+    fsync(open_folder(folder)?).map_err(|error| failed_in(folder, "syncing", error))
+}
+
+fn open_folder(folder: &Path) -> Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    open(folder, flags, Mode::empty()).map_err(|error| failed_in(folder, "opening", error))
+}
+
+/// What stands before and after a state in the name of its file.
+fn around(image: &Path) -> (OsString, OsString) {
+    let mut front = image.file_stem().unwrap_or_default().to_owned();
+    front.push("@");
+    let mut back = OsString::new();
+    if let Some(ending) = image.extension() {
+        back.push(".");
+        back.push(ending);
+    }
+    (front, back)
+}
+
+impl Keeping {
+    /// For the disk whose active layer is at `image`, and whose state is to be kept as `state`.
+    ///
+    /// # Errors
+    /// `Invalid` if no state can be called so; `Unsupported` if the image is no regular file; else
+    /// what the system reports.
+    pub fn new(image: &Path, state: &str) -> Result<Self> {
+        let failed = |error: std::io::Error| Error::from_io(image.display().to_string(), error);
+        let named = std::path::absolute(image).map_err(failed)?;
+        let image = image.canonicalize().map_err(failed)?;
+        if !image.metadata().map_err(failed)?.is_file() {
+            let context = format!(
+                "{} is a block device: only states of images in files are kept",
+                image.display()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, context));
+        }
+        let kept = kept_path(&image, state)?;
+        let name = kept.file_name().unwrap_or_default();
+        let mut overlay = OsString::from(".");
+        overlay.push(name);
+        overlay.push(".new");
+        let opened = open_folder(image.parent().unwrap_or(Path::new("/")))?;
+        Ok(Self {
+            folder: Arc::new(File::new(opened, Access::Buffered)),
+            backing_name: backing_name(&named, &image, &kept),
+            overlay: image.with_file_name(overlay),
+            kept,
+            image,
+        })
+    }
+
+    /// The name for the layer beneath the overlay.
+    pub fn backing_name(&self) -> &OsStr {
+        &self.backing_name
+    }
+
+    /// Where the overlay is made.
+    pub fn overlay(&self) -> &Path {
+        &self.overlay
+    }
+
+    /// Step 1: a new file for the overlay, which may be used as the disk's own.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn make_file(&self) -> Result<()> {
+        let failed = |error| failed_in(&self.overlay, "creating", error);
+        let like = self.image.metadata().map_err(|error| {
+            Error::from_io(format!("asking about {}", self.image.display()), error)
+        })?;
+        remove(&self.overlay).map_err(failed)?;
+        let mut options = std::fs::OpenOptions::new();
+        let made = options.write(true).create_new(true).mode(like.mode() & 0o777);
+        let made = made.open(&self.overlay).and_then(|file| file.metadata());
+        let made = made.map_err(|error| {
+            Error::from_io(format!("creating {}", self.overlay.display()), error)
+        })?;
+        if (made.uid(), made.gid()) != (like.uid(), like.gid()) {
+            let image = self.image.display();
+            tracing::warn!(
+                "{image} will be owned by this server's user: its new layer is a new file, and the \
+                 owner of the old one is only that of the state that is kept"
+            );
+        }
+        Ok(())
+    }
+
+    /// Step 2: gives the disk its second name, unless it has that already, durably.
+    ///
+    /// # Errors
+    /// `Denied` if something else has that name; else what the system reports.
+    pub fn link(&self) -> Result<()> {
+        match linkat(CWD, &self.image, CWD, &self.kept, AtFlags::empty()) {
+            Ok(()) => {}
+            Err(Errno::EXIST) if self.has_second_name() => {}
+            Err(Errno::EXIST) => {
+                let context = format!(
+                    "there is a file {} already, and it is no layer of this disk",
+                    self.kept.display()
+                );
+                return Err(Error::new(ErrorKind::Denied, context));
+            }
+            Err(error) => return Err(failed_in(&self.kept, "making the name", error)),
+        }
+        fsync(&*self.folder).map_err(|error| failed_in(&self.kept, "syncing the folder of", error))
+    }
+
+    /// Takes back what the first steps have done.
+    pub fn give_up(&self) {
+        // The first failure is the one to report.
+        let _ = remove(&self.overlay);
+        if self.has_second_name() {
+            let _ = remove(&self.kept);
+        }
+    }
+
+    /// Whether both names are those of one file.
+    fn has_second_name(&self) -> bool {
+        let file = |path: &Path| path.symlink_metadata().map(|found| (found.dev(), found.ino()));
+        matches!((file(&self.image), file(&self.kept)), (Ok(one), Ok(other)) if one == other)
+    }
+}
+
+impl Renaming for Keeping {
+    fn kept(&self) -> &Path {
+        &self.kept
+    }
+
+    fn rename(&self) -> LocalFuture<'_, Result<()>> {
+        let (from, to) = (self.overlay.clone(), self.image.clone());
+        Box::pin(mica_rt::on_thread(&self.folder, move |_| {
+            renameat(CWD, &from, CWD, &to).map_err(|error| failed_in(&to, "renaming", error))
+        }))
+    }
+
+    fn undo(&self) -> LocalFuture<'_, Result<()>> {
+        let (spare, kept, image) = (self.overlay.clone(), self.kept.clone(), self.image.clone());
+        Box::pin(mica_rt::on_thread(&self.folder, move |_| {
+            linkat(CWD, &kept, CWD, &spare, AtFlags::empty())
+                .and_then(|()| renameat(CWD, &spare, CWD, &image))
+                .map_err(|error| failed_in(&image, "renaming", error))
+        }))
+    }
+
+    fn sync(&self) -> LocalFuture<'_, Result<()>> {
+        let image = self.image.clone();
+        Box::pin(mica_rt::on_thread(&self.folder, move |folder| {
+            fsync(folder).map_err(|error| failed_in(&image, "syncing the folder of", error))
+        }))
+    }
+}
+
+/// What the overlay, which is opened as `named` and is really at `image`, calls the `kept` layer.
+fn backing_name(named: &Path, image: &Path, kept: &Path) -> OsString {
+    let real_folder = named.parent().and_then(|folder| folder.canonicalize().ok());
+    let name = kept.file_name().unwrap_or_default();
+    // A relative name starts from the folder in which the image is named.
+    if real_folder.as_deref() != image.parent() || named.file_name() != image.file_name() {
+        return kept.as_os_str().to_owned();
+    }
+    // A colon before any slash would be that of a protocol.
+    let mut relative = OsString::new();
+    if crate::policy::looks_like_protocol(name.as_encoded_bytes()) {
+        relative.push("./");
+    }
+    relative.push(name);
+    relative
+}
+
+/// Removes a file, if there is one.
+fn remove(path: &Path) -> rustix::io::Result<()> {
+    match unlinkat(CWD, path, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+fn failed_in(path: &Path, doing: &str, error: Errno) -> Error {
+    let hint = match error {
+        Errno::PERM | Errno::ACCESS => {
+            ": if it is the sandbox that refuses it, start the server with --disks-in and this \
+             folder"
+        }
+        _ => "",
+    };
+    Error::from_io(format!("{doing} {}{hint}", path.display()), error.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn states_are_found_by_the_names_of_their_files() {
+        let image = Path::new("/vm/web.v2.qcow2");
+        let kept = kept_path(image, "monday").unwrap();
+        assert_eq!(kept, Path::new("/vm/web.v2@monday.qcow2"));
+        assert_eq!(state_of(image, &kept).as_deref(), Some("monday"));
+        for other in ["/vm/web.v2.qcow2", "/vm/web.v2@.qcow2", "/vm/web@monday.qcow2", "/vm/base"] {
+            assert_eq!(state_of(image, Path::new(other)), None, "{other}");
+        }
+        // A state of a state's name.
+        let kept = kept_path(Path::new("disk"), "a@b").unwrap();
+        assert_eq!(state_of(Path::new("disk"), &kept).as_deref(), Some("a@b"));
+        for bad in ["", "a/b", "a\n", &"x".repeat(250)] {
+            assert!(kept_path(image, bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn disk_keeps_its_name_and_the_state_gets_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().canonicalize().unwrap().join(name);
+        fs::write(at("disk.qcow2"), "old").unwrap();
+        // What a killed process left.
+        fs::write(at(".disk@a.qcow2.new"), "stray").unwrap();
+        fs::hard_link(at("disk.qcow2"), at("disk@a.qcow2")).unwrap();
+        let keeping = Keeping::new(&at("disk.qcow2"), "a").unwrap();
+        assert_eq!(keeping.backing_name(), "disk@a.qcow2");
+        keeping.make_file().unwrap();
+        keeping.link().unwrap();
+        fs::write(keeping.overlay(), "new").unwrap();
+        let executor = mica_rt::Executor::new(mica_rt::Backend::Pool).unwrap();
+        executor.block_on(async {
+            keeping.rename().await.unwrap();
+            keeping.sync().await.unwrap();
+        });
+        let read = |name| fs::read_to_string(at(name)).unwrap();
+        assert_eq!((read("disk.qcow2"), read("disk@a.qcow2")), ("new".into(), "old".into()));
+        executor.block_on(async { keeping.undo().await }).unwrap();
+        assert_eq!((read("disk.qcow2"), read("disk@a.qcow2")), ("old".into(), "old".into()));
+        keeping.give_up();
+        assert!(!at("disk@a.qcow2").exists() && !keeping.overlay().exists());
+        assert_eq!(read("disk.qcow2"), "old");
+    }
+
+    #[test]
+    fn name_of_another_file_is_not_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("disk.qcow2");
+        fs::write(&image, "disk").unwrap();
+        fs::write(folder.path().join("disk@a.qcow2"), "another").unwrap();
+        let keeping = Keeping::new(&image, "a").unwrap();
+        assert_eq!(keeping.link().unwrap_err().kind(), ErrorKind::Denied);
+        keeping.give_up();
+        assert_eq!(fs::read_to_string(folder.path().join("disk@a.qcow2")).unwrap(), "another");
+    }
+
+    #[test]
+    fn image_behind_a_symbolic_link_names_its_base_in_full() {
+        let folder = tempfile::tempdir().unwrap();
+        let real = folder.path().canonicalize().unwrap();
+        fs::create_dir(real.join("elsewhere")).unwrap();
+        fs::write(real.join("disk.qcow2"), "disk").unwrap();
+        let link = real.join("elsewhere/link.qcow2");
+        std::os::unix::fs::symlink("../disk.qcow2", &link).unwrap();
+        let keeping = Keeping::new(&link, "a").unwrap();
+        assert_eq!(keeping.backing_name(), real.join("disk@a.qcow2").as_os_str());
+        let keeping = Keeping::new(&real.join("disk.qcow2"), "10:00").unwrap();
+        assert_eq!(keeping.backing_name(), "./disk@10:00.qcow2");
+    }
+}

@@ -1,0 +1,127 @@
+//! `mica bitmap`: what it does to an image QEMU reads, and the other way round.
+
+use mica_tests::command::{self, Finished};
+use mica_tests::server::Server;
+use mica_tests::{mica, qemu, tools};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+#[track_caller]
+fn mica_in(dir: &Path, args: &[&str]) -> Finished {
+    command::finish(Command::new(mica::binary()).current_dir(dir).args(args))
+}
+
+/// The bitmaps of an image, as QEMU sees them.
+fn bitmaps(dir: &Path, image: &str) -> Value {
+    let info = qemu::img(dir, ["info", "--output=json", image]).json();
+    info["format-specific"]["data"]["bitmaps"].clone()
+}
+
+/// What is dirty in a bitmap, as qemu-nbd tells it.
+fn dirty(dir: &Path, image: &str, name: &str) -> Value {
+    let server = Server::start("", |socket| {
+        let mut nbd = Command::new("qemu-nbd");
+        nbd.args(["-r", "-t", "-f", "qcow2", "-B", name, "-k"]).arg(socket).arg(dir.join(image));
+        nbd
+    });
+    let server = server.expect("served");
+    let map = format!("--map=qemu:dirty-bitmap:{name}");
+    command::run("nbdinfo", ["--json", &map, &server.uri()]).json()
+}
+
+/// Does the same to two copies of `image`, by mica and by QEMU, and compares what is there then.
+#[track_caller]
+fn alike(dir: &Path, image: &str, name: &str, actions: &[&str]) {
+    fs::copy(dir.join(image), dir.join("theirs.qcow2")).expect("it is there");
+    mica_in(dir, &[&["bitmap"], actions, &[image, name]].concat()).ok();
+    qemu::img(dir, [&["bitmap"], actions, &["theirs.qcow2", name]].concat()).ok();
+    assert_eq!(bitmaps(dir, image), bitmaps(dir, "theirs.qcow2"), "{actions:?} {name}");
+    for image in [image, "theirs.qcow2"] {
+        qemu::img(dir, ["check", image]).ok();
+        mica_in(dir, &["check", image]).ok();
+    }
+    let there = bitmaps(dir, image);
+    for bitmap in there.as_array().into_iter().flatten() {
+        let name = bitmap["name"].as_str().expect("a name");
+        let (ours, theirs) = (dirty(dir, image, name), dirty(dir, "theirs.qcow2", name));
+        assert_eq!(ours, theirs, "{actions:?}: {name}");
+    }
+}
+
+#[test]
+fn every_action_has_the_effect_that_it_has_in_qemu() {
+    let judges = [tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD, tools::NBDINFO];
+    if !tools::present(&judges) {
+        return;
+    }
+    for options in ["cluster_size=64k", "cluster_size=512", "extended_l2=on,cluster_size=2M"] {
+        let dir = tempfile::tempdir().expect("a folder");
+        let dir = dir.path();
+        qemu::create(dir, "image.qcow2", &["-o", options], "20M");
+        let write = |what: &str| qemu::io(dir, &[], "image.qcow2", &[what]);
+        alike(dir, "image.qcow2", "default", &["--add"]);
+        alike(dir, "image.qcow2", "fine", &["--add", "-g", "512"]);
+        write("write 1M 5k");
+        alike(dir, "image.qcow2", "coarse", &["--add", "-g", "1M", "--disable"]);
+        alike(dir, "image.qcow2", "coarse", &["--enable"]);
+        write("write 3M 100k");
+        alike(dir, "image.qcow2", "fine", &["--disable"]);
+        write("write 19M 1M");
+        alike(dir, "image.qcow2", "sum", &["--add", "--merge", "fine", "--merge", "coarse"]);
+        alike(dir, "image.qcow2", "fine", &["--merge", "default"]);
+        alike(dir, "image.qcow2", "default", &["--clear"]);
+        alike(dir, "image.qcow2", "coarse", &["--remove"]);
+        // From another image.
+        fs::copy(dir.join("image.qcow2"), dir.join("other.qcow2")).expect("it is there");
+        write("write 7M 3M");
+        fs::copy(dir.join("image.qcow2"), dir.join("source.qcow2")).expect("it is there");
+        let merge = ["--merge", "default", "-b", "source.qcow2"];
+        fs::copy(dir.join("other.qcow2"), dir.join("theirs.qcow2")).expect("it is there");
+        mica_in(dir, &[&["bitmap"], &merge[..], &["other.qcow2", "sum"]].concat()).ok();
+        let args = [&["bitmap", "-F", "qcow2"], &merge[..], &["theirs.qcow2", "sum"]].concat();
+        qemu::img(dir, args).ok();
+        assert_eq!(dirty(dir, "other.qcow2", "sum"), dirty(dir, "theirs.qcow2", "sum"));
+        for name in ["default", "fine", "sum"] {
+            alike(dir, "image.qcow2", name, &["--remove"]);
+        }
+        assert!(bitmaps(dir, "image.qcow2").is_null());
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_and_changes_nothing() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "image.qcow2", &[], "20M");
+    mica_in(dir, &["bitmap", "--add", "image.qcow2", "b"]).ok();
+    let before = fs::read(dir.join("image.qcow2")).expect("read");
+    let refuse = |args: &[&str]| mica_in(dir, &[&["bitmap"], args].concat()).refusal();
+    assert!(refuse(&["--add", "image.qcow2", "b"]).contains("already"));
+    assert!(refuse(&["--clear", "image.qcow2", "c"]).contains("b"));
+    assert!(refuse(&["--add", "-g", "1000", "image.qcow2", "c"]).contains("power of two"));
+    // The first action is not done either.
+    refuse(&["--clear", "--merge", "c", "image.qcow2", "b"]);
+    mica_in(dir, &["bitmap", "image.qcow2", "b"]).refusal();
+    mica_in(dir, &["bitmap", "-g", "4k", "--clear", "image.qcow2", "b"]).refusal();
+    assert_eq!(fs::read(dir.join("image.qcow2")).expect("read"), before);
+    qemu::create(dir, "old.qcow2", &["-o", "compat=0.10"], "1M");
+    assert!(refuse(&["--add", "old.qcow2", "b"]).contains("version 2"));
+    let json = mica_in(dir, &["bitmap", "--disable", "--output", "json", "image.qcow2", "b"]);
+    assert_eq!(json.json()["bitmaps"][0]["name"], "b");
+    // One that a writer has not saved can only be removed.
+    let write = format!("head -c 512 /dev/zero | {} write image.qcow2 0", mica::binary().display());
+    command::finish(Command::new("sh").current_dir(dir).args(["-c", &write])).ok();
+    assert!(refuse(&["--enable", "image.qcow2", "b"]).contains("removed"));
+    mica_in(dir, &["bitmap", "--add", "image.qcow2", "new"]).ok();
+    let there = bitmaps(dir, "image.qcow2");
+    assert_eq!(there[0]["flags"][0], "in-use", "it stays so: {there}");
+    assert_eq!(there[1]["flags"], serde_json::json!(["auto"]), "{there}");
+    mica_in(dir, &["bitmap", "--remove", "image.qcow2", "b"]).ok();
+    assert_eq!(bitmaps(dir, "image.qcow2").as_array().map(Vec::len), Some(1));
+    qemu::img(dir, ["check", "image.qcow2"]).ok();
+}

@@ -1,0 +1,372 @@
+//! Backups of chains that are served: states are kept and exported while clients write on, and
+//! neither a server nor a reader that is killed loses the place.
+
+use mica_tests::command::Finished;
+use mica_tests::server::Server;
+use mica_tests::{clock, judge, mica, nbd, qemu, tools};
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tempfile::TempDir;
+
+const LEN: usize = 8 << 20;
+/// Beyond this the disk is written while a backup begins, by a client that nobody waits for.
+const QUIET: usize = LEN / 2;
+
+/// A server of a chain of two layers, `disk`, which can be killed and started again.
+struct World {
+    dir: TempDir,
+    server: Option<Server>,
+    /// What the guest wrote into the quiet part.
+    model: Vec<u8>,
+    random: u64,
+}
+
+impl World {
+    fn new() -> Option<Self> {
+        let judges = [tools::QEMU_IMG, tools::QEMU_IO, tools::NBDINFO, tools::NBDCOPY];
+        if !tools::present(&judges) {
+            return None;
+        }
+        let dir = tempfile::tempdir().expect("a folder");
+        qemu::create(dir.path(), "base.qcow2", &[], &LEN.to_string());
+        qemu::io(dir.path(), &[], "base.qcow2", &["write -P 7 1M 2M"]);
+        qemu::overlay(dir.path(), "disk.qcow2", "base.qcow2", &[]);
+        let mut model = vec![0; LEN];
+        model[1 << 20..3 << 20].fill(7);
+        let mut world = Self { dir, server: None, model, random: 1 };
+        world.start();
+        Some(world)
+    }
+
+    fn start(&mut self) {
+        // The process that is dead by now may have the image locked for a moment.
+        let control = self.control().display().to_string();
+        let image = self.dir.path().join("disk.qcow2");
+        let server = Server::mica_writable(&image, "qcow2", &["--control", &control]);
+        self.server = Some(server.expect("served"));
+    }
+
+    fn kill(&mut self) {
+        drop(self.server.take());
+    }
+
+    fn control(&self) -> PathBuf {
+        self.dir.path().join("control")
+    }
+
+    fn backup_socket(&self) -> PathBuf {
+        self.dir.path().join("backup")
+    }
+
+    fn ctl(&self, verb: &[&str]) -> Finished {
+        let control = self.control().display().to_string();
+        mica::run(["ctl", "--control", &control, "--output", "json"].iter().chain(verb))
+    }
+
+    fn begin(&self, since: Option<&str>, state: &str) -> Finished {
+        let socket = self.backup_socket().display().to_string();
+        let mut verb = vec!["backup", "begin", "disk", "--as", state, "--nbd", &socket];
+        verb.extend(since.iter().flat_map(|since| ["--since", since]));
+        self.ctl(&verb)
+    }
+
+    fn draw(&mut self, below: u64) -> u64 {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.random >> 33) % below
+    }
+
+    /// A client of the disk.
+    fn guest(&self) -> nbd::Connection {
+        let server = self.server.as_ref().expect("it runs");
+        server.connect(&nbd::Wish::default()).expect("served")
+    }
+
+    /// Writes, zeroes or discards something of the quiet part.
+    fn change(&mut self, guest: &mut nbd::Connection) {
+        const WRITE_ZEROES: u16 = 6;
+        let len = 512 * usize::try_from(1 + self.draw(64)).unwrap();
+        let at = 512 * usize::try_from(self.draw((QUIET - len) as u64 / 512)).unwrap();
+        if self.draw(4) == 0 {
+            command(guest, WRITE_ZEROES, at, len, &[]);
+            self.model[at..at + len].fill(0);
+        } else {
+            let byte = u8::try_from(1 + self.draw(255)).unwrap();
+            command(guest, nbd::CMD_WRITE, at, len, &vec![byte; len]);
+            self.model[at..at + len].fill(byte);
+        }
+    }
+
+    /// What is exported for the backup, read by a client.
+    fn export(&self) -> nbd::Connection {
+        let wish = nbd::Wish::default();
+        nbd::Connection::open(&self.backup_socket(), "disk", &wish).expect("exported")
+    }
+
+    fn uri(&self) -> String {
+        format!("nbd+unix:///disk?socket={}", self.backup_socket().display())
+    }
+
+    /// The parts of the export for which the context says something, as nbdinfo tells them.
+    fn map(&self, context: &str) -> Vec<(usize, usize, u64)> {
+        let map = format!("--map={context}");
+        let parts = mica_tests::command::run("nbdinfo", ["--json", &map, &self.uri()]).json();
+        let number = |part: &serde_json::Value, key: &str| part[key].as_u64().expect("a number");
+        let part = |part: &serde_json::Value| {
+            let at = usize::try_from(number(part, "offset")).unwrap();
+            (at, usize::try_from(number(part, "length")).unwrap(), number(part, "type"))
+        };
+        parts.as_array().expect("a list").iter().map(part).collect()
+    }
+
+    /// What the control socket tells of extents, and from where on it tells nothing.
+    fn extents(&self, query: &str) -> (Vec<(u64, u64)>, Option<u64>) {
+        let mut stream = UnixStream::connect(self.control()).expect("it listens");
+        let request = format!(
+            "GET /v1/disks/disk/extents?{query} HTTP/1.1\r\nhost: localhost\r\n\
+             connection: close\r\n\r\n"
+        );
+        stream.write_all(request.as_bytes()).expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("answered");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+        assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
+        let answer: serde_json::Value = serde_json::from_str(body).expect("JSON");
+        assert_eq!(answer["block_metadata_type"], "VARIABLE_LENGTH");
+        assert_eq!(answer["volume_capacity_bytes"], LEN);
+        let blocks = answer["block_metadata"].as_array().expect("a list").iter();
+        let number = |block: &serde_json::Value, key: &str| block[key].as_u64().expect("a number");
+        let blocks =
+            blocks.map(|block| (number(block, "byte_offset"), number(block, "size_bytes")));
+        (blocks.collect(), answer["next_byte_offset"].as_u64())
+    }
+
+    /// The state, as QEMU reads its file.
+    fn state(&self, state: &str) -> Vec<u8> {
+        let file = format!("disk@{state}.qcow2");
+        qemu::img(self.dir.path(), ["convert", "-O", "raw", &file, "state.raw"]).ok();
+        fs::read(self.dir.path().join("state.raw")).expect("converted")
+    }
+}
+
+/// One request that changes a disk, and its answer.
+fn command(client: &mut nbd::Connection, command: u16, at: usize, len: usize, payload: &[u8]) {
+    let request = nbd::request(command, 0, 1, at as u64, u32::try_from(len).unwrap());
+    client.stream.write_all(&[&request[..], payload].concat()).expect("sent");
+    let mut reply = [0; nbd::SIMPLE_REPLY_BYTES];
+    client.stream.read_exact(&mut reply).expect("answered");
+    assert_eq!(reply[4..8], [0; 4], "an error");
+}
+
+/// The story of a disk that is backed up every night: in full, and then what has changed.
+#[test]
+fn full_and_incremental_backups_survive_kills_of_server_and_reader() {
+    const ROUNDS: usize = 20;
+    let Some(mut world) = World::new() else { return };
+    let mut copy = vec![0; LEN];
+    for round in 0..ROUNDS {
+        let state = format!("s{round}");
+        let since = round.checked_sub(1).map(|before| format!("s{before}"));
+        let mut guest = world.guest();
+        for _ in 0..20 {
+            world.change(&mut guest);
+        }
+        keep(&mut world, round, since.as_deref(), &state);
+        let kept = world.model.clone();
+        // Guests write on.
+        let mut guest = world.guest();
+        for _ in 0..10 {
+            world.change(&mut guest);
+        }
+        // A reader that dies costs nothing.
+        let mut reader = Command::new("nbdcopy");
+        reader.arg(world.uri()).arg(world.dir.path().join("half")).stderr(Stdio::null());
+        let mut reader = reader.spawn().expect("started");
+        clock::sleep(Duration::from_millis(round as u64 % 5));
+        reader.kill().expect("ended");
+        reader.wait().expect("ended");
+        // Nor does a server, before the end.
+        if round % 5 == 4 {
+            world.kill();
+            world.start();
+            let again = world.begin(since.as_deref(), &state).json();
+            assert_eq!(again["resumed"], true, "{again}");
+        }
+        let mut client = world.export();
+        match &since {
+            None => copy = client.read_all().expect("read"),
+            Some(since) => {
+                for (at, len, flags) in world.map(&format!("qemu:dirty-bitmap:{since}")) {
+                    assert!(flags <= 1, "{flags}");
+                    if flags == 1 {
+                        let bytes = client.read(at as u64, len as u64).expect("read");
+                        copy[at..at + len].copy_from_slice(&bytes);
+                    }
+                }
+            }
+        }
+        judge::same_bytes(&format!("{state}, kept"), &copy[..QUIET], &kept[..QUIET]);
+        judge::same_bytes(&format!("{state}, by QEMU"), &copy, &world.state(&state));
+        world.ctl(&["backup", "end", "disk"]).ok();
+        let refused = world.begin(since.as_deref(), &state).refusal();
+        assert!(refused.contains("ended"), "{refused}");
+    }
+    let listed = world.ctl(&["backup", "list", "disk"]).json();
+    assert_eq!(listed["states"].as_array().map(Vec::len), Some(ROUNDS), "{listed}");
+    let now = world.guest().read(0, QUIET as u64).expect("read");
+    judge::same_bytes("the disk", &now, &world.model[..QUIET]);
+    assert!(world.server.take().expect("it runs").stop().expect("it stops").status.success());
+    check_all(world.dir.path());
+}
+
+/// Keeps a state while another client writes, which may see the server die.
+fn keep(world: &mut World, round: usize, since: Option<&str>, state: &str) {
+    let stop = AtomicBool::new(false);
+    let may_die = round % 3 == 1;
+    std::thread::scope(|scope| {
+        let mut other = world.guest();
+        let (stop, world) = (&stop, &*world);
+        scope.spawn(move || hammer(&mut other, stop, round));
+        if may_die {
+            scope.spawn(move || drop(world.begin(since, state)));
+            clock::sleep(Duration::from_millis(5 * (round as u64 % 7)));
+            let server = world.server.as_ref().expect("it runs");
+            let pid = rustix::process::Pid::from_raw(server.pid().cast_signed()).unwrap();
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        } else {
+            let begun = world.begin(since, state).json();
+            assert_eq!((&begun["resumed"], &begun["length"]), (&false.into(), &LEN.into()));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    if may_die {
+        world.kill();
+        world.start();
+        world.begin(since, state).ok();
+    }
+}
+
+/// Writes beyond the quiet part until it is told to stop, or the server is gone.
+fn hammer(client: &mut nbd::Connection, stop: &AtomicBool, seed: usize) {
+    const WRITE: usize = 4096;
+    let mut number = seed;
+    while !stop.load(Ordering::Relaxed) {
+        number = number.wrapping_mul(1_103_515_245).wrapping_add(12345);
+        let at = QUIET + (number >> 8) % ((LEN - QUIET) / WRITE) * WRITE;
+        let request = nbd::request(nbd::CMD_WRITE, 0, 1, at as u64, WRITE as u32);
+        let bytes = [&request[..], &[number.to_le_bytes()[1]; WRITE]].concat();
+        let mut reply = [0; nbd::SIMPLE_REPLY_BYTES];
+        let stream = &mut client.stream;
+        if stream.write_all(&bytes).and_then(|()| stream.read_exact(&mut reply)).is_err() {
+            return;
+        }
+        assert_eq!(reply[4..8], [0; 4], "an error");
+    }
+}
+
+/// QEMU finds nothing wrong with any image in `folder`, and no stray files are there.
+fn check_all(folder: &Path) {
+    for entry in fs::read_dir(folder).expect("a folder") {
+        let name = entry.expect("an entry").file_name().into_string().expect("text");
+        assert!(!name.ends_with(".new"), "{name}");
+        if name.ends_with(".qcow2") {
+            // Clusters that a killed server had taken may be lost.
+            const LEAKS_ONLY: i32 = 3;
+            let checked = qemu::img(folder, ["check", &name]);
+            assert!(matches!(checked.code(), Some(0 | LEAKS_ONLY)), "{name}: {checked:?}");
+        }
+    }
+}
+
+#[test]
+fn contexts_say_what_has_changed_and_who_has_it() {
+    let Some(mut world) = World::new() else { return };
+    let mut guest = world.guest();
+    command(&mut guest, nbd::CMD_WRITE, 0, 4096, &[1; 4096]);
+    world.begin(None, "mon").ok();
+    // The export is of this instant.
+    command(&mut guest, nbd::CMD_WRITE, 0, 4096, &[2; 4096]);
+    let read = world.export().read(0, 4096).expect("read");
+    assert_eq!(read, [1; 4096]);
+    let info = mica_tests::command::run("nbdinfo", ["--json", &world.uri()]).json();
+    let export = &info["exports"][0];
+    assert_eq!((&export["export-name"], &export["is_read_only"]), (&"disk".into(), &true.into()));
+    let contexts = serde_json::json!(["base:allocation", "qemu:allocation-depth"]);
+    assert_eq!(export["contexts"], contexts, "{info}");
+    // The base, and the layer above it, which is the upper one of this state.
+    let depth = world.map("qemu:allocation-depth");
+    assert_eq!(depth[0], (0, 64 << 10, 1), "{depth:?}");
+    assert!(depth.contains(&(1 << 20, 2 << 20, 2)), "{depth:?}");
+    world.ctl(&["backup", "end", "disk"]).ok();
+    assert!(!world.backup_socket().exists(), "the socket is gone");
+    command(&mut guest, nbd::CMD_WRITE, 2 << 20, 4096, &[3; 4096]);
+    // Discarded, and zeroed.
+    const TRIM: u16 = 4;
+    const WRITE_ZEROES: u16 = 6;
+    command(&mut guest, TRIM, 1 << 20, 128 << 10, &[]);
+    command(&mut guest, WRITE_ZEROES, 5 << 19, 64 << 10, &[]);
+    world.begin(Some("mon"), "tue").ok();
+    let dirty: Vec<_> = world.map("qemu:dirty-bitmap:mon");
+    let dirty: Vec<_> = dirty.into_iter().filter(|part| part.2 == 1).collect();
+    let wanted =
+        [(0, 4096, 1), (1 << 20, 128 << 10, 1), (2 << 20, 4096, 1), (5 << 19, 64 << 10, 1)];
+    // Overlays have subclusters: nothing else was copied.
+    assert_eq!(dirty, wanted);
+    let qemu = format!(
+        "driver=nbd,server.type=unix,server.path={},export=disk,\
+         x-dirty-bitmap=qemu:dirty-bitmap:mon",
+        world.backup_socket().display()
+    );
+    let map = qemu::img(world.dir.path(), ["map", "--output=json", "--image-opts", &qemu]).json();
+    // To it, what is dirty has no data.
+    let dirty = map.as_array().expect("a list").iter().filter(|part| part["data"] == false);
+    let dirty: Vec<_> = dirty.map(|part| part["start"].as_u64().expect("a number")).collect();
+    assert_eq!(dirty, [0, 1 << 20, 2 << 20, 5 << 19], "{map}");
+    // The same over HTTP, page by page, of the state and of now.
+    command(&mut guest, nbd::CMD_WRITE, 6 << 20, 2048, &[5; 2048]);
+    let mut told = world.extents("since=mon&state=tue&max=3");
+    let next = told.1.expect("there is more");
+    told.0.extend(world.extents(&format!("since=mon&state=tue&start={next}")).0);
+    assert_eq!(told.0, wanted.map(|(at, len, _)| (at as u64, len as u64)));
+    let now = world.extents("since=tue");
+    assert_eq!(now, (vec![(6 << 20, 2048)], None));
+    let all = world.extents("state=mon");
+    // How much of the cluster is data depends on the blocks of the file system.
+    assert!(all.0[0].0 == 0 && (4096..=64 << 10).contains(&all.0[0].1), "{all:?}");
+    assert_eq!(all.0[1], (1 << 20, 2 << 20), "{all:?}");
+    world.kill();
+    check_all(world.dir.path());
+}
+
+#[test]
+fn what_cannot_be_backed_up_is_refused_and_nothing_changes() {
+    let Some(world) = World::new() else { return };
+    let nothing = world.begin(Some("mon"), "tue").refusal();
+    assert!(nothing.contains("it has none"), "{nothing}");
+    world.begin(None, "mon").ok();
+    let second = world.begin(None, "tue").refusal();
+    assert!(second.contains("\"mon\"") && second.contains("end that first"), "{second}");
+    world.ctl(&["backup", "end", "disk"]).ok();
+    let unknown = world.begin(Some("sun"), "tue").refusal();
+    assert!(unknown.contains("it has mon"), "the states are listed: {unknown}");
+    for bad in ["", "a/b", "../up"] {
+        world.begin(None, bad).refusal();
+    }
+    // Where something else is.
+    fs::write(world.dir.path().join("disk@tue.qcow2"), "mine").expect("written");
+    let taken = world.begin(None, "tue").refusal();
+    assert!(taken.contains("no layer of this disk"), "{taken}");
+    assert_eq!(fs::read(world.dir.path().join("disk@tue.qcow2")).expect("read"), b"mine");
+    let own = world.server.as_ref().expect("it runs").socket().display().to_string();
+    let busy = world.ctl(&["backup", "begin", "disk", "--as", "wed", "--nbd", &own]).refusal();
+    assert!(!world.dir.path().join("disk@wed.qcow2").exists(), "{busy}");
+    world.ctl(&["backup", "end", "disk"]).refusal();
+    let status = world.ctl(&["status"]).json();
+    assert_eq!(status["disks"][0]["layers"], 3, "{status}");
+    assert!(status["disks"][0]["backup"].is_null(), "{status}");
+    assert!(!world.dir.path().join(".disk@tue.qcow2.new").exists());
+}
