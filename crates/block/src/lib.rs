@@ -33,11 +33,11 @@ mod store;
 pub use disk::{Disk, Geometry, Plan, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
-pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot};
+pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot, Upgradable};
 pub use manage::{
     Haste, IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
-pub use manage_chain::ManageChain;
+pub use manage_chain::{CommitLayers, ManageChain, MergeControl, MergeProgress, Merged};
 pub use manage_volume::{LogStats, ManageVolume, Times, VolumeStats};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};

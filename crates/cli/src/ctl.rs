@@ -1,6 +1,7 @@
 //! `mica ctl`: queries and controls a running server.
 
 mod members;
+mod merges;
 mod saved;
 mod snapshots;
 
@@ -68,6 +69,42 @@ enum CtlVerb {
     /// Give a snapshot of a volume that is served another label.
     #[command(after_long_help = sections::CTL_LABEL)]
     Label(snapshots::LabelArgs),
+    /// Merge layers up into the active one while the disk is served.
+    ///
+    /// What it shows through the layers above --base is copied; these layers leave the chain, and
+    /// their files stay as they are. Without --base the active layer needs no other afterwards.
+    #[command(after_long_help = sections::CTL_STREAM)]
+    Stream(merges::StreamArgs),
+    /// Merge layers down into one beneath them while the disk is served.
+    ///
+    /// What the layers above --base own, up to --top, is copied into it, and they leave the chain.
+    /// Refused if another disk or image needs one of these layers.
+    #[command(after_long_help = sections::CTL_COMMIT)]
+    Commit(merges::CommitArgs),
+    /// Show merges that are under way, and the last one of each disk.
+    #[command(after_long_help = sections::CTL_JOBS)]
+    Jobs,
+    /// End the merge of a disk: the chain keeps the layers that it has.
+    #[command(after_long_help = sections::CTL_CANCEL)]
+    Cancel {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+    /// Let the merge of a disk rest.
+    #[command(after_long_help = sections::CTL_PAUSE)]
+    Pause {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+    /// Let the merge of a disk go on.
+    #[command(after_long_help = sections::CTL_RESUME)]
+    Resume {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
     /// Serve another disk.
     ///
     /// An image with options of `mica serve`, or the disks that a TOML file lists.
@@ -160,6 +197,12 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Snapshots(args) => (args.run(client)?, snapshots::listed),
         CtlVerb::Drop(args) => (args.run(client)?, snapshots::dropped),
         CtlVerb::Label(args) => (args.run(client)?, snapshots::labelled),
+        CtlVerb::Stream(args) => (args.run(client)?, merges::one),
+        CtlVerb::Commit(args) => (args.run(client)?, merges::one),
+        CtlVerb::Jobs => (merges::all(client)?, merges::listed),
+        CtlVerb::Cancel { disk } => (merges::change(client, disk, "cancel")?, merges::one),
+        CtlVerb::Pause { disk } => (merges::change(client, disk, "pause")?, merges::one),
+        CtlVerb::Resume { disk } => (merges::change(client, disk, "resume")?, merges::one),
         CtlVerb::Add(args) => (args.run(client)?, members),
         CtlVerb::Remove(args) => (args.run(client)?, members),
         CtlVerb::Undrain { disk } => (client.post(&of_disk(disk, "undrain"), &nothing())?, members),

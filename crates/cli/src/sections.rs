@@ -152,6 +152,33 @@ pub(crate) const CTL_LABEL: &str = "\
 EXAMPLES:
   mica ctl label web 17 keep-this           # by its number";
 
+pub(crate) const CTL_STREAM: &str = "\
+EXAMPLES:
+  mica ctl stream web
+  mica ctl stream web --base base.qcow2 --rate 100M";
+
+pub(crate) const CTL_COMMIT: &str = "\
+EXAMPLES:
+  mica ctl commit web --top monday.qcow2
+  mica ctl commit web --top friday.qcow2 --base sunday.qcow2 --background";
+
+pub(crate) const CTL_JOBS: &str = "\
+EXAMPLES:
+  mica ctl jobs
+  mica ctl jobs --output json | jq -r '.[] | select(.state == \"running\").disk'";
+
+pub(crate) const CTL_CANCEL: &str = "\
+EXAMPLES:
+  mica ctl cancel web";
+
+pub(crate) const CTL_PAUSE: &str = "\
+EXAMPLES:
+  mica ctl pause web";
+
+pub(crate) const CTL_RESUME: &str = "\
+EXAMPLES:
+  mica ctl resume web";
+
 pub(crate) const CTL_STATS: &str = "\
 EXAMPLES:
   mica ctl stats web";

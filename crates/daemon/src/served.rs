@@ -14,6 +14,7 @@
 
 mod doors;
 mod handover;
+mod merges;
 mod report;
 mod resize;
 mod snapshots;
@@ -22,6 +23,7 @@ pub(crate) use doors::Doors;
 pub(crate) use resize::NewLength;
 
 use crate::config::{DiskConfig, LeftClosed};
+use crate::jobs::Job;
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
 use crate::opening::{Opening, open};
@@ -76,6 +78,8 @@ pub(crate) struct Served {
     /// configuration only names the first.
     image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
+    /// The merge of its layers that is under way, or the last one.
+    job: Mutex<Option<Arc<Job>>>,
     /// Where its clients come in.
     doors: Doors,
     state: Mutex<State>,
@@ -152,6 +156,7 @@ impl Served {
             changes: Mutex::default(),
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
+            job: Mutex::default(),
             doors,
             state: Mutex::new(state),
             has_opener: AtomicBool::new(false),
@@ -441,6 +446,8 @@ impl Served {
 
     /// Ends its servers and closes the disk. The caller holds `changes`.
     fn end(&self) -> Result<()> {
+        // It goes on when it is asked for again.
+        self.stop_job();
         let mut never_started = None;
         let servers = {
             let mut state = self.lock();

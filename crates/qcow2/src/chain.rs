@@ -5,6 +5,7 @@
 //! is read before a guest asks for it.
 
 mod manage;
+mod merge;
 mod push;
 
 use crate::gate::Gate;
@@ -85,6 +86,7 @@ pub struct Chain {
     writer: Arc<ArcSwapOption<Writer>>,
     /// Serializes putting layers on top.
     pushing: Arc<Claims>,
+    merging: Arc<merge::Merging>,
     repair: Option<Repair>,
 }
 
@@ -120,7 +122,8 @@ impl Chain {
         }
         map.images.sidecars().chain_is_open();
         let (writer, pushing) = (Arc::new(ArcSwapOption::new(writer)), Arc::default());
-        Ok(Self { map, gate, writer, pushing, repair: options.repair })
+        let merging = Arc::default();
+        Ok(Self { map, gate, writer, pushing, merging, repair: options.repair })
     }
 
     /// How many layers, from the base, the index covers.
@@ -262,23 +265,30 @@ async fn open_writer(
 ) -> Result<Writer> {
     let opened = async {
         let header = read_header(&*metadata.store).await?;
-        if header.incompatible.corrupt {
-            let context = "the image is marked as corrupt: run `mica check -r all` first";
-            return Err(Error::new(ErrorKind::Corrupt, context));
-        }
-        let header = match header.incompatible.dirty {
-            true => match repair {
-                Some(repair) => repair(metadata.store.raw_file(), header).await?,
-                None => {
-                    let context = "the image was not closed: `mica check -r all` repairs it";
-                    return Err(Error::new(ErrorKind::Corrupt, context));
-                }
-            },
-            false => header,
-        };
+        let header = writable_header(&metadata.store.raw_file(), header, repair).await?;
         let redo_memory = (map.images.redo_logs().log(&layer.path)?, map.images.now_ns());
         let (map, layer) = (Arc::clone(map), Arc::clone(layer));
         Writer::open(map, layer, &header, metadata, Arc::clone(gate), redo_memory).await
     };
     opened.await.map_err(|error| layer.explain(error))
+}
+
+/// The `header` of the image in `store` if that can be written, repaired if it has to be.
+async fn writable_header(
+    store: &Arc<dyn Store>,
+    header: Header,
+    repair: Option<Repair>,
+) -> Result<Header> {
+    if header.incompatible.corrupt {
+        let context = "the image is marked as corrupt: run `mica check -r all` first";
+        return Err(Error::new(ErrorKind::Corrupt, context));
+    }
+    match (header.incompatible.dirty, repair) {
+        (false, _) => Ok(header),
+        (true, Some(repair)) => repair(Arc::clone(store), header).await,
+        (true, None) => {
+            let context = "the image was not closed: `mica check -r all` repairs it";
+            Err(Error::new(ErrorKind::Corrupt, context))
+        }
+    }
 }

@@ -19,6 +19,14 @@ impl File {
         Ok(())
     }
 
+    /// Releases the locks on `len` bytes at `start`.
+    ///
+    /// # Errors
+    /// Any error of the system.
+    pub fn unlock_bytes(&self, start: u64, len: u64) -> io::Result<()> {
+        self.lock_call(libc::F_OFD_SETLK, libc::F_UNLCK, start, len).map(drop)
+    }
+
     /// Releases all locks. Closing does so as well, but not at once: a ring releases a file some
     /// time after its operations are complete, and even after the process has ended.
     pub(crate) fn unlock(&self) {

@@ -19,7 +19,9 @@ pub use redo::LogCopies;
 
 use fault::Changes;
 use file::{SharedFile, SimFile};
-use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, Result, Store};
+use mica_block::{
+    Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, Result, Store, Upgradable,
+};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -345,6 +347,11 @@ impl Images for World {
         drop(locked);
         let store = Arc::new(SimStore { world: self.clone(), file, writer: Some(writer) });
         Ok(OpenImage { store, identity, content: ProofSlot::default() })
+    }
+
+    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
+        // Readers have no locks in this world.
+        self.open_writable(path).map(|image| Upgradable::new(image, || Ok(())))
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

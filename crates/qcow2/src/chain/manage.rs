@@ -2,8 +2,8 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
-    ManageSnapshots, MapStats, Result, SealState, StoreIdentity, WriteStats,
+    CommitLayers, Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
+    ManageSnapshots, MapStats, MergeControl, Merged, Result, SealState, StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
@@ -65,7 +65,9 @@ impl Manage for Chain {
     }
 
     fn layer_position(&self, layer: LayerNumber) -> usize {
-        self.map.layers().position(layer)
+        let layers = self.map.layers();
+        // A layer that was merged meanwhile has left its data to another: mostly to the active one.
+        layers.known_position(layer).unwrap_or(layers.frozen().len())
     }
 
     fn index(&self) -> Option<&dyn ManageIndex> {
@@ -92,6 +94,22 @@ impl Manage for Chain {
 impl ManageChain for Chain {
     fn push<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<()>> {
         Box::pin(Chain::push(self, path))
+    }
+
+    fn stream<'a>(
+        &'a self,
+        base: Option<&'a Path>,
+        control: &'a dyn MergeControl,
+    ) -> LocalFuture<'a, Result<Merged>> {
+        Box::pin(Chain::stream(self, base, control))
+    }
+
+    fn commit<'a>(
+        &'a self,
+        layers: CommitLayers<'a>,
+        control: &'a dyn MergeControl,
+    ) -> LocalFuture<'a, Result<Merged>> {
+        Box::pin(Chain::commit(self, layers, control))
     }
 }
 

@@ -16,6 +16,7 @@ mod growing;
 mod in_place;
 mod killed;
 mod lies;
+mod merging;
 mod plain;
 mod pushing;
 mod qemu;
