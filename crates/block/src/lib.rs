@@ -37,7 +37,9 @@ pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot, Upgradabl
 pub use manage::{
     Haste, IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
-pub use manage_chain::{CommitLayers, ManageChain, MergeControl, MergeProgress, Merged};
+pub use manage_chain::{
+    ActiveAfter, CommitLayers, ManageChain, MergeControl, MergeProgress, Merged,
+};
 pub use manage_volume::{LogStats, ManageVolume, Times, VolumeStats};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};

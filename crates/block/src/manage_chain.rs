@@ -32,7 +32,8 @@ pub trait ManageChain {
 
     /// Copies into the base of `layers` what the layers above it, up to the top of `layers`, own,
     /// and takes these out of the chain. Their files are not changed, but show something else if
-    /// they are read on top of that base. `control` is asked between two steps.
+    /// they are read on top of that base. The active layer stays in the chain, and is emptied; what
+    /// is written meanwhile goes down, too. `control` is asked between two steps.
     ///
     /// Errors: as [`Self::stream`]; `Denied` if somebody else has the base open.
     fn commit<'a>(
@@ -45,10 +46,23 @@ pub trait ManageChain {
 /// The layers that are merged into one of them: all above the base, up to the top.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CommitLayers<'a> {
-    /// The uppermost, which is beneath the active layer.
-    pub top: &'a Path,
+    /// The uppermost; by default the active layer, which is empty afterwards and stays on top of the
+    /// base.
+    pub top: Option<&'a Path>,
     /// The one that is written; by default the one beneath the top.
     pub base: Option<&'a Path>,
+    /// What becomes of the active layer, if that is the top.
+    pub active: ActiveAfter,
+}
+
+/// What becomes of an active layer that was merged into another one.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum ActiveAfter {
+    /// It is empty, on top of what it was merged into.
+    #[default]
+    Emptied,
+    /// It stays as it is, and so does the chain.
+    Kept,
 }
 
 /// How far a merge is.

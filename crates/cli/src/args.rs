@@ -2,6 +2,7 @@
 //! qemu-img and qemu-nbd where the task is the same.
 
 use crate::check::CheckArgs;
+use crate::commit::CommitArgs;
 use crate::compare::CompareArgs;
 use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
@@ -13,6 +14,7 @@ use crate::info::InfoArgs;
 use crate::manual::ManualArgs;
 use crate::map::MapArgs;
 use crate::measure::MeasureArgs;
+use crate::rebase::RebaseArgs;
 use crate::resize::ResizeArgs;
 use crate::sections;
 use crate::serve::ServeArgs;
@@ -69,6 +71,10 @@ pub(crate) enum Verb {
     Convert(ConvertArgs),
     #[command(after_long_help = sections::RESIZE)]
     Resize(ResizeArgs),
+    #[command(after_long_help = sections::COMMIT)]
+    Commit(CommitArgs),
+    #[command(after_long_help = sections::REBASE)]
+    Rebase(RebaseArgs),
     #[command(after_long_help = sections::MEASURE)]
     Measure(MeasureArgs),
     #[command(after_long_help = sections::READ)]

@@ -7,9 +7,7 @@ const VERBS: &[(&str, &str)] = &[
     ("amend", "use qemu-img amend while nothing has the image open"),
     ("bench", "use fio on what `mica serve` serves, or qemu-img bench"),
     ("bitmap", "use qemu-img bitmap while nothing has the image open; `mica info` lists bitmaps"),
-    ("commit", "use qemu-img commit while nothing has the chain open"),
     ("dd", "use `mica read` and `mica write`"),
-    ("rebase", "use qemu-img rebase while nothing has the chain open"),
     (
         "snapshot",
         "put an overlay on the image with `mica create -b`, or use qemu-img snapshot while nothing \

@@ -78,7 +78,7 @@ enum CtlVerb {
     /// Merge layers down into one beneath them while the disk is served.
     ///
     /// What the layers above --base own, up to --top, is copied into it, and they leave the chain.
-    /// Refused if another disk or image needs one of these layers.
+    /// The active layer, which is the top by default, stays, and is empty afterwards. Refused if another disk or image needs one of these layers.
     #[command(after_long_help = sections::CTL_COMMIT)]
     Commit(merges::CommitArgs),
     /// Show merges that are under way, and the last one of each disk.

@@ -8,6 +8,7 @@ mod calendar;
 mod captive;
 mod check;
 mod client;
+mod commit;
 mod compare;
 mod convert;
 mod counterparts;
@@ -25,8 +26,10 @@ mod log;
 mod manual;
 mod map;
 mod measure;
+mod merging;
 mod output;
 mod pid_file;
+mod rebase;
 mod resize;
 mod sections;
 mod serve;
@@ -75,6 +78,8 @@ fn main() -> ExitCode {
         Verb::Compare(args) => compare::run(&args),
         Verb::Create(args) => create::run(&args),
         Verb::Convert(args) => convert::run(&args),
+        Verb::Commit(args) => commit::run(&args),
+        Verb::Rebase(args) => rebase::run(&args),
         Verb::Resize(args) => resize::run(&args),
         Verb::Measure(args) => measure::run(&args),
         Verb::Read(args) => dd::read(&args),

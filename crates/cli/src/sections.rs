@@ -88,9 +88,8 @@ pub(crate) fn peers(verb: &str) -> &'static [&'static str] {
         "mica" => &["qemu-img(1)", "qemu-nbd(8)", "nbdkit(1)"],
         "mica-serve" => &["qemu-nbd(8)", "nbdinfo(1)", "nbdcopy(1)", "systemd.socket(5)"],
         "mica-info" | "mica-map" | "mica-check" | "mica-compare" | "mica-create"
-        | "mica-convert" | "mica-resize" | "mica-measure" | "mica-read" | "mica-write" => {
-            &["qemu-img(1)"]
-        }
+        | "mica-convert" | "mica-resize" | "mica-commit" | "mica-rebase" | "mica-measure"
+        | "mica-read" | "mica-write" => &["qemu-img(1)"],
         _ => &[],
     }
 }
@@ -159,6 +158,7 @@ EXAMPLES:
 
 pub(crate) const CTL_COMMIT: &str = "\
 EXAMPLES:
+  mica ctl commit web
   mica ctl commit web --top monday.qcow2
   mica ctl commit web --top friday.qcow2 --base sunday.qcow2 --background";
 
@@ -285,6 +285,17 @@ pub(crate) const RESIZE: &str = "\
 EXAMPLES:
   mica resize disk.qcow2 +10G
   mica resize --shrink disk.qcow2 5G        # what lies beyond is lost";
+
+pub(crate) const COMMIT: &str = "\
+EXAMPLES:
+  mica commit top.qcow2
+  mica commit -p -b base.qcow2 top.qcow2    # with all layers in between";
+
+pub(crate) const REBASE: &str = "\
+EXAMPLES:
+  mica rebase -b other.qcow2 -F qcow2 top.qcow2
+  mica rebase -p -b '' top.qcow2            # it needs no other file then
+  mica rebase -u -b moved/base.qcow2 -F qcow2 top.qcow2";
 
 pub(crate) const MEASURE: &str = "\
 EXAMPLES:

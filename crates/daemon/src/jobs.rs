@@ -9,8 +9,8 @@
 //! - I2 A job that has ended stays known until the disk gets another one.
 
 use mica_block::{
-    CommitLayers, Error, ErrorKind, LocalFuture, Manage, ManageChain, MergeControl, MergeProgress,
-    Merged, Result,
+    ActiveAfter, CommitLayers, Error, ErrorKind, LocalFuture, Manage, ManageChain, MergeControl,
+    MergeProgress, Merged, Result,
 };
 use mica_rt::{Backend, Executor};
 use serde::Serialize;
@@ -31,8 +31,8 @@ static NUMBERS: AtomicU64 = AtomicU64::new(1);
 pub(crate) enum Merge {
     /// The layers above `base` go up into the active layer; with none all layers beneath it.
     Stream { base: Option<PathBuf> },
-    /// The layers above `base` up to `top` go down into it.
-    Commit { top: PathBuf, base: PathBuf },
+    /// The layers above `base` up to `top`, or up to the active layer, go down into it.
+    Commit { top: Option<PathBuf>, base: PathBuf },
 }
 
 impl Merge {
@@ -47,7 +47,9 @@ impl Merge {
         match self {
             Self::Stream { base } => chain.stream(base.as_deref(), control).await,
             Self::Commit { top, base } => {
-                chain.commit(CommitLayers { top, base: Some(base) }, control).await
+                let (top, base, active) = (top.as_deref(), Some(&**base), ActiveAfter::Emptied);
+                let layers = CommitLayers { top, base, active };
+                chain.commit(layers, control).await
             }
         }
     }

@@ -6,11 +6,8 @@ use crate::served::Served;
 use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, Result};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-
-/// Images that are named at most.
-const NAMED_MAX: usize = 5;
 
 impl Shared {
     /// Makes sure that only `served` needs `layers`, from the lowest; the last of them is the one
@@ -39,22 +36,6 @@ impl Shared {
                 return Err(Error::new(ErrorKind::Denied, what));
             }
         }
-        check_no_overlays(layers, above)
+        mica_stack::check_no_overlays(layers, above)
     }
-}
-
-fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
-    let overlays = mica_stack::overlays_on(layers, above)?;
-    if overlays.is_empty() {
-        return Ok(());
-    }
-    let named = overlays.iter().take(NAMED_MAX).map(|overlay| {
-        format!("{} stands on {}", overlay.path.display(), overlay.stands_on.display())
-    });
-    let mut named: Vec<_> = named.collect();
-    if let more @ 1.. = overlays.len().saturating_sub(NAMED_MAX) {
-        named.push(format!("and {more} more do"));
-    }
-    let what = format!("other images need these layers: {}", named.join(", "));
-    Err(Error::new(ErrorKind::Denied, what))
 }

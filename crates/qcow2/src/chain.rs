@@ -229,22 +229,37 @@ impl Disk for Chain {
             None => buf,
             Some(under_way) => match &*self.writer.load() {
                 None => return Writing::Direct(mica_block::ready(Err(not_writable()), buf)),
-                Some(writer) => match writer.write_in_place(at, buf, under_way) {
-                    Ok(writing) => return Writing::Direct(writing),
-                    Err(buf) => buf,
-                },
+                Some(writer) => {
+                    self.merging.touches.note(at, buf.len() as u64);
+                    match writer.write_in_place(at, buf, under_way) {
+                        Ok(writing) => return Writing::Direct(writing),
+                        Err(buf) => buf,
+                    }
+                }
             },
         };
-        let write = async move |writer: Arc<Writer>| writer.write_allocating(at, buf).await;
+        let merging = Arc::clone(&self.merging);
+        let write = async move |writer: Arc<Writer>| {
+            merging.touches.note(at, buf.len() as u64);
+            writer.write_allocating(at, buf).await
+        };
         Writing::Boxed(self.change(write))
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.change_if_writable(async move |writer| writer.zero_range(range, how).await)
+        let merging = Arc::clone(&self.merging);
+        self.change_if_writable(async move |writer| {
+            merging.touches.note(range.start(), range.len());
+            writer.zero_range(range, how).await
+        })
     }
 
     fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
-        self.change_if_writable(async move |writer| writer.discard_range(range).await)
+        let merging = Arc::clone(&self.merging);
+        self.change_if_writable(async move |writer| {
+            merging.touches.note(range.start(), range.len());
+            writer.discard_range(range).await
+        })
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {

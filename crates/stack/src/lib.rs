@@ -23,7 +23,7 @@ pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
 pub use open::{Format, open, open_writable, parse_size, wait_for_dead};
-pub use overlays::{Overlay, overlays_on};
+pub use overlays::{Overlay, check_no_overlays, overlays_on};
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;

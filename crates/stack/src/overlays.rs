@@ -13,6 +13,9 @@ use std::io::{self, ErrorKind, Read as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+/// Images that are named at most.
+const NAMED_MAX: usize = 5;
+
 type Node = (u64, u64);
 
 /// An image, and the layer that it names as its backing file.
@@ -57,6 +60,26 @@ pub fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     }
     found.sort_by(|one, other| one.path.cmp(&other.path));
     Ok(found)
+}
+
+/// Makes sure that no image is found by [`overlays_on`].
+///
+/// # Errors
+/// `Denied`, with names of images that are; else as [`overlays_on`].
+pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
+    let overlays = overlays_on(layers, above)?;
+    if overlays.is_empty() {
+        return Ok(());
+    }
+    let named = overlays.iter().take(NAMED_MAX).map(|overlay| {
+        format!("{} stands on {}", overlay.path.display(), overlay.stands_on.display())
+    });
+    let mut named: Vec<_> = named.collect();
+    if let more @ 1.. = overlays.len().saturating_sub(NAMED_MAX) {
+        named.push(format!("and {more} more do"));
+    }
+    let what = format!("other images need these layers: {}", named.join(", "));
+    Err(Error::new(mica_block::ErrorKind::Denied, what))
 }
 
 fn node_of(path: &Path) -> io::Result<Node> {

@@ -45,9 +45,9 @@ pub(super) struct CommitArgs {
     /// The disk.
     #[arg(value_name = "DISK")]
     disk: String,
-    /// The uppermost layer that is merged; it is beneath the active one.
+    /// The uppermost layer that is merged; the active one by default.
     #[arg(long, value_name = "FILE")]
-    top: PathBuf,
+    top: Option<PathBuf>,
     /// The layer that it is merged into; by default the one beneath.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
@@ -67,7 +67,10 @@ impl StreamArgs {
 
 impl CommitArgs {
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
-        let mut body = json!({ "top": named(&self.top)?, "rate": self.how.rate()? });
+        let mut body = json!({ "rate": self.how.rate()? });
+        if let Some(top) = &self.top {
+            body["top"] = named(top)?.into();
+        }
         if let Some(base) = &self.base {
             body["base"] = named(base)?.into();
         }

@@ -22,7 +22,7 @@ struct Stream {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Commit {
-    top: PathBuf,
+    top: Option<PathBuf>,
     base: Option<PathBuf>,
     #[serde(default)]
     rate: u64,
@@ -54,7 +54,7 @@ pub(super) async fn commit(
     let Commit { top, base, rate } = body(sent).await?;
     let begun = perform_held(&sources, move |shared| {
         let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers);
-        served.start_commit((&top, base.as_deref()), rate, check)
+        served.start_commit((top.as_deref(), base.as_deref()), rate, check)
     });
     Ok(told(&*begun.await?))
 }

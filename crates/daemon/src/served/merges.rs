@@ -32,33 +32,36 @@ impl Served {
         })
     }
 
-    /// Begins to merge the layers above `base` up to `top` into `base`, by default the layer beneath
-    /// it. `check` is asked with the paths of these layers, from the base, and of the one above.
+    /// Begins to merge the layers above `base` up to `top`, by default the active one, into `base`,
+    /// by default the layer beneath it. `check` is asked with the paths of the layers that change or
+    /// leave, from the base, and of the one above them.
     ///
     /// # Errors
     /// As [`Self::start_stream`], and those of `check`.
     pub(crate) fn start_commit(
         &self,
-        (top, base): (&Path, Option<&Path>),
+        (top, base): (Option<&Path>, Option<&Path>),
         rate: u64,
         check: impl FnOnce(&[PathBuf]) -> Result<()>,
     ) -> Result<Arc<Job>> {
         self.start_merge(rate, |layers| {
-            let top = layer_called(layers, top)?;
+            let active = layers.len().saturating_sub(1);
+            let top = top.map_or(Ok(active), |name| layer_called(layers, name))?;
             let base = base.map(|name| layer_called(layers, name)).transpose()?;
             let invalid = |what: &str| Error::new(ErrorKind::Invalid, what);
             let base = match base {
                 Some(base) => base,
                 None => top.checked_sub(1).ok_or_else(|| invalid("no layer is beneath the top"))?,
             };
-            if top + 1 == layers.len() {
-                return Err(invalid("the top is the active layer"));
-            }
             if base >= top {
                 return Err(invalid("the base is not beneath the top"));
             }
-            check(&layers[base..=top + 1])?;
-            Ok(Merge::Commit { top: layers[top].clone(), base: layers[base].clone() })
+            let (last, top) = match top == active {
+                true => (active, None),
+                false => (top + 1, Some(layers[top].clone())),
+            };
+            check(&layers[base..=last])?;
+            Ok(Merge::Commit { top, base: layers[base].clone() })
         })
     }
 

@@ -9,10 +9,15 @@ use mica_units::LayerNumber;
 use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 impl Manage for Chain {
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.change_if_writable(async move |writer| writer.grow(len).await)
+        let merging = Arc::clone(&self.merging);
+        self.change_if_writable(async move |writer| {
+            merging.check_may_grow()?;
+            writer.grow(len).await
+        })
     }
 
     fn idle(&self) -> LocalFuture<'_, ()> {

@@ -4,6 +4,7 @@
 //! ```text
 //! stream   base … [between] … active     data goes up,   active names the base
 //! commit   base … [sources … top] above  data goes down, above names the base
+//!          base … [sources … active]     data goes down, active is empty and names the base
 //!
 //! copy, step by step ─▶ durable ─▶ the header of the layer above names the base ─▶ durable
 //!   ─▶ the layers in memory ─▶ nobody reads through those that left any more
@@ -13,6 +14,8 @@
 //! clusters ([`crate::write::pull`]): what a guest writes, before or after, is newer and stays. What
 //! the active layer owns it keeps, so that what was copied once need not be looked at again; a last
 //! pass that finds nothing to copy proves it, and a disk that grew meanwhile gets one more.
+//!
+//! How the active layer itself is committed is in [`active`].
 //!
 //! Commit opens the base for writing and gives it a [`Writer`] of its own, over a map that ends
 //! with the base. All that it reads is frozen.
@@ -43,11 +46,13 @@
 //! need no care: their seals tell position, length, timestamps and tables of their layers, and the
 //! layer above the top has another header.
 
+mod active;
 mod commit;
 mod pace;
 mod sources;
 mod stream;
 mod target;
+mod touched;
 
 use super::{Chain, not_writable};
 use crate::layer::Layer;
@@ -63,11 +68,15 @@ use std::sync::{Arc, Mutex};
 
 /// Bytes of the disk that one step copies at most, rounded up to a cluster.
 const STEP_BYTES: u64 = 1 << 20;
+/// Bytes of the disk that are looked at together, to find what has to be copied.
+const SCAN_BYTES: u64 = 32 << 20;
 
 /// What a chain remembers of its merges.
 #[derive(Default)]
 pub(super) struct Merging {
     is_under_way: AtomicBool,
+    /// What the guest changes while the active layer is merged.
+    pub(super) touches: touched::Touches,
     /// Where a commit that did not end goes on.
     resumes: Mutex<Option<Resume>>,
 }
@@ -100,6 +109,22 @@ impl Merging {
             true => Err(Error::new(
                 ErrorKind::Denied,
                 "layers of the chain are being merged: wait for the end, or cancel it",
+            )),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Merging {
+    /// Refuses to let the disk grow while its active layer goes down.
+    ///
+    /// # Errors
+    /// `Denied` in that case.
+    pub(super) fn check_may_grow(&self) -> Result<()> {
+        match self.touches.are_wanted() {
+            true => Err(Error::new(
+                ErrorKind::Denied,
+                "the disk cannot grow while its active layer is committed",
             )),
             false => Ok(()),
         }

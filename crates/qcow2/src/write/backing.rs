@@ -42,6 +42,17 @@ pub(crate) async fn name_backing(
     Ok(())
 }
 
+/// Makes `new` the backing file of the image in `store`, which nobody else uses and has no redo
+/// log, durably; or leaves it without one. Nothing else changes.
+///
+/// # Errors
+/// As [`read_header`](crate::read_header), and [`BackingChange::plan`]: then nothing has changed;
+/// any error of the store.
+pub async fn change_backing(store: &dyn Store, new: Option<&BackingName>) -> Result<()> {
+    let header = crate::header_io::read_header(store).await?;
+    name_backing(store, header.cluster_bits, new).await
+}
+
 impl Writer {
     /// The writes that [`Self::name_backing`] will do.
     ///

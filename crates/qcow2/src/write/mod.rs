@@ -22,6 +22,7 @@ pub(crate) mod backing;
 pub(crate) mod clusters;
 mod commit;
 mod drops;
+pub(crate) mod empty;
 mod file;
 mod fill;
 mod gather;

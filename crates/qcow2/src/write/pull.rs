@@ -31,7 +31,7 @@ pub(crate) struct Leaving {
 
 /// What has to be done for some bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Need {
+pub(crate) enum Need {
     Data,
     Zeros,
 }
@@ -56,13 +56,18 @@ impl Leaving {
         self.is_leaving.get(number.index()).copied().unwrap_or(false)
     }
 
+    /// The same, over a layer that ends at `below_end`.
+    pub(crate) fn over(self, below_end: u64) -> Self {
+        Self { below_end, ..self }
+    }
+
     /// Whether it is of no consequence that nobody owns `range`.
     pub(crate) fn ignores_holes(&self, range: GuestRange) -> bool {
         self.hides_from.max(range.start().bytes()) >= self.below_end.min(range.end().bytes())
     }
 
     /// The part of `extent` for which something has to be done.
-    fn need(&self, extent: &Extent) -> Option<(GuestRange, Need)> {
+    pub(crate) fn need(&self, extent: &Extent) -> Option<(GuestRange, Need)> {
         let (start, end) = (extent.start.bytes(), extent.range().end().bytes());
         let (start, end, need) = match extent.kind {
             ExtentKind::Data | ExtentKind::Encoded | ExtentKind::DataInHole => {

@@ -14,7 +14,7 @@ use mica_block::{
 use mica_qcow2_format::BackingName;
 use mica_units::{ClusterBits, GuestRange, LayerNumber};
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 
 /// The layers of a commit, by position.
@@ -37,8 +37,28 @@ impl Chain {
         wanted: CommitLayers<'_>,
         control: &dyn MergeControl,
     ) -> Result<Merged> {
+        let is_active = match wanted.top {
+            None => true,
+            Some(top) => {
+                let layers = self.map.layers();
+                position_at(&*self.map.images, &layers, top)? == layers.frozen().len()
+            }
+        };
+        match wanted.top {
+            Some(top) if !is_active => self.commit_frozen(top, wanted.base, control).await,
+            _ => self.commit_active(wanted.base, wanted.active, control).await,
+        }
+    }
+
+    /// The same for a `top` that is frozen.
+    async fn commit_frozen(
+        &self,
+        top: &Path,
+        base: Option<&Path>,
+        control: &dyn MergeControl,
+    ) -> Result<Merged> {
         let _under_way = self.begin_merge().await?;
-        let (at, name) = self.plan_commit(wanted).await?;
+        let (at, name) = self.plan_commit(top, base).await?;
         let map = &self.map;
         let _index = map.hold_index().await;
         map.index.cut(at.base);
@@ -65,14 +85,18 @@ impl Chain {
     }
 
     /// Which layers are meant, and by which name the one above names the base.
-    async fn plan_commit(&self, wanted: CommitLayers<'_>) -> Result<(Positions, BackingName)> {
+    async fn plan_commit(
+        &self,
+        top: &Path,
+        base: Option<&Path>,
+    ) -> Result<(Positions, BackingName)> {
         let refuse = |what: &str| Err(Error::new(ErrorKind::Invalid, what));
         let (images, layers) = (&*self.map.images, self.map.layers());
-        let top = position_at(images, &layers, wanted.top)?;
+        let top = position_at(images, &layers, top)?;
         if top == layers.frozen().len() {
             return refuse("the top is the active layer");
         }
-        let base = match wanted.base {
+        let base = match base {
             Some(path) => position_at(images, &layers, path)?,
             None if top == 0 => return refuse("there is no layer beneath the top"),
             None => top - 1,

@@ -37,6 +37,17 @@ impl<'a> Pace<'a> {
         ControlFlow::Continue(())
     }
 
+    /// Waits for whoever controls the merge, and not for the guest.
+    pub(super) async fn ask(&mut self, progress: MergeProgress) -> ControlFlow<()> {
+        self.began = None;
+        self.control.step(progress).await
+    }
+
+    /// The step has done nothing.
+    pub(super) fn forget(&mut self) {
+        self.began = None;
+    }
+
     /// A step begins that reads or writes.
     pub(super) fn begin(&mut self) {
         self.began = Some(mica_rt::now());

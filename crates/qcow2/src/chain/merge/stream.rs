@@ -1,7 +1,7 @@
 //! Layers go up into the active one.
 
 use super::pace::Pace;
-use super::{STEP_BYTES, backing_name, position_at};
+use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at};
 use crate::chain::{Chain, not_writable};
 use crate::layers::Layers;
 use crate::write::Writer;
@@ -12,9 +12,6 @@ use mica_units::{GuestOffset, GuestRange, LayerNumber};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
-
-/// Bytes of the disk that are looked at together.
-const SCAN_BYTES: u64 = 32 << 20;
 
 /// How a pass over the disk ended.
 enum Pass {
