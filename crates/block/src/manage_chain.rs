@@ -46,8 +46,8 @@ pub trait ManageChain {
 /// The layers that are merged into one of them: all above the base, up to the top.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CommitLayers<'a> {
-    /// The uppermost; by default the active layer, which is empty afterwards and stays on top of the
-    /// base.
+    /// The uppermost; by default the active layer, which is empty afterwards and stays on top of
+    /// the base.
     pub top: Option<&'a Path>,
     /// The one that is written; by default the one beneath the top.
     pub base: Option<&'a Path>,

@@ -57,7 +57,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
                 return Err(Failure::new("the image has no backing file to merge into"));
             }
             let (above, below) = layers[lowest..].split_last().expect("there are two");
-            check_no_overlays(below, above)?;
+            check_no_overlays(below, above, &[])?;
             let wanted = args.report.progress(args.progress);
             let shown = Shown::new(Progress::start(disk.geometry().len, wanted));
             let active = if args.keep { ActiveAfter::Kept } else { ActiveAfter::Emptied };

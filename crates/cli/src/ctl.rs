@@ -78,7 +78,8 @@ enum CtlVerb {
     /// Merge layers down into one beneath them while the disk is served.
     ///
     /// What the layers above --base own, up to --top, is copied into it, and they leave the chain.
-    /// The active layer, which is the top by default, stays, and is empty afterwards. Refused if another disk or image needs one of these layers.
+    /// The active layer, which is the top by default, stays, and is empty afterwards. Refused if
+    /// another disk or image needs one of these layers.
     #[command(after_long_help = sections::CTL_COMMIT)]
     Commit(merges::CommitArgs),
     /// Show merges that are under way, and the last one of each disk.
@@ -305,10 +306,16 @@ fn status(answer: &Value) -> String {
             .filter(|(key, _)| !disk[*key].is_null())
             .map(|(key, what)| format!("\n{}: {what}{}\n", text(&disk["name"]), text(&disk[key])))
     });
+    let under_way = disks(answer).map(|disk| &disk["merge"]).filter(|it| it.is_object());
+    let merges: Value = under_way.cloned().collect();
+    let merges = match merges.as_array().is_some_and(|merges| merges.is_empty()) {
+        true => String::new(),
+        false => format!("\n{}", merges::listed(&merges)),
+    };
     format!(
         "mica {version}, process {pid}, up {uptime}\n\n{}{}{}",
         table(&head, &[2, 4], rows.collect()),
-        volumes(answer) + &stores(answer),
+        merges + &volumes(answer) + &stores(answer),
         problems.collect::<String>()
     )
 }

@@ -173,7 +173,7 @@ async fn copy_differences(
         progress.at(at);
         let step = GuestRange::new(GuestOffset::new(at), STEP_BYTES.min(len - at)).expect("on it");
         let extents: Vec<Extent> = {
-            let plan = disk.plan(step, Vec::new()).resolve().await?;
+            let plan = disk.plan(step, Vec::new()).finish().await?;
             plan.iter().copied().collect()
         };
         for extent in extents.iter().filter(|extent| {
@@ -220,7 +220,7 @@ async fn copy_difference(
 }
 
 async fn read(disk: &dyn Manage, range: GuestRange) -> Result<Buf, Failure> {
-    let plan = disk.plan(range, Vec::new()).resolve().await?;
+    let plan = disk.plan(range, Vec::new()).finish().await?;
     let buf = Buf::new(usize::try_from(range.len()).expect("a step"));
     Ok(read_extents(disk, &plan, buf).await?)
 }

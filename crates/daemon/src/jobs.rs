@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 
 /// How often a job that waits looks whether it is to go on, or to end.
 const LOOK: Duration = Duration::from_millis(20);
+const COMMIT: &str = "commit";
 /// Numbers of jobs.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
@@ -39,7 +40,7 @@ impl Merge {
     fn kind(&self) -> &'static str {
         match self {
             Self::Stream { .. } => "stream",
-            Self::Commit { .. } => "commit",
+            Self::Commit { .. } => COMMIT,
         }
     }
 
@@ -76,7 +77,6 @@ struct State {
     paused: Duration,
     paused_since: Option<Instant>,
     end: Option<End>,
-    has_left: bool,
 }
 
 struct End {
@@ -168,15 +168,24 @@ impl Job {
         }
         let mut state = self.lock();
         state.end = Some(End { at: now(), outcome });
-        state.has_left = true;
         self.ended.notify_all();
     }
 
     /// Ends it, if it has not ended, and waits until it has.
     pub(crate) fn stop(&self) {
         self.is_cancelled.store(true, Ordering::Release);
-        let state = self.ended.wait_while(self.lock(), |state| !state.has_left);
+        let state = self.ended.wait_while(self.lock(), |state| state.end.is_none());
         drop(state.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// The layers that it has put into one beneath them.
+    pub(crate) fn merged_away(&self) -> Vec<PathBuf> {
+        match &self.lock().end {
+            Some(End { outcome: Ok(Merged::Done { dropped, .. }), .. }) if self.kind == COMMIT => {
+                dropped.clone()
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// Whether it has ended.

@@ -80,6 +80,8 @@ pub(crate) struct Served {
     opened: Mutex<Opened>,
     /// The merge of its layers that is under way, or the last one.
     job: Mutex<Option<Arc<Job>>>,
+    /// Layers that went down into others: their files show something else since.
+    merged_away: Mutex<Vec<PathBuf>>,
     /// Where its clients come in.
     doors: Doors,
     state: Mutex<State>,
@@ -157,6 +159,7 @@ impl Served {
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
             job: Mutex::default(),
+            merged_away: Mutex::default(),
             doors,
             state: Mutex::new(state),
             has_opener: AtomicBool::new(false),

@@ -112,8 +112,8 @@ impl Layers {
         }
     }
 
-    /// How many layers are beneath the one with this number, or, if that is retired, beneath the one
-    /// that has its data.
+    /// How many layers are beneath the one with this number, or, if that is retired, beneath the
+    /// one that has its data.
     ///
     /// # Panics
     /// As [`Self::get`].

@@ -147,9 +147,9 @@ impl Map {
         self.index.cache.outdate_loading();
     }
 
-    /// The same if slices in memory may name layers that are not among the new ones, or are not true
-    /// of them: those that name only layers which `keeps` allows are kept. Nothing changes owners
-    /// meanwhile.
+    /// The same if slices in memory may name layers that are not among the new ones, or are not
+    /// true of them: those that name only layers which `keeps` allows are kept. Nothing changes
+    /// owners meanwhile.
     pub(crate) fn exchange_layers(&self, layers: Layers, keeps: impl Fn(LayerNumber) -> bool) {
         self.replace_layers(layers);
         // Whoever loads a slice from now on asks the new layers.

@@ -28,14 +28,16 @@ pub struct Overlay {
 }
 
 /// The images in the folders of `layers`, and in the folder of `above`, that name one of `layers`
-/// as their backing file, other than `layers` themselves and `above`. An image elsewhere is not
-/// found, nor one that cannot be read.
+/// as their backing file, other than `layers` themselves, `above`, and images that are `gone`: that
+/// nobody uses any more. An image elsewhere is not found, nor one that cannot be read.
 ///
 /// # Errors
 /// If a folder cannot be listed.
-pub fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
+pub fn overlays_on(layers: &[PathBuf], above: &Path, gone: &[PathBuf]) -> Result<Vec<Overlay>> {
     let nodes: Vec<Option<Node>> = layers.iter().map(|layer| node_of(layer).ok()).collect();
-    let own: HashSet<Node> = nodes.iter().flatten().copied().chain(node_of(above).ok()).collect();
+    let gone = gone.iter().filter_map(|image| node_of(image).ok());
+    let own = nodes.iter().flatten().copied().chain(node_of(above).ok()).chain(gone);
+    let own: HashSet<Node> = own.collect();
     let mut seen = HashSet::new();
     let mut found = Vec::new();
     for layer in layers.iter().map(PathBuf::as_path).chain([above]) {
@@ -66,8 +68,8 @@ pub fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
 ///
 /// # Errors
 /// `Denied`, with names of images that are; else as [`overlays_on`].
-pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
-    let overlays = overlays_on(layers, above)?;
+pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: &[PathBuf]) -> Result<()> {
+    let overlays = overlays_on(layers, above, gone)?;
     if overlays.is_empty() {
         return Ok(());
     }
@@ -148,17 +150,20 @@ mod tests {
         image(&at("base"), None);
         image(&at("middle"), Some("base"));
         image(&at("active"), Some("middle"));
-        assert_eq!(overlays_on(&[at("base"), at("middle")], &at("active")).expect("listed"), []);
+        let found = |gone: &[PathBuf]| {
+            overlays_on(&[at("base"), at("middle")], &at("active"), gone).expect("listed")
+        };
+        assert_eq!(found(&[]), []);
         image(&at("clone"), Some(at("base").to_str().expect("UTF-8")));
         fs::write(at("else"), b"QFI\xfbgarbage").expect("there is room");
         fs::write(at("empty"), b"").expect("there is room");
         std::os::unix::fs::symlink("missing", at("broken")).expect("a link");
         image(&at("lost"), Some("nowhere"));
-        let found = overlays_on(&[at("base"), at("middle")], &at("active")).expect("listed");
-        assert_eq!(found, [Overlay { path: at("clone"), stands_on: at("base") }]);
+        assert_eq!(found(&[]), [Overlay { path: at("clone"), stands_on: at("base") }]);
+        assert_eq!(found(&[at("clone")]), []);
         // A second name of an own image is no other image.
         fs::remove_file(at("clone")).expect("it is there");
         fs::hard_link(at("active"), at("again")).expect("a link");
-        assert_eq!(overlays_on(&[at("base"), at("middle")], &at("active")).expect("listed"), []);
+        assert_eq!(found(&[]), []);
     }
 }

@@ -41,7 +41,12 @@ impl Chain {
             }
             base => {
                 qemu::create(at, name, &["-o", base], "18M");
-                qemu::io(at, &[], name, &["write -P 1 0 17M", "write -c -P 2 8M 2M"]);
+                qemu::io(
+                    at,
+                    &[],
+                    name,
+                    &["write -c -P 2 14M 2M", "write -P 1 0 14M", "write -P 3 16M 1M"],
+                );
             }
         }
         let mut below = name.to_owned();
@@ -52,14 +57,16 @@ impl Chain {
             qemu::create(at, layer, &["-o", options, "-b", &below, "-F", format], &size);
             let start = number * 3 << 20;
             let byte = number * 16;
-            let mut writes = vec![
-                format!("write -P {byte} {start} 1M"),
-                format!("write -P {} {} 1536", byte + 1, start + (3 << 19) + 512),
-                format!("write -P {} {} 2048", byte + 2, 20 << 20),
-            ];
+            let mut writes = Vec::new();
+            // QEMU compresses only what is not there yet.
             if !options.contains("extended_l2") {
                 writes.push(format!("write -c -P {} {} 2M", byte + 3, (number - 1) * 4 << 20));
             }
+            writes.extend([
+                format!("write -P {byte} {start} 1M"),
+                format!("write -P {} {} 1536", byte + 1, start + (3 << 19) + 512),
+                format!("write -P {} {} 2048", byte + 2, 20 << 20),
+            ]);
             if !options.contains("0.10") {
                 writes.push(format!("write -z {} 512k", (number + 1) * 2 << 20));
                 writes.push(format!("write -zu {} 2M", (12 + number) << 20));

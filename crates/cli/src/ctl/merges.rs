@@ -1,5 +1,5 @@
-//! `mica ctl stream`, `commit`, `jobs`, `cancel`, `pause` and `resume`: layers of a chain are merged
-//! while it is served.
+//! `mica ctl stream`, `commit`, `jobs`, `cancel`, `pause` and `resume`: layers of a chain are
+//! merged while it is served.
 
 use super::{duration, text};
 use crate::client::{Client, nothing, of_disk};

@@ -33,8 +33,8 @@ impl Served {
     }
 
     /// Begins to merge the layers above `base` up to `top`, by default the active one, into `base`,
-    /// by default the layer beneath it. `check` is asked with the paths of the layers that change or
-    /// leave, from the base, and of the one above them.
+    /// by default the layer beneath it. `check` is asked with the paths of the layers that change
+    /// or leave, from the base, and of the one above them.
     ///
     /// # Errors
     /// As [`Self::start_stream`], and those of `check`.
@@ -78,6 +78,9 @@ impl Served {
         if job.as_ref().is_some_and(|job| !job.has_ended()) {
             return Err(self.denied("is being merged already: `mica ctl jobs` shows how far"));
         }
+        if let Some(last) = &*job {
+            self.lock_merged_away().extend(last.merged_away());
+        }
         let disk: Arc<dyn Manage> = self.opened().disk()?;
         let merge = merge(&disk.layer_paths())?;
         let started = Job::start(&self.name, disk, merge, rate)?;
@@ -94,6 +97,15 @@ impl Served {
             let what = format!("no layers of the disk {:?} are being merged", self.name);
             Error::new(ErrorKind::NotFound, what)
         })
+    }
+
+    /// Layers that were committed since the start, and are of no use to anybody by themselves.
+    pub(crate) fn merged_away(&self) -> Vec<PathBuf> {
+        self.lock_merged_away().clone()
+    }
+
+    fn lock_merged_away(&self) -> MutexGuard<'_, Vec<PathBuf>> {
+        self.merged_away.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The disk is about to be closed.

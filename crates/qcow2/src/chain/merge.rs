@@ -10,9 +10,9 @@
 //!   ─▶ the layers in memory ─▶ nobody reads through those that left any more
 //! ```
 //!
-//! Stream copies in transactions of the active layer's own writer, under the claims of the
-//! clusters ([`crate::write::pull`]): what a guest writes, before or after, is newer and stays. What
-//! the active layer owns it keeps, so that what was copied once need not be looked at again; a last
+//! Stream copies in transactions of the active layer's own writer, under the claims of the clusters
+//! ([`crate::write::pull`]): what a guest writes, before or after, is newer and stays. What the
+//! active layer owns it keeps, so that what was copied once need not be looked at again; a last
 //! pass that finds nothing to copy proves it, and a disk that grew meanwhile gets one more.
 //!
 //! How the active layer itself is committed is in [`active`].
@@ -27,18 +27,18 @@
 //!   the layer above the top names the base.
 //! - I2 That header is written only when everything that was copied is durable, and in one sector:
 //!   a power cut leaves the chain with the layers or without them.
-//! - I3 No slice, sidecar or decoded cluster in memory outlives what it was made of. The tree of the
-//!   index ends beneath the lowest layer that changes or leaves, and nobody has a longer one, before
-//!   the layers are exchanged; sidecars are not written meanwhile. Slices that name a layer which
-//!   leaves are dropped; a layer that leaves is found by its number until every request is done
-//!   that may have a plan with it.
+//! - I3 No slice, sidecar or decoded cluster in memory outlives what it was made of. The tree of
+//!   the index ends beneath the lowest layer that changes or leaves, and nobody has a longer one,
+//!   before the layers are exchanged; sidecars are not written meanwhile. Slices that name a layer
+//!   which leaves are dropped; a layer that leaves is found by its number until every request is
+//!   done that may have a plan with it.
 //! - I4 While the base is written the chain reads it through its writer's pages. A place in it is
 //!   not used again before every request that may have found it is done: the writer waits at the
 //!   chain's gate, and the chain's slices of what was written are dropped before the next flush.
 //! - I5 The base gets no redo log: all that it could lose is in the layers above.
 //! - I6 One merge of a chain at a time; no layer is put on top meanwhile.
-//! - I7 After an error, or if it is cancelled, the chain has the layers that it had, and the base is
-//!   closed properly if it can be.
+//! - I7 After an error, or if it is cancelled, the chain has the layers that it had, and the base
+//!   is closed properly if it can be.
 //!
 //! Power cuts. Before the header is durable the old layers are there, unchanged; the active layer
 //! has more of its own (stream), or the base differs where nobody sees it (commit; if its length

@@ -124,9 +124,9 @@ impl Writer {
         Ok(rest)
     }
 
-    /// Makes the entries of the whole units of `range`, which this layer does not own, say that they
-    /// are zeros, whatever shows there now. The caller has the claims of the clusters, and the image
-    /// is of version 3.
+    /// Makes the entries of the whole units of `range`, which this layer does not own, say that
+    /// they are zeros, whatever shows there now. The caller has the claims of the clusters, and the
+    /// image is of version 3.
     pub(super) async fn zero_entries(&self, range: GuestRange) -> Result<()> {
         let bits = self.l2.cluster_bits;
         let (first, last) = clusters_of(bits, range);

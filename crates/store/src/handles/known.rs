@@ -115,8 +115,8 @@ impl Handles {
         shared
     }
 
-    /// Whether a store reads the file at `node` (see [`Located::node`]) and relies on locks that keep
-    /// writers out.
+    /// Whether a store reads the file at `node` (see [`Located::node`]) and relies on locks that
+    /// keep writers out.
     pub(crate) fn is_read_locked(&self, node: (u64, u64)) -> bool {
         [Access::Buffered, Access::Direct].into_iter().any(|access| {
             let mode = Mode { access, locking: Locking::On };

@@ -11,8 +11,8 @@
 //! held for moments of [`HELD_MAX`], with ever shorter ones in between.
 //!
 //! Invariants, beside those of [`super`]
-//! - A1 The active layer owns whatever the guest changed, also what it discarded, until its L1 table
-//!   is empty: nothing of the base shows before that.
+//! - A1 The active layer owns whatever the guest changed, also what it discarded, until its L1
+//!   table is empty: nothing of the base shows before that.
 //! - A2 What was read while the guest wrote is copied again: see [`super::touched`].
 //! - A3 The empty table counts only when the base is durable and the header names it.
 
