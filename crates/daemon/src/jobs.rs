@@ -24,6 +24,8 @@ use std::time::{Duration, Instant};
 /// How often a job that waits looks whether it is to go on, or to end.
 const LOOK: Duration = Duration::from_millis(20);
 const COMMIT: &str = "commit";
+/// States of a job that has not ended.
+const UNDER_WAY: [&str; 3] = ["running", "paused", "cancelling"];
 /// Numbers of jobs.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
@@ -88,21 +90,28 @@ struct End {
 #[derive(Serialize, Debug)]
 pub(crate) struct Told {
     number: u64,
-    disk: String,
-    kind: &'static str,
+    pub(crate) disk: String,
+    pub(crate) kind: &'static str,
     state: &'static str,
     /// Bytes of the disk.
-    done: u64,
-    total: u64,
-    copied_bytes: u64,
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+    pub(crate) copied_bytes: u64,
     /// Bytes of the disk in a second, on average.
     rate: u64,
     elapsed_ms: u64,
     /// Until the end, at this rate.
     estimate_ms: Option<u64>,
-    failure: Option<String>,
+    pub(crate) failure: Option<String>,
     /// Paths of the layers that are not in the chain any more.
     dropped: Vec<String>,
+}
+
+impl Told {
+    /// Whether it has not ended.
+    pub(crate) fn is_under_way(&self) -> bool {
+        UNDER_WAY.contains(&self.state)
+    }
 }
 
 impl Job {
@@ -211,9 +220,9 @@ impl Job {
         let state = self.lock();
         let MergeProgress { done, total, copied } = state.progress;
         let (name, failure, dropped) = match &state.end {
-            None if self.is_cancelled.load(Ordering::Acquire) => ("cancelling", None, &[][..]),
-            None if self.is_paused.load(Ordering::Acquire) => ("paused", None, &[][..]),
-            None => ("running", None, &[][..]),
+            None if self.is_cancelled.load(Ordering::Acquire) => (UNDER_WAY[2], None, &[][..]),
+            None if self.is_paused.load(Ordering::Acquire) => (UNDER_WAY[1], None, &[][..]),
+            None => (UNDER_WAY[0], None, &[][..]),
             Some(End { outcome: Ok(Merged::Done { dropped, .. }), .. }) => {
                 ("done", None, &dropped[..])
             }

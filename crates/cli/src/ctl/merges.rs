@@ -148,10 +148,11 @@ pub(super) fn one(job: &Value) -> String {
     let copied = human_size(job["copied_bytes"].as_u64().unwrap_or(0));
     let layers = job["dropped"].as_array().map_or(0, Vec::len);
     match state.as_str() {
-        "done" if layers == 1 => {
-            format!("{disk}: a layer was merged, {copied} were copied\n")
-        }
-        "done" => format!("{disk}: {layers} layers were merged, {copied} were copied\n"),
+        "done" => match layers {
+            0 => format!("{disk}: merged, {copied} were copied\n"),
+            1 => format!("{disk}: merged, a layer has left the chain, {copied} were copied\n"),
+            _ => format!("{disk}: merged, {layers} layers have left, {copied} were copied\n"),
+        },
         _ => format!("{disk}: {kind} is {state}\n"),
     }
 }
@@ -196,7 +197,7 @@ mod tests {
         );
         let done = json!({"disk": "web", "kind": "stream", "state": "done", "dropped": ["a", "b"],
             "copied_bytes": 1 << 20});
-        assert_eq!(one(&done), "web: 2 layers were merged, 1 MiB were copied\n");
+        assert_eq!(one(&done), "web: merged, 2 layers have left, 1 MiB were copied\n");
         assert_eq!(
             one(&json!({"disk": "w", "kind": "commit", "state": "paused"})),
             "w: commit is paused\n"

@@ -198,13 +198,15 @@ impl Chain {
 }
 
 impl Carrying<'_> {
-    /// Bytes of the disk that can be copied within [`HELD_MAX`], as far as is known.
+    /// Bytes of the disk that can be copied within [`HELD_MAX`], as far as is known: a multiple of
+    /// [`HELD_BYTES_MIN`].
     fn held_bytes(&self) -> u64 {
         let took = u64::try_from(self.took.as_micros()).unwrap_or(u64::MAX);
         let held = u64::try_from(HELD_MAX.as_micros()).unwrap_or(u64::MAX);
         let bytes = u128::from(self.looked_at) * u128::from(held);
         let bytes = bytes.checked_div(u128::from(took)).and_then(|bytes| bytes.try_into().ok());
-        bytes.unwrap_or(0).max(HELD_BYTES_MIN)
+        let bytes: u64 = bytes.unwrap_or(0);
+        (bytes / HELD_BYTES_MIN * HELD_BYTES_MIN).max(HELD_BYTES_MIN)
     }
 
     async fn carry_ranges(&mut self, ranges: &[GuestRange]) -> Result<()> {

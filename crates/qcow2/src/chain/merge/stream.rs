@@ -13,6 +13,9 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
+/// Passes over a disk at most: two, and one more whenever it has grown.
+const PASSES_MAX: u32 = 1000;
+
 /// How a pass over the disk ended.
 enum Pass {
     /// It found so many bytes of the disk, and copied something or nothing.
@@ -64,7 +67,11 @@ impl Chain {
         let leaving = Arc::new(Leaving::new(&layers, from, active));
         let pace = Pace::new(self, control);
         let mut stream = Stream { chain: self, pace, leaving, copied: 0 };
-        loop {
+        for pass in 0.. {
+            if pass == PASSES_MAX {
+                let context = "what was copied is not found in the active layer";
+                return Err(Error::new(ErrorKind::Io, context));
+            }
             let end = match stream.pass().await? {
                 Pass::Cancelled => return Ok(Merged::Cancelled),
                 Pass::Ended { is_settled: false, .. } => continue,
