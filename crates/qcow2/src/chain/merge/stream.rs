@@ -114,7 +114,7 @@ impl Chain {
         let before = map.layers();
         let next = before.without(from, before.frozen().len(), from);
         let stays = numbers_of(&next);
-        self.exchange_layers(next, |number| stays(number));
+        self.exchange_layers(next, stays);
         drop(held);
         self.forget_retired().await;
         Ok(true)
