@@ -26,8 +26,9 @@ impl Shared {
         let others = self.disks.all().into_iter().filter(|other| !Arc::ptr_eq(other, served));
         for other in others {
             let used = other.layer_paths().into_iter();
-            let shared = used.filter(|layer| node(layer).is_ok_and(|node| nodes.contains(&node)));
-            if let Some(layer) = shared.last() {
+            let mut shared =
+                used.filter(|layer| node(layer).is_ok_and(|node| nodes.contains(&node)));
+            if let Some(layer) = shared.next_back() {
                 let what = format!(
                     "the disk {:?} needs {}, which would change or leave the chain",
                     other.name,
