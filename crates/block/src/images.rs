@@ -84,6 +84,29 @@ pub struct OpenImage {
     pub content: ProofSlot,
 }
 
+/// An image that is open for reading, and can be written once that is allowed.
+pub struct Upgradable {
+    /// The image. Its store writes, too, which nobody does before [`Self::upgrade`].
+    pub image: OpenImage,
+    upgrade: Box<dyn Fn() -> Result<()> + Send + Sync>,
+}
+
+impl Upgradable {
+    /// An `image` that may be written when `upgrade` succeeds.
+    pub fn new(image: OpenImage, upgrade: impl Fn() -> Result<()> + Send + Sync + 'static) -> Self {
+        Self { image, upgrade: Box::new(upgrade) }
+    }
+
+    /// Excludes other writers, and readers: from now on the image may be written.
+    ///
+    /// # Errors
+    /// `Denied` if somebody else has the image open: perhaps this chain, by another store. Whoever
+    /// does not try again closes the image.
+    pub fn upgrade(&self) -> Result<()> {
+        (self.upgrade)()
+    }
+}
+
 /// Decides which images may be opened, and opens them.
 pub trait Images: Send + Sync {
     /// The file that `name`, which is stored in the image at `referrer`, refers to. A relative name
@@ -117,6 +140,13 @@ pub trait Images: Send + Sync {
     fn note_name(&self, path: &Path) {
         let _ = path;
     }
+
+    /// Opens the file at `path`, which a chain reads already, so that it can be read and, later,
+    /// written.
+    ///
+    /// # Errors
+    /// What the system or the policy reports, or that another program writes the file.
+    fn open_upgradable(&self, path: &Path) -> Result<Upgradable>;
 
     /// Which file is at `path` now.
     ///

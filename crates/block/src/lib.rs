@@ -33,11 +33,14 @@ mod store;
 pub use disk::{Disk, Geometry, Plan, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
-pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot};
+pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot, Upgradable};
 pub use manage::{
     Haste, IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
-pub use manage_chain::{ManageChain, Pushed, Renaming, View};
+pub use manage_chain::{
+    ActiveAfter, CommitLayers, ManageChain, MergeControl, MergeProgress, Merged, Pushed, Renaming,
+    View,
+};
 pub use manage_volume::{LogStats, ManageVolume, Times, VolumeStats};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};

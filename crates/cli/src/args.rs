@@ -4,6 +4,7 @@
 use crate::bitmap::BitmapArgs;
 use crate::check::CheckArgs;
 use crate::clone::CloneArgs;
+use crate::commit::CommitArgs;
 use crate::compare::CompareArgs;
 use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
@@ -16,6 +17,7 @@ use crate::info::InfoArgs;
 use crate::manual::ManualArgs;
 use crate::map::MapArgs;
 use crate::measure::MeasureArgs;
+use crate::rebase::RebaseArgs;
 use crate::resize::ResizeArgs;
 use crate::sections;
 use crate::serve::ServeArgs;
@@ -83,6 +85,10 @@ pub(crate) enum Verb {
     Resize(ResizeArgs),
     #[command(after_long_help = sections::BITMAP)]
     Bitmap(BitmapArgs),
+    #[command(after_long_help = sections::COMMIT)]
+    Commit(CommitArgs),
+    #[command(after_long_help = sections::REBASE)]
+    Rebase(RebaseArgs),
     #[command(after_long_help = sections::MEASURE)]
     Measure(MeasureArgs),
     #[command(after_long_help = sections::READ)]

@@ -6,9 +6,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 const VERBS: &[(&str, &str)] = &[
     ("amend", "use qemu-img amend while nothing has the image open"),
     ("bench", "use fio on what `mica serve` serves, or qemu-img bench"),
-    ("commit", "use qemu-img commit while nothing has the chain open"),
     ("dd", "use `mica read` and `mica write`"),
-    ("rebase", "use qemu-img rebase while nothing has the chain open"),
 ];
 
 /// Options of qemu-img, and what to do instead.

@@ -3,6 +3,7 @@
 mod agent;
 mod backups;
 mod members;
+mod merges;
 mod saved;
 mod snapshots;
 
@@ -78,6 +79,43 @@ enum CtlVerb {
     Backup {
         #[command(subcommand)]
         verb: BackupVerb,
+    },
+    /// Merge layers up into the active one while the disk is served.
+    ///
+    /// What it shows through the layers above --base is copied; these layers leave the chain, and
+    /// their files stay as they are. Without --base the active layer needs no other afterwards.
+    #[command(after_long_help = sections::CTL_STREAM)]
+    Stream(merges::StreamArgs),
+    /// Merge layers down into one beneath them while the disk is served.
+    ///
+    /// What the layers above --base own, up to --top, is copied into it, and they leave the chain.
+    /// The active layer, which is the top by default, stays, and is empty afterwards. Refused if
+    /// another disk or image needs one of these layers.
+    #[command(after_long_help = sections::CTL_COMMIT)]
+    Commit(merges::CommitArgs),
+    /// Show merges that are under way, and the last one of each disk.
+    #[command(after_long_help = sections::CTL_JOBS)]
+    Jobs,
+    /// End the merge of a disk: the chain keeps the layers that it has.
+    #[command(after_long_help = sections::CTL_CANCEL)]
+    Cancel {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+    /// Let the merge of a disk rest.
+    #[command(after_long_help = sections::CTL_PAUSE)]
+    Pause {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+    /// Let the merge of a disk go on.
+    #[command(after_long_help = sections::CTL_RESUME)]
+    Resume {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
     },
     /// Serve another disk.
     ///
@@ -172,6 +210,12 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Drop(args) => (args.run(client)?, snapshots::dropped),
         CtlVerb::Label(args) => (args.run(client)?, snapshots::labelled),
         CtlVerb::Backup { verb } => verb.run(client)?,
+        CtlVerb::Stream(args) => (args.run(client)?, merges::one),
+        CtlVerb::Commit(args) => (args.run(client)?, merges::one),
+        CtlVerb::Jobs => (merges::all(client)?, merges::listed),
+        CtlVerb::Cancel { disk } => (merges::change(client, disk, "cancel")?, merges::one),
+        CtlVerb::Pause { disk } => (merges::change(client, disk, "pause")?, merges::one),
+        CtlVerb::Resume { disk } => (merges::change(client, disk, "resume")?, merges::one),
         CtlVerb::Add(args) => (args.run(client)?, members),
         CtlVerb::Remove(args) => (args.run(client)?, members),
         CtlVerb::Undrain { disk } => (client.post(&of_disk(disk, "undrain"), &nothing())?, members),
@@ -274,10 +318,16 @@ fn status(answer: &Value) -> String {
             .filter(|(key, _)| !disk[*key].is_null())
             .map(|(key, what)| format!("\n{}: {what}{}\n", text(&disk["name"]), text(&disk[key])))
     });
+    let under_way = disks(answer).map(|disk| &disk["merge"]).filter(|it| it.is_object());
+    let merges: Value = under_way.cloned().collect();
+    let merges = match merges.as_array().is_some_and(|merges| merges.is_empty()) {
+        true => String::new(),
+        false => format!("\n{}", merges::listed(&merges)),
+    };
     format!(
         "mica {version}, process {pid}, up {uptime}\n\n{}{}{}",
         table(&head, &[2, 4], rows.collect()),
-        volumes(answer) + &stores(answer),
+        merges + &volumes(answer) + &stores(answer),
         problems.collect::<String>()
     )
 }

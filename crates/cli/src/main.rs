@@ -10,6 +10,7 @@ mod captive;
 mod check;
 mod client;
 mod clone;
+mod commit;
 mod compare;
 mod convert;
 mod counterparts;
@@ -29,8 +30,10 @@ mod log;
 mod manual;
 mod map;
 mod measure;
+mod merging;
 mod output;
 mod pid_file;
+mod rebase;
 mod resize;
 mod sections;
 mod serve;
@@ -86,6 +89,8 @@ fn main() -> ExitCode {
         Verb::Clone(args) => clone::run(&args),
         Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Convert(args) => convert::run(&args),
+        Verb::Commit(args) => commit::run(&args),
+        Verb::Rebase(args) => rebase::run(&args),
         Verb::Resize(args) => resize::run(&args),
         Verb::Bitmap(args) => bitmap::run(&args),
         Verb::Measure(args) => measure::run(&args),

@@ -88,8 +88,8 @@ pub(crate) fn peers(verb: &str) -> &'static [&'static str] {
         "mica" => &["qemu-img(1)", "qemu-nbd(8)", "nbdkit(1)"],
         "mica-serve" => &["qemu-nbd(8)", "nbdinfo(1)", "nbdcopy(1)", "systemd.socket(5)"],
         "mica-bitmap" | "mica-info" | "mica-map" | "mica-check" | "mica-compare"
-        | "mica-create" | "mica-convert" | "mica-resize" | "mica-measure" | "mica-read"
-        | "mica-write" => &["qemu-img(1)"],
+        | "mica-create" | "mica-convert" | "mica-resize" | "mica-commit" | "mica-rebase"
+        | "mica-measure" | "mica-read" | "mica-write" => &["qemu-img(1)"],
         _ => &[],
     }
 }
@@ -174,6 +174,34 @@ pub(crate) const CTL_BACKUP_LIST: &str = "\
 EXAMPLES:
   mica ctl backup list web
   mica ctl backup list --output json web | jq -r '.states[-1].state'";
+
+pub(crate) const CTL_STREAM: &str = "\
+EXAMPLES:
+  mica ctl stream web
+  mica ctl stream web --base base.qcow2 --rate 100M";
+
+pub(crate) const CTL_COMMIT: &str = "\
+EXAMPLES:
+  mica ctl commit web
+  mica ctl commit web --top monday.qcow2
+  mica ctl commit web --top friday.qcow2 --base sunday.qcow2 --background";
+
+pub(crate) const CTL_JOBS: &str = "\
+EXAMPLES:
+  mica ctl jobs
+  mica ctl jobs --output json | jq -r '.[] | select(.state == \"running\").disk'";
+
+pub(crate) const CTL_CANCEL: &str = "\
+EXAMPLES:
+  mica ctl cancel web";
+
+pub(crate) const CTL_PAUSE: &str = "\
+EXAMPLES:
+  mica ctl pause web";
+
+pub(crate) const CTL_RESUME: &str = "\
+EXAMPLES:
+  mica ctl resume web";
 
 pub(crate) const CTL_STATS: &str = "\
 EXAMPLES:
@@ -320,6 +348,17 @@ EXAMPLES:
   mica bitmap --disable disk.qcow2 monday
   mica bitmap --add --disable --merge monday --merge tuesday disk.qcow2 both
   mica bitmap --merge monday -b copy.qcow2 disk.qcow2 monday";
+
+pub(crate) const COMMIT: &str = "\
+EXAMPLES:
+  mica commit top.qcow2
+  mica commit -p -b base.qcow2 top.qcow2    # with all layers in between";
+
+pub(crate) const REBASE: &str = "\
+EXAMPLES:
+  mica rebase -b other.qcow2 -F qcow2 top.qcow2
+  mica rebase -p -b '' top.qcow2            # it needs no other file then
+  mica rebase -u -b moved/base.qcow2 -F qcow2 top.qcow2";
 
 pub(crate) const MEASURE: &str = "\
 EXAMPLES:

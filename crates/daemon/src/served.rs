@@ -17,6 +17,7 @@ mod doors;
 mod extents;
 mod handover;
 mod layers;
+mod merges;
 mod report;
 mod resize;
 mod snapshots;
@@ -29,6 +30,7 @@ pub(crate) use resize::NewLength;
 
 use crate::config::{DiskConfig, LeftClosed};
 use crate::contexts;
+use crate::jobs::Job;
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
 use crate::opening::{Opening, open};
@@ -84,6 +86,10 @@ pub(crate) struct Served {
     /// names the first, and what is above that is found from there.
     image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
+    /// The merge of its layers that is under way, or the last one.
+    job: Mutex<Option<Arc<Job>>>,
+    /// Layers that went down into others: their files show something else since.
+    merged_away: Mutex<Vec<PathBuf>>,
     /// Where its clients come in.
     doors: Doors,
     backups: Backups,
@@ -161,6 +167,8 @@ impl Served {
             changes: Mutex::default(),
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
+            job: Mutex::default(),
+            merged_away: Mutex::default(),
             doors,
             backups: Backups::default(),
             state: Mutex::new(state),
@@ -461,6 +469,8 @@ impl Served {
 
     /// Ends its servers and closes the disk. The caller holds `changes`.
     fn end(&self) -> Result<()> {
+        // It goes on when it is asked for again.
+        self.stop_job();
         let mut never_started = None;
         let servers = {
             let mut state = self.lock();

@@ -6,8 +6,10 @@ mod encode;
 mod features;
 pub mod field;
 mod frame;
+mod rename;
 
 pub use features::{Autoclear, Compatible, Encryption, Incompatible, Version};
+pub use rename::BackingChange;
 
 use super::extension::{self, BitmapsExtension, Extension, FeatureName, Walk};
 use super::refcount::RefcountWidth;

@@ -5,6 +5,7 @@
 //! is read before a guest asks for it.
 
 mod manage;
+mod merge;
 mod push;
 mod view;
 
@@ -86,6 +87,7 @@ pub struct Chain {
     writer: Arc<ArcSwapOption<Writer>>,
     /// Serializes putting layers on top.
     pushing: Arc<Claims>,
+    merging: Arc<merge::Merging>,
     repair: Option<Repair>,
     index: IndexUse,
 }
@@ -133,7 +135,8 @@ impl Chain {
         (repair, index): (Option<Repair>, IndexUse),
     ) -> Self {
         let writer = Arc::new(ArcSwapOption::new(writer));
-        Self { map, gate: Arc::default(), writer, pushing: Arc::default(), repair, index }
+        let (gate, pushing, merging) = (Arc::default(), Arc::default(), Arc::default());
+        Self { map, gate, writer, pushing, merging, repair, index }
     }
 
     /// How many layers, from the base, the index covers.
@@ -239,22 +242,37 @@ impl Disk for Chain {
             None => buf,
             Some(under_way) => match &*self.writer.load() {
                 None => return Writing::Direct(mica_block::ready(Err(not_writable()), buf)),
-                Some(writer) => match writer.write_in_place(at, buf, under_way) {
-                    Ok(writing) => return Writing::Direct(writing),
-                    Err(buf) => buf,
-                },
+                Some(writer) => {
+                    self.merging.touches.note(at, buf.len() as u64);
+                    match writer.write_in_place(at, buf, under_way) {
+                        Ok(writing) => return Writing::Direct(writing),
+                        Err(buf) => buf,
+                    }
+                }
             },
         };
-        let write = async move |writer: Arc<Writer>| writer.write_allocating(at, buf).await;
+        let merging = Arc::clone(&self.merging);
+        let write = async move |writer: Arc<Writer>| {
+            merging.touches.note(at, buf.len() as u64);
+            writer.write_allocating(at, buf).await
+        };
         Writing::Boxed(self.change(write))
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.change_if_writable(async move |writer| writer.zero_range(range, how).await)
+        let merging = Arc::clone(&self.merging);
+        self.change_if_writable(async move |writer| {
+            merging.touches.note(range.start(), range.len());
+            writer.zero_range(range, how).await
+        })
     }
 
     fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
-        self.change_if_writable(async move |writer| writer.discard_range(range).await)
+        let merging = Arc::clone(&self.merging);
+        self.change_if_writable(async move |writer| {
+            merging.touches.note(range.start(), range.len());
+            writer.discard_range(range).await
+        })
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
@@ -275,23 +293,30 @@ async fn open_writer(
 ) -> Result<Writer> {
     let opened = async {
         let header = read_header(&*metadata.store).await?;
-        if header.incompatible.corrupt {
-            let context = "the image is marked as corrupt: run `mica check -r all` first";
-            return Err(Error::new(ErrorKind::Corrupt, context));
-        }
-        let header = match header.incompatible.dirty {
-            true => match repair {
-                Some(repair) => repair(metadata.store.raw_file(), header).await?,
-                None => {
-                    let context = "the image was not closed: `mica check -r all` repairs it";
-                    return Err(Error::new(ErrorKind::Corrupt, context));
-                }
-            },
-            false => header,
-        };
+        let header = writable_header(&metadata.store.raw_file(), header, repair).await?;
         let redo_memory = (map.images.redo_logs().log(path)?, map.images.now_ns());
         let (map, layer) = (Arc::clone(map), Arc::clone(layer));
         Writer::open(map, layer, &header, metadata, Arc::clone(gate), redo_memory).await
     };
     opened.await.map_err(|error| layer.explain(error))
+}
+
+/// The `header` of the image in `store` if that can be written, repaired if it has to be.
+async fn writable_header(
+    store: &Arc<dyn Store>,
+    header: Header,
+    repair: Option<Repair>,
+) -> Result<Header> {
+    if header.incompatible.corrupt {
+        let context = "the image is marked as corrupt: run `mica check -r all` first";
+        return Err(Error::new(ErrorKind::Corrupt, context));
+    }
+    match (header.incompatible.dirty, repair) {
+        (false, _) => Ok(header),
+        (true, Some(repair)) => repair(Arc::clone(store), header).await,
+        (true, None) => {
+            let context = "the image was not closed: `mica check -r all` repairs it";
+            Err(Error::new(ErrorKind::Corrupt, context))
+        }
+    }
 }

@@ -40,6 +40,11 @@ impl DecodedClusters {
         }
     }
 
+    /// Forgets all of them: another layer may get the number of one that is gone.
+    pub(crate) fn clear(&self) {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     /// Keeps a cluster and drops the oldest beyond the bound.
     pub(crate) fn keep(&self, layer: LayerNumber, cluster: GuestOffset, bytes: Buf) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);

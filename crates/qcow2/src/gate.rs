@@ -84,6 +84,11 @@ impl Gate {
         self.is_open().then_some(entered)
     }
 
+    /// Whether nothing is under way just now.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.under_way().iter().all(|some| some.is_idle())
+    }
+
     /// Waits until every write straight to its place that began before is done.
     pub(crate) async fn in_place_grace(&self) {
         self.in_place.grace().await;

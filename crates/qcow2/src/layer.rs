@@ -16,7 +16,7 @@ use mica_qcow2_format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use mica_rt::Buf;
 use mica_units::{GuestCluster, GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// L1 entries that are read at a time.
@@ -43,6 +43,8 @@ pub(crate) struct Layer {
     pub(crate) tables: Option<Tables>,
     /// What its writer publishes, while it has one.
     pub(crate) live: Option<Live>,
+    /// Whether its store has the locks of a writer, though it is frozen.
+    pub(crate) may_write: AtomicBool,
 }
 
 /// The tables of a qcow2 image. A raw image has none.
@@ -68,6 +70,18 @@ impl Tables {
         let (l1, preallocated) = (OnceLock::new(), OnceLock::new());
         let l1_place = Arc::new(L1Place::new(l1_offset, l1_entries));
         Self { l2, l1_place, compression, is_live: false, l1, preallocated }
+    }
+
+    /// The same tables, for another layer in memory that shares their writer.
+    pub(crate) fn twin(&self) -> Self {
+        Self {
+            l2: self.l2,
+            l1_place: Arc::clone(&self.l1_place),
+            compression: self.compression,
+            is_live: self.is_live,
+            l1: OnceLock::new(),
+            preallocated: OnceLock::new(),
+        }
     }
 
     /// L1 entries `first..first + count`; those beyond the table name nothing.
@@ -134,6 +148,27 @@ impl Layer {
 
     pub(crate) fn set_len(&self, len: u64) {
         self.len.store(len, Ordering::Release);
+    }
+
+    /// The same frozen layer, whose file has this identity now.
+    pub(crate) fn identified(&self, identity: Identity) -> Self {
+        let tables = self.tables.as_ref().map(|tables| {
+            let (l1_offset, l1_entries) = tables.l1_place.get();
+            Tables::new(tables.l2, l1_offset, l1_entries, tables.compression)
+        });
+        Self {
+            number: self.number,
+            path: Arc::clone(&self.path),
+            store: Arc::clone(&self.store),
+            data: Arc::clone(&self.data),
+            data_path: self.data_path.clone(),
+            identity,
+            content: self.content.clone(),
+            len: AtomicU64::new(self.len()),
+            tables,
+            live: None,
+            may_write: AtomicBool::new(self.may_write.load(Ordering::Acquire)),
+        }
     }
 
     /// Which bytes of `window` this layer owns, as runs from the window's start. The window starts

@@ -35,5 +35,6 @@ pub use index::cache::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, MapCache, Sharing};
 pub use index::seal::{Seal, SealName};
 pub use open::loop_error;
 pub use redo::{read_over, replay_redo_log};
+pub use write::backing::change_backing;
 pub use write::grow::check_resizable;
 pub use write::offline::FileSpace;

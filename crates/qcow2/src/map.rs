@@ -7,16 +7,17 @@ mod read;
 
 use crate::decoded::DecodedClusters;
 use crate::index::cache::{MapCache, Sharing};
+use crate::index::slice::Slice;
 use crate::index::{Index, count};
 use crate::layer::Layer;
 use crate::layers::Layers;
 use arc_swap::{ArcSwap, Guard};
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Result};
-use mica_rt::sync::Notify;
+use mica_rt::sync::{Claims, Notify};
 use mica_rt::{Buf, Pace};
-use mica_units::{GuestOffset, GuestRange, HostOffset};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 /// Extents of a plan after which other tasks get a turn.
 pub(crate) const EXTENTS_PER_TURN: u64 = 1024;
@@ -32,7 +33,12 @@ pub(crate) struct Map {
     published_len: AtomicU64,
     pub(crate) index: Index,
     pub(crate) index_call: Notify,
+    /// The right to write sidecars, and whether that is out of the question at present.
+    pub(crate) indexing: Claims,
+    pub(crate) is_index_held: AtomicBool,
     pub(crate) decoded: Arc<DecodedClusters>,
+    /// The map of a longer chain that reads the uppermost of these layers while it is written.
+    above: OnceLock<Weak<Map>>,
 }
 
 /// What is left to do after planning from memory.
@@ -62,8 +68,25 @@ impl Map {
             published_len: AtomicU64::new(len),
             index: Index::new(cache, frozen),
             index_call: Notify::default(),
+            indexing: Claims::default(),
+            is_index_held: AtomicBool::new(false),
             decoded: Arc::default(),
+            above: OnceLock::new(),
         })
+    }
+
+    /// The chain of `above`, which has more layers on top, reads what is written here, too.
+    pub(crate) fn set_above(&self, above: &Arc<Self>) {
+        let _ = self.above.set(Arc::downgrade(above));
+    }
+
+    /// Owners in slice `number` have changed: replaces it by the result of `change`, as
+    /// [`SliceCache::change`](crate::index::cache::SliceCache::change) does.
+    pub(crate) fn change_slice(&self, number: u64, change: impl FnOnce(&Slice) -> Option<Slice>) {
+        self.index.cache.change(number, change);
+        if let Some(above) = self.above.get().and_then(Weak::upgrade) {
+            above.index.cache.change(number, |_| None);
+        }
     }
 
     /// Bytes of the disk. Two calls may return different values.
@@ -122,6 +145,24 @@ impl Map {
         self.index.cache.leave_frozen();
         self.layers.store(Arc::new(layers));
         self.index.cache.outdate_loading();
+    }
+
+    /// The same if slices in memory may name layers that are not among the new ones, or are not
+    /// true of them: those that name only layers which `keeps` allows are kept. Nothing changes
+    /// owners meanwhile.
+    pub(crate) fn exchange_layers(&self, layers: Layers, keeps: impl Fn(LayerNumber) -> bool) {
+        self.replace_layers(layers);
+        // Whoever loads a slice from now on asks the new layers.
+        self.index.cache.retain(|slice| slice.names_only(&keeps));
+    }
+
+    /// Keeps sidecars from being written until the returned value is dropped, and waits until none
+    /// is.
+    pub(crate) async fn hold_index(self: &Arc<Self>) -> HeldIndex {
+        self.is_index_held.store(true, Ordering::SeqCst);
+        let held = HeldIndex(Arc::clone(self));
+        drop(self.indexing.claim(0).await);
+        held
     }
 
     /// Plans `range` from memory, if that is enough; returns what is left to do if it is not.
@@ -253,6 +294,17 @@ impl Map {
             cached_bytes: self.index.cache.held_bytes(),
             budget_bytes: self.index.cache.budget_bytes(),
         }
+    }
+}
+
+/// While this lives no sidecar is written.
+#[must_use = "sidecars are written again when this is dropped"]
+pub(crate) struct HeldIndex(Arc<Map>);
+
+impl Drop for HeldIndex {
+    fn drop(&mut self) {
+        self.0.is_index_held.store(false, Ordering::SeqCst);
+        self.0.index_call.set();
     }
 }
 

@@ -18,7 +18,7 @@ use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// An image that was opened on the way down.
 pub(crate) struct Opened {
@@ -194,6 +194,7 @@ pub(crate) async fn build_layer(
         len: AtomicU64::new(0),
         tables: None,
         live: None,
+        may_write: AtomicBool::new(false),
     };
     let mut written = None;
     match kind {
@@ -305,7 +306,7 @@ pub(crate) fn check_length(overlay: &Layer, active: &Layer) -> Result<()> {
     Err(Error::new(ErrorKind::Invalid, context))
 }
 
-fn same_file(one: Identity, other: Identity) -> bool {
+pub(crate) fn same_file(one: Identity, other: Identity) -> bool {
     (one.device, one.inode) == (other.device, other.inode)
 }
 
@@ -335,6 +336,7 @@ pub(crate) fn freeze(images: &dyn Images, written: &Layer, path: &Path) -> Resul
         len: AtomicU64::new(written.len()),
         tables,
         live: None,
+        may_write: AtomicBool::new(true),
     })
 }
 

@@ -75,7 +75,11 @@ async fn append_detail(
     told: &mut Told,
     pace: &mut Pace,
 ) -> Result<()> {
-    let layer = layers.get(extent.layer);
+    // A hole may name a layer that the chain has no longer.
+    let layer = match extent.kind {
+        ExtentKind::Hole => layers.base(),
+        _ => layers.get(extent.layer),
+    };
     match extent.kind {
         ExtentKind::Hole => {
             // The most that it costs, if every layer is queried.

@@ -20,7 +20,9 @@ pub use redo::LogCopies;
 
 use fault::Changes;
 use file::{SharedFile, SimFile};
-use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, Result, Store};
+use mica_block::{
+    Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, Result, Store, Upgradable,
+};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -353,6 +355,11 @@ impl Images for World {
 
     fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
         self.open(path)
+    }
+
+    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
+        // Readers have no locks in this world.
+        self.open_writable(path).map(|image| Upgradable::new(image, || Ok(())))
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

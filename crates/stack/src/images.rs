@@ -6,7 +6,9 @@ use crate::redo::RedoPlace;
 use crate::redo::logs::FileRedoLogs;
 use crate::sidecars::{FileSidecars, SidecarPlace};
 use crate::written::WrittenImages;
-use mica_block::{Identity, Images, OpenImage, ProofSlot, RedoLogs, Result, Sidecars, Store};
+use mica_block::{
+    Identity, Images, OpenImage, ProofSlot, RedoLogs, Result, Sidecars, Store, Upgradable,
+};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -157,6 +159,17 @@ impl Images for FileImages {
         {
             name.note(located.path());
         }
+    }
+
+    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
+        let mut located = self.policy.find(path)?;
+        let (store, upgrade) =
+            WritableFile::open_upgradable(&mut located, self.cache, self.locking, &self.handles)?;
+        let name = store.own_name();
+        let image = self.opened(&located, store, ProofSlot::default())?;
+        // Whoever opens it again from now on finds its locks.
+        self.written.add(&image, name);
+        Ok(Upgradable::new(image, upgrade))
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

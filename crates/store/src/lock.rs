@@ -141,6 +141,17 @@ pub(crate) fn read_here(path: &Path) -> Error {
     Error::new(ErrorKind::Denied, what)
 }
 
+/// Takes the locks of a writer on `file`, which has those of a reader; after an error it has those
+/// of a reader still.
+pub(crate) fn upgrade(file: &File, path: &Path, locking: Locking) -> Result<()> {
+    take(file, path, Role::Writer, locking).inspect_err(|_| {
+        for used in [WRITE, RESIZE] {
+            // Closing the file releases them, too.
+            let _ = file.unlock_range(USED + used, 1);
+        }
+    })
+}
+
 fn is_refusal(error: &io::Error) -> bool {
     let refusals = [Errno::AGAIN, Errno::ACCESS].map(Errno::raw_os_error);
     error.raw_os_error().is_some_and(|errno| refusals.contains(&errno))

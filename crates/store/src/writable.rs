@@ -74,13 +74,49 @@ impl WritableFile {
         locking: Locking,
         handles: &Arc<Handles>,
     ) -> Result<Self> {
+        let this = Self::open_as(Role::Writer, located, cache, locking, handles)?;
+        if locking != Locking::Off && handles.is_read_locked(located.node()) {
+            return Err(lock::read_here(located.path()));
+        }
+        Ok(this)
+    }
+
+    /// The same for one that is only read at first, as other stores of this process may do, too.
+    /// Nobody writes it before the function that is returned with it succeeds: that takes the locks
+    /// of a writer, once no other store reads the file.
+    ///
+    /// # Errors
+    /// As [`Self::open`], but for other readers.
+    pub fn open_upgradable(
+        located: &mut Located,
+        cache: CacheMode,
+        locking: Locking,
+        handles: &Arc<Handles>,
+    ) -> Result<(Self, impl Fn() -> Result<()> + Send + Sync + use<>)> {
+        let this = Self::open_as(Role::Reader, located, cache, locking, handles)?;
+        let (inner, handles, node) =
+            (Arc::downgrade(&this.inner), Arc::clone(handles), located.node());
+        let upgrade = move || {
+            let Some(inner) = inner.upgrade() else { return Ok(()) };
+            if locking != Locking::Off && handles.is_read_locked(node) {
+                return Err(lock::read_here(&inner.path));
+            }
+            lock::upgrade(&inner.file, &inner.path, locking)
+        };
+        Ok((this, upgrade))
+    }
+
+    fn open_as(
+        role: Role,
+        located: &mut Located,
+        cache: CacheMode,
+        locking: Locking,
+        handles: &Arc<Handles>,
+    ) -> Result<Self> {
         let descriptor = handles.set_aside(1);
         let file = handles.open_located_writable(located, cache.access())?;
         let file = handles.in_place().apply_to(file);
-        lock::take(&file, located.path(), Role::Writer, locking)?;
-        if locking != Locking::Off && handles.is_read_locked(located) {
-            return Err(lock::read_here(located.path()));
-        }
+        lock::take(&file, located.path(), role, locking)?;
         located.refresh(&file)?;
         let align = Alignment::of(&file, located)?;
         let inner = Inner {

@@ -47,8 +47,6 @@ fn what_only_qemu_img_has_is_answered_with_what_to_use() {
         ("snapshot -l image", "qemu-img snapshot"),
         ("amend -o compat=1.1 image", "qemu-img amend"),
         ("bitmap --add image b", "qemu-img bitmap"),
-        ("commit image", "qemu-img commit"),
-        ("rebase -b x image", "qemu-img rebase"),
         ("bench image", "fio"),
         ("dd if=a of=b", "mica read"),
         ("info --image-opts driver=qcow2", "--format"),

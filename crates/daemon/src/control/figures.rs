@@ -179,6 +179,8 @@ fn status_of(served: &Served) -> Map<String, Value> {
     status.insert("backup".to_owned(), backup.unwrap_or_default());
     // As in `/v1/stats`; nothing if it is no volume that is written.
     status.insert("volume".to_owned(), served.figures().remove("volume").unwrap_or_default());
+    let merge = served.job().filter(|job| !job.has_ended());
+    status.insert("merge".to_owned(), merge.map_or(Value::Null, |job| json!(job.told())));
     status
 }
 

@@ -24,6 +24,7 @@ mod figures;
 mod health;
 mod history;
 mod log;
+mod merges;
 mod metrics;
 mod page;
 mod perform;

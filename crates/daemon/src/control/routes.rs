@@ -15,6 +15,10 @@
 //! | `POST /v1/disks/NAME/drain` | stops serving the disk and closes its image |
 //! | `POST /v1/disks/NAME/undrain` | serves it again |
 //! | `POST /v1/disks/NAME/handover` | `{"host": "host-2"}`: closes a volume for that host |
+//! | `POST /v1/disks/NAME/stream` | `{"base": PATH, "rate": BYTES}`: layers go up |
+//! | `POST /v1/disks/NAME/commit` | `{"top": PATH, "base": PATH}`: layers go down |
+//! | `POST /v1/disks/NAME/cancel`, `pause`, `resume` | the merge that is under way |
+//! | `GET /v1/jobs` | merges under way, and the last ones |
 //! | `GET /v1/disks/NAME/snapshots` | the snapshots of a volume |
 //! | `POST /v1/disks/NAME/snapshots` | `{"label": "monday", "with": ["db"]}`: takes one or more |
 //! | | of a chain `{"label": "/vm/next.qcow2"}`: the next layer |
@@ -34,7 +38,7 @@ use super::log::LogLevel;
 use super::perform::{Answer, begin, failed_inside, find, perform, perform_held};
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
-use super::{backups, compression, extents, figures, health, metrics, page, snapshots};
+use super::{backups, compression, extents, figures, health, merges, metrics, page, snapshots};
 use crate::config::DiskConfig;
 use crate::served::{NewLength, Served, Source};
 use crate::settings::Size;
@@ -62,6 +66,7 @@ pub(super) fn read_only(sources: &Sources) -> Router {
         .route("/v1/stats", get(async |State(sources)| json(&figures::stats(&sources))))
         .route("/healthz", get(healthz))
         .route("/v1/overview", get(overview))
+        .route("/v1/jobs", get(merges::jobs))
         .route("/v1/stats/{name}", get(stats_of))
         .route("/v1/history", get(history))
         .route("/v1/history/{name}", get(history_of))
@@ -80,6 +85,11 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/disks/{name}/drain", post(drain))
         .route("/v1/disks/{name}/undrain", post(undrain))
         .route("/v1/disks/{name}/handover", post(hand_over))
+        .route("/v1/disks/{name}/stream", post(merges::stream))
+        .route("/v1/disks/{name}/commit", post(merges::commit))
+        .route("/v1/disks/{name}/cancel", post(merges::cancel))
+        .route("/v1/disks/{name}/pause", post(merges::pause))
+        .route("/v1/disks/{name}/resume", post(merges::resume))
         .route("/v1/disks/{name}/snapshots", get(snapshots::list).post(snapshots::take))
         .route("/v1/snapshots", post(snapshots::take_all))
         .route("/v1/disks/{name}/drop", post(snapshots::drop_one))

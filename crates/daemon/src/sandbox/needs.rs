@@ -215,7 +215,8 @@ impl Needs {
         let mut folders = READ;
         // The active layer may have an external data file, whose name only the layer knows.
         if writes && disk.images.format == "qcow2" {
-            folders |= WRITE;
+            // Before a layer is merged into another one, its folder is searched for other images.
+            folders |= WRITE | AccessFs::ReadDir;
         }
         let has_index = disk.settings.index == IndexMode::Auto && disk.images.format == "qcow2";
         if has_index && disk.images.index_dir.is_none() {

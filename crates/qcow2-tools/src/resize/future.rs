@@ -3,7 +3,7 @@
 
 use mica_block::{
     Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, RedoLogs, Result,
-    Run, Sidecars, Space, Store, StoreIdentity, Witness,
+    Run, Sidecars, Space, Store, StoreIdentity, Upgradable, Witness,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -59,6 +59,10 @@ impl Images for FutureImages {
 
     fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
         self.held(path).map_or_else(|| self.images.open_frozen(path), Ok)
+    }
+
+    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
+        self.images.open_upgradable(path)
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

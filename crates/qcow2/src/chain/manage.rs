@@ -2,9 +2,9 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
-    ManageSnapshots, MapStats, Pushed, Renaming, Result, SealState, SnapshotGroup, StoreIdentity,
-    View, WriteStats,
+    CommitLayers, Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
+    ManageSnapshots, MapStats, MergeControl, Merged, Pushed, Renaming, Result, SealState,
+    SnapshotGroup, StoreIdentity, View, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
@@ -14,7 +14,11 @@ use std::sync::Arc;
 
 impl Manage for Chain {
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.change_if_writable(async move |writer| writer.grow(len).await)
+        let merging = Arc::clone(&self.merging);
+        self.change_if_writable(async move |writer| {
+            merging.check_may_grow()?;
+            writer.grow(len).await
+        })
     }
 
     fn idle(&self) -> LocalFuture<'_, ()> {
@@ -67,7 +71,9 @@ impl Manage for Chain {
     }
 
     fn layer_position(&self, layer: LayerNumber) -> usize {
-        self.map.layers().position(layer)
+        let layers = self.map.layers();
+        // A layer that was merged meanwhile has left its data to another: mostly to the active one.
+        layers.known_position(layer).unwrap_or(layers.frozen().len())
     }
 
     fn index(&self) -> Option<&dyn ManageIndex> {
@@ -120,6 +126,22 @@ impl ManageChain for Chain {
 
     fn view(&self, position: usize) -> LocalFuture<'_, Result<View>> {
         Box::pin(Chain::view(self, position))
+    }
+
+    fn stream<'a>(
+        &'a self,
+        base: Option<&'a Path>,
+        control: &'a dyn MergeControl,
+    ) -> LocalFuture<'a, Result<Merged>> {
+        Box::pin(Chain::stream(self, base, control))
+    }
+
+    fn commit<'a>(
+        &'a self,
+        layers: CommitLayers<'a>,
+        control: &'a dyn MergeControl,
+    ) -> LocalFuture<'a, Result<Merged>> {
+        Box::pin(Chain::commit(self, layers, control))
     }
 }
 

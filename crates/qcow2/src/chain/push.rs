@@ -35,7 +35,8 @@ impl Chain {
     /// the one that is written.
     ///
     /// # Errors
-    /// `Denied` if the chain is open for reading only, or if the policy forbids the image;
+    /// `Denied` if the chain is open for reading only, if the policy forbids the image, or while
+    /// layers are merged;
     /// `Invalid` if the image is no such overlay; `Limit` if the chain already has as many layers
     /// as it may have; else any error of the stores.
     pub async fn push(&self, path: &Path) -> Result<Pushed> {
@@ -63,6 +64,7 @@ impl Chain {
         (names, group): (Option<&dyn Renaming>, Option<&SnapshotGroup>),
     ) -> Result<Pushed> {
         let _alone = self.pushing.claim(0).await;
+        self.merging.check_none()?;
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
         let map = &self.map;
         let before = map.layers();

@@ -16,6 +16,7 @@ use mica_block::{Error, ErrorKind, IndexProgress, Result, SealState, Store, read
 use mica_units::HostOffset;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Number of layers after which a longer tree is published while more are built.
 const PUBLISH_EVERY: usize = 64;
@@ -128,6 +129,11 @@ impl Map {
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
     ) -> Result<usize> {
         let mut built = 0;
+        let _indexing = self.indexing.claim(0).await;
+        // Whoever holds the index calls for it when it is done.
+        if self.is_index_held.load(Ordering::SeqCst) {
+            return Ok(built);
+        }
         for _ in 0..ROUNDS_MAX {
             match self.build_round(progress, &mut built).await {
                 Ok(()) => return Ok(built),

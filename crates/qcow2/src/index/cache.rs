@@ -347,6 +347,15 @@ impl SliceCache {
         }
     }
 
+    /// Drops the chain's slices for which `keeps` is false, and everything that it has in common
+    /// with others. Slices that are being loaded now are not cached.
+    pub(crate) fn retain(&self, keeps: impl Fn(&Slice) -> bool) {
+        self.outdate_loading();
+        let keeps = |entry: &Option<Arc<HeldSlice>>| entry.as_ref().is_some_and(|held| keeps(held));
+        let own = self.chain.number;
+        self.shared.0.slices.retain(|(owner, _), entry| *owner != own || keeps(entry));
+    }
+
     /// Slices that are being loaded now are not cached.
     pub(crate) fn outdate_loading(&self) {
         for version in &self.versions {

@@ -177,6 +177,14 @@ impl Index {
         *published = Arc::new(tree);
     }
 
+    /// Restricts the tree to the lowest `layers` layers from now on.
+    pub(crate) fn cut(&self, layers: usize) {
+        let mut published = self.tree.write().unwrap_or_else(PoisonError::into_inner);
+        let mut tree = (**published).clone();
+        tree.cut(layers, self.next_generation());
+        *published = Arc::new(tree);
+    }
+
     /// Whether the sidecar of layer `number` has to be rewritten, whatever its seal: it had a
     /// damaged node, or repeatedly could not be read.
     pub(crate) fn is_distrusted(&self, number: u16) -> bool {
@@ -186,6 +194,11 @@ impl Index {
     /// The sidecar of layer `number` was rewritten.
     pub(crate) fn trust(&self, number: u16) {
         self.lock_distrusted().remove(&number);
+    }
+
+    /// Layers have other positions from now on, by which sidecars are known.
+    pub(crate) fn forget_distrust(&self) {
+        self.lock_distrusted().clear();
     }
 
     /// Taken after the tree's lock if both are held.

@@ -435,6 +435,12 @@ impl Slice {
         }
     }
 
+    /// Whether every layer that it names is one that `allows` allows.
+    pub(crate) fn names_only(&self, allows: impl Fn(LayerNumber) -> bool) -> bool {
+        let is_allowed = |entry: &Entry| entry.kind() == EntryKind::Hole || allows(entry.layer());
+        self.entries.iter().all(is_allowed)
+    }
+
     /// The same with other names for the layers; `None` if a layer has none.
     pub(crate) fn renamed(
         &self,

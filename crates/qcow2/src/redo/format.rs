@@ -222,7 +222,7 @@ pub(super) fn time_of(now_ns: i128) -> i64 {
 }
 
 /// The log's name in the autoclear `bits` of an image.
-pub(super) fn names_log(bits: u64) -> Option<u32> {
+pub(crate) fn names_log(bits: u64) -> Option<u32> {
     u32::try_from(bits >> LOG_NAME_SHIFT).ok().filter(|name| *name != 0)
 }
 

@@ -108,7 +108,7 @@ mod replay;
 
 pub(crate) use baseline::{HeaderFields, HeaderState, LogBaseline, SpaceState};
 pub(crate) use dropped::{DroppedUnits, dropped_units, ranges_of};
-pub(crate) use format::LOG_NAME_SHIFT;
+pub(crate) use format::{LOG_NAME_SHIFT, names_log};
 pub(crate) use log::Mark;
 pub(crate) use logging::{HeaderLogged, Logging};
 pub(crate) use recover::warn_of_log;

@@ -29,7 +29,7 @@ use std::sync::atomic::Ordering;
 
 /// Claims beside those of L1 entries: a disk grows once at a time, and its L1 table moves.
 const GROWING: u64 = u64::MAX - 1;
-const MOVING: u64 = u64::MAX - 2;
+pub(super) const MOVING: u64 = u64::MAX - 2;
 
 /// Size of the pieces in which the new part is examined.
 const WINDOW_BYTES: u64 = 32 << 20;
@@ -221,7 +221,7 @@ impl Writer {
     }
 
     /// Takes `count` contiguous clusters.
-    async fn reserve_run(&self, count: u64) -> Result<Reserved> {
+    pub(super) async fn reserve_run(&self, count: u64) -> Result<Reserved> {
         let mut run: Option<Reserved> = None;
         let mut passed = Vec::new();
         let mut looked_at = 0;
@@ -258,10 +258,10 @@ impl Writer {
 }
 
 /// While this lives, no L1 entry changes.
-struct Held<'a>(&'a Metadata);
+pub(super) struct Held<'a>(&'a Metadata);
 
 impl<'a> Held<'a> {
-    fn new(metadata: &'a Metadata) -> Self {
+    pub(super) fn new(metadata: &'a Metadata) -> Self {
         metadata.lock().l1_is_held = true;
         Self(metadata)
     }
@@ -273,11 +273,11 @@ impl Drop for Held<'_> {
     }
 }
 
-fn table_bytes(entries: u32) -> u64 {
+pub(super) fn table_bytes(entries: u32) -> u64 {
     u64::from(entries) * L1Entry::BYTES as u64
 }
 
 /// A length that was checked to be small enough.
-fn len_of(len: u64) -> usize {
+pub(super) fn len_of(len: u64) -> usize {
     usize::try_from(len).expect("a table fits the memory")
 }

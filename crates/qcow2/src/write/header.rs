@@ -269,7 +269,7 @@ impl Metadata {
     /// Takes the name of a log that is gone out of the header, before anything is written that it
     /// does not know of: should it come back, it would be taken for the image's own. The caller has
     /// the claim to changes of the header. Nothing is synced, as a power cut ends the log, too.
-    async fn unname_lost_log(self: &Arc<Self>) -> Result<()> {
+    pub(super) async fn unname_lost_log(self: &Arc<Self>) -> Result<()> {
         let unnamed = {
             let logging = &self.lock().logging;
             logging.bits_without_name().map(|bits| (bits, logging.allow_name(bits)))

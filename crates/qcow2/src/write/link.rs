@@ -347,7 +347,7 @@ impl Writer {
                 is_whole &= raw != RawL2Entry::default();
                 layer.append_l2_runs(tables, bytes, part, base, &mut runs);
             }
-            self.map.index.cache.change(number, |slice| is_whole.then(|| slice.overlaid(&runs)));
+            self.map.change_slice(number, |slice| is_whole.then(|| slice.overlaid(&runs)));
         }
     }
 }

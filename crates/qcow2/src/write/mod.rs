@@ -18,9 +18,11 @@
 //! - I5 Every read that starts after a write was acknowledged sees that write.
 
 pub(crate) mod allocate;
+pub(crate) mod backing;
 pub(crate) mod clusters;
 mod commit;
 mod drops;
+pub(crate) mod empty;
 mod file;
 mod fill;
 mod gather;
@@ -32,6 +34,7 @@ pub(crate) mod offline;
 pub(crate) mod overlay;
 pub(crate) mod pages;
 mod plan;
+pub(crate) mod pull;
 mod request;
 mod zero;
 
@@ -170,6 +173,21 @@ impl Writer {
             groups: get(&self.counters.groups),
             linked_clusters: get(&self.counters.linked_clusters),
         }
+    }
+
+    /// The layer that it writes.
+    pub(crate) fn layer(&self) -> &Layer {
+        &self.layer
+    }
+
+    /// Bytes of the disk that the layer covers.
+    pub(crate) fn layer_len(&self) -> u64 {
+        self.map.len()
+    }
+
+    /// Size of a cluster.
+    pub(crate) fn cluster_bytes(&self) -> u64 {
+        self.l2.cluster_bits.bytes()
     }
 
     /// Whether another layer lies beneath the one that is written.

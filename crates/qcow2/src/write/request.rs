@@ -80,10 +80,7 @@ impl Writer {
         mut transact: impl AsyncFnMut(GuestRange) -> Result<()>,
     ) -> Result<()> {
         self.check_writable(range)?;
-        if !self.header.is_marked() {
-            Box::pin(self.mark_in_use()).await?;
-        }
-        self.wrote.store(true, Ordering::Release);
+        self.mark_before_change().await?;
         let mut pace = Pace::new(CLUSTERS_PER_TURN);
         let mut at = range.start().bytes();
         let end = range.end().bytes();
@@ -98,6 +95,15 @@ impl Writer {
             pace.steps((stop - at) / self.l2.cluster_bits.bytes() + 1).await;
             at = stop;
         }
+        Ok(())
+    }
+
+    /// What comes before every change.
+    pub(super) async fn mark_before_change(&self) -> Result<()> {
+        if !self.header.is_marked() {
+            Box::pin(self.mark_in_use()).await?;
+        }
+        self.wrote.store(true, Ordering::Release);
         Ok(())
     }
 
@@ -137,7 +143,7 @@ impl Writer {
     }
 
     /// One transaction. The caller holds the claims of the clusters.
-    async fn write_transaction(&self, guest: Guest) -> Result<()> {
+    pub(super) async fn write_transaction(&self, guest: Guest) -> Result<()> {
         let bits = self.l2.cluster_bits;
         let ranges: Vec<_> = guest.ranges().collect();
         let (Some(lowest), Some(highest)) = (ranges.first(), ranges.last()) else { return Ok(()) };
@@ -197,7 +203,7 @@ impl Writer {
 
 impl Writer {
     /// Where the transaction that starts at `at` ends: at a cluster's end.
-    fn transaction_end(&self, at: u64) -> u64 {
+    pub(crate) fn transaction_end(&self, at: u64) -> u64 {
         let bits = self.l2.cluster_bits;
         let most = CLUSTERS_MAX.min((TRANSACTION_BYTES_MAX / bits.bytes()).max(1));
         let first = bits.guest_cluster(GuestOffset::new(at));
@@ -214,7 +220,7 @@ impl Writer {
     }
 
     /// Only after the change is published: a flush may find no space, and the disk stays usable.
-    async fn flush_if_over_limit(&self) -> Result<()> {
+    pub(super) async fn flush_if_over_limit(&self) -> Result<()> {
         if !self.is_over_limit.load(Ordering::Relaxed) {
             return Ok(());
         }

@@ -79,7 +79,7 @@ impl Writer {
         let _claims = self.claim_clusters(first, last).await;
         // Only now: until the claim, the disk might have grown, and its last unit not be whole any
         // more.
-        let (before, whole, after) = self.whole_units(part, self.map.len());
+        let Units { before, whole, after } = self.whole_units(part, self.map.len());
         let mut rest: Vec<_> = match wish {
             Wish::Zeroes(_) => [before, after].into_iter().flatten().collect(),
             Wish::Discard => Vec::new(),
@@ -124,6 +124,28 @@ impl Writer {
         Ok(rest)
     }
 
+    /// Makes the entries of the whole units of `range`, which this layer does not own, say that
+    /// they are zeros, whatever shows there now. The caller has the claims of the clusters, and the
+    /// image is of version 3.
+    pub(super) async fn zero_entries(&self, range: GuestRange) -> Result<()> {
+        let bits = self.l2.cluster_bits;
+        let (first, last) = clusters_of(bits, range);
+        let mut changes = Vec::new();
+        for entry in self.entries(first, last).await? {
+            let cluster = bits.range_of(entry.cluster).and_then(|all| all.intersect(range));
+            let Some(cluster) = cluster else { continue };
+            let wish = Wish::Zeroes(Zeroes { may_unmap: true, fast: false });
+            match self.zeroed(entry, self.touched(entry.cluster, cluster), wish).await? {
+                Zeroed::Same => {}
+                Zeroed::Changed(change) => changes.push(change),
+                Zeroed::NotByEntry => unreachable!("a compressed cluster is owned as a whole"),
+            }
+        }
+        self.link_or_fail(&changes, &[]).await?;
+        self.publish(&changes);
+        Ok(())
+    }
+
     async fn extents_of(&self, range: GuestRange) -> Result<Vec<Extent>> {
         self.map.plan(range).await
     }
@@ -154,29 +176,40 @@ enum Zeroed {
     NotByEntry,
 }
 
-type Divided = (Option<GuestRange>, Option<GuestRange>, Option<GuestRange>);
+/// A range, divided at the ends of its whole units.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Units {
+    pub(super) before: Option<GuestRange>,
+    pub(super) whole: Option<GuestRange>,
+    pub(super) after: Option<GuestRange>,
+}
 
 impl Writer {
     /// Divides `part` into the bytes before its whole units, these units, and the bytes after. The
     /// last unit of the disk is whole if the disk ends in it.
-    fn whole_units(&self, part: GuestRange, disk_len: u64) -> Divided {
+    pub(super) fn whole_units(&self, part: GuestRange, disk_len: u64) -> Units {
         let unit = self.l2.subcluster_bytes();
         let (start, end) = (part.start().bytes(), part.end().bytes());
         let whole_start = start.next_multiple_of(unit);
         let whole_end = if end == disk_len { end } else { end / unit * unit };
         if whole_start >= whole_end {
-            return (Some(part), None, None);
+            return Units { before: Some(part), whole: None, after: None };
         }
         let range = |from, to| {
             GuestRange::between(GuestOffset::new(from), GuestOffset::new(to))
                 .filter(|range| !range.is_empty())
         };
-        (range(start, whole_start), range(whole_start, whole_end), range(whole_end, end))
+        Units {
+            before: range(start, whole_start),
+            whole: range(whole_start, whole_end),
+            after: range(whole_end, end),
+        }
     }
 
     fn zeroes_fast(&self, range: GuestRange, disk_len: u64) -> bool {
         let divided = self.whole_units(range, disk_len);
-        self.l2.version != Version::V2 && matches!(divided, (None, Some(_), None))
+        let is_whole = matches!(divided, Units { before: None, whole: Some(_), after: None });
+        self.l2.version != Version::V2 && is_whole
     }
 
     async fn zeroed(&self, entry: Entry, units: u32, wish: Wish) -> Result<Zeroed> {

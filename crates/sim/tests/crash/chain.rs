@@ -39,9 +39,14 @@ pub(crate) struct Shape {
 impl Shape {
     /// A chain of random shape.
     pub(crate) fn random(world: &World) -> Self {
+        Self::random_of(world, 1 + u32::try_from(world.random_below(4)).unwrap())
+    }
+
+    /// A chain of random shape with so many layers.
+    pub(crate) fn random_of(world: &World, layers: u32) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut spec = ChainSpec::new(folder.path());
-        spec.layers = 1 + u32::try_from(world.random_below(4)).unwrap();
+        spec.layers = layers;
         spec.cluster_bytes = match world.random_below(12) {
             0 => 2 << 20,
             1 => 256 << 10,

@@ -19,6 +19,7 @@ mod internal;
 mod keeping;
 mod killed;
 mod lies;
+mod merging;
 mod plain;
 mod pushing;
 mod qemu;

@@ -59,18 +59,7 @@ impl Growing {
         let number = self.tops.borrow().len();
         let path = Path::new(crate::chain::FOLDER).join(format!("pushed-{number}.qcow2"));
         let beneath = self.tops.borrow()[number - 1].clone();
-        let mut wish = ImageWish {
-            cluster_bytes: Some(512 << world.random_below(8)),
-            backing_name: Some(beneath.file_name().unwrap().to_owned()),
-            backing_format: Some("qcow2".to_owned()),
-            ..ImageWish::default()
-        };
-        wish.lazy_refcounts = Some(world.random_below(6) == 0);
-        world.put(&path, Vec::new());
-        let plan = wish.plan(self.shape.initial.len() as u64).unwrap();
-        let image = world.open_writable(&path).unwrap().store;
-        create(plan, Stores { image: &*image, data: None }).await?;
-        drop(image);
+        make_overlay(world, &path, &beneath, self.shape.initial.len() as u64).await?;
         let chain = self.open.borrow().clone().unwrap();
         self.tops.borrow_mut().push(path.clone());
         if world.random_below(2) == 0 {
@@ -163,6 +152,27 @@ impl Subject for Growing {
         let top = self.tops.borrow().last().unwrap().clone();
         self.subject(top).judge_elsewhere(world, model);
     }
+}
+
+/// Makes an overlay of `beneath`, a qcow2 image beside it, of a disk of `len` bytes.
+pub(crate) async fn make_overlay(
+    world: &World,
+    path: &Path,
+    beneath: &Path,
+    len: u64,
+) -> Result<()> {
+    let mut wish = ImageWish {
+        cluster_bytes: Some(512 << world.random_below(8)),
+        backing_name: Some(beneath.file_name().unwrap().to_owned()),
+        backing_format: Some("qcow2".to_owned()),
+        ..ImageWish::default()
+    };
+    wish.lazy_refcounts = Some(world.random_below(6) == 0);
+    world.put(path, Vec::new());
+    let plan = wish.plan(len).unwrap();
+    let image = world.open_writable(path).unwrap().store;
+    create(plan, Stores { image: &*image, data: None }).await?;
+    Ok(())
 }
 
 trait TruncateAfter {

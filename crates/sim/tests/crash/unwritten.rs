@@ -4,7 +4,7 @@
 use crate::chain::{ChainSubject, Shape};
 use mica_block::{
     ChangeFuture, Identity, Images, IoFuture, LocalFuture, Manage, OpenImage, RedoLogs, Result,
-    Run, RunKind, Sidecars, Space, Store, StoreIdentity, Witness,
+    Run, RunKind, Sidecars, Space, Store, StoreIdentity, Upgradable, Witness,
 };
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_tools::recover::repair_for_opening;
@@ -154,6 +154,10 @@ impl Images for EncryptedImages {
 
     fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
         self.plain.open_frozen(path).map(|image| self.encrypted(image))
+    }
+
+    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
+        self.open_writable(path).map(|image| Upgradable::new(image, || Ok(())))
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

@@ -40,7 +40,10 @@ pub(super) struct Known(Mutex<HashMap<Key, Weak<SharedHandle>>>);
 
 impl Key {
     fn of(located: &Located, mode: Mode) -> Self {
-        let (device, inode) = located.node();
+        Self::of_node(located.node(), mode)
+    }
+
+    fn of_node((device, inode): (u64, u64), mode: Mode) -> Self {
         Self { device, inode, is_direct: mode.access == Access::Direct, locking: mode.locking }
     }
 }
@@ -112,11 +115,12 @@ impl Handles {
         shared
     }
 
-    /// Whether a store reads what was `located` and relies on locks that keep writers out.
-    pub(crate) fn is_read_locked(&self, located: &Located) -> bool {
+    /// Whether a store reads the file at `node` (see [`Located::node`]) and relies on locks that
+    /// keep writers out.
+    pub(crate) fn is_read_locked(&self, node: (u64, u64)) -> bool {
         [Access::Buffered, Access::Direct].into_iter().any(|access| {
             let mode = Mode { access, locking: Locking::On };
-            self.known.find(Key::of(located, mode)).is_some()
+            self.known.find(Key::of_node(node, mode)).is_some()
         })
     }
 }

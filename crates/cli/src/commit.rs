@@ -1,0 +1,87 @@
+//! `mica commit`: merges an image that is not in use into one beneath it.
+
+use crate::convert::Progress;
+use crate::failure::Failure;
+use crate::images::ImageArgs;
+use crate::merging::Shown;
+use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use clap::Args;
+use mica_block::{ActiveAfter, CommitLayers, Merged};
+use mica_qcow2::IndexUse;
+use mica_stack::check_no_overlays;
+use serde_json::json;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Merge an image into one beneath it.
+///
+/// What the image owns, and all layers between it and BASE, is copied into BASE. Then the image is
+/// empty and stands on BASE. The images must not be in use; `mica ctl commit` merges layers of a
+/// disk that is served. Refused if another image in their folders needs one of the layers.
+#[derive(Args)]
+pub(crate) struct CommitArgs {
+    /// The layer that is written; by default the one that the image names.
+    #[arg(short = 'b', long, value_name = "FILE")]
+    base: Option<PathBuf>,
+    /// Leave the image as it is.
+    #[arg(short = 'd', long)]
+    keep: bool,
+    /// Show progress on stderr.
+    #[arg(short = 'p', long)]
+    progress: bool,
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
+pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
+    let executor = args.images.executor()?;
+    executor.block_on(async {
+        let chain = args.images.chain_options(IndexUse::Read)?;
+        let (format, options) = (args.images.format()?, args.images.image_options()?);
+        let disk = mica_stack::open_writable(&args.file, format, options, &chain).await?;
+        let merged = async {
+            let Some(merges) = disk.chain() else {
+                return Err(Failure::new("the image has no layers that could be merged"));
+            };
+            let layers = disk.layer_paths();
+            let lowest = match &args.base {
+                None => layers.len().saturating_sub(2),
+                Some(base) => crate::merging::position_of(&layers, base)?,
+            };
+            if layers.len() < 2 || lowest + 1 >= layers.len() {
+                return Err(Failure::new("the image has no backing file to merge into"));
+            }
+            let (above, below) = layers[lowest..].split_last().expect("there are two");
+            check_no_overlays(below, above, &[])?;
+            let wanted = args.report.progress(args.progress);
+            let shown = Shown::new(Progress::start(disk.geometry().len, wanted));
+            let active = if args.keep { ActiveAfter::Kept } else { ActiveAfter::Emptied };
+            let base = Some(&*layers[lowest]);
+            let merged = merges.commit(CommitLayers { top: None, base, active }, &shown).await?;
+            let _ = shown.finish();
+            Ok((merged, layers[lowest].clone()))
+        };
+        let merged = merged.await;
+        let closed = disk.close().await;
+        let (merged, base) = merged?;
+        closed?;
+        let Merged::Done { dropped, copied } = merged else {
+            return Err(Failure::new("the merge was cancelled"));
+        };
+        match args.report.format() {
+            Some(OutputFormat::Json) => print_json(&json!({
+                "base": base.to_string_lossy(),
+                "copied-bytes": copied,
+                "dropped": dropped.iter().map(|path| path.to_string_lossy()).collect::<Vec<_>>(),
+            }))?,
+            Some(OutputFormat::Human) => print("Image committed.\n")?,
+            None => {}
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}

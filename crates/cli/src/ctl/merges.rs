@@ -1,0 +1,206 @@
+//! `mica ctl stream`, `commit`, `jobs`, `cancel`, `pause` and `resume`: layers of a chain are
+//! merged while it is served.
+
+use super::{duration, text};
+use crate::client::{Client, nothing, of_disk};
+use crate::failure::Failure;
+use crate::images::size_of;
+use crate::output::{human_size, progress_bar};
+use crate::table::table;
+use clap::Args;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How often a server is asked how far a merge is.
+const ASK_EVERY: Duration = Duration::from_millis(200);
+
+// How a merge is done. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+struct HowArgs {
+    /// Return at once; `mica ctl jobs` shows how far it is.
+    #[arg(long)]
+    background: bool,
+    /// Copy at most so many bytes a second.
+    #[arg(long, value_name = "SIZE")]
+    rate: Option<String>,
+}
+
+// What is streamed. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct StreamArgs {
+    /// The disk.
+    #[arg(value_name = "DISK")]
+    disk: String,
+    /// The layer that stays beneath the active one; none by default.
+    #[arg(long, value_name = "FILE")]
+    base: Option<PathBuf>,
+    #[command(flatten)]
+    how: HowArgs,
+}
+
+// What is committed. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct CommitArgs {
+    /// The disk.
+    #[arg(value_name = "DISK")]
+    disk: String,
+    /// The uppermost layer that is merged; the active one by default.
+    #[arg(long, value_name = "FILE")]
+    top: Option<PathBuf>,
+    /// The layer that it is merged into; by default the one beneath.
+    #[arg(long, value_name = "FILE")]
+    base: Option<PathBuf>,
+    #[command(flatten)]
+    how: HowArgs,
+}
+
+impl StreamArgs {
+    pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let mut body = json!({ "rate": self.how.rate()? });
+        if let Some(base) = &self.base {
+            body["base"] = named(base)?.into();
+        }
+        self.how.start(client, &of_disk(&self.disk, "stream"), &body)
+    }
+}
+
+impl CommitArgs {
+    pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let mut body = json!({ "rate": self.how.rate()? });
+        if let Some(top) = &self.top {
+            body["top"] = named(top)?.into();
+        }
+        if let Some(base) = &self.base {
+            body["base"] = named(base)?.into();
+        }
+        self.how.start(client, &of_disk(&self.disk, "commit"), &body)
+    }
+}
+
+impl HowArgs {
+    fn rate(&self) -> Result<u64, Failure> {
+        self.rate.as_deref().map_or(Ok(0), |rate| size_of("--rate", rate))
+    }
+
+    /// Starts a merge and, unless it is to go on in the background, waits for its end.
+    fn start(&self, client: &Client, path: &str, body: &Value) -> Result<Value, Failure> {
+        let answer = client.post(path, body)?;
+        if self.background {
+            return Ok(answer["job"].clone());
+        }
+        let job = follow(client, &answer["job"])?;
+        match job["state"].as_str() {
+            Some("failed") => Err(Failure::new(text(&job["failure"]))),
+            Some("cancelled") => Err(Failure::new("the merge was cancelled")),
+            _ => Ok(job),
+        }
+    }
+}
+
+/// Waits until `job` has ended, and shows how far it is.
+fn follow(client: &Client, job: &Value) -> Result<Value, Failure> {
+    let (disk, number) = (&job["disk"], &job["number"]);
+    let bar = progress_bar(job["total"].as_u64().unwrap_or(0), "");
+    loop {
+        let answer = client.get("/v1/jobs")?;
+        let mut all = answer["jobs"].as_array().into_iter().flatten();
+        let found = all.find(|found| found["disk"] == *disk && found["number"] == *number);
+        let found = found.ok_or_else(|| Failure::new("the server knows nothing of the merge"))?;
+        bar.set_length(found["total"].as_u64().unwrap_or(0));
+        bar.set_position(found["done"].as_u64().unwrap_or(0));
+        if !matches!(found["state"].as_str(), Some("running" | "paused" | "cancelling")) {
+            bar.finish_and_clear();
+            return Ok(found.clone());
+        }
+        sleep();
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
+fn sleep() {
+    std::thread::sleep(ASK_EVERY);
+}
+
+/// How a server is told of a layer: by its path, or by the name that it has in the chain.
+fn named(layer: &Path) -> Result<String, Failure> {
+    let path = match layer.exists() {
+        true => std::path::absolute(layer)?,
+        false => layer.to_owned(),
+    };
+    path.into_os_string()
+        .into_string()
+        .map_err(|_| Failure::new(format!("{} is not UTF-8", layer.display())))
+}
+
+/// What is done with a merge that is under way.
+pub(super) fn change(client: &Client, disk: &str, how: &str) -> Result<Value, Failure> {
+    Ok(client.post(&of_disk(disk, how), &nothing())?["job"].clone())
+}
+
+pub(super) fn all(client: &Client) -> Result<Value, Failure> {
+    Ok(client.get("/v1/jobs")?["jobs"].clone())
+}
+
+/// One merge, for people.
+pub(super) fn one(job: &Value) -> String {
+    let [disk, kind, state] = ["disk", "kind", "state"].map(|key| text(&job[key]));
+    let copied = human_size(job["copied_bytes"].as_u64().unwrap_or(0));
+    let layers = job["dropped"].as_array().map_or(0, Vec::len);
+    match state.as_str() {
+        "done" => match layers {
+            0 => format!("{disk}: merged, {copied} were copied\n"),
+            1 => format!("{disk}: merged, a layer has left the chain, {copied} were copied\n"),
+            _ => format!("{disk}: merged, {layers} layers have left, {copied} were copied\n"),
+        },
+        _ => format!("{disk}: {kind} is {state}\n"),
+    }
+}
+
+/// All of them.
+pub(super) fn listed(jobs: &Value) -> String {
+    let rows = jobs.as_array().into_iter().flatten().map(|job| {
+        let number = |key: &str| job[key].as_u64().unwrap_or(0);
+        let percent = (number("done") * 100).checked_div(number("total")).unwrap_or(0);
+        let left = job["estimate_ms"].as_u64().map_or("-".to_owned(), |ms| duration(ms / 1000));
+        vec![
+            text(&job["disk"]),
+            text(&job["kind"]),
+            text(&job["state"]),
+            format!("{percent} %"),
+            human_size(number("copied_bytes")),
+            format!("{}/s", human_size(number("rate"))),
+            left,
+            text(&job["failure"]),
+        ]
+    });
+    let head = ["DISK", "KIND", "STATE", "DONE", "COPIED", "RATE", "LEFT", "FAILURE"];
+    table(&head, &[3, 4, 5, 6], rows.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn merges_are_shown_with_how_far_they_are() {
+        let jobs = json!([
+            {"disk": "web", "kind": "stream", "state": "running", "done": 1 << 30,
+             "total": 4_u64 << 30, "copied_bytes": 5 << 20, "rate": 1 << 20, "estimate_ms": 61_000},
+            {"disk": "db", "kind": "commit", "state": "failed", "failure": "no room"},
+        ]);
+        assert_eq!(
+            listed(&jobs),
+            "DISK  KIND    STATE    DONE  COPIED     RATE       LEFT  FAILURE\n\
+             web   stream  running  25 %   5 MiB  1 MiB/s  1 min 1 s  -\n\
+             db    commit  failed    0 %     0 B    0 B/s          -  no room\n"
+        );
+        let done = json!({"disk": "web", "kind": "stream", "state": "done", "dropped": ["a", "b"],
+            "copied_bytes": 1 << 20});
+        assert_eq!(one(&done), "web: merged, 2 layers have left, 1 MiB were copied\n");
+        assert_eq!(
+            one(&json!({"disk": "w", "kind": "commit", "state": "paused"})),
+            "w: commit is paused\n"
+        );
+    }
+}

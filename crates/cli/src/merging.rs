@@ -1,0 +1,41 @@
+//! What the verbs that merge layers of images have in common.
+
+use crate::convert::Progress;
+use crate::failure::Failure;
+use mica_block::{LocalFuture, MergeControl, MergeProgress};
+use serde_json::Value;
+use std::ops::ControlFlow;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// A merge that nobody stops, and that is shown.
+pub(crate) struct Shown(Progress);
+
+impl Shown {
+    pub(crate) fn new(progress: Progress) -> Self {
+        Self(progress)
+    }
+
+    /// It is done. Returns its figures.
+    pub(crate) fn finish(self) -> Value {
+        self.0.finish()
+    }
+}
+
+impl MergeControl for Shown {
+    fn step(&self, progress: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        self.0.at(progress.done);
+        Box::pin(std::future::ready(ControlFlow::Continue(())))
+    }
+}
+
+/// The position of the layer at `path`.
+pub(crate) fn position_of(layers: &[PathBuf], path: &Path) -> Result<usize, Failure> {
+    let node = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino())).ok();
+    let wanted = node(path);
+    let is_it = |layer: &PathBuf| layer == path || wanted.is_some() && node(layer) == wanted;
+    layers
+        .iter()
+        .position(is_it)
+        .ok_or_else(|| Failure::new(format!("{} is no layer of the chain", path.display())))
+}

@@ -1,0 +1,226 @@
+//! `mica rebase`: gives an image that is not in use another backing file.
+
+use crate::convert::Progress;
+use crate::failure::Failure;
+use crate::images::ImageArgs;
+use crate::merging::{Shown, position_of};
+use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use clap::Args;
+use mica_block::{Extent, Images, Manage, Merged, read_extents};
+use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
+use mica_qcow2_format::BackingName;
+use mica_rt::Buf;
+use mica_stack::{FileImages, Format};
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use serde_json::json;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Bytes that are compared at a time.
+const STEP_BYTES: u64 = 1 << 20;
+
+/// Give an image another backing file.
+///
+/// What the image shows does not change: where the new backing file differs from the present one,
+/// the bytes are written into the image first. With -u only the name changes. The images must not
+/// be in use; `mica ctl stream` does this for a disk that is served.
+#[derive(Args)]
+pub(crate) struct RebaseArgs {
+    /// The new backing file, as the image names it; '' for none.
+    #[arg(short = 'b', long, value_name = "FILE", required = true)]
+    base: OsString,
+    /// The format of the new backing file: qcow2 or raw.
+    #[arg(short = 'F', long, value_name = "FORMAT")]
+    base_format: Option<Format>,
+    /// Change only the name.
+    ///
+    /// The new file must show what the present one shows, which may be missing.
+    #[arg(short = 'u', long)]
+    unsafe_mode: bool,
+    /// Show progress on stderr.
+    #[arg(short = 'p', long)]
+    progress: bool,
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
+/// The new backing file.
+struct Base {
+    name: BackingName,
+    path: PathBuf,
+    format: Format,
+}
+
+pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
+    if args.images.format()? != Format::Qcow2 {
+        return Err(Failure::new("only a qcow2 image has a backing file"));
+    }
+    let executor = args.images.executor()?;
+    let written = executor.block_on(async {
+        let base = args.new_base()?;
+        if args.unsafe_mode {
+            args.rename(base.as_ref()).await?;
+            return Ok::<u64, Failure>(0);
+        }
+        args.rebase(base.as_ref()).await
+    })?;
+    match args.report.format() {
+        Some(OutputFormat::Json) => print_json(&json!({ "copied-bytes": written }))?,
+        Some(OutputFormat::Human) => print("Image rebased.\n")?,
+        None => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl RebaseArgs {
+    fn new_base(&self) -> Result<Option<Base>, Failure> {
+        if self.base.is_empty() {
+            return Ok(None);
+        }
+        let Some(format) = self.base_format else {
+            return Err(Failure::new("-F has to say which format the new backing file has"));
+        };
+        if format == Format::Null {
+            return Err(Failure::new("a backing file is a qcow2 or a raw image"));
+        }
+        let folder = self.file.parent().unwrap_or(std::path::Path::new(""));
+        let name = BackingName { name: self.base.clone(), format: Some(format.name().to_owned()) };
+        Ok(Some(Base { name, path: folder.join(&self.base), format }))
+    }
+
+    /// Writes into the image what the new base lacks, and names it.
+    async fn rebase(&self, base: Option<&Base>) -> Result<u64, Failure> {
+        let chain = self.images.chain_options(IndexUse::Read)?;
+        let options = self.images.image_options()?;
+        let disk = mica_stack::open_writable(&self.file, Format::Qcow2, options, &chain).await?;
+        let moved = self.move_to(&*disk, base).await;
+        let closed = disk.close().await;
+        drop(disk);
+        let (copied, is_named) = moved?;
+        closed?;
+        if !is_named {
+            self.rename(base).await?;
+        }
+        Ok(copied)
+    }
+
+    /// Makes the image independent of what the new base does not show. Returns how many bytes were
+    /// written, and whether the image names the base already.
+    async fn move_to(
+        &self,
+        disk: &dyn Manage,
+        base: Option<&Base>,
+    ) -> Result<(u64, bool), Failure> {
+        let Some(merges) = disk.chain() else {
+            return Err(Failure::new("the image cannot be written"));
+        };
+        let progress = Progress::start(disk.geometry().len, self.report.progress(self.progress));
+        let layers = disk.layer_paths();
+        let Some(base) = base else {
+            let shown = Shown::new(progress);
+            let merged = merges.stream(None, &shown).await?;
+            let _ = shown.finish();
+            return Ok((copied_by(&merged), true));
+        };
+        if position_of(&layers, &base.path).is_ok_and(|at| at + 1 == layers.len()) {
+            return Err(Failure::new("the image would be its own backing file"));
+        }
+        let chain = self.images.chain_options(IndexUse::Read)?;
+        let options = self.images.image_options()?;
+        let new = mica_stack::open(&base.path, base.format, options, &chain).await?;
+        if position_of(&new.layer_paths(), &self.file).is_ok() {
+            return Err(Failure::new("the new backing file stands on the image itself"));
+        }
+        let copied = copy_differences(disk, &*new, &progress).await?;
+        let _ = progress.finish();
+        Ok((copied, false))
+    }
+
+    /// Names the new base, and changes nothing else.
+    async fn rename(&self, base: Option<&Base>) -> Result<(), Failure> {
+        let images = FileImages::new(&self.file, self.images.image_options()?)?;
+        let image = images.open_writable(&self.file)?.store;
+        replay_redo_log(&images, &self.file, &*image).await?;
+        change_backing(&*image, base.map(|base| &base.name)).await?;
+        Ok(())
+    }
+}
+
+fn copied_by(merged: &Merged) -> u64 {
+    match merged {
+        Merged::Done { copied, .. } => *copied,
+        Merged::Cancelled => 0,
+    }
+}
+
+/// Writes into the active layer of `disk` what shows through it and `new` does not show. Returns
+/// how many bytes.
+async fn copy_differences(
+    disk: &dyn Manage,
+    new: &dyn Manage,
+    progress: &Progress,
+) -> Result<u64, Failure> {
+    let active = disk.layer_count() - 1;
+    let (len, new_len) = (disk.geometry().len, new.geometry().len);
+    let (mut at, mut copied) = (0, 0);
+    while at < len {
+        progress.at(at);
+        let step = GuestRange::new(GuestOffset::new(at), STEP_BYTES.min(len - at)).expect("on it");
+        let extents: Vec<Extent> = {
+            let plan = disk.plan(step, Vec::new()).finish().await?;
+            plan.iter().copied().collect()
+        };
+        for extent in extents.iter().filter(|extent| {
+            !extent.kind.is_present() || disk.layer_position(extent.layer) != active
+        }) {
+            copied += copy_difference(disk, (new, new_len), extent.range(), progress).await?;
+        }
+        at += step.len();
+    }
+    Ok(copied)
+}
+
+async fn copy_difference(
+    disk: &dyn Manage,
+    (new, new_len): (&dyn Manage, u64),
+    range: GuestRange,
+    progress: &Progress,
+) -> Result<u64, Failure> {
+    let shown = read(disk, range).await?;
+    let mut there = Buf::zeroed(shown.len());
+    let end = range.end().min(GuestOffset::new(new_len));
+    if let Some(part) = GuestRange::between(range.start(), end).filter(|part| !part.is_empty()) {
+        there.put(0, &read(new, part).await?);
+    }
+    let sector = usize::try_from(SECTOR_BYTES).expect("512");
+    let differs = |at: usize| shown[at..at + sector] != there[at..at + sector];
+    let (mut at, mut copied) = (0, 0);
+    while at < shown.len() {
+        if !differs(at) {
+            at += sector;
+            continue;
+        }
+        let mut stop = at + sector;
+        while stop < shown.len() && differs(stop) {
+            stop += sector;
+        }
+        let start = range.start().checked_add(at as u64).expect("on the disk");
+        disk.write(start, Buf::from_slice(&shown[at..stop])).await.0?;
+        progress.wrote((stop - at) as u64);
+        copied += (stop - at) as u64;
+        at = stop;
+    }
+    Ok(copied)
+}
+
+async fn read(disk: &dyn Manage, range: GuestRange) -> Result<Buf, Failure> {
+    let plan = disk.plan(range, Vec::new()).finish().await?;
+    let buf = Buf::new(usize::try_from(range.len()).expect("a step"));
+    Ok(read_extents(disk, &plan, buf).await?)
+}

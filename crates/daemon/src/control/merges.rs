@@ -1,0 +1,87 @@
+//! Merges of the layers of a disk that is served.
+
+use super::perform::{Answer, find, perform, perform_held};
+use super::reply::{body, json};
+use super::sources::Sources;
+use crate::jobs::Job;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::response::Response;
+use serde::Deserialize;
+use serde_json::json as value;
+use std::path::PathBuf;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Stream {
+    base: Option<PathBuf>,
+    #[serde(default)]
+    rate: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Commit {
+    top: Option<PathBuf>,
+    base: Option<PathBuf>,
+    #[serde(default)]
+    rate: u64,
+}
+
+pub(super) async fn jobs(State(sources): State<Sources>) -> Response {
+    let all = sources.shared.disks.all();
+    let jobs = all.iter().filter_map(|served| served.job()).map(|job| value!(job.told()));
+    json(&value!({ "jobs": jobs.collect::<Vec<_>>() }))
+}
+
+pub(super) async fn stream(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let Stream { base, rate } = body(sent).await?;
+    let begin = move |_: &_| served.start_stream(base.as_deref(), rate);
+    Ok(told(&*perform_held(&sources, begin).await?))
+}
+
+pub(super) async fn commit(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let Commit { top, base, rate } = body(sent).await?;
+    let begun = perform_held(&sources, move |shared| {
+        let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers);
+        served.start_commit((top.as_deref(), base.as_deref()), rate, check)
+    });
+    Ok(told(&*begun.await?))
+}
+
+pub(super) async fn cancel(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    let job = find(&sources.shared, &name)?.present_job()?;
+    let job = perform(&sources.actions, move || {
+        job.stop();
+        job
+    });
+    Ok(told(&*job.await?))
+}
+
+pub(super) async fn pause(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    set_paused(&sources, &name, true)
+}
+
+pub(super) async fn resume(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    set_paused(&sources, &name, false)
+}
+
+fn set_paused(sources: &Sources, name: &str, is_paused: bool) -> Answer {
+    let job = find(&sources.shared, name)?.present_job()?;
+    job.set_paused(is_paused);
+    Ok(told(&job))
+}
+
+fn told(job: &Job) -> Response {
+    json(&value!({ "job": job.told() }))
+}

@@ -1,0 +1,294 @@
+//! Merges of layers, which take their time: each on a thread of its own, one of a disk at a time.
+//!
+//! ```text
+//! running ⇄ paused ─▶ done | cancelled | failed
+//! ```
+//!
+//! Invariants
+//! - I1 Once [`Job::stop`] returned, the thread of the job has ended and touches the disk no more.
+//! - I2 A job that has ended stays known until the disk gets another one.
+
+use mica_block::{
+    ActiveAfter, CommitLayers, Error, ErrorKind, LocalFuture, Manage, ManageChain, MergeControl,
+    MergeProgress, Merged, Result,
+};
+use mica_rt::{Backend, Executor};
+use serde::Serialize;
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How often a job that waits looks whether it is to go on, or to end.
+const LOOK: Duration = Duration::from_millis(20);
+const COMMIT: &str = "commit";
+/// States of a job that has not ended.
+const UNDER_WAY: [&str; 3] = ["running", "paused", "cancelling"];
+/// Numbers of jobs.
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
+
+/// What is merged.
+#[derive(Clone, Debug)]
+pub(crate) enum Merge {
+    /// The layers above `base` go up into the active layer; with none all layers beneath it.
+    Stream { base: Option<PathBuf> },
+    /// The layers above `base` up to `top`, or up to the active layer, go down into it.
+    Commit { top: Option<PathBuf>, base: PathBuf },
+}
+
+impl Merge {
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Stream { .. } => "stream",
+            Self::Commit { .. } => COMMIT,
+        }
+    }
+
+    async fn run(&self, chain: &dyn ManageChain, control: &dyn MergeControl) -> Result<Merged> {
+        match self {
+            Self::Stream { base } => chain.stream(base.as_deref(), control).await,
+            Self::Commit { top, base } => {
+                let (top, base, active) = (top.as_deref(), Some(&**base), ActiveAfter::Emptied);
+                let layers = CommitLayers { top, base, active };
+                chain.commit(layers, control).await
+            }
+        }
+    }
+}
+
+/// A merge of a disk.
+pub(crate) struct Job {
+    number: u64,
+    disk: String,
+    kind: &'static str,
+    began: Instant,
+    /// Bytes a second at most; 0 if there is no limit.
+    rate: u64,
+    is_cancelled: AtomicBool,
+    is_paused: AtomicBool,
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    progress: MergeProgress,
+    /// Time for which it was paused, and since when it is.
+    paused: Duration,
+    paused_since: Option<Instant>,
+    end: Option<End>,
+}
+
+struct End {
+    at: Instant,
+    outcome: Result<Merged>,
+}
+
+/// What is told of a job.
+#[derive(Serialize, Debug)]
+pub(crate) struct Told {
+    number: u64,
+    pub(crate) disk: String,
+    pub(crate) kind: &'static str,
+    state: &'static str,
+    /// Bytes of the disk.
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+    pub(crate) copied_bytes: u64,
+    /// Bytes of the disk in a second, on average.
+    rate: u64,
+    elapsed_ms: u64,
+    /// Until the end, at this rate.
+    estimate_ms: Option<u64>,
+    pub(crate) failure: Option<String>,
+    /// Paths of the layers that are not in the chain any more.
+    dropped: Vec<String>,
+}
+
+impl Told {
+    /// Whether it has not ended.
+    pub(crate) fn is_under_way(&self) -> bool {
+        UNDER_WAY.contains(&self.state)
+    }
+}
+
+impl Job {
+    /// Begins `merge` of `disk`, which is called `name`, at `rate` bytes a second at most if that
+    /// is not 0.
+    ///
+    /// # Errors
+    /// `Unsupported` if the disk is no chain that is written; if the system refuses a thread.
+    pub(crate) fn start(
+        name: &str,
+        disk: Arc<dyn Manage>,
+        merge: Merge,
+        rate: u64,
+    ) -> Result<Arc<Self>> {
+        if disk.chain().is_none() {
+            let what = format!("the disk {name:?} is no chain of images that is written");
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let job = Arc::new(Self {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            disk: name.to_owned(),
+            kind: merge.kind(),
+            began: now(),
+            rate,
+            is_cancelled: AtomicBool::new(false),
+            is_paused: AtomicBool::new(false),
+            state: Mutex::default(),
+            ended: Condvar::new(),
+        });
+        let this = Arc::clone(&job);
+        let thread = std::thread::Builder::new().name("mica-merge".to_owned());
+        let body = move || {
+            let ran = catch_unwind(AssertUnwindSafe(|| this.run(&*disk, &merge)));
+            // Whoever waits for the end may close the disk.
+            drop(disk);
+            let outcome = ran.unwrap_or_else(|_| {
+                Err(Error::new(ErrorKind::Io, "the thread of the merge failed"))
+            });
+            this.end(outcome);
+        };
+        thread.spawn(body).map_err(|error| Error::from_io("starting a merge", error))?;
+        Ok(job)
+    }
+
+    fn run(&self, disk: &dyn Manage, merge: &Merge) -> Result<Merged> {
+        let context = |error| Error::from_io("starting a merge", error);
+        // Large copies, one at a time: plain threads serve that and leave the guests' rings alone.
+        let executor = Executor::new(Backend::Pool).map_err(context)?;
+        let Some(chain) = disk.chain() else {
+            return Err(Error::new(ErrorKind::Denied, "the disk is closed"));
+        };
+        executor.block_on(merge.run(chain, self))
+    }
+
+    fn end(&self, outcome: Result<Merged>) {
+        let (disk, kind) = (&self.disk, self.kind);
+        match &outcome {
+            Ok(Merged::Done { dropped, copied }) => {
+                tracing::info!(disk, kind, copied, layers = dropped.len(), "layers were merged");
+            }
+            Ok(Merged::Cancelled) => tracing::info!(disk, kind, "a merge was cancelled"),
+            Err(error) => tracing::warn!(disk, kind, ?error, "a merge failed"),
+        }
+        let mut state = self.lock();
+        state.end = Some(End { at: now(), outcome });
+        self.ended.notify_all();
+    }
+
+    /// Ends it, if it has not ended, and waits until it has.
+    pub(crate) fn stop(&self) {
+        self.is_cancelled.store(true, Ordering::Release);
+        let state = self.ended.wait_while(self.lock(), |state| state.end.is_none());
+        drop(state.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// The layers that it has put into one beneath them.
+    pub(crate) fn merged_away(&self) -> Vec<PathBuf> {
+        match &self.lock().end {
+            Some(End { outcome: Ok(Merged::Done { dropped, .. }), .. }) if self.kind == COMMIT => {
+                dropped.clone()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether it has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.lock().end.is_some()
+    }
+
+    /// Lets it rest, or go on.
+    pub(crate) fn set_paused(&self, is_paused: bool) {
+        let mut state = self.lock();
+        if self.is_paused.swap(is_paused, Ordering::AcqRel) == is_paused {
+            return;
+        }
+        match state.paused_since.take() {
+            None if is_paused => state.paused_since = Some(now()),
+            Some(since) => state.paused += now().duration_since(since),
+            None => {}
+        }
+    }
+
+    /// What is told of it.
+    pub(crate) fn told(&self) -> Told {
+        let state = self.lock();
+        let MergeProgress { done, total, copied } = state.progress;
+        let (name, failure, dropped) = match &state.end {
+            None if self.is_cancelled.load(Ordering::Acquire) => (UNDER_WAY[2], None, &[][..]),
+            None if self.is_paused.load(Ordering::Acquire) => (UNDER_WAY[1], None, &[][..]),
+            None => (UNDER_WAY[0], None, &[][..]),
+            Some(End { outcome: Ok(Merged::Done { dropped, .. }), .. }) => {
+                ("done", None, &dropped[..])
+            }
+            Some(End { outcome: Ok(Merged::Cancelled), .. }) => ("cancelled", None, &[][..]),
+            Some(End { outcome: Err(error), .. }) => ("failed", Some(error.in_one_line()), &[][..]),
+        };
+        let until = state.end.as_ref().map_or_else(now, |end| end.at);
+        let resting = state.paused + state.paused_since.map_or(Duration::ZERO, |at| at.elapsed());
+        let worked = until.duration_since(self.began).saturating_sub(resting);
+        let worked_ms = u64::try_from(worked.as_millis()).unwrap_or(u64::MAX).max(1);
+        let rate = u128::from(done) * 1000 / u128::from(worked_ms);
+        let left = u128::from(total - done) * 1000;
+        let estimate_ms = left.checked_div(rate).filter(|_| state.end.is_none());
+        Told {
+            number: self.number,
+            disk: self.disk.clone(),
+            kind: self.kind,
+            state: name,
+            done: if name == "done" { total } else { done },
+            total,
+            copied_bytes: copied,
+            rate: u64::try_from(rate).unwrap_or(u64::MAX),
+            elapsed_ms: worked_ms,
+            estimate_ms: estimate_ms.and_then(|ms| u64::try_from(ms).ok()),
+            failure,
+            dropped: dropped.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How long it has to rest so that it does not exceed its rate.
+    fn ahead_of_rate(&self, copied: u64) -> Duration {
+        let due_ns = u128::from(copied) * 1_000_000_000 / u128::from(self.rate.max(1));
+        let due = Duration::from_nanos(u64::try_from(due_ns).unwrap_or(u64::MAX));
+        let state = self.lock();
+        let resting = state.paused;
+        due.saturating_sub(now().duration_since(self.began).saturating_sub(resting))
+    }
+}
+
+impl MergeControl for Job {
+    fn step(&self, progress: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        self.lock().progress = progress;
+        Box::pin(async move {
+            loop {
+                if self.is_cancelled.load(Ordering::Acquire) {
+                    return ControlFlow::Break(());
+                }
+                let rest = match self.rate {
+                    _ if self.is_paused.load(Ordering::Acquire) => LOOK,
+                    0 => Duration::ZERO,
+                    _ => self.ahead_of_rate(progress.copied),
+                };
+                if rest.is_zero() {
+                    return ControlFlow::Continue(());
+                }
+                mica_rt::sleep(rest.min(LOOK)).await;
+            }
+        })
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "it is asked outside of executors, too")]
+fn now() -> Instant {
+    Instant::now()
+}

@@ -1,0 +1,140 @@
+//! Merges of a disk's layers while it is served.
+
+use super::{Served, State};
+use crate::jobs::{Job, Merge};
+use mica_block::{Error, ErrorKind, Manage, Result};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+impl Served {
+    /// The paths of its layers, from the base; none while it is closed.
+    pub(crate) fn layer_paths(&self) -> Vec<PathBuf> {
+        let disk = self.opened().disk();
+        disk.map(|disk| disk.layer_paths()).unwrap_or_default()
+    }
+
+    /// The merge that is under way, or the last one.
+    pub(crate) fn job(&self) -> Option<Arc<Job>> {
+        self.lock_job().clone()
+    }
+
+    /// Begins to merge the layers above the one that is called `base` into the active layer; all of
+    /// them if none is.
+    ///
+    /// # Errors
+    /// `Denied` if the disk is not served, or a merge is under way; `Invalid` if there is no such
+    /// layer; as [`Job::start`].
+    pub(crate) fn start_stream(&self, base: Option<&Path>, rate: u64) -> Result<Arc<Job>> {
+        self.start_merge(rate, |layers| {
+            let base = base.map(|name| layer_called(layers, name)).transpose()?;
+            Ok(Merge::Stream { base: base.map(|at| layers[at].clone()) })
+        })
+    }
+
+    /// Begins to merge the layers above `base` up to `top`, by default the active one, into `base`,
+    /// by default the layer beneath it. `check` is asked with the paths of the layers that change
+    /// or leave, from the base, and of the one above them.
+    ///
+    /// # Errors
+    /// As [`Self::start_stream`], and those of `check`.
+    pub(crate) fn start_commit(
+        &self,
+        (top, base): (Option<&Path>, Option<&Path>),
+        rate: u64,
+        check: impl FnOnce(&[PathBuf]) -> Result<()>,
+    ) -> Result<Arc<Job>> {
+        self.start_merge(rate, |layers| {
+            let active = layers.len().saturating_sub(1);
+            let top = top.map_or(Ok(active), |name| layer_called(layers, name))?;
+            let base = base.map(|name| layer_called(layers, name)).transpose()?;
+            let invalid = |what: &str| Error::new(ErrorKind::Invalid, what);
+            let base = match base {
+                Some(base) => base,
+                None => top.checked_sub(1).ok_or_else(|| invalid("no layer is beneath the top"))?,
+            };
+            if base >= top {
+                return Err(invalid("the base is not beneath the top"));
+            }
+            let (last, top) = match top == active {
+                true => (active, None),
+                false => (top + 1, Some(layers[top].clone())),
+            };
+            check(&layers[base..=last])?;
+            Ok(Merge::Commit { top, base: layers[base].clone() })
+        })
+    }
+
+    fn start_merge(
+        &self,
+        rate: u64,
+        merge: impl FnOnce(&[PathBuf]) -> Result<Merge>,
+    ) -> Result<Arc<Job>> {
+        let _changes = self.lock_changes();
+        if !matches!(&*self.lock(), State::Serving(_)) {
+            return Err(self.denied("is not served"));
+        }
+        let mut job = self.lock_job();
+        if job.as_ref().is_some_and(|job| !job.has_ended()) {
+            return Err(self.denied("is being merged already: `mica ctl jobs` shows how far"));
+        }
+        if let Some(last) = &*job {
+            self.lock_merged_away().extend(last.merged_away());
+        }
+        let disk: Arc<dyn Manage> = self.opened().disk()?;
+        let merge = merge(&disk.layer_paths())?;
+        let started = Job::start(&self.name, disk, merge, rate)?;
+        *job = Some(Arc::clone(&started));
+        Ok(started)
+    }
+
+    /// The merge that is under way.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none.
+    pub(crate) fn present_job(&self) -> Result<Arc<Job>> {
+        self.job().filter(|job| !job.has_ended()).ok_or_else(|| {
+            let what = format!("no layers of the disk {:?} are being merged", self.name);
+            Error::new(ErrorKind::NotFound, what)
+        })
+    }
+
+    /// Layers that were committed since the start, and are of no use to anybody by themselves.
+    pub(crate) fn merged_away(&self) -> Vec<PathBuf> {
+        self.lock_merged_away().clone()
+    }
+
+    fn lock_merged_away(&self) -> MutexGuard<'_, Vec<PathBuf>> {
+        self.merged_away.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The disk is about to be closed.
+    pub(super) fn stop_job(&self) {
+        if let Some(job) = self.job() {
+            job.stop();
+        }
+    }
+
+    fn lock_job(&self) -> MutexGuard<'_, Option<Arc<Job>>> {
+        self.job.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The position of the layer that the user calls `name`: a path, or a name that only one has.
+fn layer_called(layers: &[PathBuf], name: &Path) -> Result<usize> {
+    let node = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino())).ok();
+    let wanted = node(name);
+    let is_it = |layer: &PathBuf| layer == name || wanted.is_some() && node(layer) == wanted;
+    if let Some(position) = layers.iter().position(is_it) {
+        return Ok(position);
+    }
+    let mut named =
+        (0..layers.len()).filter(|at| layers[*at].file_name() == Some(name.as_os_str()));
+    match (named.next(), named.next()) {
+        (Some(position), None) => Ok(position),
+        _ => {
+            let what = format!("{} is no layer of the chain", name.display());
+            Err(Error::new(ErrorKind::Invalid, what))
+        }
+    }
+}

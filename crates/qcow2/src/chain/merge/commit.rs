@@ -1,0 +1,243 @@
+//! Frozen layers go down into the one beneath them.
+
+use super::pace::Pace;
+use super::sources::{Sources, Wanted};
+use super::target::Target;
+use super::{Resume, STEP_BYTES, backing_name, position_at};
+use crate::chain::{Chain, not_writable};
+use crate::layer::Layer;
+use crate::write::Writer;
+use crate::write::backing::{name_backing, plan_backing};
+use mica_block::{
+    CommitLayers, Error, ErrorKind, Extent, MergeControl, MergeProgress, Merged, Result,
+};
+use mica_qcow2_format::BackingName;
+use mica_units::{ClusterBits, GuestRange, LayerNumber};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError};
+
+/// The layers of a commit, by position.
+#[derive(Clone, Copy)]
+struct Positions {
+    base: usize,
+    top: usize,
+}
+
+/// How the copying ended.
+enum Copied {
+    All(u64),
+    Cancelled,
+}
+
+impl Chain {
+    /// As [`ManageChain::commit`](mica_block::ManageChain::commit).
+    pub(in crate::chain) async fn commit(
+        &self,
+        wanted: CommitLayers<'_>,
+        control: &dyn MergeControl,
+    ) -> Result<Merged> {
+        let is_active = match wanted.top {
+            None => true,
+            Some(top) => {
+                let layers = self.map.layers();
+                position_at(&*self.map.images, &layers, top)? == layers.frozen().len()
+            }
+        };
+        match wanted.top {
+            Some(top) if !is_active => self.commit_frozen(top, wanted.base, control).await,
+            _ => self.commit_active(wanted.base, wanted.active, control).await,
+        }
+    }
+
+    /// The same for a `top` that is frozen.
+    async fn commit_frozen(
+        &self,
+        top: &Path,
+        base: Option<&Path>,
+        control: &dyn MergeControl,
+    ) -> Result<Merged> {
+        let _under_way = self.begin_merge().await?;
+        let (at, name) = self.plan_commit(top, base).await?;
+        let map = &self.map;
+        let _index = map.hold_index().await;
+        map.index.cut(at.base);
+        // Whoever loads slices with the longer tree is done (I3).
+        self.gate.grace().await;
+        let (base, top) = {
+            let layers = map.layers();
+            (layers.all()[at.base].number, layers.all()[at.top].number)
+        };
+        let target = self.open_target(base, at.base).await?;
+        let sources = Sources::new(&map.layers().all()[at.base + 1..=at.top]);
+        let resume = Resume { base, top, done: 0 };
+        let copied = self.copy_down(&sources, &target, resume, control).await;
+        // Whatever became of it, the base is frozen again.
+        let frozen = target.close(self).await.inspect_err(|_| self.set_resume(None))?;
+        map.replace_layers(map.layers().replaced(Arc::new(frozen)));
+        let copied = match copied? {
+            Copied::All(bytes) => bytes,
+            Copied::Cancelled => return Ok(Merged::Cancelled),
+        };
+        let dropped = self.drop_sources(at, &name).await?;
+        self.set_resume(None);
+        Ok(Merged::Done { dropped, copied })
+    }
+
+    /// Which layers are meant, and by which name the one above names the base.
+    async fn plan_commit(
+        &self,
+        top: &Path,
+        base: Option<&Path>,
+    ) -> Result<(Positions, BackingName)> {
+        let refuse = |what: &str| Err(Error::new(ErrorKind::Invalid, what));
+        let (images, layers) = (&*self.map.images, self.map.layers());
+        let top = position_at(images, &layers, top)?;
+        if top == layers.frozen().len() {
+            return refuse("the top is the active layer");
+        }
+        let base = match base {
+            Some(path) => position_at(images, &layers, path)?,
+            None if top == 0 => return refuse("there is no layer beneath the top"),
+            None => top - 1,
+        };
+        if base >= top {
+            return refuse("the base is not beneath the top");
+        }
+        let upper = &layers.all()[top + 1];
+        let name = backing_name(images, upper, &layers.all()[base])?;
+        // A header without room for the name is better refused before than after.
+        match &upper.tables {
+            Some(tables) if upper.live.is_none() => {
+                let bits = tables.l2.cluster_bits;
+                plan_backing(&*upper.store, bits, Some(&name)).await?;
+            }
+            _ => {
+                let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
+                writer.plan_backing(Some(&name)).await?;
+            }
+        }
+        Ok((Positions { base, top }, name))
+    }
+
+    /// Copies what the `sources` own into the `target`, and makes nothing of it count.
+    async fn copy_down(
+        &self,
+        sources: &Sources,
+        target: &Target,
+        mut resume: Resume,
+        control: &dyn MergeControl,
+    ) -> Result<Copied> {
+        let mut pace = Pace::new(self, control);
+        target.grow_to(sources.top_len()).await?;
+        let (end, mut copied) = (target.len(), 0);
+        let mut at = self.resumes_at(resume).min(end);
+        while at < end {
+            let progress = MergeProgress { done: at, total: end, copied };
+            if let ControlFlow::Break(()) = pace.step(progress).await {
+                return Ok(Copied::Cancelled);
+            }
+            let idle = sources.idle_from(at, end).await?;
+            if idle > 0 {
+                at += idle;
+                continue;
+            }
+            let window = Sources::window(at, end);
+            for wanted in sources.wanted(window, STEP_BYTES).await? {
+                let done = match &wanted {
+                    Wanted::Data(extents) => extents[0].start,
+                    Wanted::Zeros(range) => range.start(),
+                };
+                let progress = MergeProgress { done: done.bytes(), total: end, copied };
+                if let ControlFlow::Break(()) = pace.step(progress).await {
+                    return Ok(Copied::Cancelled);
+                }
+                pace.begin();
+                copied += put_down(sources, target, wanted).await?;
+            }
+            at = window.end().bytes();
+            resume.done = at;
+            self.set_resume(Some(resume));
+        }
+        Ok(Copied::All(copied))
+    }
+
+    /// Takes the sources out of the chain, whose base has all that they own. Returns their paths.
+    async fn drop_sources(&self, at: Positions, name: &BackingName) -> Result<Vec<PathBuf>> {
+        let map = &self.map;
+        let (upper, cluster_bits) = {
+            // Nobody holds on to the layer: its file is about to be locked.
+            let layers = map.layers();
+            let upper = &layers.all()[at.top + 1];
+            let tables = upper.tables.as_ref().filter(|_| upper.live.is_none());
+            (upper.number, tables.map(|tables| tables.l2.cluster_bits))
+        };
+        let renamed = match cluster_bits {
+            Some(bits) => Some(self.rename_frozen(upper, bits, name).await?),
+            None => None,
+        };
+        let held = self.gate.hold().await;
+        if renamed.is_none() {
+            let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
+            let named = writer.complete(async |writer: Arc<Writer>| {
+                writer.flush().await?;
+                writer.name_backing(Some(name)).await
+            });
+            named.await?;
+        }
+        let mut layers = map.layers();
+        if let Some(renamed) = renamed {
+            layers = Arc::new(layers.replaced(Arc::new(renamed)));
+        }
+        let gone = &layers.all()[at.base + 1..=at.top];
+        let dropped = gone.iter().map(|layer| layer.path.to_path_buf()).collect();
+        let next = layers.without(at.base + 1, at.top + 1, at.base);
+        // The base has changed: no slice of it is known to be right.
+        self.exchange_layers(next, |_| false);
+        drop((held, layers));
+        self.forget_retired().await;
+        Ok(dropped)
+    }
+
+    /// Makes the base the backing file of the frozen layer `number`. Returns what it is then.
+    async fn rename_frozen(
+        &self,
+        number: LayerNumber,
+        cluster_bits: ClusterBits,
+        name: &BackingName,
+    ) -> Result<Layer> {
+        let store = self.borrow_for_writing(number).await?;
+        let layers = self.map.layers();
+        let layer = layers.get(number);
+        let named = name_backing(&*store, cluster_bits, Some(name)).await;
+        named.map_err(|error| layer.explain(error))?;
+        Ok(layer.identified(self.map.images.identify(&layer.path)?))
+    }
+
+    fn resumes_at(&self, wanted: Resume) -> u64 {
+        let resumes = self.merging.resumes.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = resumes.filter(|known| Resume { done: 0, ..*known } == wanted);
+        known.map_or(0, |known| known.done)
+    }
+
+    fn set_resume(&self, resume: Option<Resume>) {
+        *self.merging.resumes.lock().unwrap_or_else(PoisonError::into_inner) = resume;
+    }
+}
+
+/// Puts into the base what is `wanted` of it; returns how many bytes were copied.
+async fn put_down(sources: &Sources, target: &Target, wanted: Wanted) -> Result<u64> {
+    match wanted {
+        Wanted::Data(extents) => {
+            let len = Extent::total_len(&extents);
+            let range = GuestRange::new(extents[0].start, len).expect("a part of the disk");
+            let bytes = sources.read(&extents).await?;
+            target.write(range, bytes).await?;
+            Ok(len)
+        }
+        Wanted::Zeros(range) => {
+            target.zero(range).await?;
+            Ok(0)
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! A layer that owns nothing any more: another L1 table, and what the old one named is freed.
+//!
+//! Invariants
+//! - E1 The empty table is durable before the header names it, and the counts of its clusters are.
+//! - E2 What the old table named is freed only when the header names the new one. A power cut in
+//!   between, or before all is freed, leaks clusters.
+
+use super::Writer;
+use super::allocate::Reserved;
+use super::grow::{Held, MOVING, len_of, table_bytes};
+use super::header::HeaderChange;
+use mica_block::{Result, read_exact, write_all};
+use mica_qcow2_format::{L1Entry, L2Entry};
+use mica_rt::Buf;
+use mica_units::{HostCluster, HostOffset};
+use std::sync::atomic::Ordering;
+
+/// Freed clusters after which they are flushed.
+const FREED_MANY: usize = 1 << 12;
+
+/// A table without entries, for later.
+#[must_use = "its clusters are counted"]
+pub(crate) struct EmptyTable {
+    run: Reserved,
+}
+
+/// An L2 table that nothing names any more, and the first of the clusters of the disk for which it
+/// was.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OldTable {
+    at: HostOffset,
+    index: u64,
+}
+
+impl Writer {
+    /// Makes a table without entries, durably. The caller holds the gate.
+    pub(crate) async fn prepare_empty(&self) -> Result<EmptyTable> {
+        self.check_usable()?;
+        self.mark_before_change().await?;
+        let bits = self.l2.cluster_bits;
+        let (_, entries) = self.l1_place.get();
+        let count = bits.clusters_for(table_bytes(entries)).max(1);
+        let len = bits.bytes_of(count);
+        let run = self.reserve_run(count).await?;
+        let at = bits.start_of(run.first);
+        let written = async {
+            self.metadata.ranges.check(at, len)?;
+            self.metadata.lock().drop_cluster(at, len);
+            write_all(&*self.metadata.store, Buf::zeroed(len_of(len)), at).await?;
+            // With the counts (E1).
+            self.flush().await
+        };
+        if let Err(error) = written.await {
+            self.space.give_back(run);
+            return Err(error);
+        }
+        Ok(EmptyTable { run })
+    }
+
+    /// Owns nothing from now on, durably: `empty` is the table. The caller holds the gate, and has
+    /// flushed. Returns the tables that the old one named, for [`Self::free_table`].
+    pub(crate) async fn become_empty(&self, empty: EmptyTable) -> Result<Vec<OldTable>> {
+        let bits = self.l2.cluster_bits;
+        let _moving = self.tables.claim(MOVING).await;
+        let _held = Held::new(&self.metadata);
+        let (old_at, entries) = self.l1_place.get();
+        let mut old = Vec::new();
+        if old_at != HostOffset::ZERO {
+            let len = len_of(table_bytes(entries));
+            let table = read_exact(&*self.metadata.store, old_at, len).await?;
+            for (index, entry) in (0..).zip(table.as_chunks().0) {
+                // A malformed entry names nothing that could be freed.
+                if let Ok(Some(at)) = L1Entry(u64::from_be_bytes(*entry)).decode(bits) {
+                    old.push(OldTable { at, index });
+                }
+            }
+        }
+        let at = bits.start_of(empty.run.first);
+        self.metadata.change_header(&self.space, HeaderChange::L1(at, entries)).await?;
+        let mut pages = self.metadata.lock();
+        self.l1_place.set(at, entries);
+        if old_at != HostOffset::ZERO {
+            let count = bits.clusters_for(table_bytes(entries));
+            pages.drop_cluster(old_at, bits.bytes_of(count));
+            let first = bits.host_cluster(old_at);
+            pages.group.freed.extend(first.up_to(first.saturating_add(count)));
+            self.metadata.ranges.remove(old_at);
+        }
+        self.metadata.ranges.add(at, table_bytes(entries), "the L1 table");
+        Ok(old)
+    }
+
+    /// Frees the table `old`, and what it names (E2).
+    pub(crate) async fn free_table(&self, old: OldTable) -> Result<()> {
+        self.check_usable()?;
+        self.wrote.store(true, Ordering::Release);
+        let bits = self.l2.cluster_bits;
+        let len = usize::try_from(bits.bytes()).expect("2 MiB");
+        let table = read_exact(&*self.metadata.store, old.at, len).await?;
+        let mut freed = vec![bits.host_cluster(old.at)];
+        let count = len / self.l2.entry_bytes();
+        let first = self.l2.first_of_table(old.index);
+        for (index, cluster) in (0..count).zip(first.up_to(first.saturating_add(count as u64))) {
+            let Some(raw) = self.l2.raw(&table, index) else { break };
+            // What is malformed leaks: nobody knows what it named.
+            let host = match self.l2.interpret_at(raw, bits.start_of(cluster)) {
+                Ok(L2Entry::Data(host) | L2Entry::ZeroAllocated(host)) => Some(host),
+                Ok(L2Entry::Subclusters { host, .. }) => host,
+                Ok(L2Entry::Compressed(compressed)) => {
+                    freed.extend(self.compressed_clusters(&compressed).unwrap_or_default());
+                    None
+                }
+                Ok(L2Entry::Unallocated | L2Entry::Zero) | Err(_) => None,
+            };
+            let is_free =
+                |host: &HostOffset| self.metadata.ranges.check(*host, bits.bytes()).is_ok();
+            freed.extend(host.filter(is_free).map(|host| bits.host_cluster(host)));
+        }
+        let is_much = self.drop_freed(old.at, freed);
+        if is_much { Box::pin(self.flush()).await } else { Ok(()) }
+    }
+
+    /// The table at `at` is gone, and `freed` lose a reference with the next group. Returns whether
+    /// a flush is due.
+    fn drop_freed(&self, at: HostOffset, freed: Vec<HostCluster>) -> bool {
+        let mut pages = self.metadata.lock();
+        pages.drop_cluster(at, self.l2.cluster_bits.bytes());
+        self.metadata.ranges.remove(at);
+        pages.group.freed.extend(freed);
+        pages.group.freed.len() > FREED_MANY
+    }
+}

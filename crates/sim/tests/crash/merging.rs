@@ -1,0 +1,261 @@
+//! Layers that are merged while a guest works on the chain, and the power goes, or the process
+//! dies: the guest notices nothing, and no layer is damaged.
+
+use crate::chain::{ChainSubject, Shape};
+use crate::pushing::make_overlay;
+use mica_block::{
+    ActiveAfter, CommitLayers, ErrorKind, LocalFuture, Manage, MergeControl, MergeProgress, Merged,
+    Result,
+};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
+use mica_qcow2_tools::recover::repair_for_opening;
+use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random};
+use mica_sim::{Loss, ModelDisk, World, scenario};
+use std::cell::{Cell, RefCell};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A chain whose layers are merged.
+struct Merging {
+    shape: RefCell<Shape>,
+    open: RefCell<Option<Chain>>,
+    /// Merges that were done.
+    done: Cell<u32>,
+}
+
+impl Merging {
+    fn new(shape: Shape) -> Self {
+        Self { shape: RefCell::new(shape), open: RefCell::default(), done: Cell::new(0) }
+    }
+
+    async fn chain(&self, world: &World, writable: bool) -> Result<Chain> {
+        let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
+        let options = ChainOptions {
+            cache: MapCache::new(cache_bytes),
+            writable,
+            repair: Some(repair_for_opening),
+            ..ChainOptions::default()
+        };
+        let top = self.shape.borrow().top.clone();
+        Chain::open(Arc::new(world.clone()), &top, &options).await
+    }
+
+    fn subject(&self, top: PathBuf) -> ChainSubject {
+        ChainSubject { shape: Shape { top, ..self.shape.borrow().clone() } }
+    }
+
+    fn top(&self) -> ChainSubject {
+        ChainSubject { shape: self.shape.borrow().clone() }
+    }
+
+    /// Puts another layer on top.
+    async fn push(&self, world: &World, number: u64) {
+        let chain = self.open.borrow().clone().unwrap();
+        let path = Path::new(crate::chain::FOLDER).join(format!("pushed-{number}.qcow2"));
+        let (beneath, len) = {
+            let shape = self.shape.borrow();
+            (shape.top.clone(), shape.initial.len() as u64)
+        };
+        make_overlay(world, &path, &beneath, len).await.unwrap();
+        chain.push(&path).await.unwrap();
+        self.shape.borrow_mut().top = path;
+    }
+
+    /// Merges some layers, or is cancelled.
+    async fn merge(&self, world: &World) {
+        let chain = self.open.borrow().clone().unwrap();
+        let layers = chain.layer_paths();
+        let active = layers.len() as u64 - 1;
+        let pick = |bound: u64| usize::try_from(world.random_below(bound)).unwrap();
+        let control = Control { world, cancel_one_in: [0, 0, 40][pick(3)] };
+        let merges = Manage::chain(&chain).unwrap();
+        let merged = match world.random_below(9) {
+            6..8 if active >= 1 => {
+                let base = pick(active);
+                let base = (world.random_below(2) == 0).then_some(&*layers[base]);
+                let layers = CommitLayers { top: None, base, active: ActiveAfter::Emptied };
+                world.trace(|| format!("commit {layers:?}"));
+                merges.commit(layers, &control).await
+            }
+            0..4 if active >= 2 => {
+                let top = 1 + pick(active - 1);
+                let base = pick(top as u64);
+                let base = (base + 1 < top || world.random_below(2) == 0).then_some(&*layers[base]);
+                let layers =
+                    CommitLayers { top: Some(&layers[top]), base, active: ActiveAfter::Emptied };
+                world.trace(|| format!("commit {layers:?}"));
+                merges.commit(layers, &control).await
+            }
+            0..6 if active >= 1 => {
+                let base = &layers[pick(active)];
+                world.trace(|| format!("stream down to {}", base.display()));
+                merges.stream(Some(base), &control).await
+            }
+            _ => {
+                world.trace(|| "stream everything".to_owned());
+                merges.stream(None, &control).await
+            }
+        };
+        world.trace(|| format!("merged: {merged:?}"));
+        match merged {
+            Ok(Merged::Done { dropped, .. }) => {
+                let left = chain.layer_paths();
+                assert_eq!(left.len() + dropped.len(), layers.len());
+                assert!(dropped.iter().all(|layer| !left.contains(layer)));
+                self.done.set(self.done.get() + 1);
+            }
+            Ok(Merged::Cancelled) => assert_eq!(chain.layer_paths(), layers),
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error:?}");
+                assert_eq!(chain.layer_paths(), layers);
+            }
+        }
+    }
+}
+
+/// Steps at random moments.
+struct Control<'a> {
+    world: &'a World,
+    cancel_one_in: u64,
+}
+
+impl MergeControl for Control<'_> {
+    fn step(&self, progress: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        assert!(progress.done <= progress.total);
+        Box::pin(async move {
+            if self.world.random_below(3) == 0 {
+                mica_rt::sleep(Duration::from_micros(self.world.random_below(2000))).await;
+            }
+            match self.cancel_one_in {
+                0 => ControlFlow::Continue(()),
+                one_in if self.world.random_below(one_in) == 0 => ControlFlow::Break(()),
+                _ => ControlFlow::Continue(()),
+            }
+        })
+    }
+}
+
+impl Subject for Merging {
+    fn open<'a>(
+        &'a self,
+        world: &'a World,
+        mode: Mode,
+    ) -> LocalFuture<'a, Result<Arc<dyn Manage>>> {
+        Box::pin(async move {
+            drop(self.open.take());
+            let chain = self.chain(world, mode == Mode::Write).await?;
+            if world.random_below(2) == 0 {
+                let _ = chain.build_index(&mut |_| ControlFlow::Continue(())).await?;
+            }
+            *self.open.borrow_mut() = (mode == Mode::Write).then(|| chain.clone());
+            Ok(Arc::new(chain) as Arc<dyn Manage>)
+        })
+    }
+
+    fn check<'a>(&'a self, world: &'a World) -> LocalFuture<'a, std::result::Result<u64, String>> {
+        Box::pin(async move {
+            drop(self.open.take());
+            let told = |error: mica_block::Error| format!("{error:?}");
+            let chain = self.chain(world, false).await.map_err(told)?;
+            let layers: Vec<PathBuf> = chain.layer_paths();
+            drop(chain);
+            let files = world.files();
+            let is_qcow2 = |layer: &&PathBuf| {
+                files.iter().any(|(path, bytes)| path == *layer && bytes.starts_with(b"QFI\xfb"))
+            };
+            let mut leaks = 0;
+            // The active layer is the last, and may have to be repaired.
+            for layer in layers.iter().filter(is_qcow2) {
+                leaks += self.subject(layer.clone()).check(world).await?;
+            }
+            Ok(leaks)
+        })
+    }
+
+    fn outlives_the_process(&self) -> bool {
+        self.top().outlives_the_process()
+    }
+
+    fn judge_elsewhere(&self, world: &World, model: &ModelDisk) {
+        self.top().judge_elsewhere(world, model);
+    }
+}
+
+async fn rounds(
+    world: &World,
+    cut: impl Fn() -> (Cut, Loss),
+    (give_up_one_in, pushes): (u64, bool),
+) -> u32 {
+    let layers = 2 + u32::try_from(world.random_below(6)).unwrap();
+    let shape = Shape::random_of(world, layers);
+    shape.put_in(world);
+    let (model, sectors) = (shape.model(), shape.initial.len() as u64 / 512);
+    let merging = Rc::new(Merging::new(shape));
+    let mut crashes = Crashes::new(world, &*merging, model);
+    for round in 0..3 {
+        let mut load = load_at_random(world, sectors);
+        load.give_up_one_in = give_up_one_in;
+        let merges = 1 + world.random_below(4);
+        let (cut, loss) = cut();
+        let work = async |guest: &mica_sim::Guest| {
+            let merge = async {
+                for merge in 0..merges {
+                    mica_rt::sleep(Duration::from_micros(world.random_below(3000))).await;
+                    if pushes && world.random_below(2) == 0 {
+                        merging.push(world, round * 100 + merge).await;
+                    }
+                    merging.merge(world).await;
+                }
+            };
+            let both: [LocalFuture<'_, ()>; 2] = [Box::pin(merge), Box::pin(guest.run(&load))];
+            mica_rt::join_all(both).await;
+            guest.read_all().await;
+        };
+        crashes.round(cut, loss, work).await;
+    }
+    crashes.round(Cut::Never, Loss::Nothing, async |guest| guest.read_all().await).await;
+    crashes.judge_elsewhere();
+    merging.done.get()
+}
+
+#[test]
+fn guest_notices_nothing_of_layers_that_are_merged() {
+    scenario(60, |world| async move {
+        rounds(&world, || (Cut::Never, Loss::Nothing), (0, true)).await;
+    });
+}
+
+#[test]
+fn power_may_go_while_layers_are_merged() {
+    scenario(60, |world| async move {
+        rounds(&world, || cut_at_random(&world, 400), (10, false)).await;
+    });
+}
+
+#[test]
+fn process_may_die_while_layers_are_merged() {
+    scenario(40, |world| async move {
+        let cut = || {
+            let after = Duration::from_micros(1 + world.random_below(60_000));
+            (Cut::KillAt(after), Loss::Nothing)
+        };
+        rounds(&world, cut, (0, false)).await;
+    });
+}
+
+/// Not one by one, as a chain may have an external data file, which is not written.
+#[test]
+fn merges_come_to_their_end() {
+    let done = Rc::new(Cell::new(0));
+    scenario(10, |world| {
+        let done = Rc::clone(&done);
+        async move {
+            let more = rounds(&world, || (Cut::Never, Loss::Nothing), (0, false)).await;
+            done.set(done.get() + more);
+        }
+    });
+    assert!(done.get() > 0);
+}

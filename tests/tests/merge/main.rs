@@ -1,0 +1,6 @@
+//! Layers that are merged, up into the active layer and down into one beneath, while a guest writes
+//! and while nobody does: QEMU reads what is left.
+
+mod chain;
+mod live;
+mod offline;

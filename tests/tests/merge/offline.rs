@@ -1,0 +1,108 @@
+//! `mica commit` and `mica rebase`.
+
+use crate::chain::{Chain, KINDS, LAYERS};
+use mica_tests::{judge, qemu, tools};
+use std::fs;
+
+const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
+
+#[test]
+fn image_is_merged_into_its_backing_file_and_empty_afterwards() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    for kind in KINDS {
+        let chain = Chain::new(kind);
+        let said = chain.mica(&["commit", "top.qcow2"]).ok();
+        assert_eq!(said, "Image committed.\n");
+        chain.judge(&chain.expected());
+        qemu::flatten(chain.dir(), LAYERS[3], "three.raw");
+        let three = fs::read(chain.path("three.raw")).expect("flat");
+        judge::same_bytes("the backing file", &three, &chain.expected());
+        let map = qemu::img(chain.dir(), ["map", "--output", "json", LAYERS[4]]).json();
+        let own = map.as_array().expect("an array").iter().filter(|run| run["depth"] == 0);
+        assert_eq!(own.filter(|run| run["data"] == true).count(), 0, "{kind:?}: {map}");
+        let told = chain.mica(&["commit", "-b", chain.base(), "--output", "json", "top.qcow2"]);
+        let told = told.json();
+        assert_eq!(told["dropped"].as_array().map(Vec::len), Some(3), "{told}");
+        assert_eq!(chain.names(LAYERS[4]), [LAYERS[4], chain.base()]);
+        chain.judge(&chain.expected());
+    }
+}
+
+#[test]
+fn image_that_is_kept_still_has_everything() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    let before = fs::metadata(chain.top()).expect("there").len();
+    chain.mica(&["commit", "-q", "-d", "top.qcow2"]).ok();
+    assert!(fs::metadata(chain.top()).expect("there").len() >= before - (1 << 20));
+    chain.judge(&chain.expected());
+    qemu::flatten(chain.dir(), LAYERS[3], "three.raw");
+    let three = fs::read(chain.path("three.raw")).expect("flat");
+    judge::same_bytes("the backing file", &three, &chain.expected());
+}
+
+#[test]
+fn image_shows_the_same_on_another_backing_file() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    for kind in KINDS {
+        let chain = Chain::new(kind);
+        chain.mica(&["rebase", "-b", "one.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
+        assert_eq!(chain.names(LAYERS[4])[1], "one.qcow2");
+        chain.judge(&chain.expected());
+        qemu::create(chain.dir(), "other.qcow2", &["-o", "cluster_size=8k"], "30M");
+        qemu::io(chain.dir(), &[], "other.qcow2", &["write -P 77 0 30M", "write -P 16 3M 1M"]);
+        chain.mica(&["rebase", "-q", "-b", "other.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
+        assert_eq!(chain.names(LAYERS[4]), [LAYERS[4], "other.qcow2"]);
+        chain.judge(&chain.expected());
+        chain.mica(&["rebase", "-b", "", "top.qcow2"]).ok();
+        assert_eq!(chain.names(LAYERS[4]), [LAYERS[4]]);
+        chain.judge(&chain.expected());
+    }
+}
+
+#[test]
+fn name_alone_is_changed_even_if_the_backing_file_is_gone() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    for kind in KINDS {
+        let chain = Chain::new(kind);
+        fs::create_dir(chain.path("moved")).expect("made");
+        fs::rename(chain.path(LAYERS[3]), chain.path("moved/three.qcow2")).expect("moved");
+        for layer in [chain.base(), LAYERS[1], LAYERS[2]] {
+            fs::hard_link(chain.path(layer), chain.path("moved").join(layer)).expect("linked");
+        }
+        let refused =
+            chain.mica(&["rebase", "-b", "moved/three.qcow2", "-F", "qcow2", "top.qcow2"]);
+        assert!(refused.refusal().contains("three.qcow2"));
+        let name = "moved/three.qcow2";
+        chain.mica(&["rebase", "-u", "-b", name, "-F", "qcow2", "top.qcow2"]).ok();
+        qemu::flatten(chain.dir(), LAYERS[4], "now.raw");
+        let now = fs::read(chain.path("now.raw")).expect("flat");
+        judge::same_bytes("the image", &now, &chain.expected());
+    }
+}
+
+#[test]
+fn layers_that_other_images_need_are_not_changed() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    qemu::overlay(chain.dir(), "clone.qcow2", "two.qcow2", &[]);
+    let refused = chain.mica(&["commit", "-b", "one.qcow2", "top.qcow2"]).refusal();
+    assert!(refused.contains("clone.qcow2") && refused.contains("two.qcow2"), "{refused}");
+    // Nobody else needs this one.
+    chain.mica(&["commit", "top.qcow2"]).ok();
+    chain.judge(&chain.expected());
+    let refused = chain.mica(&["commit", "-b", "top.qcow2", "top.qcow2"]).refusal();
+    assert!(refused.contains("no backing file"), "{refused}");
+    let refused = chain.mica(&["rebase", "-b", "top.qcow2", "-F", "qcow2", "top.qcow2"]).refusal();
+    assert!(refused.contains("its own"), "{refused}");
+}
