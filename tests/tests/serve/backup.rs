@@ -89,13 +89,13 @@ impl World {
     /// Writes, zeroes or discards something of the quiet part.
     fn change(&mut self, guest: &mut nbd::Connection) {
         const WRITE_ZEROES: u16 = 6;
-        let len = 512 * usize::try_from(1 + self.draw(64)).unwrap();
-        let at = 512 * usize::try_from(self.draw((QUIET - len) as u64 / 512)).unwrap();
+        let len = 512 * usize::try_from(1 + self.draw(64)).expect("fits");
+        let at = 512 * usize::try_from(self.draw((QUIET - len) as u64 / 512)).expect("fits");
         if self.draw(4) == 0 {
             command(guest, WRITE_ZEROES, at, len, &[]);
             self.model[at..at + len].fill(0);
         } else {
-            let byte = u8::try_from(1 + self.draw(255)).unwrap();
+            let byte = u8::try_from(1 + self.draw(255)).expect("fits");
             command(guest, nbd::CMD_WRITE, at, len, &vec![byte; len]);
             self.model[at..at + len].fill(byte);
         }
@@ -117,8 +117,8 @@ impl World {
         let parts = mica_tests::command::run("nbdinfo", ["--json", &map, &self.uri()]).json();
         let number = |part: &serde_json::Value, key: &str| part[key].as_u64().expect("a number");
         let part = |part: &serde_json::Value| {
-            let at = usize::try_from(number(part, "offset")).unwrap();
-            (at, usize::try_from(number(part, "length")).unwrap(), number(part, "type"))
+            let at = usize::try_from(number(part, "offset")).expect("fits");
+            (at, usize::try_from(number(part, "length")).expect("fits"), number(part, "type"))
         };
         parts.as_array().expect("a list").iter().map(part).collect()
     }
@@ -155,7 +155,7 @@ impl World {
 
 /// One request that changes a disk, and its answer.
 fn command(client: &mut nbd::Connection, command: u16, at: usize, len: usize, payload: &[u8]) {
-    let request = nbd::request(command, 0, 1, at as u64, u32::try_from(len).unwrap());
+    let request = nbd::request(command, 0, 1, at as u64, u32::try_from(len).expect("fits"));
     client.stream.write_all(&[&request[..], payload].concat()).expect("sent");
     let mut reply = [0; nbd::SIMPLE_REPLY_BYTES];
     client.stream.read_exact(&mut reply).expect("answered");
@@ -235,8 +235,8 @@ fn keep(world: &mut World, round: usize, since: Option<&str>, state: &str) {
             scope.spawn(move || drop(world.begin(since, state)));
             clock::sleep(Duration::from_millis(5 * (round as u64 % 7)));
             let server = world.server.as_ref().expect("it runs");
-            let pid = rustix::process::Pid::from_raw(server.pid().cast_signed()).unwrap();
-            rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+            let pid = rustix::process::Pid::from_raw(server.pid().cast_signed()).expect("fits");
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("fits");
         } else {
             let begun = world.begin(since, state).json();
             assert_eq!((&begun["resumed"], &begun["length"]), (&false.into(), &LEN.into()));
@@ -257,7 +257,7 @@ fn hammer(client: &mut nbd::Connection, stop: &AtomicBool, seed: usize) {
     while !stop.load(Ordering::Relaxed) {
         number = number.wrapping_mul(1_103_515_245).wrapping_add(12345);
         let at = QUIET + (number >> 8) % ((LEN - QUIET) / WRITE) * WRITE;
-        let request = nbd::request(nbd::CMD_WRITE, 0, 1, at as u64, WRITE as u32);
+        let request = nbd::request(nbd::CMD_WRITE, 0, 1, at as u64, 4096);
         let bytes = [&request[..], &[number.to_le_bytes()[1]; WRITE]].concat();
         let mut reply = [0; nbd::SIMPLE_REPLY_BYTES];
         let stream = &mut client.stream;
