@@ -163,7 +163,15 @@ impl Job {
         let Some(chain) = disk.chain() else {
             return Err(Error::new(ErrorKind::Denied, "the disk is closed"));
         };
-        executor.block_on(merge.run(chain, self))
+        let merged = executor.block_on(merge.run(chain, self))?;
+        if let Merged::Done { dropped, .. } = &merged
+            && let Err(error) =
+                mica_stack::settle_marks(&disk.layer_paths(), dropped, merge.kind() == COMMIT)
+        {
+            // The merge itself is done, and durable.
+            tracing::warn!(disk = self.disk, %error, "the mark of a frozen layer is out of date");
+        }
+        Ok(merged)
     }
 
     fn end(&self, outcome: Result<Merged>) {

@@ -12,13 +12,17 @@
 //! | the layer above | the layer itself | what is written |
 //! |---|---|---|
 //! | there, and stands on it, perhaps through others | closed by its writer | the layer above |
-//! | there, and stands on it | in use by a writer that was killed | the layer itself |
+//! | empty, and stands on it | in use by a writer that was killed | the layer itself |
+//! | has data, and stands on it | in use: a merge into it was killed | the layer above |
 //! | there, and stands on it through others | in use | nothing: the user has to say |
 //! | there, and stands on something else | | nothing: the user has to say |
 //! | missing, or a name that the chain may not open | | nothing: the user has to say |
 //!
-//! In the second case the layer above is empty: nothing is written there before the one beneath is
-//! closed (`qcow2/src/chain/push.rs`, I1).
+//! In the second case the snapshot did not come to its end: nothing is written above before the layer
+//! beneath is closed (`qcow2/src/chain/push.rs`, I1).
+//!
+//! A merge takes layers out of the chain: a mark that named one of them names the layer that is above
+//! from then on ([`settle_marks`]).
 //!
 //! Invariants
 //! - I1 A mark is followed only if it is a regular file that only those could have written who can
@@ -29,11 +33,11 @@
 
 use crate::policy::allowed_places;
 use crate::{FileImages, ImageOptions, Names};
-use mica_block::{Error, ErrorKind, Identity, Images, Result, Store};
+use mica_block::{Error, ErrorKind, Identity, Images, Result, Store, read_exact};
 use mica_qcow2::read_header;
 use mica_qcow2_format::{Header, parse_image_name};
 use mica_store::Located;
-use mica_units::LayerNumber;
+use mica_units::{HostOffset, LayerNumber};
 use rustix::fs::OFlags;
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -50,6 +54,8 @@ const NEW_SUFFIX: &str = ".mica-above.tmp";
 const KEY: &[u8] = b"above: ";
 /// Longest content of a mark, in bytes: a path, and what is around it.
 const CONTENT_BYTES_MAX: u64 = 4096 + 64;
+/// An L1 table is read in pieces of this size.
+const L1_PIECE_BYTES: usize = 1 << 20;
 
 /// The layer that is written for an image, and what is to be known for opening it.
 pub(crate) struct Active {
@@ -203,7 +209,8 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
         let header = read_header(&store).await.map_err(|error| error.wrap(name_of(&path)))?;
         let identity = located.identity(store.len()?);
         let stands = check_above(&images, &path, &identity, &mark).await?;
-        if is_in_use(&header) {
+        if is_in_use(&header) && !(stands == Stands::OnIt && has_data(&images, &mark.above).await?)
+        {
             if stands == Stands::Above {
                 let what = format!(
                     "{} was written after it was frozen, and layers stand on it: {}",
@@ -230,6 +237,64 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
 /// Whether its writer has not closed the image.
 fn is_in_use(header: &Header) -> bool {
     header.autoclear.unknown != 0 || header.incompatible.dirty
+}
+
+/// Whether the qcow2 image at `path` has anything of its own.
+async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
+    let (_, store) = images.glance(path)?;
+    let header = read_header(&store).await.map_err(|error| error.wrap(name_of(path)))?;
+    let len = u64::from(header.l1_entries) * 8;
+    for start in (0..len).step_by(L1_PIECE_BYTES) {
+        let at = HostOffset::new(header.l1_offset.bytes().saturating_add(start));
+        let piece = usize::try_from(len - start).unwrap_or(usize::MAX).min(L1_PIECE_BYTES);
+        let piece = read_exact(&store, at, piece).await;
+        let piece = piece.map_err(|error| error.wrap(name_of(path)))?;
+        if piece.iter().any(|byte| *byte != 0) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// The layers that are `gone` from a chain were merged, and it has these `layers` now, from the base.
+/// Marks follow: of a layer beneath one that is gone. Those that were merged into a layer beneath
+/// them, which is what `are_useless` says, lose theirs.
+///
+/// # Errors
+/// What the system reports. A mark that is as it was leads to a refusal that says what to do.
+pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf], are_useless: bool) -> Result<()> {
+    let are_marked = |layer: &Path| -> Result<Option<PathBuf>> {
+        let at = place(layer, SUFFIX)?;
+        Ok(at.exists().then_some(at))
+    };
+    for pair in layers.windows(2) {
+        let [layer, above] = pair else { continue };
+        let Some(at) = are_marked(layer)? else { continue };
+        let content = std::fs::read(&at)
+            .map_err(|error| Error::from_io(format!("reading {}", at.display()), error))?;
+        let name = content.strip_prefix(KEY).and_then(|name| name.strip_suffix(b"\n"));
+        let Some(name) = name.map(|name| OsString::from_vec(name.to_vec())) else { continue };
+        let named = at.parent().unwrap_or(Path::new("")).join(name);
+        let is_it = |gone: &PathBuf| same_place(gone, &named);
+        if gone.iter().any(is_it) {
+            let above = std::path::absolute(above)
+                .map_err(|error| Error::from_io(above.display().to_string(), error))?;
+            Mark::put(layer, &above)?;
+            sync_folder_of(&at)?;
+        }
+    }
+    for layer in gone.iter().filter(|_| are_useless) {
+        if let Some(at) = are_marked(layer)? {
+            Mark { at, above: PathBuf::new() }.remove()?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether both names lead to one file.
+fn same_place(one: &Path, other: &Path) -> bool {
+    let node = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    matches!((node(one), node(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// How a layer stands on another.

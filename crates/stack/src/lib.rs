@@ -24,7 +24,7 @@ mod standing;
 mod volumes;
 mod written;
 
-pub use above::refuse_frozen;
+pub use above::{refuse_frozen, settle_marks};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use keep::{Keeping, settle_names, state_of};

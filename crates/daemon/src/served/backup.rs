@@ -128,6 +128,9 @@ impl Served {
             let state = &backup.about.state;
             return Err(self.denied(&format!("has the backup {state:?} under way: end that first")));
         }
+        if self.job().is_some_and(|job| !job.has_ended()) {
+            return Err(self.denied("is being merged: wait for the end, or cancel it"));
+        }
         let disk = self.opened().disk()?;
         let kept = self.kept_states()?;
         let since = wanted.since.as_deref().map(|since| self.find(&kept, since)).transpose()?;

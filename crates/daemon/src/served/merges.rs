@@ -56,6 +56,7 @@ impl Served {
             if base >= top {
                 return Err(invalid("the base is not beneath the top"));
             }
+            self.check_no_state_changes(&layers[base])?;
             let (last, top) = match top == active {
                 true => (active, None),
                 false => (top + 1, Some(layers[top].clone())),
@@ -63,6 +64,26 @@ impl Served {
             check(&layers[base..=last])?;
             Ok(Merge::Commit { top, base: layers[base].clone() })
         })
+    }
+
+    /// Makes sure that no state is kept in `layer`, and none is exported: both rely on layers that a
+    /// commit changes.
+    fn check_no_state_changes(&self, layer: &Path) -> Result<()> {
+        if let Some(backup) = self.backup() {
+            return Err(self.denied(&format!(
+                "has the backup {:?} under way, which reads its layers: end that first",
+                backup.state
+            )));
+        }
+        let kept = self.kept_states()?;
+        match kept.iter().find(|kept| kept.file == layer) {
+            Some(kept) => Err(self.denied(&format!(
+                "keeps its state {:?} in {}, which the merge would change: name another --base",
+                kept.state,
+                layer.display()
+            ))),
+            None => Ok(()),
+        }
     }
 
     fn start_merge(

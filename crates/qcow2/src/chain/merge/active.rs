@@ -170,10 +170,12 @@ impl Chain {
         if carrying.carry(whole, Some(&mut pace)).await?.is_break() {
             return Ok(None);
         }
+        let mut is_durable = false;
         for round in 0.. {
             let touched = wanted.notes.take(end);
             let bytes: u64 = touched.iter().map(|range| range.len()).sum();
-            if bytes <= carrying.held_bytes() || round == ROUNDS_MAX {
+            let is_little = bytes <= carrying.held_bytes();
+            if is_little && is_durable || round == ROUNDS_MAX {
                 let held = self.gate.hold().await;
                 carrying.carry_ranges(&touched).await?;
                 carrying.carry_ranges(&wanted.notes.take(end)).await?;
@@ -191,6 +193,11 @@ impl Chain {
             };
             if ended.is_break() {
                 return Ok(None);
+            }
+            if is_little {
+                // So that little is left to be made durable while the guest waits.
+                target.flush().await?;
+                is_durable = true;
             }
         }
         unreachable!("the last round returns")

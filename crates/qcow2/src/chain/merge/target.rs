@@ -198,6 +198,16 @@ impl Target {
         }
     }
 
+    /// Makes everything durable that was written so far.
+    pub(super) async fn flush(&self) -> Result<()> {
+        match self {
+            Self::Qcow2(writer) => {
+                Arc::clone(writer).complete(async |writer| writer.flush().await).await
+            }
+            Self::Raw { store, .. } => store.sync().await.map_err(|error| error.wrap(store.name())),
+        }
+    }
+
     /// Ends the writing: everything is durable. Returns the layer, frozen.
     pub(super) async fn close(&self, chain: &Chain) -> Result<Layer> {
         let images = &*chain.map.images;
