@@ -36,7 +36,8 @@ impl Chain {
         let name = if base == "raw" { "base.raw" } else { LAYERS[0] };
         match base {
             "raw" => {
-                let bytes: Vec<u8> = (0..18 << 20).map(|at: usize| (at / 512) as u8 | 1).collect();
+                let byte = |at: u32| u8::try_from(at / 512 % 256).expect("a byte") | 1;
+                let bytes: Vec<u8> = (0..18 << 20).map(byte).collect();
                 fs::write(at.join(name), bytes).expect("written");
             }
             base => {
@@ -55,12 +56,12 @@ impl Chain {
             let format = if number == 1 { format } else { "qcow2" };
             let size = LEN.to_string();
             qemu::create(at, layer, &["-o", options, "-b", &below, "-F", format], &size);
-            let start = number * 3 << 20;
+            let start = (number * 3) << 20;
             let byte = number * 16;
             let mut writes = Vec::new();
             // QEMU compresses only what is not there yet.
             if !options.contains("extended_l2") {
-                writes.push(format!("write -c -P {} {} 2M", byte + 3, (number - 1) * 4 << 20));
+                writes.push(format!("write -c -P {} {} 2M", byte + 3, ((number - 1) * 4) << 20));
             }
             writes.extend([
                 format!("write -P {byte} {start} 1M"),
@@ -68,7 +69,7 @@ impl Chain {
                 format!("write -P {} {} 2048", byte + 2, 20 << 20),
             ]);
             if !options.contains("0.10") {
-                writes.push(format!("write -z {} 512k", (number + 1) * 2 << 20));
+                writes.push(format!("write -z {} 512k", ((number + 1) * 2) << 20));
                 writes.push(format!("write -zu {} 2M", (12 + number) << 20));
             }
             let writes: Vec<_> = writes.iter().map(String::as_str).collect();
