@@ -18,11 +18,11 @@
 //! | there, and stands on something else | | nothing: the user has to say |
 //! | missing, or a name that the chain may not open | | nothing: the user has to say |
 //!
-//! In the second case the snapshot did not come to its end: nothing is written above before the layer
-//! beneath is closed (`qcow2/src/chain/push.rs`, I1).
+//! In the second case the snapshot did not come to its end: nothing is written above before the
+//! layer beneath is closed (`qcow2/src/chain/push.rs`, I1).
 //!
-//! A merge takes layers out of the chain: a mark that named one of them names the layer that is above
-//! from then on ([`settle_marks`]).
+//! A merge takes layers out of the chain: a mark that named one of them names the layer that is
+//! above from then on ([`settle_marks`]).
 //!
 //! Invariants
 //! - I1 A mark is followed only if it is a regular file that only those could have written who can
@@ -256,9 +256,9 @@ async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
     Ok(false)
 }
 
-/// The layers that are `gone` from a chain were merged, and it has these `layers` now, from the base.
-/// Marks follow: of a layer beneath one that is gone. Those that were merged into a layer beneath
-/// them, which is what `are_useless` says, lose theirs.
+/// The layers that are `gone` from a chain were merged, and it has these `layers` now, from the
+/// base. The mark of a layer beneath one that is gone follows. Those that were merged into a layer
+/// beneath them, which is what `are_useless` says, lose theirs.
 ///
 /// # Errors
 /// What the system reports. A mark that is as it was leads to a refusal that says what to do.

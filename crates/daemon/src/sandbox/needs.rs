@@ -78,8 +78,8 @@ const STORE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{
 });
 /// To create and remove sockets: their folder is locked meanwhile, for which it is read.
 const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
-/// To make layers, and marks of those beneath, and to rename them: their folder is made durable, for
-/// which it is read.
+/// To make layers, and marks of those beneath, and to rename them: their folder is made durable,
+/// for which it is read.
 const LAYERS: BitFlags<AccessFs> =
     make_bitflags!(AccessFs::{ReadFile | WriteFile | ReadDir | MakeReg | RemoveFile});
 /// To go on in a new file when the log was renamed.

@@ -66,8 +66,8 @@ impl Served {
         })
     }
 
-    /// Makes sure that no state is kept in `layer`, and none is exported: both rely on layers that a
-    /// commit changes.
+    /// Makes sure that no state is kept in `layer`, and none is exported: both rely on layers that
+    /// a commit changes.
     fn check_no_state_changes(&self, layer: &Path) -> Result<()> {
         if let Some(backup) = self.backup() {
             return Err(self.denied(&format!(
