@@ -4,4 +4,5 @@ mod clones;
 mod groups;
 mod internal;
 mod snapshots;
+mod together;
 mod world;

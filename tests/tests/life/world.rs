@@ -18,18 +18,26 @@ pub(crate) struct World {
     dir: TempDir,
     pub(crate) server: Option<Process>,
     pub(crate) options: Vec<String>,
+    /// The image that the server is started with.
+    pub(crate) named: String,
 }
 
 impl World {
     /// With `options` of `mica serve`; `None` if QEMU is missing.
     pub(crate) fn new(options: &[&str]) -> Option<Self> {
+        Self::of_image(&[], options)
+    }
+
+    /// The same, with an image that was made with options of `qemu-img create`.
+    pub(crate) fn of_image(made: &[&str], options: &[&str]) -> Option<Self> {
         if !tools::present(TOOLS) {
             return None;
         }
         let dir = tempfile::tempdir().expect("a folder");
-        qemu::create(dir.path(), "vm.qcow2", &[], "8M");
+        qemu::create(dir.path(), "vm.qcow2", made, "8M");
         let options = options.iter().map(|option| (*option).to_owned()).collect();
-        let mut world = Self { dir, server: None, options };
+        let named = "vm.qcow2".to_owned();
+        let mut world = Self { dir, server: None, options, named };
         world.start();
         Some(world)
     }
@@ -41,7 +49,7 @@ impl World {
     pub(crate) fn serve(&self, name: &str, more: &[&str]) -> Process {
         let options = ["--nbd", "nbd"].into_iter().chain(more.iter().copied());
         let options = options.chain(self.options.iter().map(|option| &**option));
-        let options: Vec<&str> = options.chain(["vm.qcow2"]).collect();
+        let options: Vec<&str> = options.chain([&*self.named]).collect();
         Process::start(self.folder(), name, &options)
     }
 

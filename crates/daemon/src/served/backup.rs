@@ -200,12 +200,17 @@ impl Served {
         let disk = self.opened().disk()?;
         let image = self.image();
         chain(&*disk)?;
-        // States are named after the file itself.
+        // States are named after the file itself: that of the active layer, or of one that was
+        // active before a snapshot.
         let image = image.canonicalize().unwrap_or_else(|_| image.to_path_buf());
-        let mut layers = disk.layer_paths();
-        layers.pop();
-        let kept = layers.into_iter().enumerate().filter_map(|(position, file)| {
-            Some(Kept { state: state_of(&image, &file)?, file, position })
+        let layers = disk.layer_paths();
+        let (_, frozen) = layers.split_last().unwrap_or((&image, &[]));
+        let state = |position: usize, file: &PathBuf| {
+            let above = layers[position + 1..].iter().chain([&image]);
+            above.into_iter().find_map(|layer| state_of(layer, file))
+        };
+        let kept = frozen.iter().enumerate().filter_map(|(position, file)| {
+            Some(Kept { state: state(position, file)?, file: file.clone(), position })
         });
         Ok(kept.collect())
     }

@@ -17,7 +17,7 @@
 //!
 //! How the active layer itself is committed is in [`active`].
 //!
-//! Commit opens the base for writing and gives it a [`Writer`] of its own, over a map that ends
+//! Commit opens the base for writing and gives it a [`Writer`](crate::write::Writer) of its own, over a map that ends
 //! with the base. All that it reads is frozen.
 //!
 //! Invariants
