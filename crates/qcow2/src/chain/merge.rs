@@ -17,8 +17,8 @@
 //!
 //! How the active layer itself is committed is in [`active`].
 //!
-//! Commit opens the base for writing and gives it a [`Writer`](crate::write::Writer) of its own, over a map that ends
-//! with the base. All that it reads is frozen.
+//! Commit opens the base for writing and gives it a [`Writer`](crate::write::Writer) of its own,
+//! over a map that ends with the base. All that it reads is frozen.
 //!
 //! Invariants
 //! - I1 The chain shows the same at every instant, in memory and in the files: stream adds to the
