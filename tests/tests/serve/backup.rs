@@ -215,6 +215,11 @@ fn full_and_incremental_backups_survive_kills_of_server_and_reader() {
         let refused = world.begin(since.as_deref(), &state).refusal();
         assert!(refused.contains("ended"), "{refused}");
     }
+    // A name that is used again is not taken for a backup that was interrupted.
+    world.kill();
+    world.start();
+    let refused = world.begin(None, "s3").refusal();
+    assert!(refused.contains("ended"), "{refused}");
     let listed = world.ctl(&["backup", "list", "disk"]).json();
     assert_eq!(listed["states"].as_array().map(Vec::len), Some(ROUNDS), "{listed}");
     let now = world.guest().read(0, QUIET as u64).expect("read");

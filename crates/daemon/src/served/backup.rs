@@ -13,7 +13,7 @@
 //! - I2 A disk has one backup at a time. It ends with the disk, or with the process, and can be
 //!   begun again with the same state.
 //! - I3 Nothing but the names of the layers is remembered of a state. That its backup was ended is
-//!   known to the process that ended it.
+//!   known to the process that ended it, and to all once a later state is kept.
 
 mod overlay;
 
@@ -134,8 +134,13 @@ impl Served {
         let disk = self.opened().disk()?;
         let kept = self.kept_states()?;
         let since = wanted.since.as_deref().map(|since| self.find(&kept, since)).transpose()?;
-        let known = kept.iter().find(|one| one.state == wanted.state);
-        if known.is_some() && self.backups.lock().ended.contains(&wanted.state) {
+        let known = kept.iter().rfind(|one| one.state == wanted.state);
+        // A backup that was interrupted is that of the last state: an older one was ended, whoever
+        // ended it.
+        let is_older = known
+            .is_some_and(|known| kept.last().is_some_and(|last| last.position > known.position));
+        let was_ended = is_older || self.backups.lock().ended.contains(&wanted.state);
+        if known.is_some() && was_ended {
             let what =
                 format!("has a backup {:?} that was ended: choose another name", wanted.state);
             return Err(self.denied(&what));
