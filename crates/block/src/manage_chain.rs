@@ -145,6 +145,8 @@ pub struct MergeProgress {
     pub total: u64,
     /// Bytes that were copied.
     pub copied: u64,
+    /// Whether it is about to end, while the guest is held up: it must not wait for a rate now.
+    pub is_ending: bool,
 }
 
 /// Who decides how fast a merge goes, and whether it goes on.

@@ -8,7 +8,7 @@ use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
-use mica_stack::check_no_overlays;
+use mica_stack::{check_no_overlays, settle_marks, state_of};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -58,12 +58,27 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             }
             let (above, below) = layers[lowest..].split_last().expect("there are two");
             check_no_overlays(below, above, &[])?;
+            let changed = &layers[lowest..];
+            let state = |(at, layer): (usize, &PathBuf)| {
+                let above = changed[at + 1..].iter();
+                above.into_iter().find_map(|image| Some((state_of(image, layer)?, layer.clone())))
+            };
+            if let Some((state, layer)) = changed.iter().enumerate().find_map(state) {
+                return Err(Failure::new(format!(
+                    "{} keeps the state {state:?}, which the merge would change: name another base \
+                     with -b, or use `mica rebase`",
+                    layer.display()
+                )));
+            }
             let wanted = args.report.progress(args.progress);
             let shown = Shown::new(Progress::start(disk.geometry().len, wanted));
             let active = if args.keep { ActiveAfter::Kept } else { ActiveAfter::Emptied };
             let base = Some(&*layers[lowest]);
             let merged = merges.commit(CommitLayers { top: None, base, active }, &shown).await?;
             let _ = shown.finish();
+            if let Merged::Done { dropped, .. } = &merged {
+                settle_marks(&disk.layer_paths(), dropped)?;
+            }
             Ok((merged, layers[lowest].clone()))
         };
         let merged = merged.await;

@@ -13,6 +13,7 @@ use mica_block::{
     MergeProgress, Merged, Result,
 };
 use mica_rt::{Backend, Executor};
+use mica_stack::FileId;
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -83,6 +84,8 @@ struct State {
 
 struct End {
     at: Instant,
+    /// The files of layers that it has put into one beneath them.
+    merged_away: Vec<FileId>,
     outcome: Result<Merged>,
 }
 
@@ -165,8 +168,7 @@ impl Job {
         };
         let merged = executor.block_on(merge.run(chain, self))?;
         if let Merged::Done { dropped, .. } = &merged
-            && let Err(error) =
-                mica_stack::settle_marks(&disk.layer_paths(), dropped, merge.kind() == COMMIT)
+            && let Err(error) = mica_stack::settle_marks(&disk.layer_paths(), dropped)
         {
             // The merge itself is done, and durable.
             tracing::warn!(disk = self.disk, %error, "the mark of a frozen layer is out of date");
@@ -183,8 +185,14 @@ impl Job {
             Ok(Merged::Cancelled) => tracing::info!(disk, kind, "a merge was cancelled"),
             Err(error) => tracing::warn!(disk, kind, ?error, "a merge failed"),
         }
+        let merged_away = match &outcome {
+            Ok(Merged::Done { dropped, .. }) if kind == COMMIT => {
+                dropped.iter().filter_map(|layer| FileId::of(layer)).collect()
+            }
+            _ => Vec::new(),
+        };
         let mut state = self.lock();
-        state.end = Some(End { at: now(), outcome });
+        state.end = Some(End { at: now(), merged_away, outcome });
         self.ended.notify_all();
     }
 
@@ -195,14 +203,9 @@ impl Job {
         drop(state.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// The layers that it has put into one beneath them.
-    pub(crate) fn merged_away(&self) -> Vec<PathBuf> {
-        match &self.lock().end {
-            Some(End { outcome: Ok(Merged::Done { dropped, .. }), .. }) if self.kind == COMMIT => {
-                dropped.clone()
-            }
-            _ => Vec::new(),
-        }
+    /// The files of layers that it has put into one beneath them.
+    pub(crate) fn merged_away(&self) -> Vec<FileId> {
+        self.lock().end.as_ref().map(|end| end.merged_away.clone()).unwrap_or_default()
     }
 
     /// Whether it has ended.
@@ -226,7 +229,7 @@ impl Job {
     /// What is told of it.
     pub(crate) fn told(&self) -> Told {
         let state = self.lock();
-        let MergeProgress { done, total, copied } = state.progress;
+        let MergeProgress { done, total, copied, .. } = state.progress;
         let (name, failure, dropped) = match &state.end {
             None if self.is_cancelled.load(Ordering::Acquire) => (UNDER_WAY[2], None, &[][..]),
             None if self.is_paused.load(Ordering::Acquire) => (UNDER_WAY[1], None, &[][..]),
@@ -285,6 +288,7 @@ impl MergeControl for Job {
                 let rest = match self.rate {
                     _ if self.is_paused.load(Ordering::Acquire) => LOOK,
                     0 => Duration::ZERO,
+                    _ if progress.is_ending => Duration::ZERO,
                     _ => self.ahead_of_rate(progress.copied),
                 };
                 if rest.is_zero() {

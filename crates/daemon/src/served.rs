@@ -42,6 +42,7 @@ use crate::stats::Counts;
 use backup::Backups;
 use mica_block::{Error, ErrorKind, Haste, Manage, Result};
 use mica_rt::timeout;
+use mica_stack::FileId;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -89,7 +90,7 @@ pub(crate) struct Served {
     /// The merge of its layers that is under way, or the last one.
     job: Mutex<Option<Arc<Job>>>,
     /// Layers that went down into others: their files show something else since.
-    merged_away: Mutex<Vec<PathBuf>>,
+    merged_away: Mutex<Vec<FileId>>,
     /// Where its clients come in.
     doors: Doors,
     backups: Backups,
@@ -290,7 +291,7 @@ impl Served {
     fn open_image(&self) -> Result<Arc<dyn Manage>> {
         let Self { settings, images, volume, resources, .. } = self;
         let force = self.is_forced.load(Ordering::Relaxed);
-        let image = &*self.first_image;
+        let image = &*self.known_image();
         let (opened, image) = open(&Opening { image, settings, images, volume, force }, resources)?;
         self.set_image(image.into());
         Ok(opened)
@@ -583,6 +584,16 @@ impl Served {
     /// The image: for a chain, its active layer.
     pub(crate) fn image(&self) -> Arc<Path> {
         Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The image by which its chain is found: the last that was active, if it may name the same
+    /// files as the configured one; else that, from which marks lead there.
+    fn known_image(&self) -> Arc<Path> {
+        let image = self.image();
+        match image.parent() == self.first_image.parent() {
+            true => image,
+            false => self.first_image.as_path().into(),
+        }
     }
 
     fn set_image(&self, image: Arc<Path>) {

@@ -150,27 +150,6 @@ impl Layer {
         self.len.store(len, Ordering::Release);
     }
 
-    /// The same frozen layer, whose file has this identity now.
-    pub(crate) fn identified(&self, identity: Identity) -> Self {
-        let tables = self.tables.as_ref().map(|tables| {
-            let (l1_offset, l1_entries) = tables.l1_place.get();
-            Tables::new(tables.l2, l1_offset, l1_entries, tables.compression)
-        });
-        Self {
-            number: self.number,
-            path: Arc::clone(&self.path),
-            store: Arc::clone(&self.store),
-            data: Arc::clone(&self.data),
-            data_path: self.data_path.clone(),
-            identity,
-            content: self.content.clone(),
-            len: AtomicU64::new(self.len()),
-            tables,
-            live: None,
-            may_write: AtomicBool::new(self.may_write.load(Ordering::Acquire)),
-        }
-    }
-
     /// Which bytes of `window` this layer owns, as runs from the window's start. The window starts
     /// and ends at sector boundaries; what lies beyond the layer's end is owned by nobody.
     pub(crate) async fn own_runs(&self, window: GuestRange) -> Result<Runs> {

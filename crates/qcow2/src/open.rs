@@ -321,6 +321,10 @@ pub(crate) fn freeze(images: &dyn Images, written: &Layer, path: &Path) -> Resul
         }
     };
     let OpenImage { store, identity, content } = images.open_frozen(path)?;
+    if !same_file(identity, written.identity) {
+        let context = format!("{}: another file has its name now", path.display());
+        return Err(Error::new(ErrorKind::Denied, context));
+    }
     let data = match &written.data_path {
         None => Arc::clone(&store),
         Some(path) => images.open_frozen(path)?.store,
@@ -336,7 +340,7 @@ pub(crate) fn freeze(images: &dyn Images, written: &Layer, path: &Path) -> Resul
         len: AtomicU64::new(written.len()),
         tables,
         live: None,
-        may_write: AtomicBool::new(true),
+        may_write: AtomicBool::new(false),
     })
 }
 

@@ -12,8 +12,8 @@
 //! | the layer above | the layer itself | what is written |
 //! |---|---|---|
 //! | there, and stands on it, perhaps through others | closed by its writer | the layer above |
-//! | empty, and stands on it | in use by a writer that was killed | the layer itself |
-//! | has data, and stands on it | in use: a merge into it was killed | the layer above |
+//! | empty, without a mark, and stands on it | in use: its writer was killed | the layer itself |
+//! | has data or a mark, and stands on it | in use: a merge into it was killed | the layer above |
 //! | there, and stands on it through others | in use | nothing: the user has to say |
 //! | there, and stands on something else | | nothing: the user has to say |
 //! | missing, or a name that the chain may not open | | nothing: the user has to say |
@@ -154,6 +154,14 @@ impl Mark {
         }
     }
 
+    /// Removes the mark of `layer`, if it has one.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) fn forget(layer: &Path) -> Result<()> {
+        Self { at: place(layer, SUFFIX)?, above: PathBuf::new() }.remove()
+    }
+
     /// The folder that it is in.
     pub(crate) fn path(&self) -> &Path {
         &self.at
@@ -209,8 +217,7 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
         let header = read_header(&store).await.map_err(|error| error.wrap(name_of(&path)))?;
         let identity = located.identity(store.len()?);
         let stands = check_above(&images, &path, &identity, &mark).await?;
-        if is_in_use(&header) && !(stands == Stands::OnIt && has_data(&images, &mark.above).await?)
-        {
+        if is_in_use(&header) && !(stands == Stands::OnIt && is_used(&images, &mark.above).await?) {
             if stands == Stands::Above {
                 let what = format!(
                     "{} was written after it was frozen, and layers stand on it: {}",
@@ -239,8 +246,14 @@ fn is_in_use(header: &Header) -> bool {
     header.autoclear.unknown != 0 || header.incompatible.dirty
 }
 
+/// Whether a writer has had the qcow2 image at `path`: it has something of its own, or went on above.
+async fn is_used(images: &FileImages, path: &Path) -> Result<bool> {
+    let (located, _) = images.glance(path)?;
+    Ok(Mark::of(path, &located)?.is_some() || has_data(images, path).await?)
+}
+
 /// Whether the qcow2 image at `path` has anything of its own.
-async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
+pub(crate) async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
     let (_, store) = images.glance(path)?;
     let header = read_header(&store).await.map_err(|error| error.wrap(name_of(path)))?;
     let len = u64::from(header.l1_entries) * 8;
@@ -257,12 +270,12 @@ async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
 }
 
 /// The layers that are `gone` from a chain were merged, and it has these `layers` now, from the
-/// base. The mark of a layer beneath one that is gone follows. Those that were merged into a layer
-/// beneath them, which is what `are_useless` says, lose theirs.
+/// base. The mark of a layer beneath one that is gone follows. Those that are gone keep theirs: what
+/// they name does not stand on them any more, so that nobody writes them without being told.
 ///
 /// # Errors
 /// What the system reports. A mark that is as it was leads to a refusal that says what to do.
-pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf], are_useless: bool) -> Result<()> {
+pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
     let are_marked = |layer: &Path| -> Result<Option<PathBuf>> {
         let at = place(layer, SUFFIX)?;
         Ok(at.exists().then_some(at))
@@ -281,11 +294,6 @@ pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf], are_useless: bool) -> 
                 .map_err(|error| Error::from_io(above.display().to_string(), error))?;
             Mark::put(layer, &above)?;
             sync_folder_of(&at)?;
-        }
-    }
-    for layer in gone.iter().filter(|_| are_useless) {
-        if let Some(at) = are_marked(layer)? {
-            Mark { at, above: PathBuf::new() }.remove()?;
         }
     }
     Ok(())

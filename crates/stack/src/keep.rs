@@ -26,6 +26,7 @@
 //! - I2 No file is replaced but the second name of the disk itself, and what is named like the
 //!   overlay of step 1.
 
+use crate::above::Mark;
 use mica_block::{Error, ErrorKind, LocalFuture, Renaming, Result};
 use mica_rt::{Access, File};
 use rustix::fd::OwnedFd;
@@ -198,7 +199,13 @@ impl Keeping {
             }
             Err(error) => return Err(failed_in(&self.kept, "making the name", error)),
         }
+        // Who opens the state to write it would change what the overlay stands on.
+        self.mark()?;
         fsync(&*self.folder).map_err(|error| failed_in(&self.kept, "syncing the folder of", error))
+    }
+
+    fn mark(&self) -> Result<()> {
+        Mark::put(&self.kept, &self.image).map(drop)
     }
 
     /// Takes back what the first steps have done.
@@ -206,6 +213,7 @@ impl Keeping {
         // The first failure is the one to report.
         let _ = remove(&self.overlay);
         if self.has_second_name() {
+            let _ = Mark::forget(&self.kept);
             let _ = remove(&self.kept);
         }
     }

@@ -31,7 +31,7 @@ pub use keep::{Keeping, settle_names, state_of};
 pub use new_layer::{NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
-pub use overlays::{Overlay, check_no_overlays, overlays_on};
+pub use overlays::{FileId, Overlay, check_no_overlays, overlays_on};
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;

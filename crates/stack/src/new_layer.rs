@@ -12,7 +12,7 @@
 //! - I3 If the chain does not get it, what was made is removed: mark, then file. A file that was
 //!   there before stays.
 
-use crate::above::{Mark, sync_folder_of};
+use crate::above::{Mark, has_data, sync_folder_of};
 use crate::images::FileImages;
 use crate::policy::looks_like_protocol;
 use mica_block::{Error, ErrorKind, Images, Result};
@@ -67,7 +67,14 @@ impl NewLayer {
         let path = images.find_new(&path)?;
         let mut new = Self { path, is_made: false, mark: None, is_kept: false };
         match new.path.symlink_metadata() {
-            Ok(_) if reuse => sync_file(&new.path)?,
+            Ok(_) if reuse => {
+                // A mark must name nothing that has a life of its own.
+                if has_data(images, &new.path).await? {
+                    let what = format!("{} already has data", new.path.display());
+                    return Err(Error::new(ErrorKind::Invalid, what));
+                }
+                sync_file(&new.path)?;
+            }
             Ok(_) => {
                 let what = format!(
                     "{} exists: --reuse takes it, if it is an empty overlay of {}",

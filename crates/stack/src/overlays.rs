@@ -12,6 +12,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 /// Images that are named at most.
 const NAMED_MAX: usize = 5;
@@ -27,16 +28,34 @@ pub struct Overlay {
     pub stands_on: PathBuf,
 }
 
+/// Which file something is, even after its number was used again.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct FileId {
+    node: Node,
+    /// When it was made, if the file system knows.
+    made: Option<SystemTime>,
+}
+
+impl FileId {
+    /// The file at `path`; `None` if there is none.
+    pub fn of(path: &Path) -> Option<Self> {
+        fs::metadata(path).ok().map(|found| Self::of_metadata(&found))
+    }
+
+    fn of_metadata(found: &fs::Metadata) -> Self {
+        Self { node: (found.dev(), found.ino()), made: found.created().ok() }
+    }
+}
+
 /// The images in the folders of `layers`, and in the folder of `above`, that name one of `layers`
 /// as their backing file, other than `layers` themselves, `above`, and images that are `gone`: that
 /// nobody uses any more. An image elsewhere is not found, nor one that cannot be read.
 ///
 /// # Errors
 /// If a folder cannot be listed.
-pub fn overlays_on(layers: &[PathBuf], above: &Path, gone: &[PathBuf]) -> Result<Vec<Overlay>> {
+pub fn overlays_on(layers: &[PathBuf], above: &Path, gone: &[FileId]) -> Result<Vec<Overlay>> {
     let nodes: Vec<Option<Node>> = layers.iter().map(|layer| node_of(layer).ok()).collect();
-    let gone = gone.iter().filter_map(|image| node_of(image).ok());
-    let own = nodes.iter().flatten().copied().chain(node_of(above).ok()).chain(gone);
+    let own = nodes.iter().flatten().copied().chain(node_of(above).ok());
     let own: HashSet<Node> = own.collect();
     let mut seen = HashSet::new();
     let mut found = Vec::new();
@@ -50,8 +69,8 @@ pub fn overlays_on(layers: &[PathBuf], above: &Path, gone: &[PathBuf]) -> Result
         }
         for entry in fs::read_dir(folder).map_err(failed)? {
             let path = entry.map_err(failed)?.path();
-            let Ok(Some((node, base))) = base_of(&path) else { continue };
-            if own.contains(&node) {
+            let Ok(Some((image, base))) = base_of(&path) else { continue };
+            if own.contains(&image.node) || gone.contains(&image) {
                 continue;
             }
             let at = nodes.iter().position(|layer| layer.is_some() && *layer == Some(base));
@@ -68,7 +87,7 @@ pub fn overlays_on(layers: &[PathBuf], above: &Path, gone: &[PathBuf]) -> Result
 ///
 /// # Errors
 /// `Denied`, with names of images that are; else as [`overlays_on`].
-pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: &[PathBuf]) -> Result<()> {
+pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: &[FileId]) -> Result<()> {
     let overlays = overlays_on(layers, above, gone)?;
     if overlays.is_empty() {
         return Ok(());
@@ -89,7 +108,7 @@ fn node_of(path: &Path) -> io::Result<Node> {
 }
 
 /// The image at `path` and its backing file; `None` if it is none, or has none.
-fn base_of(path: &Path) -> io::Result<Option<(Node, Node)>> {
+fn base_of(path: &Path) -> io::Result<Option<(FileId, Node)>> {
     if !fs::metadata(path)?.is_file() {
         return Ok(None);
     }
@@ -102,7 +121,7 @@ fn base_of(path: &Path) -> io::Result<Option<(Node, Node)>> {
     let Ok(name) = parse_image_name(&backing.name) else { return Ok(None) };
     let base = path.parent().unwrap_or(Path::new("")).join(name.path);
     match node_of(&base) {
-        Ok(base) => Ok(Some(((metadata.dev(), metadata.ino()), base))),
+        Ok(base) => Ok(Some((FileId::of_metadata(&metadata), base))),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
@@ -150,7 +169,7 @@ mod tests {
         image(&at("base"), None);
         image(&at("middle"), Some("base"));
         image(&at("active"), Some("middle"));
-        let found = |gone: &[PathBuf]| {
+        let found = |gone: &[FileId]| {
             overlays_on(&[at("base"), at("middle")], &at("active"), gone).expect("listed")
         };
         assert_eq!(found(&[]), []);
@@ -160,7 +179,7 @@ mod tests {
         std::os::unix::fs::symlink("missing", at("broken")).expect("a link");
         image(&at("lost"), Some("nowhere"));
         assert_eq!(found(&[]), [Overlay { path: at("clone"), stands_on: at("base") }]);
-        assert_eq!(found(&[at("clone")]), []);
+        assert_eq!(found(&[FileId::of(&at("clone")).expect("it is there")]), []);
         // A second name of an own image is no other image.
         fs::remove_file(at("clone")).expect("it is there");
         fs::hard_link(at("active"), at("again")).expect("a link");

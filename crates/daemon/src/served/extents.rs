@@ -42,6 +42,10 @@ impl Served {
     /// beyond the end, or a state that is not older; `Unsupported` if states are asked for and the
     /// disk has none; else why its map cannot be read.
     pub(crate) fn extents(&self, asked: &Asked) -> Result<Extents> {
+        // Positions of layers hold only while none leaves.
+        if self.job().is_some_and(|job| !job.has_ended()) {
+            return Err(self.denied("is being merged: wait for the end, or cancel it"));
+        }
         let disk = self.opened().disk()?;
         let kept = match (&asked.state, &asked.since) {
             (None, None) => Vec::new(),

@@ -77,7 +77,7 @@ impl Served {
         self.check_gets_layers(&*disk)?;
         let image = self.image();
         let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
-        let images = FileImages::new(&self.first_image, options)?;
+        let images = FileImages::new(&self.known_image(), options)?;
         // What the user can allow is said before what only another start can.
         let path = images.find_new(&wish.path)?;
         for file in [&*path, &*image] {

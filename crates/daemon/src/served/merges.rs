@@ -3,6 +3,7 @@
 use super::{Served, State};
 use crate::jobs::{Job, Merge};
 use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_stack::FileId;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -56,7 +57,7 @@ impl Served {
             if base >= top {
                 return Err(invalid("the base is not beneath the top"));
             }
-            self.check_no_state_changes(&layers[base])?;
+            self.check_no_state_changes(&layers[base..=top])?;
             let (last, top) = match top == active {
                 true => (active, None),
                 false => (top + 1, Some(layers[top].clone())),
@@ -66,9 +67,9 @@ impl Served {
         })
     }
 
-    /// Makes sure that no state is kept in `layer`, and none is exported: both rely on layers that
-    /// a commit changes.
-    fn check_no_state_changes(&self, layer: &Path) -> Result<()> {
+    /// Makes sure that no state is kept in these `layers`, and none is exported: both rely on layers
+    /// that a commit changes.
+    fn check_no_state_changes(&self, layers: &[PathBuf]) -> Result<()> {
         if let Some(backup) = self.backup() {
             return Err(self.denied(&format!(
                 "has the backup {:?} under way, which reads its layers: end that first",
@@ -76,11 +77,12 @@ impl Served {
             )));
         }
         let kept = self.kept_states()?;
-        match kept.iter().find(|kept| kept.file == layer) {
+        match kept.iter().find(|kept| layers.contains(&kept.file)) {
             Some(kept) => Err(self.denied(&format!(
-                "keeps its state {:?} in {}, which the merge would change: name another --base",
+                "keeps its state {:?} in {}, which the merge would change: name other layers, or \
+                 stream, which leaves the state's file as it is",
                 kept.state,
-                layer.display()
+                kept.file.display()
             ))),
             None => Ok(()),
         }
@@ -121,11 +123,11 @@ impl Served {
     }
 
     /// Layers that were committed since the start, and are of no use to anybody by themselves.
-    pub(crate) fn merged_away(&self) -> Vec<PathBuf> {
+    pub(crate) fn merged_away(&self) -> Vec<FileId> {
         self.lock_merged_away().clone()
     }
 
-    fn lock_merged_away(&self) -> MutexGuard<'_, Vec<PathBuf>> {
+    fn lock_merged_away(&self) -> MutexGuard<'_, Vec<FileId>> {
         self.merged_away.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

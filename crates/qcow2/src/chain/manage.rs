@@ -133,7 +133,7 @@ impl ManageChain for Chain {
         base: Option<&'a Path>,
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
-        Box::pin(Chain::stream(self, base, control))
+        Box::pin(self.settled(Chain::stream(self, base, control)))
     }
 
     fn commit<'a>(
@@ -141,7 +141,7 @@ impl ManageChain for Chain {
         layers: CommitLayers<'a>,
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
-        Box::pin(Chain::commit(self, layers, control))
+        Box::pin(self.settled(Chain::commit(self, layers, control)))
     }
 }
 

@@ -58,7 +58,7 @@ use super::{Chain, not_writable};
 use crate::layer::Layer;
 use crate::layers::Layers;
 use crate::open::same_file;
-use mica_block::{Error, ErrorKind, Images, Result};
+use mica_block::{Error, ErrorKind, Images, Merged, Result};
 use mica_qcow2_format::{BackingName, parse_image_name};
 use mica_units::LayerNumber;
 use std::ffi::OsString;
@@ -142,6 +142,17 @@ impl Chain {
         self.merging.check_none()?;
         self.merging.is_under_way.store(true, Ordering::SeqCst);
         Ok(UnderWay(&self.merging))
+    }
+
+    /// What `merge` gives, when all that it began has ended: whoever asked for it may end the
+    /// executor.
+    pub(super) async fn settled(
+        &self,
+        merge: impl Future<Output = Result<Merged>>,
+    ) -> Result<Merged> {
+        let merged = merge.await;
+        self.gate.changes_grace().await;
+        merged
     }
 
     /// The last step of every merge: `next` are the layers from now on, with those that left

@@ -170,7 +170,8 @@ impl Map {
         let mut stage = Stage::default();
         let mut outcome = Ok(());
         for (position, layer) in all.frozen().iter().enumerate().skip(first) {
-            if progress(IndexProgress { layer: position, layers }).is_break() {
+            let is_held = self.is_index_held.load(Ordering::SeqCst);
+            if is_held || progress(IndexProgress { layer: position, layers }).is_break() {
                 break;
             }
             outcome = self.extend_tree(&mut builder, (&mut tree, &mut stage), layer).await;

@@ -69,6 +69,8 @@ impl Writer {
     /// more is written.
     pub(crate) async fn name_backing(&self, new: Option<&BackingName>) -> Result<()> {
         self.check_usable()?;
+        // The plan has a part of the header in which the log's name is.
+        self.metadata.unname_before_group().await?;
         let BackingChange { name, fields } = self.plan_backing(new).await?;
         for (at, bytes) in name.into_iter().chain([fields]) {
             self.metadata.write_backing(HostOffset::new(at as u64), &bytes).await?;

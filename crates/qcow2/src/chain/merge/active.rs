@@ -22,6 +22,7 @@ use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at};
 use crate::chain::{Chain, not_writable};
 use crate::gate::HeldGate;
 use crate::write::Writer;
+use crate::write::empty::OldTable;
 use crate::write::pull::{Leaving, Need};
 use mica_block::{
     ActiveAfter, Disk, Error, ErrorKind, Extent, MergeControl, MergeProgress, Merged, Result,
@@ -67,6 +68,7 @@ impl Chain {
         control: &dyn MergeControl,
     ) -> Result<Merged> {
         let _under_way = self.begin_merge().await?;
+        self.set_resume(None);
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
         let (base, name) = self.plan_commit_active(&writer, base).await?;
         let map = &self.map;
@@ -100,14 +102,22 @@ impl Chain {
         self.exchange_layers(next, |_| false);
         drop((held, layers));
         self.forget_retired().await;
+        if let Err(error) = self.give_back(old).await {
+            // The merge itself is done.
+            tracing::warn!(%error, "the space of what was merged is not given back");
+        }
+        Ok(Merged::Done { dropped, copied })
+    }
+
+    /// Frees what the `old` tables name, and gives it back to the file system.
+    async fn give_back(&self, old: Vec<OldTable>) -> Result<()> {
         for table in old {
             self.change(async move |writer: Arc<Writer>| writer.free_table(table).await).await?;
         }
-        // What was freed goes back to the file system.
         for _ in 0..3 {
             self.flush().await?;
         }
-        Ok(Merged::Done { dropped, copied })
+        Ok(())
     }
 
     /// Which layer is the base, and by which name the active one names it, if it has another one.
@@ -246,7 +256,8 @@ impl Carrying<'_> {
         for range in ranges {
             let mut at = range.start();
             while at < range.end() {
-                if pace.ask(self.progress(self.end)).await.is_break() {
+                let progress = MergeProgress { is_ending: true, ..self.progress(self.end) };
+                if pace.ask(progress).await.is_break() {
                     return Ok(ControlFlow::Break(()));
                 }
                 let stop = at.checked_add(self.held_bytes()).unwrap_or(range.end());
@@ -262,7 +273,12 @@ impl Carrying<'_> {
     }
 
     fn progress(&self, done: u64) -> MergeProgress {
-        MergeProgress { done: done.min(self.end), total: self.end, copied: self.copied }
+        MergeProgress {
+            done: done.min(self.end),
+            total: self.end,
+            copied: self.copied,
+            is_ending: false,
+        }
     }
 
     /// Copies what is needed of `range`, in steps; at a `pace`, if there is one.

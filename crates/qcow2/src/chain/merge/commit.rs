@@ -6,6 +6,7 @@ use super::target::Target;
 use super::{Resume, STEP_BYTES, backing_name, position_at};
 use crate::chain::{Chain, not_writable};
 use crate::layer::Layer;
+use crate::open::freeze;
 use crate::write::Writer;
 use crate::write::backing::{name_backing, plan_backing};
 use mica_block::{
@@ -133,7 +134,7 @@ impl Chain {
         let (end, mut copied) = (target.len(), 0);
         let mut at = self.resumes_at(resume).min(end);
         while at < end {
-            let progress = MergeProgress { done: at, total: end, copied };
+            let progress = MergeProgress { done: at, total: end, copied, is_ending: false };
             if let ControlFlow::Break(()) = pace.step(progress).await {
                 return Ok(Copied::Cancelled);
             }
@@ -148,7 +149,8 @@ impl Chain {
                     Wanted::Data(extents) => extents[0].start,
                     Wanted::Zeros(range) => range.start(),
                 };
-                let progress = MergeProgress { done: done.bytes(), total: end, copied };
+                let progress =
+                    MergeProgress { done: done.bytes(), total: end, copied, is_ending: false };
                 if let ControlFlow::Break(()) = pace.step(progress).await {
                     return Ok(Copied::Cancelled);
                 }
@@ -211,7 +213,8 @@ impl Chain {
         let layer = layers.get(number);
         let named = name_backing(&*store, cluster_bits, Some(name)).await;
         named.map_err(|error| layer.explain(error))?;
-        Ok(layer.identified(self.map.images.identify(&layer.path)?))
+        // Others may read it again.
+        freeze(&*self.map.images, layer, &layer.path)
     }
 
     fn resumes_at(&self, wanted: Resume) -> u64 {
@@ -220,7 +223,8 @@ impl Chain {
         known.map_or(0, |known| known.done)
     }
 
-    fn set_resume(&self, resume: Option<Resume>) {
+    /// Only the next merge may resume, and only the same one.
+    pub(super) fn set_resume(&self, resume: Option<Resume>) {
         *self.merging.resumes.lock().unwrap_or_else(PoisonError::into_inner) = resume;
     }
 }

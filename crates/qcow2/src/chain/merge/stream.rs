@@ -42,6 +42,7 @@ impl Chain {
         control: &dyn MergeControl,
     ) -> Result<Merged> {
         let _under_way = self.begin_merge().await?;
+        self.set_resume(None);
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
         let map = &self.map;
         let layers = map.layers();
@@ -135,7 +136,8 @@ impl Stream<'_> {
         let chain = self.chain;
         let (end, mut at, mut is_settled) = (chain.map.len(), 0, true);
         while at < end {
-            let progress = MergeProgress { done: at, total: end, copied: self.copied };
+            let progress =
+                MergeProgress { done: at, total: end, copied: self.copied, is_ending: false };
             if let ControlFlow::Break(()) = self.pace.step(progress).await {
                 return Ok(Pass::Cancelled);
             }

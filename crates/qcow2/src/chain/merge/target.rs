@@ -48,7 +48,17 @@ impl Chain {
         if layer.may_write.load(Ordering::Acquire) {
             return Ok(Arc::clone(&layer.store));
         }
-        let opened = map.images.open_upgradable(&layer.path)?;
+        // The file of an earlier writer of ours may be closed only now.
+        let mut tries = 0;
+        let opened = loop {
+            match map.images.open_upgradable(&layer.path) {
+                Err(error) if error.kind() == ErrorKind::Denied && tries < LOCK_TRIES => {
+                    mica_rt::sleep(LOCK_PAUSE).await;
+                    tries += 1;
+                }
+                opened => break opened?,
+            }
+        };
         if !same_file(opened.image.identity, layer.identity) {
             let context = "another file has its name now";
             return Err(layer.explain(Error::new(ErrorKind::Denied, context)));
@@ -208,32 +218,29 @@ impl Target {
         }
     }
 
-    /// Ends the writing: everything is durable. Returns the layer, frozen.
+    /// Ends the writing: everything is durable. Returns the layer, frozen, and read through a file
+    /// of its own. After an error the chain reads what is in the file, as before.
     pub(super) async fn close(&self, chain: &Chain) -> Result<Layer> {
         let images = &*chain.map.images;
-        match self {
+        let (closed, frozen) = match self {
             Self::Qcow2(writer) => {
                 let close = async |writer: Arc<Writer>| writer.close().await;
-                Arc::clone(writer).complete(close).await?;
-                freeze(images, writer.layer(), &writer.layer().path)
+                let closed = Arc::clone(writer).complete(close).await;
+                (closed, freeze(images, writer.layer(), &writer.layer().path)?)
             }
             Self::Raw { layer, store } => {
-                store.sync().await.map_err(|error| error.wrap(store.name()))?;
-                Ok(Layer {
-                    number: layer.number,
-                    path: Arc::clone(&layer.path),
-                    store: Arc::clone(store),
-                    data: Arc::clone(store),
-                    data_path: None,
-                    identity: images.identify(&layer.path)?,
-                    content: layer.content.clone(),
-                    len: AtomicU64::new(self.len()),
-                    tables: None,
-                    live: None,
-                    may_write: AtomicBool::new(true),
-                })
+                let closed = store.sync().await.map_err(|error| error.wrap(store.name()));
+                let frozen = freeze(images, layer, &layer.path)?;
+                frozen.set_len(self.len());
+                (closed, frozen)
             }
+        };
+        if let Err(error) = closed {
+            chain.map.replace_layers(chain.map.layers().replaced(Arc::new(frozen)));
+            chain.map.index.cache.retain(|_| false);
+            return Err(error);
         }
+        Ok(frozen)
     }
 }
 
