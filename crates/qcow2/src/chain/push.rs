@@ -84,11 +84,12 @@ impl Chain {
         }
         // The disk may have grown since the overlay was opened.
         check_length(&layer, before.active())?;
-        let ending = async |writer: Arc<Writer>| self.end(&writer, before.active(), names).await;
-        let frozen = writer.complete(ending).await?;
         if let Some(group) = group {
+            Arc::clone(&writer).complete(async |writer: Arc<Writer>| writer.flush().await).await?;
             group.all_taken().await?;
         }
+        let ending = async |writer: Arc<Writer>| self.end(&writer, before.active(), names).await;
+        let frozen = writer.complete(ending).await?;
         map.replace_layers(before.pushed(Arc::new(frozen), layer));
         let next = Arc::new(next);
         self.writer.store(Some(Arc::clone(&next)));
