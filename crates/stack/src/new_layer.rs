@@ -68,8 +68,9 @@ impl NewLayer {
         let mut new = Self { path, is_made: false, mark: None, is_kept: false };
         match new.path.symlink_metadata() {
             Ok(_) if reuse => {
-                // A mark must name nothing that has a life of its own.
-                if has_data(images, &new.path).await? {
+                // A mark must name nothing that has a life of its own. What is no image at all is
+                // refused when it is put on top.
+                if matches!(has_data(images, &new.path).await, Ok(true)) {
                     let what = format!("{} already has data", new.path.display());
                     return Err(Error::new(ErrorKind::Invalid, what));
                 }

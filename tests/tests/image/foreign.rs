@@ -44,9 +44,7 @@ fn a_file_of_another_format_is_named_but_not_opened() {
 fn what_only_qemu_img_has_is_answered_with_what_to_use() {
     let dir = tempfile::tempdir().expect("a folder");
     for (words, wanted) in [
-        ("snapshot -l image", "qemu-img snapshot"),
         ("amend -o compat=1.1 image", "qemu-img amend"),
-        ("bitmap --add image b", "qemu-img bitmap"),
         ("bench image", "fio"),
         ("dd if=a of=b", "mica read"),
         ("info --image-opts driver=qcow2", "--format"),

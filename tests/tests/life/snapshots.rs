@@ -102,6 +102,8 @@ fn nothing_acknowledged_is_lost_if_the_server_is_killed_between_layers() {
     let mut next = 0;
     for round in 0..12 {
         let life = Duration::from_millis(rng.below(120));
+        // Before it may be killed.
+        let mut guest = world.guest();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 clock::sleep(life);
@@ -115,7 +117,6 @@ fn nothing_acknowledged_is_lost_if_the_server_is_killed_between_layers() {
                     }
                 }
             });
-            let mut guest = world.guest();
             while model.work(&mut guest).is_ok() {}
         });
         drop(world.server.take());
