@@ -590,7 +590,10 @@ impl Served {
     /// files as the configured one; else that, from which marks lead there.
     fn known_image(&self) -> Arc<Path> {
         let image = self.image();
-        match image.parent() == self.first_image.parent() {
+        let folder = |path: &Path| {
+            std::path::absolute(path).ok().and_then(|path| path.parent().map(Path::to_owned))
+        };
+        match folder(&image) == folder(&self.first_image) {
             true => image,
             false => self.first_image.as_path().into(),
         }
