@@ -102,6 +102,10 @@ impl Life {
             true => self.world.stop(),
             false => drop(self.world.server.take()),
         }
+        // Who removed the image that was named has to name another one.
+        if !self.world.folder().join(&self.world.named).exists() {
+            self.world.named = self.names.last().expect("a layer").clone();
+        }
         self.world.start();
         let now = self.world.disk();
         self.model.judge(now, "after a restart");
