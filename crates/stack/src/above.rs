@@ -246,7 +246,8 @@ fn is_in_use(header: &Header) -> bool {
     header.autoclear.unknown != 0 || header.incompatible.dirty
 }
 
-/// Whether a writer has had the qcow2 image at `path`: it has something of its own, or went on above.
+/// Whether a writer has had the qcow2 image at `path`: it has something of its own, or went on
+/// above.
 async fn is_used(images: &FileImages, path: &Path) -> Result<bool> {
     let (located, _) = images.glance(path)?;
     Ok(Mark::of(path, &located)?.is_some() || has_data(images, path).await?)
@@ -270,8 +271,8 @@ pub(crate) async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
 }
 
 /// The layers that are `gone` from a chain were merged, and it has these `layers` now, from the
-/// base. The mark of a layer beneath one that is gone follows. Those that are gone keep theirs: what
-/// they name does not stand on them any more, so that nobody writes them without being told.
+/// base. The mark of a layer beneath one that is gone follows. Those that are gone keep theirs:
+/// what they name does not stand on them any more, so that nobody writes them without being told.
 ///
 /// # Errors
 /// What the system reports. A mark that is as it was leads to a refusal that says what to do.

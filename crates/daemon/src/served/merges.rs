@@ -67,8 +67,8 @@ impl Served {
         })
     }
 
-    /// Makes sure that no state is kept in these `layers`, and none is exported: both rely on layers
-    /// that a commit changes.
+    /// Makes sure that no state is kept in these `layers`, and none is exported: both rely on
+    /// layers that a commit changes.
     fn check_no_state_changes(&self, layers: &[PathBuf]) -> Result<()> {
         if let Some(backup) = self.backup() {
             return Err(self.denied(&format!(
