@@ -124,8 +124,11 @@ fn nothing_acknowledged_is_lost_if_the_server_is_killed_between_layers() {
         model.judge(world.disk(), &format!("round {round}"));
     }
     world.stop();
-    let images = world.names().into_iter().filter(|name| name.ends_with(".qcow2"));
-    world.check(images.collect::<Vec<_>>());
+    // A kill may leave clusters that nothing uses, and nothing worse.
+    for image in world.names().into_iter().filter(|name| name.ends_with(".qcow2")) {
+        let said = qemu::img(world.folder(), ["check", &image]);
+        assert!(matches!(said.code(), Some(0 | 3)), "{said}");
+    }
     let last = world.image_on_disk();
     assert!(world.content(&last) == model.bytes);
 }
