@@ -118,6 +118,9 @@ impl Ceph {
     pub(crate) fn signal_daemon(&self, number: usize, signal: &str) {
         let id = self.daemons[number].id().to_string();
         run(Command::new("kill").args(["-s", signal, &id]));
+        if signal == "STOP" {
+            wait_until_stopped(&id);
+        }
     }
 
     pub(crate) fn configuration(&self) -> PathBuf {
@@ -218,4 +221,23 @@ fn output(command: &mut Command) -> String {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{command:?}: {}: {said}", output.status);
     String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Waits until every thread of a process stands still. One thread takes the signal and then stops
+/// the others: on a busy machine those answer requests for some time after `kill` has returned.
+fn wait_until_stopped(id: &str) {
+    let is_stopped = |thread: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        // The state stands behind the name, which may hold anything.
+        stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with('T'))
+    };
+    let deadline = mica_rt::now().after(TIMEOUT);
+    while mica_rt::now() < deadline {
+        let threads = std::fs::read_dir(format!("/proc/{id}/task")).expect("the daemon lives");
+        if threads.flatten().all(is_stopped) {
+            return;
+        }
+        std::thread::yield_now();
+    }
+    panic!("process {id} does not stop");
 }
