@@ -1,19 +1,19 @@
 //! States of a disk that are kept under other names while a guest works on it, and the power goes,
 //! or the process dies: under its own name there is always everything.
 
+use crate::beside::{self, Ends, death, never, power};
 use crate::chain::{ChainSubject, FOLDER, Shape};
 use mica_block::{Images as _, LocalFuture, Manage, Renaming, Result, write_all};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_rt::Buf;
-use mica_sim::crash::{Crashes, Cut, Mode, Subject, load_at_random};
+use mica_sim::crash::{Crashes, Cut, Mode, Subject};
 use mica_sim::{Loss, ModelDisk, World, scenario};
 use mica_units::HostOffset;
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// A disk whose states are kept.
 struct Keeping {
@@ -158,57 +158,26 @@ impl Subject for Keeping {
     }
 }
 
-async fn rounds(world: &World, cut: impl Fn() -> (Cut, Loss), give_up_one_in: u64) {
+async fn rounds(world: &World, ends: Ends<impl Fn() -> (Cut, Loss)>) {
     let shape = Shape::random(world);
     shape.put_in(world);
     let keeping = Keeping::new(world, shape);
     let mut crashes = Crashes::new(world, &keeping, keeping.shape.model());
-    for _ in 0..3 {
-        let mut load = load_at_random(world, keeping.shape.initial.len() as u64 / 512);
-        load.give_up_one_in = give_up_one_in;
-        let states = 1 + world.random_below(4);
-        let (cut, loss) = cut();
-        let work = async |guest: &mica_sim::Guest| {
-            let keep = async {
-                for _ in 0..states {
-                    mica_rt::sleep(Duration::from_micros(world.random_below(3000))).await;
-                    keeping.keep(world).await.unwrap();
-                }
-            };
-            let both: [LocalFuture<'_, ()>; 2] = [Box::pin(keep), Box::pin(guest.run(&load))];
-            mica_rt::join_all(both).await;
-            guest.read_all().await;
-        };
-        crashes.round(cut, loss, work).await;
-    }
+    let disk = (&mut crashes, keeping.shape.initial.len() as u64 / 512);
+    beside::rounds(world, disk, ends, async |_| keeping.keep(world).await.unwrap()).await;
 }
 
 #[test]
 fn guest_notices_nothing_of_states_that_are_kept() {
-    scenario(40, |world| async move {
-        rounds(&world, || (Cut::Never, Loss::Nothing), 0).await;
-    });
+    scenario(40, |world| async move { rounds(&world, never()).await });
 }
 
 #[test]
 fn power_may_go_while_states_are_kept() {
-    scenario(80, |world| async move {
-        let cut = || {
-            let loss = [Loss::Everything, Loss::Nothing, Loss::Earlier, Loss::Torn];
-            let loss = loss[usize::try_from(world.random_below(4)).unwrap()];
-            (Cut::After(1 + world.random_below(200)), loss)
-        };
-        rounds(&world, cut, 10).await;
-    });
+    scenario(80, |world| async move { rounds(&world, power(&world)).await });
 }
 
 #[test]
 fn process_may_die_while_states_are_kept() {
-    scenario(40, |world| async move {
-        let cut = || {
-            let after = Duration::from_micros(1 + world.random_below(20_000));
-            (Cut::KillAt(after), Loss::Nothing)
-        };
-        rounds(&world, cut, 0).await;
-    });
+    scenario(40, |world| async move { rounds(&world, death(&world, 20_000)).await });
 }

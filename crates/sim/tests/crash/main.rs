@@ -7,6 +7,7 @@
 #![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
 mod attacks;
+mod beside;
 mod bitmaps;
 mod blocks;
 mod chain;

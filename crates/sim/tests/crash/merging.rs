@@ -1,6 +1,7 @@
 //! Layers that are merged while a guest works on the chain, and the power goes, or the process
 //! dies: the guest notices nothing, and no layer is damaged.
 
+use crate::beside::{self, Ends, death, never};
 use crate::chain::{ChainSubject, Shape};
 use crate::pushing::make_overlay;
 use mica_block::{
@@ -9,7 +10,7 @@ use mica_block::{
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::recover::repair_for_opening;
-use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random};
+use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random};
 use mica_sim::{Loss, ModelDisk, World, scenario};
 use std::cell::{Cell, RefCell};
 use std::ops::ControlFlow;
@@ -184,38 +185,20 @@ impl Subject for Merging {
     }
 }
 
-async fn rounds(
-    world: &World,
-    cut: impl Fn() -> (Cut, Loss),
-    (give_up_one_in, pushes): (u64, bool),
-) -> u32 {
+async fn rounds(world: &World, ends: Ends<impl Fn() -> (Cut, Loss)>, pushes: bool) -> u32 {
     let layers = 2 + u32::try_from(world.random_below(6)).unwrap();
     let shape = Shape::random_of(world, layers);
     shape.put_in(world);
     let (model, sectors) = (shape.model(), shape.initial.len() as u64 / 512);
     let merging = Rc::new(Merging::new(shape));
     let mut crashes = Crashes::new(world, &*merging, model);
-    for round in 0..3 {
-        let mut load = load_at_random(world, sectors);
-        load.give_up_one_in = give_up_one_in;
-        let merges = 1 + world.random_below(4);
-        let (cut, loss) = cut();
-        let work = async |guest: &mica_sim::Guest| {
-            let merge = async {
-                for merge in 0..merges {
-                    mica_rt::sleep(Duration::from_micros(world.random_below(3000))).await;
-                    if pushes && world.random_below(2) == 0 {
-                        merging.push(world, round * 100 + merge).await;
-                    }
-                    merging.merge(world).await;
-                }
-            };
-            let both: [LocalFuture<'_, ()>; 2] = [Box::pin(merge), Box::pin(guest.run(&load))];
-            mica_rt::join_all(both).await;
-            guest.read_all().await;
-        };
-        crashes.round(cut, loss, work).await;
-    }
+    let merge = async |number| {
+        if pushes && world.random_below(2) == 0 {
+            merging.push(world, number).await;
+        }
+        merging.merge(world).await;
+    };
+    beside::rounds(world, (&mut crashes, sectors), ends, merge).await;
     crashes.round(Cut::Never, Loss::Nothing, async |guest| guest.read_all().await).await;
     crashes.judge_elsewhere();
     merging.done.get()
@@ -224,25 +207,22 @@ async fn rounds(
 #[test]
 fn guest_notices_nothing_of_layers_that_are_merged() {
     scenario(60, |world| async move {
-        rounds(&world, || (Cut::Never, Loss::Nothing), (0, true)).await;
+        rounds(&world, never(), true).await;
     });
 }
 
 #[test]
 fn power_may_go_while_layers_are_merged() {
     scenario(60, |world| async move {
-        rounds(&world, || cut_at_random(&world, 400), (10, false)).await;
+        let ends = Ends { cut: || cut_at_random(&world, 400), give_up_one_in: 10 };
+        rounds(&world, ends, false).await;
     });
 }
 
 #[test]
 fn process_may_die_while_layers_are_merged() {
     scenario(40, |world| async move {
-        let cut = || {
-            let after = Duration::from_micros(1 + world.random_below(60_000));
-            (Cut::KillAt(after), Loss::Nothing)
-        };
-        rounds(&world, cut, (0, false)).await;
+        rounds(&world, death(&world, 60_000), false).await;
     });
 }
 
@@ -253,7 +233,7 @@ fn merges_come_to_their_end() {
     scenario(10, |world| {
         let done = Rc::clone(&done);
         async move {
-            let more = rounds(&world, || (Cut::Never, Loss::Nothing), (0, false)).await;
+            let more = rounds(&world, never(), false).await;
             done.set(done.get() + more);
         }
     });

@@ -1,6 +1,7 @@
 //! Layers that are put on top of a chain while a guest works on it, and the power goes, or the
 //! process dies: the guest notices nothing, and no layer is damaged.
 
+use crate::beside::{self, Ends, death, never, power};
 use crate::chain::{ChainSubject, Shape};
 use crate::plain::{Plain, read, write};
 use mica_block::{Error, ErrorKind, Images as _, LocalFuture, Manage, Result, SnapshotGroup};
@@ -8,7 +9,7 @@ use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::recover::repair_for_opening;
-use mica_sim::crash::{Crashes, Cut, Mode, Subject, load_at_random};
+use mica_sim::crash::{Crashes, Cut, Mode, Subject};
 use mica_sim::{Loss, ModelDisk, World, scenario};
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
@@ -186,59 +187,28 @@ impl TruncateAfter for Vec<PathBuf> {
     }
 }
 
-async fn rounds(world: &World, cut: impl Fn() -> (Cut, Loss), give_up_one_in: u64) {
+async fn rounds(world: &World, ends: Ends<impl Fn() -> (Cut, Loss)>) {
     let shape = Shape::random(world);
     shape.put_in(world);
     let growing = Growing::new(shape);
     let mut crashes = Crashes::new(world, &growing, growing.shape.model());
-    for _ in 0..3 {
-        let mut load = load_at_random(world, growing.shape.initial.len() as u64 / 512);
-        load.give_up_one_in = give_up_one_in;
-        let pushes = 1 + world.random_below(4);
-        let (cut, loss) = cut();
-        let work = async |guest: &mica_sim::Guest| {
-            let push = async {
-                for _ in 0..pushes {
-                    mica_rt::sleep(Duration::from_micros(world.random_below(3000))).await;
-                    growing.push(world).await.unwrap();
-                }
-            };
-            let both: [LocalFuture<'_, ()>; 2] = [Box::pin(push), Box::pin(guest.run(&load))];
-            mica_rt::join_all(both).await;
-            guest.read_all().await;
-        };
-        crashes.round(cut, loss, work).await;
-    }
+    let disk = (&mut crashes, growing.shape.initial.len() as u64 / 512);
+    beside::rounds(world, disk, ends, async |_| growing.push(world).await.unwrap()).await;
 }
 
 #[test]
 fn guest_notices_nothing_of_layers_that_are_put_on_top() {
-    scenario(40, |world| async move {
-        rounds(&world, || (Cut::Never, Loss::Nothing), 0).await;
-    });
+    scenario(40, |world| async move { rounds(&world, never()).await });
 }
 
 #[test]
 fn power_may_go_while_layers_are_put_on_top() {
-    scenario(40, |world| async move {
-        let cut = || {
-            let loss = [Loss::Everything, Loss::Nothing, Loss::Earlier, Loss::Torn];
-            let loss = loss[usize::try_from(world.random_below(4)).unwrap()];
-            (Cut::After(1 + world.random_below(200)), loss)
-        };
-        rounds(&world, cut, 10).await;
-    });
+    scenario(40, |world| async move { rounds(&world, power(&world)).await });
 }
 
 #[test]
 fn process_may_die_while_layers_are_put_on_top() {
-    scenario(40, |world| async move {
-        let cut = || {
-            let after = Duration::from_micros(1 + world.random_below(20_000));
-            (Cut::KillAt(after), Loss::Nothing)
-        };
-        rounds(&world, cut, 0).await;
-    });
+    scenario(40, |world| async move { rounds(&world, death(&world, 20_000)).await });
 }
 
 /// The story: the disk grew while an overlay of the old length was about to become the active
