@@ -253,7 +253,8 @@ fn convert_to_raw(
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let size = source.geometry().len;
     let file = executor.block_on(async {
-        let file = NewFile::create(&args.target, args.new.force, sources, &args.images).await?;
+        let file =
+            NewFile::create(&args.target, Some(args.new.force), sources, &args.images).await?;
         // A fully preallocated image gets its zeros with the data.
         let first = match preallocation {
             Preallocation::Full => Preallocation::Off,
@@ -298,7 +299,8 @@ fn convert_to_qcow2(
     };
     let falloc = plan.preallocation == Preallocation::Falloc;
     let (image, data) = executor.block_on(async {
-        let image = NewFile::create(&args.target, args.new.force, &sources, &args.images).await?;
+        let image =
+            NewFile::create(&args.target, Some(args.new.force), &sources, &args.images).await?;
         let data =
             new_data_file(&args.target, &plan, args.new.force, sources, &args.images).await?;
         Ok::<_, Failure>((image, data))

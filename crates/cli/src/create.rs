@@ -111,7 +111,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     })?;
     let plan = options.wish.plan(size).map_err(Failure::from).map_err(named)?;
     let fields = describe_qcow2(&args.file, &plan);
-    let image = NewFile::create(&args.file, args.force, &sources, &args.images).await?;
+    let image = NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?;
     let data = new_data_file(&args.file, &plan, args.force, sources, &args.images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
@@ -138,7 +138,7 @@ pub(crate) async fn new_data_file(
             let path = beside(file, Path::new(&data.name));
             // The image itself is there by now.
             sources.add_file(file);
-            Ok(Some(NewFile::create(&path, force, &sources, images).await?))
+            Ok(Some(NewFile::create(&path, Some(force), &sources, images).await?))
         }
     }
 }
@@ -168,7 +168,7 @@ async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), F
     let size = options.wish.plan(size)?.size;
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let sources = Sources::default();
-    let file = NewFile::create(&args.file, args.force, &sources, &args.images).await?;
+    let file = NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?;
     fill_raw(&**file.store(), size, preallocation).await?;
     file.store().sync().await?;
     file.keep();

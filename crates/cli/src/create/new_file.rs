@@ -22,9 +22,10 @@ pub(crate) struct NewFile {
 
 impl NewFile {
     /// Creates the file at `path`, or truncates it if `force` permits and it is none of `sources`.
+    /// `None` is that of a verb that has no `--force`.
     pub(crate) async fn create(
         path: &Path,
-        force: bool,
+        force: Option<bool>,
         sources: &Sources,
         images: &ImageArgs,
     ) -> Result<Self, Failure> {
@@ -44,8 +45,9 @@ impl NewFile {
         // If another process has locked it meanwhile, the file is that one's, whoever made it.
         let store = open(path, options).await?;
         // Checked under the lock, so that nobody else writes to it meanwhile.
-        if !force && store.len()? > 0 {
-            let what = format!("{} exists and is not empty: --force overwrites it", path.display());
+        if force != Some(true) && store.len()? > 0 {
+            let cure = force.map_or("choose another name", |_| "--force overwrites it");
+            let what = format!("{} exists and is not empty: {cure}", path.display());
             return Err(Failure::new(what));
         }
         let unfinished = Unfinished::new(path, made);
