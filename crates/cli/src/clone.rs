@@ -1,7 +1,7 @@
 //! `mica clone`: overlays of a layer that nobody writes any more. Of that only the header is read,
 //! however many layers are beneath.
 
-use crate::create::{NewFile, NewImageOptions, Sources, beside, parse_options, warn_if_refused};
+use crate::create::{NewFile, NewImageOptions, Sources, parse_options, warn_if_refused};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
@@ -9,12 +9,9 @@ use clap::Args;
 use mica_block::Images;
 use mica_qcow2::read_header;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_stack::{FileImages, Format, looks_like_protocol, wait_for_dead};
+use mica_stack::{FileImages, Format, base_name, sync_folder_of, wait_for_dead};
 use mica_units::SECTOR_BYTES;
 use serde_json::{Value, json};
-use std::ffi::{OsStr, OsString};
-use std::fs::File;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -68,7 +65,7 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
             make(args, name, len, &mut wish).await?;
         }
         for name in names.first().into_iter().chain(args.count.and(names.last())) {
-            sync_folder(name)?;
+            sync_folder_of(name)?;
         }
         if let Some(first) = names.first() {
             warn_if_refused(first, &wish, &args.images)?;
@@ -100,7 +97,7 @@ async fn make(args: &CloneArgs, new: &Path, len: u64, wish: &mut ImageWish) -> R
     let plan = wish.plan(len).map_err(|error| error.wrap(new.display().to_string()))?;
     let mut sources = Sources::default();
     sources.add_file(&args.base);
-    let file = NewFile::create(new, false, &sources, &args.images).await?;
+    let file = NewFile::create(new, None, &sources, &args.images).await?;
     create(plan, Stores { image: &**file.store(), data: None }).await?;
     file.keep();
     Ok(())
@@ -120,31 +117,6 @@ fn names(args: &CloneArgs) -> Vec<PathBuf> {
         args.new.with_file_name(name)
     };
     (1..=count).map(numbered).collect()
-}
-
-/// The name by which the clone at `new` names its base: relative in one folder.
-fn base_name(base: &Path, new: &Path) -> Result<OsString, Failure> {
-    let found = |path: &Path| {
-        path.canonicalize().map_err(|error| Failure::from(error).within(path.display()))
-    };
-    let folder = |path: &Path| beside(path, Path::new("."));
-    let name = base.file_name().unwrap_or(OsStr::new(""));
-    if found(&folder(base))? != found(&folder(new))? {
-        return Ok(found(base)?.into_os_string());
-    }
-    let mut plain = OsString::new();
-    if looks_like_protocol(name.as_bytes()) {
-        plain.push("./");
-    }
-    plain.push(name);
-    Ok(plain)
-}
-
-/// Makes the names in the folder of `file` durable.
-fn sync_folder(file: &Path) -> Result<(), Failure> {
-    let folder = beside(file, Path::new("."));
-    let synced = File::open(&folder).and_then(|folder| folder.sync_all());
-    synced.map_err(|error| Failure::from(error).within(folder.display()))
 }
 
 fn report(args: &CloneArgs, names: &[PathBuf], len: u64) -> Result<(), Failure> {

@@ -5,7 +5,6 @@ use crate::failure::Failure;
 use mica_block::{LocalFuture, MergeControl, MergeProgress};
 use serde_json::Value;
 use std::ops::ControlFlow;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// A merge that nobody stops, and that is shown.
@@ -31,11 +30,6 @@ impl MergeControl for Shown {
 
 /// The position of the layer at `path`.
 pub(crate) fn position_of(layers: &[PathBuf], path: &Path) -> Result<usize, Failure> {
-    let node = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino())).ok();
-    let wanted = node(path);
-    let is_it = |layer: &PathBuf| layer == path || wanted.is_some() && node(layer) == wanted;
-    layers
-        .iter()
-        .position(is_it)
+    mica_stack::position_of(layers, path)
         .ok_or_else(|| Failure::new(format!("{} is no layer of the chain", path.display())))
 }

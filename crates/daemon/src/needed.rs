@@ -5,7 +5,7 @@
 use crate::served::Served;
 use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, Result};
-use std::os::unix::fs::MetadataExt;
+use mica_stack::node_of;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -21,13 +21,12 @@ impl Shared {
         layers: &[PathBuf],
     ) -> Result<()> {
         let Some((above, layers)) = layers.split_last() else { return Ok(()) };
-        let node = |path: &PathBuf| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
-        let nodes: Vec<_> = layers.iter().filter_map(|layer| node(layer).ok()).collect();
+        let nodes: Vec<_> = layers.iter().filter_map(|layer| node_of(layer)).collect();
         let others = self.disks.all().into_iter().filter(|other| !Arc::ptr_eq(other, served));
         for other in others {
             let used = other.layer_paths().into_iter();
             let mut shared =
-                used.filter(|layer| node(layer).is_ok_and(|node| nodes.contains(&node)));
+                used.filter(|layer| node_of(layer).is_some_and(|node| nodes.contains(&node)));
             if let Some(layer) = shared.next_back() {
                 let what = format!(
                     "the disk {:?} needs {}, which would change or leave the chain",

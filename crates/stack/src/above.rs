@@ -31,16 +31,16 @@
 //! - I2 A mark is put in its place whole, and removed only when its layer is open for writing.
 //! - I3 Only a name that the policy of the chain permits is opened.
 
+use crate::files::{position_of, sync_folder_of};
 use crate::policy::allowed_places;
 use crate::{FileImages, ImageOptions, Names};
 use mica_block::{Error, ErrorKind, Identity, Images, Result, Store, read_exact};
 use mica_qcow2::read_header;
 use mica_qcow2_format::{Header, parse_image_name};
-use mica_store::Located;
 use mica_units::{HostOffset, LayerNumber};
 use rustix::fs::OFlags;
 use std::ffi::OsString;
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -108,8 +108,8 @@ impl Mark {
         Ok(Self { at, above: above.to_owned() })
     }
 
-    /// The mark of what was `located`, if it has one.
-    fn of(layer: &Path, located: &Located) -> Result<Option<Self>> {
+    /// The mark of `layer`, whose file is this `owner`'s, if it has one.
+    fn of(layer: &Path, owner: u32) -> Result<Option<Self>> {
         let at = place(layer, SUFFIX)?;
         let failed = |error: io::Error| Error::from_io(format!("reading {}", at.display()), error);
         let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
@@ -122,7 +122,7 @@ impl Mark {
         };
         let found = file.metadata().map_err(failed)?;
         let me = rustix::process::geteuid().as_raw();
-        let is_trusted = [located.owner(), me, 0].contains(&found.uid());
+        let is_trusted = [owner, me, 0].contains(&found.uid());
         if !found.is_file() || !is_trusted || found.mode() & 0o002 != 0 {
             let what = format!(
                 "{} says that the layer is frozen, and may be a stranger's: remove it if it is",
@@ -180,17 +180,6 @@ fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
     file.sync_data()
 }
 
-/// Makes the names in the folder of `file` durable.
-///
-/// # Errors
-/// What the system reports.
-pub(crate) fn sync_folder_of(file: &Path) -> Result<()> {
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = folder.unwrap_or(Path::new("."));
-    let synced = File::open(folder).and_then(|folder| folder.sync_all());
-    synced.map_err(|error| Error::from_io(format!("syncing {}", folder.display()), error))
-}
-
 fn cure(layer: &Path, mark: &Path) -> String {
     format!(
         "name the image that the disk is in now, or, if {} is to be written as it is, remove {}",
@@ -210,7 +199,7 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
     let mut is_first = true;
     for _ in 0..LayerNumber::COUNT_MAX {
         let (located, store) = images.glance(&path)?;
-        let Some(mark) = Mark::of(&path, &located)? else {
+        let Some(mark) = Mark::of(&path, located.owner())? else {
             let options = if is_first { options } else { beneath(named, options)? };
             return Ok(Active { path, options, unfinished: None });
         };
@@ -250,7 +239,7 @@ fn is_in_use(header: &Header) -> bool {
 /// above.
 async fn is_used(images: &FileImages, path: &Path) -> Result<bool> {
     let (located, _) = images.glance(path)?;
-    Ok(Mark::of(path, &located)?.is_some() || has_data(images, path).await?)
+    Ok(Mark::of(path, located.owner())?.is_some() || has_data(images, path).await?)
 }
 
 /// Whether the qcow2 image at `path` has anything of its own.
@@ -277,33 +266,20 @@ pub(crate) async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
 /// # Errors
 /// What the system reports. A mark that is as it was leads to a refusal that says what to do.
 pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
-    let are_marked = |layer: &Path| -> Result<Option<PathBuf>> {
-        let at = place(layer, SUFFIX)?;
-        Ok(at.exists().then_some(at))
-    };
     for pair in layers.windows(2) {
         let [layer, above] = pair else { continue };
-        let Some(at) = are_marked(layer)? else { continue };
-        let content = std::fs::read(&at)
-            .map_err(|error| Error::from_io(format!("reading {}", at.display()), error))?;
-        let name = content.strip_prefix(KEY).and_then(|name| name.strip_suffix(b"\n"));
-        let Some(name) = name.map(|name| OsString::from_vec(name.to_vec())) else { continue };
-        let named = at.parent().unwrap_or(Path::new("")).join(name);
-        let is_it = |gone: &PathBuf| same_place(gone, &named);
-        if gone.iter().any(is_it) {
+        let owner = std::fs::metadata(layer)
+            .map_err(|error| Error::from_io(layer.display().to_string(), error))?
+            .uid();
+        if let Some(mark) = Mark::of(layer, owner)?
+            && position_of(gone, &mark.above).is_some()
+        {
             let above = std::path::absolute(above)
                 .map_err(|error| Error::from_io(above.display().to_string(), error))?;
-            Mark::put(layer, &above)?;
-            sync_folder_of(&at)?;
+            sync_folder_of(Mark::put(layer, &above)?.path())?;
         }
     }
     Ok(())
-}
-
-/// Whether both names lead to one file.
-fn same_place(one: &Path, other: &Path) -> bool {
-    let node = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
-    matches!((node(one), node(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// How a layer stands on another.

@@ -9,7 +9,8 @@
 //! 1 make `.disk@Y.qcow2.new`, an empty   a stray file, which the next attempt removes
 //!   overlay of `disk@Y.qcow2`; sync it
 //! 2 link `disk.qcow2` as `disk@Y.qcow2`  the same, and a second name of the disk, which is open
-//!   sync the folder                      under the first; the next attempt takes it as it is
+//!   mark that (`above.rs`);              under the first; the next attempt takes it as it is
+//!   sync the folder
 //! 3 nothing is written any more;         the same
 //!   `disk.qcow2` is closed
 //! 4 rename the overlay to `disk.qcow2`   Y is kept, and the disk goes on in an empty overlay
@@ -27,12 +28,15 @@
 //!   overlay of step 1.
 
 use crate::above::Mark;
-use mica_block::{Error, ErrorKind, LocalFuture, Renaming, Result};
+use crate::files::plain_name;
+use crate::{FileImages, ImageOptions};
+use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Access, File};
 use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fsync, linkat, open, renameat, unlinkat};
 use rustix::io::Errno;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -146,21 +150,37 @@ impl Keeping {
         })
     }
 
-    /// The name for the layer beneath the overlay.
-    pub fn backing_name(&self) -> &OsStr {
-        &self.backing_name
-    }
-
     /// Where the overlay is made.
     pub fn overlay(&self) -> &Path {
         &self.overlay
     }
 
-    /// Step 1: a new file for the overlay, which may be used as the disk's own.
+    /// Step 1: the overlay, of a disk of `len` bytes that has clusters of `cluster_bytes`. It has
+    /// subclusters if its clusters are large enough: guests that write parts of clusters do not
+    /// wait for the rest to be copied from beneath.
     ///
     /// # Errors
     /// What the system reports.
-    pub fn make_file(&self) -> Result<()> {
+    pub async fn make_overlay(
+        &self,
+        cluster_bytes: u64,
+        len: u64,
+        options: ImageOptions,
+    ) -> Result<()> {
+        self.make_file()?;
+        let wish = ImageWish {
+            cluster_bytes: Some(cluster_bytes),
+            backing_name: Some(self.backing_name.clone()),
+            backing_format: Some("qcow2".to_owned()),
+            ..ImageWish::default()
+        };
+        let plan = wish.plan(len)?;
+        let image = FileImages::new(&self.overlay, options)?.open_writable(&self.overlay)?.store;
+        create(plan, Stores { image: &*image, data: None }).await
+    }
+
+    /// A new file for the overlay, which may be used as the disk's own.
+    fn make_file(&self) -> Result<()> {
         let failed = |error| failed_in(&self.overlay, "creating", error);
         let like = self.image.metadata().map_err(|error| {
             Error::from_io(format!("asking about {}", self.image.display()), error)
@@ -262,13 +282,7 @@ fn backing_name(named: &Path, image: &Path, kept: &Path) -> OsString {
     if real_folder.as_deref() != image.parent() || named.file_name() != image.file_name() {
         return kept.as_os_str().to_owned();
     }
-    // A colon before any slash would be that of a protocol.
-    let mut relative = OsString::new();
-    if crate::policy::looks_like_protocol(name.as_encoded_bytes()) {
-        relative.push("./");
-    }
-    relative.push(name);
-    relative
+    plain_name(name)
 }
 
 /// Removes a file, if there is one.
@@ -321,7 +335,7 @@ mod tests {
         fs::write(at(".disk@a.qcow2.new"), "stray").unwrap();
         fs::hard_link(at("disk.qcow2"), at("disk@a.qcow2")).unwrap();
         let keeping = Keeping::new(&at("disk.qcow2"), "a").unwrap();
-        assert_eq!(keeping.backing_name(), "disk@a.qcow2");
+        assert_eq!(keeping.backing_name, "disk@a.qcow2");
         keeping.make_file().unwrap();
         keeping.link().unwrap();
         fs::write(keeping.overlay(), "new").unwrap();
@@ -360,8 +374,8 @@ mod tests {
         let link = real.join("elsewhere/link.qcow2");
         std::os::unix::fs::symlink("../disk.qcow2", &link).unwrap();
         let keeping = Keeping::new(&link, "a").unwrap();
-        assert_eq!(keeping.backing_name(), real.join("disk@a.qcow2").as_os_str());
+        assert_eq!(keeping.backing_name, real.join("disk@a.qcow2").as_os_str());
         let keeping = Keeping::new(&real.join("disk.qcow2"), "10:00").unwrap();
-        assert_eq!(keeping.backing_name(), "./disk@10:00.qcow2");
+        assert_eq!(keeping.backing_name, "./disk@10:00.qcow2");
     }
 }

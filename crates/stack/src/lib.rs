@@ -8,6 +8,7 @@
 //! - [`Fault`] is what the user asked to go wrong.
 
 mod above;
+mod files;
 pub mod forest;
 mod images;
 mod inject;
@@ -25,13 +26,14 @@ mod volumes;
 mod written;
 
 pub use above::{refuse_frozen, settle_marks};
+pub use files::{FileId, base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use keep::{Keeping, settle_names, state_of};
 pub use new_layer::{NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
-pub use overlays::{FileId, Overlay, check_no_overlays, overlays_on};
+pub use overlays::check_no_overlays;
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;

@@ -12,9 +12,9 @@
 //! - I3 If the chain does not get it, what was made is removed: mark, then file. A file that was
 //!   there before stays.
 
-use crate::above::{Mark, has_data, sync_folder_of};
+use crate::above::{Mark, has_data};
+use crate::files::{base_name, sync_folder_of};
 use crate::images::FileImages;
-use crate::policy::looks_like_protocol;
 use mica_block::{Error, ErrorKind, Images, Result};
 use mica_qcow2::read_header;
 use mica_qcow2_tools::create::{ImageWish, Stores, create_unnamed};
@@ -23,7 +23,6 @@ use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -115,7 +114,7 @@ impl NewLayer {
             wish.cluster_bytes = Some(header.cluster_bits.bytes());
             wish.extended_l2 = Some(header.l2_format().extended);
         }
-        wish.backing_name = Some(backing_name(active, &self.path)?);
+        wish.backing_name = Some(base_name(active, &self.path)?);
         wish.backing_format = Some("qcow2".to_owned());
         let plan = wish.plan(len)?;
         let unnamed = Unnamed::make(&self.path, located.mode() & 0o666)?;
@@ -152,21 +151,6 @@ impl Drop for NewLayer {
             let _ = std::fs::remove_file(&self.path);
         }
     }
-}
-
-/// The name by which the image at `new` names `active` beneath it: relative in one folder.
-fn backing_name(active: &Path, new: &Path) -> Result<OsString> {
-    let failed = |error| Error::from_io(format!("finding {}", active.display()), error);
-    let active = std::path::absolute(active).map_err(failed)?;
-    let folder_of = |path: &Path| path.parent().and_then(|folder| folder.canonicalize().ok());
-    let name = active.file_name().filter(|_| folder_of(&active) == folder_of(new));
-    let Some(name) = name else { return Ok(active.into_os_string()) };
-    let mut plain = OsString::new();
-    if looks_like_protocol(name.as_bytes()) {
-        plain.push("./");
-    }
-    plain.push(name);
-    Ok(plain)
 }
 
 /// Makes a file durable that somebody else made.

@@ -49,6 +49,7 @@ fn clones_begin_as_their_base_and_of_that_only_the_header_is_read() {
     clone(folder, &[], "gold.qcow2", "late.qcow2").ok();
     let said = clone(folder, &[], "gold.qcow2", "late.qcow2").refusal();
     assert!(said.contains("exists"), "{said}");
+    assert!(!said.contains("--force"), "it has no such option: {said}");
     clone(folder, &[], "missing.qcow2", "none.qcow2").refusal();
     clone(folder, &["-o", "size=1G"], "gold.qcow2", "none.qcow2").refusal();
     assert!(!folder.join("none.qcow2").exists());

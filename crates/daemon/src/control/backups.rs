@@ -1,4 +1,4 @@
-//! Backups of a chain that is served, and what of a disk is allocated or has changed.
+//! Backups of a chain that is served.
 
 use super::perform::{Answer, find, perform, perform_held};
 use super::reply::{body, json};

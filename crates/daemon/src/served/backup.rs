@@ -15,8 +15,6 @@
 //! - I3 Nothing but the names of the layers is remembered of a state. That its backup was ended is
 //!   known to the process that ended it, and to all once a later state is kept.
 
-mod overlay;
-
 use super::{Served, State};
 use crate::contexts::{ChangedSince, Depth, Layered};
 use crate::helper::Outside;
@@ -24,10 +22,10 @@ use crate::sandbox::Granted;
 use crate::settings::DiskSettings;
 use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, ManageChain, Result};
+use mica_rt::{Backend, Executor};
 use mica_serve::nbd::{self, Context, Export, Exports, Limits};
 use mica_stack::{Keeping, state_of};
 use mica_store::SetAside;
-use overlay::NewOverlay;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -245,25 +243,19 @@ impl Served {
         }
         let cluster_bytes = chain(&**disk)?.cluster_bytes();
         let keeping = Arc::new(Keeping::new(&self.image(), state)?);
-        let new = NewOverlay {
-            path: keeping.overlay().to_owned(),
-            backing_name: keeping.backing_name().to_owned(),
-            cluster_bytes,
-            len: disk.geometry().len,
-            images: self.images.clone(),
-            handles: Arc::clone(&self.resources.handles),
-        };
-        let (files, disk) = (Arc::clone(&keeping), Arc::clone(disk));
-        let kept = keeping.make_file().and_then(|()| {
-            self.resources.workers.run(move || async move { new.create().await })??;
+        let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
+        let executor = Executor::new(Backend::Pool)
+            .map_err(|error| Error::from_io("making a layer", error))?;
+        let made = keeping.make_overlay(cluster_bytes, disk.geometry().len, options);
+        let kept = executor.block_on(made).and_then(|()| {
             keeping.link()?;
-            let names = Arc::clone(&keeping);
+            let (names, disk) = (Arc::clone(&keeping), Arc::clone(disk));
             self.resources.workers.run(move || async move {
                 chain(&*disk)?.push_renaming(names.overlay(), &*names).await
             })?
         });
         if let Err(error) = kept {
-            files.give_up();
+            keeping.give_up();
             return Err(error);
         }
         let kept = self.kept_states()?;

@@ -6,13 +6,13 @@
 //! - I2 If one disk of a group does not get its layer, none does, and no file of any is left.
 
 use super::Served;
+use super::snapshots::in_group;
 use crate::sandbox::Granted;
 use mica_block::{Error, ErrorKind, Manage, ManageChain, Pushed, Result, SnapshotGroup};
 use mica_rt::{Backend, Executor};
 use mica_stack::{FileImages, NewLayer, NewLayerWish};
 use std::path::Path;
 use std::sync::{Arc, MutexGuard};
-use std::thread;
 use std::time::Duration;
 
 /// How a disk got a layer.
@@ -65,7 +65,10 @@ impl Served {
         let ready: Vec<_> = ready.into_iter().map(|(_, ready)| ready).collect();
         let pushed: Vec<_> = match &*ready {
             [one] => vec![one.push(None)?],
-            all => push_all(all)?,
+            all => {
+                let pushed = in_group(all, |ready, group| ready.push(Some(group)));
+                pushed.into_iter().collect::<Result<_>>()?
+            }
         };
         Ok(ready.into_iter().zip(pushed).map(|(ready, pushed)| ready.finish(pushed)).collect())
     }
@@ -109,26 +112,6 @@ impl Served {
         let what = format!("the disk {:?} {what}", self.name);
         Err(Error::new(ErrorKind::Unsupported, what))
     }
-}
-
-/// Pushes all at one instant.
-fn push_all(all: &[Ready<'_>]) -> Result<Vec<Pushed>> {
-    let group = Arc::new(SnapshotGroup::new(all.len()));
-    // They wait for each other, on whichever threads their chains are.
-    thread::scope(|scope| {
-        let start = |ready| {
-            let of_one = Arc::clone(&group);
-            let act = move || Ready::push(ready, Some(of_one));
-            thread::Builder::new().name("mica-group".to_owned()).spawn_scoped(scope, act)
-        };
-        let threads: Vec<_> = all.iter().map(start).collect();
-        let ended = threads.into_iter().map(|thread| match thread {
-            Ok(thread) => thread.join().unwrap_or_else(|_| Err(super::snapshots::panicked())),
-            Err(error) => Err(group.fail(Error::from_io("starting a thread", error))),
-        });
-        // All of them end before any is judged.
-        ended.collect::<Vec<_>>().into_iter().collect()
-    })
 }
 
 impl Ready<'_> {

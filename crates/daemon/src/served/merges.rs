@@ -3,8 +3,7 @@
 use super::{Served, State};
 use crate::jobs::{Job, Merge};
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_stack::FileId;
-use std::os::unix::fs::MetadataExt;
+use mica_stack::{FileId, position_of};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
@@ -97,17 +96,15 @@ impl Served {
         if !matches!(&*self.lock(), State::Serving(_)) {
             return Err(self.denied("is not served"));
         }
-        let mut job = self.lock_job();
-        if job.as_ref().is_some_and(|job| !job.has_ended()) {
+        let last = self.job();
+        if last.as_ref().is_some_and(|job| !job.has_ended()) {
             return Err(self.denied("is being merged already: `mica ctl jobs` shows how far"));
-        }
-        if let Some(last) = &*job {
-            self.lock_merged_away().extend(last.merged_away());
         }
         let disk: Arc<dyn Manage> = self.opened().disk()?;
         let merge = merge(&disk.layer_paths())?;
         let started = Job::start(&self.name, disk, merge, rate)?;
-        *job = Some(Arc::clone(&started));
+        self.lock_merged_away().extend(last.iter().flat_map(|last| last.merged_away()));
+        *self.lock_job() = Some(Arc::clone(&started));
         Ok(started)
     }
 
@@ -124,7 +121,8 @@ impl Served {
 
     /// Layers that were committed since the start, and are of no use to anybody by themselves.
     pub(crate) fn merged_away(&self) -> Vec<FileId> {
-        self.lock_merged_away().clone()
+        let by_last = self.job().map(|job| job.merged_away()).unwrap_or_default();
+        self.lock_merged_away().iter().copied().chain(by_last).collect()
     }
 
     fn lock_merged_away(&self) -> MutexGuard<'_, Vec<FileId>> {
@@ -145,10 +143,7 @@ impl Served {
 
 /// The position of the layer that the user calls `name`: a path, or a name that only one has.
 fn layer_called(layers: &[PathBuf], name: &Path) -> Result<usize> {
-    let node = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino())).ok();
-    let wanted = node(name);
-    let is_it = |layer: &PathBuf| layer == name || wanted.is_some() && node(layer) == wanted;
-    if let Some(position) = layers.iter().position(is_it) {
+    if let Some(position) = position_of(layers, name) {
         return Ok(position);
     }
     let mut named =

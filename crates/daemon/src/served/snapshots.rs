@@ -21,23 +21,10 @@ impl Served {
     /// # Errors
     /// As [`Self::take_snapshot`], of the first that failed.
     pub(crate) fn take_snapshots(all: &[(Arc<Self>, String)]) -> Result<Vec<SnapshotInfo>> {
-        let group = Arc::new(SnapshotGroup::new(all.len()));
-        // They wait for each other, on whichever threads their volumes are.
-        let outcomes: Vec<Result<SnapshotInfo>> = thread::scope(|scope| {
-            let start = |(served, label): &(Arc<Self>, String)| {
-                let (served, label) = (Arc::clone(served), label.clone());
-                let group = Arc::clone(&group);
-                thread::Builder::new()
-                    .name("mica-group".to_owned())
-                    .spawn_scoped(scope, move || served.take_in_group(label, group))
-            };
-            let threads: Vec<_> = all.iter().map(start).collect();
-            let ended = threads.into_iter().map(|thread| match thread {
-                Ok(thread) => thread.join().unwrap_or_else(|_| Err(panicked())),
-                Err(error) => Err(group.fail(Error::from_io("starting a thread", error))),
-            });
-            ended.collect()
-        });
+        let take = |(served, label): &(Arc<Self>, String), group| {
+            served.take_in_group(label.clone(), group)
+        };
+        let outcomes = in_group(all, take);
         if let Some(error) = outcomes.iter().find_map(|outcome| outcome.as_ref().err().cloned()) {
             for ((served, _), outcome) in all.iter().zip(outcomes) {
                 if let Ok(taken) = outcome {
@@ -102,6 +89,25 @@ impl Served {
     }
 }
 
-pub(super) fn panicked() -> Error {
-    Error::new(ErrorKind::Io, "the thread that took a snapshot panicked")
+/// What `act` did for each of `all`, at the same time: they wait for each other, on whichever
+/// threads their disks are. All have ended when this returns.
+pub(super) fn in_group<D: Sync, T: Send>(
+    all: &[D],
+    act: impl Fn(&D, Arc<SnapshotGroup>) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    let group = Arc::new(SnapshotGroup::new(all.len()));
+    let panicked = || Error::new(ErrorKind::Io, "the thread that took a snapshot panicked");
+    thread::scope(|scope| {
+        let start = |one| {
+            let (act, group) = (&act, Arc::clone(&group));
+            let thread = thread::Builder::new().name("mica-group".to_owned());
+            thread.spawn_scoped(scope, move || act(one, group))
+        };
+        let threads: Vec<_> = all.iter().map(start).collect();
+        let ended = threads.into_iter().map(|thread| match thread {
+            Ok(thread) => thread.join().unwrap_or_else(|_| Err(panicked())),
+            Err(error) => Err(group.fail(Error::from_io("starting a thread", error))),
+        });
+        ended.collect()
+    })
 }
