@@ -12,14 +12,15 @@
 //! | the layer above | the layer itself | what is written |
 //! |---|---|---|
 //! | there, and stands on it, perhaps through others | closed by its writer | the layer above |
-//! | empty, without a mark, and stands on it | in use: its writer was killed | the layer itself |
-//! | has data or a mark, and stands on it | in use: a merge into it was killed | the layer above |
+//! | empty, unused, without a mark, and stands on it | in use: its writer was killed | the layer itself |
+//! | has data or a mark, or is in use, and stands on it | in use: it was being closed, or a merge into it was killed | the layer above |
 //! | there, and stands on it through others | in use | nothing: the user has to say |
 //! | there, and stands on something else | | nothing: the user has to say |
 //! | missing, or a name that the chain may not open | | nothing: the user has to say |
 //!
-//! In the second case the snapshot did not come to its end: nothing is written above before the
-//! layer beneath is closed (`qcow2/src/chain/push.rs`, I1).
+//! In the second case the snapshot did not come to its end: the first write above marks that layer
+//! as in use. In the third nothing that is read is missing from the layer beneath
+//! (`qcow2/src/chain/push.rs`, I5).
 //!
 //! A merge takes layers out of the chain: a mark that named one of them names the layer that is
 //! above from then on ([`settle_marks`]).
@@ -235,11 +236,14 @@ fn is_in_use(header: &Header) -> bool {
     header.autoclear.unknown != 0 || header.incompatible.dirty
 }
 
-/// Whether a writer has had the qcow2 image at `path`: it has something of its own, or went on
-/// above.
+/// Whether a writer has had the qcow2 image at `path`: it has not closed it, it left something of
+/// its own, or went on above.
 async fn is_used(images: &FileImages, path: &Path) -> Result<bool> {
-    let (located, _) = images.glance(path)?;
-    Ok(Mark::of(path, located.owner())?.is_some() || has_data(images, path).await?)
+    let (located, store) = images.glance(path)?;
+    let header = read_header(&store).await.map_err(|error| error.wrap(name_of(path)))?;
+    Ok(is_in_use(&header)
+        || Mark::of(path, located.owner())?.is_some()
+        || has_data(images, path).await?)
 }
 
 /// Whether the qcow2 image at `path` has anything of its own.

@@ -12,10 +12,11 @@
 //!   mark that (`above.rs`);              under the first; the next attempt takes it as it is
 //!   sync the folder
 //! 3 nothing is written any more;         the same
-//!   `disk.qcow2` is closed
+//!   `disk.qcow2` is flushed
 //! 4 rename the overlay to `disk.qcow2`   Y is kept, and the disk goes on in an empty overlay
 //!   sync the folder
-//! 5 the disk is written again            the same, with what was written since
+//! 5 the disk is written again, and       the same, with what was written since; Y may be in use,
+//!   Y is closed                            and uses more space than it needs
 //! ```
 //!
 //! A process that opens the disk after one that died in step 4 syncs the folder first

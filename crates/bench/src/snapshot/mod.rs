@@ -82,7 +82,7 @@ impl Made {
 
     /// Its layers with an index, as a server would leave them.
     fn indexed(self) -> Result<Self> {
-        let build = ["index", "build", "-q"];
+        let build = ["index", "build"];
         let done = command::finish(Command::new(mica::binary()).args(build).arg(&self.top));
         ensure!(done.status.success(), "{done}");
         Ok(self)

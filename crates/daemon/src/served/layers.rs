@@ -91,9 +91,19 @@ impl Served {
         }
         let executor = Executor::new(Backend::Pool)
             .map_err(|error| Error::from_io("making a layer", error))?;
+        self.flush_meanwhile(&disk);
         let len = disk.geometry().len;
         let new = executor.block_on(NewLayer::make(&images, &image, len, wish))?;
         Ok(Ready { served: self, disk, new, _changes: changes })
+    }
+
+    /// Begins to make durable what the layer that is about to be frozen holds. Whoever freezes it
+    /// flushes it again, and meets the same error if there is one.
+    fn flush_meanwhile(&self, disk: &Arc<dyn Manage>) {
+        let (disk, workers) = (Arc::clone(disk), self.resources.workers.handles());
+        workers[0].spawn_with(move || async move {
+            let _ = disk.flush().await;
+        });
     }
 
     /// Whether a layer can be put on top of it at all.

@@ -1,26 +1,29 @@
 //! A new active layer under running requests.
 //!
 //! ```text
-//! open the overlay ─▶ flush ─▶ hold the gate ─▶ close the writer
-//!   ─▶ names ─▶ the layers ─▶ the writer ─▶ names durable ─▶ let go
+//! open the overlay ─▶ flush ─▶ hold the gate ─▶ flush ─▶ names ─▶ the layers ─▶ the writer
+//!   ─▶ names durable ─▶ let go ─▶ close the old writer
 //! ```
 //!
 //! Of several chains as a group each waits for all others twice: when it holds its gate, and when
-//! its writer is closed. What follows cannot fail.
+//! nothing is left that can fail.
 //!
 //! Reads continue throughout: the map in memory stays true, as the new layer is empty. Changes wait
 //! while the gate is held: as long as it takes to flush what was written since the previous flush.
+//! What else closes the old layer, counts and marks, is done while changes go on above.
 //!
 //! Invariants
 //! - I1 What was acknowledged before the gate is held is durable in the layer that gets frozen, and
 //!   nothing else is in it; what is acknowledged later is in the new layer.
-//! - I2 After an error the chain is unchanged: its writer, which may have been closed, goes on. If
-//!   the call is dropped while the writer is being closed, nothing more is acknowledged.
+//! - I2 After an error the chain is unchanged: its writer, which was not closed, goes on. A writer
+//!   that was closed never does.
 //! - I3 The frozen layer is read through a file of its own, so that the one that was written, and
 //!   with it the locks that keep other readers out, can go.
 //! - I4 If files change their names ([`Renaming`]): the old name is the active layer's whenever
 //!   something is acknowledged, also after the process was killed, and after a power cut whenever a
 //!   flush was. The gate is let go only when the new names are durable.
+//! - I5 If the process dies before the old layer is closed, that one is in use, and lacks nothing
+//!   that is read: no link of it is in its log alone. Its counts are too high at most.
 
 use super::{Chain, not_writable, open_writer};
 use crate::layer::Layer;
@@ -29,6 +32,12 @@ use crate::write::Writer;
 use mica_block::{Disk, Error, Pushed, Renaming, Result, SnapshotGroup};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// Flushes before the one for which changes wait.
+const FLUSHES_AHEAD_MAX: u32 = 4;
+/// A flush that took no longer had little to do.
+const SHORT_FLUSH: Duration = Duration::from_millis(1);
 
 impl Chain {
     /// Puts the image at `path` on top: an empty overlay of the active layer. From then on it is
@@ -75,8 +84,7 @@ impl Chain {
         let layer = Arc::new(layer);
         let next = (&layer, path);
         let next = open_writer(map, next, metadata, &self.gate, self.repair).await?;
-        // So that little is left to flush while changes wait.
-        self.flush().await?;
+        self.flush_ahead().await?;
         let start = mica_rt::now();
         let held = self.gate.hold().await;
         if let Some(group) = group {
@@ -84,38 +92,53 @@ impl Chain {
         }
         // The disk may have grown since the overlay was opened.
         check_length(&layer, before.active())?;
+        let freezing =
+            async |writer: Arc<Writer>| self.freeze(&writer, before.active(), names).await;
+        let frozen = Arc::clone(&writer).complete(freezing).await?;
         if let Some(group) = group {
-            Arc::clone(&writer).complete(async |writer: Arc<Writer>| writer.flush().await).await?;
             group.all_taken().await?;
         }
-        let ending = async |writer: Arc<Writer>| self.end(&writer, before.active(), names).await;
-        let frozen = writer.complete(ending).await?;
         map.replace_layers(before.pushed(Arc::new(frozen), layer));
         let next = Arc::new(next);
         self.writer.store(Some(Arc::clone(&next)));
+        let mut named = Ok(());
         if let Some(names) = names {
             map.images.note_name(&before.active().path);
-            if let Err(error) = names.sync().await {
+            named = names.sync().await;
+            if let Err(error) = &named {
                 // A power cut may show the old name, under which nothing of what follows is.
-                next.fail(&error);
-                return Err(error);
+                next.fail(error);
             }
         }
         drop(held);
         let pause = mica_rt::now().saturating_since(start);
+        self.close_frozen(writer, before.active(), names).await;
         map.index_call.set();
-        Ok(Pushed { pause })
+        named.map(|()| Pushed { pause })
     }
 
-    /// Closes the writer of the `active` layer; returns that as one that is frozen. Files have
-    /// their new names then.
-    async fn end(
+    /// Flushes until little is left to flush while changes wait: what came during one flush takes
+    /// the next one.
+    async fn flush_ahead(&self) -> Result<()> {
+        for _ in 0..FLUSHES_AHEAD_MAX {
+            let start = mica_rt::now();
+            self.flush().await?;
+            if mica_rt::now().saturating_since(start) <= SHORT_FLUSH {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes durable what the `active` layer holds; returns that as one that is frozen, under its
+    /// new name if it has one.
+    async fn freeze(
         &self,
         writer: &Writer,
         active: &Layer,
         names: Option<&dyn Renaming>,
     ) -> Result<Layer> {
-        writer.close().await?;
+        writer.flush().await?;
         let images = &*self.map.images;
         let Some(names) = names else { return freeze(images, active, &active.path) };
         names.rename().await?;
@@ -128,6 +151,27 @@ impl Chain {
                 }
                 Err(Error::wrap(error, names.kept().display().to_string()))
             }
+        }
+    }
+
+    /// Closes the writer of the layer that was `active`, and opens that again: closing has changed
+    /// its file. The snapshot is taken whether that succeeds or not (I5).
+    async fn close_frozen(
+        &self,
+        writer: Arc<Writer>,
+        active: &Layer,
+        names: Option<&dyn Renaming>,
+    ) {
+        let path = names.map_or(&*active.path, |names| names.kept());
+        let closed = writer.complete(async |writer: Arc<Writer>| writer.close().await).await;
+        match closed.and_then(|()| freeze(&*self.map.images, active, path)) {
+            Ok(frozen) => self.map.replace_layers(self.map.layers().replaced(Arc::new(frozen))),
+            Err(error) => tracing::warn!(
+                image = %path.display(),
+                %error,
+                "the snapshot is taken, and the frozen layer could not be closed: it uses more \
+                 space than it needs, until `mica check -r leaks` is run on it"
+            ),
         }
     }
 }

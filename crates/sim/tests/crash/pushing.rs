@@ -4,7 +4,9 @@
 use crate::beside::{self, Ends, death, never, power};
 use crate::chain::{ChainSubject, Shape};
 use crate::plain::{Plain, read, write};
-use mica_block::{Error, ErrorKind, Images as _, LocalFuture, Manage, Result, SnapshotGroup};
+use mica_block::{
+    Error, ErrorKind, Images as _, LocalFuture, Manage, Result, SnapshotGroup, read_exact,
+};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_qcow2_tools::inspect;
@@ -33,17 +35,20 @@ impl Growing {
     }
 
     /// The active layer as determined from the files alone: the last one, unless the one beneath
-    /// still names a log. Then nothing was written to the last one. Where the first one cannot name
-    /// a log, its user has to know whether it got a layer on top.
+    /// still names a log and nobody has used the last one. Where the first one cannot name a log,
+    /// its user has to know whether it got a layer on top.
     async fn top(&self, world: &World) -> PathBuf {
         let tops = self.tops.borrow().clone();
         if !self.outlives_the_process() && self.confirmed.get() == 1 {
             return tops[0].clone();
         }
         let mut found = tops[tops.len() - 1].clone();
-        for top in &tops {
-            let header = inspect(world, top).await.map(|info| info.header);
-            if header.is_ok_and(|header| header.autoclear.unknown != 0) {
+        for (at, top) in tops.iter().enumerate() {
+            let is_above_used = match tops.get(at + 1) {
+                Some(above) => is_used(world, above).await,
+                None => false,
+            };
+            if is_in_use(world, top).await && !is_above_used {
                 found.clone_from(top);
                 break;
             }
@@ -73,6 +78,21 @@ impl Growing {
         self.confirmed.set(self.tops.borrow().len());
         Ok(())
     }
+}
+
+/// Whether its writer has not closed the image.
+async fn is_in_use(world: &World, path: &Path) -> bool {
+    let header = inspect(world, path).await.map(|info| info.header);
+    header.is_ok_and(|header| header.autoclear.unknown != 0)
+}
+
+/// Whether the image was written.
+async fn is_used(world: &World, path: &Path) -> bool {
+    let Ok(found) = inspect(world, path).await else { return false };
+    let (l1_offset, entries) = (found.header.l1_offset, found.header.l1_entries as usize);
+    let store = world.open(path).unwrap().store;
+    let l1 = read_exact(&*store, l1_offset, entries * 8).await;
+    is_in_use(world, path).await || l1.is_ok_and(|l1| l1.iter().any(|byte| *byte != 0))
 }
 
 /// What another disk of a group says if it fails.
