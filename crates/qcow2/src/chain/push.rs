@@ -14,8 +14,11 @@
 //! Invariants
 //! - I1 What was acknowledged before the gate is held is durable in the layer that gets frozen, and
 //!   nothing else is in it; what is acknowledged later is in the new layer.
-//! - I2 After an error the chain is unchanged: its writer, which may have been closed, goes on. If
-//!   the call is dropped while the writer is being closed, nothing more is acknowledged.
+//! - I2 After an error the chain is unchanged: its writer, which may have been closed, goes on, and
+//!   begins a redo log of another name with the next change. If the call is dropped while the
+//!   writer is being closed, nothing more is acknowledged. That a layer is closed may not be
+//!   durable yet when the process dies: who goes on in the layer above syncs it first
+//!   (`stack/src/above.rs`).
 //! - I3 The frozen layer is read through a file of its own, so that the one that was written, and
 //!   with it the locks that keep other readers out, can go.
 //! - I4 If files change their names ([`Renaming`]): the old name is the active layer's whenever
@@ -84,12 +87,11 @@ impl Chain {
         }
         // The disk may have grown since the overlay was opened.
         check_length(&layer, before.active())?;
-        if let Some(group) = group {
-            Arc::clone(&writer).complete(async |writer: Arc<Writer>| writer.flush().await).await?;
-            group.all_taken().await?;
-        }
         let ending = async |writer: Arc<Writer>| self.end(&writer, before.active(), names).await;
         let frozen = writer.complete(ending).await?;
+        if let Some(group) = group {
+            group.all_taken().await?;
+        }
         map.replace_layers(before.pushed(Arc::new(frozen), layer));
         let next = Arc::new(next);
         self.writer.store(Some(Arc::clone(&next)));
