@@ -10,7 +10,7 @@ use mica_daemon::ImageSettings;
 use mica_qcow2::find_bitmap;
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::inspect;
-use mica_stack::{FileImages, Format, wait_for_dead};
+use mica_stack::{FileImages, Format, MayWrite, wait_for_dead};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -159,6 +159,8 @@ async fn edit(args: &BitmapArgs) -> Result<()> {
             }
         });
     }
-    let images = FileImages::new(&args.image, options()?)?;
+    let options = options()?;
+    let may_write = MayWrite::check(&args.image, &options).await?;
+    let images = FileImages::to_write(&args.image, options, may_write)?;
     edit_bitmap(&images, &args.image, &args.name, actions).await
 }

@@ -8,7 +8,7 @@ use indicatif::ProgressBar;
 use mica_qcow2_tools::check::{CheckReport, Finding, Observer, Progress, check};
 use mica_qcow2_tools::open_for_check;
 use mica_qcow2_tools::recover::{RepairMode, Repaired, open_for_repair, repair};
-use mica_stack::{FileImages, Format, wait_for_dead};
+use mica_stack::{FileImages, Format, MayWrite, wait_for_dead};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -51,7 +51,11 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     }
     let executor = args.images.executor()?;
     executor.block_on(async {
-        let images = FileImages::new(&args.image, args.images.image_options()?)?;
+        let options = args.images.image_options()?;
+        let images = match args.repair {
+            None => FileImages::new(&args.image, options)?,
+            Some(_) => FileImages::to_write(&args.image, options, MayWrite::to_repair())?,
+        };
         let mut printer = FindingPrinter { shown: 0, bar: progress_bar(0, "tables") };
         let done = match args.repair {
             None => {

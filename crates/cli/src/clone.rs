@@ -9,7 +9,7 @@ use clap::Args;
 use mica_block::Images;
 use mica_qcow2::read_header;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_stack::{FileImages, Format, base_name, sync_folder_of, wait_for_dead};
+use mica_stack::{FileImages, Format, base_name, refuse_merged, sync_folder_of, wait_for_dead};
 use mica_units::SECTOR_BYTES;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -99,6 +99,8 @@ async fn make(args: &CloneArgs, new: &Path, len: u64, wish: &mut ImageWish) -> R
     sources.add_file(&args.base);
     let file = NewFile::create(new, None, &sources, &args.images).await?;
     create(plan, Stores { image: &**file.store(), data: None }).await?;
+    // Now that whoever merges the base can find it.
+    refuse_merged(&args.base)?;
     file.keep();
     Ok(())
 }

@@ -8,7 +8,7 @@ use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
-use mica_stack::{check_no_overlays, settle_marks, state_of};
+use mica_stack::{MergeMarks, check_no_overlays, settle_marks, state_of};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -57,7 +57,6 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
                 return Err(Failure::new("the image has no backing file to merge into"));
             }
             let (above, below) = layers[lowest..].split_last().expect("there are two");
-            check_no_overlays(below, above, &[])?;
             let changed = &layers[lowest..];
             let state = |(at, layer): (usize, &PathBuf)| {
                 let above = changed[at + 1..].iter();
@@ -70,12 +69,17 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
                     layer.display()
                 )));
             }
+            // Whoever makes an image on one of them sees that, or is found now.
+            let (base, sources) = below.split_first().expect("there is one");
+            let marks = MergeMarks::put(base, sources)?;
+            check_no_overlays(below, above)?;
             let wanted = args.report.progress(args.progress);
             let shown = Shown::new(Progress::start(disk.geometry().len, wanted));
             let active = if args.keep { ActiveAfter::Kept } else { ActiveAfter::Emptied };
-            let base = Some(&*layers[lowest]);
-            let merged = merges.commit(CommitLayers { top: None, base, active }, &shown).await?;
-            let _ = shown.finish();
+            let layers_merged = CommitLayers { top: None, base: Some(base), active };
+            let merged = merges.commit(layers_merged, &marks.watch(&shown)).await;
+            marks.end(merged.as_ref().ok());
+            let (merged, _) = (merged?, shown.finish());
             if let Merged::Done { dropped, .. } = &merged {
                 settle_marks(&disk.layer_paths(), dropped)?;
             }

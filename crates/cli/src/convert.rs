@@ -24,7 +24,7 @@ use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
 use mica_rt::Executor;
-use mica_stack::Format;
+use mica_stack::{Format, refuse_merged};
 use mica_units::{HostOffset, SECTOR_BYTES};
 pub(crate) use progress::Progress;
 use serde_json::{Value, json};
@@ -324,6 +324,10 @@ fn convert_to_qcow2(
         }
         Ok::<_, Failure>(())
     })?;
+    if let Some(backing) = &wish.backing_name {
+        // Now that whoever merges the base can find the new image.
+        refuse_merged(&beside(&args.target, Path::new(backing)))?;
+    }
     image.keep();
     if let Some(data) = data {
         data.keep();

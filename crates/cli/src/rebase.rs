@@ -10,7 +10,7 @@ use mica_block::{Extent, Images, Manage, Merged, read_extents};
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
-use mica_stack::{FileImages, Format};
+use mica_stack::{FileImages, Format, MayWrite, refuse_merged};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use serde_json::json;
 use std::ffi::OsString;
@@ -96,6 +96,9 @@ impl RebaseArgs {
 
     /// Writes into the image what the new base lacks, and names it.
     async fn rebase(&self, base: Option<&Base>) -> Result<u64, Failure> {
+        if let Some(base) = base {
+            refuse_merged(&base.path)?;
+        }
         let chain = self.images.chain_options(IndexUse::Read)?;
         let options = self.images.image_options()?;
         let disk = mica_stack::open_writable(&self.file, Format::Qcow2, options, &chain).await?;
@@ -106,6 +109,11 @@ impl RebaseArgs {
         closed?;
         if !is_named {
             self.rename(base).await?;
+        }
+        if let Some(base) = base {
+            // Now that whoever merges the base can find the image. It shows what it did so far.
+            refuse_merged(&base.path)
+                .map_err(|error| Failure::from(error).within("rebase it once more"))?;
         }
         Ok(copied)
     }
@@ -144,7 +152,9 @@ impl RebaseArgs {
 
     /// Names the new base, and changes nothing else.
     async fn rename(&self, base: Option<&Base>) -> Result<(), Failure> {
-        let images = FileImages::new(&self.file, self.images.image_options()?)?;
+        let options = self.images.image_options()?;
+        let may_write = MayWrite::check(&self.file, &options).await?;
+        let images = FileImages::to_write(&self.file, options, may_write)?;
         let image = images.open_writable(&self.file)?.store;
         replay_redo_log(&images, &self.file, &*image).await?;
         change_backing(&*image, base.map(|base| &base.name)).await?;

@@ -7,7 +7,7 @@ use crate::output::print;
 use clap::Args;
 use mica_block::Images;
 use mica_qcow2_tools::resize::Resizer;
-use mica_stack::{FileImages, Format, refuse_frozen, wait_for_dead};
+use mica_stack::{FileImages, Format, MayWrite, wait_for_dead};
 use mica_units::SECTOR_BYTES;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -51,8 +51,8 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
             Format::Qcow2 => {
                 let options = args.images.image_options()?;
                 // A layer above relies on the length, and on what is there.
-                refuse_frozen(&args.file, options.clone()).await?;
-                let images = FileImages::new(&args.file, options)?;
+                let may_write = MayWrite::check(&args.file, &options).await?;
+                let images = FileImages::to_write(&args.file, options, may_write)?;
                 let images: Arc<dyn Images> = Arc::new(images);
                 let open = async || Resizer::open(Arc::clone(&images), &args.file).await;
                 let mut resizer = wait_for_dead(open).await?;

@@ -7,7 +7,7 @@ use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::Images;
 use mica_qcow2_tools::snapshots::{SnapshotEditor, list};
-use mica_stack::{FileImages, Format, refuse_frozen, wait_for_dead};
+use mica_stack::{FileImages, Format, MayWrite, wait_for_dead};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -81,11 +81,8 @@ async fn show(args: &SnapshotArgs) -> Result<(), Failure> {
 
 async fn change(args: &SnapshotArgs, deed: Deed<'_>) -> Result<(), Failure> {
     let options = args.images.image_options()?;
-    if let Deed::Apply(_) = deed {
-        // What is above would show something else.
-        refuse_frozen(&args.image, options.clone()).await?;
-    }
-    let images = FileImages::new(&args.image, options)?;
+    let may_write = MayWrite::check(&args.image, &options).await?;
+    let images = FileImages::to_write(&args.image, options, may_write)?;
     let open = async || SnapshotEditor::open(&images, &args.image).await;
     let mut editor = wait_for_dead(open).await?;
     let changed = match deed {

@@ -15,7 +15,7 @@ use crate::settings::{ImageSettings, NO_REDO_LOGS};
 use mica_block::{Error, Images, Result};
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_stack::{FileImages, Format, ImageOptions};
+use mica_stack::{FileImages, Format, ImageOptions, MayWrite};
 use mica_store::Handles;
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -111,7 +111,8 @@ impl NewOverlay {
         let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
         file.map_err(|error| Error::from_io(format!("creating {}", path.display()), error))?;
         let created = async {
-            let store = FileImages::new(&path, options)?.open_writable(&path)?.store;
+            let images = FileImages::to_write(&path, options, MayWrite::new_file())?;
+            let store = images.open_writable(&path)?.store;
             create(plan, Stores { image: &*store, data: None }).await
         };
         created.await.inspect_err(|_| {

@@ -13,7 +13,7 @@ use mica_block::{
     MergeProgress, Merged, Result,
 };
 use mica_rt::{Backend, Executor};
-use mica_stack::FileId;
+use mica_stack::MergeMarks;
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,36 +24,37 @@ use std::time::{Duration, Instant};
 
 /// How often a job that waits looks whether it is to go on, or to end.
 const LOOK: Duration = Duration::from_millis(20);
-const COMMIT: &str = "commit";
 /// States of a job that has not ended.
 const UNDER_WAY: [&str; 3] = ["running", "paused", "cancelling"];
 /// Numbers of jobs.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 /// What is merged.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) enum Merge {
     /// The layers above `base` go up into the active layer; with none all layers beneath it.
     Stream { base: Option<PathBuf> },
     /// The layers above `base` up to `top`, or up to the active layer, go down into it.
-    Commit { top: Option<PathBuf>, base: PathBuf },
+    Commit { top: Option<PathBuf>, base: PathBuf, marks: MergeMarks },
 }
 
 impl Merge {
     fn kind(&self) -> &'static str {
         match self {
             Self::Stream { .. } => "stream",
-            Self::Commit { .. } => COMMIT,
+            Self::Commit { .. } => "commit",
         }
     }
 
-    async fn run(&self, chain: &dyn ManageChain, control: &dyn MergeControl) -> Result<Merged> {
+    async fn run(self, chain: &dyn ManageChain, control: &dyn MergeControl) -> Result<Merged> {
         match self {
             Self::Stream { base } => chain.stream(base.as_deref(), control).await,
-            Self::Commit { top, base } => {
-                let (top, base, active) = (top.as_deref(), Some(&**base), ActiveAfter::Emptied);
+            Self::Commit { top, base, marks } => {
+                let (top, base, active) = (top.as_deref(), Some(&*base), ActiveAfter::Emptied);
                 let layers = CommitLayers { top, base, active };
-                chain.commit(layers, control).await
+                let merged = chain.commit(layers, &marks.watch(control)).await;
+                marks.end(merged.as_ref().ok());
+                merged
             }
         }
     }
@@ -84,8 +85,6 @@ struct State {
 
 struct End {
     at: Instant,
-    /// The files of layers that it has put into one beneath them.
-    merged_away: Vec<FileId>,
     outcome: Result<Merged>,
 }
 
@@ -147,7 +146,7 @@ impl Job {
         let this = Arc::clone(&job);
         let thread = std::thread::Builder::new().name("mica-merge".to_owned());
         let body = move || {
-            let ran = catch_unwind(AssertUnwindSafe(|| this.run(&*disk, &merge)));
+            let ran = catch_unwind(AssertUnwindSafe(|| this.run(&*disk, merge)));
             // Whoever waits for the end may close the disk.
             drop(disk);
             let outcome = ran.unwrap_or_else(|_| {
@@ -159,7 +158,7 @@ impl Job {
         Ok(job)
     }
 
-    fn run(&self, disk: &dyn Manage, merge: &Merge) -> Result<Merged> {
+    fn run(&self, disk: &dyn Manage, merge: Merge) -> Result<Merged> {
         let context = |error| Error::from_io("starting a merge", error);
         // Large copies, one at a time: plain threads serve that and leave the guests' rings alone.
         let executor = Executor::new(Backend::Pool).map_err(context)?;
@@ -185,14 +184,8 @@ impl Job {
             Ok(Merged::Cancelled) => tracing::info!(disk, kind, "a merge was cancelled"),
             Err(error) => tracing::warn!(disk, kind, ?error, "a merge failed"),
         }
-        let merged_away = match &outcome {
-            Ok(Merged::Done { dropped, .. }) if kind == COMMIT => {
-                dropped.iter().filter_map(|layer| FileId::of(layer)).collect()
-            }
-            _ => Vec::new(),
-        };
         let mut state = self.lock();
-        state.end = Some(End { at: now(), merged_away, outcome });
+        state.end = Some(End { at: now(), outcome });
         self.ended.notify_all();
     }
 
@@ -201,11 +194,6 @@ impl Job {
         self.is_cancelled.store(true, Ordering::Release);
         let state = self.ended.wait_while(self.lock(), |state| state.end.is_none());
         drop(state.unwrap_or_else(PoisonError::into_inner));
-    }
-
-    /// The files of layers that it has put into one beneath them.
-    pub(crate) fn merged_away(&self) -> Vec<FileId> {
-        self.lock().end.as_ref().map(|end| end.merged_away.clone()).unwrap_or_default()
     }
 
     /// Whether it has ended.

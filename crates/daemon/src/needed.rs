@@ -36,6 +36,6 @@ impl Shared {
                 return Err(Error::new(ErrorKind::Denied, what));
             }
         }
-        mica_stack::check_no_overlays(layers, above, &served.merged_away())
+        mica_stack::check_no_overlays(layers, above)
     }
 }

@@ -26,6 +26,7 @@ pub(crate) use backup::{BackupInfo, Wanted};
 pub(crate) use doors::Doors;
 pub(crate) use extents::Asked;
 pub(crate) use layers::Layered;
+pub(crate) use merges::StatesInTheWay;
 pub(crate) use resize::NewLength;
 
 use crate::config::{DiskConfig, LeftClosed};
@@ -42,7 +43,6 @@ use crate::stats::Counts;
 use backup::Backups;
 use mica_block::{Error, ErrorKind, Haste, Manage, Result};
 use mica_rt::timeout;
-use mica_stack::FileId;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -89,8 +89,6 @@ pub(crate) struct Served {
     opened: Mutex<Opened>,
     /// The merge of its layers that is under way, or the last one.
     job: Mutex<Option<Arc<Job>>>,
-    /// Layers that went down into others: their files show something else since.
-    merged_away: Mutex<Vec<FileId>>,
     /// Where its clients come in.
     doors: Doors,
     backups: Backups,
@@ -169,7 +167,6 @@ impl Served {
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
             job: Mutex::default(),
-            merged_away: Mutex::default(),
             doors,
             backups: Backups::default(),
             state: Mutex::new(state),

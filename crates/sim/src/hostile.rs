@@ -4,11 +4,12 @@
 
 use crate::{TinyImage, TinySpec, World};
 use mica_block::{Disk, Extent, Images, Survey};
-use mica_qcow2::{Chain, ChainOptions, IndexUse};
+use mica_qcow2::{Chain, ChainOptions, IndexUse, find_bitmap};
 use mica_qcow2_format::{
     Header, L2Entry, SnapshotDecoded, SnapshotEntry, Version, parse_data_file_name,
     parse_image_name,
 };
+use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::check::{self, Finding};
 use mica_qcow2_tools::{inspect, open_for_check};
 use mica_rt::{Backend, Buf, Executor};
@@ -28,6 +29,9 @@ const RAW: &str = "/chain/base.raw";
 /// Extents of a plan that are read, and bytes of each.
 const EXTENTS_READ_MAX: usize = 64;
 const EXTENT_BYTES_MAX: u64 = 64 << 10;
+/// Bitmaps that are read, and bytes of the disk for which each is.
+const BITMAPS_READ_MAX: usize = 8;
+const BITMAP_BYTES_MAX: u64 = 1 << 30;
 /// A log may grow to this length.
 const LOG_LEN_MAX: u64 = 1 << 20;
 /// A larger plan asks layers where they end; a smaller one does not.
@@ -185,6 +189,45 @@ pub fn sidecar(bytes: &[u8]) {
             assert!(shown == *right, "what was rebuilt is wrong");
         }
     });
+}
+
+/// An image: its dirty bitmaps, read and edited.
+///
+/// # Panics
+/// If a bitmap does not cover the disk, or one that was added is not there.
+pub fn bitmaps(bytes: &[u8]) {
+    simulated(async |world| {
+        let path = Path::new(IMAGE);
+        world.put(path, bytes.to_vec());
+        read_bitmaps(&world, path).await;
+        for (name, action) in [
+            ("fuzz", BitmapAction::Add(None)),
+            ("a", BitmapAction::Merge("b".to_owned())),
+            ("a", BitmapAction::Clear),
+            ("b", BitmapAction::Remove),
+        ] {
+            let is_new = matches!(action, BitmapAction::Add(_));
+            let edited = edit_bitmap(&world, path, name, vec![action]).await;
+            if edited.is_ok() && is_new {
+                find_bitmap(&world, &[path.to_owned()], name).await.expect("it was added");
+            }
+            read_bitmaps(&world, path).await;
+        }
+    });
+}
+
+async fn read_bitmaps(world: &World, path: &Path) {
+    let Ok(info) = inspect(world, path).await else { return };
+    for entry in info.bitmaps.iter().take(BITMAPS_READ_MAX) {
+        let Ok(bitmap) = find_bitmap(world, &[path.to_owned()], &entry.name).await else {
+            continue;
+        };
+        let len = bitmap.disk_bytes().min(BITMAP_BYTES_MAX);
+        let Some(range) = GuestRange::new(GuestOffset::ZERO, len) else { continue };
+        if let Ok(runs) = bitmap.runs(range).await {
+            assert_eq!(runs.iter().map(|(len, _)| len).sum::<u64>(), len, "the whole range");
+        }
+    }
 }
 
 /// The name of a backing file or of a data file.

@@ -31,6 +31,10 @@
 //!   by everyone.
 //! - I2 A mark is put in its place whole, and removed only when its layer is open for writing.
 //! - I3 Only a name that the policy of the chain permits is opened.
+//! - I4 A mark is followed only when it is durable that its layer is closed. Its writer may have
+//!   been killed before it synced that, and after a power cut the layer would be in use again: then
+//!   what was written above, and flushed, would not be found, or it could not be told where the
+//!   disk is.
 
 use crate::files::{position_of, sync_folder_of};
 use crate::policy::allowed_places;
@@ -41,7 +45,7 @@ use mica_qcow2_format::{Header, parse_image_name};
 use mica_units::{HostOffset, LayerNumber};
 use rustix::fs::OFlags;
 use std::ffi::OsString;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -75,8 +79,8 @@ pub(crate) struct Mark {
     above: PathBuf,
 }
 
-/// The place of the mark of `layer`, beside where the file really is.
-fn place(layer: &Path, suffix: &str) -> Result<PathBuf> {
+/// The place of a mark of `layer` with this ending, beside where the file really is.
+pub(crate) fn place(layer: &Path, suffix: &str) -> Result<PathBuf> {
     let real = layer
         .canonicalize()
         .map_err(|error| Error::from_io(format!("finding {}", layer.display()), error))?;
@@ -100,45 +104,18 @@ impl Mark {
             _ => above.as_os_str(),
         };
         let content = [KEY, name.as_bytes(), b"\n"].concat();
-        let written = write_new(&new, &content).and_then(|()| std::fs::rename(&new, &at));
-        written.map_err(|error| {
-            // The first failure is the one to report.
-            let _ = std::fs::remove_file(&new);
-            Error::from_io(format!("writing {}", at.display()), error)
-        })?;
+        put_whole(&at, &new, &content)?;
         Ok(Self { at, above: above.to_owned() })
     }
 
     /// The mark of `layer`, whose file is this `owner`'s, if it has one.
-    fn of(layer: &Path, owner: u32) -> Result<Option<Self>> {
+    pub(crate) fn of(layer: &Path, owner: u32) -> Result<Option<Self>> {
         let at = place(layer, SUFFIX)?;
-        let failed = |error: io::Error| Error::from_io(format!("reading {}", at.display()), error);
-        let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
-        let file = match OpenOptions::new().read(true).custom_flags(flags).open(&at) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            // Nobody can have made one.
-            Err(error) if error.kind() == io::ErrorKind::InvalidFilename => return Ok(None),
-            Err(error) => return Err(failed(error)),
-        };
-        let found = file.metadata().map_err(failed)?;
-        let me = rustix::process::geteuid().as_raw();
-        let is_trusted = [owner, me, 0].contains(&found.uid());
-        if !found.is_file() || !is_trusted || found.mode() & 0o002 != 0 {
-            let what = format!(
-                "{} says that the layer is frozen, and may be a stranger's: remove it if it is",
-                at.display()
-            );
-            return Err(Error::new(ErrorKind::Denied, what));
-        }
-        let mut content = Vec::new();
-        file.take(CONTENT_BYTES_MAX).read_to_end(&mut content).map_err(failed)?;
-        let name = content.strip_prefix(KEY).and_then(|name| name.strip_suffix(b"\n"));
-        let Some(name) = name.filter(|name| !name.is_empty() && !name.contains(&0)) else {
+        let Some(content) = read_trusted(&at, owner, CONTENT_BYTES_MAX)? else { return Ok(None) };
+        let Some(name) = name_in(&content) else {
             let what = format!("{} is damaged: {}", at.display(), cure(layer, &at));
             return Err(Error::new(ErrorKind::Corrupt, what));
         };
-        let name = OsString::from_vec(name.to_vec());
         let above = at.parent().unwrap_or(Path::new("")).join(name);
         Ok(Some(Self { at, above }))
     }
@@ -163,10 +140,66 @@ impl Mark {
         Self { at: place(layer, SUFFIX)?, above: PathBuf::new() }.remove()
     }
 
-    /// The folder that it is in.
+    /// The layer above.
+    pub(crate) fn above(&self) -> &Path {
+        &self.above
+    }
+
+    /// Its own file.
     pub(crate) fn path(&self) -> &Path {
         &self.at
     }
+}
+
+/// The name of the layer above in the content of a mark; `None` if that is no mark.
+pub(crate) fn name_in(content: &[u8]) -> Option<OsString> {
+    let name = content.strip_prefix(KEY)?.strip_suffix(b"\n")?;
+    let is_name = !name.is_empty() && !name.contains(&0);
+    is_name.then(|| OsString::from_vec(name.to_vec()))
+}
+
+/// Puts `content` at `at`, by way of `new`, durably once the folder is (I2).
+///
+/// # Errors
+/// What the system reports.
+pub(crate) fn put_whole(at: &Path, new: &Path, content: &[u8]) -> Result<()> {
+    let written = write_new(new, content).and_then(|()| std::fs::rename(new, at));
+    written.map_err(|error| {
+        // The first failure is the one to report.
+        let _ = std::fs::remove_file(new);
+        Error::from_io(format!("writing {}", at.display()), error)
+    })
+}
+
+/// The content of the mark at `at` of a layer whose file is this `owner`'s, as far as it is not
+/// longer than `bytes_max`; `None` if there is none.
+///
+/// # Errors
+/// `Denied` if a stranger may have put it there (I1); else what the system reports.
+pub(crate) fn read_trusted(at: &Path, owner: u32, bytes_max: u64) -> Result<Option<Vec<u8>>> {
+    let failed = |error: io::Error| Error::from_io(format!("reading {}", at.display()), error);
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let file = match OpenOptions::new().read(true).custom_flags(flags).open(at) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        // Nobody can have made one.
+        Err(error) if error.kind() == io::ErrorKind::InvalidFilename => return Ok(None),
+        Err(error) => return Err(failed(error)),
+    };
+    let found = file.metadata().map_err(failed)?;
+    let me = rustix::process::geteuid().as_raw();
+    let is_trusted = [owner, me, 0].contains(&found.uid());
+    if !found.is_file() || !is_trusted || found.mode() & 0o002 != 0 {
+        let what = format!(
+            "{} says that the layer is not to be changed, and may be a stranger's: remove it if it \
+             is",
+            at.display()
+        );
+        return Err(Error::new(ErrorKind::Denied, what));
+    }
+    let mut content = Vec::new();
+    file.take(bytes_max).read_to_end(&mut content).map_err(failed)?;
+    Ok(Some(content))
 }
 
 fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
@@ -197,10 +230,11 @@ fn cure(layer: &Path, mark: &Path) -> String {
 pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<Active> {
     let images = FileImages::new(named, options.clone())?;
     let mut path = named.to_owned();
-    let mut is_first = true;
+    let (mut is_first, mut followed) = (true, Vec::new());
     for _ in 0..LayerNumber::COUNT_MAX {
         let (located, store) = images.glance(&path)?;
         let Some(mark) = Mark::of(&path, located.owner())? else {
+            settle(&followed)?;
             let options = if is_first { options } else { beneath(named, options)? };
             return Ok(Active { path, options, unfinished: None });
         };
@@ -222,13 +256,23 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
                 path.display(),
                 mark.above.display()
             );
+            settle(&followed)?;
             let options = if is_first { options } else { beneath(named, options)? };
             return Ok(Active { path, options, unfinished: Some(mark) });
         }
-        (path, is_first) = (mark.above, false);
+        followed.push(std::mem::replace(&mut path, mark.above));
+        is_first = false;
     }
     let what = format!("{}: the marks of its layers form a loop", named.display());
     Err(Error::new(ErrorKind::Limit, what))
+}
+
+/// Makes durable that these `layers` are closed, before anything is written above them (I4).
+fn settle(layers: &[PathBuf]) -> Result<()> {
+    layers.iter().try_for_each(|path| {
+        let synced = File::open(path).and_then(|file| file.sync_data());
+        synced.map_err(|error| Error::from_io(format!("syncing {}", path.display()), error))
+    })
 }
 
 /// Whether its writer has not closed the image.
@@ -352,22 +396,10 @@ fn beneath(named: &Path, mut options: ImageOptions) -> Result<ImageOptions> {
     Ok(options)
 }
 
-/// Refuses to write the image at `path` if it is a frozen layer.
-///
-/// # Errors
-/// `Denied` if it is, or if that cannot be told.
-pub async fn refuse_frozen(path: &Path, options: ImageOptions) -> Result<()> {
-    let active = active_layer(path, options).await?;
-    if active.path == path {
-        return Ok(());
-    }
-    let what = format!(
-        "{} is frozen: a layer stands on it, and its disk is in {} now; {}",
-        path.display(),
-        active.path.display(),
-        cure(path, &place(path, SUFFIX)?)
-    );
-    Err(Error::new(ErrorKind::Denied, what))
+/// What to do about the mark of the layer at `path`.
+pub(crate) fn cure_for(path: &Path) -> String {
+    let mark = place(path, SUFFIX).unwrap_or_else(|_| path.to_owned());
+    cure(path, &mark)
 }
 
 fn name_of(path: &Path) -> String {

@@ -8,7 +8,6 @@ use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
 /// The device and the number of the file at `path`, following links; `None` if there is none.
 pub fn node_of(path: &Path) -> Option<(u64, u64)> {
@@ -19,22 +18,6 @@ pub fn node_of(path: &Path) -> Option<(u64, u64)> {
 pub fn position_of(paths: &[PathBuf], name: &Path) -> Option<usize> {
     let wanted = node_of(name);
     paths.iter().position(|path| path == name || wanted.is_some() && node_of(path) == wanted)
-}
-
-/// Which file something is, even after its number was used again.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct FileId {
-    node: (u64, u64),
-    /// When it was made, if the file system knows.
-    made: Option<SystemTime>,
-}
-
-impl FileId {
-    /// The file at `path`; `None` if there is none.
-    pub fn of(path: &Path) -> Option<Self> {
-        let found = fs::metadata(path).ok()?;
-        Some(Self { node: (found.dev(), found.ino()), made: found.created().ok() })
-    }
 }
 
 /// The folder of the file at `path`.

@@ -1,13 +1,15 @@
 //! Image files of the host, opened under the policy.
 
 use crate::inject::Fault;
+use crate::may_write::MayWrite;
 use crate::policy::{Names, Policy};
 use crate::redo::RedoPlace;
 use crate::redo::logs::FileRedoLogs;
 use crate::sidecars::{FileSidecars, SidecarPlace};
 use crate::written::WrittenImages;
 use mica_block::{
-    Identity, Images, OpenImage, ProofSlot, RedoLogs, Result, Sidecars, Store, Upgradable,
+    Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, RedoLogs, Result, Sidecars, Store,
+    Upgradable,
 };
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use std::path::{Path, PathBuf};
@@ -60,10 +62,20 @@ pub struct FileImages {
     faults: Vec<Fault>,
     locking: Locking,
     written: Arc<WrittenImages>,
+    /// Without it nothing is opened for writing.
+    may_write: Option<MayWrite>,
 }
 
 impl FileImages {
-    /// The files that belong to the image that the user `named`.
+    /// The files that belong to the image that the user `named`, for writing, too.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn to_write(named: &Path, options: ImageOptions, may_write: MayWrite) -> Result<Self> {
+        Ok(Self { may_write: Some(may_write), ..Self::new(named, options)? })
+    }
+
+    /// The files that belong to the image that the user `named`, for reading.
     ///
     /// # Errors
     /// If there is no such image, or an option names a directory that does not exist.
@@ -82,7 +94,18 @@ impl FileImages {
             None => redo,
         };
         let redo_logs = FileRedoLogs::new(redo, Arc::clone(&policy), locking, Arc::clone(&written));
-        Ok(Self { policy, sidecars, redo_logs, cache, handles, faults, locking, written })
+        let may_write = None;
+        Ok(Self {
+            policy,
+            sidecars,
+            redo_logs,
+            cache,
+            handles,
+            faults,
+            locking,
+            written,
+            may_write,
+        })
     }
 
     /// Opens the file at `path` for reading, whoever is writing it: for what does not change
@@ -102,6 +125,14 @@ impl FileImages {
     /// `Denied` if it could not be opened there afterwards.
     pub fn find_new(&self, path: &Path) -> Result<PathBuf> {
         self.policy.find_new(path)
+    }
+
+    /// The leave to write.
+    fn may_write(&self, path: &Path) -> Result<&MayWrite> {
+        self.may_write.as_ref().ok_or_else(|| {
+            let what = format!("{} is only to be read here", path.display());
+            Error::new(ErrorKind::Denied, what)
+        })
     }
 
     /// The image in `store`, which is what was `located`.
@@ -136,8 +167,10 @@ impl Images for FileImages {
     }
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
+        let may_write = self.may_write(path)?;
         let mut located = self.policy.find(path)?;
         let store = WritableFile::open(&mut located, self.cache, self.locking, &self.handles)?;
+        may_write.holds(path, located.owner())?;
         let name = store.own_name();
         // Its descriptor is separate, and stays open.
         let image = self.opened(&located, store, ProofSlot::default())?;
@@ -162,6 +195,7 @@ impl Images for FileImages {
     }
 
     fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
+        self.may_write(path)?;
         let mut located = self.policy.find(path)?;
         let (store, upgrade) =
             WritableFile::open_upgradable(&mut located, self.cache, self.locking, &self.handles)?;

@@ -30,7 +30,7 @@
 
 use crate::above::Mark;
 use crate::files::plain_name;
-use crate::{FileImages, ImageOptions};
+use crate::{FileImages, ImageOptions, MayWrite};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Access, File};
@@ -176,7 +176,8 @@ impl Keeping {
             ..ImageWish::default()
         };
         let plan = wish.plan(len)?;
-        let image = FileImages::new(&self.overlay, options)?.open_writable(&self.overlay)?.store;
+        let images = FileImages::to_write(&self.overlay, options, MayWrite::new_file())?;
+        let image = images.open_writable(&self.overlay)?.store;
         create(plan, Stores { image: &*image, data: None }).await
     }
 

@@ -10,9 +10,13 @@
 mod above;
 mod files;
 pub mod forest;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod hostile;
 mod images;
 mod inject;
 mod keep;
+mod may_write;
+mod merged;
 mod new_layer;
 mod null;
 mod open;
@@ -25,11 +29,13 @@ mod standing;
 mod volumes;
 mod written;
 
-pub use above::{refuse_frozen, settle_marks};
-pub use files::{FileId, base_name, node_of, position_of, sync_folder_of};
+pub use above::settle_marks;
+pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use keep::{Keeping, settle_names, state_of};
+pub use may_write::MayWrite;
+pub use merged::{MergeMarks, refuse_merged};
 pub use new_layer::{NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};

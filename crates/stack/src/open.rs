@@ -1,7 +1,7 @@
 //! From what the user named to a disk.
 
-use crate::above::{Active, active_layer, refuse_frozen};
-use crate::{FileImages, ImageOptions, NullDisk, RawDisk};
+use crate::above::{Active, active_layer};
+use crate::{FileImages, ImageOptions, MayWrite, NullDisk, RawDisk};
 use mica_block::{Error, ErrorKind, Images, Manage, Result};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_tools::recover::repair_for_opening;
@@ -59,10 +59,19 @@ impl FromStr for Format {
 }
 
 /// What a disk is opened for.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 enum Purpose {
     Read,
-    Write,
+    Write(MayWrite),
+}
+
+impl Purpose {
+    fn images(&self, named: &Path, options: ImageOptions) -> Result<FileImages> {
+        match self {
+            Self::Read => FileImages::new(named, options),
+            Self::Write(may_write) => FileImages::to_write(named, options, may_write.clone()),
+        }
+    }
 }
 
 /// Opens what the user named, for reading; for [`Format::Null`] that is a size in bytes.
@@ -75,7 +84,7 @@ pub async fn open(
     images: ImageOptions,
     chain: &ChainOptions,
 ) -> Result<Arc<dyn Manage>> {
-    open_for(Purpose::Read, named, format, images, chain).await
+    open_for(&Purpose::Read, named, format, images, chain).await
 }
 
 /// As [`open`], for reading and writing. The caller must end with [`Manage::close`]. The disk
@@ -89,10 +98,11 @@ pub async fn open_writable(
     images: ImageOptions,
     chain: &ChainOptions,
 ) -> Result<Arc<dyn Manage>> {
-    if format == Format::Qcow2 && chain.snapshot.is_none() {
-        refuse_frozen(named, images.clone()).await?;
-    }
-    open_for(Purpose::Write, named, format, images, chain).await
+    let may_write = match format {
+        Format::Null => MayWrite::new_file(),
+        Format::Qcow2 | Format::Raw => MayWrite::check(named, &images).await?,
+    };
+    open_for(&Purpose::Write(may_write), named, format, images, chain).await
 }
 
 /// As [`open_writable`], for a disk that is served: if a layer was put on top of the image that the
@@ -107,11 +117,12 @@ pub async fn open_active(
     chain: &ChainOptions,
 ) -> Result<(Arc<dyn Manage>, PathBuf)> {
     if format != Format::Qcow2 || chain.snapshot.is_some() {
-        let opened = open_for(Purpose::Write, named, format, images, chain).await?;
+        let opened = open_writable(named, format, images, chain).await?;
         return Ok((opened, named.to_owned()));
     }
     let Active { path, options, unfinished } = active_layer(named, images).await?;
-    let opened = open_for(Purpose::Write, &path, format, options, chain).await?;
+    let purpose = Purpose::Write(MayWrite::as_active(unfinished.as_ref()));
+    let opened = open_for(&purpose, &path, format, options, chain).await?;
     if path != *named {
         tracing::info!("{} goes on in {}", named.display(), path.display());
     }
@@ -129,7 +140,7 @@ pub async fn open_active(
 const HELD_TURNS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(200)];
 
 async fn open_for(
-    purpose: Purpose,
+    purpose: &Purpose,
     named: &Path,
     format: Format,
     images: ImageOptions,
@@ -166,7 +177,7 @@ pub async fn wait_for_dead<T>(mut open: impl AsyncFnMut() -> Result<T>) -> Resul
 }
 
 async fn open_now(
-    purpose: Purpose,
+    purpose: &Purpose,
     named: &Path,
     format: Format,
     images: ImageOptions,
@@ -185,20 +196,22 @@ async fn open_now(
                 Error::new(ErrorKind::Invalid, context)
             })?;
             let disk = NullDisk::new(size)?;
-            let disk = if purpose == Purpose::Write { disk.writable() } else { disk };
-            Ok(Arc::new(disk))
+            Ok(Arc::new(match purpose {
+                Purpose::Read => disk,
+                Purpose::Write(_) => disk.writable(),
+            }))
         }
         Format::Raw => {
-            let images = FileImages::new(named, images)?;
+            let images = purpose.images(named, images)?;
             let disk = match purpose {
                 Purpose::Read => RawDisk::open(&images, named)?,
-                Purpose::Write => RawDisk::open_writable(&images, named)?,
+                Purpose::Write(_) => RawDisk::open_writable(&images, named)?,
             };
             Ok(Arc::new(disk))
         }
         Format::Qcow2 => {
-            let images: Arc<dyn Images> = Arc::new(FileImages::new(named, images)?);
-            let writable = purpose == Purpose::Write;
+            let images: Arc<dyn Images> = Arc::new(purpose.images(named, images)?);
+            let writable = matches!(purpose, Purpose::Write(_));
             let chain =
                 ChainOptions { writable, repair: Some(repair_for_opening), ..chain.clone() };
             Ok(Arc::new(Chain::open(images, named, &chain).await?))

@@ -1,7 +1,8 @@
 //! Whether other images stand on the layers of a chain: asked before a layer is changed or leaves.
 
-use crate::files::{FileId, folder_of, node_of};
+use crate::files::{folder_of, node_of};
 use crate::forest::{ScanDepth, images_on};
+use crate::merged::was_merged;
 use mica_block::{Error, ErrorKind, Result};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -19,35 +20,43 @@ struct Overlay {
 }
 
 /// The images in the folders of `layers`, and in the folder of `above`, that name one of `layers`
-/// as their backing file, other than `layers` themselves, `above`, and images that are `gone`: that
-/// nobody uses any more. An image elsewhere is not found, nor one that cannot be read.
+/// as their backing file, other than `layers` themselves, and `above`. An image that was merged
+/// into another one and is not used any more is none of them, but those that stand on it are. An
+/// image elsewhere is not found, nor one that cannot be read.
 ///
 /// # Errors
 /// If a folder cannot be listed.
-fn overlays_on(layers: &[PathBuf], above: &Path, gone: &[FileId]) -> Result<Vec<Overlay>> {
-    let layers: Vec<_> = layers.iter().filter(|layer| layer.exists()).cloned().collect();
+fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
+    let mut layers: Vec<_> = layers.iter().filter(|layer| layer.exists()).cloned().collect();
     let folders = layers.iter().map(PathBuf::as_path).chain([above]).map(folder_of);
     let mut folders: Vec<_> = folders.map(Path::to_owned).collect();
     folders.sort();
     folders.dedup();
     let own = layers.iter().map(PathBuf::as_path).chain([above]).map(node_of);
-    let own: HashSet<_> = own.collect();
-    let is_own = |path: &Path| own.contains(&node_of(path));
-    let is_gone = |path: &Path| FileId::of(path).is_some_and(|image| gone.contains(&image));
-    let on = images_on(&layers, &folders, ScanDepth::OneLevel)?;
-    let others = on.found.into_iter().filter(|(path, _)| !is_own(path) && !is_gone(path));
-    let mut found: Vec<_> = others.map(|(path, stands_on)| Overlay { path, stands_on }).collect();
-    found.sort_by(|one, other| one.path.cmp(&other.path));
-    Ok(found)
+    let mut own: HashSet<_> = own.collect();
+    loop {
+        let mut on = images_on(&layers, &folders, ScanDepth::OneLevel)?.found;
+        on.retain(|(path, _)| !own.contains(&node_of(path)));
+        let merged: Vec<_> = on.iter().map(|(path, _)| path).filter(|it| was_merged(it)).collect();
+        if merged.is_empty() {
+            let mut found: Vec<_> =
+                on.into_iter().map(|(path, stands_on)| Overlay { path, stands_on }).collect();
+            found.sort_by(|one, other| one.path.cmp(&other.path));
+            return Ok(found);
+        }
+        // What stands on them stands on what is beneath them.
+        own.extend(merged.iter().map(|path| node_of(path)));
+        layers.extend(merged.into_iter().cloned());
+    }
 }
 
 /// Makes sure that no other image in the folders of `layers` and of `above`, the one on top of
-/// them, stands on one of `layers`, apart from images that are `gone`: that nobody uses any more.
+/// them, stands on one of `layers`, apart from images that were merged away.
 ///
 /// # Errors
 /// `Denied`, with names of images that do; else if a folder cannot be listed.
-pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: &[FileId]) -> Result<()> {
-    let overlays = overlays_on(layers, above, gone)?;
+pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
+    let overlays = overlays_on(layers, above)?;
     if overlays.is_empty() {
         return Ok(());
     }
@@ -65,6 +74,8 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: &[FileId]) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::MergeMarks;
+    use mica_block::Merged;
     use mica_qcow2_format::{BackingName, Compression, Header, L2Format, Version};
     use mica_units::{ClusterBits, HostCluster};
     use std::fs;
@@ -87,20 +98,41 @@ mod tests {
         image(&at("base"), None);
         image(&at("middle"), Some("base"));
         image(&at("active"), Some("middle"));
-        let found = |gone: &[FileId]| {
-            overlays_on(&[at("base"), at("middle")], &at("active"), gone).expect("listed")
-        };
-        assert_eq!(found(&[]), []);
+        let found = || overlays_on(&[at("base"), at("middle")], &at("active")).expect("listed");
+        assert_eq!(found(), []);
         image(&at("clone"), Some(at("base").to_str().expect("UTF-8")));
         fs::write(at("else"), b"QFI\xfbgarbage").expect("there is room");
         fs::write(at("empty"), b"").expect("there is room");
         std::os::unix::fs::symlink("missing", at("broken")).expect("a link");
         image(&at("lost"), Some("nowhere"));
-        assert_eq!(found(&[]), [Overlay { path: at("clone"), stands_on: at("base") }]);
-        assert_eq!(found(&[FileId::of(&at("clone")).expect("it is there")]), []);
+        assert_eq!(found(), [Overlay { path: at("clone"), stands_on: at("base") }]);
         // A second name of an own image is no other image.
         fs::remove_file(at("clone")).expect("it is there");
         fs::hard_link(at("active"), at("again")).expect("a link");
-        assert_eq!(found(&[]), []);
+        assert_eq!(found(), []);
+    }
+
+    #[test]
+    fn image_that_was_merged_does_not_count_and_what_stands_on_it_does() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        image(&at("base"), None);
+        image(&at("one"), Some("base"));
+        image(&at("two"), Some("one"));
+        image(&at("active"), Some("base"));
+        let found = || overlays_on(&[at("base")], &at("active")).expect("listed");
+        let named = |name: &str, below: &str| Overlay { path: at(name), stands_on: at(below) };
+        assert_eq!(found(), [named("one", "base")]);
+        let marks = MergeMarks::put(&at("base"), &[at("one"), at("two")]).expect("marked");
+        marks.end(Some(&Merged::Done { dropped: Vec::new(), copied: 0 }));
+        assert_eq!(found(), []);
+        image(&at("clone"), Some("two"));
+        assert_eq!(found(), [named("clone", "two")]);
+        // One that is used again is no longer what was merged.
+        fs::remove_file(at("clone")).expect("it is there");
+        let later = fs::metadata(at("one")).expect("there").modified().expect("a time");
+        let file = fs::OpenOptions::new().write(true).open(at("one")).expect("it opens");
+        file.set_modified(later + std::time::Duration::from_nanos(1_000_000)).expect("set");
+        assert_eq!(found(), [named("one", "base")]);
     }
 }

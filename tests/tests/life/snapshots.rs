@@ -340,3 +340,57 @@ fn snapshot_without_space_changes_nothing_and_the_next_one_succeeds() {
     }
     small.unmount();
 }
+
+#[test]
+fn frozen_layer_is_changed_by_no_verb_and_repaired_when_asked() {
+    let Some(mut world) = World::new(&[]) else { return };
+    let mut guest = world.guest();
+    Model::new(19).work(&mut guest).expect("served");
+    drop(guest);
+    world.stop();
+    let folder = world.folder().to_owned();
+    let at = |name: &str| folder.join(name).display().to_string();
+    let (vm, source) = (at("vm.qcow2"), at("source.qcow2"));
+    for verb in [
+        vec!["snapshot", "-c", "before", &vm],
+        vec!["bitmap", "--add", &vm, "old"],
+        vec!["create", &at("base.qcow2"), "8M"],
+        vec!["create", &source, "8M"],
+    ] {
+        mica::run(&verb).ok();
+    }
+    world.start();
+    world.snapshot("vm-1.qcow2", &[]).ok();
+    world.stop();
+    let frozen = fs::read(world.folder().join("vm.qcow2")).expect("read");
+    let base = at("base.qcow2");
+    let verbs: [&[&str]; 15] = [
+        &["snapshot", "-c", "after", &vm],
+        &["snapshot", "-a", "before", &vm],
+        &["snapshot", "-d", "before", &vm],
+        &["bitmap", "--add", &vm, "new"],
+        &["bitmap", "--remove", &vm, "old"],
+        &["resize", &vm, "16M"],
+        &["resize", "--shrink", &vm, "4M"],
+        &["resize", "--format", "raw", &vm, "16M"],
+        &["rebase", "-u", "-b", &base, "-F", "qcow2", &vm],
+        &["rebase", "-b", &base, "-F", "qcow2", &vm],
+        &["commit", &vm],
+        &["write", &vm, "0"],
+        &["write", "--format", "raw", &vm, "0"],
+        &["convert", "-n", "-O", "qcow2", &source, &vm],
+        &["create", "--force", &vm, "8M"],
+    ];
+    for verb in verbs {
+        let refused = mica::run(verb).refusal();
+        assert!(refused.contains("frozen"), "{verb:?}: {refused}");
+    }
+    let refused = mica::run(["convert", "--force", "-O", "qcow2", &source, &vm]).refusal();
+    assert!(refused.contains("frozen"), "{refused}");
+    assert!(fs::read(world.folder().join("vm.qcow2")).expect("read") == frozen, "as it was");
+    mica::run(["check", "-r", "leaks", &vm]).ok();
+    mica::run(["bitmap", "--add", &at("vm-1.qcow2"), "new"]).ok();
+    // Who wants the old state back says so.
+    fs::remove_file(world.folder().join("vm.qcow2.mica-above")).expect("removed");
+    mica::run(["snapshot", "-d", "before", &vm]).ok();
+}

@@ -59,18 +59,18 @@ impl Life {
 
     fn stream(&mut self) {
         let (disk, active) = (self.disk(), self.names.len() - 1);
-        let base = self.rng.below(active as u64 + 1);
-        match usize::try_from(base).expect("few").checked_sub(1) {
-            None => {
-                self.world.ctl(&["stream", &disk]).ok();
-                self.drop_layers(0, active);
-            }
-            Some(base) => {
-                let name = self.names[base].clone();
-                self.world.ctl(&["stream", &disk, "--base", &name]).ok();
-                self.drop_layers(base + 1, active);
-            }
+        // The first layer that leaves, or 0.
+        let from = usize::try_from(self.rng.below(active as u64 + 1)).expect("few");
+        let base = from.checked_sub(1).map(|base| self.names[base].clone());
+        let mut verb = vec!["stream", &disk];
+        verb.extend(base.iter().flat_map(|base| ["--base", base]));
+        if let Some(last) = (from..active).rev().find(|at| self.is_state(*at)) {
+            let refused = self.world.ctl(&verb).refusal();
+            assert!(refused.contains(&self.names[last]), "it says what keeps them: {refused}");
+            verb.push("--drop-states");
         }
+        self.world.ctl(&verb).ok();
+        self.drop_layers(from, active);
     }
 
     fn commit(&mut self) {

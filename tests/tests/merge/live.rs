@@ -15,26 +15,26 @@ const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
 const SECTOR: usize = 512;
 const LIMIT: Duration = Duration::from_secs(60);
 
-fn serve(chain: &Chain) -> Server {
+pub(crate) fn serve(chain: &Chain) -> Server {
     let control = chain.path("ctl");
     let control = control.to_str().expect("UTF-8");
     Server::mica_writable(&chain.top(), "qcow2", &["--control", control]).expect("served")
 }
 
 #[track_caller]
-fn stop(server: Server) {
+pub(crate) fn stop(server: Server) {
     let stopped = server.stop().expect("it stops");
     assert!(stopped.status.success(), "{stopped:?}");
 }
 
 /// Runs `mica ctl`.
 #[track_caller]
-fn ctl(chain: &Chain, args: &[&str]) -> mica_tests::command::Finished {
+pub(crate) fn ctl(chain: &Chain, args: &[&str]) -> mica_tests::command::Finished {
     chain.mica(&[&["ctl", "--control", "ctl"], args].concat())
 }
 
 #[track_caller]
-fn job(chain: &Chain) -> Value {
+pub(crate) fn job(chain: &Chain) -> Value {
     ctl(chain, &["jobs", "--output", "json"]).json()[0].clone()
 }
 

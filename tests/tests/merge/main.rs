@@ -1,6 +1,7 @@
 //! Layers that are merged, up into the active layer and down into one beneath, while a guest writes
 //! and while nobody does: QEMU reads what is left.
 
+mod beside;
 mod chain;
 mod live;
 mod offline;

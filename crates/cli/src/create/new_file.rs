@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
 use mica_block::{Images, Store};
-use mica_stack::{FileImages, ImageOptions, wait_for_dead};
+use mica_stack::{FileImages, ImageOptions, MayWrite, wait_for_dead};
 use mica_store::CacheMode;
 use std::fs::OpenOptions;
 use std::io::ErrorKind;
@@ -42,8 +42,12 @@ impl NewFile {
                 return Err(Failure::new(format!("creating {}: {error}", path.display())));
             }
         };
+        let may_write = match made {
+            true => MayWrite::new_file(),
+            false => MayWrite::check(path, &options).await?,
+        };
         // If another process has locked it meanwhile, the file is that one's, whoever made it.
-        let store = open(path, options).await?;
+        let store = open(path, options, may_write).await?;
         // Checked under the lock, so that nobody else writes to it meanwhile.
         if force != Some(true) && store.len()? > 0 {
             let cure = force.map_or("choose another name", |_| "--force overwrites it");
@@ -75,7 +79,9 @@ pub(crate) async fn open_writable(
     path: &Path,
     images: &ImageArgs,
 ) -> Result<Arc<dyn Store>, Failure> {
-    open(path, options_of(images)?).await
+    let options = options_of(images)?;
+    let may_write = MayWrite::check(path, &options).await?;
+    open(path, options, may_write).await
 }
 
 /// Options for opening files for writing, through the page cache.
@@ -83,7 +89,11 @@ pub(crate) fn options_of(images: &ImageArgs) -> Result<ImageOptions, Failure> {
     Ok(ImageOptions { cache: CacheMode::Writeback, ..images.image_options()? })
 }
 
-async fn open(path: &Path, options: ImageOptions) -> Result<Arc<dyn Store>, Failure> {
-    let images = FileImages::new(path, options)?;
+async fn open(
+    path: &Path,
+    options: ImageOptions,
+    may_write: MayWrite,
+) -> Result<Arc<dyn Store>, Failure> {
+    let images = FileImages::to_write(path, options, may_write)?;
     Ok(wait_for_dead(async || images.open_writable(path)).await?.store)
 }

@@ -35,6 +35,9 @@ pub(super) struct StreamArgs {
     /// The layer that stays beneath the active one; none by default.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
+    /// Also take out layers that keep states of backups; their files stay.
+    #[arg(long)]
+    drop_states: bool,
     #[command(flatten)]
     how: HowArgs,
 }
@@ -57,7 +60,7 @@ pub(super) struct CommitArgs {
 
 impl StreamArgs {
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
-        let mut body = json!({ "rate": self.how.rate()? });
+        let mut body = json!({ "rate": self.how.rate()?, "drop_states": self.drop_states });
         if let Some(base) = &self.base {
             body["base"] = named(base)?.into();
         }

@@ -4,6 +4,7 @@ use super::perform::{Answer, find, perform, perform_held};
 use super::reply::{body, json};
 use super::sources::Sources;
 use crate::jobs::Job;
+use crate::served::StatesInTheWay;
 use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::response::Response;
@@ -15,6 +16,8 @@ use std::path::PathBuf;
 #[serde(deny_unknown_fields)]
 struct Stream {
     base: Option<PathBuf>,
+    #[serde(default)]
+    drop_states: bool,
     #[serde(default)]
     rate: u64,
 }
@@ -40,8 +43,9 @@ pub(super) async fn stream(
     sent: Body,
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let Stream { base, rate } = body(sent).await?;
-    let begin = move |_: &_| served.start_stream(base.as_deref(), rate);
+    let Stream { base, drop_states, rate } = body(sent).await?;
+    let states = if drop_states { StatesInTheWay::Leave } else { StatesInTheWay::Stay };
+    let begin = move |_: &_| served.start_stream(base.as_deref(), states, rate);
     Ok(told(&*perform_held(&sources, begin).await?))
 }
 

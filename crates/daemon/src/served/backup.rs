@@ -221,11 +221,7 @@ impl Served {
     /// The state of this name.
     pub(crate) fn find<'a>(&self, kept: &'a [Kept], state: &str) -> Result<&'a Kept> {
         kept.iter().rfind(|one| one.state == state).ok_or_else(|| {
-            let names = kept.iter().rev().take(STATES_NAMED_MAX).map(|one| one.state.as_str());
-            let mut names = names.collect::<Vec<_>>().join(", ");
-            if let more @ 1.. = kept.len().saturating_sub(STATES_NAMED_MAX) {
-                names += &format!(" and {more} older ones");
-            }
+            let names = state_names(kept.iter());
             let there = if kept.is_empty() { "has none" } else { "has " };
             let what = format!(
                 "no state {state:?} is kept of the disk {:?}: it {there}{names}",
@@ -340,6 +336,17 @@ impl Door {
         let running = prepared.start();
         Ok(Backup { about, _running: running, _address: address, _descriptors: descriptors })
     }
+}
+
+/// The names of states that are `kept`, the last ones first, and how many more there are.
+pub(super) fn state_names<'a>(kept: impl DoubleEndedIterator<Item = &'a Kept>) -> String {
+    let mut kept = kept.rev();
+    let names = kept.by_ref().take(STATES_NAMED_MAX).map(|one| one.state.as_str());
+    let mut names = names.collect::<Vec<_>>().join(", ");
+    if let more @ 1.. = kept.count() {
+        names += &format!(" and {more} older ones");
+    }
+    names
 }
 
 fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {

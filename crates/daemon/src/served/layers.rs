@@ -10,7 +10,7 @@ use super::snapshots::in_group;
 use crate::sandbox::Granted;
 use mica_block::{Error, ErrorKind, Manage, ManageChain, Pushed, Result, SnapshotGroup};
 use mica_rt::{Backend, Executor};
-use mica_stack::{FileImages, NewLayer, NewLayerWish};
+use mica_stack::{FileImages, MayWrite, NewLayer, NewLayerWish};
 use std::path::Path;
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
@@ -80,7 +80,7 @@ impl Served {
         self.check_gets_layers(&*disk)?;
         let image = self.image();
         let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
-        let images = FileImages::new(&self.known_image(), options)?;
+        let images = FileImages::to_write(&self.known_image(), options, MayWrite::new_file())?;
         // What the user can allow is said before what only another start can.
         let path = images.find_new(&wish.path)?;
         for file in [&*path, &*image] {

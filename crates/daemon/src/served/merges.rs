@@ -1,11 +1,21 @@
 //! Merges of a disk's layers while it is served.
 
+use super::backup::state_names;
 use super::{Served, State};
 use crate::jobs::{Job, Merge};
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_stack::{FileId, position_of};
+use mica_stack::{MergeMarks, position_of};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
+
+/// What becomes of states that are kept in layers that leave a chain.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum StatesInTheWay {
+    /// Their layers stay: the merge is refused.
+    Stay,
+    /// They leave, too, and only their files stay.
+    Leave,
+}
 
 impl Served {
     /// The paths of its layers, from the base; none while it is closed.
@@ -20,16 +30,41 @@ impl Served {
     }
 
     /// Begins to merge the layers above the one that is called `base` into the active layer; all of
-    /// them if none is.
+    /// them if none is. If `states` are kept in them, that decides.
     ///
     /// # Errors
-    /// `Denied` if the disk is not served, or a merge is under way; `Invalid` if there is no such
-    /// layer; as [`Job::start`].
-    pub(crate) fn start_stream(&self, base: Option<&Path>, rate: u64) -> Result<Arc<Job>> {
+    /// `Denied` if the disk is not served, a merge is under way, or states are in the way; `Invalid`
+    /// if there is no such layer; as [`Job::start`].
+    pub(crate) fn start_stream(
+        &self,
+        base: Option<&Path>,
+        states: StatesInTheWay,
+        rate: u64,
+    ) -> Result<Arc<Job>> {
         self.start_merge(rate, |layers| {
             let base = base.map(|name| layer_called(layers, name)).transpose()?;
+            if states == StatesInTheWay::Stay {
+                let leaving = base.map_or(0, |base| base + 1)..layers.len().saturating_sub(1);
+                self.check_states_stay(layers.get(leaving).unwrap_or_default())?;
+            }
             Ok(Merge::Stream { base: base.map(|at| layers[at].clone()) })
         })
+    }
+
+    /// Makes sure that no state is kept in these `layers`, which are about to leave the chain.
+    fn check_states_stay(&self, layers: &[PathBuf]) -> Result<()> {
+        if layers.is_empty() {
+            return Ok(());
+        }
+        let kept = self.kept_states()?;
+        let leaving: Vec<_> = kept.iter().filter(|kept| layers.contains(&kept.file)).collect();
+        let Some(last) = leaving.last() else { return Ok(()) };
+        let names = state_names(leaving.iter().copied());
+        Err(self.denied(&format!(
+            "would no longer have the states {names}, and the next backup since one of them would \
+             be a full one: --base {} keeps them, --drop-states lets them go",
+            last.file.display()
+        )))
     }
 
     /// Begins to merge the layers above `base` up to `top`, by default the active one, into `base`,
@@ -61,8 +96,10 @@ impl Served {
                 true => (active, None),
                 false => (top + 1, Some(layers[top].clone())),
             };
+            // Whoever makes an image on one of them sees that, or is found now.
+            let marks = MergeMarks::put(&layers[base], &layers[base + 1..last])?;
             check(&layers[base..=last])?;
-            Ok(Merge::Commit { top, base: layers[base].clone() })
+            Ok(Merge::Commit { top, base: layers[base].clone(), marks })
         })
     }
 
@@ -103,7 +140,6 @@ impl Served {
         let disk: Arc<dyn Manage> = self.opened().disk()?;
         let merge = merge(&disk.layer_paths())?;
         let started = Job::start(&self.name, disk, merge, rate)?;
-        self.lock_merged_away().extend(last.iter().flat_map(|last| last.merged_away()));
         *self.lock_job() = Some(Arc::clone(&started));
         Ok(started)
     }
@@ -117,16 +153,6 @@ impl Served {
             let what = format!("no layers of the disk {:?} are being merged", self.name);
             Error::new(ErrorKind::NotFound, what)
         })
-    }
-
-    /// Layers that were committed since the start, and are of no use to anybody by themselves.
-    pub(crate) fn merged_away(&self) -> Vec<FileId> {
-        let by_last = self.job().map(|job| job.merged_away()).unwrap_or_default();
-        self.lock_merged_away().iter().copied().chain(by_last).collect()
-    }
-
-    fn lock_merged_away(&self) -> MutexGuard<'_, Vec<FileId>> {
-        self.merged_away.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The disk is about to be closed.

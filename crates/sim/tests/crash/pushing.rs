@@ -5,7 +5,8 @@ use crate::beside::{self, Ends, death, never, power};
 use crate::chain::{ChainSubject, Shape};
 use crate::plain::{Plain, read, write};
 use mica_block::{
-    Error, ErrorKind, Images as _, LocalFuture, Manage, Result, SnapshotGroup, read_exact,
+    Error, ErrorKind, Images as _, LocalFuture, Manage, ManageChain, Renaming, Result,
+    SnapshotGroup, read_exact,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
@@ -56,6 +57,17 @@ impl Growing {
         found
     }
 
+    /// Before `top` is written: what beneath it says that the writing goes on there is durable. The
+    /// process that closed those layers may have died before it was, and a power cut would show
+    /// them in use again.
+    async fn settle_beneath(&self, world: &World, top: &Path) -> Result<()> {
+        let tops = self.tops.borrow().clone();
+        for beneath in tops.iter().take_while(|path| *path != top) {
+            world.open_writable(beneath)?.store.sync().await?;
+        }
+        Ok(())
+    }
+
     fn subject(&self, top: PathBuf) -> ChainSubject {
         ChainSubject { shape: Shape { top, ..self.shape.clone() } }
     }
@@ -68,11 +80,16 @@ impl Growing {
         make_overlay(world, &path, &beneath, self.shape.initial.len() as u64).await?;
         let chain = self.open.borrow().clone().unwrap();
         self.tops.borrow_mut().push(path.clone());
-        if world.random_below(2) == 0 {
-            chain.push(&path).await?;
-        } else if let Err(error) = push_with_another(world, &chain, &path).await {
-            // The chain is as it was.
-            assert!(error.to_string().contains(OTHER_FAILED), "{error}");
+        let pushed = match world.random_below(3) {
+            0 => chain.push(&path).await.map(drop),
+            1 => push_with_another(world, &chain, &path).await,
+            _ => push_without_name(&chain, &path).await,
+        };
+        if let Err(error) = pushed {
+            // The chain is as it was, whether or not its writer was closed.
+            let expected =
+                [OTHER_FAILED, NOT_RENAMED].iter().any(|it| error.to_string().contains(it));
+            assert!(expected, "{error}");
             self.tops.borrow_mut().pop();
         }
         self.confirmed.set(self.tops.borrow().len());
@@ -97,6 +114,40 @@ async fn is_used(world: &World, path: &Path) -> bool {
 
 /// What another disk of a group says if it fails.
 const OTHER_FAILED: &str = "the other one failed";
+
+/// What a renaming says that fails.
+const NOT_RENAMED: &str = "not renamed";
+
+/// Files that do not get their names.
+struct NotRenamed;
+
+impl Renaming for NotRenamed {
+    fn kept(&self) -> &Path {
+        Path::new("/nowhere")
+    }
+
+    fn rename(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            mica_rt::sleep(Duration::from_micros(100)).await;
+            Err(Error::new(ErrorKind::Io, NOT_RENAMED))
+        })
+    }
+
+    fn undo(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async { Ok(()) })
+    }
+
+    fn sync(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async { Ok(()) })
+    }
+}
+
+/// Puts no layer on top, as the files do not get their names: the writer is closed when that is
+/// found out, and goes on.
+async fn push_without_name(chain: &Chain, path: &Path) -> Result<()> {
+    let chain: &dyn ManageChain = chain;
+    chain.push_renaming(path, &NotRenamed).await.map(drop)
+}
 
 /// Puts a layer on top at one instant with another disk, which may fail at any time.
 async fn push_with_another(world: &World, chain: &Chain, path: &Path) -> Result<()> {
@@ -136,6 +187,9 @@ impl Subject for Growing {
             self.tops.borrow_mut().truncate_after(&top);
             self.confirmed.set(self.tops.borrow().len());
             let writable = mode == Mode::Write;
+            if writable {
+                self.settle_beneath(world, &top).await?;
+            }
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
             let options = ChainOptions {
                 cache: MapCache::new(cache_bytes),

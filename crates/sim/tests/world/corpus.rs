@@ -3,11 +3,13 @@
 
 #![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
-use mica_block::{Store, read_exact};
+use mica_block::{Images, Store, read_exact};
 use mica_gen::{ChainSpec, Feature, Features, generate};
 use mica_qcow2_format::{L1Entry, L2Entry, Version};
+use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Executor};
-use mica_sim::{TinyImage, TinySpec, hostile};
+use mica_sim::{TinyImage, TinySpec, World, hostile};
 use mica_store::MemoryStore;
 use mica_units::HostOffset;
 use mica_volume::{LogDevice, Record, Writer};
@@ -16,13 +18,14 @@ use std::sync::Arc;
 
 type Target = (&'static str, fn(&[u8]));
 
-const TARGETS: [Target; 6] = [
+const TARGETS: [Target; 7] = [
     ("qcow2_header", hostile::header),
     ("qcow2_open_read", hostile::open_read),
     ("qcow2_check", hostile::check),
     ("sidecar", hostile::sidecar),
     ("image_name", hostile::image_name),
     ("log", hostile::log),
+    ("bitmaps", hostile::bitmaps),
 ];
 
 fn corpus() -> PathBuf {
@@ -107,6 +110,24 @@ fn log() -> Vec<u8> {
     })
 }
 
+/// A small image with two bitmaps.
+fn with_bitmaps() -> Vec<u8> {
+    let executor = Executor::new(Backend::Sim { seed: 0 }).unwrap();
+    executor.block_on(async {
+        let (world, path) = (World::new(0), Path::new("/chain/image.qcow2"));
+        world.put(path, Vec::new());
+        let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };
+        let image = world.open_writable(path).unwrap().store;
+        let plan = wish.plan(1 << 20).unwrap();
+        create(plan, Stores { image: &*image, data: None }).await.unwrap();
+        drop(image);
+        for name in ["a", "b"] {
+            edit_bitmap(&world, path, name, vec![BitmapAction::Add(Some(512))]).await.unwrap();
+        }
+        world.files().remove(0).1
+    })
+}
+
 fn write_seeds() {
     let write = |target: &str, name: &str, bytes: &[u8]| {
         let folder = corpus().join(target);
@@ -114,6 +135,7 @@ fn write_seeds() {
         std::fs::write(folder.join(name), bytes).unwrap();
     };
     write("log", "two_volumes", &log());
+    write("bitmaps", "two", &with_bitmaps());
     for (name, bytes) in images() {
         write("qcow2_header", &name, &bytes[..bytes.len().min(1024)]);
         write("qcow2_open_read", &name, &bytes);

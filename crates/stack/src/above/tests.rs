@@ -1,10 +1,9 @@
 use super::*;
-use crate::{NewLayer, NewLayerWish};
+use crate::{MayWrite, NewLayer, NewLayerWish};
 use mica_qcow2_format::field;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Executor};
 use mica_store::Handles;
-use std::fs::File;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use tempfile::TempDir;
 
@@ -23,7 +22,7 @@ fn world() -> (TempDir, PathBuf, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().canonicalize().expect("a folder").join("vm.qcow2");
     File::create(&path).expect("a file");
-    let images = FileImages::new(&path, options()).expect("images");
+    let images = FileImages::to_write(&path, options(), MayWrite::new_file()).expect("images");
     let plan = ImageWish::default().plan(LEN).expect("a plan");
     let store = images.open_writable(&path).expect("it opens").store;
     executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");
@@ -38,6 +37,10 @@ fn active(named: &Path) -> Result<Active> {
     executor().block_on(active_layer(named, options()))
 }
 
+fn may_write(path: &Path) -> Result<MayWrite> {
+    executor().block_on(MayWrite::check(path, &options()))
+}
+
 fn refusal(named: &Path) -> String {
     let error = active(named).err().expect("refused");
     assert!(error.to_string().contains("remove"), "it says what to do: {error}");
@@ -49,7 +52,7 @@ fn image_without_a_mark_is_written_itself() {
     let (_folder, _, above) = world();
     let found = active(&above).expect("found");
     assert!(found.path == above && found.unfinished.is_none());
-    executor().block_on(refuse_frozen(&above, options())).expect("it may be written");
+    may_write(&above).expect("it may be written");
 }
 
 #[test]
@@ -59,9 +62,33 @@ fn frozen_image_is_followed_by_any_name_and_refused_to_who_would_write_it() {
     symlink(&path, &link).expect("a link");
     for name in [&path, &link] {
         assert_eq!(active(name).expect("found").path, above);
-        let refused = executor().block_on(refuse_frozen(name, options())).expect_err("frozen");
+        let refused = may_write(name).expect_err("frozen");
         assert!(refused.to_string().contains("vm-2.qcow2"), "{refused}");
     }
+}
+
+#[test]
+fn image_is_written_only_with_leave_and_not_if_it_was_frozen_since_that_was_given() {
+    let (_folder, path, above) = world();
+    let mark = Mark::of(&path, std::fs::metadata(&path).expect("there").uid());
+    let mark = mark.expect("read").expect("it is frozen");
+    let open = |may_write: MayWrite| {
+        let images = FileImages::to_write(&path, options(), may_write).expect("images");
+        images.open_writable(&path).map(drop)
+    };
+    let reader = FileImages::new(&path, options()).expect("images");
+    assert_eq!(reader.open_writable(&path).err().expect("refused").kind(), ErrorKind::Denied);
+    assert_eq!(reader.open_upgradable(&path).err().expect("refused").kind(), ErrorKind::Denied);
+    mark.remove().expect("removed");
+    let early = may_write(&path).expect("it is no longer frozen");
+    open(early.clone()).expect("it may be written");
+    Mark::put(&path, &above).expect("marked");
+    for may_write in [early, MayWrite::new_file()] {
+        let refused = open(may_write).expect_err("frozen meanwhile");
+        assert!(refused.to_string().contains("vm-2.qcow2"), "{refused}");
+    }
+    open(MayWrite::as_active(Some(&mark))).expect("the snapshot was not finished");
+    open(MayWrite::to_repair()).expect("a repair is asked for");
 }
 
 #[test]
@@ -107,7 +134,7 @@ fn nothing_is_written_while_it_is_unclear_where_the_disk_is() {
         ..ImageWish::default()
     };
     File::create(&above).expect("a file");
-    let images = FileImages::new(&above, options()).expect("images");
+    let images = FileImages::to_write(&above, options(), MayWrite::to_repair()).expect("images");
     let store = images.open_writable(&above).expect("it opens").store;
     let plan = wish.plan(LEN).expect("a plan");
     executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");
@@ -136,7 +163,7 @@ fn marks_in_a_circle_are_refused() {
         backing_format: Some("qcow2".to_owned()),
         ..ImageWish::default()
     };
-    let images = FileImages::new(&path, options()).expect("images");
+    let images = FileImages::to_write(&path, options(), MayWrite::to_repair()).expect("images");
     let store = images.open_writable(&path).expect("it opens").store;
     let plan = wish.plan(LEN).expect("a plan");
     executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");

@@ -19,7 +19,7 @@ fn options() -> ImageOptions {
 }
 
 fn images(path: &Path) -> FileImages {
-    FileImages::new(path, options()).expect("images")
+    FileImages::to_write(path, options(), MayWrite::new_file()).expect("images")
 }
 
 fn read_all(store: &dyn Store) -> Vec<u8> {
@@ -344,7 +344,10 @@ fn image_is_opened_for_writing_once_and_its_bytes_change() {
 #[test]
 fn locks_are_those_that_were_asked_for() {
     let (_folder, path) = folder_with_image();
-    let with = |locking| FileImages::new(&path, ImageOptions { locking, ..options() }).unwrap();
+    let with = |locking| {
+        let options = ImageOptions { locking, ..options() };
+        FileImages::to_write(&path, options, MayWrite::new_file()).unwrap()
+    };
     let _writer = with(Locking::On).open_writable(&path).unwrap();
     denied(with(Locking::On).open(&path));
     with(Locking::ForceShare).open(&path).unwrap();
@@ -371,7 +374,8 @@ fn file_that_may_not_be_written_is_refused() {
 fn fault_happens_to_writes_of_images() {
     let (_folder, path) = folder_with_image();
     let faults = vec!["error=nth:2,op=write+sync,errno=ENOSPC".parse().unwrap()];
-    let images = FileImages::new(&path, ImageOptions { faults, ..options() }).unwrap();
+    let options = ImageOptions { faults, ..options() };
+    let images = FileImages::to_write(&path, options, MayWrite::new_file()).unwrap();
     let store = images.open_writable(&path).unwrap().store;
     let executor = Executor::new(Backend::Auto).unwrap();
     executor.block_on(store.sync()).unwrap();

@@ -1,6 +1,6 @@
 use super::*;
 use crate::above::active_layer;
-use crate::{ImageOptions, Names};
+use crate::{ImageOptions, MayWrite, Names};
 use mica_qcow2_tools::create::{ImagePlan, create};
 use mica_rt::{Backend, Executor};
 use mica_store::Handles;
@@ -17,7 +17,7 @@ fn options() -> ImageOptions {
 }
 
 fn images(named: &Path) -> FileImages {
-    FileImages::new(named, options()).expect("images")
+    FileImages::to_write(named, options(), MayWrite::new_file()).expect("images")
 }
 
 fn create_at(path: &Path, wish: &ImageWish) {
@@ -130,12 +130,13 @@ fn layer_is_not_made_where_the_chain_may_open_none() {
         names: Names::Beside,
         ..options()
     };
-    let files = FileImages::new(&path, allowed.clone()).expect("images");
+    let files = FileImages::to_write(&path, allowed.clone(), MayWrite::new_file()).expect("images");
     let wanted = wish(elsewhere.path().join("vm-2.qcow2"));
     let new = executor().block_on(NewLayer::make(&files, &path, LEN, wanted)).expect("made");
     new.keep();
     let active = executor().block_on(active_layer(&path, allowed)).expect("found");
     // Its base is opened, too, though it is in no folder of the new one.
-    let files = FileImages::new(&active.path, active.options).expect("images");
+    let files =
+        FileImages::to_write(&active.path, active.options, MayWrite::new_file()).expect("images");
     files.resolve(&active.path, &path).expect("permitted");
 }

@@ -1,7 +1,7 @@
 //! The write logs of volumes on this machine: each file or device is opened once in a process,
 //! whatever volumes share it.
 
-use crate::{FileImages, ImageOptions, wait_for_dead};
+use crate::{FileImages, ImageOptions, MayWrite, wait_for_dead};
 use mica_block::{Error, ErrorKind, Images, Result, Store};
 use mica_rt::sync::SharedLock;
 use mica_store::Handles;
@@ -66,7 +66,8 @@ impl Logs {
         if let Some(log) = self.lock().get(&real).and_then(Weak::upgrade) {
             return Ok(log);
         }
-        let images = FileImages::new(path, ImageOptions::new(Arc::clone(handles)))?;
+        let options = ImageOptions::new(Arc::clone(handles));
+        let images = FileImages::to_write(path, options, MayWrite::new_file())?;
         let open = async || images.open_writable(path);
         let file: Arc<dyn Store> = wait_for_dead(open).await?.store;
         let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
@@ -103,7 +104,8 @@ impl Logs {
         handles: &Arc<Handles>,
         random: [u8; 16],
     ) -> Result<Arc<LogDevice>> {
-        let images = FileImages::new(path, ImageOptions::new(Arc::clone(handles)))?;
+        let options = ImageOptions::new(Arc::clone(handles));
+        let images = FileImages::to_write(path, options, MayWrite::new_file())?;
         let file = images.open_writable(path)?.store;
         let opened = LogDevice::open_existing(file, random).await;
         opened.map_err(|error| error.wrap("the log"))

@@ -1,0 +1,86 @@
+//! Leave to write an image. Without one nothing opens an image file for writing
+//! ([`FileImages::to_write`](crate::FileImages::to_write)), and for an image that exists only the
+//! check for a mark gives one out: nobody writes a frozen layer unasked.
+//!
+//! | who | has it from |
+//! |---|---|
+//! | a verb that changes an image | [`MayWrite::check`]: a frozen layer is refused |
+//! | a server | the layer in which the writing goes on (`above.rs`) |
+//! | a repair, which changes nothing that the image shows | [`MayWrite::to_repair`] |
+//! | whoever makes a new file | [`MayWrite::new_file`] |
+//!
+//! A merge writes a frozen layer through the chain that it belongs to, and that has leave to write
+//! its active layer.
+//!
+//! Invariants
+//! - I1 A layer that was frozen between the check and the opening is refused, too: a mark is put
+//!   only by who has the image locked for writing, so it is looked for again under that lock.
+
+use crate::ImageOptions;
+use crate::above::{Mark, active_layer, cure_for};
+use mica_block::{Error, ErrorKind, Result};
+use std::path::{Path, PathBuf};
+
+/// Leave to write an image.
+#[derive(Clone, Debug)]
+pub struct MayWrite(Leave);
+
+#[derive(Clone, Debug)]
+enum Leave {
+    /// An image without a mark, or with that of an unfinished snapshot, which is here.
+    Unmarked { unfinished: Option<PathBuf> },
+    /// Whatever its mark says.
+    Marked,
+}
+
+impl MayWrite {
+    /// For the image at `path`, which exists.
+    ///
+    /// # Errors
+    /// `Denied` if it is a frozen layer, or if that cannot be told.
+    pub async fn check(path: &Path, options: &ImageOptions) -> Result<Self> {
+        let active = active_layer(path, options.clone()).await?;
+        if active.path == path {
+            return Ok(Self::as_active(active.unfinished.as_ref()));
+        }
+        Err(frozen(path, &active.path))
+    }
+
+    /// For an image that was found to be the active layer; `unfinished` is its mark, if it has one.
+    pub(crate) fn as_active(unfinished: Option<&Mark>) -> Self {
+        let unfinished = unfinished.map(|mark| mark.path().to_owned());
+        Self(Leave::Unmarked { unfinished })
+    }
+
+    /// For a repair, which the user asks for, and which changes nothing that the image shows.
+    pub fn to_repair() -> Self {
+        Self(Leave::Marked)
+    }
+
+    /// For a file that the caller makes: nothing stands on it.
+    pub fn new_file() -> Self {
+        Self(Leave::Unmarked { unfinished: None })
+    }
+
+    /// Makes sure that it holds for the image at `path`, which is this `owner`'s file, and is open
+    /// for writing now (I1).
+    pub(crate) fn holds(&self, path: &Path, owner: u32) -> Result<()> {
+        let Leave::Unmarked { unfinished } = &self.0 else { return Ok(()) };
+        match Mark::of(path, owner)? {
+            Some(mark) if unfinished.as_deref() != Some(mark.path()) => {
+                Err(frozen(path, mark.above()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn frozen(path: &Path, active: &Path) -> Error {
+    let what = format!(
+        "{} is frozen: a layer stands on it, and its disk is in {} now; {}",
+        path.display(),
+        active.display(),
+        cure_for(path)
+    );
+    Error::new(ErrorKind::Denied, what)
+}

@@ -1,0 +1,299 @@
+//! The marks of layers that a commit merges.
+//!
+//! A commit changes its base while the layers that go into it are still there, and from then on
+//! these show something else if they are read by themselves. An image that is made to stand on one
+//! of them meanwhile would be damaged; one that still stands there is why a later commit into the
+//! same base has to be refused. So a small file beside each layer, `LAYER.mica-merged`, says what
+//! becomes of it. docs/formats/merged.md has its bytes.
+//!
+//! | who | does, in this order |
+//! |---|---|
+//! | a commit | marks all its layers, durably; looks for images that stand on them; changes the base |
+//! | whoever makes an overlay | writes the name of what it stands on; looks for a mark there |
+//!
+//! Of two that do so at once at least one sees the other.
+//!
+//! When the commit is done, the mark of the base goes, and the others stay: they tell the next
+//! commit that nobody needs these images, whose headers still name the base. After one that did not
+//! end, all stay until it is done: until then the base has only a part of what goes into it.
+//!
+//! Invariants
+//! - I1 A mark counts only for the file that it was made for, and that of a layer that went into
+//!   another only while that file is unchanged: an image that has its name now, or a copy, is
+//!   another one.
+//! - I2 A mark counts only if [`read_trusted`] trusts it: it may make a commit overlook an image.
+//! - I3 An image that was merged does not keep its base from being changed, but images that stand
+//!   on it do.
+
+use crate::above::{place, put_whole, read_trusted};
+use crate::files::sync_folder_of;
+use mica_block::{Error, ErrorKind, LocalFuture, MergeControl, MergeProgress, Merged, Result};
+use std::ffi::OsString;
+use std::fs::Metadata;
+use std::io;
+use std::ops::ControlFlow;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::UNIX_EPOCH;
+
+/// The ending of a mark's name.
+const SUFFIX: &str = ".mica-merged";
+/// The ending of its name while it is being written.
+const NEW_SUFFIX: &str = ".mica-merged.tmp";
+/// What stands before the name of the base.
+const INTO: &[u8] = b"into: ";
+/// The first line of the mark of a base.
+const BASE: &[u8] = b"base";
+/// What stands before what is known of the file.
+const FILE: &[u8] = b"file: ";
+/// Longest content, in bytes: a path, and what is around it.
+const CONTENT_BYTES_MAX: u64 = 4096 + 128;
+
+/// What a mark says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Content {
+    /// The layer goes, or went, into this one, as long as it is unchanged since `changed_ns`.
+    Source { into: OsString, file: FileMark, changed_ns: i128 },
+    /// Others go into the layer.
+    Base { file: FileMark },
+}
+
+/// Which file a mark is for: its inode, and when it was made, or 0 if the file system does not
+/// know.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct FileMark {
+    inode: u64,
+    made_ns: u128,
+}
+
+impl FileMark {
+    fn of(found: &Metadata) -> Self {
+        let made = found.created().ok().and_then(|made| made.duration_since(UNIX_EPOCH).ok());
+        Self { inode: found.ino(), made_ns: made.map_or(0, |made| made.as_nanos()) }
+    }
+}
+
+fn changed_ns(found: &Metadata) -> i128 {
+    i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec())
+}
+
+impl Content {
+    fn encode(&self) -> Vec<u8> {
+        let (first, file, changed) = match self {
+            Self::Source { into, file, changed_ns } => {
+                ([INTO, into.as_bytes()].concat(), file, format!(" {changed_ns}"))
+            }
+            Self::Base { file } => (BASE.to_vec(), file, String::new()),
+        };
+        let last = format!("{} {}{changed}", file.inode, file.made_ns);
+        [&first, &b"\n"[..], FILE, last.as_bytes(), b"\n"].concat()
+    }
+
+    /// `None` if these `bytes` are no mark.
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let lines = bytes.strip_suffix(b"\n")?;
+        // A name may have newlines in it, and what is known of a file has none.
+        let end = lines.iter().rposition(|byte| *byte == b'\n')?;
+        let (first, last) = (&lines[..end], &lines[end + 1..]);
+        let last = std::str::from_utf8(last.strip_prefix(FILE)?).ok()?;
+        let mut numbers = last.split(' ');
+        let file = FileMark {
+            inode: numbers.next()?.parse().ok()?,
+            made_ns: numbers.next()?.parse().ok()?,
+        };
+        let changed = numbers.next();
+        if numbers.next().is_some() {
+            return None;
+        }
+        match (first.strip_prefix(INTO), changed) {
+            (Some(name), Some(changed)) if !name.is_empty() && !name.contains(&0) => {
+                let into = OsString::from_vec(name.to_vec());
+                Some(Self::Source { into, file, changed_ns: changed.parse().ok()? })
+            }
+            (None, None) if first == BASE => Some(Self::Base { file }),
+            _ => None,
+        }
+    }
+
+    /// Whether it is for the file that was `found` (I1).
+    fn is_for(&self, found: &Metadata) -> bool {
+        match self {
+            Self::Source { file, changed_ns: then, .. } => {
+                *file == FileMark::of(found) && *then == changed_ns(found)
+            }
+            Self::Base { file } => *file == FileMark::of(found),
+        }
+    }
+}
+
+/// Reads `bytes` as what a mark has in it; for those who test what it makes of anything.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn is_merge_mark(bytes: &[u8]) -> bool {
+    let Some(content) = Content::decode(bytes) else { return false };
+    assert_eq!(Content::decode(&content.encode()).as_ref(), Some(&content), "it reads as written");
+    true
+}
+
+/// What is said of the layer at `path`, if anything is that counts.
+fn mark_of(path: &Path) -> Result<Option<Content>> {
+    let failed = |error: io::Error| Error::from_io(path.display().to_string(), error);
+    let found = std::fs::metadata(path).map_err(failed)?;
+    if !found.is_file() {
+        return Ok(None);
+    }
+    let content = read_trusted(&place(path, SUFFIX)?, found.uid(), CONTENT_BYTES_MAX)?;
+    let content = content.as_deref().and_then(Content::decode);
+    Ok(content.filter(|content| content.is_for(&found)))
+}
+
+/// Whether the image at `path` was merged into another one and is of no use by itself, or is about
+/// to be. What cannot be told is not.
+pub(crate) fn was_merged(path: &Path) -> bool {
+    matches!(mark_of(path), Ok(Some(Content::Source { .. })))
+}
+
+/// Refuses to let an image stand on the one at `base`, if that is being merged. To be asked when
+/// the image names it, so that whoever begins a merge later finds it.
+///
+/// # Errors
+/// `Denied` if it is, or was and is not used any more, or if that cannot be told.
+pub fn refuse_merged(base: &Path) -> Result<()> {
+    let name = base.display();
+    let what = match mark_of(base)? {
+        None => return Ok(()),
+        Some(Content::Base { .. }) => format!(
+            "layers are being merged into {name}, or were when that ended early: wait for the end, \
+             or merge them again"
+        ),
+        Some(Content::Source { into, .. }) => format!(
+            "{name} was merged into {}, or is being merged: what stands on it would not show what \
+             it showed; use {} when that is done",
+            into.display(),
+            into.display()
+        ),
+    };
+    Err(Error::new(ErrorKind::Denied, what))
+}
+
+/// The marks of the layers of a commit. Dropping this takes those back that it put.
+#[must_use = "the layers are marked until this is dropped"]
+#[derive(Debug)]
+pub struct MergeMarks {
+    /// That of the base, if it has one.
+    base: Option<Put>,
+    sources: Vec<Put>,
+    /// Whether anything may have been changed.
+    has_begun: AtomicBool,
+}
+
+/// A mark that was put.
+#[derive(Debug)]
+struct Put {
+    at: PathBuf,
+    /// Whether there was one before, of a merge that did not end.
+    was_there: bool,
+}
+
+impl Put {
+    /// Marks `layer`; a device has no place for one, and is found by its locks only.
+    fn put(layer: &Path, content: impl FnOnce(&Metadata) -> Content) -> Result<Option<Self>> {
+        let failed = |error: io::Error| Error::from_io(layer.display().to_string(), error);
+        let found = std::fs::metadata(layer).map_err(failed)?;
+        if found.file_type().is_block_device() {
+            return Ok(None);
+        }
+        let was_there = mark_of(layer)?.is_some();
+        let (at, new) = (place(layer, SUFFIX)?, place(layer, NEW_SUFFIX)?);
+        put_whole(&at, &new, &content(&found).encode())?;
+        Ok(Some(Self { at, was_there }))
+    }
+
+    fn remove(&self) {
+        if let Err(error) = std::fs::remove_file(&self.at)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            // It keeps images from standing on the layer, and says so.
+            tracing::warn!(mark = %self.at.display(), %error, "a mark is not removed");
+        }
+    }
+}
+
+impl MergeMarks {
+    /// Marks the layer at `base`, and the frozen layers at `sources` that go into it. Durable when
+    /// this returns: look for images that stand on them only now.
+    ///
+    /// # Errors
+    /// What the system reports. Nothing new is marked then.
+    pub fn put(base: &Path, sources: &[PathBuf]) -> Result<Self> {
+        let mut marks = Self { base: None, sources: Vec::new(), has_begun: AtomicBool::new(false) };
+        marks.base = Put::put(base, |found| Content::Base { file: FileMark::of(found) })?;
+        let into = base.canonicalize();
+        let into = into.map_err(|error| Error::from_io(base.display().to_string(), error))?;
+        for source in sources {
+            let put = Put::put(source, |found| Content::Source {
+                into: into.clone().into_os_string(),
+                file: FileMark::of(found),
+                changed_ns: changed_ns(found),
+            });
+            marks.sources.extend(put?);
+        }
+        let mut folders: Vec<_> = marks.all().filter_map(|put| put.at.parent()).collect();
+        folders.sort_unstable();
+        folders.dedup();
+        folders.iter().try_for_each(|folder| sync_folder_of(&folder.join("any")))?;
+        Ok(marks)
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Put> {
+        self.base.iter().chain(&self.sources)
+    }
+
+    /// `control`, and takes note of when the merge begins to change something.
+    pub fn watch<'a>(&'a self, control: &'a dyn MergeControl) -> impl MergeControl {
+        Watched { marks: self, control }
+    }
+
+    /// The merge has ended so, or failed.
+    pub fn end(mut self, merged: Option<&Merged>) {
+        match merged {
+            Some(Merged::Done { .. }) => {
+                self.base.iter().for_each(Put::remove);
+                self.forget();
+            }
+            _ if self.has_begun.load(Ordering::Acquire) => self.forget(),
+            _ => {}
+        }
+    }
+
+    fn forget(&mut self) {
+        (self.base, self.sources) = (None, Vec::new());
+    }
+}
+
+impl Drop for MergeMarks {
+    fn drop(&mut self) {
+        self.all().filter(|put| !put.was_there).for_each(Put::remove);
+    }
+}
+
+struct Watched<'a> {
+    marks: &'a MergeMarks,
+    control: &'a dyn MergeControl,
+}
+
+impl MergeControl for Watched<'_> {
+    fn step(&self, progress: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        Box::pin(async move {
+            let goes_on = self.control.step(progress).await;
+            if goes_on.is_continue() {
+                self.marks.has_begun.store(true, Ordering::Release);
+            }
+            goes_on
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

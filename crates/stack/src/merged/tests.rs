@@ -1,0 +1,168 @@
+use super::*;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// A folder with a base and a layer; what matters of them is that they are files.
+fn world() -> (TempDir, PathBuf, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().canonicalize().expect("a folder").join(name);
+    let (base, layer) = (at("base.qcow2"), at("layer.qcow2"));
+    for path in [&base, &layer] {
+        fs::write(path, b"image").expect("written");
+    }
+    (folder, base, layer)
+}
+
+fn put(base: &Path, layer: &PathBuf) -> MergeMarks {
+    MergeMarks::put(base, std::slice::from_ref(layer)).expect("marked")
+}
+
+/// Lets a merge that `marks` watch begin to change something.
+fn begin(marks: &MergeMarks) {
+    struct GoesOn;
+    impl MergeControl for GoesOn {
+        fn step(&self, _: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+            Box::pin(std::future::ready(ControlFlow::Continue(())))
+        }
+    }
+    let executor = mica_rt::Executor::new(mica_rt::Backend::Pool).expect("an executor");
+    let step = async { marks.watch(&GoesOn).step(MergeProgress::default()).await };
+    assert!(executor.block_on(step).is_continue());
+}
+
+fn done() -> Option<Merged> {
+    Some(Merged::Done { dropped: Vec::new(), copied: 1 })
+}
+
+fn refusal(path: &Path) -> String {
+    let refused = refuse_merged(path).expect_err("refused");
+    assert_eq!(refused.kind(), ErrorKind::Denied);
+    refused.to_string()
+}
+
+#[test]
+fn nothing_may_stand_on_layers_that_are_being_merged_nor_on_one_that_was() {
+    let (_folder, base, layer) = world();
+    assert!(refuse_merged(&base).is_ok() && refuse_merged(&layer).is_ok());
+    let marks = put(&base, &layer);
+    assert!(refusal(&base).contains("wait for the end"));
+    assert!(refusal(&layer).contains("base.qcow2"));
+    assert!(was_merged(&layer) && !was_merged(&base));
+    begin(&marks);
+    marks.end(done().as_ref());
+    refuse_merged(&base).expect("it is whole");
+    assert!(refusal(&layer).contains("base.qcow2") && was_merged(&layer));
+}
+
+#[test]
+fn merge_that_changed_nothing_leaves_no_marks_and_one_that_did_leaves_all() {
+    let (folder, base, layer) = world();
+    drop(put(&base, &layer));
+    put(&base, &layer).end(None);
+    put(&base, &layer).end(Some(&Merged::Cancelled));
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 2);
+    for ended in [None, Some(Merged::Cancelled)] {
+        let marks = put(&base, &layer);
+        begin(&marks);
+        marks.end(ended.as_ref());
+        // The next attempt may be refused, and takes nothing back.
+        drop(put(&base, &layer));
+        assert!(refusal(&base).contains("merge them again") && was_merged(&layer));
+        let marks = put(&base, &layer);
+        begin(&marks);
+        marks.end(done().as_ref());
+        refuse_merged(&base).expect("it is whole");
+        fs::remove_file(layer.with_file_name("layer.qcow2.mica-merged")).expect("removed");
+    }
+}
+
+#[test]
+fn mark_counts_for_its_own_file_as_long_as_that_is_unchanged() {
+    let (folder, base, layer) = world();
+    let marks = put(&base, &layer);
+    begin(&marks);
+    // The base is being changed.
+    let touch = |path: &Path| {
+        let file = OpenOptions::new().write(true).open(path).expect("it opens");
+        let then = file.metadata().expect("there").modified().expect("a time");
+        file.set_modified(then + Duration::from_millis(1)).expect("set");
+    };
+    touch(&base);
+    refusal(&base);
+    // Another file has the layer's name.
+    let aside = folder.path().join("aside");
+    fs::rename(&layer, &aside).expect("renamed");
+    fs::copy(&aside, &layer).expect("copied");
+    assert!(!was_merged(&layer));
+    refuse_merged(&layer).expect("it is another image");
+    fs::rename(&aside, &layer).expect("renamed");
+    assert!(was_merged(&layer));
+    touch(&layer);
+    assert!(!was_merged(&layer));
+    marks.end(done().as_ref());
+}
+
+#[test]
+fn mark_that_anybody_may_write_hides_no_image() {
+    let (_folder, base, layer) = world();
+    put(&base, &layer).forget_for_test();
+    let mark = layer.with_file_name("layer.qcow2.mica-merged");
+    assert!(was_merged(&layer));
+    fs::set_permissions(&mark, fs::Permissions::from_mode(0o666)).expect("set");
+    assert!(!was_merged(&layer));
+    assert!(refusal(&layer).contains("stranger"));
+}
+
+impl MergeMarks {
+    /// As if its process were killed.
+    fn forget_for_test(mut self) {
+        self.forget();
+    }
+}
+
+#[test]
+fn content_decodes_to_itself_and_nothing_else_decodes() {
+    let file = FileMark { inode: 7, made_ns: 1 << 70 };
+    let name = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
+    let source = |into: &[u8]| Content::Source { into: name(into), file, changed_ns: -3 };
+    for content in [Content::Base { file }, source(b"/a b\nfile: 1 2 3"), source(b"\xff")] {
+        let bytes = content.encode();
+        assert_eq!(Content::decode(&bytes), Some(content));
+        assert!(is_merge_mark(&bytes));
+    }
+    let bytes = source(b"/a b").encode();
+    for len in 0..bytes.len() {
+        assert_eq!(Content::decode(&bytes[..len]), None, "{len}");
+    }
+    for bytes in [&b"base\n"[..], b"file: 1 2\n", b"base\nfile: 1 2"] {
+        assert_eq!(Content::decode(bytes), None, "{bytes:?}");
+    }
+    let damaged: [&[u8]; 6] = [
+        b"",
+        b"base\nfile: 1\n",
+        b"base\nfile: 1 2 3\n",
+        b"into: \nfile: 1 2 3\n",
+        b"into: a\nfile: 1 2\n",
+        b"into: a\0\nfile: 1 2 3\n",
+    ];
+    damaged.iter().for_each(|bytes| assert_eq!(Content::decode(bytes), None));
+}
+
+#[test]
+fn page_says_what_the_code_does() {
+    const PAGE: &str = include_str!("../../../../docs/formats/merged.md");
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).expect("text");
+    let rows = [
+        ("SUFFIX", SUFFIX.to_owned()),
+        ("NEW_SUFFIX", NEW_SUFFIX.to_owned()),
+        ("INTO", text(INTO)),
+        ("BASE", text(BASE)),
+        ("FILE", text(FILE)),
+    ];
+    for (name, value) in rows {
+        assert!(PAGE.contains(&format!("| `{name}` | `{value}` |")), "{name}");
+    }
+    assert!(PAGE.contains(&format!("| `CONTENT_BYTES_MAX` | {CONTENT_BYTES_MAX} |")));
+}
