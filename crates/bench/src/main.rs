@@ -17,9 +17,11 @@ mod glance;
 mod goal;
 mod goals;
 mod guest;
+mod live;
 mod load;
 mod machine;
 mod measure;
+mod merge;
 mod nbd;
 mod page;
 mod parts;
@@ -76,6 +78,9 @@ enum Bench {
     /// Snapshots of served chains beside qemu-storage-daemon, by the length of the chain and the
     /// size of the disk, and clones beside qemu-img. Writes a table, JSON and plots.
     Snapshot(snapshot::Options),
+    /// Merges of a chain under a guest beside qemu-storage-daemon: what the guest notices, and how
+    /// long they take, idle, under writes, and beside qemu-img convert. Writes a table and JSON.
+    Merge(merge::Options),
     /// Volumes beside a raw file and qcow2, and beside RBD on the same cluster: loads, snapshots,
     /// clones. Writes a table and JSON.
     Volume(volume::Options),
@@ -89,6 +94,7 @@ fn main() -> ExitCode {
         Verb::Bench { what: Bench::Nbd(options) } => nbd::run(&options),
         Verb::Bench { what: Bench::Deep(options) } => deep::run(&options),
         Verb::Bench { what: Bench::Snapshot(options) } => snapshot::run(&options),
+        Verb::Bench { what: Bench::Merge(options) } => merge::run(&options),
         Verb::Bench { what: Bench::Volume(options) } => volume::run(&options),
         Verb::Demo(options) => demo::run(&options),
     };

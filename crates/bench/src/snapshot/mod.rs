@@ -2,9 +2,7 @@
 //! caller waits for, what the guest notices, what they take of the disk, and how often something
 //! is made durable; and clones beside `qemu-img create -b`.
 
-mod asking;
 mod goals;
-mod guest;
 mod report;
 
 use super::charts::{Chart, Line, Scale};
@@ -15,11 +13,11 @@ use super::plots::Plots;
 use super::samples::{Sample, Samples, median};
 use super::turns::{each_once, in_order, note};
 use crate::extent::{Extent, Usual};
+use crate::live::asking::{self, Asker};
+use crate::live::guest::{self, Work, Worker};
 use crate::load::{Histogram, ratio};
 use anyhow::{Result, ensure};
-use asking::Asker;
 use clap::Args;
-use guest::Writer;
 use mica_gen::Manifest;
 use mica_tests::{clock, command, mica, shell, tools};
 use serde_json::json;
@@ -134,7 +132,7 @@ fn taken(options: &Options, peer: &Peer, made: &Made, sample: &mut Sample) -> Re
     let control = made.folder.path().join("control");
     let running = asking::peer(peer, &control).start(&made.top, "qcow2", &[])?;
     let mut asker = Asker::connect(peer, &control, &made.top)?;
-    let writer = Writer::start(&running.server)?;
+    let writer = Worker::start(&running.server, Work::Write, 7)?;
     clock::sleep(PAUSE);
     let mut asked = Vec::new();
     for number in 0..options.extent.pick(SNAPSHOTS) {

@@ -1,4 +1,4 @@
-//! A guest that writes 4 KiB after 4 KiB, one at a time, and notices how long each takes.
+//! A guest that writes or reads 4 KiB after 4 KiB, one at a time, and notices how long each takes.
 
 use anyhow::{Result, anyhow, ensure};
 use mica_gen::Rng;
@@ -11,32 +11,44 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const BLOCK: usize = 4096;
-/// The part of the disk that it writes to: most writes find what they need in memory.
+const READ_BYTES: u32 = 4096;
+/// The part of the disk that it works on: most requests find what they need in memory.
 const SPAN: u64 = 256 << 20;
 
-/// When a write began, and how long it took.
-pub(super) type Noticed = (Instant, Duration);
+/// When a request began, and how long it took.
+pub(crate) type Noticed = (Instant, Duration);
+
+/// What a guest does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Work {
+    Read,
+    Write,
+}
 
 /// A guest at work.
-pub(super) struct Writer {
+pub(crate) struct Worker {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<Vec<Noticed>>>,
 }
 
-impl Writer {
+impl Worker {
     /// # Errors
     /// If the server lets it not in.
-    pub(super) fn start(server: &Server) -> Result<Self> {
+    pub(crate) fn start(server: &Server, kind: Work, seed: u64) -> Result<Self> {
         let mut guest = Guest::connect(server)?;
         let stop = Arc::new(AtomicBool::new(false));
         let is_over = Arc::clone(&stop);
         let work = move || {
-            let (mut rng, mut noticed) = (Rng::new(7), Vec::new());
+            let (mut rng, mut noticed) = (Rng::new(seed), Vec::new());
             let blocks = SPAN.min(guest.len()) / BLOCK as u64;
             while !is_over.load(Ordering::Relaxed) {
                 let start = clock::now();
-                let errno = guest.write(rng.below(blocks) * BLOCK as u64, &[7; BLOCK])?;
-                ensure!(errno == 0, "a write failed: {errno}");
+                let at = rng.below(blocks) * BLOCK as u64;
+                let errno = match kind {
+                    Work::Write => guest.write(at, &[7; BLOCK])?,
+                    Work::Read => guest.read(at, READ_BYTES)?.errno(),
+                };
+                ensure!(errno == 0, "a request failed: {errno}");
                 noticed.push((start, start.elapsed()));
             }
             Ok(noticed)
@@ -47,8 +59,8 @@ impl Writer {
     /// Ends it; returns all that it noticed.
     ///
     /// # Errors
-    /// If a write failed.
-    pub(super) fn stop(self) -> Result<Vec<Noticed>> {
+    /// If a request failed.
+    pub(crate) fn stop(self) -> Result<Vec<Noticed>> {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().map_err(|_| anyhow!("the guest panicked"))?
     }
@@ -58,7 +70,7 @@ impl Writer {
 ///
 /// # Errors
 /// If that fails.
-pub(super) fn write_once(server: &Server) -> Result<()> {
+pub(crate) fn write_once(server: &Server) -> Result<()> {
     let errno = Guest::connect(server)?.write(0, &[7; BLOCK])?;
     ensure!(errno == 0, "a write failed: {errno}");
     Ok(())

@@ -1,4 +1,4 @@
-//! Asking a server for a snapshot, over the socket that it has for that: no program is started, so
+//! Asking a server for snapshots and merges, over the socket that it has for that: no program is started, so
 //! that the server alone is measured.
 
 use crate::peers::{MICA, Peer};
@@ -12,9 +12,13 @@ use std::time::Duration;
 
 /// How long an answer may take.
 const LIMIT: Duration = Duration::from_secs(60);
+/// How often it is asked whether a merge is over.
+const LOOKED_EVERY: Duration = Duration::from_millis(10);
+/// What QEMU calls a merge.
+const JOB: &str = "merge";
 
 /// `peer`, to be written, with a control socket.
-pub(super) fn peer(peer: &Peer, control: &Path) -> Peer {
+pub(crate) fn peer(peer: &Peer, control: &Path) -> Peer {
     let control = control.display().to_string();
     let chardev = format!("socket,id=control,path={control},server=on,wait=off");
     match &*peer.name {
@@ -25,7 +29,7 @@ pub(super) fn peer(peer: &Peer, control: &Path) -> Peer {
 }
 
 /// Who asks.
-pub(super) enum Asker {
+pub(crate) enum Asker {
     /// mica: its socket, and the name of the disk.
     Http(PathBuf, String),
     /// QEMU: a connection, and the node of the active layer.
@@ -35,7 +39,7 @@ pub(super) enum Asker {
 impl Asker {
     /// # Errors
     /// If nobody listens.
-    pub(super) fn connect(peer: &Peer, control: &Path, top: &Path) -> Result<Self> {
+    pub(crate) fn connect(peer: &Peer, control: &Path, top: &Path) -> Result<Self> {
         if peer.name == MICA {
             let name = top.file_stem().and_then(|name| name.to_str()).context("no name")?;
             return Ok(Self::Http(control.to_owned(), name.to_owned()));
@@ -52,7 +56,7 @@ impl Asker {
     ///
     /// # Errors
     /// If the server refuses.
-    pub(super) fn snapshot(&mut self, file: &Path) -> Result<()> {
+    pub(crate) fn snapshot(&mut self, file: &Path) -> Result<()> {
         let stem = file.file_stem().and_then(|stem| stem.to_str()).context("no name")?.to_owned();
         let file = file.to_str().context("no text")?;
         match self {
@@ -77,7 +81,72 @@ impl Asker {
         }
     }
 
-    fn qmp(&mut self, ask: &Value) -> Result<()> {
+    /// Merges all layers into the active one.
+    ///
+    /// # Errors
+    /// If the server refuses, or the merge fails.
+    pub(crate) fn stream(&mut self) -> Result<()> {
+        match self {
+            Self::Http(control, disk) => {
+                post(control, &format!("/v1/disks/{disk}/stream"), &json!({}))?;
+            }
+            Self::Qmp(_, node) => {
+                let arguments = json!({ "job-id": JOB, "device": node });
+                self.qmp(&json!({ "execute": "block-stream", "arguments": arguments }))?;
+            }
+        }
+        self.wait()
+    }
+
+    /// Merges the layers from `top`, beneath the active one, into the base.
+    ///
+    /// # Errors
+    /// As [`Self::stream`].
+    pub(crate) fn commit(&mut self, top: &Path) -> Result<()> {
+        match self {
+            Self::Http(control, disk) => {
+                post(control, &format!("/v1/disks/{disk}/commit"), &json!({ "top": top }))?;
+            }
+            Self::Qmp(_, node) => {
+                let arguments = json!({ "job-id": JOB, "device": node, "top": top });
+                self.qmp(&json!({ "execute": "block-commit", "arguments": arguments }))?;
+            }
+        }
+        self.wait()
+    }
+
+    /// Waits until no merge is under way.
+    fn wait(&mut self) -> Result<()> {
+        loop {
+            let is_over = match self {
+                Self::Http(control, _) => {
+                    let told = request(control, "GET", "/v1/jobs", "")?;
+                    let told = told.split_once("\r\n\r\n").context("no body")?.1;
+                    let told: Value = serde_json::from_str(told)?;
+                    let job = told["jobs"].get(0).context("no job")?;
+                    match job["state"].as_str() {
+                        Some("done") => true,
+                        Some("running") => false,
+                        _ => bail!("the merge failed: {job}"),
+                    }
+                }
+                Self::Qmp(..) => {
+                    let jobs = self.qmp(&json!({ "execute": "query-jobs" }))?;
+                    let job = jobs.get(0);
+                    if let Some(error) = job.map(|job| &job["error"]).filter(|why| !why.is_null()) {
+                        bail!("the merge failed: {error}");
+                    }
+                    job.is_none()
+                }
+            };
+            if is_over {
+                return Ok(());
+            }
+            clock::sleep(LOOKED_EVERY);
+        }
+    }
+
+    fn qmp(&mut self, ask: &Value) -> Result<Value> {
         let Self::Qmp(stream, _) = self else { bail!("no monitor") };
         stream.get_mut().write_all(format!("{ask}\n").as_bytes())?;
         loop {
@@ -88,25 +157,28 @@ impl Asker {
             if !answer["error"].is_null() {
                 bail!("{ask}: {answer}");
             }
-            if answer.get("return").is_some() {
-                return Ok(());
+            if let Some(found) = answer.get("return") {
+                return Ok(found.clone());
             }
         }
     }
 }
 
 fn post(control: &Path, path: &str, body: &Value) -> Result<()> {
+    request(control, "POST", path, &body.to_string()).map(drop)
+}
+
+fn request(control: &Path, verb: &str, path: &str, body: &str) -> Result<String> {
     let mut stream = UnixStream::connect(control)?;
     stream.set_read_timeout(Some(LIMIT))?;
-    let body = body.to_string();
     let head = format!(
-        "POST {path} HTTP/1.1\r\nhost: mica\r\nconnection: close\r\n\
+        "{verb} {path} HTTP/1.1\r\nhost: mica\r\nconnection: close\r\n\
          content-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
-    stream.write_all((head + &body).as_bytes())?;
+    stream.write_all((head + body).as_bytes())?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    Ok(())
+    Ok(answer)
 }
