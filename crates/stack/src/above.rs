@@ -26,10 +26,8 @@
 //! above from then on ([`settle_marks`]).
 //!
 //! Invariants
-//! - I1 A mark is followed only if it is a regular file that only those could have written who can
-//!   write the layer: its owner is the layer's owner, this process, or root, and it is not writable
-//!   by everyone.
-//! - I2 A mark is put in its place whole, and removed only when its layer is open for writing.
+//! - I1 A mark is followed only if a stranger cannot have put it there (`mark.rs`).
+//! - I2 A mark is removed only when its layer is open for writing.
 //! - I3 Only a name that the policy of the chain permits is opened.
 //! - I4 A mark is followed only when it is durable that its layer is closed. Its writer may have
 //!   been killed before it synced that, and after a power cut the layer would be in use again: then
@@ -37,28 +35,18 @@
 //!   disk is.
 
 use crate::files::{position_of, sync_folder_of};
+use crate::mark::{Mark, cure};
+use crate::may_write::{MayWrite, frozen};
 use crate::policy::allowed_places;
 use crate::{FileImages, ImageOptions, Names};
 use mica_block::{Error, ErrorKind, Identity, Images, Result, Store, read_exact};
 use mica_qcow2::read_header;
 use mica_qcow2_format::{Header, parse_image_name};
 use mica_units::{HostOffset, LayerNumber};
-use rustix::fs::OFlags;
-use std::ffi::OsString;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The ending of a mark's name.
-const SUFFIX: &str = ".mica-above";
-/// The ending of its name while it is being written.
-const NEW_SUFFIX: &str = ".mica-above.tmp";
-/// What stands before the name in it.
-const KEY: &[u8] = b"above: ";
-/// Longest content of a mark, in bytes: a path, and what is around it.
-const CONTENT_BYTES_MAX: u64 = 4096 + 64;
 /// An L1 table is read in pieces of this size.
 const L1_PIECE_BYTES: usize = 1 << 20;
 
@@ -68,158 +56,6 @@ pub(crate) struct Active {
     pub(crate) options: ImageOptions,
     /// The mark of an unfinished snapshot, to be removed when the layer is open.
     pub(crate) unfinished: Option<Mark>,
-}
-
-/// The mark of one layer.
-#[derive(Debug)]
-pub(crate) struct Mark {
-    /// The file.
-    at: PathBuf,
-    /// The layer above.
-    above: PathBuf,
-}
-
-/// The place of a mark of `layer` with this ending, beside where the file really is.
-pub(crate) fn place(layer: &Path, suffix: &str) -> Result<PathBuf> {
-    let real = layer
-        .canonicalize()
-        .map_err(|error| Error::from_io(format!("finding {}", layer.display()), error))?;
-    let mut name = real.into_os_string();
-    name.push(suffix);
-    Ok(name.into())
-}
-
-impl Mark {
-    /// Marks `layer` as frozen beneath `above`. Both names are absolute. It is durable once its
-    /// folder is.
-    ///
-    /// # Errors
-    /// What the system reports.
-    pub(crate) fn put(layer: &Path, above: &Path) -> Result<Self> {
-        let (at, new) = (place(layer, SUFFIX)?, place(layer, NEW_SUFFIX)?);
-        let is_beside = above.parent().and_then(|folder| folder.canonicalize().ok());
-        let is_beside = is_beside.as_deref() == at.parent();
-        let name = match above.file_name() {
-            Some(name) if is_beside => name,
-            _ => above.as_os_str(),
-        };
-        let content = [KEY, name.as_bytes(), b"\n"].concat();
-        put_whole(&at, &new, &content)?;
-        Ok(Self { at, above: above.to_owned() })
-    }
-
-    /// The mark of `layer`, whose file is this `owner`'s, if it has one.
-    pub(crate) fn of(layer: &Path, owner: u32) -> Result<Option<Self>> {
-        let at = place(layer, SUFFIX)?;
-        let Some(content) = read_trusted(&at, owner, CONTENT_BYTES_MAX)? else { return Ok(None) };
-        let Some(name) = name_in(&content) else {
-            let what = format!("{} is damaged: {}", at.display(), cure(layer, &at));
-            return Err(Error::new(ErrorKind::Corrupt, what));
-        };
-        let above = at.parent().unwrap_or(Path::new("")).join(name);
-        Ok(Some(Self { at, above }))
-    }
-
-    /// Removes it.
-    ///
-    /// # Errors
-    /// What the system reports.
-    pub(crate) fn remove(&self) -> Result<()> {
-        let failed = |error| Error::from_io(format!("removing {}", self.at.display()), error);
-        match std::fs::remove_file(&self.at) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed(error)),
-            _ => sync_folder_of(&self.at),
-        }
-    }
-
-    /// Removes the mark of `layer`, if it has one.
-    ///
-    /// # Errors
-    /// What the system reports.
-    pub(crate) fn forget(layer: &Path) -> Result<()> {
-        Self { at: place(layer, SUFFIX)?, above: PathBuf::new() }.remove()
-    }
-
-    /// The layer above.
-    pub(crate) fn above(&self) -> &Path {
-        &self.above
-    }
-
-    /// Its own file.
-    pub(crate) fn path(&self) -> &Path {
-        &self.at
-    }
-}
-
-/// The name of the layer above in the content of a mark; `None` if that is no mark.
-pub(crate) fn name_in(content: &[u8]) -> Option<OsString> {
-    let name = content.strip_prefix(KEY)?.strip_suffix(b"\n")?;
-    let is_name = !name.is_empty() && !name.contains(&0);
-    is_name.then(|| OsString::from_vec(name.to_vec()))
-}
-
-/// Puts `content` at `at`, by way of `new`, durably once the folder is (I2).
-///
-/// # Errors
-/// What the system reports.
-pub(crate) fn put_whole(at: &Path, new: &Path, content: &[u8]) -> Result<()> {
-    let written = write_new(new, content).and_then(|()| std::fs::rename(new, at));
-    written.map_err(|error| {
-        // The first failure is the one to report.
-        let _ = std::fs::remove_file(new);
-        Error::from_io(format!("writing {}", at.display()), error)
-    })
-}
-
-/// The content of the mark at `at` of a layer whose file is this `owner`'s, as far as it is not
-/// longer than `bytes_max`; `None` if there is none.
-///
-/// # Errors
-/// `Denied` if a stranger may have put it there (I1); else what the system reports.
-pub(crate) fn read_trusted(at: &Path, owner: u32, bytes_max: u64) -> Result<Option<Vec<u8>>> {
-    let failed = |error: io::Error| Error::from_io(format!("reading {}", at.display()), error);
-    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
-    let file = match OpenOptions::new().read(true).custom_flags(flags).open(at) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        // Nobody can have made one.
-        Err(error) if error.kind() == io::ErrorKind::InvalidFilename => return Ok(None),
-        Err(error) => return Err(failed(error)),
-    };
-    let found = file.metadata().map_err(failed)?;
-    let me = rustix::process::geteuid().as_raw();
-    let is_trusted = [owner, me, 0].contains(&found.uid());
-    if !found.is_file() || !is_trusted || found.mode() & 0o002 != 0 {
-        let what = format!(
-            "{} says that the layer is not to be changed, and may be a stranger's: remove it if it \
-             is",
-            at.display()
-        );
-        return Err(Error::new(ErrorKind::Denied, what));
-    }
-    let mut content = Vec::new();
-    file.take(bytes_max).read_to_end(&mut content).map_err(failed)?;
-    Ok(Some(content))
-}
-
-fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o644)
-        .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
-        .open(path)?;
-    file.write_all(content)?;
-    file.sync_data()
-}
-
-fn cure(layer: &Path, mark: &Path) -> String {
-    format!(
-        "name the image that the disk is in now, or, if {} is to be written as it is, remove {}",
-        layer.display(),
-        mark.display()
-    )
 }
 
 /// The layer that is written for the qcow2 image that the user `named`: that one, or the one above
@@ -241,7 +77,8 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
         let header = read_header(&store).await.map_err(|error| error.wrap(name_of(&path)))?;
         let identity = located.identity(store.len()?);
         let stands = check_above(&images, &path, &identity, &mark).await?;
-        if is_in_use(&header) && !(stands == Stands::OnIt && is_used(&images, &mark.above).await?) {
+        if is_in_use(&header) && !(stands == Stands::OnIt && is_used(&images, mark.above()).await?)
+        {
             if stands == Stands::Above {
                 let what = format!(
                     "{} was written after it was frozen, and layers stand on it: {}",
@@ -254,13 +91,13 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
                 "{} was about to be frozen beneath {} when its server ended: it is written on, and \
                  the other one, which is empty, is no longer needed",
                 path.display(),
-                mark.above.display()
+                mark.above().display()
             );
             settle(&followed)?;
             let options = if is_first { options } else { beneath(named, options)? };
             return Ok(Active { path, options, unfinished: Some(mark) });
         }
-        followed.push(std::mem::replace(&mut path, mark.above));
+        followed.push(std::mem::replace(&mut path, mark.above().to_owned()));
         is_first = false;
     }
     let what = format!("{}: the marks of its layers form a loop", named.display());
@@ -320,7 +157,7 @@ pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
             .map_err(|error| Error::from_io(layer.display().to_string(), error))?
             .uid();
         if let Some(mark) = Mark::of(layer, owner)?
-            && position_of(gone, &mark.above).is_some()
+            && position_of(gone, mark.above()).is_some()
         {
             let above = std::path::absolute(above)
                 .map_err(|error| Error::from_io(above.display().to_string(), error))?;
@@ -345,13 +182,13 @@ async fn check_above(
     identity: &Identity,
     mark: &Mark,
 ) -> Result<Stands> {
-    let Mark { at, above } = mark;
+    let (at, above) = (mark.path(), mark.above());
     let denied = |what: &str| {
         let (named, above) = (layer.display(), above.display());
         let what = format!("{named} is frozen: its disk went on in {above}, {what}");
         Error::new(ErrorKind::Denied, format!("{what}; {}", cure(layer, at)))
     };
-    let mut path = above.clone();
+    let mut path = above.to_owned();
     for depth in 0..LayerNumber::COUNT_MAX {
         let store = match images.glance(&path) {
             Ok((_, store)) => store,
@@ -396,10 +233,18 @@ fn beneath(named: &Path, mut options: ImageOptions) -> Result<ImageOptions> {
     Ok(options)
 }
 
-/// What to do about the mark of the layer at `path`.
-pub(crate) fn cure_for(path: &Path) -> String {
-    let mark = place(path, SUFFIX).unwrap_or_else(|_| path.to_owned());
-    cure(path, &mark)
+impl MayWrite {
+    /// For the image at `path`, which exists.
+    ///
+    /// # Errors
+    /// `Denied` if it is a frozen layer, or if that cannot be told.
+    pub async fn check(path: &Path, options: &ImageOptions) -> Result<Self> {
+        let active = active_layer(path, options.clone()).await?;
+        match active.path == path {
+            true => Ok(Self::as_active(active.unfinished.as_ref())),
+            false => Err(frozen(path, &active.path)),
+        }
+    }
 }
 
 fn name_of(path: &Path) -> String {

@@ -2,8 +2,8 @@
 //! folders. The fuzz targets in `fuzz/` pass random bytes, a test passes the corpus. Every function
 //! here returns, whatever the bytes are, or the bytes have found a bug.
 
-use crate::above::name_in;
 use crate::forest::{Forest, ScanOptions};
+use crate::mark::name_in;
 use crate::merged::is_merge_mark;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
@@ -31,8 +31,8 @@ pub fn merge_mark(bytes: &[u8]) {
     is_merge_mark(bytes);
 }
 
-/// Images in `folder`, which is empty and stays so: the first byte says into how many the others are
-/// cut.
+/// Images in `folder`, which is empty and stays so: the first byte says into how many the others
+/// are cut.
 ///
 /// # Panics
 /// If what is found is no forest, or the folder cannot be written.

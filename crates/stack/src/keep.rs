@@ -28,8 +28,8 @@
 //! - I2 No file is replaced but the second name of the disk itself, and what is named like the
 //!   overlay of step 1.
 
-use crate::above::Mark;
 use crate::files::plain_name;
+use crate::mark::Mark;
 use crate::{FileImages, ImageOptions, MayWrite};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};

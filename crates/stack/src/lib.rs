@@ -15,6 +15,7 @@ pub mod hostile;
 mod images;
 mod inject;
 mod keep;
+mod mark;
 mod may_write;
 mod merged;
 mod new_layer;

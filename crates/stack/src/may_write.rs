@@ -16,8 +16,7 @@
 //! - I1 A layer that was frozen between the check and the opening is refused, too: a mark is put
 //!   only by who has the image locked for writing, so it is looked for again under that lock.
 
-use crate::ImageOptions;
-use crate::above::{Mark, active_layer, cure_for};
+use crate::mark::{Mark, cure_for};
 use mica_block::{Error, ErrorKind, Result};
 use std::path::{Path, PathBuf};
 
@@ -34,18 +33,6 @@ enum Leave {
 }
 
 impl MayWrite {
-    /// For the image at `path`, which exists.
-    ///
-    /// # Errors
-    /// `Denied` if it is a frozen layer, or if that cannot be told.
-    pub async fn check(path: &Path, options: &ImageOptions) -> Result<Self> {
-        let active = active_layer(path, options.clone()).await?;
-        if active.path == path {
-            return Ok(Self::as_active(active.unfinished.as_ref()));
-        }
-        Err(frozen(path, &active.path))
-    }
-
     /// For an image that was found to be the active layer; `unfinished` is its mark, if it has one.
     pub(crate) fn as_active(unfinished: Option<&Mark>) -> Self {
         let unfinished = unfinished.map(|mark| mark.path().to_owned());
@@ -75,7 +62,8 @@ impl MayWrite {
     }
 }
 
-fn frozen(path: &Path, active: &Path) -> Error {
+/// The error for one who would write the layer at `path`, whose disk is in `active`.
+pub(crate) fn frozen(path: &Path, active: &Path) -> Error {
     let what = format!(
         "{} is frozen: a layer stands on it, and its disk is in {} now; {}",
         path.display(),

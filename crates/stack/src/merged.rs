@@ -8,7 +8,7 @@
 //!
 //! | who | does, in this order |
 //! |---|---|
-//! | a commit | marks all its layers, durably; looks for images that stand on them; changes the base |
+//! | a commit | marks all its layers, durably; looks for images on them; changes the base |
 //! | whoever makes an overlay | writes the name of what it stands on; looks for a mark there |
 //!
 //! Of two that do so at once at least one sees the other.
@@ -25,8 +25,8 @@
 //! - I3 An image that was merged does not keep its base from being changed, but images that stand
 //!   on it do.
 
-use crate::above::{place, put_whole, read_trusted};
 use crate::files::sync_folder_of;
+use crate::mark::{place, put_whole, read_trusted};
 use mica_block::{Error, ErrorKind, LocalFuture, MergeControl, MergeProgress, Merged, Result};
 use std::ffi::OsString;
 use std::fs::Metadata;
@@ -198,7 +198,7 @@ struct Put {
 
 impl Put {
     /// Marks `layer`; a device has no place for one, and is found by its locks only.
-    fn put(layer: &Path, content: impl FnOnce(&Metadata) -> Content) -> Result<Option<Self>> {
+    fn beside(layer: &Path, content: impl FnOnce(&Metadata) -> Content) -> Result<Option<Self>> {
         let failed = |error: io::Error| Error::from_io(layer.display().to_string(), error);
         let found = std::fs::metadata(layer).map_err(failed)?;
         if found.file_type().is_block_device() {
@@ -228,11 +228,11 @@ impl MergeMarks {
     /// What the system reports. Nothing new is marked then.
     pub fn put(base: &Path, sources: &[PathBuf]) -> Result<Self> {
         let mut marks = Self { base: None, sources: Vec::new(), has_begun: AtomicBool::new(false) };
-        marks.base = Put::put(base, |found| Content::Base { file: FileMark::of(found) })?;
+        marks.base = Put::beside(base, |found| Content::Base { file: FileMark::of(found) })?;
         let into = base.canonicalize();
         let into = into.map_err(|error| Error::from_io(base.display().to_string(), error))?;
         for source in sources {
-            let put = Put::put(source, |found| Content::Source {
+            let put = Put::beside(source, |found| Content::Source {
                 into: into.clone().into_os_string(),
                 file: FileMark::of(found),
                 changed_ns: changed_ns(found),

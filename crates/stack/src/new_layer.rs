@@ -12,9 +12,10 @@
 //! - I3 If the chain does not get it, what was made is removed: mark, then file. A file that was
 //!   there before stays.
 
-use crate::above::{Mark, has_data};
+use crate::above::has_data;
 use crate::files::{base_name, sync_folder_of};
 use crate::images::FileImages;
+use crate::mark::Mark;
 use mica_block::{Error, ErrorKind, Images, Result};
 use mica_qcow2::read_header;
 use mica_qcow2_tools::create::{ImageWish, Stores, create_unnamed};

@@ -94,10 +94,6 @@ fn images_that_were_merged_hold_up_no_merge_after_a_restart_and_their_clones_do(
     assert_eq!(chain.names(LAYERS[4]).len(), 2);
     chain.judge(&chain.expected());
     // Nor offline.
-    qemu::overlay(chain.dir(), "next.qcow2", LAYERS[4], &[]);
-    qemu::io(chain.dir(), &[], "next.qcow2", &["write -P 9 1M 1M"]);
-    chain.mica(&["commit", "next.qcow2"]).ok();
-    chain.mica(&["commit", LAYERS[4]]).refusal();
-    std::fs::remove_file(chain.path("next.qcow2")).expect("removed");
     chain.mica(&["commit", LAYERS[4]]).ok();
+    chain.judge(&chain.expected());
 }

@@ -15,7 +15,7 @@
 //! | `POST /v1/disks/NAME/drain` | stops serving the disk and closes its image |
 //! | `POST /v1/disks/NAME/undrain` | serves it again |
 //! | `POST /v1/disks/NAME/handover` | `{"host": "host-2"}`: closes a volume for that host |
-//! | `POST /v1/disks/NAME/stream` | `{"base": PATH, "drop_states": BOOL, "rate": BYTES}`: layers go up |
+//! | `POST /v1/disks/NAME/stream` | `{"base": PATH, "drop_states": true}`: layers go up |
 //! | `POST /v1/disks/NAME/commit` | `{"top": PATH, "base": PATH}`: layers go down |
 //! | `POST /v1/disks/NAME/cancel`, `pause`, `resume` | the merge that is under way |
 //! | `GET /v1/jobs` | merges under way, and the last ones |

@@ -33,8 +33,8 @@ impl Served {
     /// them if none is. If `states` are kept in them, that decides.
     ///
     /// # Errors
-    /// `Denied` if the disk is not served, a merge is under way, or states are in the way; `Invalid`
-    /// if there is no such layer; as [`Job::start`].
+    /// `Denied` if the disk is not served, a merge is under way, or states are in the way;
+    /// `Invalid` if there is no such layer; as [`Job::start`].
     pub(crate) fn start_stream(
         &self,
         base: Option<&Path>,

@@ -1,9 +1,11 @@
 use super::*;
+use crate::mark::{CONTENT_BYTES_MAX, KEY, NEW_SUFFIX, SUFFIX};
 use crate::{MayWrite, NewLayer, NewLayerWish};
 use mica_qcow2_format::field;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Executor};
 use mica_store::Handles;
+use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use tempfile::TempDir;
 
