@@ -1,9 +1,10 @@
 //! Merges of a disk's layers while it is served.
 
 use super::{Served, State};
-use crate::jobs::{Job, Merge};
+use crate::jobs::{Job, Merge, PAST_MAX, Told};
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_stack::{FileId, position_of};
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
@@ -17,6 +18,11 @@ impl Served {
     /// The merge that is under way, or the last one.
     pub(crate) fn job(&self) -> Option<Arc<Job>> {
         self.lock_job().clone()
+    }
+
+    /// What is told of the merges before that one, from the oldest.
+    pub(crate) fn past_jobs(&self) -> Vec<Told> {
+        self.lock_past_jobs().iter().cloned().collect()
     }
 
     /// Begins to merge the layers above the one that is called `base` into the active layer; all of
@@ -104,6 +110,12 @@ impl Served {
         let merge = merge(&disk.layer_paths())?;
         let started = Job::start(&self.name, disk, merge, rate)?;
         self.lock_merged_away().extend(last.iter().flat_map(|last| last.merged_away()));
+        if let Some(last) = last {
+            let mut past = self.lock_past_jobs();
+            past.push_back(last.told());
+            let spare = past.len().saturating_sub(PAST_MAX);
+            past.drain(..spare);
+        }
         *self.lock_job() = Some(Arc::clone(&started));
         Ok(started)
     }
@@ -134,6 +146,10 @@ impl Served {
         if let Some(job) = self.job() {
             job.stop();
         }
+    }
+
+    fn lock_past_jobs(&self) -> MutexGuard<'_, VecDeque<Told>> {
+        self.past_jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock_job(&self) -> MutexGuard<'_, Option<Arc<Job>>> {
