@@ -111,7 +111,7 @@ pub(crate) enum Verb {
     Tree(TreeArgs),
     #[command(after_long_help = sections::SURVEY)]
     Survey(SurveyArgs),
-    /// Create, list and manage volumes: disks in a store that any host can attach.
+    /// Create, list and manage volumes: disks that any host can attach.
     #[command(after_long_help = volume::EXAMPLES)]
     Volume(VolumeArgs),
     /// Generate chains for tests and measurements.

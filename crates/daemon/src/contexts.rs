@@ -161,7 +161,7 @@ pub(crate) fn moved(
 /// The part of `disk` that its settings ask for.
 ///
 /// # Errors
-/// As [`find_partition`].
+/// `Invalid` if they contradict each other; as [`find_partition`].
 pub(crate) async fn part_of(
     disk: &dyn Disk,
     settings: &DiskSettings,
@@ -170,6 +170,10 @@ pub(crate) async fn part_of(
         return Ok(None);
     }
     if let Some(number) = settings.partition {
+        if settings.offset.is_some() || settings.size.is_some() {
+            let what = "a partition has its own place: leave out offset and size";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
         let found = find_partition(disk, number).await;
         return found.map(Some).map_err(|error| error.wrap(format!("--partition {number}")));
     }

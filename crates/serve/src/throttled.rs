@@ -92,7 +92,7 @@ impl Disk for Throttled {
 mod tests {
     use super::*;
     use crate::limit::Rates;
-    use crate::testing::MemoryDisk;
+    use crate::testing::memory::MemoryDisk;
     use mica_block::read_whole;
     use mica_rt::{Backend, Executor};
     use std::time::Duration;
