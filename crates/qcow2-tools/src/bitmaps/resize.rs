@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! new tables and a new directory, counted ─▶ durable
-//!   ─▶ header without the bit that bitmaps are true ─▶ the disk gets its length ─▶ header with the new directory and the bit ─▶ the old is freed
+//!   ─▶ header without the bit that bitmaps are true ─▶ the disk gets its length
+//!   ─▶ header with the new directory and the bit ─▶ the old is freed
 //! ```
 //!
 //! A power cut in between leaves bitmaps that are marked as not to be used, as I1 of the module
