@@ -42,6 +42,7 @@ tools! {
     XFS_IO = "xfs_io" in ["xfsprogs"];
     XFS_REPAIR = "xfs_repair" in ["xfsprogs"];
     QEMU_SYSTEM = "qemu-system-x86_64" in ["qemu-system-x86"];
+    SGDISK = "sgdisk" in ["gdisk"];
     BLKDISCARD = "blkdiscard" in ["util-linux"];
     PROMTOOL = "promtool" in ["prometheus"];
     DB_BENCH = "db_bench" in ["rocksdb-tools"];

@@ -1,6 +1,8 @@
 //! The verbs of the command line, each of which states its own options. The names are those of
 //! qemu-img and qemu-nbd where the task is the same.
 
+use crate::amend::AmendArgs;
+use crate::bench::BenchArgs;
 use crate::bitmap::BitmapArgs;
 use crate::check::CheckArgs;
 use crate::clone::CloneArgs;
@@ -9,7 +11,7 @@ use crate::compare::CompareArgs;
 use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
 use crate::ctl::CtlArgs;
-use crate::dd::{ReadArgs, WriteArgs};
+use crate::dd::DdArgs;
 use crate::diff::DiffArgs;
 use crate::generate::GenArgs;
 use crate::index::IndexArgs;
@@ -17,6 +19,7 @@ use crate::info::InfoArgs;
 use crate::manual::ManualArgs;
 use crate::map::MapArgs;
 use crate::measure::MeasureArgs;
+use crate::pipe::{ReadArgs, WriteArgs};
 use crate::rebase::RebaseArgs;
 use crate::resize::ResizeArgs;
 use crate::sections;
@@ -81,8 +84,12 @@ pub(crate) enum Verb {
     Snapshot(SnapshotArgs),
     #[command(after_long_help = sections::CONVERT)]
     Convert(ConvertArgs),
+    #[command(after_long_help = sections::DD)]
+    Dd(DdArgs),
     #[command(after_long_help = sections::RESIZE)]
     Resize(ResizeArgs),
+    #[command(after_long_help = sections::AMEND)]
+    Amend(AmendArgs),
     #[command(after_long_help = sections::BITMAP)]
     Bitmap(BitmapArgs),
     #[command(after_long_help = sections::COMMIT)]
@@ -95,6 +102,8 @@ pub(crate) enum Verb {
     Read(ReadArgs),
     #[command(after_long_help = sections::WRITE)]
     Write(WriteArgs),
+    #[command(after_long_help = sections::BENCH)]
+    Bench(BenchArgs),
     /// Build, inspect or drop the index of a chain.
     #[command(after_long_help = sections::INDEX)]
     Index(IndexArgs),
@@ -102,7 +111,7 @@ pub(crate) enum Verb {
     Tree(TreeArgs),
     #[command(after_long_help = sections::SURVEY)]
     Survey(SurveyArgs),
-    /// Create, list and manage volumes: disks in a store that any host can attach.
+    /// Create, list and manage volumes: disks that any host can attach.
     #[command(after_long_help = volume::EXAMPLES)]
     Volume(VolumeArgs),
     /// Generate chains for tests and measurements.

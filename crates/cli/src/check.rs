@@ -1,14 +1,14 @@
 //! `mica check`: checks and repairs one image, with qemu-img's wording and exit codes.
 
 use crate::failure::{Failure, tell};
-use crate::images::ImageArgs;
+use crate::images::{CacheWord, ImageArgs};
 use crate::output::{ReportArgs, progress_bar};
 use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
 use mica_qcow2_tools::check::{CheckReport, Finding, Observer, Progress, check};
 use mica_qcow2_tools::open_for_check;
 use mica_qcow2_tools::recover::{RepairMode, Repaired, open_for_repair, repair};
-use mica_stack::{FileImages, Format, MayWrite, wait_for_dead};
+use mica_stack::{FileImages, Format, ImageOptions, MayWrite, wait_for_dead};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -39,6 +39,12 @@ pub(crate) struct CheckArgs {
     /// Leaks only, or everything possible.
     #[arg(short = 'r', long, value_enum, value_name = "WHAT", hide_possible_values = true)]
     repair: Option<RepairChoice>,
+    /// How the image is read, as of qemu-img: writeback, or none (O_DIRECT).
+    ///
+    /// As --cache; the other words of qemu-img mean one of these two.
+    #[arg(short = 'T', value_name = "MODE", conflicts_with = "cache")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
+    cache_mode: Option<CacheWord>,
     /// The image. Its backing files are not checked.
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
@@ -52,6 +58,8 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     executor.block_on(async {
         let options = args.images.image_options()?;
+        let cache = args.cache_mode.map_or(options.cache, |CacheWord(cache)| cache);
+        let options = ImageOptions { cache, ..options };
         let images = match args.repair {
             None => FileImages::new(&args.image, options)?,
             Some(_) => FileImages::to_write(&args.image, options, MayWrite::to_repair())?,

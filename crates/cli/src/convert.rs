@@ -1,9 +1,11 @@
 //! `mica convert`: copies a disk, with everything its chain holds, into a new image, onto something
 //! that exists, or to standard output.
 
+mod bitmaps;
 mod content;
 mod engine;
 mod existing;
+mod input;
 mod progress;
 mod stream;
 
@@ -12,19 +14,19 @@ use crate::create::{
     open_backing, parse_options, plain_names, warn_if_refused,
 };
 use crate::failure::Failure;
-use crate::images::{ImageArgs, size_of};
+use crate::images::{CacheWord, ImageArgs, size_of};
 use crate::output::{OutputFormat, ReportArgs, print_json};
 use clap::Args;
 use content::ContentRules;
-pub(crate) use content::is_zero;
 use engine::{Job, Target};
-use mica_block::{Disk, Manage, Space, Store};
-use mica_daemon::{ImageSettings, IoSettings};
+pub(crate) use input::Input;
+use mica_block::{Disk, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
 use mica_rt::Executor;
-use mica_stack::{Format, refuse_merged};
+use mica_stack::{Format, ImageOptions, refuse_merged};
+use mica_store::CacheMode;
 use mica_units::{HostOffset, SECTOR_BYTES};
 pub(crate) use progress::Progress;
 use serde_json::{Value, json};
@@ -34,7 +36,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
 // What a copy is to be. (A doc comment would become the help of the verb.)
-#[derive(Args, Clone)]
+#[derive(Args, Clone, Default)]
 pub(crate) struct TargetArgs {
     /// Format of the new image: qcow2 or raw.
     #[arg(short = 'O', long, default_value = "qcow2", value_name = "FMT")]
@@ -51,10 +53,10 @@ pub(crate) struct TargetArgs {
     /// Zeros to leave out; 0 for none.
     ///
     /// Runs of this length in a raw image, whole clusters in a qcow2 image. 0 writes all zeros.
-    #[arg(short = 'S', default_value = "4k", value_name = "SIZE")]
+    #[arg(short = 'S', default_value = SPARSE, value_name = "SIZE")]
     sparse: String,
     /// Pieces that are read, compressed and written in parallel.
-    #[arg(short = 'm', long, default_value_t = 8, value_name = "COUNT")]
+    #[arg(short = 'm', long, default_value_t = COROUTINES, value_name = "COUNT")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     coroutines: usize,
     /// Show progress on stderr.
@@ -70,8 +72,24 @@ pub(crate) struct TargetArgs {
     report: ReportArgs,
 }
 
+impl TargetArgs {
+    /// A copy without any options of its own.
+    pub(crate) fn plain(format: &str, force: bool, report: ReportArgs) -> Self {
+        Self {
+            output_format: format.to_owned(),
+            sparse: SPARSE.to_owned(),
+            coroutines: COROUTINES,
+            force,
+            report,
+            ..Self::default()
+        }
+    }
+}
+
 /// Copy a disk, with everything its chain holds, into a new image.
-#[derive(Args)]
+///
+/// Several sources are copied one behind the other.
+#[derive(Args, Default)]
 pub(crate) struct ConvertArgs {
     #[command(flatten)]
     new: TargetArgs,
@@ -88,6 +106,29 @@ pub(crate) struct ConvertArgs {
     /// Format of the backing file: qcow2 or raw.
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
+    /// Copy the dirty bitmaps, too.
+    ///
+    /// Those of the source itself, not of its backing files.
+    #[arg(long, conflicts_with = "load_snapshot")]
+    bitmaps: bool,
+    /// Leave out bitmaps that are inconsistent.
+    #[arg(long, requires = "bitmaps", hide_short_help = true)]
+    skip_broken_bitmaps: bool,
+    /// Copy at most so many bytes of the disk a second.
+    #[arg(short = 'r', long, value_name = "SIZE")]
+    rate: Option<String>,
+    /// How the source is read, as of qemu-img: writeback, or none (O_DIRECT).
+    ///
+    /// As --cache; the other words of qemu-img mean one of these two.
+    #[arg(short = 'T', long, value_name = "MODE", conflicts_with = "cache")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
+    source_cache: Option<CacheWord>,
+    /// How the target is written, as of qemu-img: writeback, or none (O_DIRECT).
+    ///
+    /// It is synced once, at the end, in any case.
+    #[arg(short = 't', long, value_name = "MODE")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
+    target_cache: Option<CacheWord>,
     /// Accepted for compatibility with qemu-img: pieces are always written out of order.
     #[arg(short = 'W', hide_short_help = true, help_heading = "Engine")]
     out_of_order: bool,
@@ -101,9 +142,11 @@ pub(crate) struct ConvertArgs {
     target_is_zero: bool,
     #[command(flatten)]
     images: ImageArgs,
-    /// The disk to copy: for a chain, its active layer.
-    #[arg(value_name = "SOURCE")]
-    source: PathBuf,
+    /// The disk to copy: for a chain, its active layer; - for standard input.
+    ///
+    /// With --format raw also standard input, which goes through a temporary file.
+    #[arg(value_name = "SOURCE", required = true)]
+    sources: Vec<PathBuf>,
     /// The image, with -O raw also a device or -.
     ///
     /// A new file, or with -O raw a block device that is not in use, or - for standard output. Of a
@@ -112,39 +155,36 @@ pub(crate) struct ConvertArgs {
     target: PathBuf,
 }
 
+/// Zeros to leave out, and pieces in flight, unless stated.
+const SPARSE: &str = "4k";
+const COROUTINES: usize = 8;
 /// Most pieces in flight, as in QEMU.
 const COROUTINES_MAX: usize = 16;
 
 pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let checked = args.check()?;
     let executor = args.images.executor()?;
-    let source = executor.block_on(open_source(args))?;
-    copy(args, checked, &executor, source)
+    let bitmaps = executor.block_on(bitmaps::wanted(args))?;
+    let input = executor.block_on(input::open(args))?;
+    copy(args, checked, &executor, input)?;
+    executor.block_on(bitmaps::copy(args, bitmaps))?;
+    Ok(ExitCode::SUCCESS)
 }
 
-/// Copies a disk that the user called `source` as [`run`] does.
+/// Copies what `open` opens, and the user called `source`, as [`run`] does.
 pub(crate) fn run_from(
     source: &str,
     target: PathBuf,
-    (new, io): (TargetArgs, IoSettings),
-    open: impl FnOnce(&Executor) -> Result<Arc<dyn Manage>, Failure>,
+    (new, images): (TargetArgs, ImageArgs),
+    open: impl FnOnce(&Executor) -> Result<Input, Failure>,
 ) -> Result<ExitCode, Failure> {
-    let args = ConvertArgs {
-        new,
-        load_snapshot: None,
-        backing: None,
-        backing_format: None,
-        out_of_order: false,
-        no_create: false,
-        target_is_zero: false,
-        images: ImageArgs { settings: ImageSettings::default(), io },
-        source: PathBuf::from(source),
-        target,
-    };
+    let sources = vec![PathBuf::from(source)];
+    let args = ConvertArgs { new, images, sources, target, ..ConvertArgs::default() };
     let checked = args.check()?;
     let executor = args.images.executor()?;
-    let source = open(&executor)?;
-    copy(&args, checked, &executor, source)
+    let input = open(&executor)?;
+    copy(&args, checked, &executor, input)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 impl ConvertArgs {
@@ -163,7 +203,28 @@ impl ConvertArgs {
             return Err(Failure::new("the null format cannot be created"));
         }
         stream::check(self, format)?;
+        input::check(self)?;
+        bitmaps::check(self, format)?;
+        self.rate()?;
         Ok((format, sparse))
+    }
+
+    /// Bytes of the disk a second; 0 if there is no limit.
+    fn rate(&self) -> Result<u64, Failure> {
+        self.rate.as_deref().map_or(Ok(0), |rate| size_of("-r", rate))
+    }
+
+    /// How sources are opened.
+    fn source_options(&self) -> Result<ImageOptions, Failure> {
+        let options = self.images.image_options()?;
+        let cache = self.source_cache.map_or(options.cache, |CacheWord(cache)| cache);
+        Ok(ImageOptions { cache, ..options })
+    }
+
+    /// How the target is opened.
+    fn target_options(&self) -> Result<ImageOptions, Failure> {
+        let cache = self.target_cache.map_or(CacheMode::Writeback, |CacheWord(cache)| cache);
+        Ok(ImageOptions { cache, ..self.images.image_options()? })
     }
 }
 
@@ -171,11 +232,10 @@ fn copy(
     args: &ConvertArgs,
     (format, sparse): (Format, u64),
     executor: &Executor,
-    source: Arc<dyn Manage>,
-) -> Result<ExitCode, Failure> {
+    input: Input,
+) -> Result<(), Failure> {
     // Not even with --force is a disk copied over one of its own files.
-    let mut sources = Sources::default();
-    sources.add(&args.source, &*source);
+    let Input { disk: source, files: sources, spooled: _spooled } = input;
     let len = source.geometry().len;
     let progress = Progress::start(len, args.new.report.progress(args.new.progress));
     if stream::is_stream(&args.target) {
@@ -193,7 +253,7 @@ fn copy(
     if args.new.report.format() == Some(OutputFormat::Json) {
         print_json(&described(args, format, len, figures))?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// What was made, and the figures of the copy.
@@ -218,13 +278,6 @@ fn refuse_creation_options(args: &ConvertArgs) -> Result<(), Failure> {
         return Err(Failure::new(format!("{} {what}", args.target.display())));
     }
     Ok(())
-}
-
-async fn open_source(args: &ConvertArgs) -> Result<Arc<dyn Manage>, Failure> {
-    let mut chain = args.images.chain_options(IndexUse::Read)?;
-    chain.snapshot.clone_from(&args.load_snapshot);
-    let (images, format) = (args.images.image_options()?, args.images.format()?);
-    Ok(mica_stack::open(&args.source, format, images, &chain).await?)
 }
 
 fn options_of(args: &ConvertArgs, format: Format) -> Result<NewImageOptions, Failure> {
@@ -253,8 +306,8 @@ fn convert_to_raw(
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let size = source.geometry().len;
     let file = executor.block_on(async {
-        let file =
-            NewFile::create(&args.target, Some(args.new.force), sources, &args.images).await?;
+        let (force, options) = (Some(args.new.force), args.target_options()?);
+        let file = NewFile::create_with(&args.target, force, sources, options).await?;
         // A fully preallocated image gets its zeros with the data.
         let first = match preallocation {
             Preallocation::Full => Preallocation::Off,
@@ -273,7 +326,9 @@ fn convert_to_raw(
     };
     let target = Target::Raw(Arc::clone(file.store()));
     let (coroutines, backend) = (args.new.coroutines, args.images.backend());
-    engine::copy(&Job { source, backing: None, target, rules, coroutines, backend }, progress)?;
+    let rate = args.rate()?;
+    let job = Job { source, backing: None, target, rules, coroutines, backend, rate };
+    engine::copy(&job, progress)?;
     executor.block_on(file.store().sync())?;
     file.keep();
     Ok(())
@@ -299,10 +354,10 @@ fn convert_to_qcow2(
     };
     let falloc = plan.preallocation == Preallocation::Falloc;
     let (image, data) = executor.block_on(async {
+        let (force, options) = (args.new.force, args.target_options()?);
         let image =
-            NewFile::create(&args.target, Some(args.new.force), &sources, &args.images).await?;
-        let data =
-            new_data_file(&args.target, &plan, args.new.force, sources, &args.images).await?;
+            NewFile::create_with(&args.target, Some(force), &sources, options.clone()).await?;
+        let data = new_data_file(&args.target, &plan, force, sources, options).await?;
         Ok::<_, Failure>((image, data))
     })?;
     let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
@@ -312,7 +367,8 @@ fn convert_to_qcow2(
         writer: Box::new(Mutex::new(ImageWriter::new(plan)?)),
     };
     let (coroutines, backend) = (args.new.coroutines, args.images.backend());
-    let job = Job { source, backing, target, rules, coroutines, backend };
+    let rate = args.rate()?;
+    let job = Job { source, backing, target, rules, coroutines, backend, rate };
     engine::copy(&job, progress)?;
     let Target::Qcow2 { writer, .. } = job.target else { unreachable!("it was created above") };
     let writer = writer.into_inner().unwrap_or_else(PoisonError::into_inner);

@@ -3,23 +3,21 @@
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Verbs of qemu-img, and what does the same.
-const VERBS: &[(&str, &str)] = &[
-    ("amend", "use qemu-img amend while nothing has the image open"),
-    ("bench", "use fio on what `mica serve` serves, or qemu-img bench"),
-    ("dd", "use `mica read` and `mica write`"),
-];
+const VERBS: &[(&str, &str)] = &[];
 
 /// Options of qemu-img, and what to do instead.
 const OPTIONS: &[(&str, &str)] = &[
-    ("--bitmaps", "use qemu-img convert --bitmaps"),
     ("--image-opts", "name the image, and its format with --format"),
     ("--object", "secrets and encryption need qemu-img"),
+    ("--connect", "nbd-client connects the kernel to a server"),
     ("--salvage", "use qemu-img convert --salvage"),
+    ("--selinux-label", "systemd labels sockets, and passes them to mica"),
     ("--target-image-opts", "name the target, and its format with -O"),
+    ("--tls-authz", "who has a certificate of the CA is admitted: use a CA for these clients"),
     ("-T", "use --cache for how images are read"),
-    ("-t", "a target is written through the page cache and synced at the end"),
+    ("-t", "use --cache for how images are read and written"),
+    ("-i", "use --aio for how I/O is done"),
     ("-C", "mica has no copy offloading: leave it out"),
-    ("-r", "mica has no rate limit for copies: leave it out"),
 ];
 
 /// One line about a command line that means something to qemu-img only.

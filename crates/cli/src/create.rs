@@ -2,7 +2,7 @@
 
 mod names;
 mod new_file;
-mod options;
+pub(crate) mod options;
 mod sources;
 
 pub(crate) use names::{plain_names, warn_if_refused};
@@ -18,7 +18,7 @@ use mica_block::{Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_format::{Compression, Version};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores};
-use mica_stack::{Format, refuse_merged};
+use mica_stack::{Format, ImageOptions, refuse_merged};
 use mica_units::HostOffset;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
@@ -112,7 +112,8 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let plan = options.wish.plan(size).map_err(Failure::from).map_err(named)?;
     let fields = describe_qcow2(&args.file, &plan);
     let image = NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?;
-    let data = new_data_file(&args.file, &plan, args.force, sources, &args.images).await?;
+    let images = options_of(&args.images)?;
+    let data = new_data_file(&args.file, &plan, args.force, sources, images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
@@ -134,7 +135,7 @@ pub(crate) async fn new_data_file(
     plan: &ImagePlan,
     force: bool,
     mut sources: Sources,
-    images: &ImageArgs,
+    images: ImageOptions,
 ) -> Result<Option<NewFile>, Failure> {
     match &plan.data_file {
         None => Ok(None),
@@ -142,7 +143,7 @@ pub(crate) async fn new_data_file(
             let path = beside(file, Path::new(&data.name));
             // The image itself is there by now.
             sources.add_file(file);
-            Ok(Some(NewFile::create(&path, Some(force), &sources, images).await?))
+            Ok(Some(NewFile::create_with(&path, Some(force), &sources, images).await?))
         }
     }
 }

@@ -95,7 +95,11 @@ enum CtlVerb {
     Commit(merges::CommitArgs),
     /// Show merges that are under way, and the last one of each disk.
     #[command(after_long_help = sections::CTL_JOBS)]
-    Jobs,
+    Jobs {
+        /// Also show the merges before, from the oldest: 32 of each disk.
+        #[arg(long)]
+        all: bool,
+    },
     /// End the merge of a disk: the chain keeps the layers that it has.
     #[command(after_long_help = sections::CTL_CANCEL)]
     Cancel {
@@ -212,7 +216,7 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Backup { verb } => verb.run(client)?,
         CtlVerb::Stream(args) => (args.run(client)?, merges::one),
         CtlVerb::Commit(args) => (args.run(client)?, merges::one),
-        CtlVerb::Jobs => (merges::all(client)?, merges::listed),
+        CtlVerb::Jobs { all } => (merges::jobs(client, *all)?, merges::listed),
         CtlVerb::Cancel { disk } => (merges::change(client, disk, "cancel")?, merges::one),
         CtlVerb::Pause { disk } => (merges::change(client, disk, "pause")?, merges::one),
         CtlVerb::Resume { disk } => (merges::change(client, disk, "resume")?, merges::one),

@@ -1,150 +1,129 @@
-//! `mica read` and `mica write`: copy bytes of a disk to and from a pipe, for scripts.
+//! `mica dd`: copies blocks of a disk into a new image, in the words of `qemu-img dd`.
 
+use crate::convert::{Input, TargetArgs, run_from};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
+use crate::output::ReportArgs;
 use clap::Args;
-use mica_block::{Disk, read_whole};
+use mica_block::Disk;
 use mica_qcow2::IndexUse;
-use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
-use std::io::{Read as _, Write as _};
-use std::ops::Range;
-use std::path::PathBuf;
+use mica_stack::{Window, WindowPlace};
+use mica_units::SECTOR_BYTES;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
-/// Bytes read or written at a time.
-const PIECE_BYTES: u64 = 1 << 20;
+/// Bytes of a block, if it is not stated.
+const BLOCK_BYTES: u64 = 512;
 
-// An image and an offset. (A doc comment would become the help of the verb.)
+/// Copy blocks of a disk into a new image.
+///
+/// As qemu-img dd. if=FILE and of=FILE name the image and the new one; bs=SIZE is the length of a
+/// block, 512 by default; skip=COUNT leaves out blocks at the start; count=COUNT is where the input
+/// ends, counted from its start, so that skip=1 count=3 copies two blocks.
 #[derive(Args)]
-struct PlaceArgs {
+pub(crate) struct DdArgs {
+    /// Format of the new image: raw or qcow2.
+    #[arg(short = 'O', long, default_value = "raw", value_name = "FMT")]
+    #[arg(hide_default_value = true)]
+    output_format: String,
+    /// Overwrite an existing file.
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
-    /// The image.
-    #[arg(value_name = "IMAGE")]
-    image: PathBuf,
-    /// Offset of the first byte on the disk (suffixes k, M, G, T or KiB, MiB, …).
-    #[arg(value_name = "OFFSET")]
-    offset: String,
+    /// if=, of=, bs=, count= and skip=.
+    #[arg(value_name = "KEY=VALUE", required = true)]
+    words: Vec<String>,
 }
 
-/// Read bytes of a disk to stdout.
-#[derive(Args)]
-pub(crate) struct ReadArgs {
-    #[command(flatten)]
-    place: PlaceArgs,
-    /// How many bytes; those up to the end of the disk by default.
-    #[arg(value_name = "LENGTH")]
-    length: Option<String>,
+/// What the words say.
+#[derive(Default, PartialEq, Eq, Debug)]
+struct Wish {
+    from: Option<PathBuf>,
+    to: Option<PathBuf>,
+    block: Option<u64>,
+    count: Option<u64>,
+    skip: Option<u64>,
 }
 
-/// Write bytes from stdin to a disk and make them durable.
-#[derive(Args)]
-pub(crate) struct WriteArgs {
-    #[command(flatten)]
-    place: PlaceArgs,
-}
-
-pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
-    let PlaceArgs { images, image, offset } = &args.place;
-    let offset = size_of("OFFSET", offset)?;
-    let length = args.length.as_deref().map(|length| size_of("LENGTH", length)).transpose()?;
-    let executor = images.executor()?;
-    executor.block_on(async {
-        let disk = images.open(image, IndexUse::Read).await?;
-        let len = disk.geometry().len;
-        let end = length.map_or(Some(len), |length| offset.checked_add(length));
-        let end =
-            end.filter(|end| offset <= *end && *end <= len).ok_or_else(|| beyond_end(&*disk))?;
-        copy_out(&*disk, offset..end, |_, _| {}).await?;
-        Ok(ExitCode::SUCCESS)
-    })
-}
-
-/// Writes `range` of `disk` to stdout; after each piece `progress` is called with the position and
-/// the length of the piece.
-pub(crate) async fn copy_out(
-    disk: &dyn Disk,
-    range: Range<u64>,
-    progress: impl Fn(u64, u64),
-) -> Result<(), Failure> {
-    let mut stdout = std::io::stdout().lock();
-    let mut at = range.start;
-    while at < range.end {
-        let piece = read_piece(disk, at, (range.end - at).min(PIECE_BYTES)).await?;
-        stdout.write_all(&piece).map_err(Failure::of_stdout)?;
-        at += piece.len() as u64;
-        progress(at, piece.len() as u64);
-    }
-    stdout.flush().map_err(Failure::of_stdout)
-}
-
-pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
-    let PlaceArgs { images, image, offset } = &args.place;
-    let offset = size_of("OFFSET", offset)?;
-    let executor = images.executor()?;
-    executor.block_on(async {
-        let (format, chain) = (images.format()?, images.chain_options(IndexUse::Read)?);
-        let images = images.image_options()?;
-        let disk = mica_stack::open_writable(image, format, images, &chain).await?;
-        let written = write_all(&*disk, offset).await;
-        // What was written before an error is made durable nevertheless.
-        let closed = disk.close().await;
-        written?;
-        closed?;
-        Ok(ExitCode::SUCCESS)
-    })
-}
-
-async fn write_all(disk: &dyn Disk, offset: u64) -> Result<(), Failure> {
-    let mut stdin = std::io::stdin().lock();
-    let mut at = offset;
-    loop {
-        // The first piece ends at an aligned offset, so that all others are whole.
-        let mut piece = Vec::new();
-        stdin.by_ref().take(PIECE_BYTES - at % PIECE_BYTES).read_to_end(&mut piece)?;
-        if piece.is_empty() {
-            return Ok(());
-        }
-        let end = at.checked_add(piece.len() as u64);
-        if end.is_none_or(|end| end > disk.geometry().len) {
-            return Err(beyond_end(disk));
-        }
-        write_piece(disk, at, &piece).await?;
-        at += piece.len() as u64;
-    }
-}
-
-/// Writes `piece` at `at`; partially covered sectors are read first.
-async fn write_piece(disk: &dyn Disk, at: u64, piece: &[u8]) -> Result<(), Failure> {
-    let end = at + piece.len() as u64;
-    let (start, stop) = (at - at % SECTOR_BYTES, end.next_multiple_of(SECTOR_BYTES));
-    let within = usize::try_from(at - start).expect("less than a sector");
-    let mut buf = match (at, end) == (start, stop) {
-        true => Buf::new(piece.len()),
-        false => read_piece(disk, start, stop - start).await?,
+pub(crate) fn run(args: &DdArgs) -> Result<ExitCode, Failure> {
+    let wish = Wish::parse(&args.words)?;
+    let (Some(from), Some(to)) = (&wish.from, &wish.to) else {
+        return Err(Failure::new("dd needs if=FILE, which is read, and of=FILE, which is made"));
     };
-    buf.put(within, piece);
-    let (result, _) = disk.write(GuestOffset::new(start), buf).await;
-    Ok(result?)
+    let new = TargetArgs::plain(&args.output_format, args.force, args.report.clone());
+    run_from(&from.to_string_lossy(), to.clone(), (new, args.images.clone()), |executor| {
+        let disk = executor.block_on(args.images.open(from, IndexUse::Read))?;
+        let place = wish.place(disk.geometry().len, from)?;
+        let part = Window::new(Arc::clone(&disk) as Arc<dyn Disk>, place)?;
+        Ok(Input::of(from, disk).with_disk(Arc::new(part)))
+    })
 }
 
-/// The `len` bytes at `at`.
-async fn read_piece(disk: &dyn Disk, at: u64, len: u64) -> Result<Buf, Failure> {
-    let sectors_start = at - at % SECTOR_BYTES;
-    let sectors_end = (at + len).next_multiple_of(SECTOR_BYTES);
-    let range = GuestRange::new(GuestOffset::new(sectors_start), sectors_end - sectors_start);
-    let range = range.ok_or_else(|| beyond_end(disk))?;
-    let plan = disk.plan(range, Vec::new()).finish().await?;
-    let mut bytes = read_whole(disk, &plan).await?;
-    bytes.advance(usize::try_from(at - sectors_start).expect("less than a sector"));
-    bytes.truncate(usize::try_from(len).expect("a piece"));
-    Ok(bytes)
+impl Wish {
+    fn parse(words: &[String]) -> Result<Self, Failure> {
+        let mut wish = Self::default();
+        for word in words {
+            let (key, value) = word.split_once('=').unwrap_or((word, ""));
+            let count = || size_of(key, value).map(Some);
+            match key {
+                "if" => wish.from = Some(value.into()),
+                "of" => wish.to = Some(value.into()),
+                "bs" => wish.block = count()?,
+                "count" => wish.count = count()?,
+                "skip" => wish.skip = count()?,
+                _ => {
+                    let what = "there are if=, of=, bs=, count= and skip=";
+                    return Err(Failure::new(format!("dd does not know {word:?}: {what}")));
+                }
+            }
+        }
+        Ok(wish)
+    }
+
+    /// What is copied of a disk of `len` bytes.
+    fn place(&self, len: u64, from: &Path) -> Result<WindowPlace, Failure> {
+        let block = self.block.unwrap_or(BLOCK_BYTES);
+        if block == 0 {
+            return Err(Failure::new("bs=0: a block has at least a byte"));
+        }
+        let bytes = |count: u64| count.saturating_mul(block);
+        let end = self.count.map_or(len, bytes).min(len);
+        let start = self.skip.map_or(0, bytes);
+        if start >= end {
+            let what = format!("nothing is left to copy from byte {start} to {end}");
+            return Err(Failure::new(what).within(from.display()));
+        }
+        if !start.is_multiple_of(SECTOR_BYTES) || !end.is_multiple_of(SECTOR_BYTES) {
+            let what = "an image consists of whole sectors: choose blocks of 512 bytes, or copy \
+                        bytes by `mica read IMAGE OFFSET LENGTH > FILE`";
+            return Err(Failure::new(what));
+        }
+        Ok(WindowPlace { start, len: Some(end - start) })
+    }
 }
 
-fn beyond_end(disk: &dyn Disk) -> Failure {
-    Failure::new(format!(
-        "the disk ends at byte {}, before the end of the range",
-        disk.geometry().len
-    ))
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_counted_as_qemu_img_counts_them() {
+        let place = |words: &[&str]| {
+            let words: Vec<_> = words.iter().map(|word| (*word).to_owned()).collect();
+            let place = Wish::parse(&words).and_then(|wish| wish.place(1 << 20, Path::new("it")));
+            place.ok().map(|place| (place.start, place.len.unwrap_or(0)))
+        };
+        assert_eq!(place(&[]), Some((0, 1 << 20)));
+        assert_eq!(place(&["bs=64k", "count=4", "skip=1"]), Some((64 << 10, 192 << 10)));
+        assert_eq!(place(&["count=3", "if=a", "of=b"]), Some((0, 1536)));
+        assert_eq!(place(&["bs=1M", "count=100"]), Some((0, 1 << 20)));
+        for wrong in ["skip=2048", "count=0", "bs=0", "seek=1", "bs=x", "conv=notrunc"] {
+            assert_eq!(place(&[wrong]), None, "{wrong}");
+        }
+        assert_eq!(place(&["bs=100", "count=1"]), None);
+    }
 }

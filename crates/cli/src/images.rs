@@ -8,11 +8,13 @@ use mica_daemon::{ImageSettings, IoSettings};
 use mica_qcow2::{ChainOptions, IndexUse};
 use mica_rt::{Backend, Executor};
 use mica_stack::{Format, ImageOptions, parse_size};
+use mica_store::CacheMode;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 
 // Options of verbs that open images. (A doc comment would become the help of the verb.)
-#[derive(Args, Clone)]
+#[derive(Args, Clone, Default)]
 pub(crate) struct ImageArgs {
     #[command(flatten)]
     pub(crate) settings: ImageSettings,
@@ -66,6 +68,23 @@ impl ImageArgs {
         let chain = self.chain_options(index)?;
         let images = self.image_options()?;
         Ok(mica_stack::open(image, self.format()?, images, &chain).await?)
+    }
+}
+
+/// A cache mode of qemu-img.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct CacheWord(pub(crate) CacheMode);
+
+impl FromStr for CacheWord {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "writeback" | "writethrough" => Ok(Self(CacheMode::Writeback)),
+            "none" | "directsync" => Ok(Self(CacheMode::None)),
+            "unsafe" => Err("a copy is always synced, once: leave it out".to_owned()),
+            _ => Err("use writeback or none".to_owned()),
+        }
     }
 }
 

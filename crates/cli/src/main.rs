@@ -3,7 +3,9 @@
 //! A verb parses, calls the crates below, and prints. Errors go to stderr as one line that says
 //! what, where and, if possible, what to do; the exit code is the verb's.
 
+mod amend;
 mod args;
+mod bench;
 mod bitmap;
 mod calendar;
 mod captive;
@@ -33,6 +35,7 @@ mod measure;
 mod merging;
 mod output;
 mod pid_file;
+mod pipe;
 mod rebase;
 mod resize;
 mod sections;
@@ -89,13 +92,16 @@ fn main() -> ExitCode {
         Verb::Clone(args) => clone::run(&args),
         Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Convert(args) => convert::run(&args),
+        Verb::Dd(args) => dd::run(&args),
         Verb::Commit(args) => commit::run(&args),
         Verb::Rebase(args) => rebase::run(&args),
         Verb::Resize(args) => resize::run(&args),
+        Verb::Amend(args) => amend::run(&args),
         Verb::Bitmap(args) => bitmap::run(&args),
         Verb::Measure(args) => measure::run(&args),
-        Verb::Read(args) => dd::read(&args),
-        Verb::Write(args) => dd::write(&args),
+        Verb::Read(args) => pipe::read(&args),
+        Verb::Write(args) => pipe::write(&args),
+        Verb::Bench(args) => bench::run(&args),
         Verb::Index(args) => index::run(&args),
         Verb::Volume(args) => volume::run(&args),
         Verb::Survey(args) => survey::run(&args),
@@ -130,6 +136,10 @@ fn options_help() -> Option<String> {
         verb => verb,
     };
     let format = match verb {
+        "amend" => {
+            let options: Vec<String> = matches.get_many("options")?.cloned().collect();
+            return amend::options_help(&options);
+        }
         "create" => "format",
         "convert" | "measure" | "export" => "output_format",
         _ => return None,

@@ -8,13 +8,14 @@ use std::io::Write as _;
 use std::time::Duration;
 
 /// How results are printed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum)]
 pub(crate) enum OutputFormat {
+    #[default]
     Human,
     Json,
 }
 
-#[derive(Args, Clone)]
+#[derive(Args, Clone, Default)]
 pub(crate) struct OutputArgs {
     /// How to print the result: human or json.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
@@ -23,7 +24,7 @@ pub(crate) struct OutputArgs {
 }
 
 // Options of verbs that can be quiet. (A doc comment would become the help of the verb.)
-#[derive(Args, Clone)]
+#[derive(Args, Clone, Default)]
 pub(crate) struct ReportArgs {
     /// Print only errors.
     #[arg(short = 'q', long)]

@@ -87,9 +87,11 @@ pub(crate) fn peers(verb: &str) -> &'static [&'static str] {
     match verb {
         "mica" => &["qemu-img(1)", "qemu-nbd(8)", "nbdkit(1)"],
         "mica-serve" => &["qemu-nbd(8)", "nbdinfo(1)", "nbdcopy(1)", "systemd.socket(5)"],
-        "mica-bitmap" | "mica-info" | "mica-map" | "mica-check" | "mica-compare"
-        | "mica-create" | "mica-convert" | "mica-resize" | "mica-commit" | "mica-rebase"
-        | "mica-measure" | "mica-read" | "mica-write" => &["qemu-img(1)"],
+        "mica-amend" | "mica-bench" | "mica-bitmap" | "mica-info" | "mica-map" | "mica-check"
+        | "mica-compare" | "mica-create" | "mica-convert" | "mica-dd" | "mica-resize"
+        | "mica-commit" | "mica-rebase" | "mica-measure" | "mica-read" | "mica-write" => {
+            &["qemu-img(1)"]
+        }
         _ => &[],
     }
 }
@@ -189,6 +191,7 @@ EXAMPLES:
 pub(crate) const CTL_JOBS: &str = "\
 EXAMPLES:
   mica ctl jobs
+  mica ctl jobs --all
   mica ctl jobs --output json | jq -r '.[] | select(.state == \"running\").disk'";
 
 pub(crate) const CTL_CANCEL: &str = "\
@@ -323,7 +326,14 @@ EXAMPLES:
   mica convert -c -o compression_type=zstd disk.qcow2 small.qcow2
   mica convert -p -O raw disk.qcow2 /dev/vg/disk
   mica convert -O raw disk.qcow2 - | gzip > disk.raw.gz
-  mica convert -B base.qcow2 -F qcow2 top.qcow2 difference.qcow2";
+  mica convert -B base.qcow2 -F qcow2 top.qcow2 difference.qcow2
+  mica convert --bitmaps disk.qcow2 copy.qcow2
+  zcat disk.raw.gz | mica convert --format raw - disk.qcow2";
+
+pub(crate) const DD: &str = "\
+EXAMPLES:
+  mica dd if=disk.qcow2 of=start.raw bs=1M count=4
+  mica dd -O qcow2 if=disk.qcow2 of=rest.qcow2 bs=1M skip=4";
 
 pub(crate) const CLONE: &str = "\
 EXAMPLES:
@@ -341,6 +351,12 @@ pub(crate) const RESIZE: &str = "\
 EXAMPLES:
   mica resize disk.qcow2 +10G
   mica resize --shrink disk.qcow2 5G        # what lies beyond is lost";
+
+pub(crate) const AMEND: &str = "\
+EXAMPLES:
+  mica amend -o compat=1.1,lazy_refcounts=on disk.qcow2
+  mica amend -o refcount_bits=64 disk.qcow2
+  mica amend -o help                        # what can be changed";
 
 pub(crate) const BITMAP: &str = "\
 EXAMPLES:
@@ -373,6 +389,12 @@ EXAMPLES:
 pub(crate) const WRITE: &str = "\
 EXAMPLES:
   mica write disk.qcow2 1M < boot.bin";
+
+pub(crate) const BENCH: &str = "\
+EXAMPLES:
+  mica bench top.qcow2
+  mica bench -c 10000 -d 1 -S 1M top.qcow2  # one at a time, far apart
+  mica bench -w --flush-interval 64 scratch.qcow2   # overwrites what is there";
 
 pub(crate) const INDEX_BUILD: &str = "\
 EXAMPLES:

@@ -1,10 +1,10 @@
 //! What NBD clients can ask about the parts of a chain besides where data is.
 
-use crate::settings::{DiskSettings, ImageSettings};
+use crate::settings::{DiskSettings, ImageSettings, Size};
 use mica_block::{Disk, Error, ErrorKind, Extent, LocalFuture, Manage, Result, Survey, View};
 use mica_qcow2::{Bitmap, find_bitmap};
 use mica_serve::nbd::{Context, Part};
-use mica_stack::{FileImages, ImageOptions};
+use mica_stack::{FileImages, ImageOptions, WindowPlace, find_partition};
 use mica_store::{Handles, Locking};
 use mica_units::GuestRange;
 use std::sync::Arc;
@@ -77,6 +77,12 @@ struct Stored {
     bitmap: Bitmap,
 }
 
+/// A context of the whole disk, for clients that see it from a byte on.
+struct Moved {
+    context: Arc<dyn Context>,
+    start: u64,
+}
+
 /// The flag of a part that has changed.
 const DIRTY: u32 = 1;
 
@@ -128,6 +134,52 @@ impl Context for Stored {
             Ok(runs.into_iter().map(part).collect())
         })
     }
+}
+
+impl Context for Moved {
+    fn name(&self) -> &str {
+        self.context.name()
+    }
+
+    fn parts(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Part>>> {
+        let start = range.start().checked_add(self.start);
+        let moved = start.and_then(|start| GuestRange::new(start, range.len()));
+        self.context.parts(moved.expect("a part of the disk"))
+    }
+}
+
+/// The same contexts, as clients see them that see only `part` of the disk.
+pub(crate) fn moved(
+    all: Vec<Arc<dyn Context>>,
+    part: Option<WindowPlace>,
+) -> Vec<Arc<dyn Context>> {
+    let Some(WindowPlace { start, .. }) = part else { return all };
+    let moved = |context| -> Arc<dyn Context> { Arc::new(Moved { context, start }) };
+    all.into_iter().map(moved).collect()
+}
+
+/// The part of `disk` that its settings ask for.
+///
+/// # Errors
+/// `Invalid` if they contradict each other; as [`find_partition`].
+pub(crate) async fn part_of(
+    disk: &dyn Disk,
+    settings: &DiskSettings,
+) -> Result<Option<WindowPlace>> {
+    if !settings.has_part() {
+        return Ok(None);
+    }
+    if let Some(number) = settings.partition {
+        if settings.offset.is_some() || settings.size.is_some() {
+            let what = "a partition has its own place: leave out offset and size";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let found = find_partition(disk, number).await;
+        return found.map(Some).map_err(|error| error.wrap(format!("--partition {number}")));
+    }
+    let start = settings.offset.map_or(0, |Size(start)| start);
+    let len = settings.size.map(|Size(len)| len);
+    Ok(Some(WindowPlace { start, len }))
 }
 
 /// Those that the settings of a disk ask for, which is open.

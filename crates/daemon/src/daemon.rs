@@ -45,6 +45,8 @@ use std::time::Duration;
 
 /// How long the end may take once no store is waited for.
 const AT_ONCE_LIMIT: Duration = Duration::from_secs(5);
+/// How often to look whether there are clients, where the server ends with the last.
+const LAST_CLIENT_PAUSE: Duration = Duration::from_millis(50);
 /// Upper bound on the default number of worker threads.
 const THREADS_DEFAULT_MAX: usize = 8;
 
@@ -155,6 +157,9 @@ impl Daemon {
     pub fn run(mut self) -> Result<()> {
         let signals = self.signals.take();
         let (mut signals, reloads) = (signals.expect("it runs once"), self.reloads);
+        if self.shared.exits_after_last {
+            end_after_last(&self.shared)?;
+        }
         let ending = signals.forever().find(|signal| {
             let reloads = *signal == SIGHUP && reloads;
             if reloads {
@@ -194,6 +199,31 @@ impl Daemon {
         };
         file.write(&format!("{}\n", Value::Object(served.figures())))
     }
+}
+
+/// Ends the process once there were clients and the last of them has left.
+fn end_after_last(shared: &Arc<Shared>) -> Result<()> {
+    let shared = Arc::clone(shared);
+    let mut had_any = false;
+    let body = move || {
+        loop {
+            std::thread::park_timeout(LAST_CLIENT_PAUSE);
+            if shared.ending.is_closed() {
+                return;
+            }
+            let disks = shared.disks.all();
+            let has_any = disks.iter().any(|disk| disk.clients() > 0);
+            // A client may come and go between two looks.
+            had_any |= has_any || disks.iter().any(|disk| disk.had_clients());
+            if had_any && !has_any {
+                tracing::info!("the last client has left");
+                shared.ending.close();
+                return;
+            }
+        }
+    };
+    let thread = std::thread::Builder::new().name("mica-last".to_owned()).spawn(body);
+    thread.map(drop).map_err(|error| Error::from_io("waiting for the last client", error))
 }
 
 /// Hears a second signal while the process ends. The first one that ends it was heard.

@@ -6,7 +6,8 @@
 //!
 //! Invariants
 //! - I1 Once [`Job::stop`] returned, the thread of the job has ended and touches the disk no more.
-//! - I2 A job that has ended stays known until the disk gets another one.
+//! - I2 A job that has ended stays known until the disk gets another one; what is told of it stays
+//!   for a while longer.
 
 use mica_block::{
     ActiveAfter, CommitLayers, Error, ErrorKind, LocalFuture, Manage, ManageChain, MergeControl,
@@ -24,6 +25,8 @@ use std::time::{Duration, Instant};
 
 /// How often a job that waits looks whether it is to go on, or to end.
 const LOOK: Duration = Duration::from_millis(20);
+/// Jobs of a disk that are told of after another one began.
+pub(crate) const PAST_MAX: usize = 32;
 /// States of a job that has not ended.
 const UNDER_WAY: [&str; 3] = ["running", "paused", "cancelling"];
 /// Numbers of jobs.
@@ -89,7 +92,7 @@ struct End {
 }
 
 /// What is told of a job.
-#[derive(Serialize, Debug)]
+#[derive(Serialize, Clone, Debug)]
 pub(crate) struct Told {
     number: u64,
     pub(crate) disk: String,

@@ -72,6 +72,6 @@ pub use served::SERVING;
 pub use settings::{
     Aio, Cache, Discards, DiskSettings, FlushDurability, GcMode, ImageSettings, IndexMode,
     IoSettings, KeepRules, OtherUsers, ProcessSettings, SandboxMode, Size, SnapshotAfter,
-    StatsSettings, TlsMode, VerifyPeer, VolumeSettings, nbd_place_in,
+    StatsSettings, TlsMode, VerifyPeer, VolumeSettings, ZeroDetection, nbd_place_in,
 };
 pub use systemd::has_inherited_sockets;

@@ -31,7 +31,7 @@ pub(crate) use resize::NewLength;
 
 use crate::config::{DiskConfig, LeftClosed};
 use crate::contexts;
-use crate::jobs::Job;
+use crate::jobs::{Job, Told};
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
 use crate::opening::{Opening, open};
@@ -43,6 +43,7 @@ use crate::stats::Counts;
 use backup::Backups;
 use mica_block::{Error, ErrorKind, Haste, Manage, Result};
 use mica_rt::timeout;
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -89,6 +90,8 @@ pub(crate) struct Served {
     opened: Mutex<Opened>,
     /// The merge of its layers that is under way, or the last one.
     job: Mutex<Option<Arc<Job>>>,
+    /// What is told of those before it, from the oldest.
+    past_jobs: Mutex<VecDeque<Told>>,
     /// Where its clients come in.
     doors: Doors,
     backups: Backups,
@@ -167,6 +170,7 @@ impl Served {
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
             job: Mutex::default(),
+            past_jobs: Mutex::default(),
             doors,
             backups: Backups::default(),
             state: Mutex::new(state),
@@ -385,14 +389,18 @@ impl Served {
         let (disk, settings, images) =
             (self.opened().disk()?, self.settings.clone(), self.images.clone());
         let handles = Arc::clone(&self.resources.handles);
-        let contexts = self.resources.workers.run(move || async move {
-            contexts::of_settings(&disk, &settings, &images, &handles).await
-        })??;
+        let asked = self.resources.workers.run(move || async move {
+            let part = contexts::part_of(&*disk, &settings).await?;
+            let all = contexts::of_settings(&disk, &settings, &images, &handles).await?;
+            Ok::<_, Error>((part, contexts::moved(all, part)))
+        })?;
+        let (part, contexts) = asked?;
         let subject = Subject {
             name: &self.name,
             settings: &self.settings,
             image: self.is_file().then(|| self.image().to_path_buf()),
             disk: self.opened().disk()?,
+            part,
             device: self.doors.device().as_ref().map(|held| held.listener.clone()),
             seats: self.doors.seats(),
             contexts,

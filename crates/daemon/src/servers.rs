@@ -4,14 +4,14 @@ use crate::addresses::Addresses;
 use crate::descriptors::Need;
 use crate::indexer::{Indexed, Indexers};
 use crate::one_by_one::OneByOne;
-use crate::settings::{DiskSettings, GcMode, IndexMode};
+use crate::settings::{Discards, DiskSettings, GcMode, IndexMode, ZeroDetection};
 use crate::stats::Counts;
 use crate::tending::Tending;
 use mica_block::{Disk, Manage, Result};
 use mica_qcow2::MapCache;
 use mica_serve::nbd::{Context, Export, Limits, Seat};
-use mica_serve::{Listener, Workers, fuse, nbd, vhost_user};
-use mica_stack::Stores;
+use mica_serve::{Limiter, Listener, Throttled, Workers, fuse, nbd, vhost_user};
+use mica_stack::{DetectZeroes, Stores, Window, WindowPlace, ZeroSpace};
 use mica_store::{Handles, SetAside};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -70,6 +70,8 @@ pub(crate) struct Subject<'a> {
     /// The file of its image, if it has one.
     pub(crate) image: Option<PathBuf>,
     pub(crate) disk: Arc<dyn Manage>,
+    /// The part of it that clients see, if not all.
+    pub(crate) part: Option<WindowPlace>,
     /// The socket of its device, if it has one.
     pub(crate) device: Option<Listener>,
     /// Its seats where NBD clients connect.
@@ -84,8 +86,15 @@ impl Prepared {
     pub(crate) fn new(subject: Subject<'_>, resources: &Resources) -> Result<Self> {
         let aside = resources.handles.set_aside(Need::of(subject.settings).total());
         let mut all = Self { descriptors: Some(aside), ..Self::default() };
-        let Subject { name, settings, image, disk: managed, device, seats, contexts } = subject;
-        let disk: Arc<dyn Disk> = Arc::clone(&managed) as _;
+        let Subject { name, settings, image, disk: managed, part, device, seats, contexts } =
+            subject;
+        let disk = shown(&managed, part, settings)?;
+        let limiter = Limiter::shared(settings.rates());
+        // A device asks the limiter itself, before it takes a request.
+        let limited: Arc<dyn Disk> = match &limiter {
+            Some(limiter) => Arc::new(Throttled::new(Arc::clone(&disk), Arc::clone(limiter))),
+            None => Arc::clone(&disk),
+        };
         let Resources { workers, mounts, .. } = resources;
         if let Some(listener) = device {
             all.device = Some(vhost_user::Server::prepare(vhost_user::ServerConfig {
@@ -94,14 +103,14 @@ impl Prepared {
                 queues: settings.num_queues(),
                 serial: settings.serial.as_deref().unwrap_or(name).to_owned(),
                 discard: settings.discard.into(),
-                rates: settings.rates(),
+                limiter,
                 workers: Arc::clone(workers),
             })?);
         }
         if let Some(seat) = seats.first() {
             all.nbd = Some(nbd::Server::prepare(nbd::ServerConfig {
                 export: Export {
-                    disk: Arc::clone(&disk),
+                    disk: Arc::clone(&limited),
                     name: seat.name().to_owned(),
                     description: settings.description.clone().unwrap_or_default(),
                     discard: settings.discard.into(),
@@ -115,7 +124,7 @@ impl Prepared {
         if let Some(file) = &settings.fuse {
             all.file = Some(fuse::Server::prepare(fuse::ServerConfig {
                 file: file.clone(),
-                disk: Arc::clone(&disk),
+                disk: limited,
                 image,
                 discard: settings.discard.into(),
                 allow_other: settings.allow_other.unwrap_or_default().into(),
@@ -145,6 +154,24 @@ impl Prepared {
     }
 }
 
+/// The disk as its clients see it.
+fn shown(
+    managed: &Arc<dyn Manage>,
+    part: Option<WindowPlace>,
+    settings: &DiskSettings,
+) -> Result<Arc<dyn Disk>> {
+    let mut disk: Arc<dyn Disk> = Arc::clone(managed) as _;
+    if let Some(place) = part {
+        disk = Arc::new(Window::new(disk, place)?);
+    }
+    let space = match (settings.detect_zeroes, settings.discard) {
+        (ZeroDetection::Off, _) => return Ok(disk),
+        (ZeroDetection::Unmap, Discards::Unmap) => ZeroSpace::Freed,
+        (ZeroDetection::On | ZeroDetection::Unmap, _) => ZeroSpace::Kept,
+    };
+    Ok(Arc::new(DetectZeroes::new(disk, space)))
+}
+
 impl Servers {
     /// Counters so far.
     pub(crate) fn counts(&self) -> Counts {
@@ -153,6 +180,11 @@ impl Servers {
             device: self.device.as_ref().map(vhost_user::Running::counters),
             file: self.file.as_ref().map(fuse::Running::counters),
         }
+    }
+
+    /// Whether an NBD client was ever served.
+    pub(crate) fn had_clients(&self) -> bool {
+        self.nbd.as_ref().is_some_and(|nbd| nbd.counters().sessions > 0)
     }
 
     /// Current clients: NBD connections and the front end of a virtual machine.

@@ -15,7 +15,7 @@ mod volume;
 
 pub use choices::{
     Aio, Cache, Discards, FlushDurability, GcMode, IndexMode, OtherUsers, SandboxMode,
-    SnapshotAfter, TlsMode, VerifyPeer,
+    SnapshotAfter, TlsMode, VerifyPeer, ZeroDetection,
 };
 pub use disk::DiskSettings;
 pub(crate) use image::DESCRIPTORS_RESERVE;

@@ -53,6 +53,8 @@ pub(crate) struct Shared {
     pub(crate) resources: Resources,
     /// Closing it ends the process, as a signal does.
     pub(crate) ending: Handle,
+    /// Whether it ends with its last client.
+    pub(crate) exits_after_last: bool,
     /// Does what the sandbox forbids.
     pub(crate) outside: Outside,
     /// What the sandbox allows, if there is one.
@@ -96,6 +98,7 @@ impl Shared {
             disks: Disks::default(),
             resources,
             ending,
+            exits_after_last: config.process.exit_after_last,
             outside,
             granted,
             own_process,

@@ -7,9 +7,11 @@ mod features;
 pub mod field;
 mod frame;
 mod rename;
+mod replace;
 
 pub use features::{Autoclear, Compatible, Encryption, Incompatible, Version};
 pub use rename::BackingChange;
+pub use replace::HeaderChange;
 
 use super::extension::{self, BitmapsExtension, Extension, FeatureName, Walk};
 use super::refcount::RefcountWidth;

@@ -13,8 +13,12 @@
 //! - I2 A bitmap that is inconsistent stays so, whatever is done with others.
 //! - I3 A cluster is freed only after nothing durable names it.
 
+mod resize;
+
+pub(crate) use resize::ResizedBitmaps;
+
 use crate::recover::repair_dirty;
-use mica_block::{Error, ErrorKind, Images, OpenImage, Result, read_exact, write_all};
+use mica_block::{Error, ErrorKind, Images, Result, Store, read_exact, write_all};
 use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header, replay_redo_log};
 use mica_qcow2_format::{
@@ -67,7 +71,7 @@ enum Change {
 
 /// An image whose bitmaps are changed.
 struct Editor {
-    image: OpenImage,
+    store: Arc<dyn Store>,
     header: Header,
     entries: Vec<BitmapEntry>,
 }
@@ -99,7 +103,8 @@ pub async fn edit_bitmap(
         }
         // Without the bit that says that they are true there are none, as in QEMU.
         let entries = list_bitmaps(&*image.store, &header).await?;
-        Editor { image, header, entries }.edit(name, actions).await
+        let store = Arc::clone(&image.store);
+        Editor { store, header, entries }.edit(name, actions).await
     };
     step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
 }
@@ -140,7 +145,7 @@ impl Editor {
                 BitmapAction::Enable => self.entries[at].auto = true,
                 BitmapAction::Disable => self.entries[at].auto = false,
                 BitmapAction::Merge(source) => {
-                    let source = open_bitmap(&self.image.store, &self.header, &source).await?;
+                    let source = open_bitmap(&self.store, &self.header, &source).await?;
                     change = self.merged(at, change, &source).await?;
                 }
                 BitmapAction::MergeFrom(source) => {
@@ -182,18 +187,24 @@ impl Editor {
             in_use: false,
             auto: true,
         };
-        let clusters = self.header.cluster_bits.clusters_for(self.bytes_of(&entry));
-        entry.table_entries = u32::try_from(clusters).unwrap_or(u32::MAX).max(1);
-        if self.header.cluster_bits.bytes_of(clusters) > DATA_BYTES_MAX {
-            return invalid("the bitmap would be too large: use a larger granularity".to_owned());
-        }
+        entry.table_entries = self.table_entries_for(&entry, self.header.disk_bytes())?;
         Ok(entry)
     }
 
-    /// Bytes that its bits take, in words of 64 bits as in QEMU.
+    /// Entries of the table of a bitmap like `entry`, of a disk of `disk_bytes`.
+    fn table_entries_for(&self, entry: &BitmapEntry, disk_bytes: u64) -> Result<u32> {
+        let clusters = self.header.cluster_bits.clusters_for(bytes_for(entry, disk_bytes));
+        if self.header.cluster_bits.bytes_of(clusters) > DATA_BYTES_MAX {
+            return invalid(format!(
+                "the bitmap {:?} would be too large: use a larger granularity",
+                entry.name
+            ));
+        }
+        Ok(u32::try_from(clusters).unwrap_or(u32::MAX).max(1))
+    }
+
     fn bytes_of(&self, entry: &BitmapEntry) -> u64 {
-        let bits = self.header.disk_bytes().div_ceil(1 << entry.granularity_bits);
-        bits.div_ceil(64) * 8
+        bytes_for(entry, self.header.disk_bytes())
     }
 
     /// What the bitmap at `at`, which is to have `change`, becomes with what `source` has.
@@ -205,7 +216,7 @@ impl Editor {
             Change::Empty => vec![0; len],
             Change::Keep => {
                 let mut bits = vec![0; len];
-                let own = open_bitmap(&self.image.store, &self.header, &entry.name).await?;
+                let own = open_bitmap(&self.store, &self.header, &entry.name).await?;
                 self.add(entry, &own, &mut bits).await?;
                 bits
             }
@@ -247,8 +258,8 @@ impl Editor {
         change: Change,
         removed: Option<BitmapEntry>,
     ) -> Result<()> {
-        let file_len = self.image.store.len()?;
-        let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        let file_len = self.store.len()?;
+        let space = FileSpace::open(Arc::clone(&self.store), &self.header).await?;
         self.protect_tables(&space).await?;
         let old_directory = self.header.bitmaps;
         let changed = self.entries.iter().position(|entry| entry.name == name);
@@ -265,7 +276,7 @@ impl Editor {
         let directory = self.put_directory(&space).await?;
         space.commit().await?;
         // The refcount table may have moved.
-        self.header = read_header(&*self.image.store).await?;
+        self.header = read_header(&*self.store).await?;
         self.header.autoclear.unknown = 0;
         self.header.autoclear.bitmaps_consistent = false;
         self.write_header().await?;
@@ -289,7 +300,7 @@ impl Editor {
     /// So that hostile bitmaps free no table.
     async fn protect_tables(&self, space: &FileSpace) -> Result<()> {
         let len = self.header.l1_entries as usize * L1Entry::BYTES;
-        let table = read_exact(&*self.image.store, self.header.l1_offset, len).await?;
+        let table = read_exact(&*self.store, self.header.l1_offset, len).await?;
         for entry in table.as_chunks().0 {
             space.protect(L1Entry(u64::from_be_bytes(*entry)).offset());
         }
@@ -303,7 +314,7 @@ impl Editor {
         entry: &BitmapEntry,
         change: &Change,
     ) -> Result<HostOffset> {
-        let (store, bits) = (&*self.image.store, self.header.cluster_bits);
+        let (store, bits) = (&*self.store, self.header.cluster_bits);
         let cluster_bytes = usize::try_from(bits.bytes()).expect("at most 2 MiB");
         let table_bytes = u64::from(entry.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
         let clusters = bits.clusters_for(table_bytes);
@@ -339,7 +350,7 @@ impl Editor {
         let directory_offset = space.take(clusters).await?;
         let whole = self.header.cluster_bits.bytes_of(clusters);
         bytes.resize(usize::try_from(whole).expect("64 MiB"), 0);
-        write_all(&*self.image.store, Buf::from_slice(&bytes), directory_offset).await?;
+        write_all(&*self.store, Buf::from_slice(&bytes), directory_offset).await?;
         let count = u32::try_from(self.entries.len()).expect("checked when they were added");
         Ok(Some(BitmapsExtension { count, directory_bytes, directory_offset }))
     }
@@ -349,7 +360,7 @@ impl Editor {
         let bits = self.header.cluster_bits;
         let len = u64::from(entry.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
         let len = usize::try_from(len).expect("bounded by the directory's decoder");
-        let table = read_exact(&*self.image.store, entry.table_offset, len).await?;
+        let table = read_exact(&*self.store, entry.table_offset, len).await?;
         for raw in table.as_chunks().0 {
             // Of one that is inconsistent the table may be anything: what it names leaks.
             if let Ok(BitmapTableEntry::Data(data)) =
@@ -364,7 +375,7 @@ impl Editor {
     /// Writes the header, durably. If it fits a sector, a power cut leaves the old one or the new
     /// one; so the names of feature bits, which are for people, make room if they must.
     async fn write_header(&self) -> Result<()> {
-        let store = &*self.image.store;
+        let store = &*self.store;
         let mut bytes = self.header.encode()?;
         if !is_sector(&bytes) {
             let short = Header { feature_names: Vec::new(), ..self.header.clone() }.encode()?;
@@ -374,6 +385,11 @@ impl Editor {
         write_all(store, Buf::from_slice(&bytes), HostOffset::ZERO).await?;
         store.sync().await
     }
+}
+
+/// Bytes that the bits of a bitmap take, in words of 64 bits as in QEMU.
+fn bytes_for(entry: &BitmapEntry, disk_bytes: u64) -> u64 {
+    disk_bytes.div_ceil(1 << entry.granularity_bits).div_ceil(64) * 8
 }
 
 fn is_sector(header: &[u8]) -> bool {

@@ -1,6 +1,8 @@
 //! Operations on qcow2 images that are not in use: checking and repairing them, creating new ones,
-//! changing their length, their internal snapshots, and their dirty bitmaps. Internal crate.
+//! changing their format, their length, their internal snapshots, and their dirty bitmaps. Internal
+//! crate.
 
+pub mod amend;
 pub mod bitmaps;
 pub mod check;
 pub mod create;

@@ -18,6 +18,7 @@ mod blocks;
 mod data;
 mod future;
 
+use crate::bitmaps::ResizedBitmaps;
 use crate::recover::{repair_dirty, repair_for_opening};
 use data::DataFile;
 use future::FutureImages;
@@ -35,7 +36,7 @@ use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset, SECTOR_BYTES}
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A raw data file: it stays one at the new length. Bitmaps are refused earlier.
+/// A raw data file: it stays one at the new length. Bitmaps are true again when they have it, too.
 const AUTOCLEAR_KEPT: u64 = 2;
 
 /// An image whose length is to be changed.
@@ -81,11 +82,19 @@ impl Resizer {
     /// # Errors
     /// `Invalid` if no image with clusters of this size can be that long; any error of the store.
     pub async fn resize(&mut self, size: u64) -> Result<()> {
-        let entries = self.header.l1_entries_for(size)?;
-        match size.cmp(&self.disk_bytes()) {
-            std::cmp::Ordering::Equal => Ok(()),
-            std::cmp::Ordering::Greater => self.grow(size, entries).await,
-            std::cmp::Ordering::Less => self.shrink(size, entries).await,
+        let (entries, old) = (self.header.l1_entries_for(size)?, self.disk_bytes());
+        if size == old {
+            return Ok(());
+        }
+        let store = Arc::clone(&self.image.store);
+        let bitmaps = ResizedBitmaps::prepare(&store, &mut self.header, size).await?;
+        let resized = match size > old {
+            true => self.grow(size, entries).await,
+            false => self.shrink(size, entries).await,
+        };
+        match bitmaps {
+            Some(bitmaps) => bitmaps.finish(&store, resized).await,
+            None => resized,
         }
     }
 
@@ -127,6 +136,10 @@ impl Resizer {
             Ok(at) => at,
             Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
             Err(error) if self.header.version == Version::V2 => return Err(error),
+            Err(error) if self.header.stale_bitmaps => {
+                // A repair would take their clusters for leaks.
+                return Err(error.wrap("remove the bitmaps first, by `mica bitmap --remove`"));
+            }
             Err(_) => return self.move_l1_and_count(table, entries).await,
         };
         write_all(store, table, at).await?;

@@ -15,6 +15,7 @@ mod sectors;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
 mod testing;
+mod throttled;
 mod tls;
 pub mod vhost_user;
 mod wake;
@@ -22,8 +23,9 @@ mod workers;
 
 pub use discard::Discard;
 pub use latency::{Latencies, Latency};
-pub use limit::Rates;
+pub use limit::{Limiter, Rates};
 pub use listener::{Listener, SocketUsers, find_dead_sockets_with};
 pub use prepared::Prepared;
+pub use throttled::Throttled;
 pub use tls::{CERTIFICATE_FILES, CertificateSource, Clients, OpenFile, Tls, TlsPolicy};
 pub use workers::Workers;

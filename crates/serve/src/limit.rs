@@ -1,10 +1,10 @@
-//! Rate limits of a client: operations and bytes per second, with a burst.
+//! Rate limits of a disk's clients: operations and bytes per second, with a burst.
 //!
 //! A bucket of tokens for each. A request that finds its bucket in debt waits until it is not; the
 //! request that empties it may take more than there is, so that one of any size gets through.
 
 use mica_rt::Instant;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Rates; zero means no limit.
@@ -20,9 +20,9 @@ pub struct Rates {
     pub bps_burst: u64,
 }
 
-/// Limits one disk, over all its queues.
+/// Limits one disk, over all its queues and servers.
 #[derive(Debug)]
-pub(crate) struct Limiter {
+pub struct Limiter {
     buckets: Mutex<[Bucket; 2]>,
 }
 
@@ -77,6 +77,11 @@ impl Limiter {
         let buckets =
             [Bucket::new(rates.iops, rates.iops_burst), Bucket::new(rates.bps, rates.bps_burst)];
         (rates.iops > 0 || rates.bps > 0).then(|| Self { buckets: Mutex::new(buckets) })
+    }
+
+    /// One that several servers of a disk share.
+    pub fn shared(rates: Rates) -> Option<Arc<Self>> {
+        Self::new(rates).map(Arc::new)
     }
 
     /// Admits one request that moves `bytes`, or returns how long it has to wait.

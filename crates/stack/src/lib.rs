@@ -3,17 +3,20 @@
 //!
 //! - [`FileImages`] opens image files and keeps their sidecars; `policy` decides what it may open.
 //! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
+//! - [`Window`], [`Joined`] and [`DetectZeroes`] make disks of disks.
 //! - [`Stores`] opens stores of volumes, and volumes in them.
 //! - [`forest`] finds the images of folders, and which stands on which.
 //! - [`Fault`] is what the user asked to go wrong.
 
 mod above;
+mod detect_zeroes;
 mod files;
 pub mod forest;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod hostile;
 mod images;
 mod inject;
+mod joined;
 mod keep;
 mod mark;
 mod may_write;
@@ -22,18 +25,22 @@ mod new_layer;
 mod null;
 mod open;
 mod overlays;
+mod partition;
 mod policy;
 mod raw;
 mod redo;
 mod sidecars;
 mod standing;
 mod volumes;
+mod window;
 mod written;
 
 pub use above::settle_marks;
+pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
+pub use joined::Joined;
 pub use keep::{Keeping, settle_names, state_of};
 pub use may_write::MayWrite;
 pub use merged::{MergeMarks, refuse_merged};
@@ -41,6 +48,7 @@ pub use new_layer::{NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
 pub use overlays::check_no_overlays;
+pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
@@ -52,3 +60,4 @@ pub use volumes::{
     SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl,
     bucket_files, bucket_ports, read_volume_key,
 };
+pub use window::{Window, WindowPlace};

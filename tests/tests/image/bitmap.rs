@@ -14,13 +14,13 @@ fn mica_in(dir: &Path, args: &[&str]) -> Finished {
 }
 
 /// The bitmaps of an image, as QEMU sees them.
-fn bitmaps(dir: &Path, image: &str) -> Value {
+pub(super) fn bitmaps(dir: &Path, image: &str) -> Value {
     let info = qemu::img(dir, ["info", "--output=json", image]).json();
     info["format-specific"]["data"]["bitmaps"].clone()
 }
 
 /// What is dirty in a bitmap, as qemu-nbd tells it.
-fn dirty(dir: &Path, image: &str, name: &str) -> Value {
+pub(super) fn dirty(dir: &Path, image: &str, name: &str) -> Value {
     let server = Server::start("", |socket| {
         let mut nbd = Command::new("qemu-nbd");
         nbd.args(["-r", "-t", "-f", "qcow2", "-B", name, "-k"]).arg(socket).arg(dir.join(image));
@@ -124,4 +124,42 @@ fn what_makes_no_sense_is_refused_and_changes_nothing() {
     mica_in(dir, &["bitmap", "--remove", "image.qcow2", "b"]).ok();
     assert_eq!(bitmaps(dir, "image.qcow2").as_array().map(Vec::len), Some(1));
     qemu::img(dir, ["check", "image.qcow2"]).ok();
+}
+
+/// What is dirty, also in what the disk gained and lost, is what QEMU says of a copy that it
+/// resized itself.
+#[test]
+fn bitmaps_get_the_length_of_their_disk() {
+    let judges = [tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD, tools::NBDINFO];
+    if !tools::present(&judges) {
+        return;
+    }
+    for options in ["cluster_size=64k", "cluster_size=512"] {
+        let dir = tempfile::tempdir().expect("a folder");
+        let dir = dir.path();
+        qemu::create(dir, "image.qcow2", &["-o", options], "20M");
+        for (name, granularity) in [("fine", "512"), ("coarse", "1M"), ("off", "64k")] {
+            let add = ["bitmap", "--add", "-g", granularity, "image.qcow2", name];
+            qemu::img(dir, add).ok();
+        }
+        qemu::io(dir, &[], "image.qcow2", &["write 1M 5k", "write 10M 3M", "write 19M 1M"]);
+        qemu::img(dir, ["bitmap", "--disable", "image.qcow2", "off"]).ok();
+        for size in ["300M", "19500k", "11M", "12M"] {
+            fs::copy(dir.join("image.qcow2"), dir.join("theirs.qcow2")).expect("it is there");
+            mica_in(dir, &["resize", "-q", "--shrink", "image.qcow2", size]).ok();
+            qemu::img(dir, ["resize", "-q", "--shrink", "-f", "qcow2", "theirs.qcow2", size]).ok();
+            assert_eq!(bitmaps(dir, "image.qcow2"), bitmaps(dir, "theirs.qcow2"), "{size}");
+            for name in ["fine", "coarse", "off"] {
+                let (ours, theirs) =
+                    (dirty(dir, "image.qcow2", name), dirty(dir, "theirs.qcow2", name));
+                assert_eq!(ours, theirs, "{options}: {name} at {size}");
+            }
+            for check in
+                [qemu::img(dir, ["check", "image.qcow2"]), mica_in(dir, &["check", "image.qcow2"])]
+            {
+                assert_eq!(check.code(), Some(0), "{options} {size}: {check}");
+            }
+            qemu::io(dir, &[], "image.qcow2", &["write 0 512"]);
+        }
+    }
 }

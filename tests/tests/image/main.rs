@@ -1,5 +1,6 @@
 //! The verbs for images at rest, beside `qemu-img`: what each creates, finds, repairs and reports.
 
+mod amend;
 mod bitmap;
 mod check;
 mod compare;
@@ -9,6 +10,7 @@ mod create;
 mod existing;
 mod foreign;
 mod info;
+mod inputs;
 mod repair;
 mod resize;
 mod verbs;

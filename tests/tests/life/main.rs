@@ -3,6 +3,7 @@
 mod clones;
 mod groups;
 mod internal;
+mod owners;
 mod snapshots;
 mod together;
 mod world;

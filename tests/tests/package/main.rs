@@ -2,5 +2,6 @@
 //! the Debian package that has them.
 
 mod deb;
+mod docs;
 mod help;
 mod manual;

@@ -13,6 +13,7 @@ mod locks;
 mod many;
 mod membership;
 mod monitoring;
+mod parts;
 mod renewal;
 mod sandbox;
 mod systemd;

@@ -4,6 +4,7 @@
 use mica_block::Result;
 use mica_qcow2_format::Compression;
 use mica_qcow2_tools::layout::{Compressor, Content};
+use mica_stack::is_zero;
 
 /// The rules by which clusters are classified.
 #[derive(Clone, Copy, Debug)]
@@ -95,16 +96,6 @@ fn over(rules: &ContentRules, cluster: &[u8], beneath: &[u8]) -> Content {
 /// Packs the n-th answer into bit n.
 fn mask(answers: impl Iterator<Item = bool>) -> u32 {
     answers.enumerate().fold(0, |mask, (bit, answer)| mask | u32::from(answer) << bit)
-}
-
-/// Whether all bytes are zero.
-pub(crate) fn is_zero(bytes: &[u8]) -> bool {
-    // Most data differs from zero early on; the rest is compared with itself shifted by one byte,
-    // which memcmp does at memory speed.
-    match bytes.split_first() {
-        None => true,
-        Some((first, rest)) => *first == 0 && bytes[..rest.len()] == *rest,
-    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 use super::content::{ContentRules, contents};
 use super::progress::Progress;
 use crate::cursor::{Cursor, Piece};
+use crate::output::monotonic;
 use mica_block::{Disk, Error, ErrorKind, Result, Store, read_whole, write_all};
 use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
 use mica_rt::sync::Turns;
@@ -14,6 +15,7 @@ use mica_rt::{Backend, Buf, Executor, join_all};
 use mica_units::{GuestOffset, HostOffset};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// Bytes of a piece; a multiple of every cluster size but the largest.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -32,6 +34,8 @@ pub(super) struct Job {
     pub(super) coroutines: usize,
     /// How I/O is done.
     pub(super) backend: Backend,
+    /// Bytes of the disk a second at most; 0 for as many as there can be.
+    pub(super) rate: u64,
 }
 
 /// What a disk is copied to.
@@ -97,6 +101,9 @@ struct Shared {
     reading: Turns,
     placing: Turns,
     error: Mutex<Option<Error>>,
+    rate: u64,
+    /// Bytes that were taken, and since when, if there is a rate.
+    taken: Mutex<(Option<Duration>, u64)>,
 }
 
 /// Ends the turns if its thread panics.
@@ -121,6 +128,8 @@ impl Shared {
             reading: Turns::default(),
             placing: Turns::default(),
             error: Mutex::new(None),
+            rate: job.rate,
+            taken: Mutex::default(),
         }
     }
 
@@ -135,6 +144,21 @@ impl Shared {
         self.error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
     }
 
+    /// Waits until `bytes` more are due. The caller has the turn, so that all others wait, too.
+    async fn keep_rate(&self, bytes: u64) {
+        if self.rate == 0 {
+            return;
+        }
+        let due = {
+            let (since, taken) = &mut *lock(&self.taken);
+            let since = *since.get_or_insert_with(monotonic);
+            let nanoseconds = u128::from(*taken) * 1_000_000_000 / u128::from(self.rate);
+            *taken += bytes;
+            since + Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
+        };
+        mica_rt::sleep(due.saturating_sub(monotonic())).await;
+    }
+
     /// The next piece with its ticket; `None` at the end of the disk or of the copy.
     async fn next(&self, progress: &Progress) -> Result<Option<(u64, Piece)>> {
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
@@ -146,6 +170,9 @@ impl Shared {
         let piece = cursor.next().await;
         progress.at(cursor.position());
         *lock(&self.cursor) = Some(cursor);
+        if let Ok(Some(piece)) = &piece {
+            self.keep_rate(piece.len).await;
+        }
         self.reading.advance();
         Ok(piece?.map(|piece| (ticket, piece)))
     }

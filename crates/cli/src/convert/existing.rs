@@ -4,7 +4,7 @@ use super::content::ContentRules;
 use super::engine::{self, Job, Target};
 use super::progress::Progress;
 use super::{ConvertArgs, raw_unit};
-use crate::create::{Sources, is_block_device, options_of};
+use crate::create::{Sources, is_block_device};
 use crate::failure::Failure;
 use mica_block::{Disk, Manage, Result, Zeroes};
 use mica_qcow2::IndexUse;
@@ -50,7 +50,7 @@ impl Onto<'_> {
 
     async fn open(&self) -> std::result::Result<Arc<dyn Manage>, Failure> {
         let chain = self.args.images.chain_options(IndexUse::Read)?;
-        let images = options_of(&self.args.images)?;
+        let images = self.args.target_options()?;
         Ok(mica_stack::open_writable(&self.args.target, self.format, images, &chain).await?)
     }
 
@@ -91,6 +91,7 @@ impl Onto<'_> {
             rules,
             coroutines: args.new.coroutines,
             backend: args.images.backend(),
+            rate: args.rate()?,
         };
         Ok(engine::copy(&job, progress)?)
     }

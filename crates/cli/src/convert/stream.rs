@@ -2,9 +2,9 @@
 
 use super::ConvertArgs;
 use super::progress::Progress;
-use crate::dd::copy_out;
 use crate::failure::Failure;
 use crate::output::OutputFormat;
+use crate::pipe::copy_out;
 use mica_block::Disk;
 use mica_rt::Executor;
 use mica_stack::Format;
@@ -18,11 +18,6 @@ pub(super) fn is_stream(path: &Path) -> bool {
 /// # Errors
 /// If the options ask for something that a stream does not have.
 pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
-    if is_stream(&args.source) {
-        let what = "-: standard input has no length and cannot be read twice: write it to a file, \
-                    or pipe it into `mica write IMAGE 0`";
-        return Err(Failure::new(what));
-    }
     if !is_stream(&args.target) {
         return Ok(());
     }
@@ -32,10 +27,14 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
     }
     let has_base = args.backing.is_some() || args.backing_format.is_some();
     let has_options = !args.new.options.is_empty() || args.new.compress || has_base;
-    let has_file = args.no_create || args.new.force;
+    let has_file = args.no_create || args.new.force || args.target_cache.is_some();
+    if args.rate.is_some() {
+        let what = "-: standard output is as slow as its reader: leave out -r, and use pv -L";
+        return Err(Failure::new(what));
+    }
     if has_options || has_file || args.new.report.format() == Some(OutputFormat::Json) {
         let what = "-: standard output is the bytes of the disk: leave out -o, -c, -B, -F, -n, \
-                    --force and --output json";
+                    -t, --force and --output json";
         return Err(Failure::new(what));
     }
     Ok(())

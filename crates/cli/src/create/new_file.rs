@@ -29,8 +29,17 @@ impl NewFile {
         sources: &Sources,
         images: &ImageArgs,
     ) -> Result<Self, Failure> {
+        Self::create_with(path, force, sources, options_of(images)?).await
+    }
+
+    /// As [`Self::create`], with other options for opening it.
+    pub(crate) async fn create_with(
+        path: &Path,
+        force: Option<bool>,
+        sources: &Sources,
+        options: ImageOptions,
+    ) -> Result<Self, Failure> {
         sources.check(path)?;
-        let options = options_of(images)?;
         if is_block_device(path) {
             let what = "is a block device: only `mica convert -O raw` writes a disk onto one";
             return Err(Failure::new(format!("{} {what}", path.display())));

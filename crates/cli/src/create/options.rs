@@ -43,8 +43,7 @@ impl NewImageOptions {
             "cluster_size" => wish.cluster_bytes = Some(size_of("-o cluster_size", value)?),
             "extended_l2" => wish.extended_l2 = Some(switch(key, value)?),
             "refcount_bits" => {
-                let bits = value.parse().map_err(|_| wrong(key, value, "a number"))?;
-                wish.refcount_bits = Some(bits);
+                wish.refcount_bits = Some(number(key, value)?);
             }
             "lazy_refcounts" => wish.lazy_refcounts = Some(switch(key, value)?),
             "compression_type" => wish.compression = Some(compression(value)?),
@@ -111,7 +110,7 @@ pub(crate) fn help(texts: &[String], format: Format) -> Option<String> {
 }
 
 /// Splits at commas; a double comma stands for one within a value.
-fn words(text: &str) -> Vec<String> {
+pub(crate) fn words(text: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut letters = text.chars().peekable();
     while let Some(letter) = letters.next() {
@@ -125,7 +124,7 @@ fn words(text: &str) -> Vec<String> {
     words
 }
 
-fn switch(key: &str, value: &str) -> Result<bool, Failure> {
+pub(crate) fn switch(key: &str, value: &str) -> Result<bool, Failure> {
     match value {
         "on" | "yes" | "true" | "y" => Ok(true),
         "off" | "no" | "false" | "n" => Ok(false),
@@ -133,7 +132,11 @@ fn switch(key: &str, value: &str) -> Result<bool, Failure> {
     }
 }
 
-fn version(value: &str) -> Result<Version, Failure> {
+pub(crate) fn number(key: &str, value: &str) -> Result<u64, Failure> {
+    value.parse().map_err(|_| wrong(key, value, "a number"))
+}
+
+pub(crate) fn version(value: &str) -> Result<Version, Failure> {
     match value {
         "0.10" | "v2" => Ok(Version::V2),
         "1.1" | "v3" => Ok(Version::V3),
@@ -149,7 +152,7 @@ fn compression(value: &str) -> Result<Compression, Failure> {
     }
 }
 
-fn wrong(key: &str, value: &str, wanted: &str) -> Failure {
+pub(crate) fn wrong(key: &str, value: &str, wanted: &str) -> Failure {
     Failure::new(format!("-o {key}={value}: it must be {wanted}"))
 }
 

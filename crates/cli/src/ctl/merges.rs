@@ -141,8 +141,13 @@ pub(super) fn change(client: &Client, disk: &str, how: &str) -> Result<Value, Fa
     Ok(client.post(&of_disk(disk, how), &nothing())?["job"].clone())
 }
 
-pub(super) fn all(client: &Client) -> Result<Value, Failure> {
-    Ok(client.get("/v1/jobs")?["jobs"].clone())
+/// The last merge of each disk; with those before, if `all` are wanted.
+pub(super) fn jobs(client: &Client, all: bool) -> Result<Value, Failure> {
+    let answer = client.get("/v1/jobs")?;
+    let listed = |key: &str| answer[key].as_array().cloned().unwrap_or_default();
+    let mut jobs = if all { listed("past") } else { Vec::new() };
+    jobs.extend(listed("jobs"));
+    Ok(jobs.into())
 }
 
 /// One merge, for people.

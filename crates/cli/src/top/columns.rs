@@ -3,7 +3,9 @@
 use super::order::{Problem, errors};
 use super::rates::{Rates, number};
 use crate::client::plain;
-use crate::ctl::text;
+use crate::ctl::{duration, text};
+use crate::output::human_size;
+use serde_json::Value;
 
 /// Between two columns.
 const GAP: usize = 2;
@@ -228,6 +230,9 @@ fn notes(it: &Rates<'_>) -> String {
     if number(&disk["volume"]["throttled"]) > 0 {
         notes.push("its log or its store is too slow".to_owned());
     }
+    if !disk["merge"].is_null() {
+        notes.push(merging(&disk["merge"]));
+    }
     if disk["writable"] == false && disk["state"] == "serving" {
         notes.push("read-only".to_owned());
     }
@@ -240,6 +245,16 @@ fn notes(it: &Rates<'_>) -> String {
     }
     notes.extend(disk["weakness"].as_str().filter(|_| disk["latch"].is_null()).map(plain));
     notes.join(", ")
+}
+
+/// A merge of layers: how far it is, how fast, and when it will be done at this rate.
+fn merging(merge: &Value) -> String {
+    let (kind, state) = (text(&merge["kind"]), text(&merge["state"]));
+    let share = (number(&merge["done"]) * 100).checked_div(number(&merge["total"])).unwrap_or(0);
+    let rate = human_size(number(&merge["rate"]));
+    let left = merge["estimate_ms"].as_u64().map(|ms| format!(", {} left", duration(ms / 1000)));
+    let state = if state == "running" { String::new() } else { format!("{state} ") };
+    format!("{state}{kind} {share} %, {rate}/s{}", left.unwrap_or_default())
 }
 
 fn whole(count: u64) -> String {
@@ -280,7 +295,16 @@ fn time(us: Option<f64>) -> String {
 mod tests {
     use super::super::rates::between;
     use super::*;
-    use serde_json::{Value, json};
+    use serde_json::json;
+
+    #[test]
+    fn merges_under_way_are_told_in_the_notes() {
+        let merge = json!({"kind": "stream", "state": "running", "done": 1 << 30,
+            "total": 4_u64 << 30, "rate": 12 << 20, "estimate_ms": 61_000});
+        assert_eq!(merging(&merge), "stream 25 %, 12 MiB/s, 1 min 1 s left");
+        let paused = json!({"kind": "commit", "state": "paused", "done": 0, "total": 0});
+        assert_eq!(merging(&paused), "paused commit 0 %, 0 B/s");
+    }
 
     #[test]
     fn every_width_shows_whole_columns() {

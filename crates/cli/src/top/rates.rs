@@ -122,6 +122,7 @@ pub(super) fn json(answer: &Value, rates: &[Rates<'_>]) -> Value {
             "layers": disk["layers"],
             "indexed_layers": disk["indexed_layers"],
             "clients": disk["clients"],
+            "merge": disk["merge"],
         })
     });
     json!({ "uptime_ms": answer["uptime_ms"], "disks": disks.collect::<Vec<_>>() })

@@ -2,11 +2,12 @@
 
 use super::keys::KeyArgs;
 use super::session::{SessionArgs, stores, volume};
-use crate::convert::{TargetArgs, run_from};
+use crate::convert::{Input, TargetArgs, run_from};
 use crate::failure::Failure;
+use crate::images::ImageArgs;
 use clap::Args;
 use mica_stack::VolumeOptions;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Copy a volume, or one of its snapshots, into a new image.
@@ -32,10 +33,9 @@ pub(super) fn run(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let stores = stores();
     let options = VolumeOptions { key: args.key.volume_key.clone(), ..VolumeOptions::default() };
-    run_from(
-        &args.url,
-        args.file.clone(),
-        (args.new.clone(), args.session.io.clone()),
-        |executor| Ok(executor.block_on(stores.open_volume(&url, &options))?),
-    )
+    let images = ImageArgs { io: args.session.io.clone(), ..ImageArgs::default() };
+    run_from(&args.url, args.file.clone(), (args.new.clone(), images), |executor| {
+        let volume = executor.block_on(stores.open_volume(&url, &options))?;
+        Ok(Input::of(Path::new(&args.url), volume))
+    })
 }

@@ -219,7 +219,7 @@ mod tests {
         reads_all_keys::<ImageSettings>();
         reads_all_keys::<VolumeSettings>();
         assert_eq!(keys::<IoSettings>(), ["aio"]);
-        assert_eq!(keys::<DiskSettings>().len(), 24);
+        assert_eq!(keys::<DiskSettings>().len(), 28);
     }
 
     #[test]

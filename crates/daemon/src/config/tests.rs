@@ -134,8 +134,9 @@ fn option_without_the_server_that_it_belongs_to_is_refused() {
     for (option, places, others) in [
         ("num-queues = 4", &[machine][..], &[nbd, file][..]),
         ("serial = 'a'", &[machine], &[nbd, file]),
-        ("iops = 5", &[machine], &[nbd, file]),
-        ("bps = '1M'", &[machine], &[nbd, file]),
+        ("iops = 5", &[machine, nbd, file], &[]),
+        ("bps = '1M'", &[machine, nbd, file], &[]),
+        ("detect-zeroes = 'on'", &[machine, nbd, file], &[]),
         ("allow-other = 'auto'", &[file], &[nbd, machine]),
         ("export-name = ''", &[nbd, tcp], &[machine, file]),
         ("description = 'text'", &[nbd, tcp], &[machine, file]),
@@ -146,7 +147,7 @@ fn option_without_the_server_that_it_belongs_to_is_refused() {
         ("tls-verify-peer = 'on'", &[], &[nbd, tcp, machine, file]),
         ("tls-certificates = 'd'\ntls-verify-peer = 'on'", &[nbd, tcp], &[]),
         ("iops-burst = 5", &[], &[machine]),
-        ("iops = 5\niops-burst = 5", &[machine], &[nbd]),
+        ("iops = 5\niops-burst = 5", &[machine, nbd], &[]),
         ("bps-burst = 5", &[], &[machine]),
     ] {
         for place in places {

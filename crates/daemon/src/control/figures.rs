@@ -2,6 +2,7 @@
 
 use super::history::History;
 use super::sources::Sources;
+use crate::jobs::Told;
 use crate::own_process::ProcessFigures;
 use crate::served::Served;
 use crate::stats::Totals;
@@ -116,6 +117,8 @@ struct Brief {
     latch: Option<String>,
     device_error: Option<&'static str>,
     weakness: Option<Cow<'static, str>>,
+    /// The merge of its layers that is under way.
+    merge: Option<Told>,
 }
 
 impl Brief {
@@ -133,6 +136,7 @@ impl Brief {
             latch: image.latch.map(|error| error.in_one_line()),
             device_error: served.device_error(),
             weakness: image.weakness,
+            merge: served.job().filter(|job| !job.has_ended()).map(|job| job.told()),
         }
     }
 }
@@ -179,8 +183,6 @@ fn status_of(served: &Served) -> Map<String, Value> {
     status.insert("backup".to_owned(), backup.unwrap_or_default());
     // As in `/v1/stats`; nothing if it is no volume that is written.
     status.insert("volume".to_owned(), served.figures().remove("volume").unwrap_or_default());
-    let merge = served.job().filter(|job| !job.has_ended());
-    status.insert("merge".to_owned(), merge.map_or(Value::Null, |job| json!(job.told())));
     status
 }
 

@@ -34,7 +34,8 @@ struct Commit {
 pub(super) async fn jobs(State(sources): State<Sources>) -> Response {
     let all = sources.shared.disks.all();
     let jobs = all.iter().filter_map(|served| served.job()).map(|job| value!(job.told()));
-    json(&value!({ "jobs": jobs.collect::<Vec<_>>() }))
+    let past = all.iter().flat_map(|served| served.past_jobs());
+    json(&value!({ "jobs": jobs.collect::<Vec<_>>(), "past": past.collect::<Vec<_>>() }))
 }
 
 pub(super) async fn stream(

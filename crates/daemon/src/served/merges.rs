@@ -2,9 +2,10 @@
 
 use super::backup::state_names;
 use super::{Served, State};
-use crate::jobs::{Job, Merge};
+use crate::jobs::{Job, Merge, PAST_MAX, Told};
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_stack::{MergeMarks, position_of};
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
@@ -27,6 +28,11 @@ impl Served {
     /// The merge that is under way, or the last one.
     pub(crate) fn job(&self) -> Option<Arc<Job>> {
         self.lock_job().clone()
+    }
+
+    /// What is told of the merges before that one, from the oldest.
+    pub(crate) fn past_jobs(&self) -> Vec<Told> {
+        self.lock_past_jobs().iter().cloned().collect()
     }
 
     /// Begins to merge the layers above the one that is called `base` into the active layer; all of
@@ -140,6 +146,12 @@ impl Served {
         let disk: Arc<dyn Manage> = self.opened().disk()?;
         let merge = merge(&disk.layer_paths())?;
         let started = Job::start(&self.name, disk, merge, rate)?;
+        if let Some(last) = last {
+            let mut past = self.lock_past_jobs();
+            past.push_back(last.told());
+            let spare = past.len().saturating_sub(PAST_MAX);
+            past.drain(..spare);
+        }
         *self.lock_job() = Some(Arc::clone(&started));
         Ok(started)
     }
@@ -160,6 +172,10 @@ impl Served {
         if let Some(job) = self.job() {
             job.stop();
         }
+    }
+
+    fn lock_past_jobs(&self) -> MutexGuard<'_, VecDeque<Told>> {
+        self.past_jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock_job(&self) -> MutexGuard<'_, Option<Arc<Job>>> {

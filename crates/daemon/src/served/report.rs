@@ -119,6 +119,14 @@ impl Served {
         }
     }
 
+    /// Whether an NBD client was served since it was opened.
+    pub(crate) fn had_clients(&self) -> bool {
+        match &*self.lock() {
+            State::Serving(servers) => servers.had_clients(),
+            State::Opening | State::Prepared(_) | State::Ended(..) => false,
+        }
+    }
+
     /// Its figures, as JSON.
     pub(crate) fn figures(&self) -> Map<String, Value> {
         stats::document(&self.image_figures(), &self.counts())

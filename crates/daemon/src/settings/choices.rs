@@ -30,6 +30,19 @@ impl From<Discards> for Discard {
     }
 }
 
+/// Whether what clients write is searched for zeros.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ZeroDetection {
+    /// It is not.
+    #[default]
+    Off,
+    /// Zeros become zeros of the image, and keep their space.
+    On,
+    /// Zeros become zeros of the image, and their space is freed.
+    Unmap,
+}
+
 /// Whether other users may use the file that the disk is served as.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]

@@ -1,7 +1,7 @@
 //! How one disk is served, and where.
 
 use super::place::{nbd_place, nbd_places};
-use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer};
+use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer, ZeroDetection};
 use clap::Args;
 use mica_block::Result;
 use mica_serve::Rates;
@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 /// Headings in the help.
 const NBD: &str = "NBD";
 const DEVICE: &str = "Virtual machine";
+const LIMITS: &str = "Limits";
+const PART: &str = "Part of the disk";
 
 #[expect(
     missing_docs,
@@ -51,7 +53,8 @@ pub struct DiskSettings {
     ///
     /// The image stays as it is: what they write goes to a temporary file (in TMPDIR, or else
     /// /tmp).
-    #[arg(long, conflicts_with_all = ["read_only", "load_snapshot"])]
+    #[arg(short = 's', long, alias = "snapshot")]
+    #[arg(conflicts_with_all = ["read_only", "load_snapshot"])]
     pub ephemeral: bool,
     /// Where the overlay of an ephemeral disk is: made at the start, not stated by anybody.
     #[arg(skip)]
@@ -62,9 +65,27 @@ pub struct DiskSettings {
     /// By id or name, instead of the current state of the image.
     #[arg(short = 'l', long, value_name = "NAME")]
     pub load_snapshot: Option<String>,
+    /// Serve this partition of the disk.
+    ///
+    /// As Linux counts them, of an MBR or a GPT, where it is when the disk is opened.
+    #[arg(long, value_name = "NUMBER", conflicts_with_all = ["offset", "size"])]
+    #[arg(hide_short_help = true, help_heading = PART)]
+    pub partition: Option<u32>,
+    /// Serve the disk from this byte on.
+    #[arg(short = 'o', long, value_name = "OFFSET", hide_short_help = true, help_heading = PART)]
+    pub offset: Option<Size>,
+    /// Serve so many bytes of the disk; all behind --offset by default.
+    #[arg(long, value_name = "SIZE", hide_short_help = true, help_heading = PART)]
+    pub size: Option<Size>,
     /// What happens to space that clients no longer need.
     #[arg(long, value_enum, default_value_t, value_name = "MODE", hide_short_help = true)]
     pub discard: Discards,
+    /// Whether zeros that clients write become zeros of the image, which need no space.
+    ///
+    /// With unmap their space is freed, too, unless --discard ignore is given.
+    #[arg(long, value_enum, default_value_t, value_name = "off|on|unmap")]
+    #[arg(hide_short_help = true, hide_possible_values = true, hide_default_value = true)]
+    pub detect_zeroes: ZeroDetection,
     /// Name of the NBD export.
     ///
     /// Where no other disk is served, also under the empty name. By default the image's name
@@ -118,22 +139,25 @@ pub struct DiskSettings {
     #[arg(long, value_name = "TEXT", help_heading = DEVICE, hide_short_help = true)]
     pub serial: Option<String>,
     /// Limit on operations per second.
+    ///
+    /// Of all clients of the disk together. Long requests of NBD and of a file are divided into
+    /// several operations.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
-    #[arg(help_heading = DEVICE)]
+    #[arg(help_heading = LIMITS)]
     pub iops: u64,
     /// Burst size, in operations; a tenth of a second's worth by default.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
-    #[arg(help_heading = DEVICE, hide_short_help = true)]
+    #[arg(help_heading = LIMITS, hide_short_help = true)]
     pub iops_burst: u64,
     /// Limit on bytes per second.
     ///
     /// Of reads and writes together.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
-    #[arg(help_heading = DEVICE)]
+    #[arg(help_heading = LIMITS)]
     pub bps: Size,
     /// Burst size, in bytes; a tenth of a second's worth by default.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
-    #[arg(help_heading = DEVICE, hide_short_help = true)]
+    #[arg(help_heading = LIMITS, hide_short_help = true)]
     pub bps_burst: Size,
     /// Whether sidecars of the chain's index are used, and written in the background.
     #[arg(long, value_enum, default_value_t, value_name = "MODE")]
@@ -174,7 +198,12 @@ impl DiskSettings {
         !self.nbd.is_empty() || self.vhost_user.is_some() || self.fuse.is_some()
     }
 
-    /// Rate limits of the device.
+    /// Whether only a part of the disk is served.
+    pub(crate) fn has_part(&self) -> bool {
+        self.partition.is_some() || self.offset.is_some() || self.size.is_some()
+    }
+
+    /// Rate limits of all clients.
     pub(crate) fn rates(&self) -> Rates {
         Rates {
             iops: self.iops,

@@ -1,6 +1,6 @@
 //! Options without effect: those of a server that the disk does not have.
 
-use super::DiskSettings;
+use super::{DiskSettings, ZeroDetection};
 
 impl DiskSettings {
     /// Describes an option that is given without what it belongs to, if there is one. Sockets that
@@ -15,10 +15,6 @@ impl DiskSettings {
         let all = [
             (self.num_queues.is_some(), "num-queues", has_device, vhost_user),
             (self.serial.is_some(), "serial", has_device, vhost_user),
-            (self.iops > 0, "iops", has_device, vhost_user),
-            (self.iops_burst > 0, "iops-burst", has_device, vhost_user),
-            (self.bps.0 > 0, "bps", has_device, vhost_user),
-            (self.bps_burst.0 > 0, "bps-burst", has_device, vhost_user),
             (self.export_name.is_some(), "export-name", has_nbd, clients),
             (self.description.is_some(), "description", has_nbd, clients),
             (self.allocation_depth, "allocation-depth", has_nbd, clients),
@@ -43,6 +39,12 @@ impl DiskSettings {
                 "allow-other",
                 self.fuse.is_some(),
                 "FUSE, which the disk does not use: add fuse",
+            ),
+            (
+                self.detect_zeroes != ZeroDetection::Off,
+                "detect-zeroes",
+                !self.read_only && self.load_snapshot.is_none(),
+                "a disk that is written: leave out read-only",
             ),
             (self.iops_burst > 0, "iops-burst", self.iops > 0, "a limit that is not set: add iops"),
             (self.bps_burst.0 > 0, "bps-burst", self.bps.0 > 0, "a limit that is not set: add bps"),

@@ -45,6 +45,11 @@ pub struct ProcessSettings {
     /// with one. A --log-device has to exist. Can be repeated.
     #[arg(long, value_name = "DIR", help_heading = SERVER)]
     pub disks_in: Vec<PathBuf>,
+    /// End when the last client has left.
+    ///
+    /// Once there was one. Of NBD and of a virtual machine; a file of --fuse has no clients.
+    #[arg(long, help_heading = SERVER, hide_short_help = true)]
+    pub exit_after_last: bool,
     /// Append the log to this file.
     ///
     /// Until all is served, it also goes to stderr. In the sandbox the server may write to all
@@ -79,6 +84,7 @@ impl ProcessSettings {
             metrics_public: self.metrics_public || others.metrics_public,
             sandbox: self.sandbox.or(others.sandbox),
             strict: self.strict || others.strict,
+            exit_after_last: self.exit_after_last || others.exit_after_last,
             disks_in: match self.disks_in.is_empty() {
                 true => others.disks_in,
                 false => self.disks_in,

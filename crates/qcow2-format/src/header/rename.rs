@@ -17,7 +17,7 @@ use mica_block::{Error, ErrorKind, Result};
 use std::os::unix::ffi::OsStrExt;
 
 /// What a device writes as a whole.
-const SECTOR: usize = 512;
+pub(super) const SECTOR: usize = 512;
 /// Where the first of the fields that change is: the place of the backing file's name.
 const FIELDS_AT: usize = 8;
 /// The end of these fields: place and length of the name.
@@ -80,7 +80,7 @@ enum Keep {
 }
 
 /// The header as it is.
-struct Old<'a> {
+pub(super) struct Old<'a> {
     bytes: &'a [u8],
     extensions: Extensions,
     extensions_at: usize,
@@ -89,7 +89,7 @@ struct Old<'a> {
 }
 
 impl<'a> Old<'a> {
-    fn read(bytes: &'a [u8]) -> Result<Self> {
+    pub(super) fn read(bytes: &'a [u8]) -> Result<Self> {
         let frame = Frame::decode(bytes)?;
         if bytes.len() != 1 << frame.cluster_bits.bits() {
             return Err(Error::new(ErrorKind::Invalid, "the first cluster is not whole"));
@@ -104,6 +104,11 @@ impl<'a> Old<'a> {
         // The mark of the end, which need not be there where the name follows.
         let end = (end + 8).max(frame.backing_at + frame.backing_len);
         Ok(Self { bytes, extensions, extensions_at: frame.header_len, end })
+    }
+
+    /// The end of what the header uses.
+    pub(super) fn end(&self) -> usize {
+        self.end
     }
 
     /// The extensions with the format of another backing file.

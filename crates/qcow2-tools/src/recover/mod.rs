@@ -29,6 +29,7 @@ mod refcounts;
 mod snapshots;
 mod watch;
 
+pub(crate) use rebuild::write_refcounts;
 pub(crate) use refcounts::{Which, rewrite};
 
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};

@@ -49,6 +49,18 @@ pub(super) fn is_needed(header: &Header, counted: &Counted) -> bool {
 /// Rebuilds all refcounts and names them in the header. Returns the header, and the places of
 /// everything but the refcounts.
 pub(super) async fn rebuild(store: Arc<dyn Store>, header: &Header) -> Result<(Header, Kept)> {
+    let (header, kept) = write_structure(Arc::clone(&store), header).await?;
+    name_refcount_table(&*store, &header).await?;
+    Ok((header, kept))
+}
+
+/// Writes all refcounts in the width that `header` says, whatever the file has, durably. Returns
+/// the header that names them, which the caller writes.
+pub(crate) async fn write_refcounts(store: Arc<dyn Store>, header: &Header) -> Result<Header> {
+    Ok(write_structure(store, header).await?.0)
+}
+
+async fn write_structure(store: Arc<dyn Store>, header: &Header) -> Result<(Header, Kept)> {
     for _ in 0..ROUNDS_MAX {
         let ignore = &mut |_: Finding| {};
         let counted = count(Arc::clone(&store), header, Task::WithoutRefcounts, ignore).await?;
@@ -64,7 +76,6 @@ pub(super) async fn rebuild(store: Arc<dyn Store>, header: &Header) -> Result<(H
         let mut header = header.clone();
         header.refcount_table_offset = header.cluster_bits.start_of(plan.start);
         header.refcount_table_clusters = u32::try_from(plan.table_clusters).unwrap_or(u32::MAX);
-        name_refcount_table(&*store, &header).await?;
         return Ok((header, counted.kept));
     }
     Err(no_room())

@@ -49,11 +49,6 @@ pub fn check_resizable(header: &Header) -> Result<()> {
     if header.snapshot_count > 0 && header.version == Version::V2 {
         return refuse("Can't resize a v2 image which has snapshots");
     }
-    if header.bitmaps.is_some() {
-        return refuse(
-            "the image has bitmaps, which would have to be resized too: `qemu-img resize` does that",
-        );
-    }
     if header.incompatible.external_data_file && header.snapshot_count > 0 {
         return refuse("the image keeps its data in an external file, and has snapshots");
     }
@@ -72,6 +67,11 @@ impl Writer {
         }
         let header = read_header(&*self.layer.store).await?;
         check_resizable(&header)?;
+        if header.bitmaps.is_some() {
+            let what = "the image has bitmaps, which `mica resize` makes as long as the disk while \
+                        nobody uses it";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
         if header.incompatible.external_data_file {
             let what = "an image with a data file can grow only while nobody uses it";
             return Err(Error::new(ErrorKind::Unsupported, what));

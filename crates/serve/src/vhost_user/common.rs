@@ -18,7 +18,7 @@ pub(super) struct Common {
     /// One for each queue.
     pub(super) stats: Vec<QueueStats>,
     pub(super) discard: Discard,
-    pub(super) limiter: Option<Limiter>,
+    pub(super) limiter: Option<Arc<Limiter>>,
     pub(super) back_channel: BackChannel,
     /// The disk's serial number, as shown to the driver.
     pub(super) id: [u8; ID_BYTES as usize],

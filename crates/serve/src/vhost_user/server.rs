@@ -12,7 +12,7 @@ use super::request::ID_BYTES;
 use super::stats::Counters;
 use crate::budget::Party;
 use crate::discard::Discard;
-use crate::limit::{Limiter, Rates};
+use crate::limit::Limiter;
 use crate::listener::Listener;
 use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
@@ -41,8 +41,8 @@ pub struct ServerConfig {
     pub serial: String,
     /// What happens to space that the guest no longer needs.
     pub discard: Discard,
-    /// How much the guest may do.
-    pub rates: Rates,
+    /// How much the guest may do, with whatever else shares it.
+    pub limiter: Option<Arc<Limiter>>,
     /// The executors.
     pub workers: Arc<Workers>,
 }
@@ -65,7 +65,7 @@ impl Server {
     /// # Errors
     /// `Invalid` for a configuration that makes no sense; else any error of the system.
     pub fn prepare(config: ServerConfig) -> Result<Prepared> {
-        let ServerConfig { listener, disk, queues, serial, discard, rates, workers } = config;
+        let ServerConfig { listener, disk, queues, serial, discard, limiter, workers } = config;
         if !(1..=QUEUES_MAX).contains(&queues) {
             let context = format!("a vhost-user device has between 1 and {QUEUES_MAX} queues");
             return Err(Error::new(ErrorKind::Invalid, context));
@@ -77,7 +77,7 @@ impl Server {
             disk,
             stats,
             discard,
-            limiter: Limiter::new(rates),
+            limiter,
             back_channel: BackChannel::default(),
             losses: Default::default(),
             party: Party::new(workers.pool()),

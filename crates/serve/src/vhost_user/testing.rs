@@ -11,7 +11,7 @@ pub(super) use ring::{Ring, Seg, Way};
 use super::memory::{Memory, Region};
 use super::server::{Running, Server, ServerConfig};
 use crate::discard::Discard;
-use crate::limit::Rates;
+use crate::limit::{Limiter, Rates};
 use crate::listener::Listener;
 use crate::workers::Workers;
 use mica_rt::Backend;
@@ -119,7 +119,7 @@ impl World {
             queues: self.queues,
             serial: "a serial number".to_owned(),
             discard: self.discard,
-            rates: self.rates,
+            limiter: Limiter::shared(self.rates),
             workers: Arc::clone(&self.workers),
         };
         self.server = Some(Server::start(config).expect("starts"));

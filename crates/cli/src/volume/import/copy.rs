@@ -1,8 +1,8 @@
 //! Copies what the uppermost layer of a disk holds onto a disk that has what is below.
 
-use crate::convert::is_zero;
 use mica_block::{Disk, Extent, Manage, Result, Survey, Zeroes, read_whole, windows};
 use mica_rt::{Buf, join_all};
+use mica_stack::is_zero;
 use mica_units::{GuestOffset, GuestRange};
 
 /// Bytes that are read and written at a time, and how many such pieces at the same time.

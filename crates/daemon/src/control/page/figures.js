@@ -69,6 +69,13 @@ function rank(disk) {
   return disk.weakness ? 1 : 0;
 }
 
+// A merge of layers: how far it is, how fast, and when it will be done at this rate.
+function merging(merge) {
+  const share = merge.total > 0 ? Math.floor(merge.done * 100 / merge.total) : 0;
+  const left = merge.estimate_ms === null ? "" : `, ${span(merge.estimate_ms / 1000)} left`;
+  return ["", `${merge.kind} ${share} %`, `${merge.state}, ${size(merge.rate)}/s${left}`];
+}
+
 function badges(disk, now) {
   const all = [];
   if (disk.failure) all.push(["why", disk.failure, disk.failure]);
@@ -78,6 +85,7 @@ function badges(disk, now) {
   if (disk.weakness && !disk.latch) all.push(["warn", "weakened", disk.weakness]);
   if (now && now.delayed > 0) all.push(["warn", "throttled", "requests waited because of its rate limits"]);
   if (disk.writable === false && disk.state === "serving") all.push(["", "read-only", ""]);
+  if (disk.merge) all.push(merging(disk.merge));
   const below = disk.layers - 1;
   if (disk.indexed_layers !== null && disk.indexed_layers < below)
     all.push(["", `index ${disk.indexed_layers}/${below}`, "layers that the index covers"]);

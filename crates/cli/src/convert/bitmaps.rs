@@ -1,0 +1,73 @@
+//! The dirty bitmaps of a copy: those of the source, with what they say.
+
+use super::ConvertArgs;
+use super::stream::is_stream;
+use crate::failure::Failure;
+use mica_qcow2::find_bitmap;
+use mica_qcow2_format::BitmapEntry;
+use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
+use mica_qcow2_tools::inspect;
+use mica_stack::{FileImages, Format};
+use std::path::Path;
+
+/// # Errors
+/// If bitmaps are to be copied that the source or the target cannot have.
+pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
+    if !args.bitmaps {
+        return Ok(());
+    }
+    let is_qcow2 = format == Format::Qcow2 && args.images.format()? == Format::Qcow2;
+    if !is_qcow2 || is_stream(&args.target) {
+        return Err(Failure::new("--bitmaps: only qcow2 images have bitmaps"));
+    }
+    if args.sources.len() > 1 {
+        return Err(Failure::new("--bitmaps: of several sources no bitmaps can be copied"));
+    }
+    Ok(())
+}
+
+/// Those that are to be copied, before anything else is.
+pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failure> {
+    let source = match (args.bitmaps, args.sources.first()) {
+        (true, Some(source)) => source,
+        _ => return Ok(Vec::new()),
+    };
+    let images = FileImages::new(source, args.source_options()?)?;
+    let mut wanted = inspect(&images, source).await?.bitmaps;
+    if args.skip_broken_bitmaps {
+        wanted.retain(|bitmap| !bitmap.in_use);
+    }
+    if let Some(broken) = wanted.iter().find(|bitmap| bitmap.in_use) {
+        return Err(Failure::new(format!(
+            "{}: the bitmap {:?} is inconsistent: --skip-broken-bitmaps leaves it out, and `mica \
+             bitmap --remove` removes it",
+            source.display(),
+            broken.name
+        )));
+    }
+    Ok(wanted)
+}
+
+/// Adds `bitmaps` to the target, which is complete otherwise.
+pub(super) async fn copy(args: &ConvertArgs, bitmaps: Vec<BitmapEntry>) -> Result<(), Failure> {
+    let Some(source) = args.sources.first() else { return Ok(()) };
+    for bitmap in bitmaps {
+        let copied = copy_one(args, source, &bitmap).await;
+        copied.map_err(|failure| {
+            failure.within(format!("the bitmap {:?}, which is not copied", bitmap.name))
+        })?;
+    }
+    Ok(())
+}
+
+async fn copy_one(args: &ConvertArgs, source: &Path, bitmap: &BitmapEntry) -> Result<(), Failure> {
+    let from = FileImages::new(source, args.source_options()?)?;
+    let found = find_bitmap(&from, &[source.to_owned()], &bitmap.name).await?;
+    let mut actions = vec![BitmapAction::Add(Some(1 << bitmap.granularity_bits))];
+    if !bitmap.auto {
+        actions.push(BitmapAction::Disable);
+    }
+    actions.push(BitmapAction::MergeFrom(found));
+    let to = FileImages::new(&args.target, args.target_options()?)?;
+    Ok(edit_bitmap(&to, &args.target, &bitmap.name, actions).await?)
+}

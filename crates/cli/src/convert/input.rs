@@ -1,0 +1,164 @@
+//! What is copied: an image, several, one after the other, or standard input.
+//!
+//! A pipe has no length and is read once, but an image needs to know its length before it gets
+//! data: the bytes go to a temporary file beside the target, which is removed after the copy.
+
+use super::ConvertArgs;
+use super::stream::is_stream;
+use crate::create::{Sources, is_block_device};
+use crate::failure::Failure;
+use crate::unfinished::Unfinished;
+use mica_block::{Disk, Manage};
+use mica_qcow2::IndexUse;
+use mica_stack::{Format, Joined, is_zero};
+use std::fs::File;
+use std::io::Read as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Bytes of standard input that are read at a time.
+const PIECE_BYTES: u64 = 1 << 20;
+/// What the parameters of an internal snapshot begin with, as qemu-img takes them.
+const SNAPSHOT_PREFIXES: [&str; 2] = ["snapshot.name=", "snapshot.id="];
+const NBD: [&str; 4] = ["nbd:", "nbd+unix:", "nbds:", "nbds+unix:"];
+
+/// What is copied.
+pub(crate) struct Input {
+    pub(super) disk: Arc<dyn Disk>,
+    /// The files that it is made of.
+    pub(super) files: Sources,
+    /// The temporary file of standard input, which is removed when this is dropped.
+    pub(super) spooled: Option<Unfinished>,
+}
+
+impl Input {
+    /// A disk that was opened at `path`.
+    pub(crate) fn of(path: &Path, disk: Arc<dyn Manage>) -> Self {
+        let mut files = Sources::default();
+        files.add(path, &*disk);
+        Self { disk, files, spooled: None }
+    }
+
+    /// The same files, of which only `part` is copied.
+    pub(crate) fn with_disk(self, part: Arc<dyn Disk>) -> Self {
+        Self { disk: part, ..self }
+    }
+}
+
+/// # Errors
+/// If the options ask for something that such a source does not have.
+pub(super) fn check(args: &ConvertArgs) -> Result<(), Failure> {
+    let is_nbd = |path: &PathBuf| {
+        let name = path.to_string_lossy();
+        NBD.iter().any(|scheme| name.starts_with(scheme)) && !path.exists()
+    };
+    if args.sources.iter().chain([&args.target]).any(is_nbd) {
+        let what = "mica convert copies files: nbdcopy copies from NBD servers and to them, also \
+                    through a pipe: nbdcopy URI - | mica convert --format raw - IMAGE";
+        return Err(Failure::new(what));
+    }
+    let has_stream = args.sources.iter().any(|source| is_stream(source));
+    if has_stream && args.images.format()? != Format::Raw {
+        let what = "-: only the bytes of a disk can be read from a pipe: add --format raw";
+        return Err(Failure::new(what));
+    }
+    if has_stream && is_stream(&args.target) {
+        return Err(Failure::new("-: cat copies standard input to standard output"));
+    }
+    if args.sources.len() < 2 {
+        return Ok(());
+    }
+    if has_stream {
+        return Err(Failure::new("-: standard input is the only source, or none: use cat"));
+    }
+    if args.load_snapshot.is_some() {
+        return Err(Failure::new("-l: of several sources no snapshots can be copied"));
+    }
+    if args.backing.is_some() {
+        return Err(Failure::new("-B: several sources have no base in common"));
+    }
+    Ok(())
+}
+
+/// Opens all sources.
+pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
+    let mut chain = args.images.chain_options(IndexUse::Read)?;
+    chain.snapshot = args.load_snapshot.as_deref().map(plain_snapshot);
+    let (options, format) = (args.source_options()?, args.images.format()?);
+    let (mut files, mut disks, mut spooled) = (Sources::default(), Vec::new(), None);
+    for source in &args.sources {
+        let mut path = source.clone();
+        if is_stream(source) {
+            path = spool(&args.target, &mut spooled)?;
+        }
+        let path = &*path;
+        let disk = mica_stack::open(path, format, options.clone(), &chain).await?;
+        files.add(path, &*disk);
+        disks.push(disk);
+    }
+    let disk: Arc<dyn Disk> = match disks.pop() {
+        Some(only) if disks.is_empty() => only,
+        last => Arc::new(Joined::new(disks.into_iter().chain(last).map(|disk| disk as _))),
+    };
+    Ok(Input { disk, files, spooled })
+}
+
+/// The id or name in the parameters of a snapshot.
+fn plain_snapshot(parameters: &str) -> String {
+    let named = SNAPSHOT_PREFIXES.iter().find_map(|prefix| parameters.strip_prefix(prefix));
+    named.unwrap_or(parameters).to_owned()
+}
+
+/// Writes standard input to a temporary file, with holes where it is zeros. Returns its path, and
+/// says in `unfinished` that it is to be removed.
+fn spool(target: &Path, unfinished: &mut Option<Unfinished>) -> Result<PathBuf, Failure> {
+    let folder = match target.parent() {
+        _ if is_block_device(target) => std::env::temp_dir(),
+        Some(folder) if folder.as_os_str().is_empty() => PathBuf::from("."),
+        Some(folder) => folder.to_owned(),
+        None => std::env::temp_dir(),
+    };
+    let mut spooled = || {
+        let file = tempfile::Builder::new().prefix(".mica-stdin-").tempfile_in(&folder)?;
+        let (file, path) = file.keep()?;
+        *unfinished = Some(Unfinished::new(&path, true));
+        let len = copy_sparsely(&file)?;
+        file.set_len(len)?;
+        Ok::<_, std::io::Error>(path)
+    };
+    spooled().map_err(|error| {
+        let folder = folder.display();
+        Failure::new(format!("standard input, in a temporary file in {folder}: {error}"))
+    })
+}
+
+fn copy_sparsely(file: &File) -> std::io::Result<u64> {
+    let mut stdin = std::io::stdin().lock();
+    let (mut at, mut piece) = (0, Vec::new());
+    loop {
+        piece.clear();
+        stdin.by_ref().take(PIECE_BYTES).read_to_end(&mut piece)?;
+        if piece.is_empty() {
+            return Ok(at);
+        }
+        if !is_zero(&piece) {
+            file.write_all_at(&piece, at)?;
+        }
+        at += piece.len() as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn snapshots_are_named_as_qemu_img_takes_them() {
+        for (said, meant) in
+            [("before", "before"), ("snapshot.name=before", "before"), ("snapshot.id=1", "1")]
+        {
+            assert_eq!(plain_snapshot(said), meant);
+        }
+    }
+}

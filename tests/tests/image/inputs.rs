@@ -1,0 +1,206 @@
+//! What `mica convert` and `mica dd` read besides one image: several, a pipe, bitmaps, parts.
+
+use mica_tests::command::{self, Finished};
+use mica_tests::{mica, qemu, tools};
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+#[track_caller]
+fn mica_in(dir: &Path, args: &[&str]) -> Finished {
+    command::finish(Command::new(mica::binary()).current_dir(dir).args(args))
+}
+
+/// Two disks of odd lengths, with data at their ends.
+fn sources(dir: &Path) {
+    for (name, size, ends) in [("a.qcow2", "5000192", "4999680"), ("b.qcow2", "3000320", "2999808")]
+    {
+        qemu::create(dir, name, &[], size);
+        let writes = ["write -P 3 0 100k", "write -P 4 2M 10k", &format!("write -P 5 {ends} 512")];
+        qemu::io(dir, &[], name, &writes);
+    }
+}
+
+#[track_caller]
+fn same(dir: &Path, (format, one): (&str, &str), (other_format, other): (&str, &str)) {
+    let said = qemu::img(dir, ["compare", "-f", format, "-F", other_format, one, other]);
+    assert_eq!(said.code(), Some(0), "{said}");
+    assert!(!said.stdout.contains("mismatch"), "{said}");
+}
+
+#[test]
+fn several_sources_follow_each_other_as_in_qemu() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    sources(dir);
+    qemu::img(dir, ["convert", "-O", "qcow2", "a.qcow2", "b.qcow2", "a.qcow2", "theirs.qcow2"])
+        .ok();
+    for more in [&[][..], &["-c"], &["-S", "0"]] {
+        let all = ["convert", "--force", "a.qcow2", "b.qcow2", "a.qcow2", "ours.qcow2"];
+        mica_in(dir, &[&all, more].concat()).ok();
+        same(dir, ("qcow2", "ours.qcow2"), ("qcow2", "theirs.qcow2"));
+        qemu::img(dir, ["check", "ours.qcow2"]).ok();
+    }
+    mica_in(dir, &["convert", "-O", "raw", "a.qcow2", "b.qcow2", "a.qcow2", "ours.raw"]).ok();
+    same(dir, ("raw", "ours.raw"), ("qcow2", "theirs.qcow2"));
+    for (refused, cure) in [
+        (&["-l", "x", "a.qcow2", "b.qcow2", "no.qcow2"][..], "no snapshots"),
+        (&["-B", "a.qcow2", "-F", "qcow2", "a.qcow2", "b.qcow2", "no.qcow2"], "no base"),
+        (&["--bitmaps", "a.qcow2", "b.qcow2", "no.qcow2"], "no bitmaps"),
+        (&["a.qcow2", "b.qcow2", "b.qcow2", "--force"], "part of the source"),
+        (&["nbd://localhost", "no.qcow2"], "nbdcopy"),
+        (&["-t", "unsafe", "a.qcow2", "no.qcow2"], "synced"),
+    ] {
+        let said = mica_in(dir, &[&["convert"], refused].concat());
+        assert_eq!(said.code(), Some(1), "{said}");
+        assert!(said.stderr.contains(cure), "{said}");
+        assert!(!dir.join("no.qcow2").exists(), "{refused:?}");
+    }
+}
+
+#[test]
+fn a_pipe_becomes_an_image_and_leaves_nothing_else() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    sources(dir);
+    mica_in(dir, &["convert", "-O", "raw", "a.qcow2", "a.raw"]).ok();
+    let before = fs::read_dir(dir).expect("a folder").count();
+    for (format, copy) in [("qcow2", "copy.qcow2"), ("raw", "copy.raw")] {
+        let pipe = File::open(dir.join("a.raw")).expect("it is there");
+        let mut convert = Command::new(mica::binary());
+        convert.current_dir(dir).stdin(Stdio::from(pipe));
+        let words = ["convert", "--format", "raw", "-O", format, "-", copy];
+        let said = convert.args(words).output().expect("it runs");
+        assert!(said.status.success(), "{said:?}");
+        same(dir, ("raw", "a.raw"), (format, copy));
+    }
+    assert_eq!(fs::read_dir(dir).expect("a folder").count(), before + 2);
+    let said = mica_in(dir, &["convert", "-", "no.qcow2"]).refusal();
+    assert!(said.contains("--format raw"), "{said}");
+    let said = mica_in(dir, &["convert", "--format", "raw", "-O", "raw", "-", "-"]).refusal();
+    assert!(said.contains("cat"), "{said}");
+}
+
+#[test]
+fn bitmaps_come_along_with_what_they_say() {
+    let judges = [tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD, tools::NBDINFO];
+    if !tools::present(&judges) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "image.qcow2", &[], "20M");
+    for (name, granularity) in [("fine", "4k"), ("coarse", "1M")] {
+        qemu::img(dir, ["bitmap", "--add", "-g", granularity, "image.qcow2", name]).ok();
+    }
+    qemu::io(dir, &[], "image.qcow2", &["write -P 1 1M 5k", "write -P 2 9M 2M"]);
+    qemu::img(dir, ["bitmap", "--disable", "image.qcow2", "coarse"]).ok();
+    mica_in(dir, &["convert", "--bitmaps", "image.qcow2", "ours.qcow2"]).ok();
+    qemu::img(dir, ["convert", "--bitmaps", "-O", "qcow2", "image.qcow2", "theirs.qcow2"]).ok();
+    qemu::img(dir, ["check", "ours.qcow2"]).ok();
+    same(dir, ("qcow2", "ours.qcow2"), ("qcow2", "image.qcow2"));
+    let bitmaps = |image: &str| super::bitmap::bitmaps(dir, image);
+    assert_eq!(bitmaps("ours.qcow2"), bitmaps("theirs.qcow2"));
+    for name in ["fine", "coarse"] {
+        let dirty = |image: &str| super::bitmap::dirty(dir, image, name);
+        assert_eq!(dirty("ours.qcow2"), dirty("image.qcow2"), "{name}");
+    }
+    let said = mica_in(dir, &["convert", "--bitmaps", "-O", "raw", "image.qcow2", "no.raw"]);
+    assert!(said.refusal().contains("only qcow2 images"));
+}
+
+#[test]
+fn a_rate_is_kept_and_other_options_of_qemu_change_no_byte() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "image.qcow2", &[], "6M");
+    qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 6M"]);
+    qemu::img(dir, ["snapshot", "-c", "before", "image.qcow2"]).ok();
+    let said = mica_in(dir, &["convert", "-r", "10M", "image.qcow2", "slow.qcow2"]);
+    // The sixth mebibyte is due half a second after the first.
+    assert!(said.wall.as_millis() >= 450, "{:?}", said.wall);
+    said.ok();
+    same(dir, ("qcow2", "image.qcow2"), ("qcow2", "slow.qcow2"));
+    qemu::io(dir, &[], "image.qcow2", &["write -P 2 0 6M"]);
+    let words = ["convert", "-t", "writethrough", "-T", "writeback", "image.qcow2", "copy.qcow2"];
+    mica_in(dir, &words).ok();
+    same(dir, ("qcow2", "image.qcow2"), ("qcow2", "copy.qcow2"));
+    let words = ["convert", "-l", "snapshot.name=before", "image.qcow2", "then.qcow2"];
+    mica_in(dir, &words).ok();
+    same(dir, ("qcow2", "slow.qcow2"), ("qcow2", "then.qcow2"));
+}
+
+#[test]
+fn blocks_are_copied_as_by_qemu() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    sources(dir);
+    for words in [
+        &["bs=64k", "count=4", "skip=1"][..],
+        &["bs=1M"],
+        &["count=3"],
+        &["bs=512", "skip=9000"],
+        &["bs=1M", "count=100", "skip=2"],
+    ] {
+        let ours = [&["dd", "--force", "if=a.qcow2", "of=ours.raw"], words].concat();
+        mica_in(dir, &ours).ok();
+        let dd = ["dd", "-f", "qcow2", "-O", "raw", "if=a.qcow2", "of=theirs.raw"];
+        qemu::img(dir, [&dd, words].concat()).ok();
+        let read = |name: &str| fs::read(dir.join(name)).expect("it is there");
+        assert!(read("ours.raw") == read("theirs.raw"), "{words:?}");
+        let ours = ["dd", "--force", "-O", "qcow2", "if=a.qcow2", "of=ours.qcow2"];
+        mica_in(dir, &[&ours, words].concat()).ok();
+        same(dir, ("raw", "theirs.raw"), ("qcow2", "ours.qcow2"));
+    }
+    let said = mica_in(dir, &["dd", "if=a.qcow2", "of=ours.raw"]).refusal();
+    assert!(said.contains("--force"), "{said}");
+    let said = mica_in(dir, &["dd", "if=a.qcow2", "of=no.raw", "seek=1"]).refusal();
+    assert!(said.contains("skip="), "{said}");
+}
+
+#[test]
+fn a_benchmark_sends_what_it_is_told_to() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "image.qcow2", &[], "4M");
+    qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 4M"]);
+    let read = ["bench", "-c", "1000", "-d", "8", "-s", "64k", "image.qcow2"];
+    let said = mica_in(dir, &read).ok();
+    let theirs =
+        qemu::img(dir, ["bench", "-c", "1000", "-d", "8", "-s", "65536", "image.qcow2"]).ok();
+    assert_eq!(said.lines().next(), theirs.lines().next());
+    assert!(said.contains("Run completed in "), "{said}");
+    qemu::io(dir, &[], "image.qcow2", &["read -P 1 0 4M"]);
+    for flush in [&["--flush-interval", "16"][..], &["--flush-interval", "16", "--no-drain"], &[]] {
+        let write =
+            ["bench", "-w", "--pattern", "7", "-c", "64", "-d", "4", "-o", "1M", "-S", "8k"];
+        let write = [&write, flush, &["--output", "json", "image.qcow2"]].concat();
+        let said = mica_in(dir, &write).json();
+        assert_eq!((said["requests"].as_u64(), said["kind"].as_str()), (Some(64), Some("write")));
+        let reads = [
+            "read -P 7 1M 4k",
+            "read -P 1 1028k 4k",
+            "read -P 7 1528k 4k",
+            "read -P 1 1532k 2564k",
+        ];
+        qemu::io(dir, &[], "image.qcow2", &reads);
+        qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 4M"]);
+    }
+    let said = mica_in(dir, &["bench", "-d", "0", "image.qcow2"]).refusal();
+    assert!(said.contains("-d between 1 and 1024"), "{said}");
+}
