@@ -1,6 +1,7 @@
 //! The verbs of the command line, each of which states its own options. The names are those of
 //! qemu-img and qemu-nbd where the task is the same.
 
+use crate::backup::BackupArgs;
 use crate::bitmap::BitmapArgs;
 use crate::check::CheckArgs;
 use crate::clone::CloneArgs;
@@ -19,6 +20,7 @@ use crate::map::MapArgs;
 use crate::measure::MeasureArgs;
 use crate::rebase::RebaseArgs;
 use crate::resize::ResizeArgs;
+use crate::restore::RestoreArgs;
 use crate::sections;
 use crate::serve::ServeArgs;
 use crate::snapshot::SnapshotArgs;
@@ -85,6 +87,10 @@ pub(crate) enum Verb {
     Resize(ResizeArgs),
     #[command(after_long_help = sections::BITMAP)]
     Bitmap(BitmapArgs),
+    #[command(after_long_help = sections::BACKUP)]
+    Backup(Box<BackupArgs>),
+    #[command(after_long_help = sections::RESTORE)]
+    Restore(RestoreArgs),
     #[command(after_long_help = sections::COMMIT)]
     Commit(CommitArgs),
     #[command(after_long_help = sections::REBASE)]

@@ -4,6 +4,7 @@
 //! what, where and, if possible, what to do; the exit code is the verb's.
 
 mod args;
+mod backup;
 mod bitmap;
 mod calendar;
 mod captive;
@@ -35,6 +36,7 @@ mod output;
 mod pid_file;
 mod rebase;
 mod resize;
+mod restore;
 mod sections;
 mod serve;
 mod snapshot;
@@ -93,6 +95,8 @@ fn main() -> ExitCode {
         Verb::Rebase(args) => rebase::run(&args),
         Verb::Resize(args) => resize::run(&args),
         Verb::Bitmap(args) => bitmap::run(&args),
+        Verb::Backup(args) => backup::run(&args),
+        Verb::Restore(args) => restore::run(&args),
         Verb::Measure(args) => measure::run(&args),
         Verb::Read(args) => dd::read(&args),
         Verb::Write(args) => dd::write(&args),

@@ -60,7 +60,7 @@ pub struct Keeping {
 ///
 /// # Errors
 /// `Invalid` if no state can be called so.
-fn kept_path(image: &Path, state: &str) -> Result<PathBuf> {
+pub fn kept_path(image: &Path, state: &str) -> Result<PathBuf> {
     let invalid = |what: &str| {
         let context = format!("no state can be called {state:?}: {what}");
         Err(Error::new(ErrorKind::Invalid, context))

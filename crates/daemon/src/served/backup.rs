@@ -27,6 +27,7 @@ use mica_serve::nbd::{self, Context, Export, Exports, Limits};
 use mica_stack::{Keeping, state_of};
 use mica_store::SetAside;
 use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -283,7 +284,12 @@ impl Served {
         Ok(Export {
             disk,
             name: self.export_name().to_owned(),
-            description: format!("the state {} of {}", kept.state, self.name),
+            description: format!(
+                "the state {} of {}, kept at {}",
+                kept.state,
+                self.name,
+                time_of(&kept.file)
+            ),
             discard: self.settings.discard.into(),
             contexts,
         })
@@ -340,6 +346,14 @@ impl Door {
         let running = prepared.start();
         Ok(Backup { about, _running: running, _address: address, _descriptors: descriptors })
     }
+}
+
+/// When the file of a state was changed last: seconds since 1970. It is not changed any more, so
+/// that readers know by it whether a state is the one that they have begun to read.
+fn time_of(file: &Path) -> String {
+    let found = file.metadata().map(|found| (found.mtime(), found.mtime_nsec()));
+    let (seconds, part) = found.unwrap_or_default();
+    format!("{seconds}.{part:09}")
 }
 
 fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {
