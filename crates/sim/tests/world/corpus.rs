@@ -16,13 +16,14 @@ use std::sync::Arc;
 
 type Target = (&'static str, fn(&[u8]));
 
-const TARGETS: [Target; 6] = [
+const TARGETS: [Target; 7] = [
     ("qcow2_header", hostile::header),
     ("qcow2_open_read", hostile::open_read),
     ("qcow2_check", hostile::check),
     ("sidecar", hostile::sidecar),
     ("image_name", hostile::image_name),
     ("log", hostile::log),
+    ("backup", hostile::backup),
 ];
 
 fn corpus() -> PathBuf {
