@@ -34,7 +34,6 @@ use subject::Subject;
 pub(crate) struct BackupArgs {
     #[command(subcommand)]
     verb: Option<BackupVerb>,
-    /// What is in the folder, or --since-last.
     #[command(flatten)]
     write: WriteArgs,
 }

@@ -1,8 +1,8 @@
 //! Backups night after night, under load and kills: oVirt's own run has 64 full and 896 incremental
 //! ones, without kills.
 //!
-//! `MICA_BACKUPS` is how many full backups there are, each of a disk of its own; `MICA_BACKUP_SEED` is
-//! where random numbers begin.
+//! `MICA_BACKUPS` is how many full backups there are, each of a disk of its own; `MICA_BACKUP_SEED`
+//! is where random numbers begin.
 
 use crate::world::{World, restored};
 use mica_tests::{clock, judge, mica};

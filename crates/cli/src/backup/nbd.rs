@@ -1,5 +1,5 @@
-//! A state that an NBD server exports as what is copied: of a whole one what is not zeros, of another
-//! what its dirty bitmap says.
+//! A state that an NBD server exports as what is copied: of a whole one what is not zeros, of
+//! another what its dirty bitmap says.
 //!
 //! What is read of the server is bounded and checked against what was asked: a server may be
 //! anybody.
