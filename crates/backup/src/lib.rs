@@ -30,7 +30,7 @@ mod verify;
 mod writer;
 
 pub use copy::{Run, Source, copy};
-pub use folder::{Begun, Folder, Pending, States, Stored};
+pub use folder::{Begun, Folder, Pending, Sample, States, Stored};
 pub use format::{Begin, Entry, Total};
 pub use names::{STATE_BYTES_MAX, check_state};
 pub use packing::Packing;

@@ -212,7 +212,7 @@ async fn open(args: &WriteArgs, named: &str, folder: Option<&Folder>) -> Result<
             names.collect()
         }
     };
-    let wanted = Since { named: args.since.as_deref(), newest_of: &known };
+    let wanted = Since { named: args.since.as_deref(), newest_of: &known, folder };
     let is_uri = nbd::is_uri(named);
     let opened = match is_uri {
         true => nbd::open(args, named, wanted)?,
@@ -232,6 +232,8 @@ struct Since<'a> {
     named: Option<&'a str>,
     /// Or else the first of these that there is.
     newest_of: &'a [String],
+    /// Where it is.
+    folder: Option<&'a Folder>,
 }
 
 impl WriteArgs {

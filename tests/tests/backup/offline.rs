@@ -163,10 +163,18 @@ fn what_cannot_be_backed_up_is_refused_in_a_line() {
     let other = backup(at, &["--as", "x", "other.qcow2", "web"]).refusal();
     assert!(other.contains("\"disk\"") && other.contains("\"other\""), "{other}");
     backup(at, &["--as", "../x", "disk.qcow2", "web"]).refusal();
+    // Another disk has the names by now.
+    qemu::create(at, "disk@mon.qcow2", &[], "64M");
+    qemu::io(at, &[], "disk@mon.qcow2", &["write -P 9 1M 3M"]);
+    let another = backup(at, &["--since", "mon", "disk.qcow2@tue", "web"]).refusal();
+    assert!(another.contains("is another than"), "{another}");
+    let full = backup(at, &["--since-last", "disk.qcow2@tue", "web"]);
+    assert!(full.stderr.contains("all of it is backed up"), "{full}");
+    assert!(full.json()["since"].is_null());
     backup(at, &["--as", "x", "disk.qcow2", "disk.qcow2"]).refusal();
     let none = mica::run(["restore", &at.display().to_string(), "/nowhere/x"]).refusal();
     assert!(none.contains("no state"), "{none}");
     let states =
         mica::run(["backup", "list", "--output", "json", &at.join("web").display().to_string()]);
-    assert_eq!(states.json().as_array().map(Vec::len), Some(1));
+    assert_eq!(states.json().as_array().map(Vec::len), Some(2));
 }

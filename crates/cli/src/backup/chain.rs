@@ -4,7 +4,7 @@
 use super::subject::Subject;
 use super::{Opened, Since, WriteArgs};
 use crate::failure::Failure;
-use mica_backup::{Begin, Run, Source};
+use mica_backup::{Begin, Folder, Run, Source};
 use mica_block::{Disk, LocalFuture, Manage, Result, Survey, read_whole};
 use mica_qcow2::ChainDiff;
 use mica_rt::{Buf, join_all};
@@ -12,7 +12,10 @@ use mica_stack::wait_for_dead;
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 
-/// The state of `subject` that is open.
+/// Pieces of a state that are compared with those in a folder.
+const SAMPLES: usize = 16;
+
+/// A state that is open.
 struct ChainSource {
     disk: Arc<dyn Manage>,
     changes: Changes,
@@ -59,20 +62,26 @@ async fn changes_since(
             let kept = subject.kept();
             failure.within(format!("no state {named:?} of {:?} ({kept})", subject.disk()))
         });
-        return found?.map_or_else(
-            || {
-                let disk = subject.disk();
-                let what = format!(
-                    "{named:?} and {state:?} of {disk:?} have no layer in common: make a full \
-                     backup"
-                );
-                Err(Failure::new(what))
-            },
-            |diff| Ok(Some((named.to_owned(), diff))),
-        );
+        let disk = subject.disk();
+        let Some(diff) = found? else {
+            let what = format!(
+                "{named:?} and {state:?} of {disk:?} have no layer in common: make a full backup"
+            );
+            return Err(Failure::new(what));
+        };
+        if !is_in_folder(subject, named, since.folder).await? {
+            let what = format!(
+                "the state {named:?} in the folder is another than that of {disk:?}: make a full \
+                 backup into another folder"
+            );
+            return Err(Failure::new(what));
+        }
+        return Ok(Some((named.to_owned(), diff)));
     }
     for known in since.newest_of.iter().filter(|known| *known != state) {
-        if let Ok(Some(diff)) = difference(subject, known).await {
+        if let Ok(Some(diff)) = difference(subject, known).await
+            && is_in_folder(subject, known, since.folder).await?
+        {
             return Ok(Some((known.clone(), diff)));
         }
     }
@@ -89,6 +98,24 @@ async fn difference(
     let states = [base.as_diffed(&images[0]), subject.as_diffed(&images[1])];
     let diff = wait_for_dead(async || ChainDiff::open(states[0], states[1]).await).await?;
     Ok(diff.are_related().then_some(diff))
+}
+
+/// Whether the state called `base` of the disk is the one that the folder has under this name, by
+/// some pieces of it. What is not there at all is found later.
+async fn is_in_folder(
+    subject: &Subject,
+    base: &str,
+    folder: Option<&Folder>,
+) -> std::result::Result<bool, Failure> {
+    let Some(Ok(stored)) = folder.map(|folder| folder.find(base)) else { return Ok(true) };
+    let disk = subject.other(base)?.open().await?;
+    let end = GuestOffset::new(disk.geometry().len);
+    for sample in stored.samples(SAMPLES)? {
+        if sample.range.end() > end || !sample.is(&read(&*disk, sample.range).await?) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 impl Source for ChainSource {

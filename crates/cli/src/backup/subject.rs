@@ -84,7 +84,6 @@ impl Subject {
         args.state(self.state.clone())
     }
 
-    /// Whether the state is one that stays.
     pub(super) fn files(&self) -> Result<FileImages, Failure> {
         Ok(FileImages::new(&self.path, self.args.image_options()?)?)
     }
