@@ -170,6 +170,11 @@ pub(crate) const CTL_BACKUP_END: &str = "\
 EXAMPLES:
   mica ctl backup end web";
 
+pub(crate) const CTL_BACKUP_DROP: &str = "\
+EXAMPLES:
+  mica ctl backup drop web monday
+  mica ctl backup drop --rate 100M --background web monday";
+
 pub(crate) const CTL_BACKUP_LIST: &str = "\
 EXAMPLES:
   mica ctl backup list web

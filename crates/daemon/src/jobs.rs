@@ -37,6 +37,8 @@ pub(crate) enum Merge {
     Stream { base: Option<PathBuf> },
     /// The layers above `base` up to `top`, or up to the active layer, go down into it.
     Commit { top: Option<PathBuf>, base: PathBuf },
+    /// A kept state goes: its layer leaves as with `how`, and then its `file` is removed.
+    Drop { file: PathBuf, how: Box<Merge> },
 }
 
 impl Merge {
@@ -44,6 +46,7 @@ impl Merge {
         match self {
             Self::Stream { .. } => "stream",
             Self::Commit { .. } => COMMIT,
+            Self::Drop { .. } => "drop",
         }
     }
 
@@ -55,6 +58,15 @@ impl Merge {
                 let layers = CommitLayers { top, base, active };
                 chain.commit(layers, control).await
             }
+            Self::Drop { how, .. } => Box::pin(how.run(chain, control)).await,
+        }
+    }
+
+    /// What is left to do when the layers have left.
+    fn finish(&self) -> Result<()> {
+        match self {
+            Self::Drop { file, .. } => mica_stack::remove_state(file),
+            Self::Stream { .. } | Self::Commit { .. } => Ok(()),
         }
     }
 }
@@ -172,6 +184,9 @@ impl Job {
         {
             // The merge itself is done, and durable.
             tracing::warn!(disk = self.disk, %error, "the mark of a frozen layer is out of date");
+        }
+        if let Merged::Done { .. } = &merged {
+            merge.finish()?;
         }
         Ok(merged)
     }

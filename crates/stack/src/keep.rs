@@ -101,6 +101,21 @@ pub fn settle_names(image: &Path, layers: &[PathBuf]) -> Result<()> {
     fsync(open_folder(folder)?).map_err(|error| failed_in(folder, "syncing", error))
 }
 
+/// Removes the `file` of a state that no chain has any more, with its mark and its sidecar, durably.
+///
+/// # Errors
+/// What the system reports.
+pub fn remove_state(file: &Path) -> Result<()> {
+    let mut sidecar = file.as_os_str().to_owned();
+    sidecar.push(crate::sidecars::SUFFIX);
+    // First what is of no use without the file.
+    Mark::forget(file)?;
+    for path in [Path::new(&sidecar), file] {
+        remove(path).map_err(|error| failed_in(path, "removing", error))?;
+    }
+    crate::files::sync_folder_of(file)
+}
+
 fn open_folder(folder: &Path) -> Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     open(folder, flags, Mode::empty()).map_err(|error| failed_in(folder, "opening", error))

@@ -29,7 +29,7 @@ pub use above::{refuse_frozen, settle_marks};
 pub use files::{FileId, base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
-pub use keep::{Keeping, kept_path, settle_names, state_of};
+pub use keep::{Keeping, kept_path, remove_state, settle_names, state_of};
 pub use new_layer::{NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};

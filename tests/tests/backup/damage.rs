@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
-const LEN: u64 = 96 << 20;
+const LEN: usize = 24 << 20;
 
 /// A raw disk of noise, all of which is stored.
 fn noise() -> Option<(TempDir, Vec<u8>)> {
@@ -19,12 +19,11 @@ fn noise() -> Option<(TempDir, Vec<u8>)> {
         return None;
     }
     let dir = tempfile::tempdir().expect("a folder");
-    let mut number = 1_u64;
-    let words = (0..LEN / 8).flat_map(|_| {
-        number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
-        (number ^ number >> 29).to_le_bytes()
-    });
-    let bytes: Vec<u8> = words.collect();
+    let (mut number, mut bytes) = (1_u64, vec![0; LEN]);
+    for word in bytes.chunks_exact_mut(8) {
+        number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        word.copy_from_slice(&number.to_le_bytes());
+    }
     fs::write(dir.path().join("disk.raw"), &bytes).expect("written");
     Some((dir, bytes))
 }
@@ -93,7 +92,7 @@ fn full_disk_is_said_in_a_line_and_breaks_nothing() {
     let Some((dir, bytes)) = noise() else { return };
     let at = dir.path();
     let mut shell = Command::new("sh");
-    let script = r#"ulimit -f 81920; exec "$mica" backup --format raw --as mon disk.raw web"#;
+    let script = r#"ulimit -f 24576; exec "$mica" backup --format raw --as mon disk.raw web"#;
     shell.args(["-c", script]).env("mica", mica::binary()).current_dir(at);
     let full = command::finish(&mut shell).refusal();
     assert!(full.contains("writing"), "{full}");
@@ -101,7 +100,7 @@ fn full_disk_is_said_in_a_line_and_breaks_nothing() {
         mica::run(["backup", "list", "--output", "json", &at.join("web").display().to_string()]);
     assert_eq!(states.json(), serde_json::json!([]));
     let answer = command::finish(&mut backup(at)).json();
-    assert!(answer["resumed-bytes"].as_u64() > Some(30 << 20), "{answer}");
+    assert!(answer["resumed-bytes"].as_u64() > Some(6 << 20), "{answer}");
     judge::same_bytes("the disk", &restored(at, "web", "mon", "raw"), &bytes);
 }
 
@@ -110,7 +109,7 @@ fn image_that_changed_meanwhile_is_begun_again() {
     let Some((dir, mut bytes)) = noise() else { return };
     let at = dir.path();
     let mut shell = Command::new("sh");
-    let script = r#"ulimit -f 81920; exec "$mica" backup --format raw --as mon disk.raw web"#;
+    let script = r#"ulimit -f 24576; exec "$mica" backup --format raw --as mon disk.raw web"#;
     shell.args(["-c", script]).env("mica", mica::binary()).current_dir(at);
     command::finish(&mut shell).refusal();
     bytes[..512].fill(9);
@@ -142,17 +141,14 @@ fn damage_is_named_and_nothing_wrong_is_given_back() {
     let path = data_file(at);
     let data = OpenOptions::new().read(true).write(true).open(&path).expect("it is there");
     let mut byte = [0];
-    data.read_exact_at(&mut byte, 50 << 20).expect("read");
-    data.write_all_at(&[byte[0] ^ 1], 50 << 20).expect("written");
+    data.read_exact_at(&mut byte, 10 << 20).expect("read");
+    data.write_all_at(&[byte[0] ^ 1], 10 << 20).expect("written");
     let found = verify(at);
     assert_eq!(found.code(), Some(1), "{found}");
     let answer: serde_json::Value = serde_json::from_str(&found.stdout).expect("JSON");
     let damage = answer["damage"].as_array().expect("a list");
     assert_eq!(damage.len(), 1, "{answer}");
-    assert_eq!(
-        (&damage[0]["start"], &damage[0]["length"]),
-        (&(49 << 20).into(), &(1 << 20).into())
-    );
+    assert_eq!((&damage[0]["start"], &damage[0]["length"]), (&(9 << 20).into(), &(1 << 20).into()));
     let restore = || {
         let (source, file) = (at.join("web").display().to_string(), at.join("out.raw"));
         let refused = mica::run(["restore", "-O", "raw", &source, &file.display().to_string()]);
@@ -161,7 +157,7 @@ fn damage_is_named_and_nothing_wrong_is_given_back() {
         refused
     };
     let refused = restore();
-    assert!(refused.contains("byte 51380224 of the disk"), "{refused}");
+    assert!(refused.contains("byte 9437184 of the disk"), "{refused}");
     fs::remove_file(&path).expect("removed");
     let missing = restore();
     assert!(missing.contains("is missing"), "{missing}");

@@ -102,3 +102,53 @@ fn bitmaps_of_other_servers_say_what_changed() {
     drop(second);
     judge::same_bytes("tue", &restored(at, "web", "tue", "raw"), &raw(at, "disk.qcow2"));
 }
+
+/// States that are dropped leave what the disk shows, and other states, as they are.
+#[test]
+fn dropped_states_leave_the_others_as_they_are() {
+    let Some(mut world) = World::new(7) else { return };
+    let mut states = Vec::new();
+    for state in ["a", "b", "c", "d"] {
+        let mut guest = world.guest();
+        (0..20).for_each(|_| world.change(&mut guest));
+        world.begin(None, state).ok();
+        if state == "d" {
+            let busy = world.ctl(&["backup", "drop", "disk", "d"]).refusal();
+            assert!(busy.contains("end that first"), "{busy}");
+        }
+        world.ctl(&["backup", "end", "disk"]).ok();
+        states.push((state, world.model.clone()));
+    }
+    let between = world.ctl(&["backup", "drop", "disk", "b"]).refusal();
+    assert!(between.contains("\"a\"") && between.contains("\"d\""), "{between}");
+    let unknown = world.ctl(&["backup", "drop", "disk", "x"]).refusal();
+    assert!(unknown.contains("it has d, c, b, a"), "{unknown}");
+    // One that others need stays.
+    qemu::overlay(world.dir.path(), "clone.qcow2", "disk@d.qcow2", &[]);
+    let needed = world.ctl(&["backup", "drop", "disk", "d"]).refusal();
+    assert!(needed.contains("clone.qcow2"), "{needed}");
+    std::fs::remove_file(world.path("clone.qcow2")).expect("it is there");
+    for dropped in ["a", "d", "b"] {
+        let mut guest = world.guest();
+        (0..10).for_each(|_| world.change(&mut guest));
+        let job = world.ctl(&["backup", "drop", "disk", dropped]).json();
+        assert_eq!((&job["kind"], &job["state"]), (&"drop".into(), &"done".into()), "{job}");
+        states.retain(|(state, _)| *state != dropped);
+        assert!(!world.path(&format!("disk@{dropped}.qcow2")).exists());
+        for (state, wanted) in &states {
+            judge::same_bytes(&format!("{state} without {dropped}"), &world.state(state), wanted);
+        }
+        let now = world.guest().read(0, world.model.len() as u64).expect("read");
+        judge::same_bytes("the disk", &now, &world.model);
+    }
+    let listed = world.ctl(&["backup", "list", "disk"]).json();
+    assert_eq!(listed["states"].as_array().map(Vec::len), Some(1), "{listed}");
+    // The name is free, and the disk is one that QEMU reads.
+    world.begin(Some("c"), "a").ok();
+    world.stop();
+    let model = world.model.clone();
+    judge::same_bytes("the disk", &raw(world.dir.path(), "disk.qcow2"), &model);
+    for image in ["base.qcow2", "disk@c.qcow2", "disk@a.qcow2", "disk.qcow2"] {
+        qemu::img(world.dir.path(), ["check", image]).ok();
+    }
+}

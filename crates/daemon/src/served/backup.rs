@@ -98,6 +98,11 @@ impl Backups {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The state is about to go: another may have its name.
+    pub(super) fn forget(&self, state: &str) {
+        self.lock().ended.remove(state);
+    }
+
     /// Ends the export of the one that is under way, which can be begun again. Waits for its
     /// clients' requests.
     pub(super) fn interrupt(&self) {
