@@ -31,8 +31,7 @@ use crate::volume::{self, VolumeArgs};
 use clap::{Parser, Subcommand};
 use mica_daemon::{HELPER_VERB, LogLevel};
 
-/// Virtual disks whose speed, memory and snapshot cost do not depend on the number of snapshots
-/// beneath.
+/// Virtual disks whose speed does not depend on how many snapshots lie beneath.
 #[derive(Parser)]
 #[command(name = "mica", version, max_term_width = 100, after_long_help = sections::MICA)]
 pub(crate) struct Cli {

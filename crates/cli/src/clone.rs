@@ -18,7 +18,7 @@ use std::process::ExitCode;
 /// Most clones that are made at once.
 const COUNT_MAX: u32 = 100_000;
 
-/// Make a disk that begins as an image is, and shares its content with it.
+/// Make a disk that begins as an image is, and shares its content.
 ///
 /// A new overlay, in milliseconds at any depth: of BASE only the header is read. BASE must not be
 /// written any more, by anybody; one that is being written is refused. The clone has subclusters

@@ -18,7 +18,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Show what a fleet of images is like: sizes, lengths of chains, sharing, snapshots.
+/// Show what a fleet of images is like: sizes, chains, snapshots.
 ///
 /// Reads headers only, also of images that are in use. A chain counts once for each image on which
 /// nothing stands. --html writes the figures of a published survey, drawn from these images. What
