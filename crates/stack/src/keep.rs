@@ -101,7 +101,8 @@ pub fn settle_names(image: &Path, layers: &[PathBuf]) -> Result<()> {
     fsync(open_folder(folder)?).map_err(|error| failed_in(folder, "syncing", error))
 }
 
-/// Removes the `file` of a state that no chain has any more, with its mark and its sidecar, durably.
+/// Removes the `file` of a state that no chain has any more, with its mark and its sidecar,
+/// durably.
 ///
 /// # Errors
 /// What the system reports.
