@@ -2,6 +2,7 @@
 //! qemu-img and qemu-nbd where the task is the same.
 
 use crate::amend::AmendArgs;
+use crate::backup::BackupArgs;
 use crate::bench::BenchArgs;
 use crate::bitmap::BitmapArgs;
 use crate::check::CheckArgs;
@@ -22,6 +23,7 @@ use crate::measure::MeasureArgs;
 use crate::pipe::{ReadArgs, WriteArgs};
 use crate::rebase::RebaseArgs;
 use crate::resize::ResizeArgs;
+use crate::restore::RestoreArgs;
 use crate::sections;
 use crate::serve::ServeArgs;
 use crate::snapshot::SnapshotArgs;
@@ -32,8 +34,7 @@ use crate::volume::{self, VolumeArgs};
 use clap::{Parser, Subcommand};
 use mica_daemon::{HELPER_VERB, LogLevel};
 
-/// Virtual disks whose speed, memory and snapshot cost do not depend on the number of snapshots
-/// beneath.
+/// Virtual disks whose speed does not depend on how many snapshots lie beneath.
 #[derive(Parser)]
 #[command(name = "mica", version, max_term_width = 100, after_long_help = sections::MICA)]
 pub(crate) struct Cli {
@@ -92,6 +93,10 @@ pub(crate) enum Verb {
     Amend(AmendArgs),
     #[command(after_long_help = sections::BITMAP)]
     Bitmap(BitmapArgs),
+    #[command(after_long_help = sections::BACKUP)]
+    Backup(Box<BackupArgs>),
+    #[command(after_long_help = sections::RESTORE)]
+    Restore(RestoreArgs),
     #[command(after_long_help = sections::COMMIT)]
     Commit(CommitArgs),
     #[command(after_long_help = sections::REBASE)]

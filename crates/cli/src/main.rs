@@ -5,6 +5,7 @@
 
 mod amend;
 mod args;
+mod backup;
 mod bench;
 mod bitmap;
 mod calendar;
@@ -38,6 +39,7 @@ mod pid_file;
 mod pipe;
 mod rebase;
 mod resize;
+mod restore;
 mod sections;
 mod serve;
 mod snapshot;
@@ -98,6 +100,8 @@ fn main() -> ExitCode {
         Verb::Resize(args) => resize::run(&args),
         Verb::Amend(args) => amend::run(&args),
         Verb::Bitmap(args) => bitmap::run(&args),
+        Verb::Backup(args) => backup::run(&args),
+        Verb::Restore(args) => restore::run(&args),
         Verb::Measure(args) => measure::run(&args),
         Verb::Read(args) => pipe::read(&args),
         Verb::Write(args) => pipe::write(&args),

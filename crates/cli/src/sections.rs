@@ -172,6 +172,11 @@ pub(crate) const CTL_BACKUP_END: &str = "\
 EXAMPLES:
   mica ctl backup end web";
 
+pub(crate) const CTL_BACKUP_DROP: &str = "\
+EXAMPLES:
+  mica ctl backup drop web monday
+  mica ctl backup drop --rate 100M --background web monday";
+
 pub(crate) const CTL_BACKUP_LIST: &str = "\
 EXAMPLES:
   mica ctl backup list web
@@ -364,6 +369,33 @@ EXAMPLES:
   mica bitmap --disable disk.qcow2 monday
   mica bitmap --add --disable --merge monday --merge tuesday disk.qcow2 both
   mica bitmap --merge monday -b copy.qcow2 disk.qcow2 monday";
+
+pub(crate) const BACKUP: &str = "\
+EXAMPLES:
+  mica ctl backup begin web --as monday --nbd unix:backup.sock
+  mica backup -p web.qcow2@monday /backup/web
+  mica backup --since-last 'nbd+unix:///web?socket=backup.sock' /backup/web
+  mica backup --since monday web.qcow2@tuesday - | ssh host 'cat > tuesday'";
+
+pub(crate) const BACKUP_LIST: &str = "\
+EXAMPLES:
+  mica backup list /backup/web
+  mica backup list --output json /backup/web | jq -r '.[-1].state'";
+
+pub(crate) const BACKUP_VERIFY: &str = "\
+EXAMPLES:
+  mica backup verify -p /backup/web
+  mica backup verify /backup/web@monday
+
+EXIT STATUS:
+  0  everything is whole
+  1  something is damaged or missing, or could not be read";
+
+pub(crate) const RESTORE: &str = "\
+EXAMPLES:
+  mica restore -p /backup/web@tuesday web.qcow2
+  mica restore -O raw /backup/web web.raw   # the newest state
+  cat monday tuesday | mica restore - web.qcow2";
 
 pub(crate) const COMMIT: &str = "\
 EXAMPLES:

@@ -39,6 +39,8 @@ pub(crate) enum Merge {
     Stream { base: Option<PathBuf> },
     /// The layers above `base` up to `top`, or up to the active layer, go down into it.
     Commit { top: Option<PathBuf>, base: PathBuf, marks: MergeMarks },
+    /// A kept state goes: its layer leaves as with `how`, and then its `file` is removed.
+    Drop { file: PathBuf, how: Box<Merge> },
 }
 
 impl Merge {
@@ -46,6 +48,7 @@ impl Merge {
         match self {
             Self::Stream { .. } => "stream",
             Self::Commit { .. } => "commit",
+            Self::Drop { .. } => "drop",
         }
     }
 
@@ -59,6 +62,15 @@ impl Merge {
                 marks.end(merged.as_ref().ok());
                 merged
             }
+            Self::Drop { how, .. } => Box::pin(how.run(chain, control)).await,
+        }
+    }
+
+    /// The file to be removed when the layers have left.
+    fn dropped_file(&self) -> Option<PathBuf> {
+        match self {
+            Self::Drop { file, .. } => Some(file.clone()),
+            Self::Stream { .. } | Self::Commit { .. } => None,
         }
     }
 }
@@ -168,12 +180,16 @@ impl Job {
         let Some(chain) = disk.chain() else {
             return Err(Error::new(ErrorKind::Denied, "the disk is closed"));
         };
+        let file = merge.dropped_file();
         let merged = executor.block_on(merge.run(chain, self))?;
         if let Merged::Done { dropped, .. } = &merged
             && let Err(error) = mica_stack::settle_marks(&disk.layer_paths(), dropped)
         {
             // The merge itself is done, and durable.
             tracing::warn!(disk = self.disk, %error, "the mark of a frozen layer is out of date");
+        }
+        if let (Merged::Done { .. }, Some(file)) = (&merged, file) {
+            mica_stack::remove_state(&file)?;
         }
         Ok(merged)
     }

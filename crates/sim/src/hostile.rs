@@ -63,6 +63,14 @@ pub fn header(bytes: &[u8]) {
     assert_eq!(header, again);
 }
 
+/// A backup: its stream, and the manifest of a state in a folder.
+///
+/// # Panics
+/// If what is decoded is beyond its bounds, or has a second form.
+pub fn backup(bytes: &[u8]) {
+    mica_backup::decode_anything(bytes);
+}
+
 /// The log of volumes: looked at, gone on with, ended.
 ///
 /// # Panics

@@ -61,7 +61,7 @@ pub struct Keeping {
 ///
 /// # Errors
 /// `Invalid` if no state can be called so.
-fn kept_path(image: &Path, state: &str) -> Result<PathBuf> {
+pub fn kept_path(image: &Path, state: &str) -> Result<PathBuf> {
     let invalid = |what: &str| {
         let context = format!("no state can be called {state:?}: {what}");
         Err(Error::new(ErrorKind::Invalid, context))
@@ -100,6 +100,23 @@ pub fn settle_names(image: &Path, layers: &[PathBuf]) -> Result<()> {
     }
     let folder = image.parent().unwrap_or(Path::new("/"));
     fsync(open_folder(folder)?).map_err(|error| failed_in(folder, "syncing", error))
+}
+
+/// Removes the `file` of a state that no chain has any more, with its marks and its sidecar,
+/// durably.
+///
+/// # Errors
+/// What the system reports.
+pub fn remove_state(file: &Path) -> Result<()> {
+    let mut sidecar = file.as_os_str().to_owned();
+    sidecar.push(crate::sidecars::SUFFIX);
+    // First what is of no use without the file.
+    Mark::forget(file)?;
+    crate::merged::forget(file)?;
+    for path in [Path::new(&sidecar), file] {
+        remove(path).map_err(|error| failed_in(path, "removing", error))?;
+    }
+    crate::files::sync_folder_of(file)
 }
 
 fn open_folder(folder: &Path) -> Result<OwnedFd> {

@@ -177,6 +177,20 @@ pub fn refuse_merged(base: &Path) -> Result<()> {
     Err(Error::new(ErrorKind::Denied, what))
 }
 
+/// Removes the mark of `layer`, whose file is about to go.
+///
+/// # Errors
+/// What the system reports.
+pub(crate) fn forget(layer: &Path) -> Result<()> {
+    let at = place(layer, SUFFIX)?;
+    match std::fs::remove_file(&at) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Error::from_io(format!("removing {}", at.display()), error))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The marks of the layers of a commit. Dropping this takes those back that it put.
 #[must_use = "the layers are marked until this is dropped"]
 #[derive(Debug)]

@@ -44,7 +44,7 @@ pub enum SidecarPlace {
 }
 
 /// The suffix of a sidecar's name.
-const SUFFIX: &str = ".mica-index";
+pub(crate) const SUFFIX: &str = ".mica-index";
 
 /// Sidecars of the layers that the policy permits to be opened.
 pub(crate) struct FileSidecars {

@@ -45,6 +45,9 @@ enum What {
     Fsx,
     /// Images with damaged metadata: copies of each image.
     Mutated,
+    /// Backups of disks that are served, with kills: so many full ones, each of which 14
+    /// incremental ones follow.
+    Backups,
     /// Messages of NBD clients and vhost-user front ends that are nearly right.
     Hostile,
 }
@@ -103,6 +106,11 @@ impl What {
                 test: &["mica-tests", "--test", "hostile", "--", "mutated::"],
                 count: ("MICA_MUTATED", 3400),
                 seed: Some("SEED"),
+            },
+            Self::Backups => Soak {
+                test: &["mica-tests", "--test", "backup", "--", "night::"],
+                count: ("MICA_BACKUPS", 64),
+                seed: Some("MICA_BACKUP_SEED"),
             },
             Self::Hostile => Soak {
                 test: &["mica-serve", "--lib", "--", "hostile::"],

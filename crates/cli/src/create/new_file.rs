@@ -76,6 +76,11 @@ impl NewFile {
     pub(crate) fn keep(self) {
         self.unfinished.keep();
     }
+
+    /// Closes the file, which is not complete yet, so that it can be opened as an image.
+    pub(crate) fn into_unfinished(self) -> Unfinished {
+        self.unfinished
+    }
 }
 
 /// Whether `path` names a block device.

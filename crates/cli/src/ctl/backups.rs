@@ -1,5 +1,6 @@
 //! `mica ctl backup`: states of a chain that is served are kept, and exported for a backup.
 
+use super::merges::{HowArgs, one};
 use super::text;
 use crate::client::{Client, nothing, of_disk};
 use crate::failure::Failure;
@@ -26,6 +27,13 @@ pub(super) enum BackupVerb {
         #[arg(value_name = "DISK")]
         disk: String,
     },
+    /// Keep a state no longer: its layer is merged, and its file removed.
+    ///
+    /// While guests write on. The newest goes up into the active layer, the oldest down into the
+    /// layer beneath, unless others need that. What changed since the state cannot be told any
+    /// more. Copies by `mica backup` stay.
+    #[command(after_long_help = sections::CTL_BACKUP_DROP)]
+    Drop(DropArgs),
     /// List the states of a disk that are kept, from the oldest.
     #[command(after_long_help = sections::CTL_BACKUP_LIST)]
     List {
@@ -54,11 +62,32 @@ pub(super) struct BeginArgs {
     nbd: String,
 }
 
+// What is dropped. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct DropArgs {
+    /// The disk.
+    #[arg(value_name = "DISK")]
+    disk: String,
+    /// The state.
+    #[arg(value_name = "STATE")]
+    state: String,
+    #[command(flatten)]
+    how: HowArgs,
+}
+
+impl DropArgs {
+    fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let body = json!({ "state": self.state, "rate": self.how.rate()? });
+        self.how.start(client, &of_disk(&self.disk, "drop-state"), &body)
+    }
+}
+
 impl BackupVerb {
     pub(super) fn run(&self, client: &Client) -> Result<(Value, super::Human), Failure> {
         Ok(match self {
             Self::Begin(args) => (args.run(client)?, begun),
             Self::End { disk } => (client.post(&of_disk(disk, "end-backup"), &nothing())?, ended),
+            Self::Drop(args) => (args.run(client)?, one),
             Self::List { disk } => (client.get(&of_disk(disk, "backups"))?, listed),
         })
     }

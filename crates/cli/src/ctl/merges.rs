@@ -17,7 +17,7 @@ const ASK_EVERY: Duration = Duration::from_millis(200);
 
 // How a merge is done. (A doc comment would become the help of the verb.)
 #[derive(Args)]
-struct HowArgs {
+pub(super) struct HowArgs {
     /// Return at once; `mica ctl jobs` shows how far it is.
     #[arg(long)]
     background: bool,
@@ -82,12 +82,17 @@ impl CommitArgs {
 }
 
 impl HowArgs {
-    fn rate(&self) -> Result<u64, Failure> {
+    pub(super) fn rate(&self) -> Result<u64, Failure> {
         self.rate.as_deref().map_or(Ok(0), |rate| size_of("--rate", rate))
     }
 
     /// Starts a merge and, unless it is to go on in the background, waits for its end.
-    fn start(&self, client: &Client, path: &str, body: &Value) -> Result<Value, Failure> {
+    pub(super) fn start(
+        &self,
+        client: &Client,
+        path: &str,
+        body: &Value,
+    ) -> Result<Value, Failure> {
         let answer = client.post(path, body)?;
         if self.background {
             return Ok(answer["job"].clone());

@@ -31,6 +31,14 @@ struct Commit {
     rate: u64,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DropState {
+    state: String,
+    #[serde(default)]
+    rate: u64,
+}
+
 pub(super) async fn jobs(State(sources): State<Sources>) -> Response {
     let all = sources.shared.disks.all();
     let jobs = all.iter().filter_map(|served| served.job()).map(|job| value!(job.told()));
@@ -60,6 +68,20 @@ pub(super) async fn commit(
     let begun = perform_held(&sources, move |shared| {
         let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers);
         served.start_commit((top.as_deref(), base.as_deref()), rate, check)
+    });
+    Ok(told(&*begun.await?))
+}
+
+pub(super) async fn drop_state(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let DropState { state, rate } = body(sent).await?;
+    let begun = perform_held(&sources, move |shared| {
+        let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers);
+        served.start_drop(&state, rate, check)
     });
     Ok(told(&*begun.await?))
 }

@@ -28,6 +28,7 @@
 //! | `GET /v1/disks/NAME/backups` | the states of a chain that are kept, and its backup |
 //! | `POST /v1/disks/NAME/backup` | `{"as": "tue", "since": "mon", "nbd": SOCKET}`: begins one |
 //! | `POST /v1/disks/NAME/end-backup` | ends it |
+//! | `POST /v1/disks/NAME/drop-state` | `{"state": "mon", "rate": BYTES}`: keeps it no longer |
 //! | `POST /v1/disks/NAME/label` | `{"snapshot": "monday", "label": "friday"}` |
 //! | `POST /v1/reload` | reads the configuration again: disks are added and removed |
 //! | `POST /v1/drain` | the same for all disks, and ends the process |
@@ -98,6 +99,7 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/disks/{name}/backups", get(backups::list))
         .route("/v1/disks/{name}/backup", post(backups::begin))
         .route("/v1/disks/{name}/end-backup", post(backups::end))
+        .route("/v1/disks/{name}/drop-state", post(merges::drop_state))
         .route("/v1/reload", post(reload))
         .route("/v1/drain", post(drain_all))
         .route("/v1/takeover", post(take_over))

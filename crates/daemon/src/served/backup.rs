@@ -27,6 +27,7 @@ use mica_serve::nbd::{self, Context, Export, Exports, Limits};
 use mica_stack::{Keeping, state_of};
 use mica_store::SetAside;
 use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -95,6 +96,11 @@ pub(crate) struct Kept {
 impl Backups {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state is about to go: another may have its name.
+    pub(super) fn forget(&self, state: &str) {
+        self.lock().ended.remove(state);
     }
 
     /// Ends the export of the one that is under way, which can be begun again. Waits for its
@@ -279,7 +285,12 @@ impl Served {
         Ok(Export {
             disk,
             name: self.export_name().to_owned(),
-            description: format!("the state {} of {}", kept.state, self.name),
+            description: format!(
+                "the state {} of {}, kept at {}",
+                kept.state,
+                self.name,
+                time_of(&kept.file)
+            ),
             discard: self.settings.discard.into(),
             contexts,
         })
@@ -347,6 +358,14 @@ pub(super) fn state_names<'a>(kept: impl DoubleEndedIterator<Item = &'a Kept>) -
         names += &format!(" and {more} older ones");
     }
     names
+}
+
+/// When the file of a state was changed last: seconds since 1970. It is not changed any more, so
+/// that readers know by it whether a state is the one that they have begun to read.
+fn time_of(file: &Path) -> String {
+    let found = file.metadata().map(|found| (found.mtime(), found.mtime_nsec()));
+    let (seconds, part) = found.unwrap_or_default();
+    format!("{seconds}.{part:09}")
 }
 
 fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {

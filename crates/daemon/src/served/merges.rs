@@ -1,6 +1,6 @@
 //! Merges of a disk's layers while it is served.
 
-use super::backup::state_names;
+use super::backup::{Kept, state_names};
 use super::{Served, State};
 use crate::jobs::{Job, Merge, PAST_MAX, Told};
 use mica_block::{Error, ErrorKind, Manage, Result};
@@ -109,15 +109,68 @@ impl Served {
         })
     }
 
+    /// Begins to drop the kept `state`: its layer goes up into the active one if it lies beneath
+    /// that, or else down into the layer beneath, if that is no kept state. Then its file is
+    /// removed. `check` is asked as by [`Self::start_commit`].
+    ///
+    /// # Errors
+    /// `NotFound` if there is no such state; `Denied` if its layer can go nowhere, or a backup is
+    /// under way; as [`Self::start_stream`], and those of `check`.
+    pub(crate) fn start_drop(
+        &self,
+        state: &str,
+        rate: u64,
+        check: impl FnOnce(&[PathBuf]) -> Result<()>,
+    ) -> Result<Arc<Job>> {
+        let started = self.start_merge(rate, |layers| {
+            let kept = self.kept_states()?;
+            let at = self.find(&kept, state)?.position;
+            let active = layers.len().saturating_sub(1);
+            let below = at.checked_sub(1);
+            let is_kept = |at: usize| kept.iter().any(|kept| kept.position == at);
+            let how = match below {
+                _ if at + 1 == active => {
+                    self.check_no_backup()?;
+                    check(&layers[at..=active])?;
+                    Merge::Stream { base: below.map(|below| layers[below].clone()) }
+                }
+                Some(below) if !is_kept(below) => {
+                    self.check_no_backup()?;
+                    let marks = MergeMarks::put(&layers[below], &layers[at..=at])?;
+                    check(&layers[below..=at + 1])?;
+                    let (top, base) = (Some(layers[at].clone()), layers[below].clone());
+                    Merge::Commit { top, base, marks }
+                }
+                _ => return Err(self.denied(&self.lies_between(state, &kept))),
+            };
+            Ok(Merge::Drop { file: layers[at].clone(), how: Box::new(how) })
+        });
+        started.inspect(|_| self.backups.forget(state))
+    }
+
+    fn lies_between(&self, state: &str, kept: &[Kept]) -> String {
+        let oldest = kept.first().map_or("", |kept| &kept.state);
+        let newest = kept.last().map_or("", |kept| &kept.state);
+        format!(
+            "keeps its state {state:?} between others, or on nothing: only the oldest ({oldest:?}) \
+             and the newest ({newest:?}) of them can be dropped, one after the other"
+        )
+    }
+
+    fn check_no_backup(&self) -> Result<()> {
+        match self.backup() {
+            None => Ok(()),
+            Some(backup) => Err(self.denied(&format!(
+                "has the backup {:?} under way, which reads its layers: end that first",
+                backup.state
+            ))),
+        }
+    }
+
     /// Makes sure that no state is kept in these `layers`, and none is exported: both rely on
     /// layers that a commit changes.
     fn check_no_state_changes(&self, layers: &[PathBuf]) -> Result<()> {
-        if let Some(backup) = self.backup() {
-            return Err(self.denied(&format!(
-                "has the backup {:?} under way, which reads its layers: end that first",
-                backup.state
-            )));
-        }
+        self.check_no_backup()?;
         let kept = self.kept_states()?;
         match kept.iter().find(|kept| layers.contains(&kept.file)) {
             Some(kept) => Err(self.denied(&format!(

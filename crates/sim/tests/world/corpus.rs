@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 type Target = (&'static str, fn(&[u8]));
 
-const TARGETS: [Target; 7] = [
+const TARGETS: [Target; 8] = [
     ("qcow2_header", hostile::header),
     ("qcow2_open_read", hostile::open_read),
     ("qcow2_check", hostile::check),
@@ -26,6 +26,7 @@ const TARGETS: [Target; 7] = [
     ("image_name", hostile::image_name),
     ("log", hostile::log),
     ("bitmaps", hostile::bitmaps),
+    ("backup", hostile::backup),
 ];
 
 fn corpus() -> PathBuf {

@@ -1,0 +1,142 @@
+//! Reads the data of states, and finds what of it is damaged, down to the extent.
+
+use crate::folder::Stored;
+use crate::format::{BEGIN_BYTES, Begin, Entry, Malformed, PART_BYTES, Part, Total};
+use crate::packing::unpack;
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::Buf;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+/// What of a state is damaged.
+#[derive(Clone, Debug)]
+pub struct Damage {
+    /// The extent; `None` if it is the whole state, or what is beside the extents.
+    pub extent: Option<Entry>,
+    /// What and where, in one line.
+    pub error: Error,
+}
+
+/// Everything that is wrong with the state's own files: nothing if it is whole. `at` is called with
+/// how far on the disk it was read.
+pub fn verify_state(state: &Stored, mut at: impl FnMut(u64)) -> Vec<Damage> {
+    let whole = |error| vec![Damage { extent: None, error }];
+    let manifest = match state.manifest() {
+        Ok(manifest) => manifest,
+        Err(error) => return whole(error),
+    };
+    let mut data = match DataFile::open(state) {
+        Ok(data) => data,
+        Err(error) => return whole(error),
+    };
+    let mut damage = Vec::new();
+    for (entry, sequence) in manifest.entries.iter().zip(0..) {
+        if let Err(error) = data.read(entry, sequence) {
+            damage.push(Damage { extent: Some(*entry), error });
+        }
+        at(entry.piece.end());
+    }
+    if let Err(error) = data.check_frame(&manifest.begin, &manifest.total, manifest.file_bytes) {
+        damage.push(Damage { extent: None, error });
+    } else if damage.is_empty() && data.total != manifest.total {
+        damage.push(Damage { extent: None, error: data.damaged(Malformed::Content) });
+    }
+    damage
+}
+
+/// The data file of a state.
+pub(crate) struct DataFile {
+    file: File,
+    path: PathBuf,
+    state: String,
+    disk_len: u64,
+    /// Up to where was read, and what.
+    end: u64,
+    total: Total,
+}
+
+impl DataFile {
+    /// # Errors
+    /// `NotFound` naming it if it is missing; why it cannot be opened.
+    pub(crate) fn open(state: &Stored) -> Result<Self> {
+        let (path, begin) = (state.data_path(), state.begin());
+        let name = begin.state.clone();
+        let file = File::open(&path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => {
+                let what = format!("the data of the state {name:?} is missing: {}", path.display());
+                Error::new(ErrorKind::NotFound, what)
+            }
+            _ => Error::from_io(format!("opening {}", path.display()), error),
+        })?;
+        let disk_len = begin.len;
+        Ok(Self { file, path, state: name, disk_len, end: 0, total: Total::default() })
+    }
+
+    /// The bytes of an entry, which is part number `sequence`; none of zeros.
+    pub(crate) fn read(&mut self, entry: &Entry, sequence: u64) -> Result<Buf> {
+        let piece = &entry.piece;
+        let mut head = [0; PART_BYTES];
+        let mut stored = Buf::new(usize::try_from(piece.stored).expect("bounded"));
+        self.fill(&mut head, entry.at, Some(entry))?;
+        if !stored.is_empty() {
+            self.fill(stored.own_bytes(), entry.at + PART_BYTES as u64, Some(entry))?;
+        }
+        let announced = Part::announced(&head, sequence, self.end, self.disk_len);
+        let checked = announced.and_then(|part| match part == Part::Piece(*piece) {
+            true => Part::check(&head, &stored),
+            false => Err(Malformed::Content),
+        });
+        self.end = piece.end();
+        self.total.add(piece, &head);
+        let unpacked = checked.and_then(|()| match piece.is_zeros() {
+            true => Ok(stored),
+            false => unpack(piece, stored),
+        });
+        unpacked.map_err(|why| self.damaged_in(entry, why))
+    }
+
+    /// Checks what is before the first part and behind the last.
+    fn check_frame(&self, begin: &Begin, total: &Total, file_bytes: u64) -> Result<()> {
+        let mut bytes = [0; BEGIN_BYTES];
+        self.fill(&mut bytes, 0, None)?;
+        let found = Begin::decode(&bytes).map_err(|why| self.damaged(why))?;
+        let mut end = [0; PART_BYTES];
+        self.fill(&mut end, file_bytes - PART_BYTES as u64, None)?;
+        let last = Part::announced(&end, total.parts, self.disk_len, self.disk_len);
+        let last = last.and_then(|part| Part::check(&end, &[]).map(|()| part));
+        let last = last.map_err(|why| self.damaged(why))?;
+        match found == *begin && last == Part::End(*total) {
+            true => Ok(()),
+            false => Err(self.damaged(Malformed::Content)),
+        }
+    }
+
+    fn fill(&self, bytes: &mut [u8], at: u64, entry: Option<&Entry>) -> Result<()> {
+        self.file.read_exact_at(bytes, at).map_err(|error| {
+            if error.kind() == std::io::ErrorKind::UnexpectedEof {
+                return match entry {
+                    Some(entry) => self.damaged_in(entry, Malformed::Truncated),
+                    None => self.damaged(Malformed::Truncated),
+                };
+            }
+            Error::from_io(format!("reading {} at byte {at}", self.path.display()), error)
+        })
+    }
+
+    fn damaged(&self, why: Malformed) -> Error {
+        why.of(format_args!("the state {:?} is damaged: {}", self.state, self.path.display()))
+    }
+
+    fn damaged_in(&self, entry: &Entry, why: Malformed) -> Error {
+        why.of(format_args!(
+            "the state {:?} is damaged in the extent of {} bytes at byte {} of the disk: {}, byte \
+             {}",
+            self.state,
+            entry.len(),
+            entry.start(),
+            self.path.display(),
+            entry.at
+        ))
+    }
+}

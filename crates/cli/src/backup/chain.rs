@@ -1,0 +1,169 @@
+//! States of images as what is copied: of a whole one what is not zeros, of another what the layers
+//! own that its base has not.
+
+use super::subject::Subject;
+use super::{Opened, Since, WriteArgs};
+use crate::failure::Failure;
+use mica_backup::{Begin, Folder, Run, Source};
+use mica_block::{Disk, LocalFuture, Manage, Result, Survey, read_whole};
+use mica_qcow2::ChainDiff;
+use mica_rt::{Buf, join_all};
+use mica_stack::wait_for_dead;
+use mica_units::{GuestOffset, GuestRange};
+use std::sync::Arc;
+
+/// Pieces of a state that are compared with those in a folder.
+const SAMPLES: usize = 16;
+
+/// A state that is open.
+struct ChainSource {
+    disk: Arc<dyn Manage>,
+    changes: Changes,
+}
+
+/// Where there is something to copy.
+enum Changes {
+    /// Everywhere from here on.
+    From(GuestOffset),
+    Since(Box<ChainDiff>),
+}
+
+pub(super) async fn open(
+    args: &WriteArgs,
+    subject: Subject,
+    since: Since<'_>,
+) -> std::result::Result<Opened, Failure> {
+    let state = subject.state_name(args);
+    let disk = subject.open().await?;
+    let found = changes_since(&subject, &state, since).await?;
+    let (base, changes) = match found {
+        Some((base, diff)) => (Some(base), Changes::Since(Box::new(diff))),
+        None => (None, Changes::From(GuestOffset::ZERO)),
+    };
+    let begin = Begin {
+        disk: subject.disk(),
+        state,
+        base,
+        len: disk.geometry().len,
+        time_ns: subject.time_ns(),
+    };
+    let content = Some(subject.content(&*disk)?);
+    Ok(Opened { source: Box::new(ChainSource { disk, changes }), begin, content })
+}
+
+/// What the state goes on from, and what differs; `None` if it is whole.
+async fn changes_since(
+    subject: &Subject,
+    state: &str,
+    since: Since<'_>,
+) -> std::result::Result<Option<(String, ChainDiff)>, Failure> {
+    if let Some(named) = since.named {
+        let found = difference(subject, named).await.map_err(|failure| {
+            let kept = subject.kept();
+            failure.within(format!("no state {named:?} of {:?} ({kept})", subject.disk()))
+        });
+        let disk = subject.disk();
+        let Some(diff) = found? else {
+            let what = format!(
+                "{named:?} and {state:?} of {disk:?} have no layer in common: make a full backup"
+            );
+            return Err(Failure::new(what));
+        };
+        if !is_in_folder(subject, named, since.folder).await? {
+            let what = format!(
+                "the state {named:?} in the folder is another than that of {disk:?}: make a full \
+                 backup into another folder"
+            );
+            return Err(Failure::new(what));
+        }
+        return Ok(Some((named.to_owned(), diff)));
+    }
+    for known in since.newest_of.iter().filter(|known| *known != state) {
+        if let Ok(Some(diff)) = difference(subject, known).await
+            && is_in_folder(subject, known, since.folder).await?
+        {
+            return Ok(Some((known.clone(), diff)));
+        }
+    }
+    Ok(None)
+}
+
+/// What differs between the state called `base` and `subject`; `None` if they are not related.
+async fn difference(
+    subject: &Subject,
+    base: &str,
+) -> std::result::Result<Option<ChainDiff>, Failure> {
+    let base = subject.other(base)?;
+    let images = [base.files()?, subject.files()?];
+    let states = [base.as_diffed(&images[0]), subject.as_diffed(&images[1])];
+    let diff = wait_for_dead(async || ChainDiff::open(states[0], states[1]).await).await?;
+    Ok(diff.are_related().then_some(diff))
+}
+
+/// Whether the state called `base` of the disk is the one that the folder has under this name, by
+/// some pieces of it. What is not there at all is found later.
+async fn is_in_folder(
+    subject: &Subject,
+    base: &str,
+    folder: Option<&Folder>,
+) -> std::result::Result<bool, Failure> {
+    let Some(Ok(stored)) = folder.map(|folder| folder.find(base)) else { return Ok(true) };
+    let disk = subject.other(base)?.open().await?;
+    let end = GuestOffset::new(disk.geometry().len);
+    for sample in stored.samples(SAMPLES)? {
+        if sample.range.end() > end || !sample.is(&read(&*disk, sample.range).await?) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+impl Source for ChainSource {
+    fn next(&mut self) -> LocalFuture<'_, Result<Option<Vec<Run>>>> {
+        Box::pin(async move {
+            let end = GuestOffset::new(self.disk.geometry().len);
+            let mut runs = Vec::new();
+            match &mut self.changes {
+                Changes::From(at) => {
+                    let left = GuestRange::between(*at, end).filter(|left| !left.is_empty());
+                    let Some(left) = left else { return Ok(None) };
+                    let found = Survey::new(&*self.disk, left).next().await?;
+                    for extent in found.iter().flatten() {
+                        *at = extent.range().end();
+                        if !extent.kind.reads_as_zero() {
+                            runs.push(Run { range: extent.range(), is_zeros: false });
+                        }
+                    }
+                }
+                Changes::Since(diff) => {
+                    let Some(ranges) = diff.next().await? else { return Ok(None) };
+                    for range in ranges {
+                        let within = GuestRange::between(range.start(), range.end().min(end));
+                        let Some(range) = within.filter(|it| !it.is_empty()) else { continue };
+                        let mut survey = Survey::new(&*self.disk, range);
+                        while let Some(extents) = survey.next().await? {
+                            runs.extend(extents.iter().map(|extent| {
+                                let is_zeros = extent.kind.reads_as_zero();
+                                Run { range: extent.range(), is_zeros }
+                            }));
+                        }
+                    }
+                }
+            }
+            Ok(Some(runs))
+        })
+    }
+
+    fn read<'a>(&'a mut self, ranges: &'a [GuestRange]) -> LocalFuture<'a, Result<Vec<Buf>>> {
+        let disk: &dyn Disk = &*self.disk;
+        Box::pin(async move {
+            let reads = ranges.iter().map(|range| read(disk, *range)).collect::<Vec<_>>();
+            join_all(reads).await.into_iter().collect()
+        })
+    }
+}
+
+async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Buf> {
+    let plan = disk.plan(range, Vec::new()).finish().await?;
+    read_whole(disk, &plan).await
+}

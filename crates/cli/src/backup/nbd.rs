@@ -1,0 +1,165 @@
+//! A state that an NBD server exports as what is copied: of a whole one what is not zeros, of
+//! another what its dirty bitmap says.
+//!
+//! What is read of the server is bounded and checked against what was asked: a server may be
+//! anybody.
+
+mod client;
+mod uri;
+
+use super::{Opened, Since, WriteArgs, now_ns};
+use crate::failure::Failure;
+use client::{BASE_ALLOCATION, Client, DIRTY, ZERO};
+use mica_backup::{Begin, Run, Source};
+use mica_block::{LocalFuture, Result};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use uri::Uri;
+
+/// Bytes that a server is asked about at once.
+const WINDOW_BYTES: u64 = 1 << 30;
+/// What contexts of states are called.
+const BITMAP: &str = "qemu:dirty-bitmap:";
+
+pub(super) fn is_uri(named: &str) -> bool {
+    let scheme = named.split_once("://").map(|(scheme, _)| scheme);
+    scheme.is_some_and(|scheme| scheme.starts_with("nbd"))
+}
+
+/// An export that is copied.
+struct NbdSource {
+    client: Client,
+    /// Up to where it was asked about.
+    at: u64,
+    len: u64,
+    /// Only what is dirty.
+    is_incremental: bool,
+}
+
+pub(super) fn open(
+    args: &WriteArgs,
+    named: &str,
+    since: Since<'_>,
+) -> std::result::Result<Opened, Failure> {
+    let uri: Uri = named.parse()?;
+    let failed = |error: mica_block::Error| Failure::from(error).within(named);
+    let mut client = Client::connect(&uri).map_err(failed)?;
+    let offered = match since.newest_of {
+        [] => Vec::new(),
+        _ => client.list(BITMAP).map_err(failed)?,
+    };
+    let context = |state: &str| format!("{BITMAP}{state}");
+    let newest = since.newest_of.iter().find(|state| offered.contains(&context(state)));
+    let base = since.named.map(str::to_owned).or_else(|| newest.cloned());
+    let bitmap = base.as_deref().map(context);
+    let wanted: Vec<&str> = [BASE_ALLOCATION].into_iter().chain(bitmap.as_deref()).collect();
+    let missing = client.select(&wanted).map_err(failed)?;
+    if let Some(missing) = missing {
+        let what = match missing.strip_prefix(BITMAP) {
+            None => format!("the server does not tell what is allocated ({missing})"),
+            Some(state) => {
+                let offered = client.list(BITMAP).map_err(failed)?;
+                let names: Vec<_> =
+                    offered.iter().filter_map(|name| name.strip_prefix(BITMAP)).collect();
+                let there = match &*names {
+                    [] => "of no state".to_owned(),
+                    names => format!("only of {}", names.join(", ")),
+                };
+                format!(
+                    "the server does not tell what changed since {state:?}, {there}: `mica ctl \
+                     backup begin DISK --since {state}` makes it"
+                )
+            }
+        };
+        return Err(Failure::new(what).within(named));
+    }
+    let export = client.go().map_err(failed)?;
+    let kept = KeptState::told_by(&export.description);
+    if !export.len.is_multiple_of(SECTOR_BYTES) {
+        let what = format!("its length of {} bytes is no multiple of 512", export.len);
+        return Err(Failure::new(what).within(named));
+    }
+    let disk = match (&kept, &*uri.export) {
+        (Some(kept), _) => kept.disk.clone(),
+        (None, "") => "disk".to_owned(),
+        (None, export) => export.replace('/', "_"),
+    };
+    let begin = Begin {
+        disk,
+        state: args.state(kept.as_ref().map(|kept| kept.state.clone())),
+        base,
+        len: export.len,
+        time_ns: kept.as_ref().map_or_else(now_ns, |kept| kept.time_ns),
+    };
+    let content = kept.map(|_| export.description.into_bytes());
+    let is_incremental = begin.base.is_some();
+    let source = NbdSource { client, at: 0, len: export.len, is_incremental };
+    Ok(Opened { source: Box::new(source), begin, content })
+}
+
+/// What mica says of an export that is a kept state.
+struct KeptState {
+    state: String,
+    disk: String,
+    time_ns: u64,
+}
+
+impl KeptState {
+    /// That of "the state STATE of DISK, kept at SECONDS.NANOSECONDS".
+    fn told_by(description: &str) -> Option<Self> {
+        let (what, time) = description.rsplit_once(", kept at ")?;
+        let (state, disk) = what.strip_prefix("the state ")?.rsplit_once(" of ")?;
+        let (seconds, part) = time.split_once('.')?;
+        let [seconds, part]: [u64; 2] = [seconds.parse().ok()?, part.parse().ok()?];
+        let time_ns = seconds.checked_mul(1_000_000_000)?.checked_add(part)?;
+        Some(Self { state: state.to_owned(), disk: disk.to_owned(), time_ns })
+    }
+}
+
+impl Source for NbdSource {
+    fn next(&mut self) -> LocalFuture<'_, Result<Option<Vec<Run>>>> {
+        Box::pin(async move {
+            if self.at >= self.len {
+                return Ok(None);
+            }
+            let window = WINDOW_BYTES.min(self.len - self.at);
+            let parts = self.client.status(self.at, window)?;
+            let mut runs = Vec::new();
+            for part in parts {
+                let range = GuestRange::new(GuestOffset::new(self.at), part.len);
+                let range = range.expect("within the export");
+                self.at += part.len;
+                let is_zeros = part.allocation & ZERO != 0;
+                let is_wanted = match self.is_incremental {
+                    true => part.bitmap & DIRTY != 0,
+                    false => !is_zeros,
+                };
+                if is_wanted {
+                    runs.push(Run { range, is_zeros });
+                }
+            }
+            Ok(Some(runs))
+        })
+    }
+
+    fn read<'a>(&'a mut self, ranges: &'a [GuestRange]) -> LocalFuture<'a, Result<Vec<Buf>>> {
+        Box::pin(async move { self.client.read(ranges) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_server_says_of_a_kept_state_is_understood() {
+        let told = KeptState::told_by("the state a of b of web, kept at 12.000000034");
+        let told = told.expect("as mica says it");
+        assert_eq!((&*told.state, &*told.disk), ("a of b", "web"));
+        assert_eq!(told.time_ns, 12_000_000_034);
+        for other in ["", "a disk", "the state mon of web", "the state mon of web, kept at x"] {
+            assert!(KeptState::told_by(other).is_none(), "{other}");
+        }
+        assert!(is_uri("nbd+unix:///web?socket=/s") && is_uri("nbds://host") && !is_uri("/nbd://"));
+    }
+}

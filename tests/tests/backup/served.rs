@@ -1,0 +1,154 @@
+//! States of a disk that is served: over NBD, and from their files, while a guest writes on.
+
+use crate::world::{World, raw, restored};
+use mica_tests::server::Server;
+use mica_tests::{command, judge, mica, qemu, tools};
+use std::process::Command;
+
+#[test]
+fn kept_states_are_backed_up_over_nbd_and_from_their_files() {
+    let Some(mut world) = World::new(3) else { return };
+    let folders = ["nbd", "files"];
+    for round in 0..4 {
+        let mut guest = world.guest();
+        (0..30).for_each(|_| world.change(&mut guest));
+        let state = format!("s{round}");
+        let since = (round > 0).then(|| format!("s{}", round - 1));
+        world.begin(since.as_deref(), &state).ok();
+        let wanted = world.model.clone();
+        (0..10).for_each(|_| world.change(&mut guest));
+        for folder in folders {
+            let target = world.path(folder).display().to_string();
+            let image = format!("{}@{state}", world.path("disk.qcow2").display());
+            let source = if folder == "nbd" { world.uri() } else { image };
+            let backup = ["backup", "--output", "json", "--since-last", &source, &target];
+            let answer = mica::run(backup).json();
+            assert_eq!((&answer["disk"], &answer["state"]), (&"disk".into(), &(&*state).into()));
+            assert_eq!(answer["since"].as_str(), since.as_deref(), "{answer}");
+            let again = mica::run(backup).json();
+            assert_eq!(again["was-there"], true, "{again}");
+        }
+        judge::same_bytes("the state", &world.state(&state), &wanted);
+        world.ctl(&["backup", "end", "disk"]).ok();
+    }
+    world.stop();
+    for round in 0..4 {
+        let state = format!("s{round}");
+        let wanted = world.state(&state);
+        for folder in folders {
+            let given = restored(world.dir.path(), folder, &state, "qcow2");
+            judge::same_bytes(&format!("{state} from {folder}"), &given, &wanted);
+        }
+    }
+}
+
+#[test]
+fn reader_that_dies_over_nbd_goes_on() {
+    let Some(mut world) = World::new(5) else { return };
+    let mut guest = world.guest();
+    (0..300).for_each(|_| world.change(&mut guest));
+    world.begin(None, "mon").ok();
+    let target = world.path("web").display().to_string();
+    let mut shell = Command::new("sh");
+    let script = r#"ulimit -f 4096; exec "$mica" backup "$uri" "$target""#;
+    shell.args(["-c", script]).env("mica", mica::binary());
+    shell.env("uri", world.uri()).env("target", &target);
+    command::finish(&mut shell).refusal();
+    // Nor does it matter that the server dies.
+    world.kill();
+    world.start();
+    world.begin(None, "mon").ok();
+    let answer = mica::run(["backup", "--output", "json", &world.uri(), &target]).json();
+    assert!(answer["resumed-bytes"].as_u64() > Some(1 << 20), "{answer}");
+    let wanted = world.state("mon");
+    judge::same_bytes("mon", &restored(world.dir.path(), "web", "mon", "raw"), &wanted);
+    let missing = mica::run(["backup", "--since", "sun", &world.uri(), &target]).refusal();
+    assert!(missing.contains("ctl backup begin"), "{missing}");
+}
+
+/// QEMU's server, and its bitmaps.
+#[test]
+fn bitmaps_of_other_servers_say_what_changed() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let at = dir.path();
+    qemu::create(at, "disk.qcow2", &[], "32M");
+    qemu::io(at, &[], "disk.qcow2", &["write -P 1 0 3M", "write -P 2 20M 1M"]);
+    let server = || {
+        Server::start("web", |socket| {
+            let mut serve = Command::new("qemu-nbd");
+            serve.args(["-r", "-t", "-x", "web", "-f", "qcow2", "-k"]).arg(socket);
+            if at.join("has-bitmap").exists() {
+                serve.args(["-B", "mon"]);
+            }
+            serve.arg(at.join("disk.qcow2"));
+            serve
+        })
+        .expect("served")
+    };
+    let target = at.join("web").display().to_string();
+    let first = server();
+    mica::run(["backup", "--as", "mon", &first.uri(), &target]).ok();
+    drop(first);
+    qemu::img(at, ["bitmap", "--add", "disk.qcow2", "mon"]).ok();
+    qemu::io(at, &[], "disk.qcow2", &["write -P 3 1M 64k", "write -z 20M 512k"]);
+    std::fs::write(at.join("has-bitmap"), "").expect("written");
+    let second = server();
+    let backup = ["backup", "--output", "json", "--since", "mon", "--as", "tue"];
+    let answer = mica::run(backup.iter().copied().chain([&*second.uri(), &target])).json();
+    assert_eq!((&answer["disk"], &answer["data-bytes"]), (&"web".into(), &(64 << 10).into()));
+    drop(second);
+    judge::same_bytes("tue", &restored(at, "web", "tue", "raw"), &raw(at, "disk.qcow2"));
+}
+
+/// States that are dropped leave what the disk shows, and other states, as they are.
+#[test]
+fn dropped_states_leave_the_others_as_they_are() {
+    let Some(mut world) = World::new(7) else { return };
+    let mut states = Vec::new();
+    for state in ["a", "b", "c", "d"] {
+        let mut guest = world.guest();
+        (0..20).for_each(|_| world.change(&mut guest));
+        world.begin(None, state).ok();
+        if state == "d" {
+            let busy = world.ctl(&["backup", "drop", "disk", "d"]).refusal();
+            assert!(busy.contains("end that first"), "{busy}");
+        }
+        world.ctl(&["backup", "end", "disk"]).ok();
+        states.push((state, world.model.clone()));
+    }
+    let between = world.ctl(&["backup", "drop", "disk", "b"]).refusal();
+    assert!(between.contains("\"a\"") && between.contains("\"d\""), "{between}");
+    let unknown = world.ctl(&["backup", "drop", "disk", "x"]).refusal();
+    assert!(unknown.contains("it has d, c, b, a"), "{unknown}");
+    // One that others need stays.
+    qemu::overlay(world.dir.path(), "clone.qcow2", "disk@d.qcow2", &[]);
+    let needed = world.ctl(&["backup", "drop", "disk", "d"]).refusal();
+    assert!(needed.contains("clone.qcow2"), "{needed}");
+    std::fs::remove_file(world.path("clone.qcow2")).expect("it is there");
+    for dropped in ["a", "d", "b"] {
+        let mut guest = world.guest();
+        (0..10).for_each(|_| world.change(&mut guest));
+        let job = world.ctl(&["backup", "drop", "disk", dropped]).json();
+        assert_eq!((&job["kind"], &job["state"]), (&"drop".into(), &"done".into()), "{job}");
+        states.retain(|(state, _)| *state != dropped);
+        assert!(!world.path(&format!("disk@{dropped}.qcow2")).exists());
+        for (state, wanted) in &states {
+            judge::same_bytes(&format!("{state} without {dropped}"), &world.state(state), wanted);
+        }
+        let now = world.guest().read(0, world.model.len() as u64).expect("read");
+        judge::same_bytes("the disk", &now, &world.model);
+    }
+    let listed = world.ctl(&["backup", "list", "disk"]).json();
+    assert_eq!(listed["states"].as_array().map(Vec::len), Some(1), "{listed}");
+    // The name is free, and the disk is one that QEMU reads.
+    world.begin(Some("c"), "a").ok();
+    world.stop();
+    let model = world.model.clone();
+    judge::same_bytes("the disk", &raw(world.dir.path(), "disk.qcow2"), &model);
+    for image in ["base.qcow2", "disk@c.qcow2", "disk@a.qcow2", "disk.qcow2"] {
+        qemu::img(world.dir.path(), ["check", image]).ok();
+    }
+}
