@@ -5,9 +5,12 @@
 //! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
 //! - [`Stores`] opens stores of volumes, and volumes in them.
 //! - [`forest`] finds the images of folders, and which stands on which.
+//! - [`Secrets`] are where the passphrases of encrypted images are.
 //! - [`Fault`] is what the user asked to go wrong.
 
 mod above;
+mod amend_keys;
+mod encrypted;
 mod files;
 pub mod forest;
 mod images;
@@ -20,12 +23,15 @@ mod overlays;
 mod policy;
 mod raw;
 mod redo;
+mod secrets;
 mod sidecars;
 mod standing;
 mod volumes;
 mod written;
 
 pub use above::{refuse_frozen, settle_marks};
+pub use amend_keys::{KeyChange, amend_keys};
+pub use encrypted::encrypted_as;
 pub use files::{FileId, base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
@@ -38,6 +44,7 @@ pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
 pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_folder};
+pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
 pub use volumes::{

@@ -9,7 +9,7 @@ const ROWS: &[&[&str]] = &[
     &["mica-units"],
     &["mica-rt"],
     &["mica-block"],
-    &["mica-map", "mica-qcow2-format"],
+    &["mica-crypt", "mica-map", "mica-qcow2-format"],
     &["mica-store", "mica-s3", "mica-rados", "mica-qcow2", "mica-volume", "mica-serve"],
     &["mica-qcow2-tools"],
     &["mica-stack", "mica-sim", "mica-gen"],
