@@ -33,8 +33,8 @@ pub enum KeyChange {
 /// is. Durable when this returns. Returns how many slots were changed.
 ///
 /// # Errors
-/// `Unsupported` if the image has no LUKS header; `Denied` if its passphrase is missing or wrong, or
-/// if the last key would be removed; as for opening it for writing.
+/// `Unsupported` if the image has no LUKS header; `Denied` if its passphrase is missing or wrong,
+/// or if the last key would be removed; as for opening it for writing.
 pub async fn amend_keys(
     images: &dyn Images,
     (path, format): (&Path, Format),

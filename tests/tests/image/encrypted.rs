@@ -5,6 +5,7 @@ use mica_tests::server::Server;
 use mica_tests::{mica, nbd, qemu, tools};
 use serde_json::Value;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -20,6 +21,10 @@ impl Room {
         let folder = tempfile::tempdir().expect("a folder");
         fs::write(folder.path().join("s"), "secret words").expect("written");
         fs::write(folder.path().join("t"), "other words\n").expect("written");
+        for name in ["s", "t"] {
+            let private = fs::Permissions::from_mode(0o600);
+            fs::set_permissions(folder.path().join(name), private).expect("its own");
+        }
         Self { folder }
     }
 
@@ -54,7 +59,9 @@ impl Room {
     }
 
     fn check(&self, image: &str) {
-        qemu::img(self.dir(), ["check", "-q", "-f", "qcow2", image]).ok();
+        let options = format!("driver=qcow2,file.filename={image},encrypt.key-secret=s");
+        let args = ["check", "-q", "--object", "secret,id=s,file=s", "--image-opts", &options];
+        qemu::img(self.dir(), args).ok();
         self.mica(&["check", "-q", &self.path(image)]);
     }
 
