@@ -2,6 +2,7 @@
 
 use crate::clock;
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -103,8 +104,22 @@ pub fn finish(command: &mut Command) -> Finished {
 /// If it cannot be started or takes longer than `limit`; it is killed then.
 #[track_caller]
 pub fn finish_within(command: &mut Command, limit: Duration) -> Finished {
+    run_to_end(command.stdin(Stdio::null()), limit)
+}
+
+/// Runs `command` to its end, with the content of `input` as its standard input.
+///
+/// # Panics
+/// As [`finish`].
+#[track_caller]
+pub fn finish_with(command: &mut Command, input: File) -> Finished {
+    run_to_end(command.stdin(input), LIMIT)
+}
+
+#[track_caller]
+fn run_to_end(command: &mut Command, limit: Duration) -> Finished {
     let name = format!("{command:?}");
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let start = clock::now();
     let mut child = command.spawn().unwrap_or_else(|error| panic!("{name}: {error}"));
     let stdout = gather(child.stdout.take());

@@ -1,7 +1,7 @@
 //! Opening of images. A format asks for files by name through this trait and never opens one
 //! itself, so that one place decides what may be opened, and the simulator can be that place.
 
-use crate::{LocalFuture, RedoLogs, Result, Sidecars, Store, StoreIdentity};
+use crate::{LocalFuture, Passphrase, RedoLogs, Result, Sidecars, Store, StoreIdentity};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -153,6 +153,16 @@ pub trait Images: Send + Sync {
     /// # Errors
     /// What the system reports.
     fn identify(&self, path: &Path) -> Result<Identity>;
+
+    /// The passphrase of the encrypted image at `path`, if the user gave one. A wrapper that
+    /// forgets to forward this gets no access.
+    ///
+    /// # Errors
+    /// If what the user named has none.
+    fn passphrase(&self, path: &Path) -> Result<Option<Arc<Passphrase>>> {
+        let _ = path;
+        Ok(None)
+    }
 
     /// The sidecars of layers.
     fn sidecars(&self) -> &dyn Sidecars;

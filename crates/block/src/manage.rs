@@ -59,6 +59,10 @@ pub trait Manage: Disk {
     /// The paths of the external data files of a chain's layers.
     fn data_paths(&self) -> Vec<PathBuf>;
 
+    /// Whether the layer that has so many beneath it is encrypted: where its bytes are in its file,
+    /// others are.
+    fn is_encrypted(&self, position: usize) -> bool;
+
     /// How many layers are beneath the one that an extent names.
     fn layer_position(&self, layer: LayerNumber) -> usize;
 

@@ -1,13 +1,16 @@
 //! `mica clone`: overlays of a layer that nobody writes any more. Of that only the header is read,
 //! however many layers are beneath.
 
-use crate::create::{NewFile, NewImageOptions, Sources, parse_options, warn_if_refused};
+use crate::create::{
+    EncryptOptions, NewFile, NewImageOptions, Sources, parse_options, warn_if_refused,
+};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::Images;
 use mica_qcow2::read_header;
+use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_stack::{FileImages, Format, base_name, refuse_merged, sync_folder_of, wait_for_dead};
 use mica_units::SECTOR_BYTES;
@@ -52,17 +55,18 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::new("the null format is not an image"));
     }
     executor.block_on(async {
-        let NewImageOptions { mut wish, size } = parse_options(&args.options, Format::Qcow2)?;
+        let NewImageOptions { mut wish, size, encrypt } =
+            parse_options(&args.options, Format::Qcow2)?;
         let taken = [wish.backing_name.is_some(), wish.data_file.is_some(), size.is_some()];
         if taken.contains(&true) || wish.preallocation.is_some() {
             let what = "-o: a clone has the base and the size of what it is made of, and no data";
             return Err(Failure::new(what));
         }
-        let len = base_len(args, format).await?;
+        let (len, base_is_encrypted) = base_facts(args, format).await?;
         wish.backing_format = Some(format.name().to_owned());
         let names = names(args);
         for name in &names {
-            make(args, name, len, &mut wish).await?;
+            make(args, name, len, (&mut wish, &encrypt, base_is_encrypted)).await?;
         }
         for name in names.first().into_iter().chain(args.count.and(names.last())) {
             sync_folder_of(name)?;
@@ -75,13 +79,18 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
     })
 }
 
-/// The length of the disk of the base, which nobody is writing.
-async fn base_len(args: &CloneArgs, format: Format) -> Result<u64, Failure> {
+/// The length of the disk of the base, which nobody is writing, and whether it is encrypted.
+async fn base_facts(args: &CloneArgs, format: Format) -> Result<(u64, bool), Failure> {
     let images = FileImages::new(&args.base, args.images.image_options()?)?;
     let image = wait_for_dead(async || images.open(&args.base)).await?;
     let named = |error: mica_block::Error| error.wrap(args.base.display().to_string());
     if format == Format::Raw {
-        return Ok(image.store.len().map_err(named)?.next_multiple_of(SECTOR_BYTES));
+        return Ok((image.store.len().map_err(named)?.next_multiple_of(SECTOR_BYTES), false));
+    }
+    if format == Format::Luks {
+        let luks = mica_crypt::luks::read_header(&*image.store).await.map_err(named)?;
+        let len = image.store.len().map_err(named)?.saturating_sub(luks.payload_offset());
+        return Ok((len.next_multiple_of(SECTOR_BYTES), true));
     }
     let header = read_header(&*image.store).await.map_err(named)?;
     if header.incompatible.dirty || header.autoclear.unknown != 0 {
@@ -89,12 +98,18 @@ async fn base_len(args: &CloneArgs, format: Format) -> Result<u64, Failure> {
                     all`, before it is cloned";
         return Err(Failure::new(format!("{} {what}", args.base.display())));
     }
-    Ok(header.disk_bytes())
+    Ok((header.disk_bytes(), header.encryption != Encryption::None))
 }
 
-async fn make(args: &CloneArgs, new: &Path, len: u64, wish: &mut ImageWish) -> Result<(), Failure> {
+async fn make(
+    args: &CloneArgs,
+    new: &Path,
+    len: u64,
+    (wish, encrypt, base_is_encrypted): (&mut ImageWish, &EncryptOptions, bool),
+) -> Result<(), Failure> {
     wish.backing_name = Some(base_name(&args.base, new)?);
     let plan = wish.plan(len).map_err(|error| error.wrap(new.display().to_string()))?;
+    let plan = encrypt.apply(plan, (new, base_is_encrypted), &args.images)?;
     let mut sources = Sources::default();
     sources.add_file(&args.base);
     let file = NewFile::create(new, None, &sources, &args.images).await?;

@@ -10,8 +10,9 @@ mod progress;
 mod stream;
 
 use crate::create::{
-    NewFile, NewImageOptions, Sources, beside, fill_raw, is_block_device, new_data_file,
-    open_backing, parse_options, plain_names, warn_if_refused,
+    NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted, is_block_device,
+    new_data_file, no_new_luks, open_backing, parse_options, plain_names, warn_if_refused,
+    warn_of_plain,
 };
 use crate::failure::Failure;
 use crate::images::{CacheWord, ImageArgs, size_of};
@@ -20,7 +21,7 @@ use clap::Args;
 use content::ContentRules;
 use engine::{Job, Target};
 pub(crate) use input::Input;
-use mica_block::{Disk, Space, Store};
+use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
@@ -202,6 +203,9 @@ impl ConvertArgs {
         if format == Format::Null {
             return Err(Failure::new("the null format cannot be created"));
         }
+        if format == Format::Luks && !self.no_create {
+            return Err(no_new_luks());
+        }
         stream::check(self, format)?;
         input::check(self)?;
         bitmaps::check(self, format)?;
@@ -235,7 +239,7 @@ fn copy(
     input: Input,
 ) -> Result<(), Failure> {
     // Not even with --force is a disk copied over one of its own files.
-    let Input { disk: source, files: sources, spooled: _spooled } = input;
+    let Input { disk: source, files: sources, is_encrypted, spooled: _spooled } = input;
     let len = source.geometry().len;
     let progress = Progress::start(len, args.new.report.progress(args.new.progress));
     if stream::is_stream(&args.target) {
@@ -247,6 +251,7 @@ fn copy(
     } else if format == Format::Raw {
         convert_to_raw(args, executor, source, &sources, (sparse, &progress))?;
     } else {
+        let source = (source, is_encrypted);
         convert_to_qcow2(args, executor, source, sources, (sparse, &progress))?;
     }
     let figures = progress.finish();
@@ -337,13 +342,22 @@ fn convert_to_raw(
 fn convert_to_qcow2(
     args: &ConvertArgs,
     executor: &Executor,
-    source: Arc<dyn Disk>,
+    (source, source_is_encrypted): (Arc<dyn Disk>, bool),
     mut sources: Sources,
     (sparse, progress): (u64, &Progress),
 ) -> Result<(), Failure> {
-    let wish = qcow2_wish(args)?;
+    let NewImageOptions { wish, encrypt, .. } = qcow2_options(args)?;
     let plan = qcow2_plan(args, &wish, source.geometry().len)?;
     let backing = executor.block_on(open_base(args, &plan, &mut sources))?;
+    let base_is_encrypted = backing.as_deref().is_some_and(is_any_encrypted);
+    let place = (&*args.target, base_is_encrypted);
+    let plan = encrypt.apply(plan, place, &args.images)?;
+    if args.new.compress && plan.encryption().is_some() {
+        return Err(Failure::new("Compression and encryption not supported at the same time"));
+    }
+    if plan.encryption().is_none() && (base_is_encrypted || source_is_encrypted) {
+        warn_of_plain(&args.target);
+    }
     let keep_zeros = sparse == 0 || plan.preallocation == Preallocation::Full;
     let rules = ContentRules {
         cluster_bytes: 1 << plan.l2.cluster_bits.bits(),
@@ -367,6 +381,7 @@ fn convert_to_qcow2(
         writer: Box::new(Mutex::new(ImageWriter::new(plan)?)),
     };
     let (coroutines, backend) = (args.new.coroutines, args.images.backend());
+    let backing = backing.map(|backing| backing as Arc<dyn Disk>);
     let rate = args.rate()?;
     let job = Job { source, backing, target, rules, coroutines, backend, rate };
     engine::copy(&job, progress)?;
@@ -391,16 +406,17 @@ fn convert_to_qcow2(
     warn_if_refused(&args.target, &wish, &args.images)
 }
 
-fn qcow2_wish(args: &ConvertArgs) -> Result<ImageWish, Failure> {
-    let NewImageOptions { mut wish, .. } = options_of(args, Format::Qcow2)?;
+fn qcow2_options(args: &ConvertArgs) -> Result<NewImageOptions, Failure> {
+    let mut options = options_of(args, Format::Qcow2)?;
+    let wish = &mut options.wish;
     if let Some(backing) = &args.backing {
         wish.backing_name = Some(backing.clone());
     }
     if let Some(format) = &args.backing_format {
         wish.backing_format = Some(format.clone());
     }
-    plain_names(&args.target, &mut wish);
-    Ok(wish)
+    plain_names(&args.target, wish);
+    Ok(options)
 }
 
 fn qcow2_plan(args: &ConvertArgs, wish: &ImageWish, size: u64) -> Result<ImagePlan, Failure> {
@@ -421,7 +437,7 @@ async fn open_base(
     args: &ConvertArgs,
     plan: &ImagePlan,
     sources: &mut Sources,
-) -> Result<Option<Arc<dyn Disk>>, Failure> {
+) -> Result<Option<Arc<dyn Manage>>, Failure> {
     let Some(backing) = &plan.backing else { return Ok(None) };
     let path = beside(&args.target, Path::new(&backing.name));
     let opened =

@@ -1,10 +1,12 @@
 //! `mica create`: creates an image, with qemu-img's options.
 
+mod encryption;
 mod names;
 mod new_file;
 pub(crate) mod options;
 mod sources;
 
+pub(crate) use encryption::{EncryptOptions, warn_of_plain};
 pub(crate) use names::{plain_names, warn_if_refused};
 pub(crate) use new_file::{NewFile, is_block_device, open_writable, options_of};
 pub(crate) use options::{NewImageOptions, help as options_help, parse as parse_options};
@@ -82,10 +84,19 @@ pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
         match format {
             Format::Qcow2 => create_qcow2(args, options).await?,
             Format::Raw => create_raw(args, options).await?,
+            Format::Luks => return Err(no_new_luks()),
             Format::Null => return Err(Failure::new("the null format cannot be created")),
         }
         Ok(ExitCode::SUCCESS)
     })
+}
+
+/// That LUKS images are not made.
+pub(crate) fn no_new_luks() -> Failure {
+    Failure::new(
+        "mica reads and writes luks images and makes none: `qemu-img create -f luks` does, and \
+         `mica create -o encrypt.format=luks` makes a qcow2 image that is encrypted the same way",
+    )
 }
 
 async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result<(), Failure> {
@@ -93,6 +104,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     plain_names(&args.file, &mut options.wish);
     // Contradictory options are reported before any file is opened.
     options.wish.plan(0).map_err(Failure::from).map_err(named)?;
+    let mut base_is_encrypted = false;
     let mut sources = Sources::default();
     if let Some(backing) = &options.wish.backing_name {
         let path = beside(&args.file, Path::new(backing));
@@ -103,6 +115,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
             let opened = open_backing(&path, format, IndexUse::Ignore, &args.images).await;
             let opened = opened.map_err(|failure| failure.within("the backing file"))?;
             sources.add(&path, &*opened);
+            base_is_encrypted = is_any_encrypted(&*opened);
             options.size.get_or_insert(opened.geometry().len);
         }
     }
@@ -110,6 +123,11 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
         Failure::new("Image creation needs a size parameter: give SIZE, or a backing file")
     })?;
     let plan = options.wish.plan(size).map_err(Failure::from).map_err(named)?;
+    let place = (&*args.file, base_is_encrypted);
+    let plan = options.encrypt.apply(plan, place, &args.images)?;
+    if base_is_encrypted && plan.encryption().is_none() {
+        warn_of_plain(&args.file);
+    }
     let fields = describe_qcow2(&args.file, &plan);
     let image = NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?;
     let images = options_of(&args.images)?;
@@ -127,6 +145,11 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     }
     warn_if_refused(&args.file, &options.wish, &args.images)?;
     report(args, fields)
+}
+
+/// Whether any layer of a disk is encrypted.
+pub(crate) fn is_any_encrypted(disk: &dyn Manage) -> bool {
+    (0..disk.layer_count()).any(|position| disk.is_encrypted(position))
 }
 
 /// Creates the external data file of an image at `file`, if the plan has one.
@@ -220,6 +243,13 @@ fn describe_qcow2(file: &Path, plan: &ImagePlan) -> Map<String, Value> {
     if let Some(backing) = &plan.backing {
         set("backing-filename", backing.name.to_string_lossy().into());
         set("backing-filename-format", backing.format.clone().into());
+    }
+    if let Some(luks) = plan.encryption() {
+        set("encrypt.format", "luks".into());
+        let header = luks.header();
+        let bits = header.cipher.aes_bits(header.key_bytes).unwrap_or_default();
+        set("encrypt.cipher-alg", format!("aes-{bits}").into());
+        set("encrypt.cipher-mode", header.cipher.name().into());
     }
     if let Some(data) = &plan.data_file {
         set("data-file", data.name.to_string_lossy().into());

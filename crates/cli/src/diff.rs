@@ -121,6 +121,7 @@ impl Subject {
     fn state<'a>(&'a self, images: &'a FileImages) -> DiffState<'a> {
         let format = match self.format {
             Format::Raw => DiffFormat::Raw,
+            Format::Luks => DiffFormat::Luks,
             _ => DiffFormat::Qcow2,
         };
         DiffState { images, path: &self.path, format, snapshot: self.snapshot.as_deref() }

@@ -51,7 +51,9 @@ impl ImageArgs {
 
     /// Options for opening image files.
     pub(crate) fn image_options(&self) -> Result<ImageOptions, Failure> {
-        Ok(self.settings.image_options(ImageSettings::handles())?)
+        let options = self.settings.image_options(ImageSettings::handles())?;
+        options.secrets.load()?;
+        Ok(options)
     }
 
     /// Options for opening a chain.

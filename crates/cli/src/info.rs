@@ -1,14 +1,17 @@
 //! `mica info`: what an image says about itself, with qemu-img's wording and fields. Without
 //! `--backing-chain` it opens that one file only.
 
+mod encryption;
+
 use crate::calendar::utc;
 use crate::failure::Failure;
 use crate::images::SubjectArgs;
 use crate::output::{OutputFormat, human_size, print, print_json};
 use clap::Args;
 use mica_block::Images;
+use mica_crypt::luks::{LuksHeader, read_header as read_luks_header};
 use mica_qcow2::loop_error;
-use mica_qcow2_format::{BitmapEntry, Compression, Header, SnapshotEntry, Version};
+use mica_qcow2_format::{BitmapEntry, Compression, Encryption, Header, SnapshotEntry, Version};
 use mica_qcow2_tools::{ImageInfo, inspect};
 use mica_stack::{FileImages, Format, wait_for_dead};
 use serde_json::{Map, Value, json};
@@ -70,6 +73,15 @@ async fn describe(
         let len = image.store.len()?;
         let mut description = Description::new(path, len, disk_bytes);
         description.raw(len.next_multiple_of(512));
+        let file = (image.identity.device, image.identity.inode);
+        return Ok((description.finish(file), None));
+    }
+    if format == Format::Luks {
+        let image = wait_for_dead(async || images.open(path)).await?;
+        let (len, luks) = (image.store.len()?, read_luks_header(&*image.store).await);
+        let luks = luks.map_err(|error| error.wrap(path.display().to_string()))?;
+        let mut description = Description::new(path, len, disk_bytes);
+        description.luks(len, &luks);
         let file = (image.identity.device, image.identity.inode);
         return Ok((description.finish(file), None));
     }
@@ -160,20 +172,46 @@ impl<'a> Description<'a> {
         self.set("actual-size", self.disk_bytes);
     }
 
+    fn encrypted(&mut self) {
+        self.line("encrypted: yes");
+        self.set("encrypted", true);
+    }
+
     fn raw(&mut self, virtual_bytes: u64) {
         self.head("raw", virtual_bytes);
+        self.set("dirty-flag", false);
+    }
+
+    fn luks(&mut self, file_bytes: u64, luks: &LuksHeader) {
+        let len = file_bytes.saturating_sub(luks.payload_offset()).next_multiple_of(512);
+        self.head("luks", len);
+        self.encrypted();
+        self.line("Format specific information:");
+        let data = encryption::of_luks(luks, None);
+        encryption::lines("luks", &data).iter().skip(1).for_each(|line| {
+            self.line(line.strip_prefix("    ").unwrap_or(line));
+        });
+        self.set("format-specific", json!({ "type": "luks", "data": data }));
         self.set("dirty-flag", false);
     }
 
     fn qcow2(&mut self, info: &ImageInfo, backing: Option<&Path>) {
         let header = &info.header;
         self.head("qcow2", header.disk_bytes());
+        if header.encryption != Encryption::None {
+            self.encrypted();
+        }
         let cluster_bytes = header.cluster_bits.bytes();
         self.line(&format!("cluster_size: {cluster_bytes}"));
         self.set("cluster-size", cluster_bytes);
         self.backing(header, backing);
         self.snapshots(header, &info.snapshots);
-        self.specific(header, &info.bitmaps);
+        let encrypt = match (&info.luks, header.encryption) {
+            (Some(luks), _) => Some(encryption::of_luks(luks, Some("luks"))),
+            (None, Encryption::Aes) => Some(json!({ "format": "aes" })),
+            (None, _) => None,
+        };
+        self.specific(header, &info.bitmaps, encrypt);
         self.set("dirty-flag", header.incompatible.dirty);
     }
 
@@ -210,7 +248,7 @@ impl<'a> Description<'a> {
         self.set("snapshots", snapshots.iter().map(snapshot_json).collect::<Vec<_>>());
     }
 
-    fn specific(&mut self, header: &Header, bitmaps: &[BitmapEntry]) {
+    fn specific(&mut self, header: &Header, bitmaps: &[BitmapEntry], encrypt: Option<Value>) {
         let mut data = Map::new();
         let compat = match header.version {
             Version::V2 => "0.10",
@@ -229,6 +267,9 @@ impl<'a> Description<'a> {
             set("lazy-refcounts", header.compatible.lazy_refcounts.into());
         }
         set("refcount-bits", header.refcount_width.bits().into());
+        if let Some(encrypt) = encrypt {
+            set("encrypt", encrypt);
+        }
         if header.version == Version::V3 {
             set("corrupt", header.incompatible.corrupt.into());
             set("extended-l2", header.incompatible.extended_l2.into());
@@ -251,6 +292,9 @@ impl<'a> Description<'a> {
                     self.line(&format!("    {name}:"));
                     bitmaps.iter().for_each(|bitmap| self.line(&bitmap_text(bitmap)));
                 }
+                Value::Object(_) => encryption::lines(&name, value).iter().for_each(|line| {
+                    self.line(line);
+                }),
                 Value::String(text) => self.line(&format!("    {name}: {text}")),
                 other => self.line(&format!("    {name}: {other}")),
             }

@@ -143,7 +143,9 @@ impl<'a> Printer<'a> {
             "{{ \"start\": {start}, \"length\": {len}, \"depth\": {depth}, \"present\": {present}, \
              \"zero\": {zero}, \"data\": {data}, \"compressed\": {compressed}"
         )?;
-        if extent.kind.has_host() {
+        let position = self.disk.layer_position(extent.layer);
+        // Its bytes there are others, as in QEMU.
+        if extent.kind.has_host() && !self.disk.is_encrypted(position) {
             write!(self.text, ", \"offset\": {}", extent.host.bytes())?;
         }
         self.text.push('}');

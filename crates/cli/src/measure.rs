@@ -1,6 +1,6 @@
 //! `mica measure`: how long a new image of a disk will be, with qemu-img's wording.
 
-use crate::create::parse_options;
+use crate::create::{no_new_luks, parse_options};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::{OutputArgs, OutputFormat, print, print_json};
@@ -96,6 +96,7 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
     };
     let plan = options.wish.plan(size)?;
     match format {
+        Format::Luks => Err(no_new_luks()),
         Format::Null => Err(Failure::new("images of the null format cannot be measured")),
         Format::Raw => Ok((Measure { required: plan.size, fully_allocated: plan.size }, None)),
         Format::Qcow2 => {

@@ -59,6 +59,11 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
                 let new = new_len(args, resizer.disk_bytes())?;
                 resizer.resize(new).await?;
             }
+            Format::Luks => {
+                let what = "a luks image is not resized: `qemu-img resize` does it, or \
+                            `mica convert -n` into a longer one";
+                return Err(Failure::new(what));
+            }
             Format::Null => return Err(Failure::new("the null format is not an image")),
         }
         if !args.quiet {

@@ -219,7 +219,11 @@ impl Target {
             let what = format!("{}: restore into a file", args.file.display());
             return Err(Failure::new(what));
         }
-        let NewImageOptions { wish, size } = parse_options(&args.options, format)?;
+        let NewImageOptions { wish, size, encrypt } = parse_options(&args.options, format)?;
+        if encrypt.says_anything() {
+            let what = "-o encrypt: what is restored is not encrypted; `mica convert` encrypts it";
+            return Err(Failure::new(what));
+        }
         let taken = [wish.backing_name.is_some(), wish.data_file.is_some(), size.is_some()];
         if taken.contains(&true) || wish.preallocation.is_some() {
             let what = "-o: the image has the size of the state, and stands alone";

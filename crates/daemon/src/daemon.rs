@@ -324,7 +324,8 @@ fn inherit(config: &mut Config) -> Result<(Option<Takeover>, Vec<Held>)> {
     }
 }
 
-/// Enters the sandbox of the process and its first disks. Returns what it allows, too; the others
+/// Reads the secrets that are out of reach in the sandbox, and enters that: the one of the
+/// process and its first disks. Returns what it allows, too; the others
 /// have to do with that.
 fn confine(
     config: &Config,
@@ -333,6 +334,7 @@ fn confine(
 ) -> Result<(Sandbox, Option<Granted>)> {
     let (first, others) = config.disks.split_at(first_disks);
     let needs = Needs::of(&config.process, first, inherited)?;
+    config.disks.iter().try_for_each(|disk| disk.images.secrets()?.load())?;
     let sandbox = Sandbox::enter(config.process.sandbox(), &needs)?;
     let granted = (config.process.sandbox() != SandboxMode::Off).then(|| needs.granted());
     if let Some(granted) = &granted {

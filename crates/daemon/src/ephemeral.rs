@@ -13,7 +13,7 @@ use crate::config::Config;
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, NO_REDO_LOGS};
 use mica_block::{Error, Images, Result};
-use mica_qcow2::IndexUse;
+use mica_qcow2::{IndexUse, read_header};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_stack::{FileImages, Format, ImageOptions, MayWrite};
 use mica_store::Handles;
@@ -100,14 +100,21 @@ impl NewOverlay {
     async fn create(self, options: ImageOptions, handles: Arc<Handles>) -> Result<()> {
         let Self { image, path, images } = self;
         let (format, chain) = (images.format()?, images.chain_options(IndexUse::Ignore)?);
-        let beneath = mica_stack::open(&image, format, images.image_options(handles)?, &chain);
-        let len = beneath.await?.geometry().len;
+        let options_beneath = images.image_options(handles)?;
+        let beneath = mica_stack::open(&image, format, options_beneath.clone(), &chain).await?;
+        let len = beneath.geometry().len;
         let wish = ImageWish {
-            backing_name: Some(image.into_os_string()),
+            backing_name: Some(image.clone().into_os_string()),
             backing_format: Some(format.name().to_owned()),
             ..ImageWish::default()
         };
-        let plan = wish.plan(len)?;
+        let mut plan = wish.plan(len)?;
+        if beneath.is_encrypted(beneath.layer_count() - 1) && format == Format::Qcow2 {
+            let images = FileImages::new(&image, options_beneath)?;
+            let store = images.open(&image)?.store;
+            let header = read_header(&*store).await?;
+            plan = mica_stack::encrypted_as(&images, plan, (&header, &*store), &path).await?;
+        }
         let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
         file.map_err(|error| Error::from_io(format!("creating {}", path.display()), error))?;
         let created = async {

@@ -36,6 +36,7 @@ async fn open(disk: &DiskConfig, handles: &Arc<Handles>, cache: &MapCache) -> Re
     }
     let chain = chain_options(settings, images, cache)?;
     let mut options = images.image_options(Arc::clone(handles))?;
+    options.secrets.load()?;
     options.locking = Locking::ForceShare;
     mica_stack::open(image, images.format()?, options, &chain).await?.close().await
 }

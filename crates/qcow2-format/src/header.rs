@@ -17,7 +17,7 @@ use super::extension::{self, BitmapsExtension, Extension, FeatureName, Walk};
 use super::refcount::RefcountWidth;
 use super::snapshot::SNAPSHOT_COUNT_MAX;
 use super::table::L2Format;
-use super::{Compression, corrupt, until_nul};
+use super::{Compression, corrupt, unsupported, until_nul};
 use crate::L1Entry;
 use frame::{Frame, RAW_BYTES};
 use mica_block::{Error, ErrorKind, Result};
@@ -33,6 +33,8 @@ pub const L1_BYTES_MAX: u64 = 32 << 20;
 /// Largest refcount table.
 pub const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
 
+/// Longest LUKS header with its key material: twice as long as eight slots of the longest keys.
+const LUKS_BYTES_MAX: u64 = 4 << 20;
 /// QEMU keeps the name of the backing format in 16 bytes with the NUL.
 const BACKING_FORMAT_BYTES_MAX: usize = 15;
 /// Highest L1 index that QEMU counts to.
@@ -78,7 +80,7 @@ pub struct Header {
     pub autoclear: Autoclear,
     /// How clusters are compressed.
     pub compression: Compression,
-    /// How data is encrypted; [`Self::decode`] refuses any that is.
+    /// How data is encrypted.
     pub encryption: Encryption,
     /// The backing file.
     pub backing: Option<BackingName>,
@@ -147,7 +149,7 @@ impl Header {
     ///
     /// # Errors
     /// `Corrupt` if QEMU refuses the image as invalid, `Unsupported` if QEMU or mica does not
-    /// support what the image asks for (including encryption), `Invalid` if bytes are missing.
+    /// support what the image asks for, `Invalid` if bytes are missing.
     pub fn decode(first_bytes: &[u8], file_len: u64) -> Result<Self> {
         Self::decode_for(first_bytes, file_len, Purpose::Serve)
     }
@@ -223,9 +225,28 @@ impl Header {
             ));
         }
         if purpose == Purpose::Serve {
-            header.encryption.refuse()?;
+            header.check_encryption()?;
         }
         Ok(header)
+    }
+
+    fn check_encryption(&self) -> Result<()> {
+        if self.encryption != Encryption::None && self.autoclear.raw_external {
+            return Err(unsupported(
+                "the image is encrypted, and says that its data file is a raw disk by itself \
+                 (autoclear bit 1)",
+            ));
+        }
+        match self.encryption {
+            Encryption::None | Encryption::Aes => Ok(()),
+            Encryption::Luks { header: None } => Err(corrupt(
+                "the image is encrypted with LUKS (header byte 32) and does not say where its LUKS \
+                 header is",
+            )),
+            Encryption::Luks { header: Some((at, len)) } => {
+                self.check_table("LUKS header (extension 0x0537be77)", at, len, LUKS_BYTES_MAX)
+            }
+        }
     }
 
     fn check_geometry(&self, purpose: Purpose) -> Result<()> {

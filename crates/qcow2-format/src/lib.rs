@@ -6,8 +6,8 @@
 //!   all arithmetic on values from the image is checked or provably small.
 //! - I2. No decoder allocates more than a small multiple of the bytes it was given.
 //! - I3. What `qemu-img` opens for reading decodes; what it refuses is refused, for the same
-//!   reason. Where we refuse more (encryption, protocols in names), the error says so and its kind
-//!   is [`Unsupported`](mica_block::ErrorKind::Unsupported).
+//!   reason. Where we refuse more (protocols in names, raw data files that are encrypted), the
+//!   error says so and its kind is [`Unsupported`](mica_block::ErrorKind::Unsupported).
 //! - I4. `encode` followed by `decode` gives the same value.
 //!
 //! The layouts are those of QEMU's `docs/interop/qcow2.rst`; each is declared once, as a struct of

@@ -1,9 +1,10 @@
 //! The contents of an image's header and tables. Opens that one file and nothing that it names.
 
 use mica_block::{Error, Images, OpenImage, Result};
-use mica_qcow2::read_over;
+use mica_crypt::luks::LuksHeader;
 use mica_qcow2::snapshots;
 use mica_qcow2::{read_header, read_header_as};
+use mica_qcow2::{read_luks_header, read_over};
 use mica_qcow2_format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
 use std::path::{Path, PathBuf};
 
@@ -21,6 +22,8 @@ pub struct ImageInfo {
     pub snapshots: Vec<SnapshotEntry>,
     /// Its bitmaps.
     pub bitmaps: Vec<BitmapEntry>,
+    /// Its LUKS header, if it has one.
+    pub luks: Option<LuksHeader>,
 }
 
 /// Reads what the qcow2 image at `path` records about itself.
@@ -34,7 +37,8 @@ pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
         let header = read_header(&*image.store).await?;
         let snapshots = snapshots::list(&*image.store, &header, SNAPSHOTS_LISTED_MAX).await?;
         let bitmaps = snapshots::list_bitmaps(&*image.store, &header).await?;
-        Ok(ImageInfo { image, header, snapshots, bitmaps })
+        let luks = read_luks_header(&header, &*image.store).await?.map(|(luks, _)| luks);
+        Ok(ImageInfo { image, header, snapshots, bitmaps, luks })
     };
     step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
 }

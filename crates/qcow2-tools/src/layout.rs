@@ -2,7 +2,8 @@
 //! bytes go where, and does no I/O.
 //!
 //! ```text
-//! header | L1 | data and L2 tables in the order of the disk | refcount blocks | refcount table
+//! header | L1 | LUKS | data and L2 tables in the order of the disk | refcount blocks
+//! refcount table
 //! ```
 //!
 //! Invariants
@@ -25,7 +26,7 @@ use crate::create::{ImagePlan, Preallocation};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{CompressedCluster, L1Entry, L2Entry, Version};
 use mica_rt::Buf;
-use mica_units::{ClusterBits, GuestOffset, HostCluster, HostOffset};
+use mica_units::{ClusterBits, GuestOffset, HostCluster, HostOffset, SECTOR_BYTES};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -123,7 +124,8 @@ impl ImageWriter {
         let l1_bytes = plan.l1_entries() * L1Entry::BYTES as u64;
         let l1_len = usize::try_from(l1_bytes)
             .map_err(|_| Error::new(ErrorKind::Limit, "the L1 table does not fit this machine"))?;
-        let next = HostCluster::new(1 + bits.clusters_for(l1_bytes));
+        let luks = plan.luks_place().map_or(0, |(_, len)| bits.clusters_for(len));
+        let next = HostCluster::new(1 + plan.l1_clusters() + luks);
         Ok(Self {
             plan,
             l1: vec![0; l1_len],
@@ -141,7 +143,7 @@ impl ImageWriter {
     }
 
     /// Allocates the clusters of the disk from `start` on: `contents` describes what they hold, and
-    /// `piece` has their bytes, whole clusters, even for those without any.
+    /// `piece` has their bytes, whole clusters, even for those without any, in memory of our own.
     ///
     /// # Errors
     /// `Limit` if the file becomes longer than the format allows.
@@ -159,7 +161,20 @@ impl ImageWriter {
             let within = number * cluster_len..(number + 1) * cluster_len;
             self.place_cluster(guest, content, within, &mut segments)?;
         }
+        let piece = self.encrypted(&segments, piece);
         Ok(gather(segments, piece))
+    }
+
+    /// The bytes of a piece as they are written to the places in `segments`.
+    fn encrypted(&self, segments: &[(Place, u64, Source)], mut piece: Buf) -> Buf {
+        let Some(luks) = &self.plan.encryption else { return piece };
+        for (_, at, source) in segments {
+            if let Source::Piece(range) = source {
+                let bytes = &mut piece.own_bytes()[range.clone()];
+                luks.cipher().encrypt(at / SECTOR_BYTES, bytes);
+            }
+        }
+        piece
     }
 
     fn place_cluster(
@@ -290,8 +305,12 @@ impl ImageWriter {
     }
 
     /// The entry of a cluster that has a place and no bytes yet. A raw data file has its bytes from
-    /// the start; elsewhere what lies beneath shows until a subcluster is written.
+    /// the start; elsewhere what lies beneath shows until a subcluster is written. What was never
+    /// written reads as zeros, unless it is decrypted.
     fn reserved(&self, host: HostOffset) -> L2Entry {
+        if self.plan.encryption.is_some() && !self.plan.l2.extended {
+            return L2Entry::ZeroAllocated(host);
+        }
         match self.plan.l2.extended && !self.plan.has_raw_data_file() {
             true => L2Entry::Subclusters { host: Some(host), allocated: 0, zero: 0 },
             false => L2Entry::Data(host),

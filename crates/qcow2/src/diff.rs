@@ -53,6 +53,8 @@ pub enum DiffFormat {
     Qcow2,
     /// The disk's bytes, as they are.
     Raw,
+    /// A LUKS image.
+    Luks,
 }
 
 /// What two states of chains do not share.

@@ -7,11 +7,13 @@
 //! Memory is bounded: a small L1 table is kept once it was read, a large one is read as needed, and
 //! no L2 table is kept at all: the chain's slices are.
 
+use crate::cipher::LayerCipher;
 use crate::decoded::DecodedClusters;
 use crate::index::slice::{Entry, EntryKind, Run, Runs};
 use crate::l1_place::L1Place;
 use crate::live::Live;
 use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, Store, read_exact};
+use mica_crypt::SectorCipher;
 use mica_qcow2_format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use mica_rt::Buf;
 use mica_units::{GuestCluster, GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
@@ -32,6 +34,8 @@ pub(crate) struct Layer {
     pub(crate) store: Arc<dyn Store>,
     /// Where data clusters lie: the image file, or its external data file.
     pub(crate) data: Arc<dyn Store>,
+    /// How its data is encrypted.
+    pub(crate) cipher: Option<LayerCipher>,
     /// The path of its external data file, if it has one.
     pub(crate) data_path: Option<Box<Path>>,
     pub(crate) identity: Identity,
@@ -393,6 +397,10 @@ impl Layer {
         };
         let entry = match entry {
             L2Entry::Zero => Entry::without_host(EntryKind::Zero, self.number),
+            // Where it is on the disk counts for decryption.
+            L2Entry::Data(_) if self.old_cipher().is_some() => {
+                Entry::without_host(EntryKind::Deferred, self.number)
+            }
             L2Entry::ZeroAllocated(host) => placed(EntryKind::ZeroAllocated, host),
             L2Entry::Data(host) if shared => placed(EntryKind::SharedData, host),
             L2Entry::Data(host) => placed(EntryKind::Data, host),
@@ -401,6 +409,14 @@ impl Layer {
             }
         };
         run_at(range, window, entry)
+    }
+
+    /// Its cipher, if that counts sectors of the disk.
+    fn old_cipher(&self) -> Option<&SectorCipher> {
+        match &self.cipher {
+            Some(LayerCipher::ByGuest(cipher)) => Some(cipher),
+            Some(LayerCipher::ByHost(_) | LayerCipher::Payload(_)) | None => None,
+        }
     }
 
     pub(crate) fn deferred_run(&self, range: GuestRange, window: GuestOffset) -> Run {
@@ -487,6 +503,9 @@ impl Layer {
                 decoded.keep(self.number, cluster, output);
                 Ok(())
             }
+            L2Entry::Data(host) if let Some(cipher) = self.old_cipher() => {
+                self.read_old_cipher(cipher, (at, host, within), part).await
+            }
             L2Entry::Data(host) => {
                 let host = host.checked_add(within as u64).ok_or_else(changed)?;
                 let bytes = read_exact(&*self.data, host, part.len()).await?;
@@ -499,11 +518,35 @@ impl Layer {
             }
             L2Entry::Unallocated => Err(changed()),
             L2Entry::Subclusters { .. } => {
-                let context =
-                    format!("cluster {cluster} has subclusters beyond 16 PiB of the file");
+                let why = match self.old_cipher() {
+                    Some(_) => "in an image that is encrypted with the old AES",
+                    None => "beyond 16 PiB of the file",
+                };
+                let context = format!("cluster {cluster} has subclusters {why}");
                 Err(Error::new(ErrorKind::Unsupported, context))
             }
         }
+    }
+}
+
+impl Layer {
+    /// Reads a part of one cluster, whose sectors are encrypted by their places on the disk: it is
+    /// at `host`, and the part `within` that, and at `at` on the disk.
+    async fn read_old_cipher(
+        &self,
+        cipher: &SectorCipher,
+        (at, host, within): (GuestOffset, HostOffset, usize),
+        part: &mut Buf,
+    ) -> Result<()> {
+        // Whole sectors are decrypted: clusters begin and end with one.
+        let skip = usize::try_from(at.bytes() % SECTOR_BYTES).expect("less than a sector");
+        let host = host.checked_add((within - skip) as u64).ok_or_else(changed)?;
+        let sector = usize::try_from(SECTOR_BYTES).expect("512");
+        let len = (skip + part.len()).next_multiple_of(sector);
+        let mut bytes = read_exact(&*self.data, host, len).await?;
+        cipher.decrypt(at.bytes() / SECTOR_BYTES, bytes.own_bytes());
+        part.copy_from_slice(&bytes[skip..skip + part.len()]);
+        Ok(())
     }
 }
 

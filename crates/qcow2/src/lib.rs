@@ -8,6 +8,7 @@
 
 mod bitmaps;
 mod chain;
+mod cipher;
 mod decoded;
 mod diff;
 mod gate;
@@ -29,6 +30,7 @@ mod write;
 
 pub use bitmaps::{Bitmap, find_bitmap, open_bitmap};
 pub use chain::{Chain, ChainOptions, IndexUse, Repair};
+pub use cipher::{needed_passphrase, read_luks_header};
 pub use diff::{ChainDiff, DiffFormat, DiffState};
 pub use header_io::{open_data_file, read_header, read_header_as};
 pub use index::cache::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, MapCache, Sharing};

@@ -6,6 +6,7 @@
 //! - I2 A name is followed only if [`Images::resolve`] permits it.
 //! - I3 A file appears in a chain only once: loops are found by identity.
 
+use crate::cipher::LayerCipher;
 use crate::header_io::{open_data_file, read_header};
 use crate::layer::{Layer, Tables};
 use crate::layers::Layers;
@@ -13,7 +14,7 @@ use crate::redo::{read_over, replay_redo_log, warn_of_log};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
-use mica_qcow2_format::{Header, ImageName, SnapshotEntry, parse_image_name};
+use mica_qcow2_format::{Encryption, Header, ImageName, SnapshotEntry, parse_image_name};
 use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -25,10 +26,52 @@ pub(crate) struct Opened {
     pub(crate) path: PathBuf,
     pub(crate) image: OpenImage,
     kind: OpenedKind,
+    /// What it was unlocked with, if that is done.
+    cipher: Option<LayerCipher>,
+}
+
+impl Opened {
+    fn is_encrypted(&self) -> bool {
+        match &self.kind {
+            OpenedKind::Raw => false,
+            OpenedKind::Luks => true,
+            OpenedKind::Qcow2(header) => header.encryption != Encryption::None,
+        }
+    }
+
+    /// Unlocks it, if it is encrypted.
+    async fn unlock(&mut self, images: &dyn Images) -> Result<()> {
+        self.unlock_as(images, &self.path.clone()).await
+    }
+
+    /// The same with the passphrase of the image that is called `name`.
+    async fn unlock_as(&mut self, images: &dyn Images, name: &Path) -> Result<()> {
+        if self.cipher.is_some() {
+            return Ok(());
+        }
+        let store = &*self.image.store;
+        self.cipher = match &self.kind {
+            OpenedKind::Raw => None,
+            OpenedKind::Luks => Some(LayerCipher::unlock_luks(images, name, store).await?),
+            OpenedKind::Qcow2(header) => LayerCipher::unlock(images, name, (header, store)).await?,
+        };
+        Ok(())
+    }
+}
+
+/// Unlocks those of `opened` that are encrypted, several at a time: each takes seconds.
+async fn unlock_all(images: &dyn Images, opened: &mut [Opened]) -> Result<()> {
+    let encrypted = opened.iter_mut().filter(|opened| opened.is_encrypted());
+    let unlocking = encrypted.map(async |opened| {
+        let name = opened.path.display().to_string();
+        opened.unlock(images).await.map_err(|error| error.wrap(name))
+    });
+    mica_rt::join_all(unlocking).await.into_iter().collect()
 }
 
 enum OpenedKind {
     Raw,
+    Luks,
     Qcow2(Box<Header>),
 }
 
@@ -39,7 +82,8 @@ pub(crate) async fn open_layers(
     path: &Path,
     (snapshot, writable): (Option<&str>, bool),
 ) -> Result<(Vec<Arc<Layer>>, Option<Arc<Metadata>>)> {
-    let opened = open_all(images, path, writable).await?;
+    let mut opened = open_all(images, path, writable).await?;
+    unlock_all(images, &mut opened).await?;
     let count = opened.len();
     let mut layers = Vec::with_capacity(count);
     let mut metadata = None;
@@ -109,6 +153,8 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ImageFormat {
     Raw,
+    /// A LUKS header, and a raw image behind it.
+    Luks,
     Qcow2,
     /// Unstated: raw, unless that would surely be wrong.
     Unstated,
@@ -125,7 +171,11 @@ pub(crate) async fn open_one(
         refuse_unstated_qcow2(&image).await?;
     }
     if format != ImageFormat::Qcow2 {
-        return Ok((Opened { path, image, kind: OpenedKind::Raw }, None));
+        let kind = match format {
+            ImageFormat::Luks => OpenedKind::Luks,
+            _ => OpenedKind::Raw,
+        };
+        return Ok((Opened { path, image, kind, cipher: None }, None));
     }
     let header = read_header(&*image.store).await?;
     let below = match &header.backing {
@@ -144,6 +194,7 @@ pub(crate) async fn open_one(
             };
             let format = match stated {
                 Some("qcow2") => ImageFormat::Qcow2,
+                Some("luks") => ImageFormat::Luks,
                 Some("raw" | "file" | "host_device") => ImageFormat::Raw,
                 None => ImageFormat::Unstated,
                 Some(other) => {
@@ -157,7 +208,8 @@ pub(crate) async fn open_one(
             Some((images.resolve(&path, &name)?, format))
         }
     };
-    Ok((Opened { path, image, kind: OpenedKind::Qcow2(Box::new(header)) }, below))
+    let kind = OpenedKind::Qcow2(Box::new(header));
+    Ok((Opened { path, image, kind, cipher: None }, below))
 }
 
 /// An overlay that does not state its base's format means raw; if the base looks like qcow2, that
@@ -177,16 +229,18 @@ async fn refuse_unstated_qcow2(image: &OpenImage) -> Result<()> {
 /// The layer that was `opened`: of an internal snapshot, if one is named.
 pub(crate) async fn build_layer(
     images: &dyn Images,
-    opened: Opened,
+    mut opened: Opened,
     number: LayerNumber,
     (snapshot, writable): (Option<&str>, bool),
 ) -> Result<(Layer, Option<Arc<Metadata>>)> {
-    let Opened { path, image, kind } = opened;
+    opened.unlock(images).await?;
+    let Opened { path, image, kind, cipher } = opened;
     let OpenImage { store, identity, content } = image;
     let mut layer = Layer {
         number,
         path: path.into(),
         data: Arc::clone(&store),
+        cipher,
         data_path: None,
         store,
         identity,
@@ -198,12 +252,17 @@ pub(crate) async fn build_layer(
     };
     let mut written = None;
     match kind {
+        OpenedKind::Luks => {
+            layer.data = LayerCipher::over(layer.cipher.as_ref(), layer.data);
+            layer.set_len(layer.data.len()?.next_multiple_of(SECTOR_BYTES));
+        }
         OpenedKind::Raw => layer.set_len(layer.store.len()?.next_multiple_of(SECTOR_BYTES)),
         OpenedKind::Qcow2(header) => {
             if header.incompatible.external_data_file {
                 let (path, data) = open_data_file(images, &layer.path, &header, writable)?;
                 (layer.data_path, layer.data) = (Some(path.into()), data.store);
             }
+            layer.data = LayerCipher::over(layer.cipher.as_ref(), layer.data);
             let (l1_offset, l1_entries, disk_bytes) = match snapshot {
                 None => (header.l1_offset, header.l1_entries, header.disk_bytes()),
                 Some(wanted) => {
@@ -214,6 +273,9 @@ pub(crate) async fn build_layer(
             let mut tables =
                 Tables::new(header.l2_format(), l1_offset, l1_entries, header.compression);
             if writable {
+                if header.encryption == Encryption::Aes {
+                    return Err(written_with_aes());
+                }
                 warn_of_bitmaps(&layer, &header).await;
                 tables.is_live = true;
                 let metadata = Metadata::new(Arc::clone(&layer.store), header.cluster_bits);
@@ -226,6 +288,13 @@ pub(crate) async fn build_layer(
         }
     }
     Ok((layer, written))
+}
+
+/// The error for writing an image with the oldest encryption.
+fn written_with_aes() -> Error {
+    let context = "an image with the old AES encryption is only read: `mica convert` makes another \
+                   of it, with -o encrypt.format=luks";
+    Error::new(ErrorKind::Unsupported, context)
 }
 
 /// Bitmaps record which bytes changed since a backup, and mica does not maintain them: its first
@@ -277,8 +346,13 @@ pub(crate) async fn open_overlay(
         if beneath.all().iter().any(is_it) {
             return Err(loop_error(path));
         }
-        let (opened, below) = open_one(images, image, path.to_owned(), ImageFormat::Qcow2).await?;
+        let (mut opened, below) =
+            open_one(images, image, path.to_owned(), ImageFormat::Qcow2).await?;
         let active = beneath.active();
+        if opened.is_encrypted() && images.passphrase(path)?.is_none() {
+            // It may be about to get the name of the other one.
+            opened.unlock_as(images, &active.path).await?;
+        }
         match below {
             Some((below, ImageFormat::Qcow2))
                 if same_file(images.identify(&below)?, active.identity) => {}
@@ -333,7 +407,8 @@ pub(crate) fn freeze(images: &dyn Images, written: &Layer, path: &Path) -> Resul
         number: written.number,
         path: path.into(),
         store,
-        data,
+        data: LayerCipher::over(written.cipher.as_ref(), data),
+        cipher: written.cipher.clone(),
         data_path: written.data_path.clone(),
         identity,
         content,

@@ -18,6 +18,7 @@ mod file;
 mod file_io;
 mod file_system;
 mod join;
+mod keyring;
 mod lock;
 mod looking;
 mod net;
@@ -45,6 +46,7 @@ pub use file_io::{
 };
 pub use file_system::FileSystem;
 pub use join::join_all;
+pub use keyring::read_user_key;
 pub use looking::Looking;
 pub use net::{MemoryStream, Stream};
 pub use op::SimWork;

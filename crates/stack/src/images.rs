@@ -5,11 +5,12 @@ use crate::may_write::MayWrite;
 use crate::policy::{Names, Policy};
 use crate::redo::RedoPlace;
 use crate::redo::logs::FileRedoLogs;
+use crate::secrets::Secrets;
 use crate::sidecars::{FileSidecars, SidecarPlace};
 use crate::written::WrittenImages;
 use mica_block::{
-    Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, RedoLogs, Result, Sidecars, Store,
-    Upgradable,
+    Error, ErrorKind, Identity, Images, OpenImage, Passphrase, ProofSlot, RedoLogs, Result,
+    Sidecars, Store, Upgradable,
 };
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use std::path::{Path, PathBuf};
@@ -34,6 +35,8 @@ pub struct ImageOptions {
     pub faults: Vec<Fault>,
     /// Whether QEMU's locks of images are taken and honoured.
     pub locking: Locking,
+    /// Where the passphrases of encrypted images are.
+    pub secrets: Secrets,
 }
 
 impl ImageOptions {
@@ -48,6 +51,7 @@ impl ImageOptions {
             redo: RedoPlace::default(),
             faults: Vec::new(),
             locking: Locking::default(),
+            secrets: Secrets::default(),
         }
     }
 }
@@ -61,6 +65,7 @@ pub struct FileImages {
     handles: Arc<Handles>,
     faults: Vec<Fault>,
     locking: Locking,
+    secrets: Secrets,
     written: Arc<WrittenImages>,
     /// Without it nothing is opened for writing.
     may_write: Option<MayWrite>,
@@ -80,8 +85,8 @@ impl FileImages {
     /// # Errors
     /// If there is no such image, or an option names a directory that does not exist.
     pub fn new(named: &Path, options: ImageOptions) -> Result<Self> {
-        let ImageOptions { names, allow_paths, cache, handles, sidecars, redo, faults, locking } =
-            options;
+        let ImageOptions { names, allow_paths, cache, handles, sidecars, redo, .. } = options;
+        let ImageOptions { faults, locking, secrets, .. } = options;
         let policy = Arc::new(Policy::new(named, names, &allow_paths)?);
         let written = Arc::<WrittenImages>::default();
         let sidecars = FileSidecars::new(sidecars, Arc::clone(&policy), Arc::clone(&handles))?;
@@ -94,7 +99,6 @@ impl FileImages {
             None => redo,
         };
         let redo_logs = FileRedoLogs::new(redo, Arc::clone(&policy), locking, Arc::clone(&written));
-        let may_write = None;
         Ok(Self {
             policy,
             sidecars,
@@ -103,8 +107,9 @@ impl FileImages {
             handles,
             faults,
             locking,
+            secrets,
             written,
-            may_write,
+            may_write: None,
         })
     }
 
@@ -213,6 +218,10 @@ impl Images for FileImages {
             None => FileStore::new(&located, CacheMode::Writeback, &self.handles)?.len()?,
         };
         Ok(located.identity(len))
+    }
+
+    fn passphrase(&self, path: &Path) -> Result<Option<Arc<Passphrase>>> {
+        self.secrets.of(path)
     }
 
     fn sidecars(&self) -> &dyn Sidecars {

@@ -28,10 +28,13 @@
 //! - I2 No file is replaced but the second name of the disk itself, and what is named like the
 //!   overlay of step 1.
 
+use crate::encrypted::{encrypted_as, no_secret};
 use crate::files::plain_name;
 use crate::mark::Mark;
 use crate::{FileImages, ImageOptions, MayWrite};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
+use mica_qcow2::read_header;
+use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Access, File};
 use rustix::fd::OwnedFd;
@@ -193,6 +196,14 @@ impl Keeping {
             ..ImageWish::default()
         };
         let plan = wish.plan(len)?;
+        let images = FileImages::new(&self.image, options.clone())?;
+        let (_, store) = images.glance(&self.image)?;
+        let header = read_header(&store).await?;
+        if header.encryption != Encryption::None && images.passphrase(&self.kept)?.is_none() {
+            // The next process to open the chain would not be able to.
+            return Err(no_secret(&self.kept));
+        }
+        let plan = encrypted_as(&images, plan, (&header, &store), &self.image).await?;
         let images = FileImages::to_write(&self.overlay, options, MayWrite::new_file())?;
         let image = images.open_writable(&self.overlay)?.store;
         create(plan, Stores { image: &*image, data: None }).await

@@ -6,10 +6,13 @@
 //! - [`Window`], [`Joined`] and [`DetectZeroes`] make disks of disks.
 //! - [`Stores`] opens stores of volumes, and volumes in them.
 //! - [`forest`] finds the images of folders, and which stands on which.
+//! - [`Secrets`] are where the passphrases of encrypted images are.
 //! - [`Fault`] is what the user asked to go wrong.
 
 mod above;
+mod amend_keys;
 mod detect_zeroes;
+mod encrypted;
 mod files;
 pub mod forest;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -29,6 +32,7 @@ mod partition;
 mod policy;
 mod raw;
 mod redo;
+mod secrets;
 mod sidecars;
 mod standing;
 mod volumes;
@@ -36,7 +40,9 @@ mod window;
 mod written;
 
 pub use above::settle_marks;
+pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
+pub use encrypted::encrypted_as;
 pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
@@ -53,6 +59,7 @@ pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
 pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_folder};
+pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
 pub use volumes::{

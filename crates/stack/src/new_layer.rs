@@ -13,6 +13,7 @@
 //!   there before stays.
 
 use crate::above::has_data;
+use crate::encrypted::encrypted_as;
 use crate::files::{base_name, sync_folder_of};
 use crate::images::FileImages;
 use crate::mark::Mark;
@@ -118,6 +119,7 @@ impl NewLayer {
         wish.backing_name = Some(base_name(active, &self.path)?);
         wish.backing_format = Some("qcow2".to_owned());
         let plan = wish.plan(len)?;
+        let plan = encrypted_as(images, plan, (&header, &store), &self.path).await?;
         let unnamed = Unnamed::make(&self.path, located.mode() & 0o666)?;
         let image = images.open_writable(&unnamed.0)?.store;
         create_unnamed(plan, Stores { image: &*image, data: None }).await?;

@@ -19,6 +19,8 @@ pub enum Format {
     Qcow2,
     /// The disk's bytes, as they are.
     Raw,
+    /// The same, encrypted, behind a LUKS header.
+    Luks,
     /// No image: a disk of zeros, for measurements.
     Null,
 }
@@ -29,6 +31,7 @@ impl Format {
         match self {
             Self::Qcow2 => "qcow2",
             Self::Raw => "raw",
+            Self::Luks => "luks",
             Self::Null => "null",
         }
     }
@@ -45,9 +48,11 @@ impl FromStr for Format {
         match text {
             "qcow2" => Ok(Self::Qcow2),
             "raw" => Ok(Self::Raw),
+            "luks" => Ok(Self::Luks),
             "null" => Ok(Self::Null),
             _ => {
-                let mut context = format!("unknown format {text:?}: mica knows qcow2 and raw");
+                let mut context =
+                    format!("unknown format {text:?}: mica knows qcow2, raw and luks");
                 if QEMU_FORMATS.contains(&text) {
                     context +=
                         &format!(", qemu-img convert translates -f {text} to -O qcow2 and back");
@@ -100,7 +105,7 @@ pub async fn open_writable(
 ) -> Result<Arc<dyn Manage>> {
     let may_write = match format {
         Format::Null => MayWrite::new_file(),
-        Format::Qcow2 | Format::Raw => MayWrite::check(named, &images).await?,
+        Format::Qcow2 | Format::Raw | Format::Luks => MayWrite::check(named, &images).await?,
     };
     open_for(&Purpose::Write(may_write), named, format, images, chain).await
 }
@@ -206,6 +211,14 @@ async fn open_now(
             let disk = match purpose {
                 Purpose::Read => RawDisk::open(&images, named)?,
                 Purpose::Write(_) => RawDisk::open_writable(&images, named)?,
+            };
+            Ok(Arc::new(disk))
+        }
+        Format::Luks => {
+            let images = purpose.images(named, images)?;
+            let disk = match purpose {
+                Purpose::Read => RawDisk::open_luks(&images, named).await?,
+                Purpose::Write(_) => RawDisk::open_luks_writable(&images, named).await?,
             };
             Ok(Arc::new(disk))
         }

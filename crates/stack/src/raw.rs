@@ -12,6 +12,8 @@ use mica_block::{
     LocalFuture, Manage, ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, RunKind,
     Space, Store, WriteStats, Writing, Zeroes, check_longer,
 };
+use mica_crypt::luks::Payload;
+use mica_qcow2::needed_passphrase;
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::borrow::Cow;
@@ -26,6 +28,7 @@ pub struct RawDisk {
     len: AtomicU64,
     /// Absent on a disk that is only read.
     writer: Option<Writer>,
+    is_encrypted: bool,
 }
 
 /// The state for writing.
@@ -71,6 +74,28 @@ impl RawDisk {
         Self::new_writable(image.store)
     }
 
+    /// The disk in the LUKS image at `path`.
+    ///
+    /// # Errors
+    /// As [`Self::open`]; `Denied` if there is no passphrase for it, or a wrong one.
+    pub async fn open_luks(images: &dyn Images, path: &Path) -> Result<Self> {
+        let image = images.open(path)?;
+        Self::new(unlocked(images, path, image.store).await?).map(Self::encrypted)
+    }
+
+    /// As [`Self::open_luks`], for writing too.
+    ///
+    /// # Errors
+    /// As [`Self::open_luks`].
+    pub async fn open_luks_writable(images: &dyn Images, path: &Path) -> Result<Self> {
+        let image = images.open_writable(path)?;
+        Self::new_writable(unlocked(images, path, image.store).await?).map(Self::encrypted)
+    }
+
+    fn encrypted(self) -> Self {
+        Self { is_encrypted: true, ..self }
+    }
+
     /// The disk in `store`. Its length is rounded up to a whole sector; the bytes past the end of
     /// the store are zeros, as in QEMU.
     ///
@@ -81,7 +106,7 @@ impl RawDisk {
         let len = len.checked_next_multiple_of(SECTOR_BYTES).ok_or_else(|| {
             Error::new(ErrorKind::Limit, format!("{} is longer than a disk may be", store.name()))
         })?;
-        Ok(Self { store, len: AtomicU64::new(len), writer: None })
+        Ok(Self { store, len: AtomicU64::new(len), writer: None, is_encrypted: false })
     }
 
     /// As [`Self::new`], for writing too; `store` was opened for that.
@@ -126,6 +151,19 @@ impl RawDisk {
         }
         zeroed
     }
+}
+
+/// What is behind the LUKS header of the image at `path`, whose file is `store`.
+async fn unlocked(
+    images: &dyn Images,
+    path: &Path,
+    store: Arc<dyn Store>,
+) -> Result<Arc<dyn Store>> {
+    let unlocking = async {
+        let passphrase = needed_passphrase(images, path)?;
+        Ok(Arc::new(Payload::unlock(&*store, &passphrase).await?.of(Arc::clone(&store))) as _)
+    };
+    unlocking.await.map_err(|error: Error| error.wrap(path.display().to_string()))
 }
 
 impl Disk for RawDisk {
@@ -319,6 +357,10 @@ impl Manage for RawDisk {
 
     fn data_paths(&self) -> Vec<PathBuf> {
         Vec::new()
+    }
+
+    fn is_encrypted(&self, _position: usize) -> bool {
+        self.is_encrypted
     }
 
     fn layer_position(&self, _layer: LayerNumber) -> usize {

@@ -37,17 +37,15 @@
 //! - I2 What a volume has is read and written with its own secret only: what was read with one is
 //!   never returned to who has another.
 
-pub(crate) mod xts;
-
 use crate::format::Id;
 use crate::place::Place;
 use mica_block::{Error, ErrorKind, Result};
+use mica_crypt::{XTS_AES256_KEY_BYTES, Xts};
 use mica_map::Reference;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
 use std::fmt;
 use std::sync::Arc;
-use xts::Xts;
 use zeroize::Zeroizing;
 
 /// Bytes of a user's key, and of a volume's secret.
@@ -263,7 +261,7 @@ fn tweak_of(place: Place) -> u128 {
 }
 
 fn xts_of(secret: &[u8; KEY_BYTES], purpose: &[&[u8]]) -> Xts {
-    let mut key = Zeroizing::new([0; xts::KEY_BYTES]);
+    let mut key = Zeroizing::new([0; XTS_AES256_KEY_BYTES]);
     derive(secret, purpose, &mut *key);
     Xts::new(&key)
 }

@@ -9,7 +9,6 @@
 //! - I3 What is compressed is encrypted afterwards; the sum is that of what is stored.
 
 use crate::crypt::Cipher;
-use crate::crypt::xts;
 use crate::place::{BLOCK_BYTES, FRAME_BLOCKS_MAX, FRAME_LENS, FRAME_UNIT_BYTES, FramePart, Place};
 use crate::recent::Block;
 use crate::tree::damaged;
@@ -34,8 +33,8 @@ const SAMPLE_BYTES: usize = 4096;
 
 // What is encrypted of a frame is whole units of the cipher.
 const _: () = assert!(
-    FRAME_HEADER_BYTES.is_multiple_of(xts::UNIT_BYTES)
-        && FRAME_UNIT_BYTES.is_multiple_of(xts::UNIT_BYTES)
+    FRAME_HEADER_BYTES.is_multiple_of(mica_crypt::UNIT_BYTES)
+        && FRAME_UNIT_BYTES.is_multiple_of(mica_crypt::UNIT_BYTES)
         && FRAME_LENS[5] == FRAME_BLOCKS_MAX * BLOCK_BYTES / 8 * 7
 );
 

@@ -317,6 +317,10 @@ impl Manage for Volume {
         Vec::new()
     }
 
+    fn is_encrypted(&self, _position: usize) -> bool {
+        false
+    }
+
     fn layer_position(&self, _layer: LayerNumber) -> usize {
         0
     }

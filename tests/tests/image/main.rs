@@ -7,6 +7,7 @@ mod compare;
 mod convert;
 mod copying;
 mod create;
+mod encrypted;
 mod existing;
 mod foreign;
 mod info;

@@ -5,7 +5,7 @@
 
 use super::ConvertArgs;
 use super::stream::is_stream;
-use crate::create::{Sources, is_block_device};
+use crate::create::{Sources, is_any_encrypted, is_block_device};
 use crate::failure::Failure;
 use crate::unfinished::Unfinished;
 use mica_block::{Disk, Manage};
@@ -28,6 +28,8 @@ pub(crate) struct Input {
     pub(super) disk: Arc<dyn Disk>,
     /// The files that it is made of.
     pub(super) files: Sources,
+    /// Whether any of them is encrypted.
+    pub(super) is_encrypted: bool,
     /// The temporary file of standard input, which is removed when this is dropped.
     pub(super) spooled: Option<Unfinished>,
 }
@@ -37,7 +39,8 @@ impl Input {
     pub(crate) fn of(path: &Path, disk: Arc<dyn Manage>) -> Self {
         let mut files = Sources::default();
         files.add(path, &*disk);
-        Self { disk, files, spooled: None }
+        let is_encrypted = is_any_encrypted(&*disk);
+        Self { disk, files, is_encrypted, spooled: None }
     }
 
     /// The same files, of which only `part` is copied.
@@ -97,11 +100,12 @@ pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
         files.add(path, &*disk);
         disks.push(disk);
     }
+    let is_encrypted = disks.iter().any(|disk| is_any_encrypted(&**disk));
     let disk: Arc<dyn Disk> = match disks.pop() {
         Some(only) if disks.is_empty() => only,
         last => Arc::new(Joined::new(disks.into_iter().chain(last).map(|disk| disk as _))),
     };
-    Ok(Input { disk, files, spooled })
+    Ok(Input { disk, files, is_encrypted, spooled })
 }
 
 /// The id or name in the parameters of a snapshot.

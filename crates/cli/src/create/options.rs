@@ -1,5 +1,6 @@
 //! The options of `-o`: `key=value,...`, parsed as by qemu-img.
 
+use super::EncryptOptions;
 use crate::failure::Failure;
 use crate::images::size_of;
 use mica_qcow2_format::{Compression, Version};
@@ -11,6 +12,8 @@ use mica_stack::Format;
 pub(crate) struct NewImageOptions {
     /// Options of a qcow2 image; of these a raw one has `preallocation` only.
     pub(crate) wish: ImageWish,
+    /// How it is encrypted.
+    pub(crate) encrypt: EncryptOptions,
     /// Length of the disk, if given here.
     pub(crate) size: Option<u64>,
 }
@@ -48,9 +51,7 @@ impl NewImageOptions {
             "lazy_refcounts" => wish.lazy_refcounts = Some(switch(key, value)?),
             "compression_type" => wish.compression = Some(compression(value)?),
             "preallocation" => wish.preallocation = Some(value.parse::<Preallocation>()?),
-            "encryption" | "encrypt.format" => {
-                return Err(Failure::new("-o: mica does not encrypt images"));
-            }
+            _ if self.encrypt.set(key, value)? => {}
             _ => {
                 return Err(Failure::new(format!(
                     "-o: Invalid parameter '{key}': -o help lists those that there are"
@@ -88,6 +89,13 @@ const QCOW2_OPTIONS: &[(&str, &str)] = &[
     ("compression_type", "zlib or zstd"),
     ("data_file", "the file that holds the data instead of the image"),
     ("data_file_raw", "on: the data file is a raw image as well"),
+    ("encrypt.cipher-alg", "aes-128, aes-192 or aes-256, the default"),
+    ("encrypt.cipher-mode", "xts, the default, or cbc"),
+    ("encrypt.format", "luks: encrypt it, with the passphrase in --secret; off"),
+    ("encrypt.hash-alg", "sha1, sha256 (the default), sha384 or sha512"),
+    ("encrypt.iter-time", "milliseconds that opening it takes, by default 2000"),
+    ("encrypt.ivgen-alg", "plain64, the default, plain, or essiv with cbc"),
+    ("encrypt.ivgen-hash-alg", "sha256, for essiv"),
     ("extended_l2", "on: clusters have 32 subclusters"),
     ("lazy_refcounts", "on: refcounts may be repaired after a crash instead of synced"),
     ("preallocation", "off, metadata, falloc or full"),
@@ -105,7 +113,7 @@ pub(crate) fn help(texts: &[String], format: Format) -> Option<String> {
         return None;
     }
     let options = if format == Format::Qcow2 { QCOW2_OPTIONS } else { RAW_OPTIONS };
-    let lines = options.iter().map(|(name, what)| format!("  {name:<17} {what}\n"));
+    let lines = options.iter().map(|(name, what)| format!("  {name:<22} {what}\n"));
     Some(format!("Options of {} images (-o):\n{}", format.name(), lines.collect::<String>()))
 }
 

@@ -142,7 +142,11 @@ impl TakeArgs {
 
     /// What a new layer is to be like.
     fn layer(&self) -> Result<Value, Failure> {
-        let NewImageOptions { wish, size } = parse_options(&self.options, Format::Qcow2)?;
+        let NewImageOptions { wish, size, encrypt } = parse_options(&self.options, Format::Qcow2)?;
+        if encrypt.says_anything() {
+            let what = "-o encrypt: a new layer is encrypted as the one beneath is, or not at all";
+            return Err(Failure::new(what));
+        }
         let ImageWish {
             version,
             mut cluster_bytes,

@@ -124,6 +124,10 @@ impl Manage for FakeChain {
         Vec::new()
     }
 
+    fn is_encrypted(&self, _position: usize) -> bool {
+        false
+    }
+
     fn layer_position(&self, _layer: LayerNumber) -> usize {
         0
     }

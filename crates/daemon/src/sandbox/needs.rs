@@ -141,6 +141,9 @@ impl Needs {
         if let Some(log) = disk.volume.log().filter(|_| disk.writes()) {
             let _ = log.make();
         }
+        for file in disk.images.secret_files() {
+            self.allow(&file, AccessFs::ReadFile.into());
+        }
         for file in disk.images.fault_logs() {
             // The logger reports what is wrong with it.
             let _ = std::fs::File::options().append(true).create(true).open(file);

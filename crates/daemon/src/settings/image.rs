@@ -5,7 +5,8 @@ use clap::Args;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse, MapCache};
 use mica_stack::{
-    Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace, standing_allow_paths,
+    Fault, Format, ImageOptions, Names, RedoPlace, Secret, Secrets, SidecarPlace,
+    standing_allow_paths,
 };
 use mica_store::{CacheMode, Handles, Locking, enlarge_descriptor_table, raise_open_files_limit};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -67,6 +68,16 @@ pub struct ImageSettings {
     #[arg(long, value_enum, default_value_t, value_name = "MODE")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     pub cache: Cache,
+    /// The file with the passphrase of encrypted images; of those that PATTERN names, if there is
+    /// one.
+    ///
+    /// All of the file is the passphrase, a line break at its end, too, as for QEMU. PATTERN is the
+    /// name of an image's file, with * for anything. Can be repeated. SOURCE is a file, or
+    /// fd:NUMBER, or keyring:NAME for a key of type user. There is no option that takes a
+    /// passphrase itself: others see command lines.
+    #[arg(long, value_name = "[PATTERN=]SOURCE", hide_short_help = true)]
+    #[serde(deserialize_with = "one_or_many")]
+    pub secret: Vec<String>,
     /// Read images that others have open.
     ///
     /// Also if another program has them open for writing: what is read may then be inconsistent.
@@ -104,6 +115,7 @@ impl Default for ImageSettings {
             names: Vec::new(),
             allow_path: Vec::new(),
             cache: Cache::default(),
+            secret: Vec::new(),
             force_share: false,
             index_cache: INDEX_CACHE,
             index_dir: None,
@@ -114,14 +126,14 @@ impl Default for ImageSettings {
 }
 
 /// A list, or its only element.
-fn one_or_many<'de, D: Deserializer<'de>>(
+fn one_or_many<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
     deserializer: D,
-) -> std::result::Result<Vec<PathBuf>, D::Error> {
+) -> std::result::Result<Vec<T>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
-    enum OneOrMany {
-        One(PathBuf),
-        Many(Vec<PathBuf>),
+    enum OneOrMany<T> {
+        One(T),
+        Many(Vec<T>),
     }
     Ok(match OneOrMany::deserialize(deserializer)? {
         OneOrMany::One(one) => vec![one],
@@ -173,10 +185,25 @@ impl ImageSettings {
                 RedoPlace::Directory(directory.to_owned())
             }
         };
+        options.secrets = self.secrets()?;
         for fault in &self.inject {
             options.faults.push(fault.parse::<Fault>()?);
         }
         Ok(options)
+    }
+
+    /// Where the passphrases of encrypted images are.
+    ///
+    /// # Errors
+    /// `Invalid` if one of them is not understood.
+    pub fn secrets(&self) -> Result<Secrets> {
+        Secrets::parse(&self.secret)
+    }
+
+    /// The files that have passphrases.
+    pub(crate) fn secret_files(&self) -> Vec<PathBuf> {
+        let secrets = self.secret.iter().filter_map(|text| text.parse::<Secret>().ok());
+        secrets.filter_map(|secret| secret.file().map(Path::to_owned)).collect()
     }
 
     /// The files to which faults write what they see.
@@ -241,6 +268,13 @@ impl ImageSettings {
         self.names.iter_mut().filter(|name| !is_word(name)).for_each(resolve);
         self.allow_path.iter_mut().for_each(resolve);
         self.index_dir.iter_mut().for_each(resolve);
+        for text in &mut self.secret {
+            // What is not understood is reported when it is used.
+            if let Ok(mut secret) = text.parse::<Secret>() {
+                secret.resolve(folder);
+                *text = secret.to_string();
+            }
+        }
         if self.redo_dir().is_some() {
             resolve(&mut self.redo_dir);
         }

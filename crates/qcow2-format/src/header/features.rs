@@ -103,15 +103,6 @@ impl Encryption {
             Self::Luks { .. } => 2,
         }
     }
-
-    /// Ciphertext is never served as if it were data.
-    pub(super) fn refuse(self) -> Result<()> {
-        match self {
-            Self::None => Ok(()),
-            Self::Aes => Err(unsupported("the image is AES encrypted, not yet supported")),
-            Self::Luks { .. } => Err(unsupported("the image is LUKS encrypted, not yet supported")),
-        }
-    }
 }
 
 impl Incompatible {

@@ -250,12 +250,23 @@ fn l1_table_beyond_its_limits_is_refused() {
 }
 
 #[test]
-fn ciphertext_is_never_served() {
-    for method in [1, 2, 3, u32::MAX] {
+fn encryption_is_decoded_if_it_is_known_and_whole() {
+    for method in [3, u32::MAX] {
         assert_eq!(kind(with_u32(32, method)), ErrorKind::Unsupported);
     }
+    assert_eq!(with_u32(32, 1).expect("known").encryption, Encryption::Aes);
     let error = with_u32(32, 2).expect_err("refused");
-    assert!(error.to_string().contains("LUKS encrypted, not yet supported"));
+    assert!(error.to_string().contains("does not say where its LUKS header is"));
+    let mut header = with_u32(32, 1).expect("known");
+    for (at, len, is_right) in [(1, 0x20_0000, true), (2, 5 << 20, false), (1 << 48, 1, false)] {
+        let at = HostOffset::new(at << header.cluster_bits.bits());
+        header.encryption = Encryption::Luks { header: Some((at, len)) };
+        let decoded = Header::decode(&header.encode().expect("it fits"), FILE_LEN);
+        match is_right {
+            true => assert_eq!(decoded.expect("known").encryption, header.encryption),
+            false => assert_eq!(kind(decoded), ErrorKind::Corrupt),
+        }
+    }
 }
 
 #[test]

@@ -1,11 +1,12 @@
 //! The properties of a new image: the user's wishes, once checked, become a plan.
 
 use mica_block::{Error, ErrorKind, Result};
+use mica_crypt::luks::NewLuks;
 use mica_qcow2_format::{
-    Autoclear, BackingName, Compatible, Compression, Header, L1_BYTES_MAX, L1Entry, L2Format,
-    RefcountWidth, Version,
+    Autoclear, BackingName, Compatible, Compression, Encryption, Header, L1_BYTES_MAX, L1Entry,
+    L2Format, RefcountWidth, Version,
 };
-use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
+use mica_units::{ClusterBits, HostCluster, HostOffset, SECTOR_BYTES};
 use std::ffi::OsString;
 use std::str::FromStr;
 
@@ -109,6 +110,8 @@ pub struct ImagePlan {
     pub backing: Option<BackingName>,
     /// The file that holds the data.
     pub data_file: Option<DataFile>,
+    /// What the data is encrypted with; see [`ImagePlan::encrypted`].
+    pub(crate) encryption: Option<NewLuks>,
 }
 
 /// Where the tables of an image are.
@@ -150,6 +153,7 @@ impl ImageWish {
             preallocation,
             backing: self.backing()?,
             data_file: self.data_file()?,
+            encryption: None,
         };
         if plan.l1_entries().saturating_mul(L1Entry::BYTES as u64) > L1_BYTES_MAX {
             return Err(invalid(
@@ -269,6 +273,42 @@ impl ImagePlan {
         self.l2.cluster_bits.clusters_for(self.size)
     }
 
+    /// The same, encrypted with `luks`.
+    ///
+    /// # Errors
+    /// `Invalid` if such an image cannot be encrypted.
+    pub fn encrypted(mut self, luks: NewLuks) -> Result<Self> {
+        if self.has_raw_data_file() {
+            return Err(invalid("a data file that is a raw disk by itself cannot be encrypted"));
+        }
+        if self.l2.version == Version::V2 && self.preallocation != Preallocation::Off {
+            // It has no entries that say "zeros, with a place", and places read as anything.
+            return Err(invalid(
+                "Encryption and preallocation together are only supported with compatibility level \
+                 1.1 and above (use version=v3 or greater)",
+            ));
+        }
+        self.encryption = Some(luks);
+        Ok(self)
+    }
+
+    /// What it is encrypted with.
+    pub fn encryption(&self) -> Option<&NewLuks> {
+        self.encryption.as_ref()
+    }
+
+    /// Clusters of the L1 table.
+    pub(crate) fn l1_clusters(&self) -> u64 {
+        self.l2.cluster_bits.clusters_for(self.l1_entries() * L1Entry::BYTES as u64)
+    }
+
+    /// Where the LUKS header is, and its length: after the L1 table, which follows the header.
+    pub(crate) fn luks_place(&self) -> Option<(HostOffset, u64)> {
+        let luks = self.encryption.as_ref()?;
+        let at = HostCluster::new(1 + self.l1_clusters());
+        Some((self.l2.cluster_bits.start_of(at), luks.bytes().len() as u64))
+    }
+
     /// Whether the data file is a raw disk by itself.
     pub fn has_raw_data_file(&self) -> bool {
         self.data_file.as_ref().is_some_and(|file| file.raw)
@@ -287,6 +327,10 @@ impl ImagePlan {
             autoclear: Autoclear { raw_external: self.has_raw_data_file(), ..Autoclear::default() },
             backing: self.backing.clone(),
             data_file_name: self.data_file.as_ref().map(|file| file.name.clone()),
+            encryption: match self.luks_place() {
+                Some(place) => Encryption::Luks { header: Some(place) },
+                None => Encryption::None,
+            },
             ..Header::new(self.l2, self.compression)
         }
     }

@@ -27,6 +27,7 @@ pub struct Ending {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
     L1,
+    Luks,
     Block(u64),
     Table,
     Done,
@@ -71,11 +72,18 @@ impl Ending {
         };
         Ok(Some(match self.stage {
             Stage::L1 => {
-                self.stage = Stage::Block(0);
+                self.stage = Stage::Luks;
                 if self.l1.is_empty() {
-                    return self.next_write_after_l1();
+                    return self.next_write();
                 }
                 write(self.place_of(L1_AT), &self.l1)
+            }
+            Stage::Luks => {
+                self.stage = Stage::Block(0);
+                match (self.plan.luks_place(), self.plan.encryption()) {
+                    (Some((at, _)), Some(luks)) => write(at, luks.bytes()),
+                    _ => return self.next_write_after_l1(),
+                }
             }
             Stage::Block(_) => return self.next_write_after_l1(),
             Stage::Table => {

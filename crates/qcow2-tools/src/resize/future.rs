@@ -2,8 +2,8 @@
 //! the old one. So the writing engine prepares the new part of a disk before anyone else sees it.
 
 use mica_block::{
-    Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, RedoLogs, Result,
-    Run, Sidecars, Space, Store, StoreIdentity, Upgradable, Witness,
+    Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, Passphrase,
+    RedoLogs, Result, Run, Sidecars, Space, Store, StoreIdentity, Upgradable, Witness,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -67,6 +67,10 @@ impl Images for FutureImages {
 
     fn identify(&self, path: &Path) -> Result<Identity> {
         self.images.identify(path)
+    }
+
+    fn passphrase(&self, path: &Path) -> Result<Option<Arc<Passphrase>>> {
+        self.images.passphrase(path)
     }
 
     fn sidecars(&self) -> &dyn Sidecars {

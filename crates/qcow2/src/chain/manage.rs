@@ -72,6 +72,10 @@ impl Manage for Chain {
         paths.map(Into::into).collect()
     }
 
+    fn is_encrypted(&self, position: usize) -> bool {
+        self.map.layers().all().get(position).is_some_and(|layer| layer.cipher.is_some())
+    }
+
     fn layer_position(&self, layer: LayerNumber) -> usize {
         let layers = self.map.layers();
         // A layer that was merged meanwhile has left its data to another: mostly to the active one.

@@ -82,6 +82,7 @@ impl<'a> Way<'a> {
         let format = match state.format {
             DiffFormat::Qcow2 => ImageFormat::Qcow2,
             DiffFormat::Raw => ImageFormat::Raw,
+            DiffFormat::Luks => ImageFormat::Luks,
         };
         let next = Some((state.path.to_owned(), format));
         Self { state, next, opened: Vec::new(), seen: HashMap::new(), failure: None }

@@ -132,7 +132,13 @@ enum Look {
 }
 
 impl Space {
-    pub(crate) async fn open(metadata: &Arc<Metadata>, header: &Header) -> Result<Self> {
+    /// The space of the image with this `metadata` and `header`; `has_blanks` says whether what was
+    /// never written reads as zeros, in its tables and in its data.
+    pub(crate) async fn open(
+        metadata: &Arc<Metadata>,
+        header: &Header,
+        has_blanks: bool,
+    ) -> Result<Self> {
         let bits = header.cluster_bits;
         let bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
         let len = usize::try_from(bytes).expect("the header's limit is 8 MiB");
@@ -161,7 +167,7 @@ impl Space {
             metadata: Arc::clone(metadata),
             bits,
             width: header.refcount_width,
-            has_blanks: metadata.store.reads_unwritten_as_zeros(),
+            has_blanks,
             state: Mutex::new(state),
             refill: Claims::default(),
             growth: Claims::default(),

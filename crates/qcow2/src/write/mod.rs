@@ -50,7 +50,7 @@ use mica_block::{
     Error, ErrorKind, GroupSync, IoFuture, OwnedInFlight, RedoMemory, Result, Store, WriteStats,
     read_exact,
 };
-use mica_qcow2_format::{Header, L1Entry, L2Format};
+use mica_qcow2_format::{Encryption, Header, L1Entry, L2Format};
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -123,6 +123,9 @@ impl Writer {
         if header.snapshot_count > 0 {
             ranges.add(header.snapshots_offset, 1, "the snapshot table");
         }
+        if let Encryption::Luks { header: Some((at, len)) } = header.encryption {
+            ranges.add(at, len, "the LUKS header");
+        }
         let mut l2_tables = ranges.gather(TableKind::L2);
         for start in (0..l1_bytes).step_by(TABLE_PIECE_BYTES) {
             let len = usize::try_from(l1_bytes - start).expect("the header's limit is 32 MiB");
@@ -136,7 +139,9 @@ impl Writer {
             }
         }
         l2_tables.finish();
-        let space = Space::open(&metadata, header).await?;
+        let has_blanks =
+            metadata.store.reads_unwritten_as_zeros() && layer.data.reads_unwritten_as_zeros();
+        let space = Space::open(&metadata, header, has_blanks).await?;
         metadata.lock().header = HeaderState { now: HeaderFields::of(header, 1), next: None };
         let tables = layer.tables.as_ref().expect("an image that is written has tables");
         Ok(Self {

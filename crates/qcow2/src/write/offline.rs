@@ -34,7 +34,8 @@ impl FileSpace {
         ranges.add(header.l1_offset, u64::from(header.l1_entries) * 8, "the L1 table");
         let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
         ranges.add(header.refcount_table_offset, table_bytes, "the refcount table");
-        let space = Space::open(&metadata, header).await?;
+        let space =
+            Space::open(&metadata, header, metadata.store.reads_unwritten_as_zeros()).await?;
         Ok(Self { store, metadata, space, bits, freed: RefCell::default() })
     }
 

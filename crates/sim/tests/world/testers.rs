@@ -250,6 +250,10 @@ impl Manage for Raw {
         Vec::new()
     }
 
+    fn is_encrypted(&self, _position: usize) -> bool {
+        false
+    }
+
     fn layer_position(&self, _layer: LayerNumber) -> usize {
         0
     }

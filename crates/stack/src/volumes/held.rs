@@ -159,6 +159,10 @@ impl Manage for HeldVolume {
         self.volume.data_paths()
     }
 
+    fn is_encrypted(&self, position: usize) -> bool {
+        self.volume.is_encrypted(position)
+    }
+
     fn layer_position(&self, layer: LayerNumber) -> usize {
         self.volume.layer_position(layer)
     }

@@ -9,7 +9,7 @@ const ROWS: &[&[&str]] = &[
     &["mica-units"],
     &["mica-rt"],
     &["mica-block"],
-    &["mica-map", "mica-qcow2-format"],
+    &["mica-crypt", "mica-map", "mica-qcow2-format"],
     &[
         "mica-store",
         "mica-s3",

@@ -1,6 +1,7 @@
 //! The layer that a commit writes: frozen before and after.
 
 use crate::chain::{Chain, writable_header};
+use crate::cipher::LayerCipher;
 use crate::header_io::read_header;
 use crate::index::cache::Sharing;
 use crate::layer::{Layer, Tables};
@@ -94,6 +95,7 @@ impl Chain {
         let layers = map.layers();
         let layer = layers.get(number);
         if layer.tables.is_none() {
+            let store = Arc::clone(&layer.data);
             return Ok(Target::Raw { layer: Arc::clone(layer), store });
         }
         let opened = async {
@@ -114,7 +116,8 @@ impl Chain {
                 number,
                 path: Arc::clone(&layer.path),
                 store: Arc::new(MetadataStore::new(Arc::clone(&metadata))),
-                data: Arc::clone(&store),
+                data: LayerCipher::over(layer.cipher.as_ref(), Arc::clone(&store)),
+                cipher: layer.cipher.clone(),
                 data_path: None,
                 identity: layer.identity,
                 content: layer.content.clone(),
@@ -168,7 +171,7 @@ impl Target {
                 Arc::clone(writer).complete(async |writer| writer.grow(len).await).await
             }
             Self::Raw { store, .. } => {
-                let grown = store.set_len(len).await;
+                let grown = grow_raw(&**store, len).await;
                 grown.map_err(|error| error.wrap(store.name()))
             }
         }
@@ -244,6 +247,15 @@ impl Target {
     }
 }
 
+async fn grow_raw(store: &dyn Store, len: u64) -> Result<()> {
+    let before = store.len()?;
+    store.set_len(len).await?;
+    match GuestRange::between(GuestOffset::new(before), GuestOffset::new(len)) {
+        Some(new) if !store.reads_unwritten_as_zeros() => zero_raw(store, new).await,
+        _ => Ok(()),
+    }
+}
+
 async fn zero_raw(store: &dyn Store, range: GuestRange) -> Result<()> {
     let (start, file_end) = (range.start().bytes(), store.len()?);
     let end = range.end().bytes().min(file_end);
@@ -275,7 +287,8 @@ fn frozen_in(layer: &Layer, opened: &Upgradable, store: Arc<dyn Store>) -> Layer
     Layer {
         number: layer.number,
         path: Arc::clone(&layer.path),
-        data: Arc::clone(&store),
+        data: LayerCipher::over(layer.cipher.as_ref(), Arc::clone(&store)),
+        cipher: layer.cipher.clone(),
         store,
         data_path: None,
         identity: opened.image.identity,

@@ -207,7 +207,7 @@ impl Image {
         metadata.ranges.add(HostOffset::ZERO, shape.bits.bytes(), "the header");
         let table_bytes = clusters * shape.bits.bytes();
         metadata.ranges.add(header.refcount_table_offset, table_bytes, "the refcount table");
-        let space = Space::open(&metadata, &header).await.expect("an image in order");
+        let space = Space::open(&metadata, &header, true).await.expect("an image in order");
         let model = RefCell::new(model);
         let (is_growing, has_failed) = (Cell::new(true), Cell::new(false));
         Self { shape, file, metadata, space, syncs, model, is_growing, has_failed }

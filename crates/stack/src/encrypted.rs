@@ -1,0 +1,44 @@
+//! New overlays of encrypted images, which are encrypted, too: what a guest writes to an encrypted
+//! disk is never in a file in plain form unless somebody chose that.
+
+use mica_block::{Error, ErrorKind, Images, Result, Store};
+use mica_crypt::luks::{NewLuks, NewSlot, Wish};
+use mica_qcow2::read_luks_header;
+use mica_qcow2_format::{Encryption, Header};
+use mica_qcow2_tools::create::ImagePlan;
+use std::path::Path;
+
+/// The plan of an overlay that will be at `path`, on an image with this `header`, whose file is
+/// `store`: encrypted if that is, with a key of its own, the passphrase that the user named for it,
+/// and as many iterations. Takes as long as opening the image.
+///
+/// # Errors
+/// `Denied` if there is no passphrase for it; as for reading the image's own LUKS header.
+pub async fn encrypted_as(
+    images: &dyn Images,
+    plan: ImagePlan,
+    (header, store): (&Header, &dyn Store),
+    path: &Path,
+) -> Result<ImagePlan> {
+    if header.encryption == Encryption::None {
+        return Ok(plan);
+    }
+    let passphrase = images.passphrase(path)?.ok_or_else(|| no_secret(path))?;
+    let mut wish = Wish::default();
+    if let Some((luks, _)) = read_luks_header(header, store).await?
+        && let Some((_, iterations)) = luks.active_slots().next()
+    {
+        wish.slot = NewSlot::Iterations(iterations);
+    }
+    plan.encrypted(NewLuks::make(wish, &passphrase)?)
+}
+
+/// That nobody named a passphrase for the image that will be at `path`.
+pub(crate) fn no_secret(path: &Path) -> Error {
+    let what = format!(
+        "{} will be encrypted as the image beneath is, and no --secret is for it: add one, or leave \
+         out the pattern of the one that there is",
+        path.display()
+    );
+    Error::new(ErrorKind::Denied, what)
+}
