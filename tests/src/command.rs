@@ -1,6 +1,8 @@
 //! Runs a program to its end, with a time limit, and captures its output.
 
 use crate::clock;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
@@ -134,21 +136,28 @@ fn run_to_end(command: &mut Command, limit: Duration) -> Finished {
 
 /// Waits for `child` to end; kills it and returns `None` if it has not ended after `limit`.
 pub fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
-    // Short programs are awaited closely, long ones without burning a core.
-    let mut pause = Duration::from_micros(200);
     let start = clock::now();
+    let process = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+    // Without one, its state is looked at from time to time.
+    let process = process.and_then(|id| pidfd_open(id, PidfdFlags::empty()).ok());
     loop {
         if let Ok(Some(status)) = child.try_wait() {
             return Some(status);
         }
-        if start.elapsed() >= limit {
+        let Some(left) = limit.checked_sub(start.elapsed()) else {
             // An error means that it ended just now.
             let _ = child.kill();
             let _ = child.wait();
             return None;
+        };
+        match &process {
+            Some(process) => {
+                let left = Timespec::try_from(left).ok();
+                // Whatever ends the wait, the state of the child decides.
+                let _ = poll(&mut [PollFd::new(process, PollFlags::IN)], left.as_ref());
+            }
+            None => clock::sleep(left.min(Duration::from_millis(5))),
         }
-        clock::sleep(pause);
-        pause = (pause * 2).min(Duration::from_millis(20));
     }
 }
 
