@@ -24,9 +24,10 @@ use mica_block::{
     Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, Result, Store, Upgradable,
 };
 use std::collections::BTreeMap;
+use std::hint::black_box;
 use std::io;
 use std::path::{Component, Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
 use std::time::Duration;
 use store::SimStore;
 
@@ -83,6 +84,15 @@ const START_NS: i128 = 1_700_000_000_000_456_789;
 /// Time advances by this much at each change, so that each has a time of its own.
 const TICK_NS: i128 = 1_000_000;
 
+/// Files are copied all the time, and are some MiB long. The allocator would return each copy to the
+/// kernel, and half of the time would go into getting zeroed pages back. glibc keeps blocks of up to
+/// the size of the largest that was mapped and freed before.
+fn keep_freed_memory() {
+    const BLOCK_BYTES: usize = 31 << 20;
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| drop(black_box(Vec::<u8>::with_capacity(BLOCK_BYTES))));
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -90,6 +100,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl World {
     /// An empty world.
     pub fn new(seed: u64) -> Self {
+        keep_freed_memory();
         let state = State {
             seed,
             drawn: 0,
@@ -126,6 +137,14 @@ impl World {
     /// If `bound` is zero.
     pub fn random_below(&self, bound: u64) -> u64 {
         lock(&self.state).random() % bound
+    }
+
+    /// What `look` makes of what readers see of the file at `path`.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn inspect<T>(&self, path: impl AsRef<Path>, look: impl FnOnce(&[u8]) -> T) -> T {
+        self.with_file(path.as_ref(), |file| look(&file.bytes))
     }
 
     /// Advances the clock that stamps files by `duration`. The executor's clock is separate.

@@ -224,8 +224,8 @@ impl ChainSubject {
             let about = &self.shape.about;
             return Err(format!("{about}: {report:?}: {}", findings.join("; ")));
         }
-        let bytes = world.files().into_iter().find(|(path, _)| *path == self.shape.top).unwrap().1;
-        Ok(report.leaks + counts_beyond_end(&bytes, header))
+        let beyond = world.inspect(&self.shape.top, |bytes| counts_beyond_end(bytes, header));
+        Ok(report.leaks + beyond)
     }
 }
 
@@ -247,9 +247,10 @@ fn counts_beyond_end(file: &[u8], header: &Header) -> u64 {
         let Ok(Some(block)) = entry.decode(bits) else { continue };
         let block = usize::try_from(block.bytes()).unwrap();
         let Some(block) = file.get(block..block + cluster_bytes) else { continue };
-        let counted = (0..per_block).filter(|index| {
+        let outside = clusters.saturating_sub(first).min(per_block)..per_block;
+        let counted = outside.filter(|index| {
             let count = width.get(block, usize::try_from(*index).unwrap());
-            first + index >= clusters && count.is_some_and(|count| count > 0)
+            count.is_some_and(|count| count > 0)
         });
         beyond += counted.count() as u64;
     }

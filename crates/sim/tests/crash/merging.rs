@@ -163,10 +163,8 @@ impl Subject for Merging {
             let chain = self.chain(world, false).await.map_err(told)?;
             let layers: Vec<PathBuf> = chain.layer_paths();
             drop(chain);
-            let files = world.files();
-            let is_qcow2 = |layer: &&PathBuf| {
-                files.iter().any(|(path, bytes)| path == *layer && bytes.starts_with(b"QFI\xfb"))
-            };
+            let is_qcow2 =
+                |layer: &&PathBuf| world.inspect(layer, |bytes| bytes.starts_with(b"QFI\xfb"));
             let mut leaks = 0;
             // The active layer is the last, and may have to be repaired.
             for layer in layers.iter().filter(is_qcow2) {

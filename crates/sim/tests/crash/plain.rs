@@ -97,8 +97,7 @@ impl Plain {
     }
 
     fn file(&self) -> Vec<u8> {
-        let file = self.world.files().into_iter().find(|(path, _)| *path == Self::top());
-        file.unwrap().1
+        self.world.inspect(Self::top(), <[u8]>::to_vec)
     }
 
     /// Opens it.
