@@ -71,7 +71,7 @@ async fn write_and_die(world: &World, image: &Plain) -> Vec<u64> {
 /// shared clusters.
 #[test]
 fn log_is_not_applied_over_what_another_program_wrote() {
-    scenario(120, |world| async move {
+    scenario(60, |world| async move {
         let image = Plain::new(&world, &wish_at_random(&world), 3 * PART).await;
         write_and_die(&world, &image).await;
         if world.random_below(4) == 0 {
@@ -117,7 +117,7 @@ fn log_is_not_applied_over_what_another_program_wrote() {
 /// left.
 #[test]
 fn log_is_trusted_after_a_takeover_that_was_killed() {
-    scenario(80, |world| async move {
+    scenario(40, |world| async move {
         let image = Plain::new(&world, &wish_at_random(&world), 3 * PART).await;
         let done = write_and_die(&world, &image).await;
         for _ in 0..4 {

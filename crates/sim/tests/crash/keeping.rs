@@ -169,15 +169,15 @@ async fn rounds(world: &World, ends: Ends<impl Fn() -> (Cut, Loss)>) {
 
 #[test]
 fn guest_notices_nothing_of_states_that_are_kept() {
-    scenario(40, |world| async move { rounds(&world, never()).await });
+    scenario(16, |world| async move { rounds(&world, never()).await });
 }
 
 #[test]
 fn power_may_go_while_states_are_kept() {
-    scenario(80, |world| async move { rounds(&world, power(&world)).await });
+    scenario(30, |world| async move { rounds(&world, power(&world)).await });
 }
 
 #[test]
 fn process_may_die_while_states_are_kept() {
-    scenario(40, |world| async move { rounds(&world, death(&world, 20_000)).await });
+    scenario(16, |world| async move { rounds(&world, death(&world, 20_000)).await });
 }

@@ -204,14 +204,14 @@ async fn rounds(world: &World, ends: Ends<impl Fn() -> (Cut, Loss)>, pushes: boo
 
 #[test]
 fn guest_notices_nothing_of_layers_that_are_merged() {
-    scenario(60, |world| async move {
+    scenario(20, |world| async move {
         rounds(&world, never(), true).await;
     });
 }
 
 #[test]
 fn power_may_go_while_layers_are_merged() {
-    scenario(60, |world| async move {
+    scenario(20, |world| async move {
         let ends = Ends { cut: || cut_at_random(&world, 400), give_up_one_in: 10 };
         rounds(&world, ends, false).await;
     });
@@ -219,7 +219,7 @@ fn power_may_go_while_layers_are_merged() {
 
 #[test]
 fn process_may_die_while_layers_are_merged() {
-    scenario(40, |world| async move {
+    scenario(16, |world| async move {
         rounds(&world, death(&world, 60_000), false).await;
     });
 }

@@ -272,17 +272,17 @@ async fn rounds(world: &World, ends: Ends<impl Fn() -> (Cut, Loss)>) {
 
 #[test]
 fn guest_notices_nothing_of_layers_that_are_put_on_top() {
-    scenario(40, |world| async move { rounds(&world, never()).await });
+    scenario(20, |world| async move { rounds(&world, never()).await });
 }
 
 #[test]
 fn power_may_go_while_layers_are_put_on_top() {
-    scenario(40, |world| async move { rounds(&world, power(&world)).await });
+    scenario(20, |world| async move { rounds(&world, power(&world)).await });
 }
 
 #[test]
 fn process_may_die_while_layers_are_put_on_top() {
-    scenario(40, |world| async move { rounds(&world, death(&world, 20_000)).await });
+    scenario(20, |world| async move { rounds(&world, death(&world, 20_000)).await });
 }
 
 /// The story: the disk grew while an overlay of the old length was about to become the active
@@ -291,7 +291,7 @@ fn process_may_die_while_layers_are_put_on_top() {
 fn layer_that_became_too_short_is_not_put_on_top() {
     const OLD: u64 = 2 << 20;
     const NEW: u64 = 64 << 20;
-    scenario(40, |world| async move {
+    scenario(20, |world| async move {
         let image = Plain::new(&world, &ImageWish::default(), OLD).await;
         let path = Path::new(crate::chain::FOLDER).join("pushed.qcow2");
         let wish = ImageWish {

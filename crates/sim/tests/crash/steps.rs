@@ -90,7 +90,7 @@ async fn read_all(world: &World, subject: &ChainSubject, mode: Mode) -> Vec<u8> 
 
 #[test]
 fn writer_that_is_killed_after_any_step_has_lost_nothing_that_it_acknowledged() {
-    scenario(250, |world| async move {
+    scenario(80, |world| async move {
         let subject = logged_subject(&world);
         let model = Rc::new(RefCell::new(subject.shape.model()));
         for _ in 0..2 {
@@ -111,7 +111,7 @@ fn writer_that_is_killed_after_any_step_has_lost_nothing_that_it_acknowledged() 
 /// Whoever never flushes fills the log, which is compacted again and again.
 #[test]
 fn writer_that_is_killed_while_its_log_is_compacted_has_lost_nothing_that_it_acknowledged() {
-    scenario(100, |world| async move {
+    scenario(40, |world| async move {
         let subject = loop {
             let subject = logged_subject(&world);
             if subject.shape.cluster_bytes <= 4096 {
@@ -194,7 +194,7 @@ async fn write_elsewhere(world: &World, subject: &ChainSubject, model: &Model) -
 #[test]
 fn what_another_program_made_durable_outranks_a_log() {
     let applied = RefCell::new([0_u32; 2]);
-    scenario(400, |world| {
+    scenario(100, |world| {
         let applied = &applied;
         async move {
             let subject = logged_subject(&world);
@@ -231,7 +231,7 @@ fn what_another_program_made_durable_outranks_a_log() {
 /// The same while the file system is full for a while.
 #[test]
 fn writer_that_is_killed_while_space_is_short_has_lost_nothing_that_it_acknowledged() {
-    scenario(150, |world| async move {
+    scenario(60, |world| async move {
         let subject = logged_subject(&world);
         let model = Rc::new(RefCell::new(subject.shape.model()));
         world.inject_change(ChangeFault {

@@ -250,7 +250,7 @@ async fn crash(world: &World, word: Word) {
 
 #[test]
 fn chain_whose_unwritten_bytes_read_as_anything_survives_power_cuts() {
-    scenario(40, |world| async move { crash(&world, Word::True).await });
+    scenario(20, |world| async move { crash(&world, Word::True).await });
 }
 
 /// The scenario has to notice a writer that takes such bytes for zeros.

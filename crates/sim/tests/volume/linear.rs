@@ -235,7 +235,7 @@ async fn history(story: &Rc<Story>) {
 
 #[test]
 fn clients_see_one_register_per_block_whoever_serves_it() {
-    scenario(1000, async |world| {
+    scenario(300, async |world| {
         let machines = Machines::new(&world, 3);
         machines.sound(0, false).await.volumes.create(&name(), LEN).await.unwrap();
         let (clock, last_write) = (Cell::new(0), Cell::new(0));

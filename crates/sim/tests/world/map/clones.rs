@@ -64,7 +64,7 @@ impl Clones {
 
 #[test]
 fn map_of_each_clone_is_what_a_naive_walk_of_it_finds() {
-    scenario(400, |world| async move {
+    scenario(120, |world| async move {
         let frozen = 1 + world.random_below(14) as usize;
         let (options, is_indexed) = (options(&world), world.random_below(2) == 0);
         let mut clones = Clones::new(world, frozen);

@@ -136,7 +136,7 @@ async fn judge(world: World, layers: usize) {
 
 #[test]
 fn map_of_a_chain_is_what_a_naive_walk_finds() {
-    scenario(400, |world| async move {
+    scenario(150, |world| async move {
         let layers = 1 + world.random_below(12) as usize;
         judge(world, layers).await;
     });
