@@ -84,9 +84,9 @@ const START_NS: i128 = 1_700_000_000_000_456_789;
 /// Time advances by this much at each change, so that each has a time of its own.
 const TICK_NS: i128 = 1_000_000;
 
-/// Files are copied all the time, and are some MiB long. The allocator would return each copy to the
-/// kernel, and half of the time would go into getting zeroed pages back. glibc keeps blocks of up to
-/// the size of the largest that was mapped and freed before.
+/// Files are copied all the time, and are some MiB long. The allocator would return each copy to
+/// the kernel, and much of the time would go into getting zeroed pages back. glibc keeps blocks of
+/// up to the size of the largest that was mapped and freed before.
 fn keep_freed_memory() {
     const BLOCK_BYTES: usize = 31 << 20;
     static ONCE: Once = Once::new();
