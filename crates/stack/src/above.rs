@@ -12,11 +12,13 @@
 //! | the layer above | the layer itself | what is written |
 //! |---|---|---|
 //! | there, and stands on it, perhaps through others | closed by its writer | the layer above |
-//! | empty, unused, without a mark, and stands on it | in use: its writer was killed | the layer itself |
-//! | has data or a mark, or is in use, and stands on it | in use: it was being closed, or a merge into it was killed | the layer above |
+//! | unused, and stands on it | in use: its writer was killed | the layer itself |
+//! | used, and stands on it | in use: who closed it, or merged into it, was killed | the layer above |
 //! | there, and stands on it through others | in use | nothing: the user has to say |
 //! | there, and stands on something else | | nothing: the user has to say |
 //! | missing, or a name that the chain may not open | | nothing: the user has to say |
+//!
+//! A layer is used if it has data or a mark, or is in use itself.
 //!
 //! In the second case the snapshot did not come to its end: the first write above marks that layer
 //! as in use. In the third nothing that is read is missing from the layer beneath

@@ -1,5 +1,5 @@
-//! Asking a server for snapshots and merges, over the socket that it has for that: no program is started, so
-//! that the server alone is measured.
+//! Asking a server for snapshots and merges, over the socket that it has for that: no program is
+//! started, so that the server alone is measured.
 
 use crate::peers::{MICA, Peer};
 use anyhow::{Context as _, Result, bail, ensure};
