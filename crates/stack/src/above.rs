@@ -13,7 +13,7 @@
 //! |---|---|---|
 //! | there, and stands on it, perhaps through others | closed by its writer | the layer above |
 //! | unused, and stands on it | in use: its writer was killed | the layer itself |
-//! | used, and stands on it | in use: who closed it or merged into it was killed | the layer above |
+//! | used, and stands on it | in use: its closing or a merge was killed | the layer above |
 //! | there, and stands on it through others | in use | nothing: the user has to say |
 //! | there, and stands on something else | | nothing: the user has to say |
 //! | missing, or a name that the chain may not open | | nothing: the user has to say |
