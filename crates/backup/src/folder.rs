@@ -13,7 +13,7 @@
 //! - I3 A step that was cut off is gone on with only if it is of the same content: its name says of
 //!   which. What of it does not match its sums is written again.
 
-use crate::format::{BEGIN_BYTES, Begin, HEAD_BYTES, Malformed, Manifest, Total};
+use crate::format::{BEGIN_BYTES, Begin, ENTRIES_MAX, HEAD_BYTES, Malformed, Manifest, Total};
 use crate::names::check_state;
 use crate::reader::StepReader;
 use crate::writer::{StepWriter, Written};
@@ -181,9 +181,10 @@ impl Folder {
     /// # Errors
     /// `Denied` if another backup into the folder is under way, the state is there with other
     /// content, or the folder has states of another disk; `NotFound` if what the state goes on from
-    /// is not there; `Invalid` if that is longer; what the system reports.
+    /// is not there; `Invalid` if that is longer, or `begin` has a name or a length that nothing in
+    /// a backup can have; what the system reports.
     pub fn begin(&self, begin: Begin, content: Option<&[u8]>) -> Result<Begun> {
-        check_state(&begin.state)?;
+        begin.check()?;
         let lock = self.lock()?;
         let states = self.states()?;
         if let Some(other) = states.whole.iter().find(|other| other.begin().disk != begin.disk) {
@@ -424,7 +425,12 @@ fn whole_of(file: &File, begin: &Begin) -> Option<(Begin, Written)> {
     }
     stream.keep_entries();
     // What is not whole, and the end, are written again.
-    while let Ok(Some(_)) = stream.next_piece() {}
+    while let Ok(Some(_)) = stream.next_piece() {
+        // No manifest has so many: it cannot be completed, however it goes on.
+        if stream.parts() > ENTRIES_MAX {
+            return None;
+        }
+    }
     Some((found, stream.into_read()?))
 }
 

@@ -3,7 +3,7 @@
 //! docs/formats/backup.md specifies them. Nothing that is decoded here is trusted: lengths are
 //! bounded before anything is done with them.
 
-use crate::names::{check_state, is_name};
+use crate::names::{check_disk, check_state};
 use mica_block::{Error, ErrorKind};
 use mica_map::{crc32c, crc32c_of};
 use mica_units::SECTOR_BYTES;
@@ -73,6 +73,26 @@ const _: () = assert!(BEGIN_BYTES == 1024 && PART_BYTES == 40);
 const _: () = assert!(HEAD_BYTES == 64 && ENTRY_BYTES == 32);
 
 impl Begin {
+    /// Checks what a reader refuses: nothing else is ever written.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        let invalid = |what| Err(Error::new(ErrorKind::Invalid, what));
+        check_disk(&self.disk)?;
+        check_state(&self.state)?;
+        if let Some(base) = &self.base {
+            check_state(base)?;
+            if *base == self.state {
+                let what = format!("the state {base:?} cannot go on from itself: choose another");
+                return invalid(what);
+            }
+        }
+        if !is_len(self.len) {
+            let what = format!("no disk of a backup can have {} bytes: it has sectors", self.len);
+            return invalid(what);
+        }
+        Ok(())
+    }
+
+    /// Its bytes, once it was checked.
     pub(crate) fn encode(&self) -> [u8; BEGIN_BYTES] {
         let base = self.base.as_deref().unwrap_or_default();
         let [(disk, disk_len), (state, state_len), (base, base_len)] =
@@ -105,19 +125,17 @@ impl Begin {
     }
 
     fn of_raw(raw: &RawBegin) -> Option<Self> {
-        let disk = text(&raw.disk, raw.disk_len).filter(|disk| is_name(disk))?;
-        let state = text(&raw.state, raw.state_len).filter(|name| check_state(name).is_ok())?;
+        let disk = text(&raw.disk, raw.disk_len)?;
+        let state = text(&raw.state, raw.state_len)?;
         let base = text(&raw.base, raw.base_len)?;
         let base = (!base.is_empty()).then_some(base);
-        if base.as_deref().is_some_and(|base| check_state(base).is_err() || base == state) {
-            return None;
-        }
-        let len = Some(raw.len.get()).filter(|len| is_len(*len))?;
-        Some(Self { disk, state, base, len, time_ns: raw.time_ns.get() })
+        let (len, time_ns) = (raw.len.get(), raw.time_ns.get());
+        let begin = Self { disk, state, base, len, time_ns };
+        begin.check().is_ok().then_some(begin)
     }
 }
 
-pub(crate) fn is_len(len: u64) -> bool {
+fn is_len(len: u64) -> bool {
     len <= LEN_MAX && len.is_multiple_of(SECTOR_BYTES)
 }
 
@@ -151,6 +169,8 @@ fn check_frame(bytes: &[u8], magic: [u8; 8], version: U32, sum: U32) -> Result<(
 pub(crate) enum Malformed {
     /// They end too early.
     Truncated,
+    /// So many others are behind them.
+    Longer(u64),
     /// They are something else.
     Magic,
     /// Written by a version of mica that has another format.
@@ -176,6 +196,7 @@ impl fmt::Display for Malformed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Truncated => f.write_str("it ends too early"),
+            Self::Longer(more) => write!(f, "{more} bytes are behind its end"),
             Self::Magic => f.write_str("this is something else"),
             Self::Version(version) => {
                 write!(f, "it has version {version} of the format, which a newer mica reads")
@@ -226,7 +247,7 @@ impl Piece {
 
     /// Whether it lies on a disk of `disk_len` bytes, behind `from`, and has no more bytes than it
     /// may.
-    fn is_sound(&self, from: u64, disk_len: u64) -> bool {
+    pub(crate) fn is_sound(&self, from: u64, disk_len: u64) -> bool {
         let sectors =
             self.start.is_multiple_of(SECTOR_BYTES) && self.len.is_multiple_of(SECTOR_BYTES);
         let end = self.start.checked_add(self.len);

@@ -32,7 +32,7 @@ mod writer;
 pub use copy::{Run, Source, copy};
 pub use folder::{Begun, Folder, Pending, Sample, States, Stored};
 pub use format::{Begin, Entry, Total};
-pub use names::{STATE_BYTES_MAX, check_state};
+pub use names::{STATE_BYTES_MAX, check_state, disk_name};
 pub use packing::Packing;
 pub use reader::StepReader;
 pub use restore::{restore_state, restore_step};

@@ -18,10 +18,35 @@ pub fn check_state(name: &str) -> Result<()> {
     Err(Error::new(ErrorKind::Invalid, what))
 }
 
-/// Whether a disk can be called so.
-pub(crate) fn is_name(name: &str) -> bool {
-    let is_allowed = |letter: char| letter != '/' && !letter.is_control();
+/// # Errors
+/// `Invalid` if no disk can be called `name`.
+pub(crate) fn check_disk(name: &str) -> Result<()> {
+    if is_name(name) {
+        return Ok(());
+    }
+    let what = format!(
+        "no disk can be called {name:?}: its name has from 1 to {STATE_BYTES_MAX} bytes, and \
+         neither a slash nor control characters"
+    );
+    Err(Error::new(ErrorKind::Invalid, what))
+}
+
+/// What a disk is called in backups that others call `name`: the same, if it can be. Otherwise it
+/// is cut, and what may not be in it becomes `_`.
+pub fn disk_name(name: &str) -> String {
+    let end = name.floor_char_boundary(STATE_BYTES_MAX);
+    let fit = |letter| if is_allowed(letter) { letter } else { '_' };
+    let name: String = name[..end].chars().map(fit).collect();
+    // It has to have some name.
+    if name.is_empty() { "disk".to_owned() } else { name }
+}
+
+fn is_name(name: &str) -> bool {
     (1..=STATE_BYTES_MAX).contains(&name.len()) && name.chars().all(is_allowed)
+}
+
+fn is_allowed(letter: char) -> bool {
+    letter != '/' && !letter.is_control()
 }
 
 #[cfg(test)]
@@ -35,6 +60,23 @@ mod tests {
         }
         for bad in ["", ".", ".hidden", "a/b", "../up", "a\n", &"x".repeat(201)] {
             assert_eq!(check_state(bad).unwrap_err().kind(), ErrorKind::Invalid, "{bad}");
+        }
+    }
+
+    #[test]
+    fn names_of_disks_are_made_fit() {
+        for (given, fit) in [
+            ("web", "web"),
+            (".web", ".web"),
+            ("a/b", "a_b"),
+            ("a\n\u{85}b", "a__b"),
+            ("", "disk"),
+            // What ends in the middle of a letter is left out, too: it has two bytes.
+            (&("x".repeat(199) + "\u{e9}y"), &"x".repeat(199)),
+            (&"x".repeat(300), &"x".repeat(200)),
+        ] {
+            assert_eq!(disk_name(given), fit);
+            check_disk(&disk_name(given)).unwrap();
         }
     }
 }

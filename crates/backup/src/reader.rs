@@ -57,6 +57,11 @@ impl<R: Read> StepReader<R> {
         self.step.iter_mut().for_each(|step| step.with_entries = true);
     }
 
+    /// How many parts were read of this step.
+    pub(crate) fn parts(&self) -> u64 {
+        self.step.as_ref().map_or(0, |step| step.read.total.parts)
+    }
+
     /// The parts that were read of this step.
     pub(crate) fn into_read(self) -> Option<Written> {
         self.step.map(|step| step.read)

@@ -106,9 +106,13 @@ impl DataFile {
         let last = Part::announced(&end, total.parts, self.disk_len, self.disk_len);
         let last = last.and_then(|part| Part::check(&end, &[]).map(|()| part));
         let last = last.map_err(|why| self.damaged(why))?;
-        match found == *begin && last == Part::End(*total) {
-            true => Ok(()),
-            false => Err(self.damaged(Malformed::Content)),
+        if found != *begin || last != Part::End(*total) {
+            return Err(self.damaged(Malformed::Content));
+        }
+        let failed = |error| Error::from_io(format!("reading {}", self.path.display()), error);
+        match self.file.metadata().map_err(failed)?.len().saturating_sub(file_bytes) {
+            0 => Ok(()),
+            more => Err(self.damaged(Malformed::Longer(more))),
         }
     }
 

@@ -171,6 +171,11 @@ fn what_does_not_fit_into_the_folder_is_refused_and_names_what_is_there() {
     assert!(shorter.contains("full backup"), "{shorter}");
     let other = refused(Begin { disk: "db".to_owned(), ..begin("wed", None, 8192) });
     assert!(other.contains("\"web\"") && other.contains("\"db\""), "{other}");
+    let itself = refused(begin("wed", Some("wed"), 8192));
+    assert!(itself.contains("from itself"), "{itself}");
+    // Longer than its field.
+    let long = refused(Begin { disk: "x".repeat(300), ..begin("wed", None, 8192) });
+    assert!(long.contains("no disk can be called"), "{long}");
     let first = pending(folder.begin(begin("wed", None, 8192), None).unwrap());
     let second = refused(begin("thu", None, 8192));
     assert!(second.contains("under way"), "{second}");
@@ -215,6 +220,9 @@ fn damage_is_named_down_to_the_extent() {
     assert_eq!(found(&bad), [None]);
     *bad.last_mut().unwrap() ^= 1;
     assert_eq!(found(&bad), [None]);
+    let mut longer = good.clone();
+    longer.push(0);
+    assert_eq!(found(&longer), [None], "a byte behind the end");
     let cut = usize::try_from(manifest.entries[1].at).unwrap() + 50;
     assert_eq!(found(&good[..cut])[..2], [Some(3 << 20), Some(4 << 20)]);
     fs::remove_file(stored.data_path()).unwrap();
