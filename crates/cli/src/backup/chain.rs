@@ -4,7 +4,7 @@
 use super::subject::Subject;
 use super::{Opened, Since, WriteArgs};
 use crate::failure::Failure;
-use mica_backup::{Begin, Folder, Run, Source};
+use mica_backup::{Begin, Folder, Run, Source, disk_name};
 use mica_block::{Disk, LocalFuture, Manage, Result, Survey, read_whole};
 use mica_qcow2::ChainDiff;
 use mica_rt::{Buf, join_all};
@@ -41,7 +41,7 @@ pub(super) async fn open(
         None => (None, Changes::From(GuestOffset::ZERO)),
     };
     let begin = Begin {
-        disk: subject.disk(),
+        disk: disk_name(&subject.disk()),
         state,
         base,
         len: disk.geometry().len,

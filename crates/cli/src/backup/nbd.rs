@@ -10,7 +10,7 @@ mod uri;
 use super::{Opened, Since, WriteArgs, now_ns};
 use crate::failure::Failure;
 use client::{BASE_ALLOCATION, Client, DIRTY, ZERO};
-use mica_backup::{Begin, Run, Source};
+use mica_backup::{Begin, Run, Source, disk_name};
 use mica_block::{LocalFuture, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
@@ -59,12 +59,7 @@ pub(super) fn open(
             None => format!("the server does not tell what is allocated ({missing})"),
             Some(state) => {
                 let offered = client.list(BITMAP).map_err(failed)?;
-                let names: Vec<_> =
-                    offered.iter().filter_map(|name| name.strip_prefix(BITMAP)).collect();
-                let there = match &*names {
-                    [] => "of no state".to_owned(),
-                    names => format!("only of {}", names.join(", ")),
-                };
+                let there = states_of(&offered);
                 format!(
                     "the server does not tell what changed since {state:?}, {there}: `mica ctl \
                      backup begin DISK --since {state}` makes it"
@@ -80,9 +75,8 @@ pub(super) fn open(
         return Err(Failure::new(what).within(named));
     }
     let disk = match (&kept, &*uri.export) {
-        (Some(kept), _) => kept.disk.clone(),
-        (None, "") => "disk".to_owned(),
-        (None, export) => export.replace('/', "_"),
+        (Some(kept), _) => disk_name(&kept.disk),
+        (None, export) => disk_name(export),
     };
     let begin = Begin {
         disk,
@@ -95,6 +89,16 @@ pub(super) fn open(
     let is_incremental = begin.base.is_some();
     let source = NbdSource { client, at: 0, len: export.len, is_incremental };
     Ok(Opened { source: Box::new(source), begin, content })
+}
+
+/// Of which states there are contexts, for an error: names of a server are not printed as they are.
+fn states_of(offered: &[String]) -> String {
+    let names = offered.iter().filter_map(|name| name.strip_prefix(BITMAP));
+    let names: Vec<_> = names.map(|name| name.escape_debug().to_string()).collect();
+    match &*names {
+        [] => "of no state".to_owned(),
+        names => format!("only of {}", names.join(", ")),
+    }
 }
 
 /// What mica says of an export that is a kept state.
@@ -123,7 +127,7 @@ impl Source for NbdSource {
                 return Ok(None);
             }
             let window = WINDOW_BYTES.min(self.len - self.at);
-            let parts = self.client.status(self.at, window)?;
+            let parts = self.client.status_of_sectors(self.at, window)?;
             let mut runs = Vec::new();
             for part in parts {
                 let range = GuestRange::new(GuestOffset::new(self.at), part.len);
@@ -152,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_server_says_of_a_kept_state_is_understood() {
+    fn what_a_server_says_of_states_is_understood() {
         let told = KeptState::told_by("the state a of b of web, kept at 12.000000034");
         let told = told.expect("as mica says it");
         assert_eq!((&*told.state, &*told.disk), ("a of b", "web"));
@@ -160,6 +164,9 @@ mod tests {
         for other in ["", "a disk", "the state mon of web", "the state mon of web, kept at x"] {
             assert!(KeptState::told_by(other).is_none(), "{other}");
         }
+        let offered = [BASE_ALLOCATION, "qemu:dirty-bitmap:mon", "qemu:dirty-bitmap:\u{1b}[2J\n"];
+        let there = states_of(&offered.map(str::to_owned));
+        assert_eq!(there, "only of mon, \\u{1b}[2J\\n");
         assert!(is_uri("nbd+unix:///web?socket=/s") && is_uri("nbds://host") && !is_uri("/nbd://"));
     }
 }

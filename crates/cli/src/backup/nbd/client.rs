@@ -4,7 +4,7 @@
 use super::uri::{Place, Uri};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Buf;
-use mica_units::GuestRange;
+use mica_units::{GuestRange, SECTOR_BYTES};
 use std::io::{BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
@@ -21,6 +21,8 @@ pub(super) const DIRTY: u32 = 1;
 const SILENCE_MAX: Duration = Duration::from_secs(300);
 /// Bytes of an answer to an option, and of a chunk without data, at most.
 const REPLY_BYTES_MAX: u32 = 64 << 20;
+/// Bytes that each answer to an option counts as besides its own: it takes memory, too.
+const REPLY_BYTES: u32 = 64;
 
 const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
 const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
@@ -177,12 +179,10 @@ impl Client {
             let of = u32::from_be_bytes(self.take()?);
             let kind = u32::from_be_bytes(self.take()?);
             let len = u32::from_be_bytes(self.take()?);
-            let left = bytes_left.checked_sub(len);
-            if magic != OPTION_REPLY_MAGIC || of != option || left.is_none() {
-                return Err(broken("the server's answer to an option makes no sense"));
-            }
-            // Each counts, so that there is an end.
-            bytes_left = left.and_then(|left| left.checked_sub(1)).unwrap_or(0);
+            let left = bytes_left.checked_sub(REPLY_BYTES).and_then(|left| left.checked_sub(len));
+            let left = left.filter(|_| magic == OPTION_REPLY_MAGIC && of == option);
+            bytes_left =
+                left.ok_or_else(|| broken("the server's answer to an option makes no sense"))?;
             let bytes = self.take_bytes(len)?;
             match kind {
                 REP_ACK => return Ok(replies),
@@ -190,6 +190,20 @@ impl Client {
                 kind => replies.push((kind, bytes)),
             }
         }
+    }
+
+    /// As [`Self::status`], of whole sectors.
+    pub(super) fn status_of_sectors(&mut self, at: u64, len: u64) -> Result<Vec<Part>> {
+        let mut parts = Vec::new();
+        let (mut told, mut wanted) = (0, len);
+        // A server may stop within a sector: then the rest of that is asked for.
+        while wanted > 0 {
+            let more = self.status(at + told, wanted)?;
+            told += more.iter().map(|part| part.len).sum::<u64>();
+            parts.extend(more);
+            wanted = told.next_multiple_of(SECTOR_BYTES) - told;
+        }
+        Ok(whole_sectors(&parts))
     }
 
     /// What the contexts say of the parts from `at` on: at least of a byte, of `len` at most.
@@ -230,33 +244,37 @@ impl Client {
         for (range, cookie) in ranges.iter().zip(0..) {
             self.request(CMD_READ, cookie, range.start().bytes(), range.len())?;
         }
-        let buffer = |range: &GuestRange| usize::try_from(range.len()).map(Buf::new);
-        let bufs: std::result::Result<Vec<_>, _> = ranges.iter().map(buffer).collect();
-        let mut bufs = bufs.map_err(|_| broken("a read is too long"))?;
-        let mut got = vec![0_u64; ranges.len()];
+        let reply = |range: &GuestRange| usize::try_from(range.len()).map(ReadReply::new);
+        let replies: std::result::Result<Vec<_>, _> = ranges.iter().map(reply).collect();
+        let mut replies = replies.map_err(|_| broken("a read is too long"))?;
         let mut under_way = ranges.len();
         while under_way > 0 {
             let chunk = self.chunk()?;
             let index = usize::try_from(chunk.cookie).ok().filter(|index| *index < ranges.len());
             let index = index.ok_or_else(|| broken("an answer to nothing"))?;
+            let reply = &mut replies[index];
+            if reply.is_done {
+                return Err(broken("an answer to what was answered"));
+            }
             match chunk.kind {
                 CHUNK_OFFSET_DATA | CHUNK_OFFSET_HOLE => {
-                    got[index] += self.fill(&chunk, &ranges[index], &mut bufs[index])?;
+                    self.fill(&chunk, &ranges[index], reply)?;
                 }
                 _ => self.skip_or_fail(&chunk)?,
             }
             if chunk.is_last {
                 under_way -= 1;
-                if got[index] != ranges[index].len() {
+                reply.is_done = true;
+                if reply.has.contains(&false) {
                     return Err(broken("a read got too few bytes"));
                 }
             }
         }
-        Ok(bufs)
+        Ok(replies.into_iter().map(|reply| reply.buf).collect())
     }
 
-    /// Puts a chunk of data where it belongs; returns how much it was.
-    fn fill(&mut self, chunk: &Chunk, range: &GuestRange, buf: &mut Buf) -> Result<u64> {
+    /// Puts a chunk of data where it belongs.
+    fn fill(&mut self, chunk: &Chunk, range: &GuestRange, reply: &mut ReadReply) -> Result<()> {
         let is_hole = chunk.kind == CHUNK_OFFSET_HOLE;
         let head = if is_hole { 12 } else { 8 };
         let rest = chunk.len.checked_sub(head).filter(|rest| !is_hole || *rest == 0);
@@ -270,14 +288,19 @@ impl Client {
         let start = start.and_then(|start| usize::try_from(start).ok());
         let start = start.ok_or_else(|| broken("data of another place"))?;
         let end = start + usize::try_from(len).expect("within the buffer");
+        let has = &mut reply.has[start..end];
+        if has.contains(&true) {
+            return Err(broken("data comes twice"));
+        }
+        has.fill(true);
         match is_hole {
-            true => buf.fill_part(start..end, 0),
+            true => reply.buf.fill_part(start..end, 0),
             false => {
-                let bytes = &mut buf.own_bytes()[start..end];
+                let bytes = &mut reply.buf.own_bytes()[start..end];
                 self.stream.read_exact(bytes).map_err(lost)?;
             }
         }
-        Ok(u64::from(len))
+        Ok(())
     }
 
     /// Reads a chunk that has nothing, or why something failed.
@@ -350,6 +373,50 @@ struct Chunk {
     cookie: u64,
     len: u32,
     is_last: bool,
+}
+
+/// What came of a read.
+struct ReadReply {
+    /// Bytes that do not come are those of nobody else.
+    buf: Buf,
+    /// Which bytes came.
+    has: Vec<bool>,
+    is_done: bool,
+}
+
+impl ReadReply {
+    fn new(len: usize) -> Self {
+        Self { buf: Buf::zeroed(len), has: vec![false; len], is_done: false }
+    }
+}
+
+/// The parts, which together are whole sectors, with ends at sectors: one that has several is dirty
+/// if any of them is, and zeros if all are.
+fn whole_sectors(parts: &[Part]) -> Vec<Part> {
+    let mut whole = Vec::with_capacity(parts.len());
+    let mut begun: Option<Part> = None;
+    for part in parts {
+        let mut left = *part;
+        if let Some(mut sector) = begun.take() {
+            let taken = left.len.min(SECTOR_BYTES - sector.len);
+            sector.len += taken;
+            sector.allocation &= left.allocation;
+            sector.bitmap |= left.bitmap;
+            left.len -= taken;
+            if sector.len < SECTOR_BYTES {
+                begun = Some(sector);
+                continue;
+            }
+            whole.push(sector);
+        }
+        let rest = left.len % SECTOR_BYTES;
+        if left.len > rest {
+            whole.push(Part { len: left.len - rest, ..left });
+        }
+        begun = (rest > 0).then_some(Part { len: rest, ..left });
+    }
+    assert!(begun.is_none(), "whole sectors");
+    whole
 }
 
 /// The parts for which all contexts say the same, as far as all say something, and at most `len`.

@@ -64,6 +64,13 @@ fn session() -> Vec<u8> {
     .concat()
 }
 
+/// A client that is told what follows, and asked for two contexts.
+fn client_of(said: &[Vec<u8>]) -> Client {
+    let stream: Box<dyn Connection> = Box::new(Parrot(Cursor::new(said.concat())));
+    let (stream, export) = (BufReader::new(stream), "web".to_owned());
+    Client { stream, export, contexts: vec![7, 9], len: 16384 }
+}
+
 /// What is understood of what a server says.
 fn talk(said: Vec<u8>) -> Result<(Vec<Part>, Vec<Buf>)> {
     let parrot = Box::new(Parrot(Cursor::new(said)));
@@ -73,7 +80,7 @@ fn talk(said: Vec<u8>) -> Result<(Vec<Part>, Vec<Buf>)> {
         return Err(broken("missing"));
     }
     let export = client.go()?;
-    let parts = client.status(0, export.len)?;
+    let parts = client.status_of_sectors(0, export.len)?;
     let range = |at, len| GuestRange::new(GuestOffset::new(at), len).expect("fits");
     let read = client.read(&[range(512, 1024), range(4096, 512)])?;
     Ok((parts, read))
@@ -86,6 +93,63 @@ fn parts_and_data_are_put_together() {
     assert_eq!(parts, [part(512, 0, 1), part(512, 0, 0), part(8192, 3, 0)]);
     assert_eq!(&*read[0], [[3; 512], [0; 512]].concat());
     assert_eq!(&*read[1], [4; 512]);
+}
+
+/// Nothing else can be in a backup: such a part would be one that its reader refuses.
+#[test]
+fn parts_of_sectors_are_whole_sectors() {
+    let told = |at: &[(u32, u32)], bitmap: &[(u32, u32)]| {
+        let at = chunk(CHUNK_BLOCK_STATUS, 0, &status(7, at), false);
+        [at, chunk(CHUNK_BLOCK_STATUS, 0, &status(9, bitmap), true)].concat()
+    };
+    let mut client = client_of(&[
+        // A byte of data in zeros, a few that are dirty; it stops within a sector.
+        told(&[(600, 2), (1, 0), (1200, 2)], &[(100, 0), (7, 1), (1694, 0)]),
+        // The rest of that in two answers.
+        told(&[(100, 0)], &[(100, 0)]),
+        told(&[(147, 2)], &[(147, 1)]),
+    ]);
+    let parts = client.status_of_sectors(0, 16384).expect("a server that tells much");
+    let part = |len, allocation, bitmap| Part { len, allocation, bitmap };
+    assert_eq!(parts, [part(512, 2, 1), part(512, 0, 0), part(512, 2, 0), part(512, 0, 1)]);
+    let mut client = client_of(&[told(&[(100, 0)], &[(100, 0)])]);
+    client.status_of_sectors(0, 16384).unwrap_err();
+}
+
+#[test]
+fn answers_without_bytes_come_to_an_end() {
+    let empty = option_reply(OPT_GO, REP_INFO, &[]);
+    let count = usize::try_from(REPLY_BYTES_MAX / REPLY_BYTES).expect("fits");
+    let last = option_reply(OPT_GO, REP_ACK, &[]);
+    let asked = |count| client_of(&[empty.repeat(count), last.clone()]).option(OPT_GO, &[]);
+    assert_eq!(asked(1000).expect("a few").len(), 1000);
+    let refused = asked(count).unwrap_err();
+    assert!(refused.to_string().contains("makes no sense"), "{refused}");
+}
+
+#[test]
+fn each_byte_of_a_read_comes_once() {
+    let data = |cookie, at: u64, is_last| {
+        let payload = [&at.to_be_bytes()[..], &[3; 512]].concat();
+        chunk(CHUNK_OFFSET_DATA, cookie, &payload, is_last)
+    };
+    let read = |said: &[Vec<u8>]| {
+        let range = |at| GuestRange::new(GuestOffset::new(at), 1024).expect("fits");
+        client_of(said).read(&[range(0), range(4096)])
+    };
+    let first = [data(0, 512, false), data(0, 0, true)];
+    let second = [data(1, 4096, false), data(1, 4608, true)];
+    read(&[&first[..], &second].concat()).expect("in any order");
+    let done = chunk(CHUNK_NONE, 0, &[], true);
+    for (said, why) in [
+        (vec![data(0, 0, false), data(0, 0, true)], "twice"),
+        (vec![data(0, 0, true)], "too few"),
+        ([&first[..], &[done]].concat(), "was answered"),
+        ([&first[..], &[data(0, 0, false)]].concat(), "was answered"),
+    ] {
+        let refused = read(&said).unwrap_err().to_string();
+        assert!(refused.contains(why), "{refused}, not {why}");
+    }
 }
 
 #[test]
@@ -103,7 +167,8 @@ fn any_server_is_survived() {
         }
         if let Ok((parts, read)) = talk(said) {
             let total: u64 = parts.iter().map(|part| part.len).sum();
-            assert!(total > 0 && parts.iter().all(|part| part.len > 0), "seed {seed}");
+            let are_whole = parts.iter().all(|part| part.len > 0 && part.len % SECTOR_BYTES == 0);
+            assert!(total > 0 && are_whole, "seed {seed}");
             assert_eq!(read.iter().map(|buf| buf.len()).collect::<Vec<_>>(), [1024, 512]);
         }
     }
