@@ -188,6 +188,48 @@ fn encryption_is_shown_as_qemu_shows_it() {
     }
 }
 
+/// Keys come and go, and the last one only if it is to.
+#[test]
+fn keys_are_added_and_removed() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let room = Room::new();
+    fs::write(room.dir().join("new"), "another passphrase").expect("written");
+    let private = fs::Permissions::from_mode(0o600);
+    fs::set_permissions(room.dir().join("new"), private).expect("its own");
+    let (image, new) = (room.path("disk.qcow2"), room.path("new"));
+    let options = "encrypt.format=luks,encrypt.iter-time=10";
+    room.mica(&["create", "-q", "--secret", &room.path("s"), "-o", options, &image, "4M"]);
+    room.write("disk.qcow2", "s", "0", MARKER);
+    let amend = |secret: &str, options: &str, more: &[&str]| {
+        let secret = room.path(secret);
+        let args = ["amend", "--secret", &secret, "-o", options];
+        mica::run(args.into_iter().chain(more.iter().copied()).chain([&*image]))
+    };
+    let add = format!("encrypt.state=active,encrypt.new-secret={new},encrypt.iter-time=10");
+    amend("s", &add, &[]).ok();
+    let read =
+        |secret: &str| mica::run(["read", "--secret", &room.path(secret), &image, "0", "10"]);
+    assert_eq!(read("s").ok().as_bytes(), &MARKER[..10]);
+    assert_eq!(read("new").ok().as_bytes(), &MARKER[..10]);
+    let remove = format!("encrypt.state=inactive,encrypt.old-secret={}", room.path("s"));
+    amend("new", &remove, &[]).ok();
+    assert!(read("s").refusal().contains("passphrase"));
+    assert_eq!(read("new").ok().as_bytes(), &MARKER[..10]);
+    let secret = format!("secret,id=s,file={new}");
+    let given = format!("driver=qcow2,file.filename={image},encrypt.key-secret=s");
+    qemu::img(room.dir(), ["check", "--object", &secret, "--image-opts", &given]).ok();
+    let last = format!("encrypt.state=inactive,encrypt.old-secret={new}");
+    let said = amend("new", &last, &[]).refusal();
+    assert!(said.contains("--force"), "{said}");
+    assert_eq!(read("new").ok().as_bytes(), &MARKER[..10]);
+    amend("new", &last, &["--force"]).ok();
+    read("new").refusal();
+    let said = amend("new", "encrypt.state=active", &[]).refusal();
+    assert!(said.contains("new-secret=FILE is missing"), "{said}");
+}
+
 #[test]
 fn luks_image_is_a_disk_and_a_base() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
