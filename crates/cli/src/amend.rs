@@ -1,15 +1,18 @@
 //! `mica amend`: changes what an image that is not in use says about its format.
 
+mod keys;
+
 use crate::create::options::{number, switch, version, words, wrong};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::ReportArgs;
 use clap::Args;
+use keys::KeyOptions;
 use mica_block::Images;
 use mica_qcow2_format::{Header, RefcountWidth, Version};
 use mica_qcow2_tools::amend::{Amendment, amend};
 use mica_qcow2_tools::resize::Resizer;
-use mica_stack::{FileImages, Format, MayWrite, wait_for_dead};
+use mica_stack::{FileImages, Format, MayWrite, amend_keys, wait_for_dead};
 use mica_units::SECTOR_BYTES;
 use serde_json::json;
 use std::path::PathBuf;
@@ -27,6 +30,9 @@ pub(crate) struct AmendArgs {
     /// Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...", required = true)]
     options: Vec<String>,
+    /// Remove the last key, too: nobody can read the image then.
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
@@ -42,6 +48,11 @@ const OPTIONS: &[(&str, &str)] = &[
     ("compat", "1.1 (v3), or 0.10 (v2) for old readers"),
     ("data_file", "the name of the file that holds the data, if it was renamed"),
     ("data_file_raw", "off: the data file need not stay a raw image"),
+    ("encrypt.iter-time", "milliseconds for which the new passphrase is hashed"),
+    ("encrypt.keyslot", "which key: 0 to 7"),
+    ("encrypt.new-secret", "the file with the passphrase to be added"),
+    ("encrypt.old-secret", "the file with the passphrase to be removed"),
+    ("encrypt.state", "active: a key is added; inactive: it is removed"),
     ("lazy_refcounts", "on: refcounts may be repaired after a crash instead of synced"),
     ("refcount_bits", "1, 2, 4, 8, 16, 32 or 64"),
     ("size", "length of the disk, not less than it is"),
@@ -62,7 +73,7 @@ pub(crate) fn options_help(texts: &[String]) -> Option<String> {
     if !texts.iter().any(asks) {
         return None;
     }
-    let lines = OPTIONS.iter().map(|(name, what)| format!("  {name:<15} {what}\n"));
+    let lines = OPTIONS.iter().map(|(name, what)| format!("  {name:<18} {what}\n"));
     Some(format!(
         "Options of qcow2 images that can be changed (-o):\n{}",
         lines.collect::<String>()
@@ -70,11 +81,26 @@ pub(crate) fn options_help(texts: &[String]) -> Option<String> {
 }
 
 pub(crate) fn run(args: &AmendArgs) -> Result<ExitCode, Failure> {
-    if args.images.format()? != Format::Qcow2 {
+    let format = args.images.format()?;
+    let mut wanted = Wanted::parse(&args.options)?;
+    let executor = args.images.executor()?;
+    if let Some(change) = std::mem::take(&mut wanted.keys).change(args.force)? {
+        if wanted.format != Amendment::default() || wanted.size.is_some() {
+            return Err(Failure::new("-o encrypt.state: keys are changed alone"));
+        }
+        let changed = executor.block_on(async {
+            let options = args.images.image_options()?;
+            // What the image shows stays the same: layers above do not notice.
+            let images = FileImages::to_write(&args.image, options, MayWrite::to_repair())?;
+            Ok::<_, Failure>(amend_keys(&images, (&args.image, format), change).await?)
+        })?;
+        let file = args.image.display().to_string();
+        args.report.print("Image amended.\n", &json!({ "filename": file, "keys": changed }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if format != Format::Qcow2 {
         return Err(Failure::new("only qcow2 images have options that can be changed"));
     }
-    let wanted = Wanted::parse(&args.options)?;
-    let executor = args.images.executor()?;
     let (header, size) = executor.block_on(async {
         let options = args.images.image_options()?;
         // Layers above may rely on what it says.
@@ -116,6 +142,7 @@ fn described(args: &AmendArgs, header: &Header, size: u64) -> serde_json::Value 
 struct Wanted {
     format: Amendment,
     size: Option<u64>,
+    keys: KeyOptions,
 }
 
 impl Wanted {
@@ -150,6 +177,7 @@ impl Wanted {
                 let size = size.filter(|size| i64::try_from(*size).is_ok());
                 self.size = Some(size.ok_or_else(|| wrong(key, value, "below 8 EiB"))?);
             }
+            _ if self.keys.set(key, value)? => {}
             _ => return Err(unknown(key)),
         }
         Ok(())

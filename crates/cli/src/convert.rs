@@ -249,6 +249,9 @@ fn copy(
         let job = existing::Onto { args, format, executor, sparse };
         job.convert(source, &sources, &progress)?;
     } else if format == Format::Raw {
+        if is_encrypted {
+            warn_of_plain(&args.target);
+        }
         convert_to_raw(args, executor, source, &sources, (sparse, &progress))?;
     } else {
         let source = (source, is_encrypted);

@@ -8,7 +8,7 @@ const VERBS: &[(&str, &str)] = &[];
 /// Options of qemu-img, and what to do instead.
 const OPTIONS: &[(&str, &str)] = &[
     ("--image-opts", "name the image, and its format with --format"),
-    ("--object", "secrets and encryption need qemu-img"),
+    ("--object", "--secret FILE names the passphrase of encrypted images"),
     ("--connect", "nbd-client connects the kernel to a server"),
     ("--salvage", "use qemu-img convert --salvage"),
     ("--selinux-label", "systemd labels sockets, and passes them to mica"),

@@ -212,9 +212,9 @@ fn end_after_last(shared: &Arc<Shared>) -> Result<()> {
                 return;
             }
             let disks = shared.disks.all();
+            // A client may come and go between two looks. One that comes after this is still there.
+            had_any |= disks.iter().any(|disk| disk.had_clients());
             let has_any = disks.iter().any(|disk| disk.clients() > 0);
-            // A client may come and go between two looks.
-            had_any |= has_any || disks.iter().any(|disk| disk.had_clients());
             if had_any && !has_any {
                 tracing::info!("the last client has left");
                 shared.ending.close();

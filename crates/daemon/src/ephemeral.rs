@@ -12,7 +12,7 @@
 use crate::config::Config;
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, NO_REDO_LOGS};
-use mica_block::{Error, Images, Result};
+use mica_block::{Error, ErrorKind, Images, Result};
 use mica_qcow2::{IndexUse, read_header};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_stack::{FileImages, Format, ImageOptions, MayWrite};
@@ -108,8 +108,13 @@ impl NewOverlay {
             backing_format: Some(format.name().to_owned()),
             ..ImageWish::default()
         };
+        if format == Format::Luks {
+            let what = "ephemeral: an overlay of a LUKS image has no key: make one with `mica create \
+                        -b IMAGE -F luks -o encrypt.format=luks`, and serve that";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
         let mut plan = wish.plan(len)?;
-        if beneath.is_encrypted(beneath.layer_count() - 1) && format == Format::Qcow2 {
+        if beneath.is_encrypted(beneath.layer_count() - 1) {
             let images = FileImages::new(&image, options_beneath)?;
             let store = images.open(&image)?.store;
             let header = read_header(&*store).await?;

@@ -35,8 +35,9 @@ static NUMBERS: AtomicU64 = AtomicU64::new(1);
 /// What is merged.
 #[derive(Debug)]
 pub(crate) enum Merge {
-    /// The layers above `base` go up into the active layer; with none all layers beneath it.
-    Stream { base: Option<PathBuf> },
+    /// The layers above `base` go up into the active layer; with none all layers beneath it. If one
+    /// is to be removed afterwards, `marks` keep others from standing on it.
+    Stream { base: Option<PathBuf>, marks: Option<MergeMarks> },
     /// The layers above `base` up to `top`, or up to the active layer, go down into it.
     Commit { top: Option<PathBuf>, base: PathBuf, marks: MergeMarks },
     /// A kept state goes: its layer leaves as with `how`, and then its `file` is removed.
@@ -54,7 +55,12 @@ impl Merge {
 
     async fn run(self, chain: &dyn ManageChain, control: &dyn MergeControl) -> Result<Merged> {
         match self {
-            Self::Stream { base } => chain.stream(base.as_deref(), control).await,
+            Self::Stream { base, marks } => {
+                let merged = chain.stream(base.as_deref(), control).await;
+                // Unless it is done nothing is marked: the layers are as they were.
+                marks.into_iter().for_each(|marks| marks.end(merged.as_ref().ok()));
+                merged
+            }
             Self::Commit { top, base, marks } => {
                 let (top, base, active) = (top.as_deref(), Some(&*base), ActiveAfter::Emptied);
                 let layers = CommitLayers { top, base, active };
@@ -189,7 +195,11 @@ impl Job {
             tracing::warn!(disk = self.disk, %error, "the mark of a frozen layer is out of date");
         }
         if let (Merged::Done { .. }, Some(file)) = (&merged, file) {
-            mica_stack::remove_state(&file)?;
+            if let Err(error) = mica_stack::remove_state(&file) {
+                // The layer has left the chain.
+                let (disk, file) = (&self.disk, file.display());
+                tracing::warn!(disk, %file, %error, "the file of the state has to be removed");
+            }
         }
         Ok(merged)
     }

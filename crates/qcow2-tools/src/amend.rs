@@ -27,7 +27,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// What is to change; what is not set stays.
-#[derive(Clone, Default, Debug)]
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct Amendment {
     /// Version of the format.
     pub version: Option<Version>,

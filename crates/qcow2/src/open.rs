@@ -291,7 +291,7 @@ pub(crate) async fn build_layer(
 }
 
 /// The error for writing an image with the oldest encryption.
-fn written_with_aes() -> Error {
+pub(crate) fn written_with_aes() -> Error {
     let context = "an image with the old AES encryption is only read: `mica convert` makes another \
                    of it, with -o encrypt.format=luks";
     Error::new(ErrorKind::Unsupported, context)
@@ -328,11 +328,11 @@ async fn warn_of_bitmaps(layer: &Layer, header: &Header) {
 const BITMAPS_NAMED_MAX: usize = 8;
 
 /// Opens the image at `path` to be written on top of `beneath`, as an empty overlay of the active
-/// layer of that.
+/// layer of that, whose name it may be about to get.
 pub(crate) async fn open_overlay(
     images: &dyn Images,
     path: &Path,
-    beneath: &Layers,
+    (beneath, gets_its_name): (&Layers, bool),
 ) -> Result<(Layer, Arc<Metadata>)> {
     let opened = async {
         let refuse = |what: &str| Err(Error::new(ErrorKind::Invalid, what));
@@ -349,8 +349,8 @@ pub(crate) async fn open_overlay(
         let (mut opened, below) =
             open_one(images, image, path.to_owned(), ImageFormat::Qcow2).await?;
         let active = beneath.active();
-        if opened.is_encrypted() && images.passphrase(path)?.is_none() {
-            // It may be about to get the name of the other one.
+        let has_own = !gets_its_name && images.passphrase(path)?.is_some();
+        if opened.is_encrypted() && !has_own {
             opened.unlock_as(images, &active.path).await?;
         }
         match below {
@@ -387,36 +387,54 @@ pub(crate) fn same_file(one: Identity, other: Identity) -> bool {
 /// The layer `written`, whose writer has closed its file, which is at `path` now, as one that is no
 /// longer written: other programs may read it, too.
 pub(crate) fn freeze(images: &dyn Images, written: &Layer, path: &Path) -> Result<Layer> {
-    let tables = match &written.tables {
-        None => None,
-        Some(tables) => {
-            let (l1_offset, l1_entries) = tables.l1_place.get();
-            Some(Tables::new(tables.l2, l1_offset, l1_entries, tables.compression))
-        }
-    };
     let OpenImage { store, identity, content } = images.open_frozen(path)?;
     if !same_file(identity, written.identity) {
-        let context = format!("{}: another file has its name now", path.display());
-        return Err(Error::new(ErrorKind::Denied, context));
+        return Err(another_file(path));
     }
     let data = match &written.data_path {
         None => Arc::clone(&store),
         Some(path) => images.open_frozen(path)?.store,
     };
-    Ok(Layer {
+    let data = LayerCipher::over(written.cipher.as_ref(), data);
+    Ok(Layer { store, data, identity, content, ..as_frozen(written, path) })
+}
+
+/// The layer `written`, which is at `path` now, as one that changes no more, and is read through
+/// the file of its writer, which has yet to close it.
+///
+/// # Errors
+/// `Denied` if it is another file that is called so.
+pub(crate) fn freeze_open(images: &dyn Images, written: &Layer, path: &Path) -> Result<Layer> {
+    if !same_file(images.identify(path)?, written.identity) {
+        return Err(another_file(path));
+    }
+    Ok(as_frozen(written, path))
+}
+
+fn as_frozen(written: &Layer, path: &Path) -> Layer {
+    let tables = written.tables.as_ref().map(|tables| {
+        let (l1_offset, l1_entries) = tables.l1_place.get();
+        Tables::new(tables.l2, l1_offset, l1_entries, tables.compression)
+    });
+    Layer {
         number: written.number,
         path: path.into(),
-        store,
-        data: LayerCipher::over(written.cipher.as_ref(), data),
+        store: Arc::clone(&written.store),
+        data: Arc::clone(&written.data),
         cipher: written.cipher.clone(),
         data_path: written.data_path.clone(),
-        identity,
-        content,
+        identity: written.identity,
+        content: written.content.clone(),
         len: AtomicU64::new(written.len()),
         tables,
         live: None,
         may_write: AtomicBool::new(false),
-    })
+    }
+}
+
+fn another_file(path: &Path) -> Error {
+    let context = format!("{}: another file has its name now", path.display());
+    Error::new(ErrorKind::Denied, context)
 }
 
 /// Where the L1 table of a snapshot is, and the length of its disk.

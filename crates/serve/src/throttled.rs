@@ -37,13 +37,16 @@ impl Disk for Throttled {
     }
 
     fn plan(&self, range: GuestRange, extents: Vec<Extent>) -> Planned<'_> {
-        if self.is_admitted(range.len()) {
-            return self.disk.plan(range, extents);
+        // Whoever does not wait for what is pending plans again: it is admitted once.
+        match self.disk.plan(range, extents) {
+            Planned::Ready(plan) if plan.is_err() || self.is_admitted(range.len()) => {
+                Planned::Ready(plan)
+            }
+            _ => Planned::Pending(Box::pin(async move {
+                self.wait(range.len()).await;
+                self.disk.plan(range, Vec::new()).finish().await
+            })),
         }
-        Planned::Pending(Box::pin(async move {
-            self.wait(range.len()).await;
-            self.disk.plan(range, extents).finish().await
-        }))
     }
 
     fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {

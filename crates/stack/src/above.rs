@@ -14,7 +14,7 @@
 //! | there, and stands on it, perhaps through others | closed by its writer | the layer above |
 //! | unused, and stands on it | in use: its writer was killed | the layer itself |
 //! | used, and stands on it | in use: its closing or a merge was killed | the layer above |
-//! | there, and stands on it through others | in use | nothing: the user has to say |
+//! | stands on it through others, which were used | in use: the same | the layer above |
 //! | there, and stands on something else | | nothing: the user has to say |
 //! | missing, or a name that the chain may not open | | nothing: the user has to say |
 //!
@@ -31,7 +31,7 @@
 //! - I1 A mark is followed only if a stranger cannot have put it there (`mark.rs`).
 //! - I2 A mark is removed only when its layer is open for writing.
 //! - I3 Only a name that the policy of the chain permits is opened.
-//! - I4 A mark is followed only when it is durable that its layer is closed. Its writer may have
+//! - I4 A mark of a layer that is closed is followed only when that is durable. Its writer may have
 //!   been killed before it synced that, and after a power cut the layer would be in use again: then
 //!   what was written above, and flushed, would not be found, or it could not be told where the
 //!   disk is.
@@ -79,16 +79,7 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
         let header = read_header(&store).await.map_err(|error| error.wrap(name_of(&path)))?;
         let identity = located.identity(store.len()?);
         let stands = check_above(&images, &path, &identity, &mark).await?;
-        if is_in_use(&header) && !(stands == Stands::OnIt && is_used(&images, mark.above()).await?)
-        {
-            if stands == Stands::Above {
-                let what = format!(
-                    "{} was written after it was frozen, and layers stand on it: {}",
-                    path.display(),
-                    cure(&path, mark.path())
-                );
-                return Err(Error::new(ErrorKind::Denied, what));
-            }
+        if is_in_use(&header) && stands == Stands::OnIt && !is_used(&images, mark.above()).await? {
             tracing::warn!(
                 "{} was about to be frozen beneath {} when its server ended: it is written on, and \
                  the other one, which is empty, is no longer needed",
@@ -121,7 +112,7 @@ fn is_in_use(header: &Header) -> bool {
 
 /// Whether a writer has had the qcow2 image at `path`: it has not closed it, it left something of
 /// its own, or went on above.
-async fn is_used(images: &FileImages, path: &Path) -> Result<bool> {
+pub(crate) async fn is_used(images: &FileImages, path: &Path) -> Result<bool> {
     let (located, store) = images.glance(path)?;
     let header = read_header(&store).await.map_err(|error| error.wrap(name_of(path)))?;
     Ok(is_in_use(&header)

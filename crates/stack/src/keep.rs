@@ -199,9 +199,20 @@ impl Keeping {
         let images = FileImages::new(&self.image, options.clone())?;
         let (_, store) = images.glance(&self.image)?;
         let header = read_header(&store).await?;
-        if header.encryption != Encryption::None && images.passphrase(&self.kept)?.is_none() {
+        if header.encryption != Encryption::None {
             // The next process to open the chain would not be able to.
-            return Err(no_secret(&self.kept));
+            let Some(later) = images.passphrase(&self.kept)? else {
+                return Err(no_secret(&self.kept));
+            };
+            let now = images.passphrase(&self.image)?;
+            if now.is_some_and(|now| now.bytes() != later.bytes()) {
+                let what = format!(
+                    "{}: --secret names another passphrase for it than for {}",
+                    self.kept.display(),
+                    self.image.display()
+                );
+                return Err(Error::new(ErrorKind::Denied, what));
+            }
         }
         let plan = encrypted_as(&images, plan, (&header, &store), &self.image).await?;
         let images = FileImages::to_write(&self.overlay, options, MayWrite::new_file())?;

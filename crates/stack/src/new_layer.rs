@@ -12,7 +12,7 @@
 //! - I3 If the chain does not get it, what was made is removed: mark, then file. A file that was
 //!   there before stays.
 
-use crate::above::has_data;
+use crate::above::is_used;
 use crate::encrypted::encrypted_as;
 use crate::files::{base_name, sync_folder_of};
 use crate::images::FileImages;
@@ -71,8 +71,8 @@ impl NewLayer {
             Ok(_) if reuse => {
                 // A mark must name nothing that has a life of its own. What is no image at all is
                 // refused when it is put on top.
-                if matches!(has_data(images, &new.path).await, Ok(true)) {
-                    let what = format!("{} already has data", new.path.display());
+                if matches!(is_used(images, &new.path).await, Ok(true)) {
+                    let what = format!("{} already has data, or is in use", new.path.display());
                     return Err(Error::new(ErrorKind::Invalid, what));
                 }
                 sync_file(&new.path)?;

@@ -69,9 +69,10 @@ fn images_get_the_options_that_qemu_gives_them() {
         let dir = dir.path();
         image(dir, options, None);
         alike(dir, "image.qcow2", "lazy_refcounts=on");
-        // QEMU does not end where compressed clusters of 4 KiB share one that it cannot count.
-        let narrow = if options.contains("4k") { "8" } else { "1" };
-        for bits in [narrow, "64", "16", "2", "32"] {
+        // Compressed clusters of 4 KiB share one more often than 1 or 2 bits count: mica refuses
+        // that, and QEMU does not end.
+        let narrow = if options.contains("4k") { ["8", "8"] } else { ["1", "2"] };
+        for bits in [narrow[0], "64", "16", narrow[1], "32"] {
             alike(dir, "image.qcow2", &format!("refcount_bits={bits}"));
         }
         alike(dir, "image.qcow2", "refcount_bits=16,compat=0.10");

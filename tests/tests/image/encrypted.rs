@@ -65,6 +65,15 @@ impl Room {
         self.mica(&["check", "-q", &self.path(image)]);
     }
 
+    /// The same of one on `base.luks`, which has the same passphrase.
+    fn check_on_luks(&self, image: &str) {
+        let base = "backing.driver=luks,backing.file.filename=base.luks,backing.key-secret=s";
+        let options = format!("driver=qcow2,file.filename={image},encrypt.key-secret=s,{base}");
+        let args = ["check", "-q", "--object", "secret,id=s,file=s", "--image-opts", &options];
+        qemu::img(self.dir(), args).ok();
+        self.mica(&["check", "-q", &self.path(image)]);
+    }
+
     fn shows_marker(&self, image: &str) -> bool {
         let bytes = fs::read(self.dir().join(image)).expect("readable");
         bytes.windows(MARKER.len()).any(|window| window == MARKER)
@@ -188,6 +197,91 @@ fn encryption_is_shown_as_qemu_shows_it() {
     }
 }
 
+/// What would show noise afterwards, or leave plain text behind, is refused.
+#[test]
+fn what_cannot_be_encrypted_is_refused() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let room = Room::new();
+    let (secret, luks) = (room.path("s"), "encrypt.format=luks,encrypt.iter-time=10");
+    let given = ["--secret", &*secret];
+    let refused = |args: &[&str]| mica::run(args).refusal();
+    // Zeros that have a place would be decrypted.
+    let disk = room.path("disk.qcow2");
+    let options = format!("{luks},preallocation=metadata");
+    room.mica(&["create", "-q", "--secret", &secret, "-o", &options, &disk, "4M"]);
+    let said = refused(&[&["amend"], &given[..], &["-o", "compat=0.10", &disk]].concat());
+    assert!(said.contains("mica convert"), "{said}");
+    assert_eq!(room.mica(&["read", "--secret", &secret, &disk, "0", "4"]).as_bytes(), [0; 4]);
+    // The old AES is never written, by merges neither.
+    let aes = ["create", "-q", "-f", "qcow2", "--object", "secret,id=s,file=s"];
+    let aes_options = ["-o", "encrypt.format=aes,encrypt.key-secret=s", "aes.qcow2", "1M"];
+    qemu::img(room.dir(), aes.into_iter().chain(aes_options)).ok();
+    let above = room.path("above.qcow2");
+    let create = ["create", "-q", "-o", "encrypt.format=off", "-b", "aes.qcow2", "-F", "qcow2"];
+    room.mica(&[&create[..], &given, &[&above]].concat());
+    room.write("above.qcow2", "s", "0", MARKER);
+    let said = refused(&[&["commit"], &given[..], &[&above]].concat());
+    assert!(said.contains("old AES encryption is only read"), "{said}");
+    let read = mica::run([&["read"], &given[..], &[&above, "0", "10"]].concat()).ok();
+    assert_eq!(read.as_bytes(), &MARKER[..10]);
+    // Standard input goes to a plain file first.
+    let new = room.path("new.qcow2");
+    let convert = ["convert", "--format", "raw", "-", "-O", "qcow2", "-o", luks, &new];
+    let said = refused(&[&convert[..], &given].concat());
+    assert!(said.contains("would not be encrypted"), "{said}");
+    let raw = ["create", "-q", "-f", "luks", "--object", "secret,id=s,file=s"];
+    let raw_options = ["-o", "key-secret=s,iter-time=10", "raw.luks", "1M"];
+    qemu::img(room.dir(), raw.into_iter().chain(raw_options)).ok();
+    let (socket, raw) = (room.path("sock"), room.path("raw.luks"));
+    let serve = ["serve", "--ephemeral", "--format", "luks", "--nbd", &socket, &raw];
+    let said = refused(&[&serve[..], &given].concat());
+    assert!(said.contains("LUKS image has no key"), "{said}");
+}
+
+/// Keys come and go, and the last one only if it is to.
+#[test]
+fn keys_are_added_and_removed() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let room = Room::new();
+    fs::write(room.dir().join("new"), "another passphrase").expect("written");
+    let private = fs::Permissions::from_mode(0o600);
+    fs::set_permissions(room.dir().join("new"), private).expect("its own");
+    let (image, new) = (room.path("disk.qcow2"), room.path("new"));
+    let options = "encrypt.format=luks,encrypt.iter-time=10";
+    room.mica(&["create", "-q", "--secret", &room.path("s"), "-o", options, &image, "4M"]);
+    room.write("disk.qcow2", "s", "0", MARKER);
+    let amend = |secret: &str, options: &str, more: &[&str]| {
+        let secret = room.path(secret);
+        let args = ["amend", "--secret", &secret, "-o", options];
+        mica::run(args.into_iter().chain(more.iter().copied()).chain([&*image]))
+    };
+    let add = format!("encrypt.state=active,encrypt.new-secret={new},encrypt.iter-time=10");
+    amend("s", &add, &[]).ok();
+    let read =
+        |secret: &str| mica::run(["read", "--secret", &room.path(secret), &image, "0", "10"]);
+    assert_eq!(read("s").ok().as_bytes(), &MARKER[..10]);
+    assert_eq!(read("new").ok().as_bytes(), &MARKER[..10]);
+    let remove = format!("encrypt.state=inactive,encrypt.old-secret={}", room.path("s"));
+    amend("new", &remove, &[]).ok();
+    assert!(read("s").refusal().contains("passphrase"));
+    assert_eq!(read("new").ok().as_bytes(), &MARKER[..10]);
+    let secret = format!("secret,id=s,file={new}");
+    let given = format!("driver=qcow2,file.filename={image},encrypt.key-secret=s");
+    qemu::img(room.dir(), ["check", "--object", &secret, "--image-opts", &given]).ok();
+    let last = format!("encrypt.state=inactive,encrypt.old-secret={new}");
+    let said = amend("new", &last, &[]).refusal();
+    assert!(said.contains("--force"), "{said}");
+    assert_eq!(read("new").ok().as_bytes(), &MARKER[..10]);
+    amend("new", &last, &["--force"]).ok();
+    read("new").refusal();
+    let said = amend("new", "encrypt.state=active", &[]).refusal();
+    assert!(said.contains("new-secret=FILE is missing"), "{said}");
+}
+
 #[test]
 fn luks_image_is_a_disk_and_a_base() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
@@ -213,7 +307,7 @@ fn luks_image_is_a_disk_and_a_base() {
     room.mica(&create);
     assert!(room.mica(&["info", &top]).contains("encrypted: yes"), "as its base is");
     room.write("top.qcow2", "s", "2097152", MARKER);
-    room.check("top.qcow2");
+    room.check_on_luks("top.qcow2");
     assert!(!room.shows_marker("top.qcow2"));
     let read = room.mica(&["read", "--secret", &secret, &top, "1001", "40"]);
     assert_eq!(read.as_bytes(), MARKER);

@@ -44,11 +44,9 @@ fn a_file_of_another_format_is_named_but_not_opened() {
 fn what_only_qemu_img_has_is_answered_with_what_to_use() {
     let dir = tempfile::tempdir().expect("a folder");
     for (words, wanted) in [
-        ("amend -o compat=1.1 image", "qemu-img amend"),
-        ("bench image", "fio"),
-        ("dd if=a of=b", "mica read"),
         ("info --image-opts driver=qcow2", "--format"),
-        ("convert --bitmaps a b", "qemu-img convert --bitmaps"),
+        ("info --object secret,id=s,file=f image", "--secret FILE"),
+        ("convert --salvage a b", "qemu-img convert --salvage"),
         ("info -f vmdk image", "qemu-img convert"),
         ("convert -O vdi a b", "qemu-img convert"),
         ("create -f vhdx image 1M", "qemu-img convert"),

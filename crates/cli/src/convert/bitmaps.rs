@@ -7,7 +7,7 @@ use mica_qcow2::find_bitmap;
 use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::inspect;
-use mica_stack::{FileImages, Format};
+use mica_stack::{FileImages, Format, MayWrite};
 use std::path::Path;
 
 /// # Errors
@@ -68,6 +68,8 @@ async fn copy_one(args: &ConvertArgs, source: &Path, bitmap: &BitmapEntry) -> Re
         actions.push(BitmapAction::Disable);
     }
     actions.push(BitmapAction::MergeFrom(found));
-    let to = FileImages::new(&args.target, args.target_options()?)?;
+    let options = args.target_options()?;
+    let may_write = MayWrite::check(&args.target, &options).await?;
+    let to = FileImages::to_write(&args.target, options, may_write)?;
     Ok(edit_bitmap(&to, &args.target, &bitmap.name, actions).await?)
 }

@@ -69,6 +69,12 @@ pub(super) fn check(args: &ConvertArgs) -> Result<(), Failure> {
     if has_stream && is_stream(&args.target) {
         return Err(Failure::new("-: cat copies standard input to standard output"));
     }
+    let encrypts = |options: &String| options.contains("encrypt.format=luks");
+    if has_stream && args.new.options.iter().any(encrypts) {
+        let what = "-: standard input goes to a file first, which would not be encrypted: put it \
+                    where nobody reads it, and convert that";
+        return Err(Failure::new(what));
+    }
     if args.sources.len() < 2 {
         return Ok(());
     }

@@ -148,7 +148,7 @@ fn passphrase_of(file: &Path, images: &ImageArgs) -> Result<Arc<Passphrase>, Fai
 /// Says that the plain image at `file` gets what an encrypted one has.
 pub(crate) fn warn_of_plain(file: &Path) {
     tracing::warn!(
-        "{} is not encrypted, and what it is made of is: -o encrypt.format=luks encrypts it",
+        "{} is not encrypted, and what it is made of is: qcow2 with -o encrypt.format=luks would be",
         file.display()
     );
 }

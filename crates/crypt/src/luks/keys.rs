@@ -127,7 +127,6 @@ pub async fn remove_keys(
     for number in &gone {
         header.slots[*number].iterations = None;
         let (within, entry) = header.slot_bytes(*number);
-        // The salt goes with the material.
         write_all(store, Buf::from_slice(&entry[..4]), plus(at, within as u64)?).await?;
     }
     store.sync().await?;

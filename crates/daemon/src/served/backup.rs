@@ -128,6 +128,10 @@ impl Served {
         if !matches!(*self.lock(), State::Serving(_)) {
             return Err(self.denied("is not served"));
         }
+        if self.settings.has_part() {
+            // Its clients are not to see the rest.
+            return Err(self.denied("is served in part: backups are of whole disks"));
+        }
         if let Some(backup) = &self.backups.lock().under_way {
             let state = &backup.about.state;
             return Err(self.denied(&format!("has the backup {state:?} under way: end that first")));
@@ -360,8 +364,9 @@ pub(super) fn state_names<'a>(kept: impl DoubleEndedIterator<Item = &'a Kept>) -
     names
 }
 
-/// When the file of a state was changed last: seconds since 1970. It is not changed any more, so
-/// that readers know by it whether a state is the one that they have begun to read.
+/// When the file of a state was changed last: seconds since 1970. It changes no more, unless the
+/// state beneath is dropped: readers know by it whether a state is the one that they have begun to
+/// read, and begin again if it is not.
 fn time_of(file: &Path) -> String {
     let found = file.metadata().map(|found| (found.mtime(), found.mtime_nsec()));
     let (seconds, part) = found.unwrap_or_default();

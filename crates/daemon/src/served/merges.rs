@@ -53,7 +53,7 @@ impl Served {
                 let leaving = base.map_or(0, |base| base + 1)..layers.len().saturating_sub(1);
                 self.check_states_stay(layers.get(leaving).unwrap_or_default())?;
             }
-            Ok(Merge::Stream { base: base.map(|at| layers[at].clone()) })
+            Ok(Merge::Stream { base: base.map(|at| layers[at].clone()), marks: None })
         })
     }
 
@@ -131,8 +131,10 @@ impl Served {
             let how = match below {
                 _ if at + 1 == active => {
                     self.check_no_backup()?;
+                    // Whoever makes an image on it sees that, or is found now.
+                    let marks = Some(MergeMarks::put(&layers[active], &layers[at..=at])?);
                     check(&layers[at..=active])?;
-                    Merge::Stream { base: below.map(|below| layers[below].clone()) }
+                    Merge::Stream { base: below.map(|below| layers[below].clone()), marks }
                 }
                 Some(below) if !is_kept(below) => {
                     self.check_no_backup()?;

@@ -36,6 +36,9 @@ impl Served {
                 return Err(self.denied(when));
             }
         };
+        if self.settings.has_part() {
+            return Err(self.denied("is served in part, which would stay as long as it is"));
+        }
         let disk = self.opened().disk()?;
         let old = disk.geometry().len;
         let new = match to {

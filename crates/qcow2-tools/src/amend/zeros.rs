@@ -6,7 +6,7 @@
 //! would have to find: that is refused.
 
 use mica_block::{Error, ErrorKind, Result, Store, read_exact, write_all};
-use mica_qcow2_format::{Header, L1Entry, L2Entry, RawL2Entry};
+use mica_qcow2_format::{Encryption, Header, L1Entry, L2Entry, RawL2Entry};
 use mica_rt::{Buf, Pace};
 use mica_units::HostOffset;
 
@@ -37,6 +37,12 @@ pub(super) async fn find(store: &dyn Store, header: &Header) -> Result<Vec<HostO
         for index in 0..entries(header) {
             let Some(raw) = l2.raw(&table, index) else { break };
             has_zeros |= match l2.interpret(raw)? {
+                L2Entry::ZeroAllocated(_) if header.encryption != Encryption::None => {
+                    return refuse(
+                        "compat=0.10: the image is encrypted, and has zeros in clusters of their \
+                         own: `mica convert` makes a copy",
+                    );
+                }
                 L2Entry::Zero | L2Entry::ZeroAllocated(_) => true,
                 _ => continue,
             };

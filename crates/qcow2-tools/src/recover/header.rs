@@ -14,12 +14,14 @@ impl Repairer {
     /// Clears the bits that mark the image as untrustworthy, after everything else is durable.
     pub(super) async fn clear_marks(&mut self) -> Result<()> {
         let incompatible = &mut self.header.incompatible;
-        if !incompatible.dirty && !incompatible.corrupt {
-            return Ok(());
-        }
+        let is_marked = incompatible.dirty || incompatible.corrupt;
         incompatible.dirty = false;
         incompatible.corrupt = false;
+        // The name of a log, too: what it had is in the image by now.
         self.clear_autoclear().await?;
+        if !is_marked {
+            return Ok(());
+        }
         change(&*self.store, |sector| {
             keep_bits(sector, field::INCOMPATIBLE, !DIRTY_AND_CORRUPT);
         })

@@ -17,17 +17,18 @@
 //!   nothing else is in it; what is acknowledged later is in the new layer.
 //! - I2 After an error the chain is unchanged: its writer, which was not closed, goes on. A writer
 //!   that was closed never does.
-//! - I3 The frozen layer is read through a file of its own, so that the one that was written, and
-//!   with it the locks that keep other readers out, can go.
+//! - I3 Once it is closed, the frozen layer is read through a file of its own, so that the one that
+//!   was written, and with it the locks that keep other readers out, can go.
 //! - I4 If files change their names ([`Renaming`]): the old name is the active layer's whenever
 //!   something is acknowledged, also after the process was killed, and after a power cut whenever a
 //!   flush was. The gate is let go only when the new names are durable.
 //! - I5 If the process dies before the old layer is closed, that one is in use, and lacks nothing
-//!   that is read: no link of it is in its log alone. Its counts are too high at most.
+//!   that is read: no link of it is in its log alone. Its counts are too high at most. If it cannot
+//!   be closed, the new layer is marked as in use: that it was frozen is not forgotten.
 
 use super::{Chain, not_writable, open_writer};
 use crate::layer::Layer;
-use crate::open::{check_length, freeze, open_overlay};
+use crate::open::{check_length, freeze, freeze_open, open_overlay};
 use crate::write::Writer;
 use mica_block::{Disk, Error, Pushed, Renaming, Result, SnapshotGroup};
 use std::path::Path;
@@ -77,7 +78,8 @@ impl Chain {
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
         let map = &self.map;
         let before = map.layers();
-        let (mut layer, metadata) = open_overlay(&*map.images, path, &before).await?;
+        let (mut layer, metadata) =
+            open_overlay(&*map.images, path, (&before, names.is_some())).await?;
         if names.is_some() {
             layer.path = Arc::clone(&before.active().path);
         }
@@ -112,7 +114,7 @@ impl Chain {
         }
         drop(held);
         let pause = mica_rt::now().saturating_since(start);
-        self.close_frozen(writer, before.active(), names).await;
+        self.close_frozen((writer, next), before.active(), names).await;
         map.index_call.set();
         named.map(|()| Pushed { pause })
     }
@@ -140,9 +142,9 @@ impl Chain {
     ) -> Result<Layer> {
         writer.flush().await?;
         let images = &*self.map.images;
-        let Some(names) = names else { return freeze(images, active, &active.path) };
+        let Some(names) = names else { return freeze_open(images, active, &active.path) };
         names.rename().await?;
-        match freeze(images, active, names.kept()) {
+        match freeze_open(images, active, names.kept()) {
             Ok(frozen) => Ok(frozen),
             Err(error) => {
                 if let Err(undone) = names.undo().await {
@@ -158,20 +160,29 @@ impl Chain {
     /// its file. The snapshot is taken whether that succeeds or not (I5).
     async fn close_frozen(
         &self,
-        writer: Arc<Writer>,
+        (writer, next): (Arc<Writer>, Arc<Writer>),
         active: &Layer,
         names: Option<&dyn Renaming>,
     ) {
         let path = names.map_or(&*active.path, |names| names.kept());
         let closed = writer.complete(async |writer: Arc<Writer>| writer.close().await).await;
-        match closed.and_then(|()| freeze(&*self.map.images, active, path)) {
-            Ok(frozen) => self.map.replace_layers(self.map.layers().replaced(Arc::new(frozen))),
-            Err(error) => tracing::warn!(
+        if let Err(error) = &closed {
+            tracing::warn!(
                 image = %path.display(),
                 %error,
                 "the snapshot is taken, and the frozen layer could not be closed: it uses more \
                  space than it needs, until `mica check -r leaks` is run on it"
-            ),
+            );
+            // The mark of the layer beneath says nothing of one that is empty and unused (I5).
+            let used = next.complete(async |next: Arc<Writer>| next.mark_in_use().await).await;
+            if let Err(error) = used {
+                tracing::warn!(image = %path.display(), %error, "it may be written on");
+            }
+        }
+        match freeze(&*self.map.images, active, path) {
+            Ok(frozen) => self.map.replace_layers(self.map.layers().replaced(Arc::new(frozen))),
+            // It is read through the file of its writer.
+            Err(error) => tracing::warn!(image = %path.display(), %error, "it stays locked"),
         }
     }
 }

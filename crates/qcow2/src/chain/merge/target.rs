@@ -6,12 +6,13 @@ use crate::header_io::read_header;
 use crate::index::cache::Sharing;
 use crate::layer::{Layer, Tables};
 use crate::map::Map;
-use crate::open::{freeze, same_file};
+use crate::open::{freeze, same_file, written_with_aes};
 use crate::redo::names_log;
 use crate::write::Writer;
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Result, Space, Store, Upgradable, Zeroes};
+use mica_qcow2_format::Encryption;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::sync::Arc;
@@ -101,9 +102,12 @@ impl Chain {
         let opened = async {
             let header = read_header(&*store).await?;
             if names_log(header.autoclear.unknown).is_some() {
-                let context = "its last writer did not close it: open it once for writing, as \
-                               `mica serve` does";
+                let context = "its last writer did not close it: `mica check -r leaks` does, while \
+                               nobody has it open";
                 return Err(Error::new(ErrorKind::Denied, context));
+            }
+            if header.encryption == Encryption::Aes {
+                return Err(written_with_aes());
             }
             let header = writable_header(&store, header, self.repair).await?;
             let metadata = Metadata::new(Arc::clone(&store), header.cluster_bits);
@@ -249,11 +253,15 @@ impl Target {
 
 async fn grow_raw(store: &dyn Store, len: u64) -> Result<()> {
     let before = store.len()?;
-    store.set_len(len).await?;
-    match GuestRange::between(GuestOffset::new(before), GuestOffset::new(len)) {
-        Some(new) if !store.reads_unwritten_as_zeros() => zero_raw(store, new).await,
-        _ => Ok(()),
+    if store.reads_unwritten_as_zeros() {
+        return store.set_len(len).await;
     }
+    // The file gets longer by what is written: whatever of it is there after a power cut is zeros.
+    let zeroed = write_zeros(store, before, len).await;
+    if zeroed.is_err() {
+        store.set_len(before).await?;
+    }
+    zeroed
 }
 
 async fn zero_raw(store: &dyn Store, range: GuestRange) -> Result<()> {
@@ -268,7 +276,10 @@ async fn zero_raw(store: &dyn Store, range: GuestRange) -> Result<()> {
             done => return done,
         }
     }
-    let mut at = start;
+    write_zeros(store, start, end).await
+}
+
+async fn write_zeros(store: &dyn Store, mut at: u64, end: u64) -> Result<()> {
     while at < end {
         let len = (end - at).min(ZEROS_BYTES_MAX);
         let zeros = Buf::zeroed(usize::try_from(len).expect("512 KiB"));
