@@ -22,7 +22,7 @@ const USAGE: u8 = 1;
 /// Measure how fast an image is read or written.
 ///
 /// One thread sends requests in a row, and keeps so many of them under way. At the end of the disk
-/// it goes on at the start. The page cache is part of it, unless --cache none is given.
+/// it goes on at the start. The page cache is part of it, without --cache=none.
 #[derive(Args)]
 pub(crate) struct BenchArgs {
     /// How many requests.

@@ -228,8 +228,8 @@ fn what_cannot_be_encrypted_is_refused() {
     assert_eq!(read.as_bytes(), &MARKER[..10]);
     // Standard input goes to a plain file first.
     let new = room.path("new.qcow2");
-    let convert = ["convert", "--format", "raw", "-", "-O", "qcow2", "-o", luks, &new];
-    let said = refused(&[&convert[..], &given].concat());
+    let convert = ["convert", "--format", "raw", "-O", "qcow2", "-o", luks];
+    let said = refused(&[&convert[..], &given, &["-", &new]].concat());
     assert!(said.contains("would not be encrypted"), "{said}");
     let raw = ["create", "-q", "-f", "luks", "--object", "secret,id=s,file=s"];
     let raw_options = ["-o", "key-secret=s,iter-time=10", "raw.luks", "1M"];
