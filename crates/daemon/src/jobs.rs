@@ -194,12 +194,12 @@ impl Job {
             // The merge itself is done, and durable.
             tracing::warn!(disk = self.disk, %error, "the mark of a frozen layer is out of date");
         }
-        if let (Merged::Done { .. }, Some(file)) = (&merged, file) {
-            if let Err(error) = mica_stack::remove_state(&file) {
-                // The layer has left the chain.
-                let (disk, file) = (&self.disk, file.display());
-                tracing::warn!(disk, %file, %error, "the file of the state has to be removed");
-            }
+        if let (Merged::Done { .. }, Some(file)) = (&merged, file)
+            && let Err(error) = mica_stack::remove_state(&file)
+        {
+            // The layer has left the chain.
+            let (disk, file) = (&self.disk, file.display());
+            tracing::warn!(disk, %file, %error, "the file of the state has to be removed");
         }
         Ok(merged)
     }
