@@ -14,9 +14,8 @@
 mod zeros;
 
 use crate::check::{Finding, Task, check, count};
-use crate::recover::{repair_dirty, write_refcounts};
+use crate::recover::{open_for_change, write_refcounts};
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact, write_all};
-use mica_qcow2::{read_header, replay_redo_log};
 use mica_qcow2_format::{
     Compression, FeatureName, Header, HeaderChange, RefcountWidth, Version, parse_data_file_name,
 };
@@ -50,14 +49,8 @@ pub struct Amendment {
 /// if it has to be repaired first; any error of the store. In all but the last case the image is
 /// unchanged.
 pub async fn amend(images: &dyn Images, path: &Path, wanted: &Amendment) -> Result<Header> {
-    // What keeps it from being opened is said with its name.
-    let image = images.open_writable(path)?;
+    let (image, header) = open_for_change(images, path).await?;
     let step = async {
-        replay_redo_log(images, path, &*image.store).await?;
-        let mut header = read_header(&*image.store).await?;
-        if header.incompatible.dirty || header.incompatible.corrupt {
-            header = repair_dirty(Arc::clone(&image.store), &header).await?;
-        }
         let next = wanted.applied_to(&header)?;
         if let Some(name) = wanted.data_file.as_ref() {
             images.open(&images.resolve(path, &parse_data_file_name(name)?)?)?;

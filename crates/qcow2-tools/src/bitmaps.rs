@@ -17,10 +17,10 @@ mod resize;
 
 pub(crate) use resize::ResizedBitmaps;
 
-use crate::recover::repair_dirty;
+use crate::recover::open_for_change;
 use mica_block::{Error, ErrorKind, Images, Result, Store, read_exact, write_all};
 use mica_qcow2::snapshots::list_bitmaps;
-use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header, replay_redo_log};
+use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header};
 use mica_qcow2_format::{
     BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension, Header, L1Entry,
     Version,
@@ -88,18 +88,12 @@ pub async fn edit_bitmap(
     name: &str,
     actions: Vec<BitmapAction>,
 ) -> Result<()> {
-    // What keeps it from being opened is said with its name.
-    let image = images.open_writable(path)?;
+    let (image, header) = open_for_change(images, path).await?;
     let step = async {
-        replay_redo_log(images, path, &*image.store).await?;
-        let mut header = read_header(&*image.store).await?;
         if header.version == Version::V2 {
             let context = "images of version 2 have no bitmaps: `mica convert` makes one of \
                            version 3";
             return Err(Error::new(ErrorKind::Unsupported, context));
-        }
-        if header.incompatible.dirty || header.incompatible.corrupt {
-            header = repair_dirty(Arc::clone(&image.store), &header).await?;
         }
         // Without the bit that says that they are true there are none, as in QEMU.
         let entries = list_bitmaps(&*image.store, &header).await?;

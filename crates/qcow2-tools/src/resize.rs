@@ -19,7 +19,7 @@ mod data;
 mod future;
 
 use crate::bitmaps::ResizedBitmaps;
-use crate::recover::{repair_dirty, repair_for_opening};
+use crate::recover::{open_for_change, repair_dirty, repair_for_opening};
 use data::DataFile;
 use future::FutureImages;
 use mica_block::{
@@ -28,7 +28,6 @@ use mica_block::{
 };
 use mica_qcow2::FileSpace;
 use mica_qcow2::read_header;
-use mica_qcow2::replay_redo_log;
 use mica_qcow2::{Chain, ChainOptions, IndexUse, check_resizable};
 use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, Version, field};
 use mica_rt::Buf;
@@ -54,21 +53,12 @@ impl Resizer {
     /// # Errors
     /// If it is not an image that can be written, or its length cannot be changed.
     pub async fn open(images: Arc<dyn Images>, path: &Path) -> Result<Self> {
-        // What keeps it from being opened is said with its name.
-        let image = images.open_writable(path)?;
+        let (image, header) = open_for_change(&*images, path).await?;
         let step = async {
-            replay_redo_log(&*images, path, &*image.store).await?;
-            let mut header = read_header(&*image.store).await?;
-            if header.incompatible.dirty || header.incompatible.corrupt {
-                header = repair_dirty(Arc::clone(&image.store), &header).await?;
-            }
             check_resizable(&header)?;
-            let data = DataFile::open(&*images, path, &header)?;
-            Ok((image, header, data))
+            DataFile::open(&*images, path, &header)
         };
-        let opened = step.await;
-        let (image, header, data) =
-            opened.map_err(|error: Error| error.wrap(path.display().to_string()))?;
+        let data = step.await.map_err(|error: Error| error.wrap(path.display().to_string()))?;
         Ok(Self { images, path: path.to_owned(), image, header, data })
     }
 

@@ -24,9 +24,9 @@
 //! - I5 An image that contradicts itself is not changed.
 
 use crate::check::{Counted, Finding, Task, count};
-use crate::recover::{Which, repair_dirty, rewrite};
+use crate::recover::{Which, open_for_change, rewrite};
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact, write_all};
-use mica_qcow2::{FileSpace, read_header, replay_redo_log};
+use mica_qcow2::{FileSpace, read_header};
 use mica_qcow2_format::{
     Header, L1Entry, SNAPSHOT_COUNT_MAX, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry,
     Version, field, mark_bitmaps_in_use,
@@ -93,14 +93,8 @@ impl SnapshotEditor {
     /// If it is not an image that can be written, if it contradicts itself, or if it keeps its data
     /// in an external file, which cannot have snapshots.
     pub async fn open(images: &dyn Images, path: &Path) -> Result<Self> {
-        // What keeps it from being opened is said with its name.
-        let image = images.open_writable(path)?;
+        let (image, header) = open_for_change(images, path).await?;
         let step = async {
-            replay_redo_log(images, path, &*image.store).await?;
-            let mut header = read_header(&*image.store).await?;
-            if header.incompatible.dirty || header.incompatible.corrupt {
-                header = repair_dirty(Arc::clone(&image.store), &header).await?;
-            }
             if header.incompatible.external_data_file {
                 let what = "the image keeps its data in an external file: it has no snapshots";
                 return Err(Error::new(ErrorKind::Unsupported, what));

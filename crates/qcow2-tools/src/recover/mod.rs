@@ -34,8 +34,7 @@ pub(crate) use refcounts::{Which, rewrite};
 
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, OpenImage, Result, Store};
-use mica_qcow2::read_header_as;
-use mica_qcow2::replay_redo_log;
+use mica_qcow2::{read_header, read_header_as, replay_redo_log};
 use mica_qcow2_format::Header;
 use std::path::Path;
 use std::sync::Arc;
@@ -71,6 +70,28 @@ pub struct Repair {
     pub repaired: Repaired,
     /// The check afterwards; the one before if nothing was done.
     pub after: CheckReport,
+}
+
+/// Opens the image at `path` for a change of its metadata: exclusively, with what its last writer
+/// left put into it, and repaired if that did not close it. Returns its header, too.
+///
+/// # Errors
+/// If it is not an image that can be written, or it cannot be repaired.
+pub(crate) async fn open_for_change(
+    images: &dyn Images,
+    path: &Path,
+) -> Result<(OpenImage, Header)> {
+    // What keeps it from being opened is said with its name.
+    let image = images.open_writable(path)?;
+    let step = async {
+        replay_redo_log(images, path, &*image.store).await?;
+        let mut header = read_header(&*image.store).await?;
+        if header.incompatible.dirty || header.incompatible.corrupt {
+            header = repair_dirty(Arc::clone(&image.store), &header).await?;
+        }
+        Ok((image, header))
+    };
+    step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
 }
 
 /// Opens the image at `path` for [`repair`].
