@@ -33,6 +33,7 @@ use crate::files::plain_name;
 use crate::mark::Mark;
 use crate::{FileImages, ImageOptions, MayWrite};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
+use mica_crypt::luks::NewLuks;
 use mica_qcow2::read_header;
 use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
@@ -43,7 +44,7 @@ use rustix::io::Errno;
 use std::ffi::OsString;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Longest name of a file with a state: with what is added for its sidecar, and for the overlay
 /// before it has its name, it must stay within 255 bytes.
@@ -58,6 +59,9 @@ pub struct Keeping {
     overlay: PathBuf,
     /// What the overlay calls the layer beneath it.
     backing_name: OsString,
+    /// What the overlay is encrypted with: as long as this is there, the chain that opens it need
+    /// not compute the key again.
+    luks: OnceLock<NewLuks>,
 }
 
 /// The path of the state that is kept as `state` of the disk whose active layer is `image`.
@@ -168,6 +172,7 @@ impl Keeping {
             overlay: image.with_file_name(overlay),
             kept,
             image,
+            luks: OnceLock::new(),
         })
     }
 
@@ -215,6 +220,9 @@ impl Keeping {
             }
         }
         let plan = encrypted_as(&images, plan, (&header, &store), &self.image).await?;
+        if let Some(luks) = plan.encryption() {
+            self.luks.get_or_init(|| luks.clone());
+        }
         let images = FileImages::to_write(&self.overlay, options, MayWrite::new_file())?;
         let image = images.open_writable(&self.overlay)?.store;
         create(plan, Stores { image: &*image, data: None }).await

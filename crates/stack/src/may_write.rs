@@ -6,7 +6,7 @@
 //! |---|---|
 //! | a verb that changes an image | [`MayWrite::check`]: a frozen layer is refused |
 //! | a server | the layer in which the writing goes on (`above.rs`) |
-//! | a repair, which changes nothing that the image shows | [`MayWrite::to_repair`] |
+//! | a repair or a change of keys, of which the disk shows nothing | [`MayWrite::to_repair`] |
 //! | whoever makes a new file | [`MayWrite::new_file`] |
 //!
 //! A merge writes a frozen layer through the chain that it belongs to, and that has leave to write
@@ -39,7 +39,8 @@ impl MayWrite {
         Self(Leave::Unmarked { unfinished })
     }
 
-    /// For a repair, which the user asks for, and which changes nothing that the image shows.
+    /// For a repair or a change of keys, which the user asks for, and of which the disk shows
+    /// nothing.
     pub fn to_repair() -> Self {
         Self(Leave::Marked)
     }

@@ -18,6 +18,7 @@ use crate::files::{base_name, sync_folder_of};
 use crate::images::FileImages;
 use crate::mark::Mark;
 use mica_block::{Error, ErrorKind, Images, Result};
+use mica_crypt::luks::NewLuks;
 use mica_qcow2::read_header;
 use mica_qcow2_tools::create::{ImageWish, Stores, create_unnamed};
 use mica_store::FileKind;
@@ -46,6 +47,9 @@ pub struct NewLayer {
     path: PathBuf,
     is_made: bool,
     mark: Option<Mark>,
+    /// What it is encrypted with: as long as this is there, the chain that opens it need not
+    /// compute the key again.
+    luks: Option<NewLuks>,
     is_kept: bool,
 }
 
@@ -66,7 +70,7 @@ impl NewLayer {
     ) -> Result<Self> {
         let NewLayerWish { path, image, reuse } = wish;
         let path = images.find_new(&path)?;
-        let mut new = Self { path, is_made: false, mark: None, is_kept: false };
+        let mut new = Self { path, is_made: false, mark: None, luks: None, is_kept: false };
         match new.path.symlink_metadata() {
             Ok(_) if reuse => {
                 // A mark must name nothing that has a life of its own. What is no image at all is
@@ -120,6 +124,7 @@ impl NewLayer {
         wish.backing_format = Some("qcow2".to_owned());
         let plan = wish.plan(len)?;
         let plan = encrypted_as(images, plan, (&header, &store), &self.path).await?;
+        self.luks = plan.encryption().cloned();
         let unnamed = Unnamed::make(&self.path, located.mode() & 0o666)?;
         let image = images.open_writable(&unnamed.0)?.store;
         create_unnamed(plan, Stores { image: &*image, data: None }).await?;
