@@ -129,8 +129,14 @@ fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
     if target.as_os_str() == "-" {
         return write_stream(args, source, &executor);
     }
+    let was_there = target.exists();
     let folder = Folder::make(target)?;
-    let opened = executor.block_on(open(args, source, Some(&folder)))?;
+    let opened = executor.block_on(open(args, source, Some(&folder))).inspect_err(|_| {
+        if !was_there {
+            // It is empty: else it stays.
+            let _ = std::fs::remove_dir(target);
+        }
+    })?;
     let pending = match folder.begin(opened.begin.clone(), opened.content.as_deref())? {
         Begun::Whole(stored) => {
             report_on(args, stored.begin(), stored.total(), Outcome::WasThere)?;
@@ -360,6 +366,9 @@ fn verify(named: &Path, progress: bool, report: &ReportArgs) -> Result<ExitCode,
             states.whole
         }
     };
+    if states.is_empty() && errors.is_empty() {
+        return Err(Failure::new(format!("{} has no backup in it", named.display())));
+    }
     let total: u64 = states.iter().map(|stored| stored.total().data_bytes).sum();
     let progress = Progress::start(total, report.progress(progress));
     let mut read = 0;

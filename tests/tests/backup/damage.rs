@@ -86,6 +86,23 @@ fn backup_that_is_killed_goes_on_where_it_was() {
     assert_eq!(fs::read_dir(at.join("web")).expect("a folder").count(), 3);
 }
 
+/// What is no backup is not found whole, and one that was refused leaves nothing.
+#[test]
+fn nothing_is_no_backup() {
+    let dir = tempfile::tempdir().expect("a folder");
+    fs::create_dir(dir.path().join("web")).expect("made");
+    let said = verify(dir.path()).refusal();
+    assert!(said.contains("has no backup in it"), "{said}");
+    let new = dir.path().join("new");
+    let missing = dir.path().join("missing.qcow2").display().to_string();
+    mica::run(["backup", &missing, &new.display().to_string()]).refusal();
+    assert!(!new.exists());
+    // A folder that was there stays.
+    let old = dir.path().join("web").display().to_string();
+    mica::run(["backup", &missing, &old]).refusal();
+    assert!(dir.path().join("web").exists());
+}
+
 /// A file that may not grow is what a full disk is.
 #[test]
 fn full_disk_is_said_in_a_line_and_breaks_nothing() {
