@@ -7,7 +7,7 @@ mod report;
 
 use super::machine::Machine;
 use super::page::Found;
-use super::peers::{Peer, QEMU_STORAGE_DAEMON};
+use super::peers::{Peer, QEMU_STORAGE_DAEMON, Running};
 use super::samples::{Sample, Samples};
 use super::turns::each_once;
 use crate::extent::{Extent, Usual};
@@ -17,7 +17,6 @@ use crate::load::{Histogram, ratio};
 use anyhow::{Result, ensure};
 use clap::Args;
 use mica_gen::Manifest;
-use mica_tests::server::Server;
 use mica_tests::{clock, command, mica, shell, tools};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -124,7 +123,7 @@ fn merge(asker: &mut Asker, made: &Made, part: &str) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-fn started(peer: &Peer, made: &Made) -> Result<(super::peers::Running, Asker)> {
+fn started(peer: &Peer, made: &Made) -> Result<(Running, Asker)> {
     let control = made.folder.path().join("control");
     let running = asking::peer(peer, &control).start(&made.top, "qcow2", &[])?;
     let asker = Asker::connect(peer, &control, &made.top)?;
@@ -172,7 +171,7 @@ fn noticed(
 /// Seconds that a merge takes while so many guests write as much as they can.
 fn merged(peer: &Peer, made: &Made, part: &str, writers: u64) -> Result<f64> {
     let (running, mut asker) = started(peer, made)?;
-    let start = |seed| Worker::start(&running.server as &Server, Work::Write, seed);
+    let start = |seed| Worker::start(&running.server, Work::Write, seed);
     let guests: Vec<_> = (0..writers).map(start).collect::<Result<_>>()?;
     let took = merge(&mut asker, made, part)?;
     for guest in guests {
