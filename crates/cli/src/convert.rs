@@ -207,7 +207,7 @@ impl ConvertArgs {
             return Err(no_new_luks());
         }
         stream::check(self, format)?;
-        input::check(self)?;
+        input::check(self, format)?;
         bitmaps::check(self, format)?;
         self.rate()?;
         Ok((format, sparse))

@@ -135,6 +135,11 @@ impl Secrets {
         texts.iter().map(|text| text.parse()).collect::<Result<_>>().map(Self)
     }
 
+    /// Whether none was named.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Reads what is read only once.
     ///
     /// # Errors

@@ -3,8 +3,8 @@
 //! A pipe has no length and is read once, but an image needs to know its length before it gets
 //! data: the bytes go to a temporary file beside the target, which is removed after the copy.
 
-use super::ConvertArgs;
 use super::stream::is_stream;
+use super::{ConvertArgs, options_of};
 use crate::create::{Sources, is_any_encrypted, is_block_device};
 use crate::failure::Failure;
 use crate::unfinished::Unfinished;
@@ -49,9 +49,19 @@ impl Input {
     }
 }
 
+/// Whether the target is, or may be for all that is known before it is opened: by what is said of a
+/// new one, by its base, or as it is.
+fn may_be_encrypted(args: &ConvertArgs, format: Format) -> Result<bool, Failure> {
+    let has_secret = !args.images.image_options()?.secrets.is_empty();
+    match format {
+        Format::Qcow2 if !args.no_create => options_of(args, format)?.encrypt.wants(has_secret),
+        _ => Ok(args.no_create && has_secret),
+    }
+}
+
 /// # Errors
 /// If the options ask for something that such a source does not have.
-pub(super) fn check(args: &ConvertArgs) -> Result<(), Failure> {
+pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
     let is_nbd = |path: &PathBuf| {
         let name = path.to_string_lossy();
         NBD.iter().any(|scheme| name.starts_with(scheme)) && !path.exists()
@@ -69,8 +79,7 @@ pub(super) fn check(args: &ConvertArgs) -> Result<(), Failure> {
     if has_stream && is_stream(&args.target) {
         return Err(Failure::new("-: cat copies standard input to standard output"));
     }
-    let encrypts = |options: &String| options.contains("encrypt.format=luks");
-    if has_stream && args.new.options.iter().any(encrypts) {
+    if has_stream && may_be_encrypted(args, format)? {
         let what = "-: standard input goes to a file first, which would not be encrypted: put it \
                     where nobody reads it, and convert that";
         return Err(Failure::new(what));
