@@ -120,7 +120,7 @@ impl FileImages {
     /// As [`Images::open`].
     pub(crate) fn glance(&self, path: &Path) -> Result<(Located, FileStore)> {
         let located = self.policy.find(path)?;
-        let store = FileStore::new(&located, CacheMode::Writeback, &self.handles)?;
+        let store = FileStore::new_apart(&located, CacheMode::Writeback, &self.handles)?;
         Ok((located, store))
     }
 

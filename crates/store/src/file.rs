@@ -65,6 +65,17 @@ impl FileStore {
         Self::opened(located, file, mode, handles)
     }
 
+    /// As [`Self::new_opened`], for a file that somebody may be writing: its descriptor is its own
+    /// and stays open, so that nobody asks whether the file is still what it was.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn new_apart(located: &Located, cache: CacheMode, handles: &Arc<Handles>) -> Result<Self> {
+        let mode = Mode { access: cache.access(), locking: Locking::Off };
+        let file = handles.open_located(located, mode.access)?;
+        Self::opened(located, file, mode, &Handles::new(Handles::BOUND_MIN))
+    }
+
     /// A store in the file that was `located`, with QEMU's locks of an image that is read.
     /// `located` is refreshed once the locks are held.
     ///

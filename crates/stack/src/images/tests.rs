@@ -341,6 +341,20 @@ fn image_is_opened_for_writing_once_and_its_bytes_change() {
     ours.open_writable(&path).unwrap();
 }
 
+/// The story: a snapshot looked at the header of the image that it was about to freeze, between two
+/// writes of a guest that made the file longer, and was refused.
+#[test]
+fn image_that_is_glanced_at_may_get_longer() {
+    let (_folder, path) = folder_with_image();
+    let images = images(&path);
+    let (_, store) = images.glance(&path).unwrap();
+    let _other = images.glance(&path).unwrap();
+    std::fs::write(&path, b"image that grows").unwrap();
+    assert_eq!(read_all(&store), b"image that grows");
+    let (_, again) = images.glance(&path).unwrap();
+    assert_eq!(read_all(&again), b"image that grows");
+}
+
 #[test]
 fn locks_are_those_that_were_asked_for() {
     let (_folder, path) = folder_with_image();
