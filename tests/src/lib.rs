@@ -6,6 +6,7 @@
 pub mod bucket;
 pub mod clock;
 pub mod command;
+pub mod flag;
 pub mod guest;
 pub mod judge;
 pub mod machine;

@@ -2,6 +2,7 @@
 
 use crate::world::{Model, TOOLS, guest_at};
 use mica_tests::command::Finished;
+use mica_tests::flag::RaisedAtEnd;
 use mica_tests::guest::{Answer, Guest, Request};
 use mica_tests::server::Server;
 use mica_tests::{mica, qemu, tools};
@@ -90,13 +91,14 @@ fn snapshots_of_a_group_are_of_one_instant() {
                 }
             }
         });
+        let over = RaisedAtEnd(is_over);
         for number in 0..GROUPS {
             let taken = pair.group(&format!("a-{number}"), &format!("b-{number}")).json();
             let disks: Vec<_> =
                 taken.as_array().expect("two").iter().map(|one| &one["disk"]).collect();
             assert_eq!(disks, [&Value::from("a"), &"b".into()]);
         }
-        is_over.store(true, Ordering::Relaxed);
+        drop(over);
         work.join().expect("it works");
     });
     let dir = pair.dir.path().to_owned();

@@ -2,6 +2,7 @@
 
 use crate::world::{Model, SIZE, TOOLS, World, layer};
 use mica_gen::Rng;
+use mica_tests::flag::RaisedAtEnd;
 use mica_tests::guest::Guest;
 use mica_tests::mounts::Mount;
 use mica_tests::server::Server;
@@ -71,10 +72,11 @@ fn two_hundred_snapshots_in_a_row_lose_nothing_of_a_guest_that_works_on() {
                 model.work(&mut guest).expect("served");
             }
         });
+        let over = RaisedAtEnd(is_over);
         for number in 1..=SNAPSHOTS {
             world.snapshot(&layer(number), &[]).ok();
         }
-        is_over.store(true, Ordering::Relaxed);
+        drop(over);
         work.join().expect("it works");
     });
     let status = world.ctl(&["status", "--output", "json"]).json();

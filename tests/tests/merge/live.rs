@@ -2,6 +2,7 @@
 
 use crate::chain::{Chain, KINDS, LAYERS, LEN};
 use mica_gen::Rng;
+use mica_tests::flag::RaisedAtEnd;
 use mica_tests::guest::{Answer, Guest, Request};
 use mica_tests::server::Server;
 use mica_tests::{clock, judge, qemu, tools};
@@ -87,8 +88,9 @@ fn merged_under_writes(kind: (&str, &str), args: &[&str], layers: usize) {
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| written.work(&server, &is_over));
+        let over = RaisedAtEnd(&is_over);
         let said = ctl(&chain, &args);
-        is_over.store(true, Ordering::Relaxed);
+        drop(over);
         let said = said.ok();
         assert!(said.contains("merged"), "{said}");
     });

@@ -6,6 +6,7 @@ use mica_gen::Rng;
 use mica_gen::linear::{self, Act, OPERATIONS_MAX, Operation};
 use mica_tests::bucket::BucketServer;
 use mica_tests::command::{self, Finished};
+use mica_tests::flag::RaisedAtEnd;
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::net_room::NetRoom;
 use mica_tests::server::Server;
@@ -281,6 +282,7 @@ fn what_clients_see_is_linearizable_over_take_overs() {
                 let (socket, rng) = (server.socket(), Rng::for_part(round.into(), number));
                 scope.spawn(move || client(&socket, era, clocks, is_over, rng));
             }
+            let over = RaisedAtEnd(&is_over);
             clock::sleep(Duration::from_millis(100 + rng.below(200)));
             let fate = rng.below(3);
             match fate {
@@ -295,7 +297,7 @@ fn what_clients_see_is_linearizable_over_take_overs() {
                 _ => room.net.join(host),
             }
             clock::sleep(Duration::from_millis(300));
-            is_over.store(true, Ordering::Relaxed);
+            drop(over);
             // It may be waiting for the store for a long time.
             if fate != 0 {
                 signal(&server, Signal::KILL);
