@@ -16,6 +16,8 @@ use std::sync::Arc;
 /// Sixteenths of the memory of a log that it takes compacted at most: it is long at four, and so
 /// has room before it is long again.
 const COMPACTED_SIXTEENTHS_MAX: u64 = 3;
+/// Bytes that are left for the requests under way once no others are let in.
+const ROOM_MIN: u64 = 1 << 18;
 
 /// A range that changed and is not in the log yet.
 #[derive(Clone, Copy)]
@@ -349,8 +351,21 @@ impl Log {
 
     /// Whether it is time to flush, before it becomes full.
     pub(crate) fn is_long(&self) -> bool {
-        let is_short_of_room = self.half_end() - self.end < self.out.capacity() / 4;
+        let is_short_of_room = self.room() < self.out.capacity() / 4;
         is_short_of_room || self.held[1].zero_pages > ZERO_PAGES_MAX / 4
+    }
+
+    /// Whether it is long, and will be full soon. What is short needs all the room that is left for
+    /// the requests under way.
+    pub(crate) fn is_nearly_full(&self) -> bool {
+        let (long, room) = (self.out.capacity() / 4, self.out.capacity() / 8);
+        let is_short_of_room = self.room() < room.max(long.min(ROOM_MIN));
+        is_short_of_room || self.held[1].zero_pages > ZERO_PAGES_MAX / 2
+    }
+
+    /// Bytes that still fit into its half.
+    fn room(&self) -> u64 {
+        self.half_end() - self.end
     }
 
     /// Its present extent, for a group that is taken, and the name that the image gets with that.

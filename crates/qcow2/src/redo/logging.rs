@@ -147,6 +147,11 @@ impl Logging {
         self.log.as_ref().is_some_and(Log::is_long)
     }
 
+    /// Whether nobody may change anything before a flush, lest the log becomes full.
+    pub(crate) fn is_nearly_full(&self) -> bool {
+        self.log.as_ref().is_some_and(Log::is_nearly_full)
+    }
+
     /// The image's autoclear bits under the name that a group gives it.
     pub(crate) fn bits_of(&self, mark: &Mark) -> Option<u64> {
         self.log.as_ref()?;

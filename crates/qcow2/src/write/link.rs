@@ -4,7 +4,6 @@ use super::Writer;
 use super::allocate::Reserved;
 use super::clusters::Beneath;
 use super::pages::PageState;
-use super::request::is_over_limit;
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
 use crate::live::TableKind;
 use crate::map::slice_of;
@@ -264,9 +263,7 @@ impl Writer {
                     let must_flush = self.put_entries(&mut pages, changes);
                     self.space.linked(reserved);
                     pages.log_touched(|| self.space.state());
-                    if is_over_limit(&pages) {
-                        self.is_over_limit.store(true, Ordering::Relaxed);
-                    }
+                    self.ahead.note(&pages);
                     return Ok(must_flush);
                 };
                 missing.entry.at

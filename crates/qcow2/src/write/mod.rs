@@ -17,6 +17,7 @@
 //!   space, nothing more is written or acknowledged.
 //! - I5 Every read that starts after a write was acknowledged sees that write.
 
+mod ahead;
 pub(crate) mod allocate;
 pub(crate) mod backing;
 pub(crate) mod clusters;
@@ -93,8 +94,7 @@ pub(crate) struct Writer {
     redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
     wrote: AtomicBool,
-    /// Whether a flush, or a shorter log, was due at the last link.
-    is_over_limit: AtomicBool,
+    ahead: ahead::Ahead,
     /// Whether an earlier process may have left writes in the page cache: no sync of this one has
     /// ended yet.
     inherits: AtomicBool,
@@ -160,7 +160,7 @@ impl Writer {
             redo_memory,
             now_ns,
             wrote: AtomicBool::new(false),
-            is_over_limit: AtomicBool::new(false),
+            ahead: ahead::Ahead::default(),
             inherits: AtomicBool::new(true),
             limbo: Mutex::default(),
             counters: WriteCounters::default(),
@@ -254,12 +254,21 @@ impl Writer {
     }
 
     /// Makes what the next changes will need, in a task of its own, which counts as the change that
-    /// is `under_way`.
+    /// is `under_way`: space for refcount blocks, and a flush that is due.
     #[inline]
     pub(crate) fn prepare(self: Arc<Self>, under_way: OwnedInFlight) {
-        if self.space.wants_blocks() {
+        let (wants_blocks, flushes) = (self.space.wants_blocks(), self.ahead.begin());
+        if wants_blocks || flushes {
             drop(mica_rt::spawn(async move {
-                self.complete(async |writer| writer.space.make_blocks_ahead().await).await;
+                let work = async |writer: Arc<Self>| {
+                    if wants_blocks {
+                        writer.space.make_blocks_ahead().await;
+                    }
+                    if flushes {
+                        writer.flush_ahead().await;
+                    }
+                };
+                self.complete(work).await;
                 drop(under_way);
             }));
         }

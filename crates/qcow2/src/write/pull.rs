@@ -106,7 +106,7 @@ impl Writer {
             let _claimed = self.claim_clusters(first, last).await;
             self.pull_claimed(part, leaving).await?
         };
-        self.flush_if_over_limit().await?;
+        self.flush_if_full().await?;
         Ok(taken)
     }
 

@@ -6,7 +6,6 @@
 use super::Writer;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
-use super::pages::PageState;
 use super::plan::{ClusterPlan, Reservations, clusters_of};
 use crate::map::slice_of;
 use mica_block::{Error, ErrorKind, Extent, Result};
@@ -21,10 +20,6 @@ const CLUSTERS_MAX: u64 = 64;
 const TRANSACTION_BYTES_MAX: u64 = 4 << 20;
 /// Clusters of a request after which other tasks get a turn: a request may have millions.
 const CLUSTERS_PER_TURN: u64 = 512;
-/// Dirty pages of metadata at which writers flush on their own.
-const DIRTY_PAGES_MAX: usize = 1024;
-/// Freed clusters at which they do: none of them is used again, or given back, before the flush.
-const FREED_MAX: usize = 1 << 14;
 
 /// Offers that were taken; they get a failure if nothing else was reported.
 pub(super) struct Taken(pub(super) Vec<Arc<Offer>>);
@@ -90,7 +85,7 @@ impl Writer {
             if let Err(error) = transact(part.expect("it goes on")).await {
                 return Err(Box::pin(self.note_corruption(error)).await);
             }
-            self.flush_if_over_limit().await?;
+            self.flush_if_full().await?;
             // Nothing is claimed between two transactions.
             pace.steps((stop - at) / self.l2.cluster_bits.bytes() + 1).await;
             at = stop;
@@ -218,28 +213,4 @@ impl Writer {
     ) -> Claimed<'_> {
         self.gather.claim(&self.clusters, first, last).await
     }
-
-    /// Only after the change is published: a flush may find no space, and the disk stays usable.
-    pub(super) async fn flush_if_over_limit(&self) -> Result<()> {
-        if !self.is_over_limit.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        let is_much = {
-            let mut pages = self.metadata.lock();
-            let is_long = pages.logging.is_long() && !pages.compact_log(self.space.state());
-            let is_much = is_long || holds_much(&pages);
-            self.is_over_limit.store(is_much, Ordering::Relaxed);
-            is_much
-        };
-        if is_much { Box::pin(self.flush()).await } else { Ok(()) }
-    }
-}
-
-/// Whether a flush is due, or a log that is shorter.
-pub(super) fn is_over_limit(pages: &PageState) -> bool {
-    pages.logging.is_long() || holds_much(pages)
-}
-
-fn holds_much(pages: &PageState) -> bool {
-    pages.dirty_count() > DIRTY_PAGES_MAX || pages.group.freed.len() > FREED_MAX
 }

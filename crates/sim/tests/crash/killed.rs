@@ -389,6 +389,49 @@ fn log_of_a_guest_that_never_flushes_is_compacted_and_costs_no_sync() {
     });
 }
 
+/// The story: of a large disk more pages of tables change than the log can be compacted with. Once
+/// there were too many, each request waited for a flush, and so for the device.
+#[test]
+fn guest_that_never_flushes_is_answered_while_what_it_changed_is_made_durable() {
+    // A table has 64 clusters, and is a page.
+    const TABLE: u64 = 64 * 512;
+    const TABLES: u64 = 3000;
+    scenario(4, |world| async move {
+        let wish = ImageWish {
+            cluster_bytes: Some(512),
+            extended_l2: Some(false),
+            ..ImageWish::default()
+        };
+        let image = Plain::new(&world, &wish, TABLES * TABLE).await;
+        let chain = image.open(Mode::Write).await;
+        let (mut last, mut answered_meanwhile) = (None, 0);
+        for table in 0..TABLES {
+            write(&chain, table * TABLE, 7, 512).await.unwrap();
+            let stats = chain.write_stats();
+            let (groups, syncs) = *last.get_or_insert((stats.groups, stats.syncs));
+            if groups != stats.groups {
+                last = Some((stats.groups, stats.syncs));
+            } else if syncs != stats.syncs {
+                // One has begun, and its group is not durable yet.
+                answered_meanwhile += 1;
+            }
+        }
+        let groups = chain.write_stats().groups;
+        assert!(groups > 0, "what waits for a flush has a bound");
+        assert!(answered_meanwhile > 0, "no request is answered while one of {groups} is made");
+        drop(chain);
+        world.kill();
+        let chain = image.open(Mode::Write).await;
+        for table in 0..TABLES {
+            let shown = read(&chain, table * TABLE, 512).await.unwrap();
+            assert_eq!(shown, [7; 512], "of table {table}");
+        }
+        chain.close().await.unwrap();
+        drop(chain);
+        image.expect_sound().await;
+    });
+}
+
 /// The story: blocks of refcounts are created several at once, and only the first one counts the
 /// others; entries in two sectors of the table could survive a power cut one without the other.
 #[test]
