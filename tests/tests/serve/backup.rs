@@ -347,6 +347,45 @@ fn contexts_say_what_has_changed_and_who_has_it() {
     check_all(world.dir.path());
 }
 
+/// A state is named after the layer that was active then. That may be merged later.
+#[test]
+fn states_stay_when_the_layers_above_them_are_merged() {
+    let Some(mut world) = World::new() else { return };
+    let mut guest = world.guest();
+    world.begin(None, "mon").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    command(&mut guest, nbd::CMD_WRITE, 0, 4096, &[1; 4096]);
+    let at = |name: &str| world.dir.path().join(name).display().to_string();
+    world.ctl(&["snapshot", "disk", &at("next.qcow2")]).ok();
+    command(&mut guest, nbd::CMD_WRITE, 8192, 4096, &[2; 4096]);
+    // `disk.qcow2` leaves the chain, as does the mark that led to it.
+    world.ctl(&["stream", "disk", "--base", &at("disk@mon.qcow2")]).ok();
+    let states = |world: &World| {
+        let listed = world.ctl(&["backup", "list", "disk"]).json();
+        let states = listed["states"].as_array().expect("a list").iter();
+        states.map(|state| state["state"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(states(&world), ["mon"]);
+    drop(guest);
+    world.kill();
+    let control = world.control().display().to_string();
+    let image = world.dir.path().join("next.qcow2");
+    let options = ["--control", &*control, "--name", "disk"];
+    world.server = Some(Server::mica_writable(&image, "qcow2", &options).expect("served"));
+    assert_eq!(states(&world), ["mon"]);
+    world.begin(Some("mon"), "tue").ok();
+    let dirty: Vec<_> = world.map("qemu:dirty-bitmap:mon");
+    let dirty: Vec<_> = dirty.into_iter().filter(|part| part.2 == 1).collect();
+    assert_eq!(dirty, [(0, 4096, 1), (8192, 4096, 1)]);
+    world.ctl(&["backup", "end", "disk"]).ok();
+    // What a merge would change is refused, served or not.
+    let refused = world.ctl(&["commit", "disk", "--base", "disk@mon.qcow2"]).refusal();
+    assert!(refused.contains("keeps its state"), "{refused}");
+    world.kill();
+    let refused = mica::run(["commit", "-b", &at("disk@mon.qcow2"), &at("next.qcow2")]).refusal();
+    assert!(refused.contains("keeps the state"), "{refused}");
+}
+
 #[test]
 fn what_cannot_be_backed_up_is_refused_and_nothing_changes() {
     let Some(world) = World::new() else { return };
