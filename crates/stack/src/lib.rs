@@ -39,7 +39,7 @@ mod volumes;
 mod window;
 mod written;
 
-pub use above::settle_marks;
+pub use above::{is_frozen, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use encrypted::encrypted_as;
