@@ -98,11 +98,6 @@ impl Backups {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state is about to go: another may have its name.
-    pub(super) fn forget(&self, state: &str) {
-        self.lock().ended.remove(state);
-    }
-
     /// Ends the export of the one that is under way, which can be begun again. Waits for its
     /// clients' requests.
     pub(super) fn interrupt(&self) {
@@ -163,7 +158,12 @@ impl Served {
         let is_resumed = known.is_some();
         let known = match known {
             Some(known) => known.clone(),
-            None => self.keep(&disk, &wanted.state)?,
+            None => {
+                let kept = self.keep(&disk, &wanted.state)?;
+                // One of this name was dropped.
+                self.backups.lock().ended.remove(&wanted.state);
+                kept
+            }
         };
         let since = since.map(|since| (since.state.as_str(), since.position));
         let export = self.export_of(&disk, &known, since)?;
