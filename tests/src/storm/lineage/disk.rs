@@ -1,6 +1,7 @@
 //! A disk whose layers come and go: the files of its chain, and what each of them holds.
 
 use super::frozen::Frozen;
+use super::state_in;
 use crate::storm::aim::Aim;
 use crate::storm::foreign;
 use crate::storm::judge;
@@ -45,8 +46,6 @@ pub(super) struct Disk {
     pub(super) exported: Option<String>,
     /// The file of the state since which that tells the changes.
     pub(super) since: Option<String>,
-    /// States whose backups were ended by the present server.
-    pub(super) ended: BTreeSet<String>,
     /// Overlays of frozen layers, which belong to nobody here.
     pub(super) clones: Vec<String>,
     pub(super) model: Model,
@@ -71,7 +70,6 @@ impl Disk {
             states: BTreeSet::new(),
             exported: None,
             since: None,
-            ended: BTreeSet::new(),
             clones: Vec::new(),
             model: Model::new(id, 0),
             stamper: Stamper::new(id),
@@ -139,8 +137,12 @@ impl Disk {
         self.chain.last().map_or("", |name| name)
     }
 
-    /// The file of the present state if it is kept as `state`.
+    /// The file of `state`, which is kept, or will be that of the present state.
     pub(super) fn file_of(&self, state: &str) -> String {
+        let kept = self.states.iter().find(|file| state_in(file) == Some(state));
+        if let Some(kept) = kept {
+            return kept.clone();
+        }
         let active = self.active();
         format!("{}@{state}.qcow2", active.strip_suffix(".qcow2").unwrap_or(active))
     }

@@ -2,7 +2,8 @@
 
 use super::fleet::Fleet;
 use super::frozen::{Frozen, Span};
-use super::order::{Order, What, state_in};
+use super::order::{Order, What};
+use super::state_in;
 use crate::nbd::{Connection, Wish};
 use crate::storm::foreign;
 use crate::storm::stamp::SECTOR;

@@ -23,8 +23,9 @@ pub(super) struct Fleet<'a> {
     queues: u64,
     /// Servers so far.
     servers: u64,
-    /// A command whose end is known when the next server tells which layers there are.
-    pub(super) open: Option<Given>,
+    /// A command whose server was killed: what came of it is known when the next one tells which
+    /// layers there are.
+    pub(super) open: Option<(Given, Ending)>,
 }
 
 /// A command that was given, and what was known then of the disks that it is about.
@@ -62,7 +63,7 @@ impl<'a> Fleet<'a> {
     /// The command that was given last may have taken the image out that the configuration names:
     /// then that names the active layer from now on.
     pub(super) fn follow_merge(&mut self) -> Outcome<bool> {
-        let all = self.open.iter().flat_map(|open| &open.order.disks);
+        let all = self.open.iter().flat_map(|(given, _)| &given.order.disks);
         let left = all.filter(|(number, what)| {
             let disk = &self.disks[*number];
             !disk.is_named_by(&what.leads_to(disk))
@@ -113,8 +114,9 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    /// The chains that the server has lead to what became of a command.
-    pub(super) fn settle(&mut self, given: Given, ending: Ending, what: &str) -> Outcome {
+    /// The chains that the server has lead to what became of a command. Whether it took an image
+    /// out that the configuration names.
+    pub(super) fn settle(&mut self, given: Given, ending: Ending, what: &str) -> Outcome<bool> {
         let Given { order, before } = given;
         let mut group = Vec::new();
         for ((number, what_of_it), before) in order.disks.into_iter().zip(before) {
@@ -139,14 +141,17 @@ impl<'a> Fleet<'a> {
             disk.chain = chain;
             group.push((number, old));
         }
+        let mut is_unnamed = false;
         for (number, _) in &group {
             let disk = &mut self.disks[*number];
             if !disk.is_named_by(&disk.chain) {
+                is_unnamed = true;
                 disk.name_active();
             }
         }
         self.write_config()?;
-        self.tidy(&group)
+        self.tidy(&group)?;
+        Ok(is_unnamed)
     }
 
     /// A user removes what is in no chain any more, and what killed commands left of it.
@@ -184,12 +189,11 @@ impl<'a> Fleet<'a> {
 
     /// A new server has the layers that it has to have, and shows what it has to.
     pub(super) fn judge_start(&mut self) -> Outcome {
+        if let Some((given, ending)) = self.open.take() {
+            self.settle(given, ending, "a server that starts")?;
+        }
         for disk in &mut self.disks {
             disk.exported = None;
-            disk.ended.clear();
-        }
-        if let Some(open) = self.open.take() {
-            self.settle(open, Ending::Open, "a server that starts")?;
         }
         self.judge("a server that starts")
     }

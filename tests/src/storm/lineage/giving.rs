@@ -31,6 +31,8 @@ const REFUSALS: [&str; 7] = [
     "need",
     "is not older than",
 ];
+/// How a server says that the image has left by which a disk is named.
+const LEFT: &str = "has left its chain";
 /// How a client says that a merge did not come to its end.
 const CANCELLED: &str = "the merge was cancelled";
 
@@ -100,21 +102,22 @@ pub(super) fn give(
     match amid {
         Amid::Kill => {
             server.kill(fleet, parties)?;
-            let (_, said) = asking.end()?;
+            let (is_done, said) = asking.end()?;
             fleet.tell(format_args!("  the client said: {}", said.trim()));
             fleet.end_note(&mut given, parties);
-            fleet.open = Some(given);
+            // What was answered stays done.
+            let ending = if is_done { Ending::Done } else { Ending::Open };
+            fleet.open = Some((given, ending));
             return Ok(Left::Killed);
         }
         Amid::Takeover => {
             server = server.take_over(fleet, parties)?;
             let (is_done, said) = asking.end()?;
             fleet.tell(format_args!("  the client said: {}", said.trim()));
-            fleet.end_note(&mut given, parties);
-            // A new server may have been asked, or the old one at its end.
-            let _ = is_done;
             wait_for_job(fleet, number)?;
-            fleet.settle(given, Ending::Open, "after a takeover")?;
+            fleet.end_note(&mut given, parties);
+            let ending = if is_done { Ending::Done } else { Ending::Open };
+            fleet.settle(given, ending, "after a takeover")?;
             interrupt(fleet, number)?;
             return Ok(Left::Serving(server));
         }
@@ -131,7 +134,11 @@ pub(super) fn give(
     fleet.end_note(&mut given, parties);
     server.look()?;
     count(fleet, &what, ending);
-    fleet.settle(given, ending, "after a command")?;
+    let is_unnamed = fleet.settle(given, ending, "after a command")?;
+    if is_unnamed && !server.log().contains(LEFT) {
+        let what = format!("nobody says that the image of a disk has left it: {}", server.log());
+        return Err(Fault::new(Wrong::Silent, what));
+    }
     Ok(Left::Serving(server))
 }
 

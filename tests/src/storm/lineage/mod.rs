@@ -29,6 +29,11 @@ use mica_units::Rng;
 use order::{Asked, Order};
 use server::{Left, Server};
 
+/// The name of a state in that of its file.
+fn state_in(file: &str) -> Option<&str> {
+    file.split_once('@')?.1.strip_suffix(".qcow2")
+}
+
 /// How often the disks are served.
 const LIVES: [u64; 4] = [2, 3, 4, 6];
 

@@ -7,6 +7,7 @@
 
 use super::disk::Disk;
 use super::frozen::Frozen;
+use super::state_in;
 use crate::storm::model::{Model, Sent};
 use mica_units::Rng;
 use std::ops::Range;
@@ -51,11 +52,6 @@ pub(super) enum Ending {
 pub(super) struct Before {
     pub(super) model: Model,
     pub(super) sent: Vec<Sent>,
-}
-
-/// The name of a state in that of its file.
-pub(super) fn state_in(file: &str) -> Option<&str> {
-    file.split_once('@')?.1.strip_suffix(".qcow2")
 }
 
 impl What {
@@ -119,8 +115,7 @@ impl What {
                 disk.exported = (ending == Ending::Done).then_some(file);
             }
             Self::End if ending == Ending::Done => {
-                let ended = disk.exported.take();
-                disk.ended.extend(ended.as_deref().and_then(state_in).map(str::to_owned));
+                disk.exported = None;
             }
             Self::Drop { at } => {
                 let content = disk.frozen.get(&chain[*at]).cloned();
@@ -236,9 +231,12 @@ impl Order {
             }
             Asked::Backup if disk.exported.is_some() => What::End,
             Asked::Backup => {
-                let since = states.last().filter(|_| rng.percent(70));
-                let since = since.and_then(|at| state_in(&disk.chain[*at])).map(str::to_owned);
-                What::Begin { state: disk.new_state(), since }
+                let name = |at: &usize| state_in(&disk.chain[*at]).map(str::to_owned);
+                let mut names: Vec<_> = states.iter().filter_map(name).collect();
+                // One that a server did not end is begun again.
+                let again = if rng.percent(30) { names.pop() } else { None };
+                let since = names.pop().filter(|_| rng.percent(70));
+                What::Begin { state: again.unwrap_or_else(|| disk.new_state()), since }
             }
             Asked::Drop if states.is_empty() => return None,
             Asked::Drop => What::Drop { at: rng.choose(&states) },

@@ -70,6 +70,11 @@ impl Server {
         }
     }
 
+    /// What it has said.
+    pub(super) fn log(&self) -> String {
+        self.0.log()
+    }
+
     pub(super) fn kill(mut self, fleet: &Fleet<'_>, parties: &[Party]) -> Outcome {
         fleet.tell("  killed");
         self.look()?;
@@ -116,7 +121,6 @@ impl Server {
         world.counts.takeovers.add();
         for disk in &mut fleet.disks {
             disk.exported = None;
-            disk.ended.clear();
         }
         Ok(Self(new))
     }
