@@ -105,8 +105,8 @@ pub fn state_of(image: &Path, path: &Path) -> Option<String> {
 pub fn kept_states(image: &Path, layers: &[PathBuf]) -> Vec<(usize, String)> {
     let frozen = layers.get(..layers.len().saturating_sub(1)).unwrap_or_default();
     let state = |position: usize, file: &Path| {
-        let above = layers[position + 1..].iter().map(PathBuf::as_path).chain([image]);
-        let state = above.into_iter().find_map(|layer| state_of(layer, file));
+        let mut above = layers[position + 1..].iter().map(PathBuf::as_path).chain([image]);
+        let state = above.find_map(|layer| state_of(layer, file));
         state.or_else(|| state_named(file).filter(|_| Mark::is_beside(file)))
     };
     let kept = frozen.iter().enumerate();
