@@ -150,7 +150,7 @@ fn expect_no_plain_sector(world: &World, shape: &Shape, written: &[u8]) {
 
 #[test]
 fn luks_image_survives_power_cuts_and_kills_and_has_nothing_in_plain_form() {
-    scenario(12, |world| async move {
+    scenario(6, |world| async move {
         let subject = LuksSubject::new(&world).await;
         let shape = &subject.plain.shape;
         let sectors = shape.initial.len() as u64 / 512;
