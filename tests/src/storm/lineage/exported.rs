@@ -65,7 +65,10 @@ pub(super) fn judge(fleet: &mut Fleet<'_>) -> Outcome {
             .map_err(|error| Fault::new(Wrong::Failed, format!("{error}: {said}")))?;
         let mut is_dirty = vec![false; content.len()];
         for part in told.as_array().into_iter().flatten().filter(|part| part["type"] != 0) {
-            let number = |key: &str| part[key].as_u64().unwrap_or(0) as usize / SECTOR;
+            let number = |key: &str| {
+                let bytes = part[key].as_u64().and_then(|bytes| usize::try_from(bytes).ok());
+                bytes.unwrap_or(0) / SECTOR
+            };
             let (at, len) = (number("offset"), number("length"));
             is_dirty[at..at + len].fill(true);
         }
