@@ -304,7 +304,9 @@ fn states_stay_when_the_layers_above_them_are_merged() {
     world.begin(Some("mon"), "tue").ok();
     let dirty: Vec<_> = world.map("qemu:dirty-bitmap:mon");
     let dirty: Vec<_> = dirty.into_iter().filter(|part| part.2 == 1).collect();
-    assert_eq!(dirty, [(0, 4096, 1), (8192, 4096, 1)]);
+    let is_told = |at: usize| dirty.iter().any(|part| (part.0..part.0 + part.1).contains(&at));
+    assert!(is_told(0) && is_told(4095) && is_told(8192) && is_told(12287), "{dirty:?}");
+    assert!(!is_told(64 << 10), "only a cluster has changed: {dirty:?}");
     world.ctl(&["backup", "end", "disk"]).ok();
     // What a merge would change is refused, served or not.
     let refused = world.ctl(&["commit", "disk", "--base", "disk@mon.qcow2"]).refusal();
