@@ -9,6 +9,7 @@ pub mod command;
 pub mod flag;
 pub mod guest;
 pub mod judge;
+pub mod kept;
 pub mod machine;
 pub mod mica;
 pub mod mounts;

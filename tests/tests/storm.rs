@@ -3,7 +3,8 @@
 //! long form, and replays a failing seed.
 //!
 //! `MICA_STORM_CHAINS` says how many chains, `MICA_STORM_SEED` the seed of the first; volumes have
-//! a test of their own, and `MICA_STORM_VOLUMES` says how many of these seeds.
+//! a test of their own, and `MICA_STORM_VOLUMES` says how many of these seeds; so have disks whose
+//! layers come and go, with `MICA_STORM_LINEAGES`.
 
 use mica_tests::storm::{self, Kinds, Options, Summary};
 use mica_tests::{mica, tools};
@@ -11,6 +12,7 @@ use std::time::Duration;
 
 const CHAINS: u64 = 24;
 const VOLUMES: u64 = 16;
+const LINEAGES: u64 = 3;
 /// No seed about volumes is begun after this.
 const VOLUMES_LIMIT: Duration = Duration::from_secs(45);
 
@@ -41,12 +43,26 @@ fn random_chains_hold_what_they_must_whatever_happens_to_them() {
     if !tools::present(&storm::TOOLS) {
         return;
     }
-    let kinds = Kinds::parse(&[], &["volume".to_owned()]).expect("it is a kind");
+    let others = ["volume", "lineage"].map(str::to_owned);
+    let kinds = Kinds::parse(&[], &others).expect("they are kinds");
     let options = options(number("MICA_STORM_CHAINS", CHAINS), None, kinds);
     let summary = found_nothing(&options);
     let counts = &summary.counts;
     assert_eq!(counts.chains.get(), options.chains);
     assert!(counts.lives.get() >= options.chains && counts.reads.get() > 0, "{counts:?}");
+}
+
+#[test]
+fn layers_that_come_and_go_hold_what_they_must() {
+    if !tools::present(&storm::TOOLS) {
+        return;
+    }
+    let kinds = Kinds::parse(&["lineage".to_owned()], &[]).expect("it is a kind");
+    let summary = found_nothing(&options(number("MICA_STORM_LINEAGES", LINEAGES), None, kinds));
+    let counts = &summary.counts;
+    assert!(counts.lineages.get() > 0 && counts.lives.get() > counts.lineages.get(), "{counts:?}");
+    let layers = counts.layers.get() + counts.states.get() + counts.merges.get();
+    assert!(layers > 0 && counts.checks.get() > 0, "{counts:?}");
 }
 
 #[test]

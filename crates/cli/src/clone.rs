@@ -12,7 +12,9 @@ use mica_block::Images;
 use mica_qcow2::read_header;
 use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_stack::{FileImages, Format, base_name, refuse_merged, sync_folder_of, wait_for_dead};
+use mica_stack::{
+    FileImages, Format, base_name, is_frozen, refuse_merged, sync_folder_of, wait_for_dead,
+};
 use mica_units::SECTOR_BYTES;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -93,7 +95,9 @@ async fn base_facts(args: &CloneArgs, format: Format) -> Result<(u64, bool), Fai
         return Ok((len.next_multiple_of(SECTOR_BYTES), true));
     }
     let header = read_header(&*image.store).await.map_err(named)?;
-    if header.incompatible.dirty || header.autoclear.unknown != 0 {
+    let is_in_use = header.incompatible.dirty || header.autoclear.unknown != 0;
+    // Whoever was killed while it was frozen has left nothing that is missing from it.
+    if is_in_use && !matches!(is_frozen(&args.base, args.images.image_options()?).await, Ok(true)) {
         let what = "was not closed by its writer: open it for writing once, or run `mica check -r \
                     all`, before it is cloned";
         return Err(Failure::new(format!("{} {what}", args.base.display())));

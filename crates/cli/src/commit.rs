@@ -8,7 +8,7 @@ use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
-use mica_stack::{MergeMarks, check_no_overlays, settle_marks, state_of};
+use mica_stack::{MergeMarks, check_no_overlays, kept_states, settle_marks};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -58,15 +58,11 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             }
             let (above, below) = layers[lowest..].split_last().expect("there are two");
             let changed = &layers[lowest..];
-            let state = |(at, layer): (usize, &PathBuf)| {
-                let above = changed[at + 1..].iter();
-                above.into_iter().find_map(|image| Some((state_of(image, layer)?, layer.clone())))
-            };
-            if let Some((state, layer)) = changed.iter().enumerate().find_map(state) {
+            if let Some((at, state)) = kept_states(above, changed).first() {
                 return Err(Failure::new(format!(
                     "{} keeps the state {state:?}, which the merge would change: name another base \
                      with -b, or use `mica rebase`",
-                    layer.display()
+                    changed[*at].display()
                 )));
             }
             // Whoever makes an image on one of them sees that, or is found now.

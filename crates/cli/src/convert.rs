@@ -243,11 +243,14 @@ fn copy(
     let len = source.geometry().len;
     let progress = Progress::start(len, args.new.report.progress(args.new.progress));
     if stream::is_stream(&args.target) {
+        if is_encrypted {
+            warn_of_plain(Path::new("the stream"));
+        }
         stream::convert(executor, &*source, &progress)?;
     } else if args.no_create || format == Format::Raw && is_block_device(&args.target) {
         refuse_creation_options(args)?;
         let job = existing::Onto { args, format, executor, sparse };
-        job.convert(source, &sources, &progress)?;
+        job.convert((source, is_encrypted), &sources, &progress)?;
     } else if format == Format::Raw {
         if is_encrypted {
             warn_of_plain(&args.target);

@@ -18,7 +18,7 @@ use mica_stack::MergeMarks;
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -85,6 +85,8 @@ impl Merge {
 pub(crate) struct Job {
     number: u64,
     disk: String,
+    /// The image by which the disk was named.
+    named: PathBuf,
     kind: &'static str,
     began: Instant,
     /// Bytes a second at most; 0 if there is no limit.
@@ -138,13 +140,13 @@ impl Told {
 }
 
 impl Job {
-    /// Begins `merge` of `disk`, which is called `name`, at `rate` bytes a second at most if that
-    /// is not 0.
+    /// Begins `merge` of `disk`, which is called `name` and was named by the image `named`, at
+    /// `rate` bytes a second at most if that is not 0.
     ///
     /// # Errors
     /// `Unsupported` if the disk is no chain that is written; if the system refuses a thread.
     pub(crate) fn start(
-        name: &str,
+        (name, named): (&str, &Path),
         disk: Arc<dyn Manage>,
         merge: Merge,
         rate: u64,
@@ -156,6 +158,7 @@ impl Job {
         let job = Arc::new(Self {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             disk: name.to_owned(),
+            named: named.to_owned(),
             kind: merge.kind(),
             began: now(),
             rate,
@@ -194,6 +197,9 @@ impl Job {
             // The merge itself is done, and durable.
             tracing::warn!(disk = self.disk, %error, "the mark of a frozen layer is out of date");
         }
+        if let Merged::Done { dropped, .. } = &merged {
+            self.tell_if_unnamed(&disk.layer_paths(), dropped);
+        }
         if let (Merged::Done { .. }, Some(file)) = (&merged, file)
             && let Err(error) = mica_stack::remove_state(&file)
         {
@@ -202,6 +208,21 @@ impl Job {
             tracing::warn!(disk, %file, %error, "the file of the state has to be removed");
         }
         Ok(merged)
+    }
+
+    /// Nothing leads from a layer that is `dropped` to those that the disk has now: what it shows
+    /// is not what the disk shows, and whoever names it is told so only when it is opened.
+    fn tell_if_unnamed(&self, layers: &[PathBuf], dropped: &[PathBuf]) {
+        if let Some(active) = layers.last()
+            && mica_stack::position_of(dropped, &self.named).is_some()
+        {
+            let (named, active) = (self.named.display(), active.display());
+            tracing::warn!(
+                disk = self.disk,
+                "{named}, by which the disk is named, has left its chain: a configuration has to \
+                 name {active} before the next start"
+            );
+        }
     }
 
     fn end(&self, outcome: Result<Merged>) {

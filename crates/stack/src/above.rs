@@ -97,6 +97,16 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
     Err(Error::new(ErrorKind::Limit, what))
 }
 
+/// Whether the qcow2 image that the user `named` is a frozen layer, above which the writing goes
+/// on. It shows all that it has to then, even if its writer was killed before it closed it
+/// (`qcow2/src/chain/push.rs`, I5).
+///
+/// # Errors
+/// As for opening the images; `Denied` if it cannot be told.
+pub async fn is_frozen(named: &Path, options: ImageOptions) -> Result<bool> {
+    Ok(active_layer(named, options).await?.path != named)
+}
+
 /// Makes durable that these `layers` are closed, before anything is written above them (I4).
 fn settle(layers: &[PathBuf]) -> Result<()> {
     layers.iter().try_for_each(|path| {

@@ -2,7 +2,8 @@
 //! overlay of it takes the first.
 //!
 //! A state Y of `disk.qcow2` is kept as `disk@Y.qcow2` beside it. Nothing else says that it is one:
-//! the names of a chain's layers are all that is known of its states.
+//! the names of a chain's layers, and that they are marked as frozen, are all that is known of its
+//! states ([`kept_states`]).
 //!
 //! ```text
 //! step                                   what a crash leaves (the process's, or the power's)
@@ -49,6 +50,8 @@ use std::sync::{Arc, OnceLock};
 /// Longest name of a file with a state: with what is added for its sidecar, and for the overlay
 /// before it has its name, it must stay within 255 bytes.
 const NAME_BYTES_MAX: usize = 240;
+/// What stands before a state in the name of its file.
+const BEFORE_STATE: char = '@';
 
 /// The files of a disk one of whose states is to be kept.
 pub struct Keeping {
@@ -94,6 +97,40 @@ pub fn state_of(image: &Path, path: &Path) -> Option<String> {
     (!state.is_empty()).then(|| state.to_owned())
 }
 
+/// The states that are kept in the `layers` of a chain, from the base: the position of each, and
+/// its name. The active layer, which is the last one, is also at `image`.
+///
+/// The layer that a state is named after may have been merged since: then only a layer that was
+/// frozen beneath another one keeps a state, and not any file that has such a name.
+pub fn kept_states(image: &Path, layers: &[PathBuf]) -> Vec<(usize, String)> {
+    let frozen = layers.get(..layers.len().saturating_sub(1)).unwrap_or_default();
+    let state = |position: usize, file: &Path| {
+        let mut above = layers[position + 1..].iter().map(PathBuf::as_path).chain([image]);
+        let state = above.find_map(|layer| state_of(layer, file));
+        state.or_else(|| state_named(file).filter(|_| Mark::is_beside(file)))
+    };
+    let kept = frozen.iter().enumerate();
+    kept.filter_map(|(position, file)| Some((position, state(position, file)?))).collect()
+}
+
+/// The state in the name of `file`, whatever it is the state of: of an image that is there still,
+/// or of which a mark is left, if one of them fits.
+fn state_named(file: &Path) -> Option<String> {
+    let (name, back) = (file.file_stem()?.to_str()?, around(file).1);
+    let mut splits = name.match_indices(BEFORE_STATE).filter_map(|(at, _)| {
+        let (front, state) = (name.get(..at)?, name.get(at + BEFORE_STATE.len_utf8()..)?);
+        (!front.is_empty() && !state.is_empty()).then_some((front, state))
+    });
+    let was_there = |(front, _): &(&str, &str)| {
+        let mut image = OsString::from(front);
+        image.push(&back);
+        let image = file.with_file_name(image);
+        image.exists() || Mark::is_beside(&image)
+    };
+    let found = splits.clone().find(was_there).or_else(|| splits.next());
+    found.map(|(_, state)| state.to_owned())
+}
+
 /// Before the disk at `image`, whose chain has these `layers`, is written again: makes its name
 /// durable, if states of it are kept. The process that kept the last of them may have died before
 /// it did that, and what is flushed from now on has to be found under that name.
@@ -134,7 +171,7 @@ fn open_folder(folder: &Path) -> Result<OwnedFd> {
 /// What stands before and after a state in the name of its file.
 fn around(image: &Path) -> (OsString, OsString) {
     let mut front = image.file_stem().unwrap_or_default().to_owned();
-    front.push("@");
+    front.push(BEFORE_STATE.encode_utf8(&mut [0; 4]));
     let mut back = OsString::new();
     if let Some(ending) = image.extension() {
         back.push(".");
@@ -373,6 +410,28 @@ mod tests {
         for bad in ["", "a/b", "a\n", &"x".repeat(250)] {
             assert!(kept_path(image, bad).is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn states_stay_when_what_they_are_named_after_has_left_the_chain() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in ["a@b.qcow2", "base@12.qcow2", "web@v2@mon.qcow2", "web@v2@x@y.qcow2", "top"] {
+            fs::write(at(name), "layer").unwrap();
+        }
+        let names = ["base@12.qcow2", "a@b.qcow2", "web@v2@mon.qcow2", "web@v2@x@y.qcow2", "top"];
+        let layers = names.map(at).to_vec();
+        let kept = |image: &str| {
+            let kept = kept_states(&at(image), &layers).into_iter();
+            kept.map(|(position, state)| format!("{position} {state}")).collect::<Vec<_>>()
+        };
+        assert_eq!(kept("a.qcow2"), ["1 b"]);
+        // Nobody froze the base, and the image of two of them was merged.
+        for name in ["a@b.qcow2", "web@v2@mon.qcow2", "web@v2@x@y.qcow2"] {
+            Mark::put(&at(name), &at("top")).unwrap();
+        }
+        fs::write(at("web@v2.qcow2.mica-above"), "above: top\n").unwrap();
+        assert_eq!(kept("top"), ["1 b", "2 mon", "3 x@y"]);
     }
 
     #[test]

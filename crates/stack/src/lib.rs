@@ -39,7 +39,7 @@ mod volumes;
 mod window;
 mod written;
 
-pub use above::settle_marks;
+pub use above::{is_frozen, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use encrypted::encrypted_as;
@@ -47,7 +47,7 @@ pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use joined::Joined;
-pub use keep::{Keeping, kept_path, remove_state, settle_names, state_of};
+pub use keep::{Keeping, kept_path, kept_states, remove_state, settle_names, state_of};
 pub use may_write::MayWrite;
 pub use merged::{MergeMarks, refuse_merged};
 pub use new_layer::{NewLayer, NewLayerWish};

@@ -88,6 +88,14 @@ impl Mark {
         }
     }
 
+    /// Whether there is a file where a mark of `layer`, which may be gone, would be. Nothing is
+    /// followed on that.
+    pub(crate) fn is_beside(layer: &Path) -> bool {
+        let mut at = layer.as_os_str().to_owned();
+        at.push(SUFFIX);
+        Path::new(&at).symlink_metadata().is_ok()
+    }
+
     /// Removes the mark of `layer`, if it has one.
     ///
     /// # Errors

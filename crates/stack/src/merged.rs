@@ -174,6 +174,9 @@ pub fn refuse_merged(base: &Path) -> Result<()> {
             into.display()
         ),
     };
+    // Both may be of a merge of which nothing else is known any more.
+    let mark = place(base, SUFFIX)?;
+    let what = format!("{what}; {} says so, to be removed if it is out of date", mark.display());
     Err(Error::new(ErrorKind::Denied, what))
 }
 

@@ -139,11 +139,15 @@ impl RawDisk {
         Ok(writer)
     }
 
-    /// Makes the part by which the store grew from `before` to `len` read as zeros, or truncates it
-    /// again.
-    async fn zero_new(&self, before: u64, len: u64) -> Result<()> {
+    /// Makes the store, whose length is `before`, `len` bytes long; the new part reads as zeros, or
+    /// is truncated again.
+    ///
+    /// Where unwritten bytes read as anything, the store grows with the zeros that are written, and
+    /// not before: a file that is cut off by a power cut may be shorter then, but has no part that
+    /// nobody wrote.
+    async fn extend(&self, before: u64, len: u64) -> Result<()> {
         if self.store.reads_unwritten_as_zeros() {
-            return Ok(());
+            return self.store.set_len(len).await;
         }
         let zeroed = write_out_zeroes(&*self.store, before, len - before).await;
         if zeroed.is_err() {
@@ -303,8 +307,7 @@ impl Manage for RawDisk {
                 // Whoever extended it has already put the right contents there.
                 let before = self.store.len()?;
                 if before < len {
-                    self.store.set_len(len).await?;
-                    self.zero_new(before, len).await?;
+                    self.extend(before, len).await?;
                 }
                 self.flush().await
             };

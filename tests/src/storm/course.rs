@@ -4,7 +4,7 @@ use super::kinds::{Kind, Kinds};
 use super::place::Places;
 use super::story::Outcome;
 use super::world::World;
-use super::{chain, deep, life, power_cut, rest, shared, volumes};
+use super::{chain, deep, life, lineage, power_cut, rest, shared, volumes};
 use anyhow::{Result, ensure};
 use mica_units::Rng;
 
@@ -13,7 +13,9 @@ const SHARES: [(Kind, usize); 4] =
     [(Kind::Chain, 76), (Kind::Shared, 14), (Kind::PowerCut, 4), (Kind::Deep, 6)];
 /// And how many of all are about volumes: what the others are about does not depend on that.
 const VOLUMES_PERCENT: u64 = 12;
-/// And beneath how many of those the power is cut.
+/// And how many are about layers that come and go.
+const LINEAGES_PERCENT: u64 = 11;
+/// And beneath how many of those about volumes the power is cut.
 const VOLUMES_CUT_PERCENT: u64 = 15;
 /// How often a chain is served.
 const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
@@ -23,9 +25,15 @@ const PART: u64 = 1 << 32;
 /// What the seed is about.
 fn of(seed: u64, kinds: &Kinds) -> Kind {
     let has_others = SHARES.iter().any(|(kind, _)| kinds.has(*kind));
-    let is_volume = Rng::for_part(seed, PART + 1).percent(VOLUMES_PERCENT) || !has_others;
+    let has_lineages = kinds.has(Kind::Lineage);
+    let is_lone = !has_others && !has_lineages;
+    let is_volume = Rng::for_part(seed, PART + 1).percent(VOLUMES_PERCENT) || is_lone;
     if is_volume && kinds.has(Kind::Volume) {
         return Kind::Volume;
+    }
+    let is_lineage = Rng::for_part(seed, PART + 3).percent(LINEAGES_PERCENT) || !has_others;
+    if is_lineage && has_lineages {
+        return Kind::Lineage;
     }
     let all = SHARES.into_iter().filter(|(kind, _)| kinds.has(*kind));
     let all: Vec<_> = all.flat_map(|(kind, share)| std::iter::repeat_n(kind, share)).collect();
@@ -36,7 +44,7 @@ fn of(seed: u64, kinds: &Kinds) -> Kind {
 pub(super) fn check(kinds: &Kinds, places: &Places) -> Result<()> {
     let is_possible = |kind: Kind| kind != Kind::PowerCut || places.power_lack().is_none();
     let has_course = SHARES.iter().any(|(kind, _)| kinds.has(*kind) && is_possible(*kind))
-        || kinds.has(Kind::Volume);
+        || [Kind::Volume, Kind::Lineage].iter().any(|kind| kinds.has(*kind));
     let why = places.power_lack().unwrap_or("all courses are left out");
     ensure!(has_course, "nothing to do: {why}");
     Ok(())
@@ -50,6 +58,7 @@ pub(super) fn run(world: World<'_>, rng: &mut Rng) -> Outcome {
         Kind::PowerCut if world.places.power_lack().is_none() => power_cut::storm(&world, rng),
         Kind::Deep => deep::storm(&world, rng),
         Kind::Shared => shared::storm(world, rng),
+        Kind::Lineage => lineage::storm(world, rng),
         Kind::Volume if cuts_power(&world) => power_cut::storm_of_volume(&world, rng),
         Kind::Volume => volumes::storm(&world, rng),
         _ => of_chain(world, rng),

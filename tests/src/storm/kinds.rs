@@ -50,6 +50,8 @@ kinds! {
     Deep = "deep", Course;
     /// Volumes in a store, served by two hosts (one seed in eight)
     Volume = "volume", Course;
+    /// Layers that come and go while their disks are served (one seed in nine)
+    Lineage = "lineage", Course;
     /// Clusters below 4 KiB, whose tables are tiny
     Tiny = "tiny", Shape;
     /// Subclusters
@@ -137,6 +139,14 @@ kinds! {
     Threads = "threads", Event;
     /// mica reads the image while nobody serves it
     Read = "read", Event;
+    /// Snapshots of chains that are served, single and in groups
+    LiveSnapshot = "live-snapshot", Event;
+    /// Merges of the layers of served chains, up and down, which rest and are cancelled
+    Merge = "merge", Event;
+    /// States of served chains that are kept for backups, exported, and dropped
+    Backup = "backup", Event;
+    /// Clones of frozen layers
+    Clone = "clone", Event;
     /// SIGKILL of a verb of volumes
     KillVerb = "kill-verb", Event;
     /// Another host takes a volume, by force or as it was handed it

@@ -21,6 +21,7 @@
 use super::stamp::SECTOR;
 use super::stamp::{self, Seen, Seq, Writer};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Which contents are right.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -85,6 +86,16 @@ pub(super) struct Bad {
     pub(super) writer: Writer,
 }
 
+/// A change that was sent while they were recorded.
+#[derive(Clone, Debug)]
+pub(super) struct Sent {
+    pub(super) range: Range<u64>,
+    pub(super) seq: Seq,
+    /// A tick before it was sent, and one after its answer: those of all disks are in order.
+    pub(super) sent: u64,
+    pub(super) answered: Option<u64>,
+}
+
 /// What a disk may hold.
 #[derive(Clone, Debug)]
 pub(super) struct Model {
@@ -94,12 +105,15 @@ pub(super) struct Model {
     dirty: Vec<u32>,
     /// Acknowledgements so far.
     acks: u64,
+    /// What is sent, while that is recorded.
+    recorded: Option<Vec<Sent>>,
 }
 
 impl Model {
     /// A disk of zeros of `sectors` sectors.
     pub(super) fn new(disk: u64, sectors: u64) -> Self {
-        let mut model = Self { disk, sectors: Vec::new(), dirty: Vec::new(), acks: 0 };
+        let (sectors_of, dirty) = (Vec::new(), Vec::new());
+        let mut model = Self { disk, sectors: sectors_of, dirty, acks: 0, recorded: None };
         model.resize(sectors);
         model
     }
@@ -120,7 +134,23 @@ impl Model {
         &mut self.sectors[index(range.start)..index(range.end)]
     }
 
+    /// Records what is sent from now on; what was known before that.
+    pub(super) fn record(&mut self) -> Self {
+        let before = self.clone();
+        self.recorded = Some(Vec::new());
+        before
+    }
+
+    /// What was recorded; no more is.
+    pub(super) fn recorded(&mut self) -> Vec<Sent> {
+        self.recorded.take().unwrap_or_default()
+    }
+
     fn push(&mut self, range: &Range<u64>, version: Version) {
+        if let Some(recorded) = &mut self.recorded {
+            let (range, seq) = (range.clone(), version.seq);
+            recorded.push(Sent { range, seq, sent: tick(), answered: None });
+        }
         for sector in range.clone() {
             let one = &mut self.sectors[index(sector)];
             if one.later.is_empty() {
@@ -144,6 +174,10 @@ impl Model {
     pub(super) fn acknowledge(&mut self, range: &Range<u64>, seq: Seq, durable: bool) {
         self.acks += 1;
         let acks = self.acks;
+        let mut recorded = self.recorded.iter_mut().flatten().rev();
+        if let Some(sent) = recorded.find(|sent| sent.seq == seq && sent.range == *range) {
+            sent.answered = Some(tick());
+        }
         for sector in self.range(range) {
             let Some(at) = sector.later.iter().rposition(|version| version.seq == seq) else {
                 continue;
@@ -300,6 +334,12 @@ impl Model {
         }
         is_lost
     }
+}
+
+/// A number that is greater than those that were given out before.
+fn tick() -> u64 {
+    static TICKS: AtomicU64 = AtomicU64::new(1);
+    TICKS.fetch_add(1, Ordering::SeqCst)
 }
 
 fn index(sector: u64) -> usize {

@@ -52,6 +52,10 @@ pub enum Wrong {
     Looked,
     /// A server has other disks than it was told to have.
     Members,
+    /// A disk has other layers, or keeps other states, than it may.
+    Layers,
+    /// A change since a state is not told.
+    Untold,
     /// A configuration does not have what was saved.
     Configuration,
     /// The storm's own trouble.
@@ -83,6 +87,8 @@ impl Wrong {
             Self::Looked => "not safe from others",
             Self::Unusable => "unusable by QEMU",
             Self::Members => "other disks than were asked for",
+            Self::Layers => "other layers than it may have",
+            Self::Untold => "a change that is not told",
             Self::Configuration => "configuration is not what was saved",
             Self::Trouble => "trouble of the storm",
         }
@@ -151,6 +157,8 @@ counts! {
     deep = "  of 100 to 1,000 layers";
     /// Volumes in stores.
     volumes = "  of volumes";
+    /// Disks whose layers come and go.
+    lineages = "  of layers that come and go";
     /// Chains whose logs have little memory.
     small_logs = "  with logs of little memory";
     /// Lives of servers.
@@ -192,6 +200,18 @@ counts! {
     commits = "commits";
     /// Internal snapshots made, gone back to, or deleted.
     snapshots = "internal snapshots";
+    /// Layers that served disks got.
+    layers = "live snapshots";
+    /// States that were kept for backups.
+    states = "states kept";
+    /// Merges of layers, states that were dropped included.
+    merges = "live merges";
+    /// Those that did not come to their end.
+    merges_cancelled = "  cancelled";
+    /// Commands that were refused, since a state or a clone was in the way.
+    layers_refused = "commands refused, as they may be";
+    /// Clones of frozen layers.
+    clones = "clones";
     /// Copies put back.
     copies = "copies put back";
     /// Times that the index of a chain was damaged, or removed.

@@ -1,6 +1,6 @@
 //! Bad days: kills, full disks, two at once, damage.
 
-use crate::world::restored;
+use crate::restored::restored;
 use mica_tests::command::{self, Finished};
 use mica_tests::{judge, mica, tools};
 use rustix::fs::{FlockOperation, flock};

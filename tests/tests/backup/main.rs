@@ -3,5 +3,5 @@
 mod damage;
 mod night;
 mod offline;
+mod restored;
 mod served;
-mod world;

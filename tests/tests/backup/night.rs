@@ -4,7 +4,8 @@
 //! `MICA_BACKUPS` is how many full backups there are, each of a disk of its own; `MICA_BACKUP_SEED`
 //! is where random numbers begin.
 
-use crate::world::{World, restored};
+use crate::restored::restored;
+use mica_tests::kept::World;
 use mica_tests::{clock, judge, mica};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -26,7 +27,7 @@ fn night_after_night_every_state_is_given_back() {
     let incrementals = INCREMENTAL[usize::from(disks >= MANY)];
     let (mut full, mut incremental, mut kills) = (0, 0, 0);
     for number in 0..disks {
-        let Some(mut world) = World::new(seed + number) else { return };
+        let Some(mut world) = World::new(seed + number, &[]) else { return };
         let mut states = Vec::new();
         for night in 0..=incrementals {
             let state = format!("n{night}");

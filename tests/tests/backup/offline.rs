@@ -1,6 +1,7 @@
 //! States of images that nobody serves.
 
-use crate::world::{raw, restored};
+use crate::restored::restored;
+use mica_tests::kept::raw;
 use mica_tests::{command, judge, mica, qemu, tools};
 use std::fs;
 use std::path::Path;

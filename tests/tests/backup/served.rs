@@ -1,13 +1,14 @@
 //! States of a disk that is served: over NBD, and from their files, while a guest writes on.
 
-use crate::world::{World, raw, restored};
+use crate::restored::restored;
+use mica_tests::kept::{World, raw};
 use mica_tests::server::Server;
 use mica_tests::{command, judge, mica, qemu, tools};
 use std::process::Command;
 
 #[test]
 fn kept_states_are_backed_up_over_nbd_and_from_their_files() {
-    let Some(mut world) = World::new(3) else { return };
+    let Some(mut world) = World::new(3, &[]) else { return };
     let folders = ["nbd", "files"];
     for round in 0..4 {
         let mut guest = world.guest();
@@ -44,7 +45,7 @@ fn kept_states_are_backed_up_over_nbd_and_from_their_files() {
 
 #[test]
 fn reader_that_dies_over_nbd_goes_on() {
-    let Some(mut world) = World::new(5) else { return };
+    let Some(mut world) = World::new(5, &[]) else { return };
     let mut guest = world.guest();
     (0..300).for_each(|_| world.change(&mut guest));
     world.begin(None, "mon").ok();
@@ -106,7 +107,7 @@ fn bitmaps_of_other_servers_say_what_changed() {
 /// States that are dropped leave what the disk shows, and other states, as they are.
 #[test]
 fn dropped_states_leave_the_others_as_they_are() {
-    let Some(mut world) = World::new(7) else { return };
+    let Some(mut world) = World::new(7, &[]) else { return };
     let mut states = Vec::new();
     for state in ["a", "b", "c", "d"] {
         let mut guest = world.guest();

@@ -249,6 +249,33 @@ fn what_cannot_be_encrypted_is_refused() {
 
 /// Keys come and go, and the last one only if it is to.
 #[test]
+fn copies_in_plain_form_are_named_and_encrypted_ones_are_not() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let room = Room::new();
+    room.qemu("disk.qcow2", "", &["disk.qcow2", "1M"]);
+    let [disk, secret] = ["disk.qcow2", "s"].map(|name| room.path(name));
+    let warned = |args: &[&str]| {
+        let said = mica::run(args.iter().chain(&["--secret", &secret]));
+        assert!(said.status.success(), "{said}");
+        said.stderr.lines().filter(|line| line.contains("is not encrypted")).count()
+    };
+    let [copies, others, plain, block, luks] =
+        ["copies", "others", "plain.qcow2", "block.raw", "luks.qcow2"].map(|name| room.path(name));
+    assert_eq!(warned(&["backup", &disk, &copies]), 1);
+    assert_eq!(warned(&["backup", &disk, "-"]), 1);
+    assert_eq!(warned(&["dd", &format!("if={disk}"), &format!("of={block}"), "bs=64k"]), 1);
+    assert_eq!(warned(&["convert", "-O", "qcow2", &disk, &plain]), 1);
+    assert_eq!(warned(&["convert", "-n", "-O", "qcow2", &disk, &plain]), 1);
+    let encrypted = ["-o", "encrypt.format=luks,encrypt.iter-time=10"];
+    let convert = [&["convert", "-O", "qcow2"], &encrypted[..], &[&disk, &luks]].concat();
+    assert_eq!(warned(&convert), 0);
+    assert_eq!(warned(&["convert", "-n", "-O", "qcow2", &disk, &luks]), 0);
+    assert_eq!(warned(&["backup", &plain, &others]), 0);
+}
+
+#[test]
 fn keys_are_added_and_removed() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;

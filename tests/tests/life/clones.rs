@@ -82,4 +82,21 @@ fn what_is_being_written_is_not_cloned_but_what_a_snapshot_froze_is() {
     qemu::io(folder, &[], "web.qcow2", &["read -P 2 0 1M", "read -P 1 1M 3M"]);
     qemu::io(folder, &[], "vm-2.qcow2", &["read -P 1 0 1M", "read -P 3 1M 1M"]);
     qemu::io(folder, &["-r"], "vm.qcow2", &["read -P 1 0 4M"]);
+    // A server that is killed while it freezes a layer may leave it as if it were written. Another
+    // one goes on above it, and it lacks nothing; what is written is not known to be whole.
+    for (image, is_cloned) in [("vm.qcow2", true), ("vm-2.qcow2", false)] {
+        name_a_log(&folder.join(image));
+        let made = clone(folder, &[], image, &format!("late-{image}"));
+        assert_eq!(made.status.success(), is_cloned, "{made}");
+    }
+    qemu::io(folder, &[], "late-vm.qcow2", &["read -P 1 0 4M"]);
+}
+
+/// The header of an image says that its writer keeps a log.
+fn name_a_log(image: &Path) {
+    /// The upper half of the autoclear bits, none of which QEMU knows.
+    const AUTOCLEAR_AT: usize = 88;
+    let mut bytes = fs::read(image).expect("read");
+    bytes[AUTOCLEAR_AT..AUTOCLEAR_AT + 4].fill(1);
+    fs::write(image, bytes).expect("written");
 }

@@ -1,114 +1,57 @@
 //! Backups of chains that are served: states are kept and exported while clients write on, and
 //! neither a server nor a reader that is killed loses the place.
 
-use mica_tests::command::Finished;
+use mica_tests::kept::{self, LEN, command};
 use mica_tests::server::Server;
 use mica_tests::{clock, judge, mica, nbd, qemu, tools};
 use std::fs;
 use std::io::{Read, Write};
+use std::ops::{Deref, DerefMut};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use tempfile::TempDir;
 
-const LEN: usize = 8 << 20;
 /// Beyond this the disk is written while a backup begins, by a client that nobody waits for.
 const QUIET: usize = LEN / 2;
 
-/// A server of a chain of two layers, `disk`, which can be killed and started again.
-struct World {
-    dir: TempDir,
-    server: Option<Server>,
-    /// What the guest wrote into the quiet part.
-    model: Vec<u8>,
-    random: u64,
+/// A disk whose states are kept, and what is exported of them.
+struct World(kept::World);
+
+impl Deref for World {
+    type Target = kept::World;
+
+    fn deref(&self) -> &kept::World {
+        &self.0
+    }
+}
+
+impl DerefMut for World {
+    fn deref_mut(&mut self) -> &mut kept::World {
+        &mut self.0
+    }
 }
 
 impl World {
     fn new() -> Option<Self> {
-        let judges = [tools::QEMU_IMG, tools::QEMU_IO, tools::NBDINFO, tools::NBDCOPY];
-        if !tools::present(&judges) {
-            return None;
-        }
-        let dir = tempfile::tempdir().expect("a folder");
-        qemu::create(dir.path(), "base.qcow2", &[], &LEN.to_string());
-        qemu::io(dir.path(), &[], "base.qcow2", &["write -P 7 1M 2M"]);
-        qemu::overlay(dir.path(), "disk.qcow2", "base.qcow2", &[]);
-        let mut model = vec![0; LEN];
-        model[1 << 20..3 << 20].fill(7);
-        let mut world = Self { dir, server: None, model, random: 1 };
-        world.start();
-        Some(world)
-    }
-
-    fn start(&mut self) {
-        // The process that is dead by now may have the image locked for a moment.
-        let control = self.control().display().to_string();
-        let image = self.dir.path().join("disk.qcow2");
-        let server = Server::mica_writable(&image, "qcow2", &["--control", &control]);
-        self.server = Some(server.expect("served"));
-    }
-
-    fn kill(&mut self) {
-        drop(self.server.take());
+        let mut world = kept::World::new(1, &[tools::NBDINFO, tools::NBDCOPY])?;
+        world.end = QUIET;
+        Some(Self(world))
     }
 
     fn control(&self) -> PathBuf {
-        self.dir.path().join("control")
+        self.path("control")
     }
 
     fn backup_socket(&self) -> PathBuf {
-        self.dir.path().join("backup")
-    }
-
-    fn ctl(&self, verb: &[&str]) -> Finished {
-        let control = self.control().display().to_string();
-        mica::run(["ctl", "--control", &control, "--output", "json"].iter().chain(verb))
-    }
-
-    fn begin(&self, since: Option<&str>, state: &str) -> Finished {
-        let socket = self.backup_socket().display().to_string();
-        let mut verb = vec!["backup", "begin", "disk", "--as", state, "--nbd", &socket];
-        verb.extend(since.iter().flat_map(|since| ["--since", since]));
-        self.ctl(&verb)
-    }
-
-    fn draw(&mut self, below: u64) -> u64 {
-        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (self.random >> 33) % below
-    }
-
-    /// A client of the disk.
-    fn guest(&self) -> nbd::Connection {
-        let server = self.server.as_ref().expect("it runs");
-        server.connect(&nbd::Wish::default()).expect("served")
-    }
-
-    /// Writes, zeroes or discards something of the quiet part.
-    fn change(&mut self, guest: &mut nbd::Connection) {
-        const WRITE_ZEROES: u16 = 6;
-        let len = 512 * usize::try_from(1 + self.draw(64)).expect("fits");
-        let at = 512 * usize::try_from(self.draw((QUIET - len) as u64 / 512)).expect("fits");
-        if self.draw(4) == 0 {
-            command(guest, WRITE_ZEROES, at, len, &[]);
-            self.model[at..at + len].fill(0);
-        } else {
-            let byte = u8::try_from(1 + self.draw(255)).expect("fits");
-            command(guest, nbd::CMD_WRITE, at, len, &vec![byte; len]);
-            self.model[at..at + len].fill(byte);
-        }
+        self.path("backup")
     }
 
     /// What is exported for the backup, read by a client.
     fn export(&self) -> nbd::Connection {
         let wish = nbd::Wish::default();
         nbd::Connection::open(&self.backup_socket(), "disk", &wish).expect("exported")
-    }
-
-    fn uri(&self) -> String {
-        format!("nbd+unix:///disk?socket={}", self.backup_socket().display())
     }
 
     /// The parts of the export for which the context says something, as nbdinfo tells them.
@@ -144,22 +87,6 @@ impl World {
             blocks.map(|block| (number(block, "byte_offset"), number(block, "size_bytes")));
         (blocks.collect(), answer["next_byte_offset"].as_u64())
     }
-
-    /// The state, as QEMU reads its file.
-    fn state(&self, state: &str) -> Vec<u8> {
-        let file = format!("disk@{state}.qcow2");
-        qemu::img(self.dir.path(), ["convert", "-O", "raw", &file, "state.raw"]).ok();
-        fs::read(self.dir.path().join("state.raw")).expect("converted")
-    }
-}
-
-/// One request that changes a disk, and its answer.
-fn command(client: &mut nbd::Connection, command: u16, at: usize, len: usize, payload: &[u8]) {
-    let request = nbd::request(command, 0, 1, at as u64, u32::try_from(len).expect("fits"));
-    client.stream.write_all(&[&request[..], payload].concat()).expect("sent");
-    let mut reply = [0; nbd::SIMPLE_REPLY_BYTES];
-    client.stream.read_exact(&mut reply).expect("answered");
-    assert_eq!(reply[4..8], [0; 4], "an error");
 }
 
 /// The story of a disk that is backed up every night: in full, and then what has changed.
@@ -345,6 +272,69 @@ fn contexts_say_what_has_changed_and_who_has_it() {
     assert_eq!(all.0[1], (1 << 20, 2 << 20), "{all:?}");
     world.kill();
     check_all(world.dir.path());
+}
+
+/// A state is named after the layer that was active then. That may be merged later.
+#[test]
+fn states_stay_when_the_layers_above_them_are_merged() {
+    let Some(mut world) = World::new() else { return };
+    let mut guest = world.guest();
+    world.begin(None, "mon").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    command(&mut guest, nbd::CMD_WRITE, 0, 4096, &[1; 4096]);
+    let folder = world.dir.path().to_owned();
+    let at = |name: &str| folder.join(name).display().to_string();
+    world.ctl(&["snapshot", "disk", &at("next.qcow2")]).ok();
+    command(&mut guest, nbd::CMD_WRITE, 8192, 4096, &[2; 4096]);
+    // `disk.qcow2` leaves the chain, as does the mark that led to it.
+    world.ctl(&["stream", "disk", "--base", &at("disk@mon.qcow2")]).ok();
+    let states = |world: &World| {
+        let listed = world.ctl(&["backup", "list", "disk"]).json();
+        let states = listed["states"].as_array().expect("a list").iter();
+        states.map(|state| state["state"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(states(&world), ["mon"]);
+    drop(guest);
+    world.kill();
+    let control = world.control().display().to_string();
+    let image = world.dir.path().join("next.qcow2");
+    let options = ["--control", &*control, "--name", "disk"];
+    world.server = Some(Server::mica_writable(&image, "qcow2", &options).expect("served"));
+    assert_eq!(states(&world), ["mon"]);
+    world.begin(Some("mon"), "tue").ok();
+    let dirty: Vec<_> = world.map("qemu:dirty-bitmap:mon");
+    let dirty: Vec<_> = dirty.into_iter().filter(|part| part.2 == 1).collect();
+    let is_told = |at: usize| dirty.iter().any(|part| (part.0..part.0 + part.1).contains(&at));
+    assert!(is_told(0) && is_told(4095) && is_told(8192) && is_told(12287), "{dirty:?}");
+    assert!(!is_told(64 << 10), "only a cluster has changed: {dirty:?}");
+    world.ctl(&["backup", "end", "disk"]).ok();
+    // What a merge would change is refused, served or not.
+    let refused = world.ctl(&["commit", "disk", "--base", "disk@mon.qcow2"]).refusal();
+    assert!(refused.contains("keeps its state"), "{refused}");
+    world.kill();
+    let refused = mica::run(["commit", "-b", &at("disk@mon.qcow2"), &at("next.qcow2")]).refusal();
+    assert!(refused.contains("keeps the state"), "{refused}");
+}
+
+#[test]
+fn cancelled_drop_of_a_state_leaves_its_backup_ended() {
+    const MIB: usize = 1 << 20;
+    let Some(world) = World::new() else { return };
+    let mut guest = world.guest();
+    for at in 3..7 {
+        command(&mut guest, nbd::CMD_WRITE, at * MIB, MIB, &vec![at.to_le_bytes()[0]; MIB]);
+    }
+    world.begin(None, "mon").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    world.ctl(&["backup", "drop", "disk", "mon", "--background", "--rate", "256k"]).ok();
+    let cancelled = world.ctl(&["cancel", "disk"]).json();
+    assert_eq!(cancelled["state"], "cancelled", "{cancelled}");
+    let refused = world.begin(None, "mon").refusal();
+    assert!(refused.contains("ended"), "{refused}");
+    // When it is gone another may have its name, and is exported again after its reader died.
+    world.ctl(&["backup", "drop", "disk", "mon"]).ok();
+    assert_eq!(world.begin(None, "mon").json()["resumed"], false);
+    assert!(guest.read(3 << 20, 4096).expect("read").iter().all(|byte| *byte == 3));
 }
 
 #[test]

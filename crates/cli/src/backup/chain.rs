@@ -3,6 +3,7 @@
 
 use super::subject::Subject;
 use super::{Opened, Since, WriteArgs};
+use crate::create::is_any_encrypted;
 use crate::failure::Failure;
 use mica_backup::{Begin, Folder, Run, Source, disk_name};
 use mica_block::{Disk, LocalFuture, Manage, Result, Survey, read_whole};
@@ -47,8 +48,21 @@ pub(super) async fn open(
         len: disk.geometry().len,
         time_ns: subject.time_ns(),
     };
+    if is_any_encrypted(&*disk) {
+        warn_of_plain_backup(args);
+    }
     let content = Some(subject.content(&*disk)?);
     Ok(Opened { source: Box::new(ChainSource { disk, changes }), begin, content })
+}
+
+fn warn_of_plain_backup(args: &WriteArgs) {
+    let target = args.target.as_deref().map(|target| target.display().to_string());
+    let target = target.filter(|target| target != "-");
+    let (target, cure) = match &target {
+        Some(folder) => (&**folder, "keep it on a file system that is"),
+        None => ("the stream", "encrypt it on its way"),
+    };
+    tracing::warn!("{target} is not encrypted, and the disk is: {cure}");
 }
 
 /// What the state goes on from, and what differs; `None` if it is whole.

@@ -4,7 +4,7 @@ use super::content::ContentRules;
 use super::engine::{self, Job, Target};
 use super::progress::Progress;
 use super::{ConvertArgs, raw_unit};
-use crate::create::{Sources, is_block_device};
+use crate::create::{Sources, is_block_device, warn_of_plain};
 use crate::failure::Failure;
 use mica_block::{Disk, Manage, Result, Zeroes};
 use mica_qcow2::IndexUse;
@@ -32,7 +32,7 @@ pub(super) struct Onto<'a> {
 impl Onto<'_> {
     pub(super) fn convert(
         &self,
-        source: Arc<dyn Disk>,
+        (source, source_is_encrypted): (Arc<dyn Disk>, bool),
         sources: &Sources,
         progress: &Progress,
     ) -> std::result::Result<(), Failure> {
@@ -41,6 +41,10 @@ impl Onto<'_> {
         sources.check(path)?;
         let target = self.executor.block_on(self.open())?;
         target.data_paths().iter().try_for_each(|path| sources.check(path))?;
+        // What is written goes into the uppermost layer.
+        if source_is_encrypted && !target.is_encrypted(target.layer_count() - 1) {
+            warn_of_plain(path);
+        }
         let copied = self.fill(source, &target, progress);
         // Also after an error: what a qcow2 image has in memory belongs into its file.
         let closed = self.executor.block_on(target.close());

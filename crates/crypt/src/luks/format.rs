@@ -135,6 +135,8 @@ pub(super) fn new_material(
     let slot = &mut header.slots[number];
     slot.iterations = Some(iterations);
     fill_random(&mut slot.salt)?;
+    // Nobody could open it any more.
+    header.check_iterations()?;
     let mut stripes = Zeroizing::new(vec![0; header.material_len()]);
     fill_random(&mut stripes)?;
     let random = |out: &mut [u8]| out.copy_from_slice(&stripes[..out.len()]);

@@ -28,6 +28,9 @@ const MATERIAL_ALIGN_SECTORS: u32 = 8;
 /// More than this takes minutes of computing, which an image could make anybody spend. QEMU and
 /// cryptsetup choose as many as take two seconds.
 const ITERATIONS_MAX: u32 = 1 << 27;
+/// A passphrase that opens nothing is tried with all keys: what all of them take together. Eight
+/// keys of two seconds each take less on any machine.
+const ALL_ITERATIONS_MAX: u64 = 1 << 28;
 pub(super) const DIGEST_BYTES: usize = 20;
 pub(super) const SALT_BYTES: usize = 32;
 
@@ -161,6 +164,7 @@ impl LuksHeader {
             *slot = raw.decode(number)?;
         }
         header.check_places()?;
+        header.check_iterations()?;
         Ok(header)
     }
 
@@ -216,6 +220,23 @@ impl LuksHeader {
     pub fn active_slots(&self) -> impl Iterator<Item = (usize, NonZeroU32)> + '_ {
         let slots = self.slots.iter().enumerate();
         slots.filter_map(|(number, slot)| Some((number, slot.iterations?)))
+    }
+
+    /// A look at all keys ends before long.
+    ///
+    /// # Errors
+    /// `Limit` if it does not.
+    pub(super) fn check_iterations(&self) -> Result<()> {
+        let digest = u64::from(self.digest_iterations.get());
+        let slots = self.active_slots().map(|(_, count)| u64::from(count.get()) + digest);
+        let all: u64 = slots.sum();
+        if all > ALL_ITERATIONS_MAX {
+            let what = format!(
+                "{all} iterations of all key slots: more than {ALL_ITERATIONS_MAX} take too long"
+            );
+            return Err(Error::new(ErrorKind::Limit, what));
+        }
+        Ok(())
     }
 
     /// Nothing lies over anything else.

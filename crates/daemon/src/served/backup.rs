@@ -12,8 +12,8 @@
 //!   writes go into another.
 //! - I2 A disk has one backup at a time. It ends with the disk, or with the process, and can be
 //!   begun again with the same state.
-//! - I3 Nothing but the names of the layers is remembered of a state. That its backup was ended is
-//!   known to the process that ended it, and to all once a later state is kept.
+//! - I3 Nothing but the names of the frozen layers is remembered of a state. That its backup was
+//!   ended is known to the process that ended it, and to all once a later state is kept.
 
 use super::{Served, State};
 use crate::contexts::{ChangedSince, Depth, Layered};
@@ -24,7 +24,7 @@ use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, ManageChain, Result};
 use mica_rt::{Backend, Executor};
 use mica_serve::nbd::{self, Context, Export, Exports, Limits};
-use mica_stack::{Keeping, state_of};
+use mica_stack::{Keeping, kept_states};
 use mica_store::SetAside;
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
@@ -98,11 +98,6 @@ impl Backups {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state is about to go: another may have its name.
-    pub(super) fn forget(&self, state: &str) {
-        self.lock().ended.remove(state);
-    }
-
     /// Ends the export of the one that is under way, which can be begun again. Waits for its
     /// clients' requests.
     pub(super) fn interrupt(&self) {
@@ -163,7 +158,12 @@ impl Served {
         let is_resumed = known.is_some();
         let known = match known {
             Some(known) => known.clone(),
-            None => self.keep(&disk, &wanted.state)?,
+            None => {
+                let kept = self.keep(&disk, &wanted.state)?;
+                // One of this name was dropped.
+                self.backups.lock().ended.remove(&wanted.state);
+                kept
+            }
         };
         let since = since.map(|since| (since.state.as_str(), since.position));
         let export = self.export_of(&disk, &known, since)?;
@@ -213,17 +213,13 @@ impl Served {
         let disk = self.opened().disk()?;
         let image = self.image();
         chain(&*disk)?;
-        // States are named after the file itself: that of the active layer, or of one that was
-        // active before a snapshot.
+        // States are named after the file itself.
         let image = image.canonicalize().unwrap_or_else(|_| image.to_path_buf());
         let layers = disk.layer_paths();
-        let (_, frozen) = layers.split_last().unwrap_or((&image, &[]));
-        let state = |position: usize, file: &PathBuf| {
-            let above = layers[position + 1..].iter().chain([&image]);
-            above.into_iter().find_map(|layer| state_of(layer, file))
-        };
-        let kept = frozen.iter().enumerate().filter_map(|(position, file)| {
-            Some(Kept { state: state(position, file)?, file: file.clone(), position })
+        let kept = kept_states(&image, &layers).into_iter();
+        let kept = kept.map(|(position, state)| {
+            let file = layers[position].clone();
+            Kept { state, file, position }
         });
         Ok(kept.collect())
     }

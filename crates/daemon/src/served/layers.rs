@@ -3,7 +3,8 @@
 //! Invariants
 //! - I1 Which image a disk has changes only together with its chain, while nobody else changes the
 //!   life of the disk.
-//! - I2 If one disk of a group does not get its layer, none does, and no file of any is left.
+//! - I2 If one disk of a group does not get its layer, none does, and no file of any is left. A
+//!   file that a chain has is never removed, whatever failed.
 
 use super::Served;
 use super::snapshots::in_group;
@@ -63,11 +64,18 @@ impl Served {
         }
         ready.sort_by_key(|(at, _)| *at);
         let ready: Vec<_> = ready.into_iter().map(|(_, ready)| ready).collect();
-        let pushed: Vec<_> = match &*ready {
-            [one] => vec![one.push(None)?],
+        let pushed: Result<Vec<_>> = match &*ready {
+            [one] => one.push(None).map(|pushed| vec![pushed]),
             all => {
                 let pushed = in_group(all, |ready, group| ready.push(Some(group)));
-                pushed.into_iter().collect::<Result<_>>()?
+                pushed.into_iter().collect()
+            }
+        };
+        let pushed = match pushed {
+            Ok(pushed) => pushed,
+            Err(error) => {
+                ready.into_iter().for_each(Ready::settle);
+                return Err(error);
             }
         };
         Ok(ready.into_iter().zip(pushed).map(|(ready, pushed)| ready.finish(pushed)).collect())
@@ -142,6 +150,20 @@ impl Ready<'_> {
             None => error,
             Some(group) => group.fail(error),
         })
+    }
+
+    /// Something failed. If that was the worker, after the chain got its layer, the layer stays.
+    fn settle(self) {
+        let has_it = |path: &Path| self.disk.layer_paths().iter().any(|layer| layer == path);
+        if has_it(self.new.path()) {
+            tracing::error!(
+                "{:?} is written to {} now, though that was not completed",
+                self.served.name,
+                self.new.path().display()
+            );
+            self.served.set_image(self.new.path().into());
+            self.new.keep();
+        }
     }
 
     /// The chain has it.

@@ -122,7 +122,7 @@ impl Served {
         rate: u64,
         check: impl FnOnce(&[PathBuf]) -> Result<()>,
     ) -> Result<Arc<Job>> {
-        let started = self.start_merge(rate, |layers| {
+        self.start_merge(rate, |layers| {
             let kept = self.kept_states()?;
             let at = self.find(&kept, state)?.position;
             let active = layers.len().saturating_sub(1);
@@ -146,8 +146,7 @@ impl Served {
                 _ => return Err(self.denied(&self.lies_between(state, &kept))),
             };
             Ok(Merge::Drop { file: layers[at].clone(), how: Box::new(how) })
-        });
-        started.inspect(|_| self.backups.forget(state))
+        })
     }
 
     fn lies_between(&self, state: &str, kept: &[Kept]) -> String {
@@ -200,7 +199,8 @@ impl Served {
         }
         let disk: Arc<dyn Manage> = self.opened().disk()?;
         let merge = merge(&disk.layer_paths())?;
-        let started = Job::start(&self.name, disk, merge, rate)?;
+        let started =
+            Job::start((self.name.as_str(), self.first_image.as_path()), disk, merge, rate)?;
         if let Some(last) = last {
             let mut past = self.lock_past_jobs();
             past.push_back(last.told());

@@ -6,6 +6,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
+mod amend;
 mod attacks;
 mod beside;
 mod bitmaps;
@@ -20,6 +21,7 @@ mod internal;
 mod keeping;
 mod killed;
 mod lies;
+mod luks;
 mod merging;
 mod plain;
 mod pushing;

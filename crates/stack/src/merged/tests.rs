@@ -48,6 +48,7 @@ fn nothing_may_stand_on_layers_that_are_being_merged_nor_on_one_that_was() {
     assert!(refuse_merged(&base).is_ok() && refuse_merged(&layer).is_ok());
     let marks = put(&base, &layer);
     assert!(refusal(&base).contains("wait for the end"));
+    assert!(refusal(&base).contains("base.qcow2.mica-merged"), "the file that says so is named");
     assert!(refusal(&layer).contains("base.qcow2"));
     assert!(was_merged(&layer) && !was_merged(&base));
     begin(&marks);

@@ -355,7 +355,8 @@ fn new_end_is_zeros_where_the_store_gives_anything() {
     store.unwritten.store(9, Ordering::Relaxed);
     let disk = writable(&store);
     run(disk.resize(2048)).expect("longer");
-    assert_eq!(store.calls(), ["set_len", "write", "sync"]);
+    // After a power cut in between, nothing that nobody wrote would be in its new part.
+    assert_eq!(store.calls(), ["write", "sync"]);
     assert_eq!(store.bytes()[700..], [0; 1348]);
 }
 

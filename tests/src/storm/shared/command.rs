@@ -3,12 +3,12 @@
 
 use super::disk::{Disk, Source, Standing, index};
 use super::fleet::Fleet;
-use super::parties::Party;
 use super::server::Server;
 use crate::clock;
 use crate::command::{self, Finished};
 use crate::storm::kinds::Kind;
 use crate::storm::load::Phase;
+use crate::storm::parties::Party;
 use crate::storm::stamp::SECTOR;
 use crate::storm::story::{Fault, Outcome, Wrong, trouble};
 use crate::storm::world::text;

@@ -10,18 +10,17 @@ mod command;
 mod disk;
 mod fleet;
 mod overlap;
-mod parties;
 mod server;
 
 use super::kinds::Kind;
 use super::load::Phase;
+use super::parties::{self, Of, Party};
 use super::story::Outcome;
 use super::world::World;
 use command::Order;
 use disk::Standing;
 use fleet::Fleet;
 use mica_units::Rng;
-use parties::Party;
 use server::{Left, Server};
 
 /// How often the disks are served.
@@ -96,7 +95,12 @@ fn round(fleet: &mut Fleet<'_>, rng: &mut Rng, server: Server) -> Outcome<Left> 
     let serving = fleet.disks.iter_mut().enumerate().filter(|(_, disk)| disk.is_serving());
     let parties = serving.filter_map(|(number, disk)| {
         let mut dice = Rng::new(rng.next_u64());
-        rng.percent(70).then(|| Party::begin(number, disk, &mut dice))
+        rng.percent(70).then(|| {
+            let (aim, stamper, name) = (disk.aim(), disk.stamper.clone(), disk.name.clone());
+            let socket = disk.sockets[disk::index(&mut dice, disk.sockets.len())].clone();
+            let of = Of { model: &mut disk.model, stamper, aim, name, socket };
+            Party::begin(number, of, &mut dice)
+        })
     });
     let parties: Vec<_> = parties.collect();
     let events: Vec<_> = (0..1 + rng.below(3)).filter_map(|_| event(fleet, rng)).collect();

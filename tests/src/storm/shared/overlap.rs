@@ -4,11 +4,11 @@
 use super::command::{self, Order};
 use super::disk::{Source, Standing};
 use super::fleet::Fleet;
-use super::parties::{self, Party};
 use super::server::Server;
 use crate::clock;
 use crate::command::{self as program, Finished};
 use crate::storm::load::Phase;
+use crate::storm::parties::{self, Party};
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::text;
 use mica_units::Rng;

@@ -1,24 +1,20 @@
 //! A server of all that the configuration lists: started, taken over from, killed, closed.
 
 use super::fleet::Fleet;
-use super::parties::{self, Party};
 use crate::clock;
+use crate::storm::configured::{self, PAUSE};
 use crate::storm::foreign;
 use crate::storm::load::Phase;
+use crate::storm::parties::{self, Party};
 use crate::storm::story::{Fault, Outcome, Wrong};
-use crate::storm::world::text;
 use crate::takeover::Process;
 use mica_units::Rng;
 use rustix::process::Signal;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-const LIMIT: Duration = Duration::from_secs(40);
 /// How long the kernel may take to let go of a killed server's files.
 const HELD_LIMIT: Duration = Duration::from_secs(10);
-/// Why another server may be kept from taking over.
-const DISKS_CHANGE: &str = "disks are being changed";
-const PAUSE: Duration = Duration::from_micros(500);
 
 /// A server.
 #[derive(Debug)]
@@ -37,15 +33,7 @@ pub(super) enum Left {
 
 fn begin(fleet: &mut Fleet<'_>, more: &[&str]) -> Outcome<Process> {
     let name = fleet.new_server();
-    let world = &fleet.world;
-    let config = text(&fleet.config)?;
-    let mut options = vec!["--config", config, "--strict"];
-    for folder in [&world.images, &world.log] {
-        options.extend(["--disks-in", text(folder)?]);
-    }
-    options.extend(more);
-    fleet.tell(format_args!("  {name} {options:?}"));
-    Ok(Process::start_binary(world.binary, &world.run, &name, &options))
+    configured::begin(&fleet.world, &fleet.config, &name, more)
 }
 
 impl Server {
@@ -54,7 +42,7 @@ impl Server {
         let start = clock::now();
         loop {
             let mut process = begin(fleet, &[])?;
-            if wait_until_it_serves(fleet, &mut process)? {
+            if configured::wait_until_it_serves(&fleet.world, &fleet.control, &mut process)? {
                 fleet.begins();
                 fleet.judge_members("a server that starts")?;
                 fleet.judge_disks("a server that starts")?;
@@ -90,7 +78,7 @@ impl Server {
         self.look()?;
         fleet.was_killed();
         self.process.signal(Signal::KILL);
-        wait(&mut self.process)?;
+        configured::wait(&mut self.process)?;
         fleet.world.counts.kills.add();
         Ok(())
     }
@@ -100,7 +88,7 @@ impl Server {
         fleet.tell("  closed");
         self.look()?;
         self.process.signal(Signal::TERM);
-        if wait(&mut self.process)? != Some(0) {
+        if configured::wait(&mut self.process)? != Some(0) {
             return Err(Fault::new(Wrong::Died, self.log()));
         }
         fleet.world.counts.closes.add();
@@ -129,17 +117,18 @@ impl Server {
         self.look()?;
         let mut new = begin(fleet, &["--takeover"])?;
         let said = meanwhile(fleet)?;
-        let ended = clock::poll(LIMIT, PAUSE, || {
+        let ended = clock::poll(configured::LIMIT, PAUSE, || {
             (!self.process.is_running() || !new.is_running()).then_some(())
         });
         let is_well = ended.is_some() && self.process.is_running() != new.is_running();
-        let is_kept = !new.is_running() && new.log().contains(DISKS_CHANGE);
+        let is_kept = !new.is_running() && new.log().contains(configured::DISKS_CHANGE);
         if is_well && is_kept {
             fleet.tell("  which is refused, as disks are being changed");
             return Ok((self, said));
         }
-        let is_well = is_well && new.is_running() && wait(&mut self.process)? == Some(0);
-        if !is_well || !wait_until_it_serves(fleet, &mut new)? {
+        let is_well =
+            is_well && new.is_running() && configured::wait(&mut self.process)? == Some(0);
+        if !is_well || !configured::wait_until_it_serves(&fleet.world, &fleet.control, &mut new)? {
             let what = format!("old: {}\nnew: {}", self.process.log(), new.log());
             return Err(Fault::new(Wrong::Takeover, what));
         }
@@ -170,41 +159,12 @@ impl Server {
             if process.is_running() {
                 process.signal(Signal::KILL);
             }
-            wait(process)?;
+            configured::wait(process)?;
             if process.log().contains("panicked") {
                 return Err(Fault::new(Wrong::Panicked, process.log()));
             }
         }
         fleet.world.counts.takeover_kills.add();
         Ok(())
-    }
-}
-
-/// Waits until its control socket answers, which it does when all is served; not if it has ended.
-fn wait_until_it_serves(fleet: &Fleet<'_>, process: &mut Process) -> Outcome<bool> {
-    let control = text(&fleet.control)?;
-    let pid = process.pid();
-    let served = clock::poll(LIMIT, PAUSE * 4, || {
-        if !process.is_running() {
-            return Some(Ok(false));
-        }
-        let args = ["ctl", "--control", control, "--output", "json", "status"];
-        let said = match fleet.world.mica(&args) {
-            Ok(said) => said,
-            Err(fault) => return Some(Err(fault)),
-        };
-        let status = serde_json::from_str::<serde_json::Value>(&said.stdout).ok()?;
-        let is_it = said.status.success() && status["pid"] == pid;
-        let mut disks = status["disks"].as_array().into_iter().flatten();
-        let is_all = disks.all(|disk| disk["state"] == "serving" || disk["state"] == "drained");
-        (is_it && is_all).then_some(Ok(true))
-    });
-    served.unwrap_or_else(|| Err(Fault::new(Wrong::Hang, format!("no start: {}", process.log()))))
-}
-
-fn wait(process: &mut Process) -> Outcome<Option<i32>> {
-    match clock::poll(LIMIT, PAUSE, || (!process.is_running()).then_some(())) {
-        Some(()) => Ok(process.ended()),
-        None => Err(Fault::new(Wrong::Hang, format!("no end: {}", process.log()))),
     }
 }

@@ -168,6 +168,18 @@ fn what_mica_does_not_know_is_refused_by_name() {
 }
 
 #[test]
+fn iterations_of_all_slots_are_bounded_together() {
+    let (mut header, _) = made(Wish::default(), "one");
+    let most = NonZeroU32::new(1 << 27);
+    header.slots[0].iterations = most;
+    LuksHeader::decode(&header.encode()).expect("one may have that many");
+    header.slots[5].iterations = most;
+    let refused = LuksHeader::decode(&header.encode()).expect_err("two may not");
+    assert_eq!(refused.kind(), ErrorKind::Limit);
+    assert!(refused.to_string().contains("of all key slots"), "{refused}");
+}
+
+#[test]
 fn nothing_of_a_key_is_shown() {
     let new = NewLuks::make(Wish { slot: FEW, ..Wish::default() }, &passphrase("hunter2"));
     let shown = format!("{:?} {:?}", new.expect("made"), passphrase("hunter2"));

@@ -1,9 +1,10 @@
 //! The clients of several disks of one server, each choosing its disk by name.
 
-use super::disk::{Disk, index};
-use crate::storm::load::{Load, Mood, Phase, Stage};
-use crate::storm::model::Model;
-use crate::storm::story::{Counts, Outcome};
+use super::aim::Aim;
+use super::load::{Load, Mood, Phase, Stage};
+use super::model::Model;
+use super::stamp::Stamper;
+use super::story::{Counts, Outcome};
 use mica_units::Rng;
 use std::path::PathBuf;
 
@@ -17,20 +18,29 @@ pub(super) struct Party {
     load: Load,
 }
 
+/// A disk, for its clients.
+pub(super) struct Of<'a> {
+    pub(super) model: &'a mut Model,
+    pub(super) stamper: Stamper,
+    pub(super) aim: Aim,
+    pub(super) name: String,
+    pub(super) socket: PathBuf,
+}
+
 impl Party {
     /// Clients for disk number `disk`; what is known of it is theirs until the end of the round.
-    pub(super) fn begin(disk: usize, of: &mut Disk, rng: &mut Rng) -> Self {
+    pub(super) fn begin(disk: usize, of: Of<'_>, rng: &mut Rng) -> Self {
+        let Of { model, stamper, aim, name, socket } = of;
         let load = Load {
             clients: 1 + rng.below(2),
             requests: 10 + rng.below(90),
             seed: rng.next_u64(),
-            aim: of.aim(),
+            aim,
             mood: Mood::random(rng),
-            export: of.name.clone(),
+            export: name,
         };
-        let model = std::mem::replace(&mut of.model, Model::new(0, 0));
-        let stage = Stage::new(model, of.stamper.clone());
-        Self { disk, stage, socket: of.sockets[index(rng, of.sockets.len())].clone(), load }
+        let model = std::mem::replace(model, Model::new(0, 0));
+        Self { disk, stage: Stage::new(model, stamper), socket, load }
     }
 
     /// How many requests they send.

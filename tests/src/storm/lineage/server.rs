@@ -1,0 +1,127 @@
+//! A server of the disks: started by the names of their first images, taken over from, killed,
+//! closed.
+
+use super::fleet::Fleet;
+use crate::clock;
+use crate::storm::configured::{self, PAUSE};
+use crate::storm::load::Phase;
+use crate::storm::parties::{self, Party};
+use crate::storm::story::{Fault, Outcome, Wrong};
+use crate::takeover::Process;
+use rustix::process::Signal;
+use std::time::Duration;
+
+/// How long the kernel may take to let go of a killed server's files.
+const HELD_LIMIT: Duration = Duration::from_secs(10);
+/// Why another server may be kept from taking over: commands, backups, and that a merge took the
+/// image out that the configuration names.
+const KEPT: [&str; 3] = [configured::DISKS_CHANGE, "has the backup", NAME_LEFT];
+/// How a server says that an image is no layer of its disk any more.
+const NAME_LEFT: &str = "does not stand on it any more";
+
+/// A server.
+#[derive(Debug)]
+pub(super) struct Server(Process);
+
+/// What is left of a server after something happened to it.
+#[derive(Debug)]
+pub(super) enum Left {
+    Serving(Server),
+    Killed,
+}
+
+fn begin(fleet: &mut Fleet<'_>, more: &[&str]) -> Outcome<Process> {
+    let name = fleet.new_server();
+    configured::begin(&fleet.world, &fleet.config, &name, more)
+}
+
+impl Server {
+    /// Starts one, which has to serve all as it has to be.
+    pub(super) fn start(fleet: &mut Fleet<'_>) -> Outcome<Self> {
+        let start = clock::now();
+        loop {
+            let mut process = begin(fleet, &[])?;
+            if configured::wait_until_it_serves(&fleet.world, &fleet.control, &mut process)? {
+                fleet.judge_start()?;
+                return Ok(Self(process));
+            }
+            let log = process.log();
+            // Who was killed over a merge may have done what a user has to follow.
+            if log.contains(NAME_LEFT) && fleet.follow_merge()? {
+                continue;
+            }
+            if !crate::storm::foreign::is_held(&log) || start.elapsed() > HELD_LIMIT {
+                return Err(Fault::new(Wrong::NotServed, log));
+            }
+            fleet.world.counts.refused.add();
+            clock::sleep(PAUSE * 10);
+        }
+    }
+
+    /// It lives, and did not panic.
+    pub(super) fn look(&mut self) -> Outcome {
+        let log = self.0.log();
+        if log.contains("panicked") {
+            return Err(Fault::new(Wrong::Panicked, log));
+        }
+        match self.0.is_running() {
+            true => Ok(()),
+            false => Err(Fault::new(Wrong::Died, log)),
+        }
+    }
+
+    /// What it has said.
+    pub(super) fn log(&self) -> String {
+        self.0.log()
+    }
+
+    pub(super) fn kill(mut self, fleet: &Fleet<'_>, parties: &[Party]) -> Outcome {
+        fleet.tell("  killed");
+        self.look()?;
+        parties::enter(parties, Phase::Ending);
+        self.0.signal(Signal::KILL);
+        configured::wait(&mut self.0)?;
+        fleet.world.counts.kills.add();
+        Ok(())
+    }
+
+    /// Asks it to end; what it served is durable then.
+    pub(super) fn close(mut self, fleet: &mut Fleet<'_>) -> Outcome {
+        fleet.tell("  closed");
+        self.look()?;
+        self.0.signal(Signal::TERM);
+        if configured::wait(&mut self.0)? != Some(0) {
+            return Err(Fault::new(Wrong::Died, self.0.log()));
+        }
+        fleet.world.counts.closes.add();
+        fleet.disks.iter_mut().for_each(|disk| disk.model.closed());
+        Ok(())
+    }
+
+    /// Another one takes over, under clients.
+    pub(super) fn take_over(mut self, fleet: &mut Fleet<'_>, parties: &[Party]) -> Outcome<Self> {
+        self.look()?;
+        parties::enter(parties, Phase::Moving);
+        let mut new = begin(fleet, &["--takeover"])?;
+        let old = &mut self.0;
+        let ended = clock::poll(configured::LIMIT, PAUSE, || {
+            (!old.is_running() || !new.is_running()).then_some(())
+        });
+        let is_well = ended.is_some() && old.is_running() != new.is_running();
+        if is_well && !new.is_running() && KEPT.iter().any(|why| new.log().contains(why)) {
+            fleet.tell(format_args!("  which is refused: {}", new.log().trim()));
+            return Ok(self);
+        }
+        let is_well = is_well && new.is_running() && configured::wait(old)? == Some(0);
+        let (world, control) = (&fleet.world, &fleet.control);
+        if !is_well || !configured::wait_until_it_serves(world, control, &mut new)? {
+            let what = format!("old: {}\nnew: {}", old.log(), new.log());
+            return Err(Fault::new(Wrong::Takeover, what));
+        }
+        world.counts.takeovers.add();
+        for disk in &mut fleet.disks {
+            disk.exported = None;
+        }
+        Ok(Self(new))
+    }
+}
