@@ -18,6 +18,7 @@ mod growing;
 mod in_place;
 mod internal;
 mod keeping;
+mod kept;
 mod killed;
 mod lies;
 mod merging;
