@@ -1,8 +1,8 @@
 //! What the dirty bitmaps of a chain say.
 //!
-//! A bitmap belongs to a layer. When a layer is put on top, the new one gets an empty bitmap for each
-//! that the one beneath keeps true: so together all bitmaps of one name have what was changed since
-//! the first of them was added, and that is what this tells.
+//! A bitmap belongs to a layer. When a layer is put on top, the new one gets an empty bitmap for
+//! each that the one beneath keeps true: so together all bitmaps of one name have what was changed
+//! since the first of them was added, and that is what this tells.
 
 use super::Chain;
 use crate::bitmaps::{Bitmap, open_bitmap, unknown};
@@ -106,8 +106,8 @@ impl Chain {
         }
     }
 
-    /// Gives `next`, which is about to be the writer of the active layer, at `path`, an empty bitmap
-    /// for each that `writer` keeps true. A snapshot does not fail for lack of one.
+    /// Gives `next`, which is about to be the writer of the active layer, at `path`, an empty
+    /// bitmap for each that `writer` keeps true. A snapshot does not fail for lack of one.
     pub(super) async fn continue_bitmaps(&self, writer: &Writer, next: &Writer, path: &Path) {
         let continued = async {
             let wanted = writer.enabled_bitmaps().await?;

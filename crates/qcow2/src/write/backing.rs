@@ -80,6 +80,30 @@ impl Writer {
 }
 
 impl Metadata {
+    /// Whether [`Self::replace_header`] with `change` would have room.
+    ///
+    /// # Errors
+    /// As [`HeaderChange::plan`], and any failure to read the header.
+    pub(super) async fn check_header(
+        &self,
+        cluster_bits: ClusterBits,
+        change: impl FnOnce(&mut Header),
+    ) -> Result<()> {
+        self.plan_header(cluster_bits, change).await.map(drop)
+    }
+
+    async fn plan_header(
+        &self,
+        cluster_bits: ClusterBits,
+        change: impl FnOnce(&mut Header),
+    ) -> Result<HeaderChange> {
+        let len = usize::try_from(cluster_bits.bytes()).expect("2 MiB");
+        let cluster = read_exact(&*self.store, HostOffset::ZERO, len).await?;
+        let mut header = Header::decode(&cluster, self.store.len()?)?;
+        change(&mut header);
+        HeaderChange::plan(&cluster, &header)
+    }
+
     /// Replaces the header by what `change` makes of it, durably. What the log has of the header
     /// stays as it is.
     ///
@@ -95,11 +119,7 @@ impl Metadata {
         let _group = self.page_writes.claim(0).await;
         let _claim = self.header_changes.claim(0).await;
         self.unname_lost_log().await?;
-        let len = usize::try_from(cluster_bits.bytes()).expect("2 MiB");
-        let cluster = read_exact(&*self.store, HostOffset::ZERO, len).await?;
-        let mut header = Header::decode(&cluster, self.store.len()?)?;
-        change(&mut header);
-        let HeaderChange { name, sector } = HeaderChange::plan(&cluster, &header)?;
+        let HeaderChange { name, sector } = self.plan_header(cluster_bits, change).await?;
         for (at, bytes) in name.into_iter().chain([(0, sector)]) {
             self.write_parts(HostOffset::new(at as u64), &bytes).await?;
         }

@@ -90,8 +90,8 @@ impl Writer {
         };
         if let Err(error) = grown.await {
             self.map.set_len(old);
-            if self.check_usable().is_ok() {
-                self.end_growth(bitmaps, (old, old)).await?;
+            if let Err(error) = self.end_growth(bitmaps, (old, old)).await {
+                tracing::warn!(%error, "a dirty bitmap has the length that the disk did not get");
             }
             return Err(error);
         }

@@ -6,7 +6,7 @@ use crate::plain::{Plain, range, read, write};
 use crate::pushing::make_overlay;
 use mica_block::{
     ActiveAfter, CommitLayers, Disk as _, Images as _, LocalFuture, Manage as _,
-    ManageBitmaps as _, ManageChain as _, MergeControl, MergeProgress, Result, Zeroes,
+    ManageBitmaps as _, ManageChain as _, MergeControl, MergeProgress, Result, Zeroes, read_exact,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache, read_header};
 use mica_qcow2_format::decode_bitmap_directory;
@@ -16,7 +16,6 @@ use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Mode, until_power_cut};
 use mica_sim::{Loss, World, scenario};
-use mica_units::HostOffset;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -106,7 +105,7 @@ impl Kept {
         Chain::open(Arc::new(self.world.clone()), path, &options).await
     }
 
-    /// Does `steps`; returns how many were done.
+    /// Does `steps`, and closes the disk.
     async fn work(&self, chain: &Chain, steps: &[Step]) -> Result<()> {
         for step in steps {
             match *step {
@@ -187,8 +186,7 @@ impl Kept {
         assert_eq!(header.autoclear.unknown, 0, "{about}");
         let place = header.bitmaps.unwrap();
         let len = usize::try_from(place.directory_bytes).unwrap();
-        let at: HostOffset = place.directory_offset;
-        let directory = mica_block::read_exact(&*store, at, len).await.unwrap();
+        let directory = read_exact(&*store, place.directory_offset, len).await.unwrap();
         let bits = header.cluster_bits;
         let all = decode_bitmap_directory(&directory, &place, bits, header.disk_bytes()).unwrap();
         assert!(all.iter().all(|entry| !entry.in_use), "{about}: {all:?}");

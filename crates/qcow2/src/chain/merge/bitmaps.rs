@@ -38,7 +38,8 @@ impl Chain {
             return Ok(());
         }
         let Target::Qcow2(writer) = target else {
-            return Ok(warn_of_end(&all, "a raw image has no bitmaps"));
+            warn_of_end(&all, "a raw image has no bitmaps");
+            return Ok(());
         };
         let put = async |writer: Arc<Writer>| {
             let mut wanted: Vec<NewBitmap> = Vec::new();

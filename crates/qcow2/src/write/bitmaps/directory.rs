@@ -142,6 +142,15 @@ impl Writer {
             let context = "images of version 2 have no bitmaps";
             return Err(Error::new(ErrorKind::Unsupported, context));
         }
+        // A header without room is better found before anything is written.
+        let bits = self.l2.cluster_bits;
+        let somewhere = |count| BitmapsExtension {
+            count,
+            directory_bytes: bits.bytes(),
+            directory_offset: HostOffset::new(bits.bytes()),
+        };
+        let check = self.metadata.check_header(bits, |header| header.bitmaps = Some(somewhere(1)));
+        check.await?;
         self.wrote.store(true, Ordering::Release);
         let mut directory = match place {
             None => Vec::new(),

@@ -45,8 +45,8 @@ use crate::snapshots::list_bitmaps;
 use bits::{Bits, PAGE_BITS, PAGE_BYTES, Room};
 use mica_block::{Error, ErrorKind, Result, read_exact, write_all};
 use mica_qcow2_format::{
-    Autoclear, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension, Header,
-    change_bitmap_directory,
+    Autoclear, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapFields, BitmapTableEntry,
+    BitmapsExtension, Header, change_bitmap_directory,
 };
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
@@ -124,11 +124,11 @@ impl Writer {
             let is_wanted = entry.auto || self.bitmaps.takes_disabled.load(Ordering::Acquire);
             if is_wanted {
                 in_use[index] = true;
-                match self.load_bitmap(index, entry, header.disk_bytes()).await {
+                match self.load_bitmap(index, entry).await {
                     Ok(recorded) => all.push(recorded),
                     Err(error) => {
                         let name = &entry.name;
-                        tracing::warn!(%error, name, "a dirty bitmap cannot be read, and ends here");
+                        tracing::warn!(%error, name, "a dirty bitmap ends, as it cannot be read");
                         continue;
                     }
                 }
@@ -157,8 +157,8 @@ impl Writer {
         self.metadata.sync().await
     }
 
-    /// The bitmap `entry` as it is in the file, for a disk of `len` bytes.
-    async fn load_bitmap(&self, index: usize, entry: &BitmapEntry, len: u64) -> Result<Recorded> {
+    /// The bitmap `entry`, which has this `index`, as it is in the file.
+    async fn load_bitmap(&self, index: usize, entry: &BitmapEntry) -> Result<Recorded> {
         let (store, bits) = (&*self.metadata.store, self.l2.cluster_bits);
         let table_bytes = u64::from(entry.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
         self.metadata.ranges.check(entry.table_offset, table_bytes)?;
@@ -192,7 +192,6 @@ impl Writer {
                 }
             }
         }
-        debug_assert!(recorded.pages_of(0..len).end <= u64::from(u32::MAX), "512 MiB at most");
         Ok(recorded)
     }
 }
@@ -403,10 +402,7 @@ impl Writer {
     }
 
     /// Changes fields of the directory where it is, durably.
-    async fn change_directory(
-        &self,
-        change: impl FnMut(usize, &mut mica_qcow2_format::BitmapFields),
-    ) -> Result<()> {
+    async fn change_directory(&self, change: impl FnMut(usize, &mut BitmapFields)) -> Result<()> {
         let Some(place) = self.bitmaps.place() else { return Ok(()) };
         let len = usize::try_from(place.directory_bytes).unwrap_or(usize::MAX);
         let mut directory = read_exact(&*self.metadata.store, place.directory_offset, len).await?;

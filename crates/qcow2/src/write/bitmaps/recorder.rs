@@ -114,8 +114,13 @@ impl Recorder {
 
     #[inline]
     fn is_covered(&self, region: u64) -> bool {
-        let word = usize::try_from(region / 64).ok().and_then(|index| self.covered.get(index));
+        let word = self.word_of(region);
         word.is_some_and(|word| word.load(Ordering::Acquire) >> (region % 64) & 1 == 1)
+    }
+
+    #[inline]
+    fn word_of(&self, region: u64) -> Option<&AtomicU64> {
+        self.covered.get(usize::try_from(region / 64).ok()?)
     }
 
     #[inline]
@@ -148,8 +153,9 @@ impl Recorder {
     /// From now on the file says that all of these regions may be dirty.
     pub(super) fn cover(&self, regions: Range<u64>) {
         for region in regions {
-            let word = usize::try_from(region / 64).ok().and_then(|index| self.covered.get(index));
-            word.map(|word| word.fetch_or(1 << (region % 64), Ordering::Release));
+            if let Some(word) = self.word_of(region) {
+                word.fetch_or(1 << (region % 64), Ordering::Release);
+            }
         }
     }
 
@@ -157,8 +163,9 @@ impl Recorder {
     pub(super) fn set_len(&self, len: u64) {
         let old = self.len.swap(len, Ordering::AcqRel);
         let region = old >> self.region_bits;
-        let word = usize::try_from(region / 64).ok().and_then(|index| self.covered.get(index));
-        word.map(|word| word.fetch_and(!(1 << (region % 64)), Ordering::AcqRel));
+        if let Some(word) = self.word_of(region) {
+            word.fetch_and(!(1 << (region % 64)), Ordering::AcqRel);
+        }
     }
 
     /// The bytes of the disk that `regions` have.
@@ -253,5 +260,107 @@ fn set_bytes(bytes: &mut [u8], first: u64, last: u64) {
         let low = if index == at(first) { u8::MAX << (first % 8) } else { u8::MAX };
         let high = if index == at(last) { u8::MAX >> (7 - last % 8) } else { u8::MAX };
         *byte |= low & high;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::bits::Room;
+    use super::*;
+    use mica_units::{GuestOffset, next_random};
+    use std::sync::Arc;
+
+    const MIB: u64 = 1 << 20;
+
+    fn recorder(len: u64, granularity_bits: u8) -> Recorder {
+        let bitmap = Recorded {
+            name: "b".to_owned(),
+            index: 0,
+            granularity_bits,
+            is_enabled: true,
+            bits: Bits::new(Room::new(Arc::default())),
+            table: Mutex::new(Table { at: HostOffset::ZERO, entries: Vec::new() }),
+        };
+        Recorder::new(vec![bitmap], len)
+    }
+
+    fn range(start: u64, end: u64) -> GuestRange {
+        GuestRange::between(GuestOffset::new(start), GuestOffset::new(end)).expect("a range")
+    }
+
+    /// The bits of all pages as `put` makes them.
+    fn bits_by(recorder: &Recorder, put: impl Fn(u64, &mut [u8])) -> Vec<bool> {
+        let mut all = Vec::new();
+        for number in recorder.all[0].pages_of(0..recorder.len()) {
+            let mut page = [0; PAGE_BYTES];
+            put(number, &mut page);
+            all.extend((0..8 * PAGE_BYTES).map(|bit| page[bit / 8] >> (bit % 8) & 1 == 1));
+        }
+        all
+    }
+
+    fn at(value: u64) -> usize {
+        usize::try_from(value).expect("small")
+    }
+
+    #[test]
+    fn file_has_all_of_covered_regions_and_exactly_what_was_noted_afterwards() {
+        for seed in 0..30 {
+            let mut state = seed;
+            let mut below = |end: u64| next_random(&mut state) % end;
+            let len = 40 * MIB + below(80 * MIB) / 512 * 512;
+            let granularity_bits = [12, 16, 20, 26][at(below(4))];
+            let recorder = recorder(len, granularity_bits);
+            let count = at(recorder.all[0].pages_of(0..len).end * PAGE_BITS);
+            let (mut noted, mut covered) = (vec![false; count], vec![false; count]);
+            let granules = |start: u64, end: u64| {
+                let end = end.min(len).max(start + 1);
+                at(start >> granularity_bits)..at((end - 1) >> granularity_bits) + 1
+            };
+            for _ in 0..12 {
+                let start = below(len / 512) * 512;
+                let end = (start + 512 * (1 + below(64))).min(len);
+                let regions = recorder.uncovered(range(start, end));
+                assert_eq!(recorder.note(start, end - start), regions.is_empty());
+                if !regions.is_empty() {
+                    let of_them = recorder.bytes_of(&regions);
+                    covered[granules(of_them.start, of_them.end)].fill(true);
+                    recorder.cover(regions);
+                    assert!(recorder.note(start, end - start));
+                }
+                noted[granules(start, end)].fill(true);
+            }
+            let exact = bits_by(&recorder, |number, page| {
+                recorder.put_exact(&recorder.all[0], (number, page));
+            });
+            assert!(exact == noted, "seed {seed}");
+            let file = bits_by(&recorder, |number, page| {
+                recorder.put_covered(&recorder.all[0], (number, page), &(0..0));
+            });
+            let either: Vec<_> =
+                noted.iter().zip(&covered).map(|(one, two)| *one || *two).collect();
+            assert!(file == either, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn who_writes_in_sequence_has_regions_ahead_covered() {
+        let recorder = recorder(1 << 30, 16);
+        let mut syncs = 0;
+        for at in (0..1 << 30).step_by(1 << 20) {
+            let regions = recorder.uncovered(range(at, at + MIB));
+            if !regions.is_empty() {
+                syncs += 1;
+                recorder.cover(regions);
+            }
+        }
+        // Of 64 regions.
+        assert_eq!(syncs, 10);
+        assert_eq!(recorder.covered_runs(), vec![0..64]);
+        assert_eq!(recorder.uncovered(range(0, 1 << 30)), 0..0);
+        // The region where a disk ended is to be covered again, and what it gains.
+        recorder.set_len((1 << 30) + 24 * MIB);
+        assert!(!recorder.note(1 << 30, 512));
+        assert_eq!(recorder.uncovered(range(1 << 30, (1 << 30) + 24 * MIB)), 64..66);
     }
 }
