@@ -9,7 +9,7 @@ use crate::bitmaps::{Bitmap, open_bitmap, unknown};
 use crate::header_io::read_header;
 use crate::layer::Layer;
 use crate::write::Writer;
-use mica_block::{Error, ErrorKind, LocalFuture, ManageBitmaps, Result};
+use mica_block::{ErrorKind, LocalFuture, ManageBitmaps, Result};
 use mica_units::{GuestRange, LayerNumber};
 use std::collections::HashMap;
 use std::path::Path;
@@ -108,7 +108,15 @@ impl Chain {
 
     /// Gives `next`, which is about to be the writer of the active layer, at `path`, an empty
     /// bitmap for each that `writer` keeps true. A snapshot does not fail for lack of one.
-    pub(super) async fn continue_bitmaps(&self, writer: &Writer, next: &Writer, path: &Path) {
+    ///
+    /// # Errors
+    /// If `next` cannot be used any more.
+    pub(super) async fn continue_bitmaps(
+        &self,
+        writer: &Writer,
+        next: &Writer,
+        path: &Path,
+    ) -> Result<()> {
         let continued = async {
             let wanted = writer.enabled_bitmaps().await?;
             // One that comes with bitmaps was made by somebody who takes care of them.
@@ -117,14 +125,14 @@ impl Chain {
             }
             next.add_bitmaps(&wanted).await
         };
-        if let Err(error) = continued.await {
-            let error: Error = error;
-            tracing::warn!(
-                image = %path.display(),
-                %error,
-                "the dirty bitmaps of the layer beneath are not continued in the new one"
-            );
-        }
+        let Err(error): Result<()> = continued.await else { return Ok(()) };
+        tracing::warn!(
+            image = %path.display(),
+            %error,
+            "the dirty bitmaps of the layer beneath are not continued in the new one"
+        );
+        // Nothing may be left that the log, which begins with the first write, does not have.
+        next.flush().await
     }
 }
 

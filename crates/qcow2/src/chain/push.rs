@@ -87,8 +87,7 @@ impl Chain {
         let layer = Arc::new(layer);
         let next = (&layer, path);
         let next = open_writer(map, next, metadata, &self.gate, self.repair).await?;
-        self.continue_bitmaps(&writer, &next, path).await;
-        next.check_usable()?;
+        self.continue_bitmaps(&writer, &next, path).await?;
         self.flush_ahead().await?;
         let start = mica_rt::now();
         let held = self.gate.hold().await;
