@@ -39,8 +39,8 @@ pub use manage::{
     Haste, IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use manage_chain::{
-    ActiveAfter, CommitLayers, ManageChain, MergeControl, MergeProgress, Merged, Pushed, Renaming,
-    View,
+    ActiveAfter, CommitLayers, ManageBitmaps, ManageChain, MergeControl, MergeProgress, Merged,
+    Pushed, Renaming, View,
 };
 pub use manage_volume::{LogStats, ManageVolume, Times, VolumeStats};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};

@@ -4,8 +4,8 @@
 //! wrapper that forgot to forward a call would silently disable it.
 
 use crate::{
-    Disk, Error, ErrorKind, LocalFuture, ManageChain, ManageSnapshots, ManageVolume, Result,
-    StoreIdentity,
+    Disk, Error, ErrorKind, LocalFuture, ManageBitmaps, ManageChain, ManageSnapshots, ManageVolume,
+    Result, StoreIdentity,
 };
 use mica_units::{LayerNumber, SECTOR_BYTES};
 use std::borrow::Cow;
@@ -71,6 +71,11 @@ pub trait Manage: Disk {
 
     /// What only a chain can do; `None` of any other disk, and of a chain that is only read.
     fn chain(&self) -> Option<&dyn ManageChain>;
+
+    /// The dirty bitmaps of a chain; `None` if it is not a chain.
+    fn bitmaps(&self) -> Option<&dyn ManageBitmaps> {
+        None
+    }
 
     /// The snapshots of a volume; `None` of a disk that has none of its own.
     fn snapshots(&self) -> Option<&dyn ManageSnapshots>;

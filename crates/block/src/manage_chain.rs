@@ -2,7 +2,7 @@
 //! requests.
 
 use crate::{Disk, LocalFuture, Result, SnapshotGroup};
-use mica_units::LayerNumber;
+use mica_units::{GuestRange, LayerNumber};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -82,6 +82,21 @@ pub trait ManageChain {
         layers: CommitLayers<'a>,
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>>;
+}
+
+/// The dirty bitmaps that a chain's layers have.
+pub trait ManageBitmaps {
+    /// Which parts of `range` are dirty in a bitmap called `name`, of any layer: lengths in bytes,
+    /// from its start, as far as that takes a bounded amount of memory. Of a layer that is written
+    /// and keeps the bitmap true, now.
+    ///
+    /// Errors: `NotFound` if no layer has such a bitmap, with the names that there are; `Corrupt`
+    /// if one is inconsistent; otherwise why it cannot be read.
+    fn dirty<'a>(
+        &'a self,
+        name: &'a str,
+        range: GuestRange,
+    ) -> LocalFuture<'a, Result<Vec<(u64, bool)>>>;
 }
 
 /// A disk as a frozen layer has it.

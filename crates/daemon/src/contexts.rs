@@ -1,12 +1,10 @@
 //! What NBD clients can ask about the parts of a chain besides where data is.
 
-use crate::settings::{DiskSettings, ImageSettings, Size};
+use crate::settings::{DiskSettings, Size};
 use mica_block::{Disk, Error, ErrorKind, Extent, LocalFuture, Manage, Result, Survey, View};
-use mica_qcow2::{Bitmap, find_bitmap};
 use mica_serve::nbd::{Context, Part};
-use mica_stack::{FileImages, ImageOptions, WindowPlace, find_partition};
-use mica_store::{Handles, Locking};
-use mica_units::GuestRange;
+use mica_stack::{WindowPlace, find_partition};
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::sync::Arc;
 
 /// A disk of layers, and which of them is where.
@@ -71,10 +69,11 @@ pub(crate) struct ChangedSince {
     position: usize,
 }
 
-/// `qemu:dirty-bitmap:NAME`: a dirty bitmap that an image stores.
-struct Stored {
+/// `qemu:dirty-bitmap:NAME`: the dirty bitmaps of that name that the layers have, as they are now.
+struct Dirty {
     name: String,
-    bitmap: Bitmap,
+    bitmap: String,
+    disk: Arc<dyn Manage>,
 }
 
 /// A context of the whole disk, for clients that see it from a byte on.
@@ -122,14 +121,15 @@ impl Context for ChangedSince {
     }
 }
 
-impl Context for Stored {
+impl Context for Dirty {
     fn name(&self) -> &str {
         &self.name
     }
 
     fn parts(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Part>>> {
         Box::pin(async move {
-            let runs = self.bitmap.runs(range).await?;
+            let bitmaps = self.disk.bitmaps().expect("a chain stays one");
+            let runs = bitmaps.dirty(&self.bitmap, range).await?;
             let part = |(len, is_dirty): (u64, bool)| Part { len, flags: u32::from(is_dirty) };
             Ok(runs.into_iter().map(part).collect())
         })
@@ -185,12 +185,10 @@ pub(crate) async fn part_of(
 /// Those that the settings of a disk ask for, which is open.
 ///
 /// # Errors
-/// If a bitmap cannot be read, or is not kept true: `Unsupported`.
+/// `Unsupported` if it has no bitmaps; as [`mica_block::ManageBitmaps::dirty`].
 pub(crate) async fn of_settings(
     disk: &Arc<dyn Manage>,
     settings: &DiskSettings,
-    images: &ImageSettings,
-    handles: &Arc<Handles>,
 ) -> Result<Vec<Arc<dyn Context>>> {
     let mut all: Vec<Arc<dyn Context>> = Vec::new();
     if settings.allocation_depth {
@@ -199,25 +197,15 @@ pub(crate) async fn of_settings(
     if settings.bitmap.is_empty() {
         return Ok(all);
     }
-    let paths = disk.layer_paths();
-    let Some(active) = paths.last() else {
+    let Some(bitmaps) = disk.bitmaps() else {
         let what = "--bitmap: only a qcow2 image has dirty bitmaps";
         return Err(Error::new(ErrorKind::Unsupported, what));
     };
-    // This process has the image locked already, perhaps to write it.
-    let options =
-        ImageOptions { locking: Locking::Off, ..images.image_options(Arc::clone(handles))? };
-    let files = FileImages::new(active, options)?;
     for name in &settings.bitmap {
-        let bitmap = find_bitmap(&files, &paths, name).await?;
-        if bitmap.is_enabled() && disk.is_writable() {
-            let what = format!(
-                "--bitmap {name}: mica does not keep it true while the disk is written: serve it \
-                 read-only (-r)"
-            );
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
-        all.push(Arc::new(Stored { name: format!("qemu:dirty-bitmap:{name}"), bitmap }));
+        let first = GuestRange::new(GuestOffset::ZERO, SECTOR_BYTES).expect("a sector");
+        bitmaps.dirty(name, first).await?;
+        let (disk, bitmap) = (Arc::clone(disk), name.clone());
+        all.push(Arc::new(Dirty { name: format!("qemu:dirty-bitmap:{name}"), bitmap, disk }));
     }
     Ok(all)
 }

@@ -386,12 +386,10 @@ impl Served {
 
     /// The caller has just opened it.
     fn prepare_servers(&self) -> Result<()> {
-        let (disk, settings, images) =
-            (self.opened().disk()?, self.settings.clone(), self.images.clone());
-        let handles = Arc::clone(&self.resources.handles);
+        let (disk, settings) = (self.opened().disk()?, self.settings.clone());
         let asked = self.resources.workers.run(move || async move {
             let part = contexts::part_of(&*disk, &settings).await?;
-            let all = contexts::of_settings(&disk, &settings, &images, &handles).await?;
+            let all = contexts::of_settings(&disk, &settings).await?;
             Ok::<_, Error>((part, contexts::moved(all, part)))
         })?;
         let (part, contexts) = asked?;

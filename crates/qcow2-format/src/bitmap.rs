@@ -223,13 +223,38 @@ impl BitmapTableEntry {
     }
 }
 
-/// Sets the `in_use` flag of every entry of a directory: from now on the bitmaps do not match the
-/// data. Returns whether the whole directory could be walked.
-pub fn mark_bitmaps_in_use(directory: &mut [u8], count: u32) -> bool {
+/// What is changed of an entry where it stands in the directory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BitmapFields {
+    /// Where its table starts.
+    pub table_offset: HostOffset,
+    /// Number of entries in its table.
+    pub table_entries: u32,
+    /// A writer did not save it when it finished.
+    pub in_use: bool,
+}
+
+/// Passes the fields of each of the `count` entries of a directory to `change`, with the entry's
+/// index, and stores them again; nothing else of the directory changes. Returns whether the whole
+/// directory could be walked.
+pub fn change_bitmap_directory(
+    directory: &mut [u8],
+    count: u32,
+    mut change: impl FnMut(usize, &mut BitmapFields),
+) -> bool {
     let mut rest = directory;
-    for _ in 0..count {
+    for index in 0..count as usize {
         let Ok((entry, tail)) = RawBitmap::mut_from_prefix(rest) else { return false };
-        entry.flags = U32::new(entry.flags.get() | IN_USE);
+        let flags = entry.flags.get();
+        let mut fields = BitmapFields {
+            table_offset: HostOffset::new(entry.table_offset.get()),
+            table_entries: entry.table_entries.get(),
+            in_use: flags & IN_USE != 0,
+        };
+        change(index, &mut fields);
+        entry.table_offset = fields.table_offset.bytes().into();
+        entry.table_entries = fields.table_entries.into();
+        entry.flags = U32::new(flags & !IN_USE | if fields.in_use { IN_USE } else { 0 });
         let more = u64::from(entry.extra_len.get()) + u64::from(entry.name_len.get());
         let padded = (more + RAW_BYTES as u64).next_multiple_of(8) - RAW_BYTES as u64;
         let Some(tail) = usize::try_from(padded).ok().and_then(|len| tail.get_mut(len..)) else {
@@ -238,6 +263,12 @@ pub fn mark_bitmaps_in_use(directory: &mut [u8], count: u32) -> bool {
         rest = tail;
     }
     true
+}
+
+/// Sets the `in_use` flag of every entry of a directory: from now on the bitmaps do not match the
+/// data. Returns whether the whole directory could be walked.
+pub fn mark_bitmaps_in_use(directory: &mut [u8], count: u32) -> bool {
+    change_bitmap_directory(directory, count, |_, entry| entry.in_use = true)
 }
 
 #[cfg(test)]
@@ -277,6 +308,23 @@ mod tests {
         let decoded =
             decode_bitmap_directory(&directory, &extension(2, &directory), bits(), DISK_BYTES);
         assert_eq!(decoded.expect("valid"), [entry("a"), entry("second")]);
+    }
+
+    #[test]
+    fn fields_are_changed_where_they_stand() {
+        let mut directory = Vec::new();
+        entry("a").encode(&mut directory);
+        entry("second").encode(&mut directory);
+        let extension = extension(2, &directory);
+        let is_whole = change_bitmap_directory(&mut directory, 2, |index, fields| {
+            fields.table_entries += u32::try_from(index).expect("two");
+            fields.in_use = index == 1;
+        });
+        assert!(is_whole);
+        let changed = BitmapEntry { table_entries: 2, in_use: true, ..entry("second") };
+        let decoded = decode_bitmap_directory(&directory, &extension, bits(), DISK_BYTES);
+        assert_eq!(decoded.expect("valid"), [entry("a"), changed]);
+        assert!(!change_bitmap_directory(&mut directory, 3, |_, _| {}));
     }
 
     #[test]

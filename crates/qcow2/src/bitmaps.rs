@@ -61,7 +61,8 @@ pub async fn open_bitmap(store: &Arc<dyn Store>, header: &Header, name: &str) ->
     found.ok_or_else(|| unknown(name, &there))
 }
 
-fn unknown(name: &str, there: &[String]) -> Error {
+/// The error for a bitmap called `name` that is not among those that are `there`.
+pub(crate) fn unknown(name: &str, there: &[String]) -> Error {
     let there = if there.is_empty() { "it has none".to_owned() } else { there.join(", ") };
     Error::new(ErrorKind::NotFound, format!("the image has no bitmap {name:?}: {there}"))
 }

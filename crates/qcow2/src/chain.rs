@@ -4,6 +4,7 @@
 //! what reading needs of a layer. No step recurses by layer, and nothing of a layer but its header
 //! is read before a guest asks for it.
 
+mod dirty;
 mod manage;
 mod merge;
 mod push;
@@ -16,6 +17,7 @@ use crate::layer::Layer;
 use crate::map::{Map, Rest};
 use crate::open::open_layers;
 use crate::write::Writer;
+use crate::write::bitmaps::settle_bitmaps;
 use crate::write::pages::Metadata;
 use arc_swap::ArcSwapOption;
 use mica_block::{
@@ -88,6 +90,7 @@ pub struct Chain {
     /// Serializes putting layers on top.
     pushing: Arc<Claims>,
     merging: Arc<merge::Merging>,
+    stored_bitmaps: Arc<dirty::StoredBitmaps>,
     repair: Option<Repair>,
     index: IndexUse,
 }
@@ -136,7 +139,8 @@ impl Chain {
     ) -> Self {
         let writer = Arc::new(ArcSwapOption::new(writer));
         let (gate, pushing, merging) = (Arc::default(), Arc::default(), Arc::default());
-        Self { map, gate, writer, pushing, merging, repair, index }
+        let stored_bitmaps = Arc::default();
+        Self { map, gate, writer, pushing, merging, stored_bitmaps, repair, index }
     }
 
     /// How many layers, from the base, the index covers.
@@ -307,6 +311,7 @@ async fn writable_header(
     header: Header,
     repair: Option<Repair>,
 ) -> Result<Header> {
+    let header = settle_bitmaps(&**store, header).await?;
     if header.incompatible.corrupt {
         let context = "the image is marked as corrupt: run `mica check -r all` first";
         return Err(Error::new(ErrorKind::Corrupt, context));

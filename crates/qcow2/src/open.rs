@@ -297,18 +297,14 @@ pub(crate) fn written_with_aes() -> Error {
     Error::new(ErrorKind::Unsupported, context)
 }
 
-/// Bitmaps record which bytes changed since a backup, and mica does not maintain them: its first
-/// write marks them as in use, for good.
+/// Bitmaps that a writer did not save say nothing any more.
 async fn warn_of_bitmaps(layer: &Layer, header: &Header) {
-    if !header.autoclear.bitmaps_consistent {
-        return;
-    }
     let image = layer.path.display();
     let bitmaps = match crate::snapshots::list_bitmaps(&*layer.store, header).await {
         Ok(bitmaps) => bitmaps,
         Err(error) => return tracing::warn!(%image, %error, "cannot read its bitmaps"),
     };
-    let names: Vec<_> = bitmaps.iter().filter(|bitmap| !bitmap.in_use).collect();
+    let names: Vec<_> = bitmaps.iter().filter(|bitmap| bitmap.in_use).collect();
     if names.is_empty() {
         return;
     }
@@ -319,8 +315,8 @@ async fn warn_of_bitmaps(layer: &Layer, header: &Header) {
     }
     tracing::warn!(
         %image,
-        "the first write invalidates its dirty bitmaps ({shown}), which mica does not maintain: the \
-         next backup must be a full one, with a new bitmap"
+        "its dirty bitmaps {shown} are inconsistent, as a writer has not saved them: `mica bitmap \
+         --remove` removes them, and the next backup must be a full one"
     );
 }
 

@@ -83,7 +83,8 @@ async fn visit(
     Ok(())
 }
 
-/// The bitmaps of an image.
+/// The bitmaps of an image. Those whose writer did not save them, but saw to it that the file has
+/// all that was changed, are not taken to be in use.
 ///
 /// # Errors
 /// If the directory is malformed or cannot be read.
@@ -96,5 +97,10 @@ pub async fn list_bitmaps(store: &dyn Store, header: &Header) -> Result<Vec<Bitm
         return Err(Error::new(ErrorKind::Corrupt, context));
     }
     let directory = read_exact(store, bitmaps.directory_offset, len).await?;
-    decode_bitmap_directory(&directory, bitmaps, header.cluster_bits, header.disk_bytes())
+    let mut entries =
+        decode_bitmap_directory(&directory, bitmaps, header.cluster_bits, header.disk_bytes())?;
+    for (index, entry) in entries.iter_mut().enumerate() {
+        entry.in_use &= !header.autoclear.keeps_bitmap(index);
+    }
+    Ok(entries)
 }

@@ -8,6 +8,7 @@ mod contexts;
 mod control;
 mod ephemeral;
 mod fuse;
+mod kept;
 mod life;
 mod locks;
 mod many;

@@ -100,7 +100,7 @@ pub struct DiskSettings {
     pub allocation_depth: bool,
     /// Let clients ask what this dirty bitmap of the image has: qemu:dirty-bitmap:NAME.
     ///
-    /// Can be repeated. Of a disk that is written, the bitmap must be disabled.
+    /// Can be repeated. All layers that have one of this name count, as they are now.
     #[arg(short = 'B', long, value_name = "NAME", help_heading = NBD, hide_short_help = true)]
     pub bitmap: Vec<String>,
     /// Clients of this export at a time; 256 by default.

@@ -44,7 +44,8 @@ pub struct Autoclear {
     pub bitmaps_consistent: bool,
     /// The data file by itself is a raw disk.
     pub raw_external: bool,
-    /// Bits that mica does not know, in their positions.
+    /// Bits that the specification does not define, in their positions. Some have a meaning for
+    /// mica: [`Self::keeps_bitmap`], and the name of a log.
     pub unknown: u64,
 }
 
@@ -149,6 +150,25 @@ impl Autoclear {
             | flag(self.raw_external, RAW_EXTERNAL)
             | self.unknown
     }
+
+    /// The bits that say of which bitmaps, by their index in the directory, the file has
+    /// everything that was changed, and perhaps more, although they are flagged as in use: a writer
+    /// sees to that, and any other program that writes the image clears the bits.
+    pub const KEPT_BITMAPS: u64 = ((1 << Self::KEPT_BITMAPS_MAX) - 1) << KEPT_BITMAPS_SHIFT;
+
+    /// Bitmaps beyond so many have no such bit.
+    pub const KEPT_BITMAPS_MAX: usize = 24;
+
+    /// The one of [`Self::KEPT_BITMAPS`] for the bitmap at `index` of the directory; 0 if it has
+    /// none.
+    pub fn kept_bitmap(index: usize) -> u64 {
+        if index < Self::KEPT_BITMAPS_MAX { 1 << (index + KEPT_BITMAPS_SHIFT) } else { 0 }
+    }
+
+    /// Whether the file has everything that the bitmap at `index` of the directory has to say.
+    pub fn keeps_bitmap(&self, index: usize) -> bool {
+        self.unknown & Self::kept_bitmap(index) != 0
+    }
 }
 
 fn flag(set: bool, bit: u64) -> u64 {
@@ -162,5 +182,6 @@ pub(super) const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 pub(super) const INCOMPATIBLE_KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
 const LAZY_REFCOUNTS: u64 = 1 << 0;
+const KEPT_BITMAPS_SHIFT: usize = 8;
 const BITMAPS_CONSISTENT: u64 = 1 << 0;
 const RAW_EXTERNAL: u64 = 1 << 1;

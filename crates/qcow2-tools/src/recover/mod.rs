@@ -34,7 +34,7 @@ pub(crate) use refcounts::{Which, rewrite};
 
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, OpenImage, Result, Store};
-use mica_qcow2::{read_header, read_header_as, replay_redo_log};
+use mica_qcow2::{read_header, read_header_as, replay_redo_log, settle_bitmaps};
 use mica_qcow2_format::Header;
 use std::path::Path;
 use std::sync::Arc;
@@ -85,7 +85,8 @@ pub(crate) async fn open_for_change(
     let image = images.open_writable(path)?;
     let step = async {
         replay_redo_log(images, path, &*image.store).await?;
-        let mut header = read_header(&*image.store).await?;
+        let header = read_header(&*image.store).await?;
+        let mut header = settle_bitmaps(&*image.store, header).await?;
         if header.incompatible.dirty || header.incompatible.corrupt {
             header = repair_dirty(Arc::clone(&image.store), &header).await?;
         }
@@ -103,6 +104,11 @@ pub async fn open_for_repair(images: &dyn Images, path: &Path) -> Result<(OpenIm
     let image = images.open_writable(path)?;
     let step = async {
         replay_redo_log(images, path, &*image.store).await?;
+        // A repair clears the bits that say which bitmaps are true. What is wrong with the header
+        // is found below.
+        if let Ok(header) = read_header(&*image.store).await {
+            settle_bitmaps(&*image.store, header).await?;
+        }
         let header = read_header_as(&*image.store, Header::decode_for_check).await?;
         Ok((image, header))
     };

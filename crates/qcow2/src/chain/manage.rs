@@ -2,9 +2,9 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    CommitLayers, Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageChain, ManageIndex,
-    ManageSnapshots, MapStats, MergeControl, Merged, Pushed, Renaming, Result, SealState,
-    SnapshotGroup, StoreIdentity, View, WriteStats,
+    CommitLayers, Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageBitmaps,
+    ManageChain, ManageIndex, ManageSnapshots, MapStats, MergeControl, Merged, Pushed, Renaming,
+    Result, SealState, SnapshotGroup, StoreIdentity, View, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
@@ -88,6 +88,10 @@ impl Manage for Chain {
 
     fn chain(&self) -> Option<&dyn ManageChain> {
         self.is_writable().then_some(self as &dyn ManageChain)
+    }
+
+    fn bitmaps(&self) -> Option<&dyn ManageBitmaps> {
+        Some(self)
     }
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {

@@ -40,6 +40,9 @@
 //! - I7 After an error, or if it is cancelled, the chain has the layers that it had, and the base
 //!   is closed properly if it can be.
 //!
+//! - I8 When layers have left, what the dirty bitmaps of a name say together has all that it had
+//!   before, and what was copied into a layer that keeps bitmaps; see [`bitmaps`].
+//!
 //! Power cuts. Before the header is durable the old layers are there, unchanged; the active layer
 //! has more of its own (stream), or the base differs where nobody sees it (commit; if its length
 //! grew, the new part is zeros to whoever could see it). After it the base is complete. Sidecars
@@ -47,6 +50,7 @@
 //! layer above the top has another header.
 
 mod active;
+mod bitmaps;
 mod commit;
 mod pace;
 mod sources;

@@ -10,7 +10,8 @@
 //!
 //! Reads continue throughout: the map in memory stays true, as the new layer is empty. Changes wait
 //! while the gate is held: as long as it takes to flush what was written since the previous flush.
-//! What else closes the old layer, counts and marks, is done while changes go on above.
+//! What else closes the old layer, counts, bitmaps and marks, is done while changes go on above.
+//! Dirty bitmaps that are kept true go on, empty, in the new layer ([`super::dirty`]).
 //!
 //! Invariants
 //! - I1 What was acknowledged before the gate is held is durable in the layer that gets frozen, and
@@ -86,6 +87,7 @@ impl Chain {
         let layer = Arc::new(layer);
         let next = (&layer, path);
         let next = open_writer(map, next, metadata, &self.gate, self.repair).await?;
+        self.continue_bitmaps(&writer, &next, path).await?;
         self.flush_ahead().await?;
         let start = mica_rt::now();
         let held = self.gate.hold().await;

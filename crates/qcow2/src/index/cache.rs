@@ -75,6 +75,8 @@ struct Common {
     /// sidecar was rewritten.
     directories: Cache<(u64, NodeRef), Arc<Directory>>,
     budget_bytes: AtomicU64,
+    /// What the dirty bitmaps of all its chains take in memory, which have a budget of their own.
+    bitmap_bytes: Arc<AtomicU64>,
     /// Numbers of owners and generations that were given out.
     numbers: AtomicU64,
     frozen: KnownFrozen,
@@ -163,6 +165,7 @@ impl MapCache {
             slices: Cache::with_weighter(typical.clamp(16, 4096), slice_bytes, MemoryWeight),
             directories: Cache::new(usize::try_from(directories).unwrap_or(usize::MAX)),
             budget_bytes: AtomicU64::new(budget_bytes),
+            bitmap_bytes: Arc::default(),
             numbers: AtomicU64::new(1),
             frozen: KnownFrozen::default(),
         }))
@@ -180,6 +183,11 @@ impl MapCache {
     /// Its budget.
     pub fn budget_bytes(&self) -> u64 {
         self.0.budget_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Counts what dirty bitmaps take in memory.
+    pub(crate) fn bitmap_bytes(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.0.bitmap_bytes)
     }
 
     /// A number that it has not given out before.

@@ -6,7 +6,7 @@
 use super::Writer;
 use super::pages::Metadata;
 use mica_block::{Result, Store, read_exact, write_all};
-use mica_qcow2_format::{BackingChange, BackingName};
+use mica_qcow2_format::{BackingChange, BackingName, Header, HeaderChange};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostOffset};
 use std::sync::Arc;
@@ -80,11 +80,62 @@ impl Writer {
 }
 
 impl Metadata {
+    /// Whether [`Self::replace_header`] with `change` would have room.
+    ///
+    /// # Errors
+    /// As [`HeaderChange::plan`], and any failure to read the header.
+    pub(super) async fn check_header(
+        &self,
+        cluster_bits: ClusterBits,
+        change: impl FnOnce(&mut Header),
+    ) -> Result<()> {
+        self.plan_header(cluster_bits, change).await.map(drop)
+    }
+
+    async fn plan_header(
+        &self,
+        cluster_bits: ClusterBits,
+        change: impl FnOnce(&mut Header),
+    ) -> Result<HeaderChange> {
+        let len = usize::try_from(cluster_bits.bytes()).expect("2 MiB");
+        let cluster = read_exact(&*self.store, HostOffset::ZERO, len).await?;
+        let mut header = Header::decode(&cluster, self.store.len()?)?;
+        change(&mut header);
+        HeaderChange::plan(&cluster, &header)
+    }
+
+    /// Replaces the header by what `change` makes of it, durably. What the log has of the header
+    /// stays as it is.
+    ///
+    /// # Errors
+    /// As [`HeaderChange::plan`]: nothing has changed. Any failure of a write or a sync: then
+    /// nothing more is written.
+    pub(super) async fn replace_header(
+        self: &Arc<Self>,
+        cluster_bits: ClusterBits,
+        change: impl FnOnce(&mut Header),
+    ) -> Result<()> {
+        // A group gives the log another name, which is in the part that is written.
+        let _group = self.page_writes.claim(0).await;
+        let _claim = self.header_changes.claim(0).await;
+        self.unname_lost_log().await?;
+        let HeaderChange { name, sector } = self.plan_header(cluster_bits, change).await?;
+        for (at, bytes) in name.into_iter().chain([(0, sector)]) {
+            self.write_parts(HostOffset::new(at as u64), &bytes).await?;
+        }
+        Ok(())
+    }
+
     /// Writes a part of the header durably, in memory and in the file.
     async fn write_backing(self: &Arc<Self>, at: HostOffset, bytes: &[u8]) -> Result<()> {
+        let _claim = self.header_changes.claim(0).await;
+        self.unname_lost_log().await.inspect_err(|error| self.fail(error))?;
+        self.write_parts(at, bytes).await
+    }
+
+    /// The same page by page. The caller has the claim to changes of the header.
+    async fn write_parts(self: &Arc<Self>, at: HostOffset, bytes: &[u8]) -> Result<()> {
         let written = async {
-            let _claim = self.header_changes.claim(0).await;
-            self.unname_lost_log().await?;
             let page_bytes = self.lock().page_bytes();
             let mut done = 0;
             while done < bytes.len() {

@@ -310,6 +310,7 @@ impl Writer {
         if let Err(error) = self.space.cut_tail(&unused).await {
             tracing::debug!(%error, "the file keeps its length");
         }
+        self.store_bitmaps().await?;
         self.unmark().await?;
         self.check_usable()
     }

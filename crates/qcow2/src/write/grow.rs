@@ -67,11 +67,6 @@ impl Writer {
         }
         let header = read_header(&*self.layer.store).await?;
         check_resizable(&header)?;
-        if header.bitmaps.is_some() {
-            let what = "the image has bitmaps, which `mica resize` makes as long as the disk while \
-                        nobody uses it";
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
         if header.incompatible.external_data_file {
             let what = "an image with a data file can grow only while nobody uses it";
             return Err(Error::new(ErrorKind::Unsupported, what));
@@ -80,6 +75,7 @@ impl Writer {
         self.mark_in_use().await?;
         self.wrote.store(true, Ordering::Release);
         self.grow_l1(entries).await?;
+        let bitmaps = self.lengthen_bitmaps(len).await?;
         {
             // A request that takes the last cluster for a whole one, as the disk ends in it, is
             // done or sees the new length.
@@ -94,8 +90,12 @@ impl Writer {
         };
         if let Err(error) = grown.await {
             self.map.set_len(old);
+            if let Err(error) = self.end_growth(bitmaps, (old, old)).await {
+                tracing::warn!(%error, "a dirty bitmap has the length that the disk did not get");
+            }
             return Err(error);
         }
+        self.end_growth(bitmaps, (old, len)).await?;
         self.map.publish_len(len);
         Ok(())
     }

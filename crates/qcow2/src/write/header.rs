@@ -5,18 +5,16 @@ use super::Writer;
 use super::allocate::Space;
 use super::pages::Metadata;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
-use mica_block::{Error, Result, Store, read_exact};
+use mica_block::{Error, Result, Store};
 use mica_map::crc32c;
-use mica_qcow2_format::{BitmapsExtension, Header, Version, field, mark_bitmaps_in_use};
+use mica_qcow2_format::{Autoclear, Header, Version, field};
 use mica_units::HostOffset;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 2;
-/// The autoclear bits that stay true while mica writes: the bitmaps themselves are marked as out of
-/// date, and the data file is a raw disk.
-const BITMAPS: u64 = 1;
+/// An autoclear bit that stays true while mica writes: the data file is a raw disk.
 const RAW_EXTERNAL: u64 = 2;
 
 const VERSION_2: &str = "writes that are not flushed are lost if this process is killed: images of \
@@ -34,7 +32,6 @@ const FAILED: &str = "the disk accepts no more writes after an error: the server
 pub(crate) struct InUse {
     is_v3: bool,
     lazy_refcounts: bool,
-    bitmaps: Option<BitmapsExtension>,
     has_snapshots: bool,
     marked: AtomicBool,
     /// Logs that were begun.
@@ -46,7 +43,6 @@ impl InUse {
         Self {
             is_v3: header.version == Version::V3,
             lazy_refcounts: header.compatible.lazy_refcounts,
-            bitmaps: header.bitmaps.filter(|_| header.autoclear.bitmaps_consistent),
             has_snapshots: header.snapshot_count > 0,
             marked: AtomicBool::new(false),
             logs: AtomicU32::new(0),
@@ -62,7 +58,7 @@ impl InUse {
 
 impl Writer {
     /// Before the first write: clears the autoclear bits that mica does not know, marks the bitmaps
-    /// as out of date, and sets the dirty bit of an image with lazy refcounts, as QEMU does.
+    /// as in use, and sets the dirty bit of an image with lazy refcounts, as QEMU does.
     pub(crate) async fn mark_in_use(&self) -> Result<()> {
         if self.header.is_marked() {
             return Ok(());
@@ -73,37 +69,19 @@ impl Writer {
         }
         if self.header.is_v3 {
             let autoclear = self.metadata.read_u64(place_of(field::AUTOCLEAR)).await?;
-            let bitmaps = if self.mark_bitmaps().await? { BITMAPS } else { 0 };
-            let kept = autoclear & (RAW_EXTERNAL | bitmaps);
+            let bitmaps = self.load_bitmaps(!self.header.has_snapshots).await?;
+            let kept = autoclear & RAW_EXTERNAL | bitmaps.autoclear;
             let marked = self.begin_log(kept);
             if marked != autoclear {
                 self.write_autoclear(marked).await?;
             }
+            self.mark_bitmaps(bitmaps).await?;
             if self.header.lazy_refcounts {
                 self.change_incompatible(DIRTY, 0).await?;
             }
         }
         self.header.marked.store(true, Ordering::Release);
         Ok(())
-    }
-
-    /// Marks the bitmaps as in use in their directory. Returns whether that was possible for all.
-    async fn mark_bitmaps(&self) -> Result<bool> {
-        let Some(bitmaps) = &self.header.bitmaps else { return Ok(false) };
-        let store = &*self.metadata.store;
-        let at = bitmaps.directory_offset;
-        if store.len()? < at.bytes().saturating_add(bitmaps.directory_bytes) {
-            return Ok(false);
-        }
-        let Ok(len) = usize::try_from(bitmaps.directory_bytes) else { return Ok(false) };
-        let mut directory = read_exact(store, at, len).await?;
-        if !mark_bitmaps_in_use(directory.own_bytes(), bitmaps.count) {
-            return Ok(false);
-        }
-        self.metadata.ranges.check(at, bitmaps.directory_bytes)?;
-        self.metadata.write_through(directory, at).await?;
-        self.metadata.sync().await?;
-        Ok(true)
     }
 
     /// Why nothing is acknowledged any more, if so.
@@ -153,7 +131,7 @@ impl Writer {
             // no longer names it: an image that names a missing log looks as if something had been
             // lost.
             let autoclear = self.metadata.read_u64(place_of(field::AUTOCLEAR)).await?;
-            let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1);
+            let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1) & !Autoclear::KEPT_BITMAPS;
             if kept != autoclear {
                 self.write_autoclear(kept).await?;
             }

@@ -20,6 +20,7 @@
 mod ahead;
 pub(crate) mod allocate;
 pub(crate) mod backing;
+pub(crate) mod bitmaps;
 pub(crate) mod clusters;
 mod commit;
 mod drops;
@@ -90,6 +91,7 @@ pub(crate) struct Writer {
     gate: Arc<Gate>,
     flushes: GroupSync,
     header: header::InUse,
+    bitmaps: bitmaps::Bitmaps,
     /// The redo log's location for the next process to open the image, and when this one opened it.
     redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
@@ -157,6 +159,7 @@ impl Writer {
             gate,
             flushes: GroupSync::new(),
             header: header::InUse::new(header),
+            bitmaps: bitmaps::Bitmaps::new(header),
             redo_memory,
             now_ns,
             wrote: AtomicBool::new(false),
@@ -287,7 +290,13 @@ impl Writer {
         if !self.header.is_marked() || self.metadata.failure().is_some() {
             return Err(buf);
         }
-        let Some(host) = self.own_place(at, buf.len() as u64) else { return Err(buf) };
+        let len = buf.len() as u64;
+        let Some(host) = self.own_place(at, len) else { return Err(buf) };
+        if let Some(recorder) = self.bitmaps.recorder()
+            && !recorder.note(at.bytes(), len)
+        {
+            return Err(buf);
+        }
         self.wrote.store(true, Ordering::Relaxed);
         // Even if the caller is dropped: until the write is done, nothing else may get this place.
         Ok(self.data.write_at(buf, host).hold(under_way))

@@ -76,6 +76,7 @@ impl Writer {
     ) -> Result<()> {
         self.check_writable(range)?;
         self.mark_before_change().await?;
+        self.record(range).await?;
         let mut pace = Pace::new(CLUSTERS_PER_TURN);
         let mut at = range.start().bytes();
         let end = range.end().bytes();
@@ -91,6 +92,12 @@ impl Writer {
             at = stop;
         }
         Ok(())
+    }
+
+    /// What comes before a change of the bitmaps alone.
+    pub(crate) async fn begin_change(&self) -> Result<()> {
+        self.check_usable()?;
+        self.mark_before_change().await
     }
 
     /// What comes before every change.

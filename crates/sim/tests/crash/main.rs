@@ -19,6 +19,7 @@ mod growing;
 mod in_place;
 mod internal;
 mod keeping;
+mod kept;
 mod killed;
 mod lies;
 mod luks;

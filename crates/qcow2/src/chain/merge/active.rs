@@ -78,7 +78,12 @@ impl Chain {
         self.gate.grace().await;
         let number = map.layers().all()[base].number;
         let target = self.open_target(number, base).await?;
-        let carried = self.carry_all(&target, base, control).await;
+        let leaving = map.layers().frozen()[base + 1..].to_vec();
+        let carried = match self.bitmaps_go_down(&leaving, &target).await {
+            Ok(()) => self.carry_all(&target, base, control).await,
+            Err(error) => Err(error),
+        };
+        drop(leaving);
         let frozen = target.close(self).await?;
         map.replace_layers(map.layers().replaced(Arc::new(frozen)));
         let Some((held, copied)) = carried? else { return Ok(Merged::Cancelled) };

@@ -71,8 +71,14 @@ impl Chain {
         };
         let target = self.open_target(base, at.base).await?;
         let sources = Sources::new(&map.layers().all()[at.base + 1..=at.top]);
+        let leaving = map.layers().all()[at.base + 1..=at.top].to_vec();
+        let carried = self.bitmaps_go_down(&leaving, &target).await;
+        drop(leaving);
         let resume = Resume { base, top, done: 0 };
-        let copied = self.copy_down(&sources, &target, resume, control).await;
+        let copied = match carried {
+            Ok(()) => self.copy_down(&sources, &target, resume, control).await,
+            Err(error) => Err(error),
+        };
         // Whatever became of it, the base is frozen again.
         let frozen = target.close(self).await.inspect_err(|_| self.set_resume(None))?;
         map.replace_layers(map.layers().replaced(Arc::new(frozen)));

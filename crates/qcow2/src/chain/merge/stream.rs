@@ -65,6 +65,7 @@ impl Chain {
         };
         // A header without room for the name is better refused before than after.
         writer.plan_backing(name.as_ref()).await?;
+        self.bitmaps_go_up(layers.all()[from..active].to_vec()).await?;
         let leaving = Arc::new(Leaving::new(&layers, from, active));
         let pace = Pace::new(self, control);
         let mut stream = Stream { chain: self, pace, leaving, copied: 0 };
