@@ -19,6 +19,7 @@
 
 pub(crate) mod allocate;
 pub(crate) mod backing;
+pub(crate) mod beneath;
 pub(crate) mod clusters;
 mod commit;
 mod drops;
@@ -93,6 +94,9 @@ pub(crate) struct Writer {
     redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
     wrote: AtomicBool,
+    /// Whether a change began since somebody last asked ([`Writer::flush_ahead`]).
+    has_begun: AtomicBool,
+    beneath: beneath::Beneath,
     /// Whether a flush, or a shorter log, was due at the last link.
     is_over_limit: AtomicBool,
     /// Whether an earlier process may have left writes in the page cache: no sync of this one has
@@ -160,6 +164,8 @@ impl Writer {
             redo_memory,
             now_ns,
             wrote: AtomicBool::new(false),
+            has_begun: AtomicBool::new(true),
+            beneath: beneath::Beneath::default(),
             is_over_limit: AtomicBool::new(false),
             inherits: AtomicBool::new(true),
             limbo: Mutex::default(),
@@ -279,9 +285,16 @@ impl Writer {
             return Err(buf);
         }
         let Some(host) = self.own_place(at, buf.len() as u64) else { return Err(buf) };
-        self.wrote.store(true, Ordering::Relaxed);
+        self.note_change();
         // Even if the caller is dropped: until the write is done, nothing else may get this place.
         Ok(self.data.write_at(buf, host).hold(under_way))
+    }
+
+    /// Notes that a change begins, before anything of it is written.
+    #[inline]
+    fn note_change(&self) {
+        self.wrote.store(true, Ordering::Release);
+        self.has_begun.store(true, Ordering::Release);
     }
 
     /// Where `len` bytes at `at` can be written without changing metadata.

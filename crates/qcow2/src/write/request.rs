@@ -103,7 +103,7 @@ impl Writer {
         if !self.header.is_marked() {
             Box::pin(self.mark_in_use()).await?;
         }
-        self.wrote.store(true, Ordering::Release);
+        self.note_change();
         Ok(())
     }
 
