@@ -72,7 +72,8 @@ impl Chain {
         let target = self.open_target(base, at.base).await?;
         let sources = Sources::new(&map.layers().all()[at.base + 1..=at.top]);
         let resume = Resume { base, top, done: 0 };
-        let copied = self.copy_down(&sources, &target, resume, control).await;
+        let pace = Pace::new(self, &map.layers().all()[at.base + 1..=at.top], control);
+        let copied = self.copy_down(&sources, &target, resume, pace).await;
         // Whatever became of it, the base is frozen again.
         let frozen = target.close(self).await.inspect_err(|_| self.set_resume(None))?;
         map.replace_layers(map.layers().replaced(Arc::new(frozen)));
@@ -127,14 +128,14 @@ impl Chain {
         sources: &Sources,
         target: &Target,
         mut resume: Resume,
-        control: &dyn MergeControl,
+        mut pace: Pace<'_>,
     ) -> Result<Copied> {
-        let mut pace = Pace::new(self, control);
         target.grow_to(sources.top_len()).await?;
         let (end, mut copied) = (target.len(), 0);
         let mut at = self.resumes_at(resume).min(end);
         while at < end {
-            let progress = MergeProgress { done: at, total: end, copied, is_ending: false };
+            let progress =
+                MergeProgress { done: at, total: end, copied, ..MergeProgress::default() };
             if let ControlFlow::Break(()) = pace.step(progress).await {
                 return Ok(Copied::Cancelled);
             }
@@ -149,8 +150,9 @@ impl Chain {
                     Wanted::Data(extents) => extents[0].start,
                     Wanted::Zeros(range) => range.start(),
                 };
+                let done = done.bytes();
                 let progress =
-                    MergeProgress { done: done.bytes(), total: end, copied, is_ending: false };
+                    MergeProgress { done, total: end, copied, ..MergeProgress::default() };
                 if let ControlFlow::Break(()) = pace.step(progress).await {
                     return Ok(Copied::Cancelled);
                 }
