@@ -18,34 +18,21 @@ pub struct Pushed {
 /// A chain whose active layer is written, as its owner sees it.
 pub trait ManageChain {
     /// Puts the image at `path` on top, an empty overlay of the active layer: from then on it is
-    /// the one that is written. What was acknowledged before is durable in the layer beneath.
-    /// Reads continue; changes wait for as long as it takes to flush what was written since the
-    /// previous flush.
+    /// the one that is written, and `names` say so to the next process. What was acknowledged
+    /// before is durable in the layer beneath when this returns. Reads continue; changes wait for
+    /// as long as it takes to change the names, and flushes until everything is durable. In a
+    /// `group` it happens at one instant with its other chains: if one of them fails, all do.
     ///
     /// Errors: `Denied` if the policy forbids the image, or while a merge is under way; `Invalid`
     /// if it is no such overlay; `Limit` if the chain already has as many layers as it may have;
-    /// otherwise as [`crate::Disk::flush`]. The chain is then as it was.
-    fn push<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<Pushed>>;
-
-    /// The same at one instant with the other chains of `group`. If one of them fails, all do, and
-    /// all are as they were.
-    ///
-    /// Errors: as [`Self::push`], and why the group has failed.
-    fn push_in_group<'a>(
-        &'a self,
-        path: &'a Path,
-        group: &'a Arc<SnapshotGroup>,
-    ) -> LocalFuture<'a, Result<Pushed>>;
-
-    /// As [`Self::push`], but what is put on top gets the name that the active layer has, which is
-    /// known by `names.kept()` from then on. Changes wait for the renaming, too.
-    ///
-    /// Errors: as [`Self::push`], and those of the renaming: the chain is then as it was. If the
-    /// new names cannot be made durable the layer is on top, and nothing more is acknowledged.
-    fn push_renaming<'a>(
+    /// why the group has failed; otherwise as [`crate::Disk::flush`], and those of the names. The
+    /// chain is then as it was, unless something could not be made durable: then the layer is on
+    /// top, and nothing more is acknowledged.
+    fn push<'a>(
         &'a self,
         path: &'a Path,
         names: &'a dyn Renaming,
+        group: Option<&'a SnapshotGroup>,
     ) -> LocalFuture<'a, Result<Pushed>>;
 
     /// Bytes of a cluster of the active layer.
@@ -107,18 +94,19 @@ pub struct View {
     pub layers: Vec<LayerNumber>,
 }
 
-/// How files change their names while a layer is put on top of a chain. The active layer's file has
-/// a second name, under which it is kept; what is put on top takes the first one from it.
+/// How names of files say which layer is written, while one is put on top of a chain.
 pub trait Renaming {
-    /// The second name.
-    fn kept(&self) -> &Path;
+    /// If what is put on top takes the name of the active layer's file: the second name of that,
+    /// under which it is kept.
+    fn kept(&self) -> Option<&Path>;
 
-    /// Gives the first name to what is put on top.
+    /// Changes the names: whoever looks from then on, also after this process was killed, finds
+    /// that what is put on top is written. What is already durable of it is a whole image.
     ///
     /// Errors: what the system reports; nothing has changed then.
     fn rename(&self) -> LocalFuture<'_, Result<()>>;
 
-    /// Takes [`Self::rename`] back: the first name is the active layer's again.
+    /// Takes [`Self::rename`] back.
     ///
     /// Errors: what the system reports.
     fn undo(&self) -> LocalFuture<'_, Result<()>>;
@@ -160,6 +148,9 @@ pub struct MergeProgress {
     pub total: u64,
     /// Bytes that were copied.
     pub copied: u64,
+    /// Bytes that are likely to be copied in all, at least and at most: as many as the largest layer
+    /// has that is merged, and as all of them have.
+    pub expected: (u64, u64),
     /// Whether it is about to end, while the guest is held up: it must not wait for a rate now.
     pub is_ending: bool,
 }

@@ -167,7 +167,8 @@ pub trait Store: Send + Sync {
         IoFuture::Ready(Some((Err(self.opened_for_reading()), buf)))
     }
 
-    /// Makes durable what was completed before the call: bytes, space and length.
+    /// Makes durable what was completed before the call: bytes, space and length. A file that was
+    /// opened for reading may do so, too, with what others wrote to it.
     ///
     /// After an error nothing that was not durable before can be relied on.
     fn sync(&self) -> ChangeFuture {

@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 
 /// How often a job that waits looks whether it is to go on, or to end.
 const LOOK: Duration = Duration::from_millis(20);
+/// Bytes of which the copying tells how fast that is.
+const TELLING_BYTES: u64 = 8 << 20;
 /// Jobs of a disk that are told of after another one began.
 pub(crate) const PAST_MAX: usize = 32;
 /// States of a job that has not ended.
@@ -125,7 +127,7 @@ pub(crate) struct Told {
     /// Bytes of the disk in a second, on average.
     rate: u64,
     elapsed_ms: u64,
-    /// Until the end, at this rate.
+    /// Until the end, as far as can be told.
     estimate_ms: Option<u64>,
     pub(crate) failure: Option<String>,
     /// Paths of the layers that are not in the chain any more.
@@ -283,8 +285,10 @@ impl Job {
         let worked = until.duration_since(self.began).saturating_sub(resting);
         let worked_ms = u64::try_from(worked.as_millis()).unwrap_or(u64::MAX).max(1);
         let rate = u128::from(done) * 1000 / u128::from(worked_ms);
-        let left = u128::from(total - done) * 1000;
-        let estimate_ms = left.checked_div(rate).filter(|_| state.end.is_none());
+        let estimate_ms = match state.end {
+            None => estimate_ms(state.progress, worked_ms),
+            Some(_) => None,
+        };
         Told {
             number: self.number,
             disk: self.disk.clone(),
@@ -295,7 +299,7 @@ impl Job {
             copied_bytes: copied,
             rate: u64::try_from(rate).unwrap_or(u64::MAX),
             elapsed_ms: worked_ms,
-            estimate_ms: estimate_ms.and_then(|ms| u64::try_from(ms).ok()),
+            estimate_ms,
             failure,
             dropped: dropped.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
         }
@@ -338,7 +342,55 @@ impl MergeControl for Job {
     }
 }
 
+/// How long a merge will take from here on, if it came to `progress` in `worked_ms`. The time goes
+/// into what is copied. How much that will be in all shows in what was found so far, within what the
+/// sizes of the layers allow: their data may be anywhere on the disk.
+fn estimate_ms(progress: MergeProgress, worked_ms: u64) -> Option<u64> {
+    let MergeProgress { done, total, copied, expected: (least, most), .. } = progress;
+    let (done, total, worked) = (u128::from(done), u128::from(total), u128::from(worked_ms));
+    let left = if copied < TELLING_BYTES {
+        ((total - done) * worked).checked_div(done)?
+    } else {
+        let copied = u128::from(copied);
+        let found = (copied * total).checked_div(done)?;
+        let all = match done == total {
+            true => copied,
+            false => found.clamp(least.into(), most.max(least).into()),
+        };
+        all.saturating_sub(copied) * worked / copied
+    };
+    u64::try_from(left).ok()
+}
+
 #[expect(clippy::disallowed_methods, reason = "it is asked outside of executors, too")]
 fn now() -> Instant {
     Instant::now()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn estimate_follows_what_is_copied_within_what_the_layers_have() {
+        const MIB: u64 = 1 << 20;
+        let at = |done: u64, copied: u64| MergeProgress {
+            done: done * MIB,
+            total: 1000 * MIB,
+            copied: copied * MIB,
+            expected: (100 * MIB, 400 * MIB),
+            is_ending: false,
+        };
+        // Evenly spread data.
+        assert_eq!(estimate_ms(at(250, 50), 500), Some(1500));
+        // All at the start of the disk: no more than the layers have.
+        assert_eq!(estimate_ms(at(100, 100), 500), Some(1500));
+        // All at its end.
+        assert_eq!(estimate_ms(at(900, 10), 100), Some(900));
+        // It only makes sure that nothing is missing.
+        assert_eq!(estimate_ms(at(1000, 300), 500), Some(0));
+        // Nothing was copied yet, or nothing was done.
+        assert_eq!(estimate_ms(at(500, 0), 100), Some(100));
+        assert_eq!(estimate_ms(at(0, 0), 100), None);
+    }
 }

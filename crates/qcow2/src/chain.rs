@@ -32,6 +32,7 @@ use std::future::ready;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A unit of fewer bits than this is not reported as the preferred one.
 const PREFERRED_BITS_MIN: u32 = 12;
@@ -172,9 +173,24 @@ impl Chain {
         &self,
         work: impl AsyncFnOnce(Arc<Writer>) -> T + 'static,
     ) -> LocalFuture<'static, T> {
+        self.change_after(Duration::ZERO, work)
+    }
+
+    /// The same after this time, if it is not zero.
+    fn change_after<T: 'static>(
+        &self,
+        wait: Duration,
+        work: impl AsyncFnOnce(Arc<Writer>) -> T + 'static,
+    ) -> LocalFuture<'static, T> {
         let (gate, writer) = (Arc::clone(&self.gate), Arc::clone(&self.writer));
-        let entering = gate.begin_change();
+        let entering = match wait.is_zero() {
+            true => gate.begin_change(),
+            false => gate.begin_waiting(),
+        };
         Box::pin(mica_rt::spawn(async move {
+            if !wait.is_zero() {
+                mica_rt::sleep(wait).await;
+            }
             let change = gate.enter_change(entering).await;
             let writer = writer.load_full().expect("a disk that is written stays so");
             let output = Arc::clone(&writer).complete(work).await;
@@ -183,13 +199,13 @@ impl Chain {
         }))
     }
 
-    /// The same for a disk that may be open for reading only.
+    /// The same, braked by a merge, for a disk that may be open for reading only.
     fn change_if_writable(
         &self,
         work: impl AsyncFnOnce(Arc<Writer>) -> Result<()> + 'static,
     ) -> LocalFuture<'static, Result<()>> {
         match self.is_writable() {
-            true => self.change(work),
+            true => self.change_after(self.merging.brake.wait(), work),
             false => Box::pin(ready(Err(not_writable()))),
         }
     }
@@ -242,7 +258,9 @@ impl Disk for Chain {
 
     #[inline]
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
-        let buf = match self.gate.enter_in_place() {
+        let wait = self.merging.brake.wait();
+        let entered = if wait.is_zero() { self.gate.enter_in_place() } else { None };
+        let buf = match entered {
             None => buf,
             Some(under_way) => match &*self.writer.load() {
                 None => return Writing::Direct(mica_block::ready(Err(not_writable()), buf)),
@@ -260,7 +278,7 @@ impl Disk for Chain {
             merging.touches.note(at, buf.len() as u64);
             writer.write_allocating(at, buf).await
         };
-        Writing::Boxed(self.change(write))
+        Writing::Boxed(self.change_after(wait, write))
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {

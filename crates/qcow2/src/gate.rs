@@ -57,6 +57,12 @@ impl Gate {
         }
     }
 
+    /// Counts a change that waits before it enters: from here on the chain is not idle, and whoever
+    /// holds the gate does not wait for it.
+    pub(crate) fn begin_waiting(&self) -> Entering {
+        Entering::Waiting(self.waiting.enter_owned())
+    }
+
     /// Waits while the gate is held; returns what is kept until the change is done.
     pub(crate) async fn enter_change(&self, entering: Entering) -> OwnedInFlight {
         match entering {

@@ -2,39 +2,33 @@
 //!
 //! A configuration names the image that a disk began with. Once a layer is on top of that, whoever
 //! opens the image again to write it would change what the layer above stands on, and destroy it.
-//! So a small file beside the frozen layer, `LAYER.mica-above`, names the layer above. It is
-//! durable before anything is written above, and is removed by nobody but the next server that
-//! finds the snapshot unfinished, and people. docs/formats/above.md has its bytes.
+//! So a small file beside the frozen layer, `LAYER.mica-above`, names the layer above. It gets its
+//! name before anything is written above, and nothing that is written there is called durable before
+//! it is. It is removed by nobody but people, and a snapshot that fails.
+//! docs/formats/above.md has its bytes.
 //!
 //! Whoever is about to write a layer looks for its mark, and follows it from layer to layer. What
 //! it finds is one of these:
 //!
-//! | the layer above | the layer itself | what is written |
-//! |---|---|---|
-//! | there, and stands on it, perhaps through others | closed by its writer | the layer above |
-//! | unused, and stands on it | in use: its writer was killed | the layer itself |
-//! | used, and stands on it | in use: its closing or a merge was killed | the layer above |
-//! | stands on it through others, which were used | in use: the same | the layer above |
-//! | there, and stands on something else | | nothing: the user has to say |
-//! | missing, or a name that the chain may not open | | nothing: the user has to say |
+//! | the layer above | what is written |
+//! |---|---|
+//! | there, and stands on it, perhaps through others | the layer above |
+//! | there, and stands on something else | nothing: the user has to say |
+//! | missing, or a name that the chain may not open | nothing: the user has to say |
 //!
-//! A layer is used if it has data or a mark, or is in use itself.
-//!
-//! In the second case the snapshot did not come to its end: the first write above marks that layer
-//! as in use. In the third nothing that is read is missing from the layer beneath
-//! (`qcow2/src/chain/push.rs`, I5).
+//! Whether the writer of the layer has closed it is of no consequence: nothing that is read is
+//! missing from it (`qcow2/src/chain/push.rs`, I5).
 //!
 //! A merge takes layers out of the chain: a mark that named one of them names the layer that is
 //! above from then on ([`settle_marks`]).
 //!
 //! Invariants
 //! - I1 A mark is followed only if a stranger cannot have put it there (`mark.rs`).
-//! - I2 A mark is removed only when its layer is open for writing.
-//! - I3 Only a name that the policy of the chain permits is opened.
-//! - I4 A mark of a layer that is closed is followed only when that is durable. Its writer may have
-//!   been killed before it synced that, and after a power cut the layer would be in use again: then
-//!   what was written above, and flushed, would not be found, or it could not be told where the
-//!   disk is.
+//! - I2 Only a name that the policy of the chain permits is opened.
+//! - I3 Before anything is written above, the mark that led there is durable, and so is its layer.
+//!   Whoever put it may have been killed before it synced them, and after a power cut what was
+//!   written above, and flushed, would not be found, or lack what is beneath. Marks further below
+//!   are durable: a layer is put on top only of one that is settled.
 
 use crate::files::{position_of, sync_folder_of};
 use crate::mark::{Mark, cure};
@@ -56,8 +50,6 @@ const L1_PIECE_BYTES: usize = 1 << 20;
 pub(crate) struct Active {
     pub(crate) path: PathBuf,
     pub(crate) options: ImageOptions,
-    /// The mark of an unfinished snapshot, to be removed when the layer is open.
-    pub(crate) unfinished: Option<Mark>,
 }
 
 /// The layer that is written for the qcow2 image that the user `named`: that one, or the one above
@@ -68,30 +60,23 @@ pub(crate) struct Active {
 pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<Active> {
     let images = FileImages::new(named, options.clone())?;
     let mut path = named.to_owned();
-    let (mut is_first, mut followed) = (true, Vec::new());
+    let mut followed: Option<(PathBuf, Mark)> = None;
     for _ in 0..LayerNumber::COUNT_MAX {
         let (located, store) = images.glance(&path)?;
         let Some(mark) = Mark::of(&path, located.owner())? else {
-            settle(&followed)?;
-            let options = if is_first { options } else { beneath(named, options)? };
-            return Ok(Active { path, options, unfinished: None });
+            let options = match followed {
+                None => options,
+                Some((layer, mark)) => {
+                    settle(&layer, &mark)?;
+                    beneath(named, options)?
+                }
+            };
+            return Ok(Active { path, options });
         };
-        let header = read_header(&store).await.map_err(|error| error.wrap(name_of(&path)))?;
         let identity = located.identity(store.len()?);
-        let stands = check_above(&images, &path, &identity, &mark).await?;
-        if is_in_use(&header) && stands == Stands::OnIt && !is_used(&images, mark.above()).await? {
-            tracing::warn!(
-                "{} was about to be frozen beneath {} when its server ended: it is written on, and \
-                 the other one, which is empty, is no longer needed",
-                path.display(),
-                mark.above().display()
-            );
-            settle(&followed)?;
-            let options = if is_first { options } else { beneath(named, options)? };
-            return Ok(Active { path, options, unfinished: Some(mark) });
-        }
-        followed.push(std::mem::replace(&mut path, mark.above().to_owned()));
-        is_first = false;
+        check_above(&images, &path, &identity, &mark).await?;
+        let above = mark.above().to_owned();
+        followed = Some((std::mem::replace(&mut path, above), mark));
     }
     let what = format!("{}: the marks of its layers form a loop", named.display());
     Err(Error::new(ErrorKind::Limit, what))
@@ -107,12 +92,11 @@ pub async fn is_frozen(named: &Path, options: ImageOptions) -> Result<bool> {
     Ok(active_layer(named, options).await?.path != named)
 }
 
-/// Makes durable that these `layers` are closed, before anything is written above them (I4).
-fn settle(layers: &[PathBuf]) -> Result<()> {
-    layers.iter().try_for_each(|path| {
-        let synced = File::open(path).and_then(|file| file.sync_data());
-        synced.map_err(|error| Error::from_io(format!("syncing {}", path.display()), error))
-    })
+/// Makes `layer` and its `mark` durable, before anything is written above (I3).
+fn settle(layer: &Path, mark: &Mark) -> Result<()> {
+    let synced = File::open(layer).and_then(|file| file.sync_data());
+    synced.map_err(|error| Error::from_io(format!("syncing {}", layer.display()), error))?;
+    sync_folder_of(mark.path())
 }
 
 /// Whether its writer has not closed the image.
@@ -170,21 +154,13 @@ pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// How a layer stands on another.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stands {
-    OnIt,
-    /// On a layer that stands on it.
-    Above,
-}
-
 /// Makes sure that what is above `layer` still stands on it.
 async fn check_above(
     images: &FileImages,
     layer: &Path,
     identity: &Identity,
     mark: &Mark,
-) -> Result<Stands> {
+) -> Result<()> {
     let (at, above) = (mark.path(), mark.above());
     let denied = |what: &str| {
         let (named, above) = (layer.display(), above.display());
@@ -215,7 +191,7 @@ async fn check_above(
         });
         let Some((below, found)) = below else { break };
         if (found.device, found.inode) == (identity.device, identity.inode) {
-            return Ok(if depth == 0 { Stands::OnIt } else { Stands::Above });
+            return Ok(());
         }
         path = below;
     }
@@ -244,7 +220,7 @@ impl MayWrite {
     pub async fn check(path: &Path, options: &ImageOptions) -> Result<Self> {
         let active = active_layer(path, options.clone()).await?;
         match active.path == path {
-            true => Ok(Self::as_active(active.unfinished.as_ref())),
+            true => Ok(Self::as_active()),
             false => Err(frozen(path, &active.path)),
         }
     }

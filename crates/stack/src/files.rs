@@ -3,11 +3,13 @@
 
 use crate::policy::looks_like_protocol;
 use mica_block::{Error, Result};
+use mica_rt::Access;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The device and the number of the file at `path`, following links; `None` if there is none.
 pub fn node_of(path: &Path) -> Option<(u64, u64)> {
@@ -34,6 +36,17 @@ pub fn sync_folder_of(file: &Path) -> Result<()> {
     let folder = folder_of(file);
     let synced = File::open(folder).and_then(|folder| folder.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", folder.display()), error))
+}
+
+/// The folder of `file`, for calls on it.
+///
+/// # Errors
+/// What the system reports.
+pub(crate) fn open_folder_of(file: &Path) -> Result<Arc<mica_rt::File>> {
+    let folder = folder_of(file);
+    let opened = File::open(folder)
+        .map_err(|error| Error::from_io(format!("opening {}", folder.display()), error))?;
+    Ok(Arc::new(mica_rt::File::new(opened.into(), Access::Buffered)))
 }
 
 /// The name by which the image at `new` names `base` beneath it: relative in one folder.

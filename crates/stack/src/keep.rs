@@ -12,16 +12,18 @@
 //! 2 link `disk.qcow2` as `disk@Y.qcow2`  the same, and a second name of the disk, which is open
 //!   mark that (`above.rs`);              under the first; the next attempt takes it as it is
 //!   sync the folder
-//! 3 nothing is written any more;         the same
-//!   `disk.qcow2` is flushed
+//! 3 nothing is written any more, and     the same
+//!   all is in the file `disk.qcow2`
 //! 4 rename the overlay to `disk.qcow2`   Y is kept, and the disk goes on in an empty overlay
-//!   sync the folder
-//! 5 the disk is written again, and       the same, with what was written since; Y may be in use,
-//!   Y is closed                            and uses more space than it needs
+//! 5 the disk is written again;           Y is kept, and the disk goes on in the overlay. After a
+//!   sync the folder and Y, before any      power cut perhaps as in step 3
+//!   flush of it is acknowledged
+//! 6 Y is closed                          Y is kept, may be in use, and uses more space than it
+//!                                          needs
 //! ```
 //!
-//! A process that opens the disk after one that died in step 4 syncs the folder first
-//! ([`settle_names`]).
+//! A process that opens the disk after one that died in step 5 syncs the folder first
+//! ([`settle_names`]), and Y with its first flush (`qcow2/src/write/beneath.rs`).
 //!
 //! Invariants
 //! - I1 At every instant `disk.qcow2` opens, with everything that was acknowledged, as far as it
@@ -332,8 +334,8 @@ impl Keeping {
 }
 
 impl Renaming for Keeping {
-    fn kept(&self) -> &Path {
-        &self.kept
+    fn kept(&self) -> Option<&Path> {
+        Some(&self.kept)
     }
 
     fn rename(&self) -> LocalFuture<'_, Result<()>> {

@@ -52,7 +52,14 @@ impl Mark {
     /// # Errors
     /// What the system reports.
     pub(crate) fn put(layer: &Path, above: &Path) -> Result<Self> {
-        let (at, new) = (place(layer, SUFFIX)?, place(layer, NEW_SUFFIX)?);
+        let prepared = Prepared::new(layer, above)?;
+        prepared.name().inspect_err(|_| prepared.give_up())?;
+        Ok(prepared.mark)
+    }
+
+    /// Where the mark of `layer` is, and what it has in it if the layer is frozen beneath `above`.
+    fn of_layer(layer: &Path, above: &Path) -> Result<(Self, Vec<u8>)> {
+        let at = place(layer, SUFFIX)?;
         let is_beside = above.parent().and_then(|folder| folder.canonicalize().ok());
         let is_beside = is_beside.as_deref() == at.parent();
         let name = match above.file_name() {
@@ -60,8 +67,7 @@ impl Mark {
             _ => above.as_os_str(),
         };
         let content = [KEY, name.as_bytes(), b"\n"].concat();
-        put_whole(&at, &new, &content)?;
-        Ok(Self { at, above: above.to_owned() })
+        Ok((Self { at, above: above.to_owned() }, content))
     }
 
     /// The mark of `layer`, whose file is this `owner`'s, if it has one.
@@ -112,6 +118,50 @@ impl Mark {
     /// Its own file.
     pub(crate) fn path(&self) -> &Path {
         &self.at
+    }
+}
+
+/// A mark that is whole and durable, and has not got its name.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    mark: Mark,
+    new: PathBuf,
+}
+
+impl Prepared {
+    /// What marks `layer` as frozen beneath `above`. Both names are absolute.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) fn new(layer: &Path, above: &Path) -> Result<Self> {
+        let (mark, content) = Mark::of_layer(layer, above)?;
+        let prepared = Self { mark, new: place(layer, NEW_SUFFIX)? };
+        write_new(&prepared.new, &content).map_err(|error| {
+            // The first failure is the one to report.
+            prepared.give_up();
+            Error::from_io(format!("writing {}", prepared.mark.at.display()), error)
+        })?;
+        Ok(prepared)
+    }
+
+    /// Gives it its name, durably once the folder is.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) fn name(&self) -> Result<()> {
+        std::fs::rename(&self.new, &self.mark.at)
+            .map_err(|error| Error::from_io(format!("writing {}", self.mark.at.display()), error))
+    }
+
+    /// The mark, which has its name.
+    pub(crate) fn mark(&self) -> &Mark {
+        &self.mark
+    }
+
+    /// Removes it, unless it has its name.
+    pub(crate) fn give_up(&self) {
+        // What is left is overwritten by the next one.
+        let _ = std::fs::remove_file(&self.new);
     }
 }
 

@@ -18,25 +18,24 @@
 
 use crate::mark::{Mark, cure_for};
 use mica_block::{Error, ErrorKind, Result};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Leave to write an image.
 #[derive(Clone, Debug)]
 pub struct MayWrite(Leave);
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Leave {
-    /// An image without a mark, or with that of an unfinished snapshot, which is here.
-    Unmarked { unfinished: Option<PathBuf> },
+    /// An image without a mark.
+    Unmarked,
     /// Whatever its mark says.
     Marked,
 }
 
 impl MayWrite {
-    /// For an image that was found to be the active layer; `unfinished` is its mark, if it has one.
-    pub(crate) fn as_active(unfinished: Option<&Mark>) -> Self {
-        let unfinished = unfinished.map(|mark| mark.path().to_owned());
-        Self(Leave::Unmarked { unfinished })
+    /// For an image that was found to be the active layer.
+    pub(crate) fn as_active() -> Self {
+        Self(Leave::Unmarked)
     }
 
     /// For a repair or a change of keys, which the user asks for, and of which the disk shows
@@ -47,18 +46,18 @@ impl MayWrite {
 
     /// For a file that the caller makes: nothing stands on it.
     pub fn new_file() -> Self {
-        Self(Leave::Unmarked { unfinished: None })
+        Self(Leave::Unmarked)
     }
 
     /// Makes sure that it holds for the image at `path`, which is this `owner`'s file, and is open
     /// for writing now (I1).
     pub(crate) fn holds(&self, path: &Path, owner: u32) -> Result<()> {
-        let Leave::Unmarked { unfinished } = &self.0 else { return Ok(()) };
-        match Mark::of(path, owner)? {
-            Some(mark) if unfinished.as_deref() != Some(mark.path()) => {
-                Err(frozen(path, mark.above()))
-            }
-            _ => Ok(()),
+        match self.0 {
+            Leave::Marked => Ok(()),
+            Leave::Unmarked => match Mark::of(path, owner)? {
+                Some(mark) => Err(frozen(path, mark.above())),
+                None => Ok(()),
+            },
         }
     }
 }

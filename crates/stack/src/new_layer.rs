@@ -1,23 +1,27 @@
 //! The file of a new layer, for a chain that is open.
 //!
 //! ```text
-//! made under another name ─▶ durable ─▶ its name ─▶ mark of the layer beneath ─▶ folders durable
-//!   ─▶ the chain gets it ─▶ kept
+//! made under another name, durably ─▶ its name ─┬▶ the chain gets it, and the mark its name
+//! mark of the layer beneath, the same ───────────┘    ─▶ folder durable ─▶ kept
 //! ```
+//!
+//! The mark of the layer beneath ([`crate::above`]) says that this one is written. It gets its name
+//! at the instant at which that is so: the chain does it ([`Renaming`]).
 //!
 //! Invariants
 //! - I1 Its name is that of a whole image, whenever the power goes.
-//! - I2 Nothing is written to it before it, its name and the mark are durable: whoever opens the
-//!   layer beneath from then on finds it ([`crate::above`]).
-//! - I3 If the chain does not get it, what was made is removed: mark, then file. A file that was
-//!   there before stays.
+//! - I2 Nothing is written to it before the mark has its name: whoever opens the layer beneath from
+//!   then on finds it. It is durable before that, and what the mark says, too, so that no power cut
+//!   leaves a mark that leads nowhere.
+//! - I3 If the chain does not get it, what was made is removed: mark, durably, then file. A file
+//!   that was there before stays.
 
 use crate::above::is_used;
 use crate::encrypted::encrypted_as;
-use crate::files::{base_name, sync_folder_of};
+use crate::files::{base_name, folder_of, open_folder_of, sync_folder_of};
 use crate::images::FileImages;
-use crate::mark::Mark;
-use mica_block::{Error, ErrorKind, Images, Result};
+use crate::mark::{Prepared, SUFFIX, place};
+use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
 use mica_crypt::luks::NewLuks;
 use mica_qcow2::read_header;
 use mica_qcow2_tools::create::{ImageWish, Stores, create_unnamed};
@@ -28,6 +32,8 @@ use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What a new layer is to be like.
 #[derive(Clone, Debug)]
@@ -46,17 +52,20 @@ pub struct NewLayerWish {
 pub struct NewLayer {
     path: PathBuf,
     is_made: bool,
-    mark: Option<Mark>,
+    /// The folder of the mark.
+    folder: Arc<mica_rt::File>,
+    mark: Option<Arc<Prepared>>,
+    is_marked: AtomicBool,
     /// What it is encrypted with: as long as this is there, the chain that opens it need not
     /// compute the key again.
     luks: Option<NewLuks>,
-    is_kept: bool,
+    is_kept: AtomicBool,
 }
 
 impl NewLayer {
     /// Makes an empty overlay of `active`, the active layer of an open chain to which `images`
-    /// belongs and whose disk is `len` bytes long, and marks that one as frozen. Durable when this
-    /// returns.
+    /// belongs and whose disk is `len` bytes long, and prepares the mark of that one. Durable when
+    /// this returns, except for the names.
     ///
     /// # Errors
     /// `Denied` if the chain may not open a file there, `Invalid` if there is one or what was
@@ -70,8 +79,16 @@ impl NewLayer {
     ) -> Result<Self> {
         let NewLayerWish { path, image, reuse } = wish;
         let path = images.find_new(&path)?;
-        let mut new = Self { path, is_made: false, mark: None, luks: None, is_kept: false };
-        match new.path.symlink_metadata() {
+        let mut new = Self {
+            path,
+            is_made: false,
+            folder: open_folder_of(&place(active, SUFFIX)?)?,
+            mark: None,
+            is_marked: AtomicBool::new(false),
+            luks: None,
+            is_kept: AtomicBool::new(false),
+        };
+        let is_there = match new.path.symlink_metadata() {
             Ok(_) if reuse => {
                 // A mark must name nothing that has a life of its own. What is no image at all is
                 // refused when it is put on top.
@@ -79,7 +96,7 @@ impl NewLayer {
                     let what = format!("{} already has data, or is in use", new.path.display());
                     return Err(Error::new(ErrorKind::Invalid, what));
                 }
-                sync_file(&new.path)?;
+                true
             }
             Ok(_) => {
                 let what = format!(
@@ -89,15 +106,34 @@ impl NewLayer {
                 );
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
-            Err(_) => new.make_file(images, active, len, image).await?,
-        }
-        // What was there is marked by somebody else's snapshot, which is over: nothing is above.
-        let mark = new.mark.insert(Mark::put(active, &new.path)?);
-        sync_folder_of(mark.path())?;
-        if mark.path().parent() != new.path.parent() {
+            Err(_) => false,
+        };
+        // Two files are made durable in the time of one.
+        let (layer, above) = (active.to_owned(), new.path.clone());
+        let preparing =
+            mica_rt::on_thread(&new.folder, move |_| Prepared::new(&layer, &above).map(Arc::new));
+        let mut mark = None;
+        let preparing: LocalFuture<'_, Result<()>> = Box::pin(async {
+            mark = Some(preparing.await?);
+            Ok(())
+        });
+        let filing: LocalFuture<'_, Result<()>> = Box::pin(async {
+            match is_there {
+                true => sync_file(&new.path),
+                false => new.make_file(images, active, len, image).await,
+            }
+        });
+        let made = mica_rt::join_all([filing, preparing]).await;
+        new.mark = mark;
+        made.into_iter().collect::<Result<()>>()?;
+        if new.mark_folder() != Some(folder_of(&new.path)) {
             sync_folder_of(&new.path)?;
         }
         Ok(new)
+    }
+
+    fn mark_folder(&self) -> Option<&Path> {
+        self.mark.as_ref().map(|prepared| folder_of(prepared.mark().path()))
     }
 
     async fn make_file(
@@ -140,20 +176,55 @@ impl NewLayer {
     }
 
     /// The chain has it.
-    pub fn keep(mut self) {
-        self.is_kept = true;
+    pub fn keep(&self) {
+        self.is_kept.store(true, Ordering::Release);
+    }
+
+    /// Does something with the mark on a thread: the disk's other requests do not wait for the file
+    /// system.
+    fn on_mark(
+        &self,
+        act: impl FnOnce(&Prepared) -> Result<()> + Send + 'static,
+    ) -> LocalFuture<'_, Result<()>> {
+        let mark = Arc::clone(self.mark.as_ref().expect("a layer that was made has its mark"));
+        Box::pin(mica_rt::on_thread(&self.folder, move |_| act(&mark)))
+    }
+}
+
+impl Renaming for NewLayer {
+    fn kept(&self) -> Option<&Path> {
+        None
+    }
+
+    /// What was there is marked by somebody else's snapshot, which is over: nothing is above.
+    fn rename(&self) -> LocalFuture<'_, Result<()>> {
+        self.is_marked.store(true, Ordering::Release);
+        self.on_mark(Prepared::name)
+    }
+
+    fn undo(&self) -> LocalFuture<'_, Result<()>> {
+        self.on_mark(|prepared| prepared.mark().remove())
+    }
+
+    fn sync(&self) -> LocalFuture<'_, Result<()>> {
+        self.on_mark(|prepared| sync_folder_of(prepared.mark().path()))
     }
 }
 
 impl Drop for NewLayer {
     fn drop(&mut self) {
-        if self.is_kept {
+        if self.is_kept.load(Ordering::Acquire) {
             return;
         }
-        // A mark without its layer would keep the one beneath from being written (I3).
-        if let Some(Err(error)) = self.mark.as_ref().map(Mark::remove) {
-            tracing::error!("{}", error.in_one_line());
-            return;
+        if let Some(prepared) = &self.mark {
+            prepared.give_up();
+            // A mark without its layer would keep the one beneath from being written (I3).
+            if self.is_marked.load(Ordering::Acquire)
+                && let Err(error) = prepared.mark().remove()
+            {
+                tracing::error!("{}", error.in_one_line());
+                return;
+            }
         }
         if self.is_made {
             let _ = std::fs::remove_file(&self.path);

@@ -125,18 +125,11 @@ pub async fn open_active(
         let opened = open_writable(named, format, images, chain).await?;
         return Ok((opened, named.to_owned()));
     }
-    let Active { path, options, unfinished } = active_layer(named, images).await?;
-    let purpose = Purpose::Write(MayWrite::as_active(unfinished.as_ref()));
+    let Active { path, options } = active_layer(named, images).await?;
+    let purpose = Purpose::Write(MayWrite::as_active());
     let opened = open_for(&purpose, &path, format, options, chain).await?;
     if path != *named {
         tracing::info!("{} goes on in {}", named.display(), path.display());
-    }
-    if let Some(mark) = unfinished
-        && let Err(error) = mark.remove()
-    {
-        // The layer above it would be found again, with less in it.
-        opened.close().await?;
-        return Err(error);
     }
     Ok((opened, path))
 }

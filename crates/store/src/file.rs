@@ -7,7 +7,8 @@ use crate::kind::{FileKind, end_of};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{
-    Error, ErrorKind, IoFuture, LocalFuture, ProofSlot, Result, Run, Store, StoreIdentity, Witness,
+    ChangeFuture, Error, ErrorKind, IoFuture, LocalFuture, ProofSlot, Result, Run, Store,
+    StoreIdentity, Witness,
 };
 use mica_rt::{Access, Buf, File};
 use mica_units::HostOffset;
@@ -192,6 +193,20 @@ impl Store for FileStore {
     /// Of a device nothing is known.
     fn reads_unwritten_as_zeros(&self) -> bool {
         self.reader.handle().kind() == FileKind::Regular
+    }
+
+    /// Makes durable what others wrote to the file: which descriptor they used does not matter.
+    fn sync(&self) -> ChangeFuture {
+        let Reader { path, .. } = &self.reader;
+        let file = self.reader.get().and_then(|got| match got {
+            Got::File(file) => Ok(file),
+            Got::Unproven(_) | Got::Busy => self.reader.handle().open_beside(path).map(Arc::new),
+        });
+        let name = self.name();
+        Box::pin(async move {
+            let failed = |error| Error::from_io(format!("making {name} durable"), error);
+            mica_rt::sync_data(&file?).await.map_err(failed)
+        })
     }
 
     fn witness(&self) -> Witness {

@@ -253,7 +253,7 @@ impl Served {
             keeping.link()?;
             let (names, disk) = (Arc::clone(&keeping), Arc::clone(disk));
             self.resources.workers.run(move || async move {
-                chain(&*disk)?.push_renaming(names.overlay(), &*names).await
+                chain(&*disk)?.push(names.overlay(), &*names, None).await
             })?
         });
         if let Err(error) = kept {

@@ -3,8 +3,9 @@
 //! Invariants
 //! - I1 Which image a disk has changes only together with its chain, while nobody else changes the
 //!   life of the disk.
-//! - I2 If one disk of a group does not get its layer, none does, and no file of any is left. A
-//!   file that a chain has is never removed, whatever failed.
+//! - I2 If one disk of a group does not get its layer, none does, and no file of any is left; but a
+//!   file that a chain has is never removed, whatever failed. Only if a layer cannot be made durable
+//!   when it is on top already, it stays, and its disk accepts no more writes.
 
 use super::Served;
 use super::snapshots::in_group;
@@ -32,7 +33,7 @@ pub(crate) struct Layered {
 struct Ready<'a> {
     served: &'a Served,
     disk: Arc<dyn Manage>,
-    new: NewLayer,
+    new: Arc<NewLayer>,
     /// Nobody else changes its life.
     _changes: MutexGuard<'a, ()>,
 }
@@ -99,19 +100,9 @@ impl Served {
         }
         let executor = Executor::new(Backend::Pool)
             .map_err(|error| Error::from_io("making a layer", error))?;
-        self.flush_meanwhile(&disk);
         let len = disk.geometry().len;
         let new = executor.block_on(NewLayer::make(&images, &image, len, wish))?;
-        Ok(Ready { served: self, disk, new, _changes: changes })
-    }
-
-    /// Begins to make durable what the layer that is about to be frozen holds. Whoever freezes it
-    /// flushes it again, and meets the same error if there is one.
-    fn flush_meanwhile(&self, disk: &Arc<dyn Manage>) {
-        let (disk, workers) = (Arc::clone(disk), self.resources.workers.handles());
-        workers[0].spawn_with(move || async move {
-            let _ = disk.flush().await;
-        });
+        Ok(Ready { served: self, disk, new: Arc::new(new), _changes: changes })
     }
 
     /// Whether a layer can be put on top of it at all.
@@ -135,16 +126,18 @@ impl Served {
 impl Ready<'_> {
     /// Puts the layer on top of the chain.
     fn push(&self, group: Option<Arc<SnapshotGroup>>) -> Result<Pushed> {
-        let (disk, path) = (Arc::clone(&self.disk), self.new.path().to_owned());
+        let (disk, new) = (Arc::clone(&self.disk), Arc::clone(&self.new));
         let of_all = group.clone();
         let pushed = self.served.resources.workers.run(move || async move {
             let chain: &dyn ManageChain = disk.chain().ok_or_else(|| {
                 Error::new(ErrorKind::Unsupported, "the disk is no chain that is written")
             })?;
-            match &group {
-                None => chain.push(&path).await,
-                Some(group) => chain.push_in_group(&path, group).await,
+            let pushed = chain.push(new.path(), &*new, group.as_deref()).await;
+            // It may be on top and not be durable: then it has what was acknowledged last.
+            if disk.layer_paths().last().is_some_and(|path| path == new.path()) {
+                new.keep();
             }
+            pushed
         });
         pushed.and_then(|pushed| pushed).map_err(|error| match of_all {
             None => error,
@@ -171,7 +164,6 @@ impl Ready<'_> {
         let Self { served, disk, new, _changes } = self;
         let (frozen, active): (_, Arc<Path>) = (served.image(), new.path().into());
         served.set_image(Arc::clone(&active));
-        new.keep();
         let (layers, Pushed { pause }) = (disk.layer_count(), pushed);
         tracing::info!(
             "{:?} is written to {} now, on top of {}: its changes waited for {} us",

@@ -108,24 +108,13 @@ impl Manage for Chain {
 }
 
 impl ManageChain for Chain {
-    fn push<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<Pushed>> {
-        Box::pin(Chain::push(self, path))
-    }
-
-    fn push_in_group<'a>(
-        &'a self,
-        path: &'a Path,
-        group: &'a Arc<SnapshotGroup>,
-    ) -> LocalFuture<'a, Result<Pushed>> {
-        Box::pin(Chain::push_in_group(self, path, group))
-    }
-
-    fn push_renaming<'a>(
+    fn push<'a>(
         &'a self,
         path: &'a Path,
         names: &'a dyn Renaming,
+        group: Option<&'a SnapshotGroup>,
     ) -> LocalFuture<'a, Result<Pushed>> {
-        Box::pin(Chain::push_renaming(self, path, names))
+        Box::pin(Chain::push(self, path, names, group))
     }
 
     fn cluster_bytes(&self) -> u64 {

@@ -79,6 +79,8 @@ const SCAN_BYTES: u64 = 32 << 20;
 #[derive(Default)]
 pub(super) struct Merging {
     is_under_way: AtomicBool,
+    /// What slows down the guest so that a merge ends.
+    pub(super) brake: pace::Brake,
     /// What the guest changes while the active layer is merged.
     pub(super) touches: touched::Touches,
     /// Where a commit that did not end goes on.

@@ -38,7 +38,7 @@ impl Ahead {
         }
     }
 
-    /// Whether the caller is to make a flush ahead, by [`Writer::flush_ahead`].
+    /// Whether the caller is to make a flush ahead, by [`Writer::flush_due`].
     #[inline]
     pub(super) fn begin(&self) -> bool {
         self.is_due.load(Ordering::Relaxed) && !self.is_under_way.swap(true, Ordering::Relaxed)
@@ -66,7 +66,7 @@ impl Writer {
 
     /// The flush that [`Ahead::begin`] asked for. Nobody waits for it: a failure ends the writing,
     /// or is that of the next flush.
-    pub(super) async fn flush_ahead(&self) {
+    pub(super) async fn flush_due(&self) {
         if let Err(error) = self.flush().await {
             tracing::debug!(%error, "a flush ahead failed");
         }

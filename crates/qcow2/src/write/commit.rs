@@ -43,6 +43,24 @@ use std::sync::atomic::Ordering;
 
 /// Number of freed clusters after which other tasks get a turn: a group may have freed very many.
 const CLUSTERS_PER_TURN: u64 = 256;
+/// Pages that are written to the page cache in much less than a millisecond.
+const PAGES_SOON_WRITTEN: usize = 32;
+
+/// When the last sync of a group comes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum LastSync {
+    Now,
+    /// The caller sees to it. Until then the group is in the file, and may be lost with the power.
+    Later,
+}
+
+/// How the writing ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ending {
+    Durable,
+    /// What is frozen is durable, and the rest need not be.
+    Frozen,
+}
 
 /// Host clusters that nothing durable names any more, but that running requests may use.
 #[derive(Default)]
@@ -60,12 +78,13 @@ impl Writer {
         if !self.wrote.load(Ordering::Acquire) && !self.inherits.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.flushes.run(async || self.commit().await).await
+        self.settle_beneath().await?;
+        self.flushes.run(async || self.commit(LastSync::Now).await).await
     }
 
-    async fn commit(&self) -> Result<()> {
+    async fn commit(&self, last_sync: LastSync) -> Result<()> {
         self.check_usable()?;
-        let committed = self.commit_group().await;
+        let committed = self.commit_group(last_sync).await;
         // If only space was missing, the group was put back, and the next flush retries it.
         if let Err(error) = &committed
             && error.kind() != ErrorKind::NoSpace
@@ -75,7 +94,7 @@ impl Writer {
         committed
     }
 
-    async fn commit_group(&self) -> Result<()> {
+    async fn commit_group(&self, last_sync: LastSync) -> Result<()> {
         self.release_drained().await?;
         let _claim = self.metadata.page_writes.claim(0).await;
         let (mut dirty, mut taken) = {
@@ -120,6 +139,7 @@ impl Writer {
         }
         // The name need not be durable: a power cut ends the log.
         let synced: LocalFuture<'_, Result<()>> = match in_two_steps {
+            _ if last_sync == LastSync::Later => Box::pin(async { Ok(()) }),
             true => Box::pin(self.sync_metadata()),
             false => Box::pin(self.sync(has_metadata)),
         };
@@ -133,7 +153,7 @@ impl Writer {
             // The log goes on from where it was, and expects what it was there.
             self.metadata.lock().group.freed.append(&mut taken.freed);
         }
-        if inherits {
+        if inherits && last_sync == LastSync::Now {
             self.inherits.store(false, Ordering::Release);
         }
         self.end_group(&dirty, &taken);
@@ -143,6 +163,48 @@ impl Writer {
             limbo.waiting.extend(taken.freed);
         }
         Ok(())
+    }
+
+    /// Puts everything into the file that a flush would make durable, and makes durable only what
+    /// has to be so before the rest may be there: [`Self::sync_written_out`] is still to come. No
+    /// change is under way.
+    pub(crate) async fn write_out(&self) -> Result<()> {
+        self.commit(LastSync::Later).await
+    }
+
+    /// Makes durable what was written out.
+    ///
+    /// # Errors
+    /// Any failure of the syncs: then nothing more is acknowledged.
+    pub(crate) async fn sync_written_out(&self) -> Result<()> {
+        self.check_usable()?;
+        self.settle_beneath().await?;
+        self.sync(true).await
+    }
+
+    /// Whether it takes long to write out what there is: a sync is needed in between, or there are
+    /// many pages.
+    pub(crate) fn has_much_to_write_out(&self) -> bool {
+        let pages = self.metadata.lock();
+        pages.group.in_two_steps || pages.dirty_count() > PAGES_SOON_WRITTEN
+    }
+
+    /// Flushes so that everything that ends before the flush begins is durable afterwards, and
+    /// later changes are noted: see [`Self::has_begun_since`].
+    pub(crate) async fn flush_ahead(&self) -> Result<()> {
+        self.has_begun.swap(false, Ordering::SeqCst);
+        self.gate.in_place_grace().await;
+        self.gate.changes_grace().await;
+        let flushed = self.flush().await;
+        if flushed.is_err() {
+            self.has_begun.store(true, Ordering::SeqCst);
+        }
+        flushed
+    }
+
+    /// Whether a change has begun since the last [`Self::flush_ahead`].
+    pub(crate) fn has_begun_since(&self) -> bool {
+        self.has_begun.load(Ordering::SeqCst)
     }
 
     fn end_group(&self, dirty: &Dirty, taken: &Group) {
@@ -274,11 +336,24 @@ impl Writer {
 
     /// Ends the writing. Nothing else is running.
     pub(crate) async fn close(&self) -> Result<()> {
+        self.end(Ending::Durable).await
+    }
+
+    /// The same for a layer that is frozen, and durable as it is: how it is closed need not be. A
+    /// power cut leaves clusters counted that nothing uses, at most.
+    pub(crate) async fn close_frozen(&self) -> Result<()> {
+        self.end(Ending::Frozen).await
+    }
+
+    async fn end(&self, ending: Ending) -> Result<()> {
         self.check_usable()?;
         if !self.wrote.load(Ordering::Acquire) {
-            return self.flush().await;
+            return match ending {
+                Ending::Durable => self.flush().await,
+                Ending::Frozen => Ok(()),
+            };
         }
-        let closed = self.close_inner().await;
+        let closed = self.end_inner(ending).await;
         // If only space is missing, the log stays: the next process to open the image has the
         // writes.
         if let Err(error) = &closed
@@ -289,8 +364,12 @@ impl Writer {
         closed
     }
 
-    async fn close_inner(&self) -> Result<()> {
-        self.flush().await?;
+    async fn end_inner(&self, ending: Ending) -> Result<()> {
+        // A dirty bit is taken away only when the counts are durable.
+        let ending = if self.must_be_closed_durably() { Ending::Durable } else { ending };
+        if ending == Ending::Durable || self.has_limbo() {
+            self.flush().await?;
+        }
         // Each round drains what was freed before it, and frees what the previous round drained.
         while self.has_limbo() {
             self.gate.grace().await;
@@ -306,12 +385,15 @@ impl Writer {
         for cluster in &unused {
             self.space.release(*cluster).await?;
         }
-        self.flush().await?;
+        match ending {
+            Ending::Durable => self.flush().await?,
+            Ending::Frozen => self.commit(LastSync::Later).await?,
+        }
         if let Err(error) = self.space.cut_tail(&unused).await {
             tracing::debug!(%error, "the file keeps its length");
         }
         self.store_bitmaps().await?;
-        self.unmark().await?;
+        self.unmark(ending).await?;
         self.check_usable()
     }
 

@@ -13,7 +13,6 @@ use mica_block::{Result, read_exact, write_all};
 use mica_qcow2_format::{L1Entry, L2Entry};
 use mica_rt::Buf;
 use mica_units::{HostCluster, HostOffset};
-use std::sync::atomic::Ordering;
 
 /// Freed clusters after which they are flushed.
 const FREED_MANY: usize = 1 << 12;
@@ -93,7 +92,7 @@ impl Writer {
     /// Frees the table `old`, and what it names (E2).
     pub(crate) async fn free_table(&self, old: OldTable) -> Result<()> {
         self.check_usable()?;
-        self.wrote.store(true, Ordering::Release);
+        self.note_change();
         let bits = self.l2.cluster_bits;
         let len = usize::try_from(bits.bytes()).expect("2 MiB");
         let table = read_exact(&*self.metadata.store, old.at, len).await?;

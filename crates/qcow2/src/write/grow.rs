@@ -25,7 +25,6 @@ use mica_block::{Error, ErrorKind, Result, Zeroes, check_longer, read_exact, wri
 use mica_qcow2_format::{Header, L1Entry, Version};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
-use std::sync::atomic::Ordering;
 
 /// Claims beside those of L1 entries: a disk grows once at a time, and its L1 table moves.
 const GROWING: u64 = u64::MAX - 1;
@@ -73,7 +72,7 @@ impl Writer {
         }
         let entries = header.l1_entries_for(len)?;
         self.mark_in_use().await?;
-        self.wrote.store(true, Ordering::Release);
+        self.note_change();
         self.grow_l1(entries).await?;
         let bitmaps = self.lengthen_bitmaps(len).await?;
         {

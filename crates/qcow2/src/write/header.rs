@@ -3,6 +3,7 @@
 
 use super::Writer;
 use super::allocate::Space;
+use super::commit::Ending;
 use super::pages::Metadata;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
 use mica_block::{Error, Result, Store};
@@ -72,8 +73,14 @@ impl Writer {
             let bitmaps = self.load_bitmaps(!self.header.has_snapshots).await?;
             let kept = autoclear & RAW_EXTERNAL | bitmaps.autoclear;
             let marked = self.begin_log(kept);
+            let named_only = (marked ^ autoclear) >> LOG_NAME_SHIFT << LOG_NAME_SHIFT;
             if marked != autoclear {
                 self.write_autoclear(marked).await?;
+                // A power cut ends the log, and its name with it. What other programs rely on has
+                // to be durable before anything is written.
+                if named_only != marked ^ autoclear {
+                    self.metadata.sync().await?;
+                }
             }
             self.mark_bitmaps(bitmaps).await?;
             if self.header.lazy_refcounts {
@@ -124,7 +131,7 @@ impl Writer {
     }
 
     /// Leaves the image as if nobody had it open: refcounts are right.
-    pub(crate) async fn unmark(&self) -> Result<()> {
+    pub(super) async fn unmark(&self, ending: Ending) -> Result<()> {
         self.header.marked.store(false, Ordering::Release);
         if self.header.is_v3 {
             // A log that could not be continued is still named. It is removed only when the image
@@ -134,6 +141,9 @@ impl Writer {
             let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1) & !Autoclear::KEPT_BITMAPS;
             if kept != autoclear {
                 self.write_autoclear(kept).await?;
+                if ending == Ending::Durable {
+                    self.metadata.sync().await?;
+                }
             }
         }
         self.metadata.lock().logging.end();
@@ -147,6 +157,11 @@ impl Writer {
         if self.header.is_v3 { self.change_incompatible(CORRUPT, 0).await } else { Ok(()) }
     }
 
+    /// Whether the image has a bit that says, to all programs, that its counts are not right yet.
+    pub(super) fn must_be_closed_durably(&self) -> bool {
+        self.header.is_v3 && self.header.lazy_refcounts
+    }
+
     async fn change_incompatible(&self, set: u64, clear: u64) -> Result<()> {
         let bits = self.metadata.read_u64(place_of(field::INCOMPATIBLE)).await?;
         let changed = (bits | set) & !clear;
@@ -158,10 +173,11 @@ impl Writer {
         self.metadata.write_header_through(logged, &changed.to_be_bytes(), place).await
     }
 
+    /// Not durably.
     async fn write_autoclear(&self, bits: u64) -> Result<()> {
         let logged = self.metadata.lock().logging.allow_name(bits);
         let place = place_of(field::AUTOCLEAR);
-        self.metadata.write_header_through(logged, &bits.to_be_bytes(), place).await?;
+        self.metadata.write_header_or_fail(logged, &bits.to_be_bytes(), place).await?;
         self.metadata.lock().logging.note_bits(bits);
         Ok(())
     }
@@ -266,12 +282,22 @@ impl Metadata {
         bytes: &[u8],
         at: HostOffset,
     ) -> Result<()> {
+        self.write_header_or_fail(logged, bytes, at).await?;
+        self.sync().await
+    }
+
+    /// The same, and not durably.
+    async fn write_header_or_fail(
+        self: &Arc<Self>,
+        logged: HeaderLogged,
+        bytes: &[u8],
+        at: HostOffset,
+    ) -> Result<()> {
         let written = self.write_header(logged, bytes, at).await;
         if let Err(error) = &written {
             self.fail(error);
         }
-        written?;
-        self.sync().await
+        written
     }
 }
 

@@ -20,6 +20,7 @@
 mod ahead;
 pub(crate) mod allocate;
 pub(crate) mod backing;
+pub(crate) mod beneath;
 pub(crate) mod bitmaps;
 pub(crate) mod clusters;
 mod commit;
@@ -97,6 +98,9 @@ pub(crate) struct Writer {
     now_ns: i128,
     wrote: AtomicBool,
     ahead: ahead::Ahead,
+    /// Whether a change began since somebody last asked ([`Writer::flush_ahead`]).
+    has_begun: AtomicBool,
+    beneath: beneath::Beneath,
     /// Whether an earlier process may have left writes in the page cache: no sync of this one has
     /// ended yet.
     inherits: AtomicBool,
@@ -164,6 +168,8 @@ impl Writer {
             now_ns,
             wrote: AtomicBool::new(false),
             ahead: ahead::Ahead::default(),
+            has_begun: AtomicBool::new(true),
+            beneath: beneath::Beneath::default(),
             inherits: AtomicBool::new(true),
             limbo: Mutex::default(),
             counters: WriteCounters::default(),
@@ -268,7 +274,7 @@ impl Writer {
                         writer.space.make_blocks_ahead().await;
                     }
                     if flushes {
-                        writer.flush_ahead().await;
+                        writer.flush_due().await;
                     }
                 };
                 self.complete(work).await;
@@ -297,9 +303,16 @@ impl Writer {
         {
             return Err(buf);
         }
-        self.wrote.store(true, Ordering::Relaxed);
+        self.note_change();
         // Even if the caller is dropped: until the write is done, nothing else may get this place.
         Ok(self.data.write_at(buf, host).hold(under_way))
+    }
+
+    /// Notes that a change begins, before anything of it is written.
+    #[inline]
+    fn note_change(&self) {
+        self.wrote.store(true, Ordering::Release);
+        self.has_begun.store(true, Ordering::Release);
     }
 
     /// Where `len` bytes at `at` can be written without changing metadata.

@@ -12,7 +12,6 @@ use mica_block::{Error, ErrorKind, Extent, Result};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestCluster, GuestOffset, GuestRange, SECTOR_BYTES};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Clusters that one transaction changes at most; a longer request is split.
 const CLUSTERS_MAX: u64 = 64;
@@ -105,7 +104,7 @@ impl Writer {
         if !self.header.is_marked() {
             Box::pin(self.mark_in_use()).await?;
         }
-        self.wrote.store(true, Ordering::Release);
+        self.note_change();
         Ok(())
     }
 

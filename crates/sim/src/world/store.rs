@@ -83,10 +83,6 @@ impl SimStore {
 
     /// Starts a sync of everything, or of these bytes alone.
     fn start_sync(&self, only: Option<(usize, Vec<u8>)>) -> ChangeFuture {
-        if self.writer.is_none() {
-            let error = self.opened_for_reading();
-            return Box::pin(async move { Err(error) });
-        }
         let errno = self.world.start_change(Operation::Sync);
         let mut file = lock(&self.file);
         let (mark, ctime_ns) = (file.journal().mark(), file.ctime_ns);
@@ -237,6 +233,10 @@ impl Store for SimStore {
     }
 
     fn sync_written(&self, bytes: Buf, offset: HostOffset) -> ChangeFuture {
+        if self.writer.is_none() {
+            let error = self.opened_for_reading();
+            return Box::pin(async move { Err(error) });
+        }
         self.start_sync(Some((at(offset), bytes.to_vec())))
     }
 

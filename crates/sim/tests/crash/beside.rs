@@ -37,6 +37,14 @@ pub(crate) fn death(world: &World, within_us: u64) -> Ends<impl Fn() -> (Cut, Lo
     Ends { cut, give_up_one_in: 0 }
 }
 
+/// Ends by the one or the other: what a process leaves that died is not durable yet when the power
+/// goes under the next one.
+pub(crate) fn either(world: &World, within_us: u64) -> Ends<impl Fn() -> (Cut, Loss)> {
+    let (power, death) = (power(world).cut, death(world, within_us).cut);
+    let cut = move || if world.random_below(2) == 0 { power() } else { death() };
+    Ends { cut, give_up_one_in: 0 }
+}
+
 /// Three rounds of a guest's work on a disk of so many `sectors`. Beside it `act` is done up to
 /// four times in each; it gets a number that no other call gets.
 pub(crate) async fn rounds(

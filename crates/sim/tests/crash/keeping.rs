@@ -1,7 +1,7 @@
 //! States of a disk that are kept under other names while a guest works on it, and the power goes,
 //! or the process dies: under its own name there is always everything.
 
-use crate::beside::{self, Ends, death, never, power};
+use crate::beside::{self, Ends, death, either, never, power};
 use crate::chain::{ChainSubject, FOLDER, Shape};
 use mica_block::{Images as _, LocalFuture, Manage, Renaming, Result, write_all};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
@@ -32,8 +32,8 @@ struct Names {
 }
 
 impl Renaming for Names {
-    fn kept(&self) -> &Path {
-        &self.kept
+    fn kept(&self) -> Option<&Path> {
+        Some(&self.kept)
     }
 
     fn rename(&self) -> LocalFuture<'_, Result<()>> {
@@ -98,7 +98,7 @@ impl Keeping {
         let chain = self.open.borrow().clone().unwrap();
         let names = Names { world: world.clone(), image, overlay: overlay.clone(), kept };
         let manage: &dyn Manage = &chain;
-        manage.chain().unwrap().push_renaming(&overlay, &names).await.map(drop)
+        manage.chain().unwrap().push(&overlay, &names, None).await.map(drop)
     }
 }
 
@@ -180,4 +180,9 @@ fn power_may_go_while_states_are_kept() {
 #[test]
 fn process_may_die_while_states_are_kept() {
     scenario(16, |world| async move { rounds(&world, death(&world, 20_000)).await });
+}
+
+#[test]
+fn power_may_go_after_a_process_died_while_states_are_kept() {
+    scenario(20, |world| async move { rounds(&world, either(&world, 20_000)).await });
 }

@@ -3,7 +3,7 @@
 
 use crate::beside::{self, Ends, death, never};
 use crate::chain::{ChainSubject, Shape};
-use crate::pushing::make_overlay;
+use crate::pushing::{Marks, make_overlay};
 use mica_block::{
     ActiveAfter, CommitLayers, ErrorKind, LocalFuture, Manage, MergeControl, MergeProgress, Merged,
     Result,
@@ -61,7 +61,7 @@ impl Merging {
             (shape.top.clone(), shape.initial.len() as u64)
         };
         make_overlay(world, &path, &beneath, len).await.unwrap();
-        chain.push(&path).await.unwrap();
+        chain.push(&path, &Marks::of(world, &beneath), None).await.unwrap();
         self.shape.borrow_mut().top = path;
     }
 

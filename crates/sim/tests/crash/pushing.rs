@@ -1,20 +1,20 @@
 //! Layers that are put on top of a chain while a guest works on it, and the power goes, or the
 //! process dies: the guest notices nothing, and no layer is damaged.
 
-use crate::beside::{self, Ends, death, never, power};
+use crate::beside::{self, Ends, death, either, never, power};
 use crate::chain::{ChainSubject, Shape};
 use crate::plain::{Plain, read, write};
 use mica_block::{
-    Error, ErrorKind, Images as _, LocalFuture, Manage, ManageChain, Renaming, Result,
-    SnapshotGroup, read_exact,
+    Error, ErrorKind, Images as _, LocalFuture, Manage, Renaming, Result, SnapshotGroup, write_all,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::recover::repair_for_opening;
+use mica_rt::Buf;
 use mica_sim::crash::{Crashes, Cut, Mode, Subject};
 use mica_sim::{Loss, ModelDisk, World, scenario};
-use std::cell::{Cell, RefCell};
+use mica_units::HostOffset;
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,47 +25,84 @@ struct Growing {
     /// The active layers that it had, the last one last.
     tops: RefCell<Vec<PathBuf>>,
     open: RefCell<Option<Chain>>,
-    /// How many of them were the active layer when the last call for one returned.
-    confirmed: Cell<usize>,
+}
+
+/// The mark of the layer at `path`: what `stack::NewLayer` puts beside it.
+fn mark_of(path: &Path) -> PathBuf {
+    path.with_extension("above")
+}
+
+/// What stands for the folder that is made durable.
+fn folder() -> PathBuf {
+    Path::new(crate::chain::FOLDER).join("folder")
+}
+
+/// The mark of a layer, which gets its name, or does not.
+pub(crate) struct Marks {
+    world: World,
+    mark: PathBuf,
+    fails: bool,
+}
+
+impl Marks {
+    /// For a layer on top of the one at `beneath`.
+    pub(crate) fn of(world: &World, beneath: &Path) -> Self {
+        let mark = mark_of(beneath);
+        world.put(unnamed(&mark), Vec::new());
+        world.put(folder(), Vec::new());
+        Self { world: world.clone(), mark, fails: false }
+    }
+}
+
+fn unnamed(mark: &Path) -> PathBuf {
+    mark.with_extension("unnamed")
+}
+
+impl Renaming for Marks {
+    fn kept(&self) -> Option<&Path> {
+        None
+    }
+
+    fn rename(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            mica_rt::sleep(Duration::from_micros(self.world.random_below(200))).await;
+            if self.fails {
+                return Err(Error::new(ErrorKind::Io, NOT_RENAMED));
+            }
+            self.world.rename(unnamed(&self.mark), &self.mark);
+            Ok(())
+        })
+    }
+
+    fn undo(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            self.world.rename(&self.mark, unnamed(&self.mark));
+            self.sync().await
+        })
+    }
+
+    fn sync(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            // Something during which the power may go.
+            let folder = self.world.open_writable(&folder())?.store;
+            write_all(&*folder, Buf::zeroed(512), HostOffset::ZERO).await?;
+            self.world.sync_names();
+            Ok(())
+        })
+    }
 }
 
 impl Growing {
     fn new(shape: Shape) -> Self {
         let tops = RefCell::new(vec![shape.top.clone()]);
-        Self { shape, tops, open: RefCell::default(), confirmed: Cell::new(1) }
+        Self { shape, tops, open: RefCell::default() }
     }
 
-    /// The active layer as determined from the files alone: the last one, unless the one beneath
-    /// still names a log and nobody has used the last one. Where the first one cannot name a log,
-    /// its user has to know whether it got a layer on top.
-    async fn top(&self, world: &World) -> PathBuf {
-        let tops = self.tops.borrow().clone();
-        if !self.outlives_the_process() && self.confirmed.get() == 1 {
-            return tops[0].clone();
-        }
-        let mut found = tops[tops.len() - 1].clone();
-        for (at, top) in tops.iter().enumerate() {
-            let is_above_used = match tops.get(at + 1) {
-                Some(above) => is_used(world, above).await,
-                None => false,
-            };
-            if is_in_use(world, top).await && !is_above_used {
-                found.clone_from(top);
-                break;
-            }
-        }
-        found
-    }
-
-    /// Before `top` is written: what beneath it says that the writing goes on there is durable. The
-    /// process that closed those layers may have died before it was, and a power cut would show
-    /// them in use again.
-    async fn settle_beneath(&self, world: &World, top: &Path) -> Result<()> {
-        let tops = self.tops.borrow().clone();
-        for beneath in tops.iter().take_while(|path| *path != top) {
-            world.open_writable(beneath)?.store.sync().await?;
-        }
-        Ok(())
+    /// The active layer as determined from the files alone: where the marks lead.
+    fn top(&self, world: &World) -> PathBuf {
+        let tops = self.tops.borrow();
+        let frozen = tops.iter().take_while(|top| world.identify(&mark_of(top)).is_ok()).count();
+        tops[frozen].clone()
     }
 
     fn subject(&self, top: PathBuf) -> ChainSubject {
@@ -80,10 +117,14 @@ impl Growing {
         make_overlay(world, &path, &beneath, self.shape.initial.len() as u64).await?;
         let chain = self.open.borrow().clone().unwrap();
         self.tops.borrow_mut().push(path.clone());
+        let mut names = Marks::of(world, &beneath);
         let pushed = match world.random_below(3) {
-            0 => chain.push(&path).await.map(drop),
-            1 => push_with_another(world, &chain, &path).await,
-            _ => push_without_name(&chain, &path).await,
+            0 => chain.push(&path, &names, None).await.map(drop),
+            1 => push_with_another(world, &chain, (&path, &names)).await,
+            _ => {
+                names.fails = true;
+                chain.push(&path, &names, None).await.map(drop)
+            }
         };
         if let Err(error) = pushed {
             // The chain is as it was, whether or not its writer was closed.
@@ -92,24 +133,8 @@ impl Growing {
             assert!(expected, "{error}");
             self.tops.borrow_mut().pop();
         }
-        self.confirmed.set(self.tops.borrow().len());
         Ok(())
     }
-}
-
-/// Whether its writer has not closed the image.
-async fn is_in_use(world: &World, path: &Path) -> bool {
-    let header = inspect(world, path).await.map(|info| info.header);
-    header.is_ok_and(|header| header.autoclear.unknown != 0)
-}
-
-/// Whether the image was written.
-async fn is_used(world: &World, path: &Path) -> bool {
-    let Ok(found) = inspect(world, path).await else { return false };
-    let (l1_offset, entries) = (found.header.l1_offset, found.header.l1_entries as usize);
-    let store = world.open(path).unwrap().store;
-    let l1 = read_exact(&*store, l1_offset, entries * 8).await;
-    is_in_use(world, path).await || l1.is_ok_and(|l1| l1.iter().any(|byte| *byte != 0))
 }
 
 /// What another disk of a group says if it fails.
@@ -118,39 +143,12 @@ const OTHER_FAILED: &str = "the other one failed";
 /// What a renaming says that fails.
 const NOT_RENAMED: &str = "not renamed";
 
-/// Files that do not get their names.
-struct NotRenamed;
-
-impl Renaming for NotRenamed {
-    fn kept(&self) -> &Path {
-        Path::new("/nowhere")
-    }
-
-    fn rename(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async {
-            mica_rt::sleep(Duration::from_micros(100)).await;
-            Err(Error::new(ErrorKind::Io, NOT_RENAMED))
-        })
-    }
-
-    fn undo(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async { Ok(()) })
-    }
-
-    fn sync(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async { Ok(()) })
-    }
-}
-
-/// Puts no layer on top, as the files do not get their names: the writer is closed when that is
-/// found out, and goes on.
-async fn push_without_name(chain: &Chain, path: &Path) -> Result<()> {
-    let chain: &dyn ManageChain = chain;
-    chain.push_renaming(path, &NotRenamed).await.map(drop)
-}
-
 /// Puts a layer on top at one instant with another disk, which may fail at any time.
-async fn push_with_another(world: &World, chain: &Chain, path: &Path) -> Result<()> {
+async fn push_with_another(
+    world: &World,
+    chain: &Chain,
+    (path, names): (&Path, &Marks),
+) -> Result<()> {
     let group = SnapshotGroup::new(2);
     let fails_at = world.random_below(4);
     let pause = || mica_rt::sleep(Duration::from_micros(world.random_below(2000)));
@@ -167,7 +165,7 @@ async fn push_with_another(world: &World, chain: &Chain, path: &Path) -> Result<
         }
         group.all_taken().await
     };
-    let push = async { chain.push_in_group(path, &group).await.map(drop) };
+    let push = async { chain.push(path, names, Some(&group)).await.map(drop) };
     let both: [LocalFuture<'_, Result<()>>; 2] = [Box::pin(push), Box::pin(other)];
     let ended = mica_rt::join_all(both).await;
     assert_eq!(ended[0].is_ok(), ended[1].is_ok(), "both or none: {ended:?}");
@@ -182,13 +180,13 @@ impl Subject for Growing {
     ) -> LocalFuture<'a, Result<Arc<dyn Manage>>> {
         Box::pin(async move {
             drop(self.open.take());
-            let top = self.top(world).await;
-            // What is above is empty, and is added again.
+            let top = self.top(world);
+            // What is above is a stray file, and is made again.
             self.tops.borrow_mut().truncate_after(&top);
-            self.confirmed.set(self.tops.borrow().len());
             let writable = mode == Mode::Write;
             if writable {
-                self.settle_beneath(world, &top).await?;
+                // As `stack::above` does: the process that put the mark may have died before that.
+                world.sync_names();
             }
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
             let options = ChainOptions {
@@ -206,7 +204,7 @@ impl Subject for Growing {
     fn check<'a>(&'a self, world: &'a World) -> LocalFuture<'a, std::result::Result<u64, String>> {
         Box::pin(async move {
             drop(self.open.take());
-            let top = self.top(world).await;
+            let top = self.top(world);
             let mut leaks = 0;
             let tops = self.tops.borrow().clone();
             for one in tops {
@@ -285,6 +283,11 @@ fn process_may_die_while_layers_are_put_on_top() {
     scenario(20, |world| async move { rounds(&world, death(&world, 20_000)).await });
 }
 
+#[test]
+fn power_may_go_after_a_process_died_while_layers_are_put_on_top() {
+    scenario(20, |world| async move { rounds(&world, either(&world, 20_000)).await });
+}
+
 /// The story: the disk grew while an overlay of the old length was about to become the active
 /// layer. Writes to the new part changed what lies behind its L1 table.
 #[test]
@@ -308,7 +311,7 @@ fn layer_that_became_too_short_is_not_put_on_top() {
         write(&chain, 0, 7, 4096).await.unwrap();
         let push = async {
             mica_rt::sleep(Duration::from_micros(world.random_below(200))).await;
-            chain.push(&path).await.map(drop)
+            chain.push(&path, &Marks::of(&world, &Plain::top()), None).await.map(drop)
         };
         let grow = async {
             mica_rt::sleep(Duration::from_micros(world.random_below(2000))).await;

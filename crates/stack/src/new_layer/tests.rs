@@ -43,6 +43,17 @@ fn make(active: &Path, wish: NewLayerWish) -> Result<NewLayer> {
     executor().block_on(NewLayer::make(&images(active), active, LEN, wish))
 }
 
+/// Makes one that the chain gets.
+fn put(images: &FileImages, active: &Path, wish: NewLayerWish) -> Result<PathBuf> {
+    executor().block_on(async {
+        let new = NewLayer::make(images, active, LEN, wish).await?;
+        new.rename().await?;
+        new.sync().await?;
+        new.keep();
+        Ok(new.path().to_owned())
+    })
+}
+
 fn names_in(folder: &TempDir) -> Vec<String> {
     let entries = std::fs::read_dir(folder.path()).expect("a folder");
     let name = |entry: std::io::Result<std::fs::DirEntry>| entry.expect("an entry").file_name();
@@ -59,9 +70,7 @@ fn found(named: &Path) -> Result<PathBuf> {
 #[test]
 fn layer_is_like_the_one_beneath_and_is_found_from_there() {
     let (folder, path) = world();
-    let new = make(&path, wish(folder.path().join("vm-2.qcow2"))).expect("made");
-    let above = new.path().to_owned();
-    new.keep();
+    let above = put(&images(&path), &path, wish(folder.path().join("vm-2.qcow2"))).expect("made");
     let (_, store) = images(&path).glance(&above).expect("it opens");
     let header = executor().block_on(read_header(&store)).expect("a header");
     assert_eq!((header.cluster_bits.bytes(), header.l2_format().extended), (1 << 15, false));
@@ -73,10 +82,10 @@ fn layer_is_like_the_one_beneath_and_is_found_from_there() {
     );
     assert_eq!(found(&path).expect("found"), path.with_file_name("vm-2.qcow2"));
     // And on, layer by layer.
-    make(&above, wish(folder.path().join("c:3.qcow2"))).expect("made").keep();
-    make(&path.with_file_name("c:3.qcow2"), wish(folder.path().join("vm-4.qcow2")))
-        .expect("made")
-        .keep();
+    for (active, next) in [("vm-2.qcow2", "c:3.qcow2"), ("c:3.qcow2", "vm-4.qcow2")] {
+        let active = path.with_file_name(active);
+        put(&images(&active), &active, wish(folder.path().join(next))).expect("made");
+    }
     assert_eq!(found(&path).expect("found"), path.with_file_name("vm-4.qcow2"));
     let all = [
         "c:3.qcow2",
@@ -94,7 +103,18 @@ fn layer_is_like_the_one_beneath_and_is_found_from_there() {
 fn nothing_is_left_of_a_layer_that_the_chain_did_not_get() {
     let (folder, path) = world();
     let new = make(&path, wish(folder.path().join("vm-2.qcow2"))).expect("made");
+    assert_eq!(names_in(&folder), ["vm-2.qcow2", "vm.qcow2", "vm.qcow2.mica-above.tmp"]);
+    assert_eq!(found(&path).expect("found"), path, "it is not frozen yet");
+    executor().block_on(new.rename()).expect("renamed");
     assert_eq!(names_in(&folder), ["vm-2.qcow2", "vm.qcow2", "vm.qcow2.mica-above"]);
+    assert_eq!(found(&path).expect("found"), new.path());
+    executor().block_on(new.undo()).expect("undone");
+    assert_eq!(names_in(&folder), ["vm-2.qcow2", "vm.qcow2"]);
+    drop(new);
+    assert_eq!(names_in(&folder), ["vm.qcow2"]);
+    // Also if it ended before that was undone.
+    let new = make(&path, wish(folder.path().join("vm-2.qcow2"))).expect("made");
+    executor().block_on(new.rename()).expect("renamed");
     drop(new);
     assert_eq!(names_in(&folder), ["vm.qcow2"]);
     // Nor of one that could not be made.
@@ -132,8 +152,7 @@ fn layer_is_not_made_where_the_chain_may_open_none() {
     };
     let files = FileImages::to_write(&path, allowed.clone(), MayWrite::new_file()).expect("images");
     let wanted = wish(elsewhere.path().join("vm-2.qcow2"));
-    let new = executor().block_on(NewLayer::make(&files, &path, LEN, wanted)).expect("made");
-    new.keep();
+    put(&files, &path, wanted).expect("made");
     let active = executor().block_on(active_layer(&path, allowed)).expect("found");
     // Its base is opened, too, though it is in no folder of the new one.
     let files =

@@ -166,7 +166,8 @@ impl Chain {
         base: usize,
         control: &dyn MergeControl,
     ) -> Result<Option<(HeldGate<'_>, u64)>> {
-        let (map, mut pace) = (&self.map, Pace::new(self, control));
+        let map = &self.map;
+        let mut pace = Pace::new(self, &map.layers().all()[base + 1..], control);
         let (wanted, end) = {
             let _held = self.gate.hold().await;
             let end = map.len();
@@ -282,7 +283,7 @@ impl Carrying<'_> {
             done: done.min(self.end),
             total: self.end,
             copied: self.copied,
-            is_ending: false,
+            ..MergeProgress::default()
         }
     }
 

@@ -75,8 +75,9 @@ impl Chain {
         let carried = self.bitmaps_go_down(&leaving, &target).await;
         drop(leaving);
         let resume = Resume { base, top, done: 0 };
+        let pace = Pace::new(self, &map.layers().all()[at.base + 1..=at.top], control);
         let copied = match carried {
-            Ok(()) => self.copy_down(&sources, &target, resume, control).await,
+            Ok(()) => self.copy_down(&sources, &target, resume, pace).await,
             Err(error) => Err(error),
         };
         // Whatever became of it, the base is frozen again.
@@ -133,14 +134,14 @@ impl Chain {
         sources: &Sources,
         target: &Target,
         mut resume: Resume,
-        control: &dyn MergeControl,
+        mut pace: Pace<'_>,
     ) -> Result<Copied> {
-        let mut pace = Pace::new(self, control);
         target.grow_to(sources.top_len()).await?;
         let (end, mut copied) = (target.len(), 0);
         let mut at = self.resumes_at(resume).min(end);
         while at < end {
-            let progress = MergeProgress { done: at, total: end, copied, is_ending: false };
+            let progress =
+                MergeProgress { done: at, total: end, copied, ..MergeProgress::default() };
             if let ControlFlow::Break(()) = pace.step(progress).await {
                 return Ok(Copied::Cancelled);
             }
@@ -155,8 +156,9 @@ impl Chain {
                     Wanted::Data(extents) => extents[0].start,
                     Wanted::Zeros(range) => range.start(),
                 };
+                let done = done.bytes();
                 let progress =
-                    MergeProgress { done: done.bytes(), total: end, copied, is_ending: false };
+                    MergeProgress { done, total: end, copied, ..MergeProgress::default() };
                 if let ControlFlow::Break(()) = pace.step(progress).await {
                     return Ok(Copied::Cancelled);
                 }

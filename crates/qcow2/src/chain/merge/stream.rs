@@ -32,6 +32,8 @@ struct Stream<'a> {
     pace: Pace<'a>,
     leaving: Arc<Leaving>,
     copied: u64,
+    /// How far a pass came.
+    done: u64,
 }
 
 impl Chain {
@@ -67,8 +69,8 @@ impl Chain {
         writer.plan_backing(name.as_ref()).await?;
         self.bitmaps_go_up(layers.all()[from..active].to_vec()).await?;
         let leaving = Arc::new(Leaving::new(&layers, from, active));
-        let pace = Pace::new(self, control);
-        let mut stream = Stream { chain: self, pace, leaving, copied: 0 };
+        let pace = Pace::new(self, &layers.all()[from..active], control);
+        let mut stream = Stream { chain: self, pace, leaving, copied: 0, done: 0 };
         for pass in 0.. {
             if pass == PASSES_MAX {
                 let context = "what was copied is not found in the active layer";
@@ -137,8 +139,10 @@ impl Stream<'_> {
         let chain = self.chain;
         let (end, mut at, mut is_settled) = (chain.map.len(), 0, true);
         while at < end {
-            let progress =
-                MergeProgress { done: at, total: end, copied: self.copied, is_ending: false };
+            // A later pass only looks whether something is missing.
+            self.done = self.done.max(at);
+            let (done, copied) = (self.done, self.copied);
+            let progress = MergeProgress { done, total: end, copied, ..MergeProgress::default() };
             if let ControlFlow::Break(()) = self.pace.step(progress).await {
                 return Ok(Pass::Cancelled);
             }

@@ -147,6 +147,8 @@ impl Chain {
             // I5: no redo log.
             let writer =
                 Writer::open(of_base, written, &header, metadata, gate, (None, now_ns)).await?;
+            // All that is frozen is durable.
+            writer.takes_beneath_as_durable();
             map.replace_layers(layers.replaced(read));
             Ok(Target::Qcow2(Arc::new(writer)))
         };
