@@ -288,28 +288,41 @@ fn states_stay_when_the_layers_above_them_are_merged() {
     command(&mut guest, nbd::CMD_WRITE, 8192, 4096, &[2; 4096]);
     // `disk.qcow2` leaves the chain, as does the mark that led to it.
     world.ctl(&["stream", "disk", "--base", &at("disk@mon.qcow2")]).ok();
-    let states = |world: &World| {
-        let listed = world.ctl(&["backup", "list", "disk"]).json();
+    let states = |world: &World, disk: &str| {
+        let listed = world.ctl(&["backup", "list", disk]).json();
         let states = listed["states"].as_array().expect("a list").iter();
         states.map(|state| state["state"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
     };
-    assert_eq!(states(&world), ["mon"]);
+    assert_eq!(states(&world, "disk"), ["mon"]);
     drop(guest);
     world.kill();
     let control = world.control().display().to_string();
     let image = world.dir.path().join("next.qcow2");
-    let options = ["--control", &*control, "--name", "disk"];
+    // The disk is called after it.
+    let options = ["--control", &*control];
     world.server = Some(Server::mica_writable(&image, "qcow2", &options).expect("served"));
-    assert_eq!(states(&world), ["mon"]);
-    world.begin(Some("mon"), "tue").ok();
-    let dirty: Vec<_> = world.map("qemu:dirty-bitmap:mon");
-    let dirty: Vec<_> = dirty.into_iter().filter(|part| part.2 == 1).collect();
-    let is_told = |at: usize| dirty.iter().any(|part| (part.0..part.0 + part.1).contains(&at));
+    assert_eq!(states(&world, "next"), ["mon"]);
+    let socket = world.backup_socket().display().to_string();
+    let begin = ["backup", "begin", "next", "--as", "tue", "--since", "mon", "--nbd", &socket];
+    world.ctl(&begin).ok();
+    let uri = format!("nbd+unix:///next?socket={socket}");
+    let map = ["--json", "--map=qemu:dirty-bitmap:mon", &uri];
+    let map = mica_tests::command::run("nbdinfo", map).json();
+    let dirty = map.as_array().expect("a list").iter().filter(|part| part["type"] == 1);
+    let dirty: Vec<_> =
+        dirty.map(|part| (part["offset"].as_u64(), part["length"].as_u64())).collect();
+    let is_told = |at: u64| {
+        let has = |part: &(Option<u64>, Option<u64>)| match *part {
+            (Some(start), Some(len)) => (start..start + len).contains(&at),
+            _ => false,
+        };
+        dirty.iter().any(has)
+    };
     assert!(is_told(0) && is_told(4095) && is_told(8192) && is_told(12287), "{dirty:?}");
     assert!(!is_told(64 << 10), "only a cluster has changed: {dirty:?}");
-    world.ctl(&["backup", "end", "disk"]).ok();
+    world.ctl(&["backup", "end", "next"]).ok();
     // What a merge would change is refused, served or not.
-    let refused = world.ctl(&["commit", "disk", "--base", "disk@mon.qcow2"]).refusal();
+    let refused = world.ctl(&["commit", "next", "--base", "disk@mon.qcow2"]).refusal();
     assert!(refused.contains("keeps its state"), "{refused}");
     world.kill();
     let refused = mica::run(["commit", "-b", &at("disk@mon.qcow2"), &at("next.qcow2")]).refusal();
