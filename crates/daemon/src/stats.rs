@@ -302,6 +302,17 @@ fn volume(stats: &VolumeStats) -> Vec<Figure> {
     if let Some(count) = stats.snapshots {
         figures.push(gauge("snapshots", "Snapshots of a volume.", count));
     }
+    if let Some(boot) = stats.boot {
+        figures.extend([
+            gauge("boot_record_bytes", "What boots of a volume's image read.", boot.record_bytes),
+            counter(
+                "boot_fetched_bytes",
+                "Bytes fetched ahead for boots of a volume's image.",
+                boot.fetched_bytes,
+            ),
+            counter("boot_served_bytes", "Bytes of reads that these had.", boot.served_bytes),
+        ]);
+    }
     if let Some(log) = stats.log {
         figures.extend([
             gauge("log_used_bytes", "Bytes of a volume's write log in use.", log.used_bytes),

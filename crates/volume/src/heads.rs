@@ -133,7 +133,7 @@ impl Heads {
     /// # Errors
     /// `Invalid` if there is one of this name; otherwise what the store reports.
     pub(crate) async fn create(&self, state: State, properties: Properties) -> Result<Head> {
-        self.begin(self.environment.random(), Life::Closed, state, properties).await
+        self.begin(self.environment.random(), Life::Closed, state, (properties, None)).await
     }
 
     /// As [`Self::create`], of a volume whose content follows: it is open from the beginning, under
@@ -148,7 +148,7 @@ impl Heads {
     ) -> Result<Head> {
         let volume = self.environment.random();
         let life = Life::Open { writer: self.claim(volume, Named::Nowhere).await?, sequence: 0 };
-        self.begin(volume, life, state, properties).await
+        self.begin(volume, life, state, (properties, None)).await
     }
 
     /// Makes the volume with this identity, whose first head is as said.
@@ -157,7 +157,7 @@ impl Heads {
         volume: Id,
         life: Life,
         state: State,
-        properties: Properties,
+        (properties, image): (Properties, Option<Id>),
     ) -> Result<Head> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
@@ -167,7 +167,7 @@ impl Heads {
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
             let number = before.map_or(Ok(0), |head| self.number_after(&head))?;
-            let head = Head { properties, ..self.head(number, volume, life, state) };
+            let head = Head { properties, image, ..self.head(number, volume, life, state) };
             if self.put_highest(&head).await? {
                 return Ok(head);
             }
@@ -361,8 +361,9 @@ impl Heads {
     /// # Errors
     /// `Limit` if there is no number for it: nobody puts so many, but a hostile store may have one.
     fn after(&self, before: &Head, life: Life, state: State) -> Result<Head> {
-        let properties = before.properties;
-        Ok(Head { properties, ..self.head(self.number_after(before)?, before.volume, life, state) })
+        let (properties, image) = (before.properties, before.image);
+        let head = self.head(self.number_after(before)?, before.volume, life, state);
+        Ok(Head { properties, image, ..head })
     }
 
     fn number_after(&self, before: &Head) -> Result<u64> {
@@ -381,6 +382,7 @@ impl Heads {
             life,
             state,
             properties: Properties::default(),
+            image: None,
             time_ns: self.environment.now_ns(),
             host: host_name(self.environment.host()),
             heir: String::new(),

@@ -56,6 +56,8 @@ pub(crate) struct Head {
     pub(crate) state: State,
     /// What the volume was made with.
     pub(crate) properties: Properties,
+    /// The volume that this one comes from by clones, however many; `None` if it is no clone.
+    pub(crate) image: Option<Id>,
     /// When it was put, in nanoseconds since 1970: for people.
     pub(crate) time_ns: u64,
     /// The host that put it: for people.
@@ -85,7 +87,10 @@ pub(super) struct RawHead {
     pub(super) host: [u8; 256],
     pub(super) heir: [u8; 256],
     pub(super) properties: RawProperties,
-    pub(super) padding: [u8; 264],
+    /// Zeros if it is no clone. Older versions of mica leave it out of the heads that they put: then
+    /// the volume has boot records of its own.
+    pub(super) image: Id,
+    pub(super) padding: [u8; 248],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -99,6 +104,11 @@ impl Head {
             Life::Open { writer, .. } => Some(writer),
             Life::Closed | Life::Deleted | Life::Pinned | Life::HandedOver => None,
         }
+    }
+
+    /// Whose boot records are those of the volume.
+    pub(crate) fn boot_image(&self) -> Id {
+        self.image.unwrap_or(self.volume)
     }
 
     /// The object.
@@ -137,7 +147,8 @@ impl Head {
             host,
             heir,
             properties: RawProperties::encode(&self.properties),
-            padding: [0; 264],
+            image: self.image.unwrap_or_default(),
+            padding: [0; 248],
             checksum: 0.into(),
         };
         let mut bytes = raw.as_bytes().to_vec();
@@ -182,6 +193,7 @@ impl Head {
             },
             state: raw.state.decode()?,
             properties: raw.properties.decode()?,
+            image: Some(raw.image).filter(|image| *image != Id::default()),
             time_ns: raw.time_ns.get(),
             host: text(&raw.host, raw.host_len)?,
             heir: text(&raw.heir, raw.heir_len)?,
@@ -212,6 +224,7 @@ mod tests {
             life: Life::Open { writer, sequence: 5 },
             state: State::empty(10 << 30),
             properties: Properties::default(),
+            image: None,
             time_ns: 99,
             host: "host-1".to_owned(),
             heir: String::new(),
@@ -240,6 +253,9 @@ mod tests {
             assert_eq!((head().encode()[8], bytes[8]), (1, 2), "others are as they were");
             assert_eq!(Head::decode(&bytes), Ok(with));
         }
+        let clone = Head { image: Some([8; 16]), ..head() };
+        assert_eq!(clone.encode()[8], 1, "older versions read it");
+        assert_eq!(Head::decode(&clone.encode()), Ok(clone));
         let named = Head { host: "h".repeat(HOST_LEN_MAX), ..head() };
         assert_eq!(Head::decode(&named.encode()), Ok(named));
     }
