@@ -16,6 +16,9 @@
 mod clone;
 mod counting;
 mod highest;
+mod shut_out;
+#[cfg(test)]
+mod tests;
 
 use crate::environment::Environment;
 use crate::format::Id;
@@ -188,6 +191,9 @@ impl Heads {
             }
             log.admit(&before)?;
             let writer = self.claim(before.volume, log.names()).await?;
+            if claimed == Claimed::TakeOver {
+                self.shut_out(&before).await;
+            }
             let state = self.fenced(&before, writer).await?;
             log.settle(&before, writer, &state).await?;
             let head = self.after(&before, Life::Open { writer, sequence: 0 }, state)?;
@@ -211,6 +217,7 @@ impl Heads {
             let state = match before.writer() {
                 // Only a number of our own may fence.
                 Some(_) => {
+                    self.shut_out(&before).await;
                     let by = self.claim(before.volume, Named::Nowhere).await?;
                     self.fenced(&before, by).await?
                 }
@@ -383,6 +390,10 @@ impl Heads {
             state,
             properties: Properties::default(),
             image: None,
+            client: match life {
+                Life::Open { .. } => self.objects.client(),
+                _ => None,
+            },
             time_ns: self.environment.now_ns(),
             host: host_name(self.environment.host()),
             heir: String::new(),

@@ -4,7 +4,9 @@ use super::boot::{self, RawHeader as RawBoot, RawRange};
 use super::extent::{
     ENTRY_BYTES, HEADER_BYTES, LEN_MAX, MAGIC, RawHeader, VERSION, VERSION_WITH_FRAMES,
 };
-use super::head::{self, HEAD_BYTES, HOST_LEN_MAX, RawHead, VERSION_WITH_PROPERTIES};
+use super::head::{
+    self, CLIENT_LEN_MAX, HEAD_BYTES, HOST_LEN_MAX, RawHead, VERSION_WITH_PROPERTIES,
+};
 use super::snapshot::{RECORD_BYTES, RawRecord};
 use crate::frames::{FRAME_HEADER_BYTES, RawFrame};
 use crate::place::{BLOCK_BYTES, FRAME_BLOCKS_MAX, FRAME_LENS, FRAME_UNIT_BYTES, Place};
@@ -56,6 +58,7 @@ fn pages_have_the_constants_of_the_code() {
         (HEAD, "VERSION_WITH_PROPERTIES", VERSION_WITH_PROPERTIES as usize),
         (HEAD, "HEAD_BYTES", HEAD_BYTES),
         (HEAD, "HOST_LEN_MAX", HOST_LEN_MAX),
+        (HEAD, "CLIENT_LEN_MAX", CLIENT_LEN_MAX),
     ] {
         assert_eq!(constant(page, name), value.to_string(), "{name}");
     }
@@ -102,7 +105,7 @@ fn pages_have_the_layouts_of_the_code() {
     has_layout(BOOT, &fields! { RawRange: start count missed }, boot::RANGE_BYTES);
     let head = fields! { RawHead:
         magic version life host_len heir_len reserved number store volume nonce writer sequence reserved_too
-        state time_ns host heir properties image padding checksum
+        state time_ns host heir properties image client padding checksum
     };
     has_layout(HEAD, &head, size_of::<RawHead>());
     let properties = fields! { RawProperties:
