@@ -16,6 +16,7 @@
 mod clone;
 mod counting;
 mod highest;
+mod rekey;
 mod shut_out;
 #[cfg(test)]
 mod tests;

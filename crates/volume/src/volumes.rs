@@ -2,6 +2,7 @@
 
 mod clone;
 mod diff;
+mod rekey;
 mod retention;
 mod snapshots;
 
