@@ -15,8 +15,9 @@
 //!   everything is read as it is asked for.
 //! - I2 What is fetched is what the map of the volume says now. A record has no data, and names
 //!   guest blocks only.
-//! - I3 What was read already is not fetched, and what is being fetched is not read again (`chunks`,
-//!   I1). Fetching ahead makes way for guests: while one waits for the store, few requests are ours.
+//! - I3 What was read already is not fetched, and what is being fetched is not read again
+//!   (`chunks`, I1). Fetching ahead makes way for guests: while one waits for the store, few
+//!   requests are ours.
 //! - I4 Memory is bounded by what the volume was opened with, for each image, and given back at the
 //!   end of the boot.
 
@@ -27,7 +28,7 @@ mod stored;
 mod tests;
 mod trace;
 
-pub(crate) use chunks::{Chunks, Role};
+pub(crate) use chunks::{Chunks, Reader, Role};
 pub(crate) use stored::BootRecords;
 
 use crate::format::Id;
@@ -38,7 +39,7 @@ use crate::tree::Tree;
 use chunks::Using;
 use mica_block::BootStats;
 use mica_rt::sync::Signal;
-use mica_rt::timeout;
+use mica_rt::{spawn, timeout};
 use std::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -161,39 +162,38 @@ impl Shared {
         }
     }
 
-    /// Fetches what the record says, and ends the boot when it is over.
+    /// Has fetched what the record says, and ends the boot when it is over.
     pub(crate) async fn tend_boot(self: &Arc<Self>) {
         let Some(boot) = &self.boot else { return };
+        // It ends with the boot, or before.
+        drop(spawn(Arc::clone(self).fetch_boot()));
+        let is_over = timeout(BOOT_MAX, boot.full.raised());
+        match self.over.unless_raised(boot.ended.unless_raised(is_over)).await {
+            Some(Some(_)) => self.end_boot(true).await,
+            // Whoever closes the volume does it.
+            Some(None) => {}
+            // It was handed over, or taken.
+            None => self.end_boot(false).await,
+        }
+    }
+
+    async fn fetch_boot(self: Arc<Self>) {
+        let Some(boot) = &self.boot else { return };
         let volume = self.heads.name.as_str();
-        let fetching = async {
-            match self.boot_records(boot).newest().await {
-                Ok(Some(newest)) => {
-                    let Some(record) = newest.record else { return };
-                    *lock(&boot.found) = Some(BootInfo::of(&record));
-                    if let Err(error) = fetch::fetch(self, boot, &record).await {
-                        let error = error.in_one_line();
-                        tracing::debug!(volume, error, "no more is fetched for the boot");
-                    }
-                }
-                Ok(None) => {}
-                // I1.
-                Err(error) => {
-                    let error = error.in_one_line();
-                    tracing::warn!(volume, error, "the boot record cannot be read");
-                }
+        let newest = match self.boot_records(boot).newest().await {
+            Ok(newest) => newest,
+            // I1.
+            Err(error) => {
+                let error = error.in_one_line();
+                tracing::warn!(volume, error, "the boot record cannot be read");
+                return;
             }
         };
-        let boot_itself = async {
-            // Whichever it is, the boot is over.
-            let _ = timeout(BOOT_MAX, boot.full.raised()).await;
-        };
-        let both = async {
-            let parts: [mica_block::LocalFuture<'_, ()>; 2] =
-                [Box::pin(fetching), Box::pin(boot_itself)];
-            mica_rt::join_all(parts).await;
-        };
-        if boot.ended.unless_raised(both).await.is_some() {
-            self.end_boot(true).await;
+        let Some(record) = newest.and_then(|newest| newest.record) else { return };
+        *lock(&boot.found) = Some(BootInfo::of(&record));
+        if let Err(error) = fetch::fetch(&self, boot, &record).await {
+            let error = error.in_one_line();
+            tracing::debug!(volume, error, "no more is fetched for the boot");
         }
     }
 

@@ -9,7 +9,7 @@
 //! - I4 What is in an extent that is still being put is read from memory.
 //! - I5 What was read with one cipher is not returned to who has another, or none.
 
-use crate::boot::{Chunks, Role};
+use crate::boot::{Chunks, Reader, Role};
 use crate::crypt::Cipher;
 use crate::format::Id;
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
@@ -459,7 +459,8 @@ impl Tree {
             Some((chunks, role)) if chunks.is_used() => {
                 let bytes = offset..offset + buf.len() as u64;
                 let read = async |buf, offset| self.read_object(extent, buf, offset).await;
-                Box::pin(chunks.read((extent, bytes), buf, *role, &read)).await
+                let reader = Reader { role: *role, given_up: &self.given_up };
+                Box::pin(chunks.read((extent, bytes), buf, reader, &read)).await
             }
             _ => self.read_object(extent, buf, offset).await,
         }

@@ -14,7 +14,7 @@
 
 use crate::place::ExtentId;
 use mica_block::Result;
-use mica_rt::sync::Waiters;
+use mica_rt::sync::{Signal, Waiters};
 use mica_rt::{Buf, join_all};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -27,6 +27,14 @@ const CHUNK_BYTES: u64 = 16 << 10;
 const NODES_BYTES: u64 = 4 * CHUNK_BYTES;
 
 /// Who reads through chunks.
+#[derive(Clone, Copy)]
+pub(crate) struct Reader<'a> {
+    pub(crate) role: Role,
+    /// Raised when nobody else is waited for any more.
+    pub(crate) given_up: &'a Signal,
+}
+
+/// What somebody reads through chunks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Role {
     /// A guest: it has what is held.
@@ -183,22 +191,22 @@ impl Chunks {
         &self,
         (extent, bytes): (ExtentId, Range<u64>),
         mut buf: Buf,
-        role: Role,
+        reader: Reader<'_>,
         read: &impl AsyncFn(Buf, u64) -> (Result<()>, Buf),
     ) -> (Result<()>, Buf) {
-        if role == Role::Ahead {
+        if reader.role == Role::Ahead {
             // It looks places up, and the next nodes are near.
             self.want(extent, &around(&bytes));
         }
         let parts = self.parts(extent, &bytes);
         if let [part] = &parts[..] {
-            return self.read_part((extent, part), buf, role, read).await;
+            return self.read_part((extent, part), buf, reader, read).await;
         }
         let reads: Vec<_> = parts
             .iter()
             .map(|part| {
                 let room = buf.split_to(small(part.bytes.end - part.bytes.start));
-                self.read_part((extent, part), room, role, read)
+                self.read_part((extent, part), room, reader, read)
             })
             .collect();
         let (mut outcome, mut whole): (_, Option<Buf>) = (Ok(()), None);
@@ -216,7 +224,7 @@ impl Chunks {
         &self,
         (extent, part): (ExtentId, &Part),
         mut buf: Buf,
-        role: Role,
+        reader: Reader<'_>,
         read: &impl AsyncFn(Buf, u64) -> (Result<()>, Buf),
     ) -> (Result<()>, Buf) {
         while part.is_held {
@@ -225,12 +233,18 @@ impl Chunks {
             }
             match self.copy(extent, &part.bytes, &mut buf) {
                 Copied::Done => {
-                    if role == Role::Guest {
+                    if reader.role == Role::Guest {
                         self.served.fetch_add(buf.len() as u64, Ordering::Relaxed);
                     }
                     return (Ok(()), buf);
                 }
-                Copied::NotYet => self.settled(extent, &part.bytes).await,
+                // Who is given up asks the store itself, as it would without chunks.
+                Copied::NotYet => {
+                    let settled = self.settled(extent, &part.bytes);
+                    if reader.given_up.unless_raised(settled).await.is_none() {
+                        break;
+                    }
+                }
                 Copied::Gone => break,
             }
         }

@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering;
 const IN_FLIGHT_MAX: usize = 16;
 const BESIDE_GUESTS_MAX: usize = 4;
 /// Blocks of a part: a request has 1 MiB at most, if all of them are beside each other.
-const PART_BLOCKS: u64 = 256;
+const PART_BLOCKS: usize = 256;
 
 /// See the module.
 ///
@@ -62,8 +62,8 @@ pub(super) async fn fetch(
 fn parts(record: &BootRecord) -> impl Iterator<Item = Range<u64>> {
     record.ranges.iter().flat_map(|range| {
         let end = range.start + u64::from(range.count);
-        let starts = (range.start..end).step_by(PART_BLOCKS as usize);
-        starts.map(move |start| start..end.min(start + PART_BLOCKS))
+        let starts = (range.start..end).step_by(PART_BLOCKS);
+        starts.map(move |start| start..end.min(start + PART_BLOCKS as u64))
     })
 }
 

@@ -14,7 +14,8 @@ use mica_block::{Error, ErrorKind, Result};
 
 impl Heads {
     /// Puts the first head of a clone that has `state`, and the properties of its source, which
-    /// comes from `image`, or is it. Who does has to look back at the source, and then to [`Self::unpin`] it.
+    /// comes from `image`, or is it. Who does has to look back at the source, and then to
+    /// [`Self::unpin`] it.
     ///
     /// # Errors
     /// `Invalid` if there is a volume of this name; otherwise what the store reports.
