@@ -42,7 +42,7 @@ pub(super) fn run(context: &Context<'_>, disk: Disk, sample: &mut Sample) -> Res
         let server = context.place.serve_volume(disk, name, &more)?;
         let mut connection = server.connect(&nbd::Wish::default())?;
         connection.read(0, 4096)?;
-        sample.put(&format!("{boot}_serves_ms"), 1000.0 * start.elapsed().as_secs_f64());
+        sample.put(format!("{boot}_serves_ms"), 1000.0 * start.elapsed().as_secs_f64());
         let (mut latency, mut bytes) = (Histogram::default(), 0);
         let start = clock::now();
         for (offset, len) in &reads {
@@ -54,10 +54,10 @@ pub(super) fn run(context: &Context<'_>, disk: Disk, sample: &mut Sample) -> Res
         }
         let seconds = start.elapsed().as_secs_f64();
         connection.disconnect()?;
-        sample.put(&format!("{boot}_boot_s"), seconds);
-        sample.put(&format!("{boot}_reads_per_s"), ratio(latency.total(), 1) / seconds);
-        sample.put(&format!("{boot}_mib_s"), ratio(bytes, 1 << 20) / seconds);
-        sample.put(&format!("{boot}_p99_ms"), latency.quantile_us(0.99) / 1000.0);
+        sample.put(format!("{boot}_boot_s"), seconds);
+        sample.put(format!("{boot}_reads_per_s"), ratio(latency.total(), 1) / seconds);
+        sample.put(format!("{boot}_mib_s"), ratio(bytes, 1 << 20) / seconds);
+        sample.put(format!("{boot}_p99_ms"), latency.quantile_us(0.99) / 1000.0);
         let stopped = server.stop()?;
         ensure!(stopped.status.success(), "{}\n{}", stopped.status, stopped.log);
     }

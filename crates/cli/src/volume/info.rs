@@ -56,7 +56,8 @@ pub(super) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
                 format!("boot record: {size} in {ranges} ranges\n")
             });
             print(&format!(
-                "volume: {url}\nvirtual size: {} ({} bytes)\n{how}state: {}\nwritten: {} (UTC)\n{boot}",
+                "volume: {url}\nvirtual size: {} ({} bytes)\n{how}state: {}\nwritten: {} (UTC)\n\
+                 {boot}",
                 human_size(info.state.len),
                 info.state.len,
                 state_text(&info),

@@ -70,9 +70,9 @@ pub struct VolumeSettings {
     pub snapshot_per: Option<SnapshotAfter>,
     /// Memory for what boots read first, fetched ahead; 0: neither recorded nor fetched.
     ///
-    /// What the first two minutes after opening read is recorded in the store, once for a volume and
-    /// its clones, and fetched in that order the next time, beside what the guest asks for. 128M by
-    /// default in a bucket or a pool, and 0 in a folder, which is near.
+    /// What the first two minutes after opening read is recorded in the store, once for a volume
+    /// and its clones, and fetched in that order the next time, beside what the guest asks for.
+    /// 128M by default in a bucket or a pool, and 0 in a folder, which is near.
     #[arg(long, requires = "volume", value_name = "SIZE", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub boot_fetch: Option<Size>,
