@@ -37,6 +37,7 @@ mod format;
 mod frames;
 mod hasten;
 mod heads;
+pub mod hostile;
 mod keep;
 mod known;
 mod log;

@@ -12,6 +12,7 @@ use super::frame::{Frame, Malformed};
 use crate::place::BLOCK_BYTES;
 use crate::state::State;
 use mica_map::crc32c;
+use std::mem::offset_of;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -119,6 +120,20 @@ impl BootRecord {
         FRAME.seal(&mut bytes);
         bytes.extend_from_slice(&ranges);
         bytes
+    }
+
+    /// Gives `bytes` the sums that they should have, if there are enough of them.
+    pub(crate) fn mend(bytes: &mut [u8]) {
+        let Some(RawHeader { ranges, .. }) = RawHeader::read_from_prefix(bytes).ok().map(|it| it.0)
+        else {
+            return;
+        };
+        let len = usize::try_from(ranges.get()).unwrap_or(usize::MAX).saturating_mul(RANGE_BYTES);
+        let Some(table) = bytes.get(HEADER_BYTES..HEADER_BYTES.saturating_add(len)) else { return };
+        let sum = crc32c(table).to_le_bytes();
+        let at = offset_of!(RawHeader, ranges_sum);
+        bytes[at..at + sum.len()].copy_from_slice(&sum);
+        FRAME.seal(bytes);
     }
 
     /// The record that `bytes` begin with.
@@ -244,11 +259,7 @@ mod tests {
                 let len = usize::try_from(rng.below(bytes.len() as u64 + 1)).expect("small");
                 bytes.truncate(len);
             }
-            if bytes.len() >= HEADER_BYTES {
-                let sum = crc32c(&bytes[HEADER_BYTES..]).to_le_bytes();
-                bytes[80..84].copy_from_slice(&sum);
-                FRAME.seal(&mut bytes);
-            }
+            BootRecord::mend(&mut bytes);
             if let Ok(record) = BootRecord::decode(&bytes) {
                 assert!(are_sound(&record.ranges), "seed {seed}");
                 assert_eq!(BootRecord::decode(&record.encode()), Ok(record), "seed {seed}");
