@@ -42,7 +42,7 @@ pub use manage_chain::{
     ActiveAfter, CommitLayers, ManageBitmaps, ManageChain, MergeControl, MergeProgress, Merged,
     Pushed, Renaming, View,
 };
-pub use manage_volume::{LogStats, ManageVolume, Times, VolumeStats};
+pub use manage_volume::{BootStats, LogStats, ManageVolume, Times, VolumeStats};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};
 pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};

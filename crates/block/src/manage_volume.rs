@@ -70,6 +70,23 @@ pub struct VolumeStats {
     pub snapshots: Option<u64>,
     /// Whether another host has taken it over.
     pub is_fenced: bool,
+    /// What is recorded and fetched ahead for boots, if anything is.
+    pub boot: Option<BootStats>,
+}
+
+/// What boots of a volume's image read first, and what was fetched because of that.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct BootStats {
+    /// Bytes that the record names; 0 if there is none.
+    pub record_bytes: u64,
+    /// Boots that changed it.
+    pub boots: u64,
+    /// Bytes that were fetched ahead, for all disks of the image.
+    pub fetched_bytes: u64,
+    /// Bytes of reads that these had.
+    pub served_bytes: u64,
+    /// Whether what is read still counts as boot.
+    pub is_booting: bool,
 }
 
 /// How full a write log is, for one volume.

@@ -122,8 +122,8 @@ pub trait Object: Send + Sync {
 /// No name is both that of an object and that of a folder. Who names objects sees to that: a
 /// directory cannot do it, and nobody checks it in a bucket.
 ///
-/// Nothing here has a default but [`Objects::punch`]: a wrapper that forgot to forward a call would
-/// silently change what a store promises.
+/// Only what few stores can do has a default, which is that they cannot: a wrapper that forgot to
+/// forward any other call would silently change what a store promises.
 pub trait Objects: Send + Sync {
     /// The store's name in messages: its URL without secrets.
     fn name(&self) -> String;
@@ -174,6 +174,22 @@ pub trait Objects: Send + Sync {
         _ranges: &[Range<u64>],
     ) -> LocalFuture<'static, Result<u64>> {
         let what = format!("{} gives back no parts of objects", self.name());
+        Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
+    }
+
+    /// What the store calls this client, if it can tell clients apart and shut one out. It may be
+    /// another one later.
+    fn client(&self) -> Option<String> {
+        None
+    }
+
+    /// Shuts `client` out, which [`Objects::client`] said elsewhere: what it sent and is not done
+    /// when this ends is never done. Nothing depends on it: put-if-absent decides who is first.
+    ///
+    /// Errors: `Unsupported` if the store cannot, `Denied` if this client may not; otherwise what
+    /// it reports.
+    fn shut_out(&self, client: &str) -> LocalFuture<'static, Result<()>> {
+        let what = format!("{} cannot shut out client {client}", self.name());
         Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
     }
 }

@@ -40,7 +40,8 @@ pub(crate) fn open(
     };
     let is_written = settings.writes() && url.snapshot.is_none();
     let (force, faults) = (force && is_written, StoreFaults::new(&images.inject)?);
-    let options = VolumeOptions { force, faults, ..volume.options(is_written) };
+    let boot_fetch = volume.boot_fetch(&url);
+    let options = VolumeOptions { force, faults, boot_fetch, ..volume.options(is_written) };
     let opened = executor.block_on(resources.stores.open_volume(&url, &options))?;
     Ok((opened, image.to_owned()))
 }

@@ -3,7 +3,7 @@
 //! The file of `--stats-file`, `/v1/stats` and `/metrics` are made from the same sections.
 
 use crate::opened::Figures;
-use mica_block::{MapStats, VolumeStats, WriteStats};
+use mica_block::{BootStats, MapStats, VolumeStats, WriteStats};
 use mica_serve::{Latencies, Latency, fuse, nbd, vhost_user};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -251,6 +251,15 @@ fn write(stats: WriteStats) -> Vec<Figure> {
     ]
 }
 
+fn boot(stats: &BootStats) -> [Figure; 3] {
+    let (record, fetched) = (stats.record_bytes, stats.fetched_bytes);
+    [
+        gauge("boot_record_bytes", "What boots of a volume's image read.", record),
+        counter("boot_fetched_bytes", "Bytes fetched ahead for boots of an image.", fetched),
+        counter("boot_served_bytes", "Bytes of reads that these had.", stats.served_bytes),
+    ]
+}
+
 fn volume(stats: &VolumeStats) -> Vec<Figure> {
     let seconds = |ms: u64| ms / 1000;
     let mut figures = vec![
@@ -302,6 +311,7 @@ fn volume(stats: &VolumeStats) -> Vec<Figure> {
     if let Some(count) = stats.snapshots {
         figures.push(gauge("snapshots", "Snapshots of a volume.", count));
     }
+    figures.extend(stats.boot.iter().flat_map(boot));
     if let Some(log) = stats.log {
         figures.extend([
             gauge("log_used_bytes", "Bytes of a volume's write log in use.", log.used_bytes),

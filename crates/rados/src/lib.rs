@@ -16,7 +16,7 @@
 //! - P2 Every request ends: with an answer, or after the time it has. What ran out of time may
 //!   still happen: the error is of kind `Io`, after which nobody knows.
 //! - P3 A client that the cluster has blocklisted is told so by an error of kind `Denied`: for
-//!   good.
+//!   good. A [`ReconnectingPool`] is another client then.
 //! - P4 A full pool refuses puts (`NoSpace`) and lets objects be deleted. Nothing waits for room.
 
 mod ffi;
@@ -27,9 +27,11 @@ mod list;
 mod lists;
 mod outcome;
 mod pool;
+mod reconnecting;
 mod requests;
 mod shared;
 mod threads;
 mod walk;
 
 pub use pool::{Pool, PoolOptions};
+pub use reconnecting::ReconnectingPool;

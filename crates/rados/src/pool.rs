@@ -17,9 +17,11 @@ use std::future::Future;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Where a pool is, and who asks.
+#[derive(Clone, Debug)]
 pub struct PoolOptions {
     /// Its name.
     pub pool: String,
@@ -94,7 +96,8 @@ impl Pool {
             .listing_context()
             .map_err(|errno| error_of(&format!("opening {name}"), errno))?;
         let lists = Lists::new(listing, namespace)?;
-        let shared = Shared { name, requests, folders: Folders::default(), lists };
+        let (folders, is_blocklisted) = (Folders::default(), AtomicBool::new(false));
+        let shared = Shared { name, requests, folders, lists, is_blocklisted };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -136,8 +139,13 @@ impl Pool {
             let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX);
             let cluster = Arc::clone(&shared.requests.home.cluster);
             let listed = shared.lists.wait(move || cluster.blocklist(&address, seconds)).await;
-            listed.map_err(|errno| error_of(&doing, errno))
+            listed.map_err(|errno| shared.noted(&doing, errno))
         })
+    }
+
+    /// Whether a request was refused because the cluster has blocklisted this client.
+    pub(crate) fn is_blocklisted(&self) -> bool {
+        self.shared.is_blocklisted.load(Ordering::Relaxed)
     }
 }
 
@@ -272,6 +280,10 @@ fn back(own: Buf, given: Option<Buf>) -> Buf {
     given
 }
 
+/// For how long a writer is shut out whose volume was taken over: as long as Ceph does it by
+/// default.
+const SHUT_OUT: Duration = Duration::from_secs(3600);
+
 impl Objects for Pool {
     fn name(&self) -> String {
         self.shared.name.clone()
@@ -324,6 +336,14 @@ impl Objects for Pool {
                 },
             }
         })
+    }
+
+    fn client(&self) -> Option<String> {
+        self.address().ok()
+    }
+
+    fn shut_out(&self, client: &str) -> LocalFuture<'static, Result<()>> {
+        self.blocklist(client, SHUT_OUT)
     }
 }
 

@@ -11,6 +11,7 @@ use mica_rt::Buf;
 use std::fmt::Display;
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What requests share.
 pub(crate) struct Shared {
@@ -18,6 +19,8 @@ pub(crate) struct Shared {
     pub(crate) requests: Arc<Requests>,
     pub(crate) folders: Folders,
     pub(crate) lists: Lists,
+    /// Whether the cluster has said that it has blocklisted this client.
+    pub(crate) is_blocklisted: AtomicBool,
 }
 
 impl Shared {
@@ -37,7 +40,15 @@ impl Shared {
                 return Error::new(ErrorKind::Invalid, what);
             }
         }
-        error_of(&doing, errno)
+        self.noted(&doing, errno)
+    }
+
+    /// The error of `doing` something; notes what it says of this client.
+    pub(crate) fn noted(&self, doing: &str, errno: Errno) -> Error {
+        if errno == Errno(libc::ESHUTDOWN) {
+            self.is_blocklisted.store(true, Ordering::Relaxed);
+        }
+        error_of(doing, errno)
     }
 
     /// Reads into memory of our own. It begins now.
@@ -71,7 +82,7 @@ impl Shared {
     }
 
     pub(crate) fn listing_failed(&self, errno: Errno) -> Error {
-        error_of(&format!("listing objects of {}", self.name), errno)
+        self.noted(&format!("listing objects of {}", self.name), errno)
     }
 }
 

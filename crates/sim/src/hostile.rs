@@ -3,7 +3,7 @@
 //! bytes have found a bug.
 
 use crate::{TinyImage, TinySpec, World};
-use mica_block::{Disk, Extent, Images, Survey};
+use mica_block::{Disk, Extent, Images, Survey, read_whole};
 use mica_qcow2::{Chain, ChainOptions, IndexUse, find_bitmap};
 use mica_qcow2_format::{
     Header, L2Entry, SnapshotDecoded, SnapshotEntry, Version, parse_data_file_name,
@@ -14,12 +14,16 @@ use mica_qcow2_tools::check::{self, Finding};
 use mica_qcow2_tools::{inspect, open_for_check};
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::MemoryStore;
+use mica_store::object::MemoryObjects;
 use mica_units::{GuestOffset, GuestRange};
-use mica_volume::{LogDevice, Record, Writer};
+use mica_volume::{
+    Environment, LogDevice, ReceiveOptions, Received, Record, VolumeName, Volumes, Writer,
+};
 use std::ffi::OsStr;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -103,6 +107,42 @@ pub fn log(bytes: &[u8]) {
             }
         }
     });
+}
+
+/// A stream of `volume receive`, into a store that has nothing: as it is, and with the sums that it
+/// should have.
+///
+/// # Panics
+/// If a volume is left that cannot be read, or what was received is not there.
+pub fn stream(bytes: &[u8]) {
+    let mut mended = bytes.to_vec();
+    mica_volume::hostile::mend_stream(&mut mended);
+    for bytes in [bytes, &mended] {
+        simulated(async |_| received(bytes).await);
+    }
+}
+
+async fn received(mut bytes: &[u8]) {
+    let next = AtomicU64::new(1);
+    let random = move || u128::from(next.fetch_add(1, Ordering::Relaxed)).to_le_bytes();
+    let environment = Environment::new("host-1", || 1, random);
+    let objects = Arc::new(MemoryObjects::new("memory"));
+    let volumes = Volumes::open_or_make(objects, environment, 1 << 20).await.expect("a store");
+    let web = VolumeName::new("web").expect("a name");
+    let mut count = 0;
+    let each = |_: &Received| count += 1;
+    let received = volumes.receive(&web, ReceiveOptions::default(), &mut bytes, each).await;
+    match volumes.snapshots(&web).await {
+        Ok(snapshots) => {
+            assert!(count >= snapshots.len(), "each snapshot was told of");
+            let volume = volumes.open_readable(&web).await.expect("a volume that is whole");
+            let head = GuestRange::new(GuestOffset::ZERO, 512).expect("the beginning");
+            let plan = volume.plan(head, Vec::new()).finish().await.expect("planned");
+            read_whole(&volume, &plan).await.expect("read");
+        }
+        // What failed in its first step left nothing.
+        Err(_) => assert!(count == 0 || received.is_err(), "what was received is there"),
+    }
 }
 
 /// An image: alone, as a snapshot's, and under another one, with an index and without, which must

@@ -10,6 +10,8 @@
 //! 4. find what the heads of 2 name (`mark`), and delete what was listed and is not among it, nor
 //!    above a writer's checkpoint; and heads below those of 2.
 //!
+//! Boot records are listed with extents, and deleted with them if no head of 2 is of their image.
+//!
 //! When what heads name is looked up makes no difference, as none of it ever changes: what is
 //! missing then was deleted by another collector, if there is a newer head; all begins again at 2.
 //! Otherwise it is damage, and nothing is deleted: what hangs beneath it is unknown.
@@ -31,6 +33,7 @@
 //! records of all of them and a path for each, 700,000 nodes or 42 MB.
 
 mod areas;
+mod boots;
 mod claims;
 pub(crate) mod client;
 pub(crate) mod extents;
@@ -133,6 +136,8 @@ pub struct Collected {
     pub freed_heads: u64,
     /// Claims of writers' numbers, and boundaries of such.
     pub freed_claims: u64,
+    /// Boot records of images that are gone, and older ones of those that are not.
+    pub freed_boots: u64,
     /// Extents that stay, by the share of their bytes that is alive: below 10 %, below 20 %, ….
     pub shares: [u64; 10],
     /// What compaction can take.
@@ -151,6 +156,7 @@ impl AddAssign for Collected {
         self.punched_bytes += later.punched_bytes;
         self.freed_heads += later.freed_heads;
         self.freed_claims += later.freed_claims;
+        self.freed_boots += later.freed_boots;
         self.failed += later.failed;
         self.failure = self.failure.take().or(later.failure);
     }
@@ -190,16 +196,17 @@ impl Volumes {
             progress(at);
         });
         let listed = listed.await?;
+        let boots = boots::list(&client).await?;
         at = Progress { step: Step::Mark, extents: 0, of_extents: listed.len() as u64, ..at };
         let mark = |names: &[Arc<Named>]| Ok(Mark::new(&client, names));
         let marked = self.mark_all(&client, &listed, punch, mark, &mut at, progress).await?;
         let plan = marked.plan.finish(&marked.names, &marked.mark);
         let dead: BTreeSet<ExtentId> = plan.dead.iter().map(|listed| listed.id).collect();
         let kept = listed.iter().map(|listed| listed.id).filter(|id| !dead.contains(id)).collect();
-        let claims = claims::find(&client).await?;
+        let (claims, boots) = (claims::find(&client).await?, boots.dead(&marked.names));
         at = Progress { step: Step::Free, ..at };
         progress(at);
-        let swept = sweep::sweep(&client, options.dry_run, plan, claims, |deleted| {
+        let swept = sweep::sweep(&client, options.dry_run, plan, (claims, boots), |deleted| {
             progress(Progress { deleted, ..at });
         });
         let swept = swept.await;

@@ -152,25 +152,43 @@ impl VolumeKey {
         let mut secret = Zeroizing::new([0; KEY_BYTES]);
         secret[..16].copy_from_slice(&random());
         secret[16..].copy_from_slice(&random());
+        let wrapped = self.wrap(&secret, random);
+        (Cipher::new(secret), wrapped)
+    }
+
+    fn wrap(&self, secret: &[u8; KEY_BYTES], random: impl Fn() -> Id) -> WrappedSecret {
         let mut nonce = [0; NONCE_LEN];
         nonce.copy_from_slice(&random()[..NONCE_LEN]);
         let mut sealed = [0; WrappedSecret::SEALED_BYTES];
         let (inner, tag) = sealed.split_at_mut(KEY_BYTES);
-        inner.copy_from_slice(&*secret);
+        inner.copy_from_slice(secret);
         let (cipher, aad) = (self.cipher(), Aad::from(PURPOSE));
         let nonce_now = Nonce::assume_unique_for_key(nonce);
         let sum = cipher.seal_in_place_separate_tag(nonce_now, aad, inner);
         tag.copy_from_slice(sum.expect("it is short").as_ref());
-        (Cipher::new(secret), WrappedSecret { by: self.name(), nonce, sealed })
+        WrappedSecret { by: self.name(), nonce, sealed }
+    }
+
+    /// What this key wrapped, wrapped by `new`; `None` as in [`Self::unwrap`].
+    pub(crate) fn rewrap(
+        &self,
+        wrapped: &WrappedSecret,
+        new: &Self,
+        random: impl Fn() -> Id,
+    ) -> Option<WrappedSecret> {
+        self.secret(wrapped).map(|secret| new.wrap(&secret, random))
     }
 
     /// `None` if it is not the key that wrapped it, or that was changed.
     pub(crate) fn unwrap(&self, wrapped: &WrappedSecret) -> Option<Cipher> {
+        self.secret(wrapped).map(Cipher::new)
+    }
+
+    fn secret(&self, wrapped: &WrappedSecret) -> Option<Zeroizing<[u8; KEY_BYTES]>> {
         let mut sealed = Zeroizing::new(wrapped.sealed);
         let nonce = Nonce::assume_unique_for_key(wrapped.nonce);
         let opened = self.cipher().open_in_place(nonce, Aad::from(PURPOSE), &mut *sealed).ok()?;
-        let secret = Zeroizing::new(<[u8; KEY_BYTES]>::try_from(&*opened).ok()?);
-        Some(Cipher::new(secret))
+        Some(Zeroizing::new(<[u8; KEY_BYTES]>::try_from(&*opened).ok()?))
     }
 }
 

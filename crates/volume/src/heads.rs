@@ -16,6 +16,10 @@
 mod clone;
 mod counting;
 mod highest;
+mod rekey;
+mod shut_out;
+#[cfg(test)]
+mod tests;
 
 use crate::environment::Environment;
 use crate::format::Id;
@@ -133,7 +137,7 @@ impl Heads {
     /// # Errors
     /// `Invalid` if there is one of this name; otherwise what the store reports.
     pub(crate) async fn create(&self, state: State, properties: Properties) -> Result<Head> {
-        self.begin(self.environment.random(), Life::Closed, state, properties).await
+        self.begin(self.environment.random(), Life::Closed, state, (properties, None)).await
     }
 
     /// As [`Self::create`], of a volume whose content follows: it is open from the beginning, under
@@ -148,7 +152,7 @@ impl Heads {
     ) -> Result<Head> {
         let volume = self.environment.random();
         let life = Life::Open { writer: self.claim(volume, Named::Nowhere).await?, sequence: 0 };
-        self.begin(volume, life, state, properties).await
+        self.begin(volume, life, state, (properties, None)).await
     }
 
     /// Makes the volume with this identity, whose first head is as said.
@@ -157,7 +161,7 @@ impl Heads {
         volume: Id,
         life: Life,
         state: State,
-        properties: Properties,
+        (properties, image): (Properties, Option<Id>),
     ) -> Result<Head> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
@@ -167,7 +171,7 @@ impl Heads {
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
             let number = before.map_or(Ok(0), |head| self.number_after(&head))?;
-            let head = Head { properties, ..self.head(number, volume, life, state) };
+            let head = Head { properties, image, ..self.head(number, volume, life, state) };
             if self.put_highest(&head).await? {
                 return Ok(head);
             }
@@ -188,6 +192,9 @@ impl Heads {
             }
             log.admit(&before)?;
             let writer = self.claim(before.volume, log.names()).await?;
+            if claimed == Claimed::TakeOver {
+                self.shut_out(&before).await;
+            }
             let state = self.fenced(&before, writer).await?;
             log.settle(&before, writer, &state).await?;
             let head = self.after(&before, Life::Open { writer, sequence: 0 }, state)?;
@@ -211,6 +218,7 @@ impl Heads {
             let state = match before.writer() {
                 // Only a number of our own may fence.
                 Some(_) => {
+                    self.shut_out(&before).await;
                     let by = self.claim(before.volume, Named::Nowhere).await?;
                     self.fenced(&before, by).await?
                 }
@@ -361,8 +369,9 @@ impl Heads {
     /// # Errors
     /// `Limit` if there is no number for it: nobody puts so many, but a hostile store may have one.
     fn after(&self, before: &Head, life: Life, state: State) -> Result<Head> {
-        let properties = before.properties;
-        Ok(Head { properties, ..self.head(self.number_after(before)?, before.volume, life, state) })
+        let (properties, image) = (before.properties, before.image);
+        let head = self.head(self.number_after(before)?, before.volume, life, state);
+        Ok(Head { properties, image, ..head })
     }
 
     fn number_after(&self, before: &Head) -> Result<u64> {
@@ -381,6 +390,11 @@ impl Heads {
             life,
             state,
             properties: Properties::default(),
+            image: None,
+            client: match life {
+                Life::Open { .. } => self.objects.client(),
+                _ => None,
+            },
             time_ns: self.environment.now_ns(),
             host: host_name(self.environment.host()),
             heir: String::new(),

@@ -21,8 +21,10 @@
 //! | what is encrypted, and how | `crypt` |
 //! | what an opening does with a log that it finds | `opening` |
 //! | what outlives a power cut before it is in the store | `log`, docs/formats/log.md |
+//! | what boots read first, and how it is fetched ahead | `boot`, docs/formats/boot.md |
 //! | how a snapshot gets into another store | `stream`, docs/formats/stream.md |
 
+mod boot;
 mod build;
 mod check;
 mod claims;
@@ -35,6 +37,7 @@ mod format;
 mod frames;
 mod hasten;
 mod heads;
+pub mod hostile;
 mod keep;
 mod known;
 mod log;
@@ -62,6 +65,7 @@ mod volume;
 mod volumes;
 mod writing;
 
+pub use boot::BootInfo;
 pub use check::Findings;
 pub use collect::{Bytes, CollectOptions, Collected, Progress, Sparse, Speed, Step};
 pub use crypt::{KeyName, VolumeKey};

@@ -7,7 +7,9 @@
 //! | `boundaries/<b>` | claims below writer `b` (10 digits) are void |
 //! | `extents/<w>/<s>` | extent `s` (8 digits) of writer `w` (10 digits), or a fence |
 //! | `volumes/<name>/<n>` | head `n` (16 digits) of a volume |
+//! | `boots/<image>/<n>` | boot record `n` (16 digits) of an image (32 digits) |
 
+use crate::format::Id;
 use crate::place::{ExtentId, Writer};
 use mica_block::{Error, ErrorKind, ObjectName, Result};
 
@@ -53,6 +55,7 @@ const VOLUMES: &str = "volumes";
 const EXTENTS: &str = "extents";
 const WRITERS: &str = "writers";
 const BOUNDARIES: &str = "boundaries";
+const BOOTS: &str = "boots";
 /// Claims in one folder: a listing of the newest is short.
 const CLAIMS_BITS: u32 = 12;
 
@@ -79,6 +82,29 @@ pub(crate) fn claims() -> ObjectName {
 /// The folder of all boundaries.
 pub(crate) fn boundaries() -> ObjectName {
     name(BOUNDARIES.to_owned())
+}
+
+/// The folder of all boot records.
+pub(crate) fn all_boots() -> ObjectName {
+    name(BOOTS.to_owned())
+}
+
+/// The folder of the boot records of an image.
+pub(crate) fn boots(image: Id) -> ObjectName {
+    name(format!("{BOOTS}/{:032x}", u128::from_be_bytes(image)))
+}
+
+/// Boot record `number` of an image.
+pub(crate) fn boot(image: Id, number: u64) -> ObjectName {
+    name(format!("{}/{number:016x}", boots(image)))
+}
+
+/// The image whose folder of boot records has this name; `None` if it is the name of something
+/// else.
+pub(crate) fn image_of_boots(folder: &ObjectName) -> Option<Id> {
+    let (_, image) = folder.as_str().rsplit_once('/')?;
+    let image = u128::from_str_radix(image, 16).ok()?.to_be_bytes();
+    (boots(image) == *folder).then_some(image)
 }
 
 impl Writer {
@@ -127,8 +153,8 @@ impl ExtentId {
     }
 }
 
-/// The number of a head with this name in a volume's folder.
-pub(crate) fn head_number(name: &ObjectName) -> Option<u64> {
+/// The number of a head with this name in a volume's folder, or of a boot record in its image's.
+pub(crate) fn number(name: &ObjectName) -> Option<u64> {
     let (_, number) = name.as_str().rsplit_once('/')?;
     let value = u64::from_str_radix(number, 16).ok()?;
     (format!("{value:016x}") == number).then_some(value)
@@ -153,6 +179,9 @@ mod tests {
         assert_eq!(extent.name().as_str(), "extents/0000000abc/00000011");
         assert_eq!(ExtentId::from_name(&extent.name()), Some(extent));
         assert_eq!(writer(0x1_234_567).claim().as_str(), "writers/0001234/567");
+        let (image, folder) = ([0xab; 16], boots([0xab; 16]));
+        assert_eq!(folder.as_str(), format!("boots/{}", "ab".repeat(16)));
+        assert_eq!((image_of_boots(&folder), number(&boot(image, 7))), (Some(image), Some(7)));
         for number in [1, 4095, 4096, (1 << 40) - 1] {
             let claimed = Writer::from_claim(&writer(number).claim());
             assert_eq!(claimed, Some(writer(number)));
@@ -161,7 +190,7 @@ mod tests {
         }
         let web = VolumeName::new("web-1").expect("a name");
         assert_eq!(web.head(26).as_str(), "volumes/web-1/000000000000001a");
-        assert_eq!(head_number(&web.head(26)), Some(26));
+        assert_eq!(number(&web.head(26)), Some(26));
     }
 
     #[test]
@@ -183,7 +212,7 @@ mod tests {
         for bad in ["", "a/b", ".hidden", "Web", "ä", &"a".repeat(201)] {
             assert_eq!(VolumeName::new(bad).unwrap_err().kind(), ErrorKind::Invalid, "{bad:?}");
         }
-        assert_eq!(head_number(&ObjectName::new("volumes/web/1a").expect("a name")), None);
+        assert_eq!(number(&ObjectName::new("volumes/web/1a").expect("a name")), None);
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //! - I3 What the log has and the state lacks comes before anything else that is done.
 //! - I4 A volume whose key is missing, or another one, is left as it is.
 
+use crate::boot::Boot;
 use crate::build::{Builder, Signature};
 use crate::crypt::VolumeKey;
 use crate::format::Id;
@@ -189,7 +190,8 @@ impl LocalLog for LogChoice<'_> {
     }
 }
 
-/// Opens a volume for a new writer, with all that the log of this machine has of it.
+/// Opens a volume for a new writer, with all that the log of this machine has of it; with up to
+/// `boot_fetch` bytes of memory for what its boots read.
 ///
 /// # Errors
 /// `Invalid` if a flush is to be durable in a log and there is none; `Denied` if others have the
@@ -198,7 +200,7 @@ pub(crate) async fn open(
     tree: Arc<Tree>,
     heads: Heads,
     opening: &Opening,
-    purpose: Purpose<'_>,
+    (purpose, boot_fetch): (Purpose<'_>, u64),
 ) -> Result<Arc<Shared>> {
     let Opening { claimed, log, durability, snapshot_per } = opening;
     if *durability == Durability::Host && log.is_none() {
@@ -219,6 +221,7 @@ pub(crate) async fn open(
     };
     let owned = heads.open(*claimed, &mut choice).await?;
     let loss = choice.loss_in_words(&heads);
+    let boot = (boot_fetch > 0).then(|| Boot::new(owned.head.boot_image(), boot_fetch, &tree));
     let packer = Packer::new(owned.head.properties.compression, choice.access.clone())?;
     let tree = tree.with_access(choice.access.clone());
     if let Some(log) = &choice.log {
@@ -231,7 +234,7 @@ pub(crate) async fn open(
     let for_replay = tree.with_patience(Patience::VERB);
     let (logged, packed) = ((log, loss), (for_replay, packer));
     let putter = putter(&heads, owned, (*durability, *snapshot_per), logged, packed);
-    let shared = Shared::new(tree, heads, Some(putter), state);
+    let shared = Shared::new(tree, heads, Some(putter), state, boot);
     replay(&shared).await?;
     let first = shared.now().records;
     let counts = &shared.putter()?.counts;

@@ -94,6 +94,17 @@ impl View {
         Ok(())
     }
 
+    /// The blocks that are in the store.
+    pub(crate) fn stored(&self) -> impl Iterator<Item = Range<u64>> {
+        let is_stored = |source: &Source| matches!(source, Source::Store(_));
+        let mut at = self.first;
+        self.sources.chunk_by(move |a, b| is_stored(a) == is_stored(b)).filter_map(move |run| {
+            let blocks = at..at + run.len() as u64;
+            at = blocks.end;
+            is_stored(&run[0]).then_some(blocks)
+        })
+    }
+
     /// Appends what the blocks of `range` are, which are all known.
     pub(crate) fn extents(&self, range: GuestRange, extents: &mut Vec<Extent>) {
         for (block, source) in (self.first..).zip(&self.sources) {

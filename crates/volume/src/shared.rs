@@ -2,6 +2,7 @@
 //!
 //! Lock order: what the volume is now, then the log. No lock is held across I/O.
 
+use crate::boot::Boot;
 use crate::build::Builder;
 use crate::format::head::Head;
 use crate::heads::{Heads, Owned};
@@ -47,6 +48,8 @@ pub(crate) struct Shared {
     /// Held from the look whether a label is free until a snapshot has it.
     pub(crate) naming: SharedLock,
     pub(crate) plans: Plans,
+    /// What is recorded and fetched ahead for boots, if anything is.
+    pub(crate) boot: Option<Arc<Boot>>,
 }
 
 /// What the answer to a flush promises.
@@ -130,7 +133,9 @@ impl Shared {
         heads: Heads,
         writer: Option<Putter>,
         state: State,
+        boot: Option<Arc<Boot>>,
     ) -> Arc<Self> {
+        let tree = boot.as_ref().map_or_else(|| Arc::clone(&tree), |boot| boot.for_guests(&tree));
         let (progress, over, requests) = (Waiters::default(), Signal::default(), Arc::default());
         let given_up = Signal::default();
         let (now, naming) = (Mutex::new(Now::new(state)), SharedLock::default());
@@ -146,6 +151,7 @@ impl Shared {
             requests,
             naming,
             plans,
+            boot,
         })
     }
 

@@ -27,5 +27,6 @@ mod send;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use format::mend;
 pub use receive::{ReceiveOptions, Received};
 pub use send::Sent;

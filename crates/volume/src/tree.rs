@@ -9,7 +9,9 @@
 //! - I4 What is in an extent that is still being put is read from memory.
 //! - I5 What was read with one cipher is not returned to who has another, or none.
 
+use crate::boot::{Chunks, Reader, Role};
 use crate::crypt::Cipher;
+use crate::format::Id;
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::frames;
 use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
@@ -22,10 +24,11 @@ use mica_rt::Buf;
 use mica_rt::sync::Signal;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Bytes of memory that a node in the cache takes, about.
 const NODE_MEMORY_BYTES: u64 = 512;
@@ -49,6 +52,8 @@ pub(crate) struct Tree {
     access: Access,
     /// Raised when nothing is tried again any more for those who read with this.
     given_up: Signal,
+    /// What is held for boots, and whether this reads for a guest or ahead of it.
+    chunks: Option<(Arc<Chunks>, Role)>,
 }
 
 struct Shared {
@@ -63,6 +68,8 @@ struct Shared {
     misses: AtomicU64,
     /// Reads that failed and are tried again.
     failing: AtomicU64,
+    /// Of each image of which a volume is open.
+    boots: Mutex<HashMap<Id, Weak<Chunks>>>,
 }
 
 /// Counts a read that is tried again, until it is dropped.
@@ -116,26 +123,59 @@ impl Tree {
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
-        let (hits, misses, failing, held) = Default::default();
+        let (hits, misses, failing, held, boots) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
         let count = usize::try_from(FRAMES_BYTES_MAX / FRAME_BYTES).expect("small");
         let frames = Cache::with_weighter(count, FRAMES_BYTES_MAX, FrameMemory);
-        let shared =
-            Shared { objects, nodes, records, frames, opened, held, hits, misses, failing };
-        let (shared, access) = (Arc::new(shared), Access::Plain);
-        Self { shared, patience: Patience::VERB, access, given_up: Signal::default() }
+        let (shared, access) = (
+            Arc::new(Shared {
+                objects,
+                nodes,
+                records,
+                frames,
+                opened,
+                held,
+                hits,
+                misses,
+                failing,
+                boots,
+            }),
+            Access::Plain,
+        );
+        let given_up = Signal::default();
+        Self { shared, patience: Patience::VERB, access, given_up, chunks: None }
     }
 
     /// The same, for those who have `patience`. Whoever gives up one of them gives up no other.
     pub(crate) fn with_patience(&self, patience: Patience) -> Arc<Self> {
         let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
-        Arc::new(Self { shared, patience, access: self.access.clone(), given_up })
+        Arc::new(Self { shared, patience, access: self.access.clone(), given_up, chunks: None })
     }
 
     /// The same, for a volume whose blocks are read with `access`.
     pub(crate) fn with_access(&self, access: Access) -> Arc<Self> {
         let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
-        Arc::new(Self { shared, patience: self.patience, access, given_up })
+        Arc::new(Self { shared, patience: self.patience, access, given_up, chunks: None })
+    }
+
+    /// The same, through chunks.
+    pub(crate) fn through(&self, chunks: &Arc<Chunks>, role: Role) -> Arc<Self> {
+        let (access, patience) = (self.access.clone(), self.patience);
+        let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
+        let chunks = Some((Arc::clone(chunks), role));
+        Arc::new(Self { shared, patience, access, given_up, chunks })
+    }
+
+    /// The chunks of an image, which all share that come from it.
+    pub(crate) fn chunks_of(&self, image: Id) -> Arc<Chunks> {
+        let mut boots = self.shared.boots.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(chunks) = boots.get(&image).and_then(Weak::upgrade) {
+            return chunks;
+        }
+        boots.retain(|_, chunks| chunks.strong_count() > 0);
+        let chunks = Arc::default();
+        boots.insert(image, Arc::downgrade(&chunks));
+        chunks
     }
 
     /// Reads that wait until the store answers again: of all that share it.
@@ -413,16 +453,43 @@ impl Tree {
     }
 
     /// Fills `buf` from `at` on.
-    async fn read(&self, at: Place, mut buf: Buf) -> (Result<()>, Buf) {
-        let object = self.object(at.extent());
+    async fn read(&self, at: Place, buf: Buf) -> (Result<()>, Buf) {
+        let (extent, offset) = (at.extent(), at.offset());
+        match &self.chunks {
+            Some((chunks, role)) if chunks.is_used() => {
+                let bytes = offset..offset + buf.len() as u64;
+                let read = async |buf, offset| self.read_object(extent, buf, offset).await;
+                let reader = Reader { role: *role, given_up: &self.given_up };
+                Box::pin(chunks.read((extent, bytes), buf, reader, &read)).await
+            }
+            _ => self.read_object(extent, buf, offset).await,
+        }
+    }
+
+    /// Has `bytes` of an extent in chunks, for those who read through them. Returns false if there
+    /// is no room.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub(crate) async fn load(&self, extent: ExtentId, bytes: &Range<u64>) -> Result<bool> {
+        let Some((chunks, _)) = &self.chunks else { return Ok(false) };
+        let has_room = chunks.want(extent, bytes);
+        let read = async |buf, offset| self.read_object(extent, buf, offset).await;
+        chunks.load((extent, bytes), &read).await?;
+        Ok(has_room)
+    }
+
+    /// Fills `buf` from `offset` of an extent on.
+    async fn read_object(&self, extent: ExtentId, mut buf: Buf, offset: u64) -> (Result<()>, Buf) {
+        let object = self.object(extent);
         let objects = &self.shared.objects;
         let mut tries = Tries::new(self.patience);
         let mut failing = None;
         loop {
-            let (result, back) = object.read_at(buf, at.offset()).await;
+            let (result, back) = object.read_at(buf, offset).await;
             buf = back;
             let Err(error) = result else { return (Ok(()), buf) };
-            let name = at.extent().name();
+            let name = extent.name();
             // The map names it, so it has to be there.
             if error.kind() == ErrorKind::NotFound {
                 let what = format!("{name} is missing from {}", objects.name());

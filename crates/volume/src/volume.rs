@@ -18,6 +18,7 @@ mod rewrite;
 mod snapshots;
 mod tidy;
 
+use crate::boot::Boot;
 use crate::heads::Heads;
 use crate::known::Change;
 use crate::place::BLOCK_BYTES;
@@ -30,7 +31,7 @@ use mica_block::{
     ManageIndex, ManageSnapshots, ManageVolume, MapStats, Plan, Planned, Requests, Result,
     WriteStats, Writing, Zeroes, check_longer,
 };
-use mica_rt::{Buf, spawn};
+use mica_rt::{Buf, join_all, spawn};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -52,8 +53,13 @@ impl Volume {
     }
 
     /// A state of a volume, to be read.
-    pub(crate) fn readable(tree: Arc<Tree>, heads: Heads, state: State) -> Self {
-        Self::of(Shared::new(tree, heads, None, state))
+    pub(crate) fn readable(
+        tree: Arc<Tree>,
+        heads: Heads,
+        state: State,
+        boot: Option<Arc<Boot>>,
+    ) -> Self {
+        Self::of(Shared::new(tree, heads, None, state, boot))
     }
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.
@@ -155,6 +161,7 @@ impl Disk for Volume {
                 if !is_known && let Err(error) = view.resolve(&shared.tree).await {
                     return (view.generation(), Err(error));
                 }
+                let _booting = shared.boot.as_ref().and_then(|boot| boot.read(&view));
                 let room = buf.take().expect("it comes back");
                 let (result, room) = view.read(&shared.tree, range, room).await;
                 buf = Some(room);
@@ -250,6 +257,7 @@ impl Manage for Volume {
     /// Puts what was done, and ends the writer's time.
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
+            self.shared.end_boot(false).await;
             match self.shared.writer {
                 Some(_) => self.shared.close().await,
                 None => {
@@ -342,7 +350,9 @@ impl Manage for Volume {
     }
 
     fn tend(&self) -> LocalFuture<'_, ()> {
-        Box::pin(self.shared.tend())
+        let both: [LocalFuture<'_, ()>; 2] =
+            [Box::pin(self.shared.tend()), Box::pin(self.shared.tend_boot())];
+        Box::pin(async { join_all(both).await.into_iter().collect() })
     }
 }
 

@@ -2,9 +2,11 @@
 
 mod clone;
 mod diff;
+mod rekey;
 mod retention;
 mod snapshots;
 
+use crate::boot::{Boot, BootInfo, BootRecords};
 use crate::crypt::VolumeKey;
 use crate::environment::Environment;
 use crate::format::Id;
@@ -33,6 +35,8 @@ pub struct Volumes {
     patience: Patience,
     /// What opens those that are encrypted.
     key: Option<Arc<VolumeKey>>,
+    /// Memory for what boots of a disk that is opened read first; 0 if nothing is recorded.
+    boot_fetch: u64,
 }
 
 /// What there is to know of a volume without opening it.
@@ -111,7 +115,15 @@ impl Volumes {
         store: Id,
     ) -> Self {
         let tree = Arc::new(Tree::new(Arc::clone(&objects), cache_bytes));
-        Self { objects, environment, store, tree, patience: Patience::Endless, key: None }
+        Self {
+            objects,
+            environment,
+            store,
+            tree,
+            patience: Patience::Endless,
+            key: None,
+            boot_fetch: 0,
+        }
     }
 
     /// The same, with a key for volumes that are encrypted. It has no meaning for others.
@@ -119,7 +131,16 @@ impl Volumes {
     pub fn with_key(&self, key: Option<Arc<VolumeKey>>) -> Self {
         let (objects, tree) = (Arc::clone(&self.objects), Arc::clone(&self.tree));
         let (environment, store, patience) = (self.environment.clone(), self.store, self.patience);
-        Self { objects, environment, store, tree, patience, key }
+        Self { objects, environment, store, tree, patience, key, boot_fetch: self.boot_fetch }
+    }
+
+    /// The same, whose disks record what is read first, and fetch what earlier boots of their image
+    /// read first, up to so many bytes for each image; 0 is neither. It takes [`Manage::tend`].
+    ///
+    /// [`Manage::tend`]: mica_block::Manage::tend
+    #[must_use]
+    pub fn with_boot_fetch(self, boot_fetch: u64) -> Self {
+        Self { boot_fetch, ..self }
     }
 
     /// The same, for those who have no guest: requests to their disks end, too, if the store does
@@ -263,7 +284,7 @@ impl Volumes {
         opening: impl Into<Opening>,
     ) -> Result<Volume> {
         let (tree, heads) = (self.disk_tree(), self.heads(name));
-        let purpose = Purpose::Blocks(self.key.as_deref());
+        let purpose = (Purpose::Blocks(self.key.as_deref()), self.boot_fetch);
         Ok(Volume::of(opening::open(tree, heads, &opening.into(), purpose).await?))
     }
 
@@ -274,7 +295,7 @@ impl Volumes {
     /// As [`Self::open_volume`].
     pub async fn open_without_blocks(&self, name: &VolumeName, claimed: Claimed) -> Result<Volume> {
         let (tree, heads) = (self.disk_tree(), self.heads(name));
-        let opened = opening::open(tree, heads, &claimed.into(), Purpose::Snapshots).await?;
+        let opened = opening::open(tree, heads, &claimed.into(), (Purpose::Snapshots, 0)).await?;
         Ok(Volume::of(opened))
     }
 
@@ -299,7 +320,31 @@ impl Volumes {
         let heads = self.heads(name);
         let (head, state) = heads.counting().await?;
         let tree = self.disk_tree().with_access(self.access(name, &head.properties)?);
-        Ok(Volume::readable(tree, heads, state))
+        let boot = self.boot_of(&head, &tree);
+        Ok(Volume::readable(tree, heads, state, boot))
+    }
+
+    /// What is recorded and fetched of a disk of a volume with this head.
+    pub(crate) fn boot_of(&self, head: &Head, tree: &Tree) -> Option<Arc<Boot>> {
+        (self.boot_fetch > 0).then(|| Boot::new(head.boot_image(), self.boot_fetch, tree))
+    }
+
+    /// The newest boot record of the image that a volume comes from; `None` if it has none, or
+    /// nobody can read it.
+    ///
+    /// # Errors
+    /// As [`Self::info`]; `Unsupported` if a newer mica wrote it.
+    pub async fn boot_record(&self, name: &VolumeName) -> Result<Option<BootInfo>> {
+        let head = self.heads(name).newest().await?;
+        let records = BootRecords {
+            objects: &*self.objects,
+            environment: &self.environment,
+            store: self.store,
+            image: head.boot_image(),
+        };
+        let newest = records.newest().await?;
+        let record = newest.and_then(|newest| newest.record);
+        Ok(record.as_ref().map(BootInfo::of))
     }
 
     pub(crate) fn heads(&self, name: &VolumeName) -> Heads {

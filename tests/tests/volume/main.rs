@@ -1,5 +1,6 @@
 //! Volumes, judged from outside: their verbs, and what serves them.
 
+mod boot;
 mod bucket;
 mod collection;
 mod copies;

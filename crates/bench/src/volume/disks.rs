@@ -47,7 +47,12 @@ impl Disk {
     }
 
     pub(super) fn is_volume(self) -> bool {
-        self.has_log() || matches!(self, Self::VolumeStore | Self::RadosStore)
+        self.has_log() || self.is_durable_in_store()
+    }
+
+    /// Whether it is a volume without a log.
+    pub(super) fn is_durable_in_store(self) -> bool {
+        matches!(self, Self::VolumeStore | Self::RadosStore)
     }
 
     fn has_log(self) -> bool {
@@ -193,6 +198,21 @@ impl Place<'_> {
             if disk.has_log() {
                 serve.arg("--log-device").arg(self.log()).args(["--log-size", LOG_BYTES]);
             }
+            serve
+        })
+    }
+
+    /// Serves volume `name`, where `disk` is, with `more` options.
+    ///
+    /// # Errors
+    /// If it does not get to serve.
+    pub(super) fn serve_volume(&self, disk: Disk, name: &str, more: &[&str]) -> Result<Server> {
+        remove(&self.control())?;
+        Server::start("", |socket| {
+            let mut serve = Command::new(mica::binary());
+            serve.arg("serve").arg("--nbd").arg(socket).arg("--control").arg(self.control());
+            self.with_ceph(&mut serve);
+            serve.args(["--volume", &self.url(disk, name)]).args(more);
             serve
         })
     }

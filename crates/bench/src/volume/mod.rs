@@ -1,6 +1,7 @@
 //! `cargo xtask bench volume`: volumes beside a raw file and a qcow2 image through the same server,
 //! and beside RBD on the same OSDs if there is a cluster; snapshots and clones of volumes.
 
+mod cold;
 mod disks;
 mod goals;
 mod loads;
@@ -53,6 +54,8 @@ enum Part {
     Snapshots,
     /// Clones of one volume.
     Clones,
+    /// Boots of clones in a store that is far.
+    Cold,
 }
 
 /// What all runs share.
@@ -86,6 +89,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                     Part::Loads => loads::run(&context, *disk, sample),
                     Part::Snapshots => snapshots::run(&context, *disk, sample),
                     Part::Clones => snapshots::clones(&context, *disk, sample),
+                    Part::Cold => cold::run(&context, *disk, sample),
                 });
                 samples.push(sample);
             }
@@ -100,6 +104,7 @@ impl Part {
             Self::Loads => "loads",
             Self::Snapshots => "snapshots",
             Self::Clones => "clones",
+            Self::Cold => "cold",
         }
     }
 
@@ -107,6 +112,8 @@ impl Part {
         match self {
             Self::Loads => true,
             Self::Snapshots | Self::Clones => disk.is_volume(),
+            // Nothing is written: a log makes no difference.
+            Self::Cold => disk.is_durable_in_store(),
         }
     }
 }

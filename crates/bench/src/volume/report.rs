@@ -2,6 +2,20 @@
 
 use crate::page::{Found, Rows, Table};
 
+/// What is said of boots.
+const BOOTS: &[(&str, &str, usize)] = &[
+    ("serves after ms", "first_serves_ms", 0),
+    ("boot s", "first_boot_s", 1),
+    ("reads per s", "first_reads_per_s", 0),
+    ("MiB/s", "first_mib_s", 1),
+    ("p99 ms", "first_p99_ms", 0),
+    ("the next: serves after ms", "next_serves_ms", 0),
+    ("boot s", "next_boot_s", 1),
+    ("reads per s", "next_reads_per_s", 0),
+    ("MiB/s", "next_mib_s", 1),
+    ("p99 ms", "next_p99_ms", 0),
+];
+
 /// The page.
 pub(super) fn page(found: &Found<'_>) -> String {
     let verified = "What was written was read back, in part. All disks are filled before they are \
@@ -61,5 +75,7 @@ pub(super) fn page(found: &Found<'_>) -> String {
             ("p99 µs", "clone_p99_us", 0),
         ];
         table(page, "Clones, a process each", "clones", columns);
+        let title = "Boots of clones, 30 ms from their store: the first, and the next";
+        table(page, title, "cold", BOOTS);
     })
 }

@@ -106,6 +106,7 @@ fn described(args: &GcArgs, collected: &Collected) -> Value {
         "punched-bytes": collected.punched_bytes,
         "freed-heads": collected.freed_heads,
         "freed-claims": collected.freed_claims,
+        "freed-boot-records": collected.freed_boots,
         "failed": collected.failed,
     })
 }

@@ -15,6 +15,7 @@ mod keys;
 mod list;
 mod log;
 mod receive;
+mod rekey;
 mod rows;
 mod scrub;
 mod sections;
@@ -79,6 +80,8 @@ enum VolumeVerb {
     Log(log::LogArgs),
     #[command(after_long_help = sections::HANDOVER)]
     Handover(handover::HandoverArgs),
+    #[command(after_long_help = sections::REKEY)]
+    Rekey(rekey::RekeyArgs),
     #[command(after_long_help = sections::IMPORT)]
     Import(Box<import::ImportArgs>),
     #[command(after_long_help = sections::EXPORT)]
@@ -110,6 +113,7 @@ pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
         VolumeVerb::Gc(args) => gc::run(args),
         VolumeVerb::Stats(args) => stats::run(args),
         VolumeVerb::Handover(args) => handover::run(args),
+        VolumeVerb::Rekey(args) => rekey::run(args),
         VolumeVerb::Import(args) => import::run(args),
         VolumeVerb::Export(args) => export::run(args),
         VolumeVerb::Send(args) => send::run(args),

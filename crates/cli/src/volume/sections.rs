@@ -122,6 +122,11 @@ pub(super) const HANDOVER: &str = "\
 EXAMPLES:
   mica volume handover s3://bucket/volumes/web host-2";
 
+pub(super) const REKEY: &str = "\
+EXAMPLES:
+  (umask 077; openssl rand -hex 32 > new.key)
+  mica volume rekey --volume-key web.key --new-volume-key new.key file:///srv/volumes/web";
+
 pub(super) const KEEP: &str = "\
 EXAMPLES:
   mica volume keep file:///srv/volumes/web 1h/1m,1d/1h,4w/1d

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 
 /// A heading in the help.
 const VOLUME: &str = "Volume";
+/// Memory for boots of an image by default, in a store that is far.
+const BOOT_FETCH: Size = Size(128 << 20);
 /// The default length of a log.
 const LOG_SIZE: Size = Size(1 << 30);
 
@@ -66,6 +68,14 @@ pub struct VolumeSettings {
     #[arg(long, requires = "keep", value_enum, value_name = "write|flush", help_heading = VOLUME)]
     #[arg(hide_short_help = true, hide_possible_values = true)]
     pub snapshot_per: Option<SnapshotAfter>,
+    /// Memory for what boots read first, fetched ahead; 0: neither recorded nor fetched.
+    ///
+    /// What the first two minutes after opening read is recorded in the store, once for a volume
+    /// and its clones, and fetched in that order the next time, beside what the guest asks for.
+    /// 128M by default in a bucket or a pool, and 0 in a folder, which is near.
+    #[arg(long, requires = "volume", value_name = "SIZE", help_heading = VOLUME)]
+    #[arg(hide_short_help = true)]
+    pub boot_fetch: Option<Size>,
     /// Take the volume over from a host that has it open and may be alive.
     ///
     /// That host can write no more, and learns it. What it has not put into the store yet is lost.
@@ -95,6 +105,12 @@ impl VolumeSettings {
     /// Whether it is in a pool of Ceph.
     pub(crate) fn is_in_pool(&self) -> bool {
         self.url().ok().flatten().is_some_and(|url| matches!(url.store, StoreUrl::Pool { .. }))
+    }
+
+    /// Memory for what boots of the volume at `url` read first.
+    pub(crate) fn boot_fetch(&self, url: &VolumeUrl) -> u64 {
+        let is_far = matches!(url.store, StoreUrl::Bucket { .. } | StoreUrl::Pool { .. });
+        self.boot_fetch.unwrap_or(if is_far { BOOT_FETCH } else { Size(0) }).0
     }
 
     /// Where its log is, if it has one.
@@ -149,6 +165,7 @@ impl VolumeSettings {
             (self.durability == Some(FlushDurability::Host), "durability host", has_log, log),
             (self.volume_key.is_some(), "volume-key", has_volume, volume),
             (self.keep.is_some(), "keep", has_volume, volume),
+            (self.boot_fetch.is_some(), "boot-fetch", has_volume, volume),
             (self.snapshot_per.is_some(), "snapshot-per", self.keep.is_some(), "keep: add keep"),
             (self.force, "force", has_volume, volume),
         ];

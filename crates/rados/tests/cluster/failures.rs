@@ -2,6 +2,7 @@
 
 use crate::ceph::{Ceph, TIMEOUT};
 use crate::cluster;
+use crate::takeover::taken_over_by_force;
 use mica_block::{Entry, Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rados::{Pool, PoolOptions};
 use mica_rt::{Backend, Buf, Executor, sleep};
@@ -98,6 +99,7 @@ fn store_in_one_daemon_says_what_is_wrong_and_goes_on_afterwards() {
         refused_for_lack_of_room(&ceph).await;
         unanswered(&ceph).await;
         blocklisted(&ceph).await;
+        taken_over_by_force(&ceph);
         in_a_pool_that_is_deleted(&ceph).await;
         laid_out_otherwise(&ceph).await;
     });

@@ -3,6 +3,7 @@
 mod ceph;
 mod failures;
 mod promises;
+mod takeover;
 
 use mica_tests::tools::{CEPH, CEPH_MON, CEPH_OSD, present};
 

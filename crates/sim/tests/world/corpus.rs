@@ -3,28 +3,36 @@
 
 #![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
-use mica_block::{Images, Store, read_exact};
+use mica_block::{Disk, Images, Manage, Objects, Store, Which, read_exact};
 use mica_gen::{ChainSpec, Feature, Features, generate};
 use mica_qcow2_format::{L1Entry, L2Entry, Version};
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_rt::{Backend, Executor};
+use mica_rt::{Backend, Buf, Executor};
 use mica_sim::{TinyImage, TinySpec, World, hostile};
 use mica_store::MemoryStore;
-use mica_units::HostOffset;
-use mica_volume::{LogDevice, Record, Writer};
+use mica_store::object::MemoryObjects;
+use mica_units::{GuestOffset, GuestRange, HostOffset};
+use mica_volume::{
+    Claimed, Compression, Environment, LogDevice, NewVolume, Record, VolumeName, Volumes, Writer,
+};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 type Target = (&'static str, fn(&[u8]));
 
-const TARGETS: [Target; 8] = [
+const TARGETS: [Target; 12] = [
     ("qcow2_header", hostile::header),
     ("qcow2_open_read", hostile::open_read),
     ("qcow2_check", hostile::check),
     ("sidecar", hostile::sidecar),
     ("image_name", hostile::image_name),
     ("log", hostile::log),
+    ("volume_stream", hostile::stream),
+    ("volume_boot", mica_volume::hostile::boot_record),
+    ("volume_snapshot", mica_volume::hostile::snapshot_record),
+    ("volume_frame", mica_volume::hostile::frame),
     ("bitmaps", hostile::bitmaps),
     ("backup", hostile::backup),
 ];
@@ -111,6 +119,60 @@ fn log() -> Vec<u8> {
     })
 }
 
+/// What is of a volume that is compressed, with two snapshots, and boots: a stream, a record of a
+/// snapshot, a frame, and a boot record.
+fn of_a_volume() -> Vec<(&'static str, &'static str, Vec<u8>)> {
+    let executor = Executor::new(Backend::Sim { seed: 1 }).unwrap();
+    executor.block_on(async {
+        let objects = Arc::new(MemoryObjects::new("memory"));
+        let next = AtomicU64::new(1);
+        let random = move || u128::from(next.fetch_add(1, Ordering::Relaxed)).to_le_bytes();
+        let environment = Environment::new("host-1", || 1, random);
+        let store = Arc::clone(&objects) as Arc<dyn Objects>;
+        let volumes = Volumes::open_or_make(store, environment, 1 << 20).await.unwrap();
+        let volumes = volumes.with_boot_fetch(1 << 20);
+        let web = VolumeName::new("web").unwrap();
+        let new = NewVolume { compression: Compression::Zstd, ..NewVolume::default() };
+        volumes.create_as(&web, 1 << 20, new).await.unwrap();
+        for (byte, label) in [(1, "one"), (2, "two")] {
+            let volume = volumes.open_volume(&web, Claimed::Refuse).await.unwrap();
+            let content = Buf::from_slice(&[byte; 16384]);
+            volume.write(GuestOffset::new(u64::from(byte) * 8192), content).await.0.unwrap();
+            volume.discard(GuestRange::new(GuestOffset::ZERO, 4096).unwrap()).await.unwrap();
+            volume.snapshots().unwrap().take(label).await.unwrap();
+            let range = GuestRange::new(GuestOffset::new(8192), 8192).unwrap();
+            let plan = volume.plan(range, Vec::new()).finish().await.unwrap();
+            mica_block::read_whole(&volume, &plan).await.unwrap();
+            volume.close().await.unwrap();
+        }
+        let mut stream = Vec::new();
+        let (one, two) = (Which::Number(1), Which::Number(2));
+        for (which, since) in [(&one, None), (&two, Some(&one))] {
+            let put = |part: &[u8]| {
+                stream.extend_from_slice(part);
+                Ok(())
+            };
+            volumes.send(&web, which, (since, false), put, |_| {}).await.unwrap();
+        }
+        let mut seeds = vec![("volume_stream", "two_steps", stream)];
+        for (name, content) in objects.contents() {
+            if name.as_str().starts_with("boots/") {
+                seeds.push(("volume_boot", "one", content.to_vec()));
+            }
+            // What is in an extent begins anywhere: at 64 bytes a frame, at 16 a record.
+            let extent = content.get(512..).filter(|_| name.as_str().starts_with("extents/"));
+            let Some(extent) = extent else { continue };
+            if let Some(at) = extent.windows(4).position(|it| it == [0x28, 0xb5, 0x2f, 0xfd]) {
+                seeds.push(("volume_frame", "zeros", extent[at - 16..].to_vec()));
+            }
+            if let Some(at) = extent.windows(3).position(|it| it == b"two") {
+                seeds.push(("volume_snapshot", "two", extent[at - 56..at + 3].to_vec()));
+            }
+        }
+        seeds
+    })
+}
+
 /// A small image with two bitmaps.
 fn with_bitmaps() -> Vec<u8> {
     let executor = Executor::new(Backend::Sim { seed: 0 }).unwrap();
@@ -136,6 +198,9 @@ fn write_seeds() {
         std::fs::write(folder.join(name), bytes).unwrap();
     };
     write("log", "two_volumes", &log());
+    for (target, name, bytes) in of_a_volume() {
+        write(target, name, &bytes);
+    }
     write("bitmaps", "two", &with_bitmaps());
     for (name, bytes) in images() {
         write("qcow2_header", &name, &bytes[..bytes.len().min(1024)]);

@@ -33,6 +33,9 @@ pub struct VolumeOptions {
     pub keep: Option<Keep>,
     /// Whether they are taken after each write or flush, and not in intervals.
     pub snapshot_per: SnapshotPer,
+    /// Memory for what boots of its image read first, which is recorded and fetched ahead while
+    /// somebody tends the volume; 0 if it is not.
+    pub boot_fetch: u64,
     /// How its store misbehaves, for tests.
     pub faults: StoreFaults,
 }
@@ -105,7 +108,7 @@ impl Stores {
         if key.is_some() {
             check_encrypted(store.volumes(), &url.name).await?;
         }
-        let volumes = store.volumes().with_key(key);
+        let volumes = store.volumes().with_key(key).with_boot_fetch(options.boot_fetch);
         if let Some(which) = url.which() {
             return Ok(Arc::new(volumes.open_snapshot(&url.name, &which).await?));
         }

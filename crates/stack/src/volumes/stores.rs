@@ -7,7 +7,7 @@ use super::logs::{LogPlace, Logs};
 use super::machine::host;
 use super::url::StoreUrl;
 use mica_block::{Error, ErrorKind, Objects, Result};
-use mica_rados::{Pool, PoolOptions};
+use mica_rados::{PoolOptions, ReconnectingPool};
 use mica_rt::sync::SharedLock;
 use mica_store::Handles;
 use mica_store::object::{DirectoryObjects, MemoryObjects, RetryObjects, RetryOptions, probe};
@@ -163,7 +163,7 @@ impl Stores {
             }
             StoreUrl::Pool { pool, prefix } => {
                 let options = PoolOptions { namespace: prefix.clone(), ..PoolOptions::new(pool) };
-                Arc::new(Pool::open(options)?)
+                Arc::new(ReconnectingPool::open(options)?)
             }
             StoreUrl::Memory(name) => {
                 let mut in_memory = self.in_memory.lock().unwrap_or_else(PoisonError::into_inner);

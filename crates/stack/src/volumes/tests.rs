@@ -33,6 +33,7 @@ const WRITE: VolumeOptions = VolumeOptions {
     durability: None,
     keep: None,
     snapshot_per: SnapshotPer::Interval,
+    boot_fetch: 0,
     faults: StoreFaults::NONE,
 };
 

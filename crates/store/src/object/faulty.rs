@@ -333,6 +333,14 @@ impl Objects for FaultyObjects {
             shared.inner.punch(&name, &ranges).await
         }))
     }
+
+    fn client(&self) -> Option<String> {
+        self.shared.inner.client()
+    }
+
+    fn shut_out(&self, client: &str) -> LocalFuture<'static, Result<()>> {
+        self.shared.inner.shut_out(client)
+    }
 }
 
 struct FaultyObject {

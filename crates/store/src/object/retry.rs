@@ -222,6 +222,19 @@ impl Objects for RetryObjects {
             shared.repeat("giving back parts of an object", first, again).await
         })
     }
+
+    fn client(&self) -> Option<String> {
+        self.shared.inner.client()
+    }
+
+    fn shut_out(&self, client: &str) -> LocalFuture<'static, Result<()>> {
+        let first = self.shared.inner.shut_out(client);
+        let (shared, client) = (Arc::clone(&self.shared), client.to_owned());
+        Box::pin(async move {
+            let again = |inner: &dyn Objects| inner.shut_out(&client);
+            shared.repeat("shutting out a client", first, again).await
+        })
+    }
 }
 
 struct RetryObject {

@@ -125,7 +125,7 @@ pub(crate) async fn read_name(
 pub(crate) async fn head_numbers(client: &Client, name: &VolumeName) -> Result<Vec<u64>> {
     let heads = client.list(&name.folder()).await?;
     let number = |entry: &Entry| {
-        let number = names::head_number(entry.name());
+        let number = names::number(entry.name());
         number.ok_or_else(|| stranger(entry.name(), &*client.objects, "head"))
     };
     heads.iter().map(number).collect()

@@ -29,12 +29,13 @@ pub(crate) async fn sweep(
     client: &Client,
     dry_run: bool,
     plan: Plan<'_>,
-    claims: Claims,
+    (claims, boots): (Claims, Vec<ObjectName>),
     mut progress: impl FnMut(u64),
 ) -> Result<Collected> {
     let mut swept = Swept { collected: plan.collected, done: 0 };
     swept.collected.freed_heads = plan.heads.iter().map(|(_, lower)| lower.len() as u64).sum();
     swept.collected.freed_claims = claims.count();
+    swept.collected.freed_boots = boots.len() as u64;
     if dry_run {
         return Ok(swept.collected);
     }
@@ -42,7 +43,7 @@ pub(crate) async fn sweep(
     let extents = plan.dead.iter().map(|listed| listed.id.name());
     let heads = plan.heads.iter().flat_map(|(name, lower)| lower.iter().map(|n| name.head(*n)));
     let mut in_flight = InFlight::new();
-    for name in extents.chain(heads).chain(claims.names()) {
+    for name in extents.chain(heads).chain(claims.names()).chain(boots) {
         let client = client.clone();
         if let Some(deleted) = in_flight.push(async move { client.delete(&name).await }).await {
             swept.note(deleted.map(|()| 0));

@@ -42,6 +42,9 @@ pub(crate) enum Life {
     HandedOver,
 }
 
+/// Longest name of a client, in bytes.
+pub(crate) const CLIENT_LEN_MAX: usize = 64;
+
 /// A head.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Head {
@@ -56,6 +59,10 @@ pub(crate) struct Head {
     pub(crate) state: State,
     /// What the volume was made with.
     pub(crate) properties: Properties,
+    /// The volume that this one comes from by clones, however many; `None` if it is no clone.
+    pub(crate) image: Option<Id>,
+    /// What the store calls the client of the writer, if it can shut one out.
+    pub(crate) client: Option<String>,
     /// When it was put, in nanoseconds since 1970: for people.
     pub(crate) time_ns: u64,
     /// The host that put it: for people.
@@ -85,7 +92,12 @@ pub(super) struct RawHead {
     pub(super) host: [u8; 256],
     pub(super) heir: [u8; 256],
     pub(super) properties: RawProperties,
-    pub(super) padding: [u8; 264],
+    /// Zeros if it is no clone. Older versions of mica leave it out of the heads that they put:
+    /// then the volume has boot records of its own.
+    pub(super) image: Id,
+    /// Text, with zeros after it.
+    pub(super) client: [u8; CLIENT_LEN_MAX],
+    pub(super) padding: [u8; 184],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -99,6 +111,11 @@ impl Head {
             Life::Open { writer, .. } => Some(writer),
             Life::Closed | Life::Deleted | Life::Pinned | Life::HandedOver => None,
         }
+    }
+
+    /// Whose boot records are those of the volume.
+    pub(crate) fn boot_image(&self) -> Id {
+        self.image.unwrap_or(self.volume)
     }
 
     /// The object.
@@ -137,7 +154,9 @@ impl Head {
             host,
             heir,
             properties: RawProperties::encode(&self.properties),
-            padding: [0; 264],
+            image: self.image.unwrap_or_default(),
+            client: padded_client(self.client.as_deref()),
+            padding: [0; 184],
             checksum: 0.into(),
         };
         let mut bytes = raw.as_bytes().to_vec();
@@ -182,11 +201,29 @@ impl Head {
             },
             state: raw.state.decode()?,
             properties: raw.properties.decode()?,
+            client: client_of(&raw.client),
+            image: Some(raw.image).filter(|image| *image != Id::default()),
             time_ns: raw.time_ns.get(),
             host: text(&raw.host, raw.host_len)?,
             heir: text(&raw.heir, raw.heir_len)?,
         })
     }
+}
+
+/// A client as heads have it. One whose name is too long is none: nobody can shut it out.
+fn padded_client(client: Option<&str>) -> [u8; CLIENT_LEN_MAX] {
+    let mut bytes = [0; CLIENT_LEN_MAX];
+    if let Some(client) = client.filter(|client| client.len() <= CLIENT_LEN_MAX) {
+        bytes[..client.len()].copy_from_slice(client.as_bytes());
+    }
+    bytes
+}
+
+/// `None` if these bytes name none: a volume can be opened in any case.
+fn client_of(bytes: &[u8; CLIENT_LEN_MAX]) -> Option<String> {
+    let text = bytes.split(|byte| *byte == 0).next()?;
+    let text = std::str::from_utf8(text).ok().filter(|text| !text.is_empty())?;
+    text.bytes().all(|byte| byte.is_ascii_graphic()).then(|| text.to_owned())
 }
 
 /// The name of a host as heads have it, and its length.
@@ -212,6 +249,8 @@ mod tests {
             life: Life::Open { writer, sequence: 5 },
             state: State::empty(10 << 30),
             properties: Properties::default(),
+            image: None,
+            client: None,
             time_ns: 99,
             host: "host-1".to_owned(),
             heir: String::new(),
@@ -240,6 +279,12 @@ mod tests {
             assert_eq!((head().encode()[8], bytes[8]), (1, 2), "others are as they were");
             assert_eq!(Head::decode(&bytes), Ok(with));
         }
+        let clone = Head { image: Some([8; 16]), ..head() };
+        assert_eq!(clone.encode()[8], 1, "older versions read it");
+        assert_eq!(Head::decode(&clone.encode()), Ok(clone));
+        let client = "x".repeat(CLIENT_LEN_MAX);
+        let with_client = Head { client: Some(client), ..head() };
+        assert_eq!(Head::decode(&with_client.encode()), Ok(with_client));
         let named = Head { host: "h".repeat(HOST_LEN_MAX), ..head() };
         assert_eq!(Head::decode(&named.encode()), Ok(named));
     }

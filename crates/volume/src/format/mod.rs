@@ -3,6 +3,7 @@
 //! Nothing that is decoded here is trusted: lengths are bounded before anything is done with them,
 //! and whoever reads compares what an object says of itself with the name that it was found by.
 
+pub(crate) mod boot;
 pub(crate) mod extent;
 pub(crate) mod frame;
 pub(crate) mod head;

@@ -1,9 +1,12 @@
-//! That docs/formats/extent.md and head.md say what the code does.
+//! That docs/formats/boot.md, extent.md and head.md say what the code does.
 
+use super::boot::{self, RawHeader as RawBoot, RawRange};
 use super::extent::{
     ENTRY_BYTES, HEADER_BYTES, LEN_MAX, MAGIC, RawHeader, VERSION, VERSION_WITH_FRAMES,
 };
-use super::head::{self, HEAD_BYTES, HOST_LEN_MAX, RawHead, VERSION_WITH_PROPERTIES};
+use super::head::{
+    self, CLIENT_LEN_MAX, HEAD_BYTES, HOST_LEN_MAX, RawHead, VERSION_WITH_PROPERTIES,
+};
 use super::snapshot::{RECORD_BYTES, RawRecord};
 use crate::frames::{FRAME_HEADER_BYTES, RawFrame};
 use crate::place::{BLOCK_BYTES, FRAME_BLOCKS_MAX, FRAME_LENS, FRAME_UNIT_BYTES, Place};
@@ -12,6 +15,7 @@ use crate::state::RawState;
 use mica_block::LABEL_BYTES_MAX;
 
 const EXTENT: &str = include_str!("../../../../docs/formats/extent.md");
+const BOOT: &str = include_str!("../../../../docs/formats/boot.md");
 const HEAD: &str = include_str!("../../../../docs/formats/head.md");
 
 /// What the table of constants of `page` says of `name`.
@@ -31,6 +35,7 @@ pub(crate) fn as_written(magic: [u8; 8]) -> String {
 fn pages_have_the_constants_of_the_code() {
     assert_eq!(constant(EXTENT, "MAGIC"), as_written(MAGIC));
     assert_eq!(constant(HEAD, "MAGIC"), as_written(head::MAGIC));
+    assert_eq!(constant(BOOT, "MAGIC"), as_written(boot::MAGIC));
     for (page, name, value) in [
         (EXTENT, "VERSION", VERSION as usize),
         (EXTENT, "VERSION_WITH_FRAMES", VERSION_WITH_FRAMES as usize),
@@ -43,10 +48,17 @@ fn pages_have_the_constants_of_the_code() {
         (EXTENT, "LEN_MAX", LEN_MAX),
         (EXTENT, "UNIT_BYTES", Place::UNIT_BYTES),
         (EXTENT, "LABEL_BYTES_MAX", LABEL_BYTES_MAX),
+        (BOOT, "VERSION", boot::VERSION as usize),
+        (BOOT, "HEADER_BYTES", boot::HEADER_BYTES),
+        (BOOT, "RANGE_BYTES", boot::RANGE_BYTES),
+        (BOOT, "RANGES_MAX", boot::RANGES_MAX),
+        (BOOT, "BLOCKS_MAX", usize::try_from(boot::BLOCKS_MAX).expect("small")),
+        (BOOT, "MISSED_MAX", boot::MISSED_MAX as usize),
         (HEAD, "VERSION", head::VERSION as usize),
         (HEAD, "VERSION_WITH_PROPERTIES", VERSION_WITH_PROPERTIES as usize),
         (HEAD, "HEAD_BYTES", HEAD_BYTES),
         (HEAD, "HOST_LEN_MAX", HOST_LEN_MAX),
+        (HEAD, "CLIENT_LEN_MAX", CLIENT_LEN_MAX),
     ] {
         assert_eq!(constant(page, name), value.to_string(), "{name}");
     }
@@ -86,9 +98,14 @@ fn pages_have_the_layouts_of_the_code() {
         number time_ns records len map map_height label_len has_origin reserved
     };
     has_layout(EXTENT, &record, RECORD_BYTES);
+    let boot = fields! { RawBoot:
+        magic version ranges store image nonce boots time_ns ranges_sum reserved checksum
+    };
+    has_layout(BOOT, &boot, boot::HEADER_BYTES);
+    has_layout(BOOT, &fields! { RawRange: start count missed }, boot::RANGE_BYTES);
     let head = fields! { RawHead:
         magic version life host_len heir_len reserved number store volume nonce writer sequence reserved_too
-        state time_ns host heir properties padding checksum
+        state time_ns host heir properties image client padding checksum
     };
     has_layout(HEAD, &head, size_of::<RawHead>());
     let properties = fields! { RawProperties:

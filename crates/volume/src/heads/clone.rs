@@ -6,19 +6,27 @@
 //! ```
 
 use super::Heads;
+use crate::format::Id;
 use crate::format::head::{Head, Life};
 use crate::properties::Properties;
 use crate::state::State;
 use mica_block::{Error, ErrorKind, Result};
 
 impl Heads {
-    /// Puts the first head of a clone that has `state`, and the properties of its source. Who does
-    /// has to look back at the source, and then to [`Self::unpin`] it.
+    /// Puts the first head of a clone that has `state`, and the properties of its source, which
+    /// comes from `image`, or is it. Who does has to look back at the source, and then to
+    /// [`Self::unpin`] it.
     ///
     /// # Errors
     /// `Invalid` if there is a volume of this name; otherwise what the store reports.
-    pub(crate) async fn pin(&self, state: State, properties: Properties) -> Result<Head> {
-        self.begin(self.environment.random(), Life::Pinned, state, properties).await
+    pub(crate) async fn pin(
+        &self,
+        state: State,
+        properties: Properties,
+        image: Id,
+    ) -> Result<Head> {
+        let volume = self.environment.random();
+        self.begin(volume, Life::Pinned, state, (properties, Some(image))).await
     }
 
     /// Makes a volume of a pinned clone, if the source still had what it was made of, or otherwise

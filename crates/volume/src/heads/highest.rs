@@ -56,7 +56,7 @@ impl Heads {
     /// # Errors
     /// `Corrupt` if it is the name of something else.
     pub(super) fn number_of(&self, name: &ObjectName) -> Result<u64> {
-        names::head_number(name).ok_or_else(|| {
+        names::number(name).ok_or_else(|| {
             let what = format!("{name} of {} is no head", self.objects.name());
             Error::new(ErrorKind::Corrupt, what)
         })

@@ -70,7 +70,11 @@ fn clone_that_was_not_finished_is_opened_by_nobody_and_can_be_deleted() {
         let volumes = volumes(&objects, "host-1").await;
         let (web, copy) = (name("web"), name("copy"));
         volumes.create(&web, BLOCK).await.expect("made");
-        volumes.heads(&copy).pin(State::empty(BLOCK), Properties::default()).await.expect("pinned");
+        volumes
+            .heads(&copy)
+            .pin(State::empty(BLOCK), Properties::default(), [1; 16])
+            .await
+            .expect("pinned");
         let other = name("other");
         for refused in [
             volumes.open_volume(&copy, Claimed::Refuse).await.err(),
@@ -103,7 +107,8 @@ fn clone_that_is_deleted_while_it_is_made_stays_deleted() {
         let volumes = volumes(&objects, "host-1").await;
         let copy = name("copy");
         let heads = volumes.heads(&copy);
-        let pinned = heads.pin(State::empty(BLOCK), Properties::default()).await.expect("pinned");
+        let pinned =
+            heads.pin(State::empty(BLOCK), Properties::default(), [1; 16]).await.expect("pinned");
         volumes.delete(&copy, Claimed::Refuse).await.expect("deleted");
         let refused = heads.unpin(&pinned, true).await.expect_err("it was deleted");
         assert_eq!(refused.kind(), ErrorKind::NotFound);

@@ -197,6 +197,26 @@ impl Part {
     }
 }
 
+/// Gives a stream the sums that it should have, as far as it is one.
+pub(crate) fn mend(mut bytes: &mut [u8]) {
+    while let Some((begin, mut rest)) = bytes.split_at_mut_checked(BEGIN_BYTES) {
+        FRAME.seal(begin);
+        loop {
+            let Some((part, after)) = rest.split_at_mut_checked(PART_BYTES) else { return };
+            let Ok(raw) = RawPart::mut_from_bytes(part) else { return };
+            let announced = if raw.kind.get() == 1 { raw.len.get() } else { 0 };
+            let len = usize::try_from(announced).unwrap_or(usize::MAX);
+            let Some((data, after)) = after.split_at_mut_checked(len) else { return };
+            raw.checksum = sum(raw, data).into();
+            rest = after;
+            if raw.kind.get() == 3 {
+                break;
+            }
+        }
+        bytes = rest;
+    }
+}
+
 fn sum(raw: &RawPart, data: &[u8]) -> u32 {
     let RawPart { kind, sequence, start, len, .. } = raw;
     let fields = [kind.as_bytes(), sequence.as_bytes(), start.as_bytes(), len.as_bytes()];

@@ -100,6 +100,7 @@ impl Shared {
             throttled_writes: count(&counts.throttled),
             is_throttled: writing::is_throttled(self, &now),
             snapshots: now.snapshots(),
+            boot: self.boot.as_ref().map(|boot| boot.figures()),
             is_fenced: now.latch.as_ref().is_some_and(|why| why.kind() == ErrorKind::Denied),
         }
     }

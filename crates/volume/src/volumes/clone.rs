@@ -25,6 +25,8 @@ struct Origin {
     state: State,
     /// Those of the source, whose extents the clone shares.
     properties: Properties,
+    /// The volume that the source comes from, or itself.
+    image: Id,
 }
 
 impl Volumes {
@@ -43,7 +45,7 @@ impl Volumes {
     ) -> Result<()> {
         let (heads, clone) = (self.heads(source), self.heads(target));
         let origin = self.origin(&heads, which).await?;
-        let pinned = clone.pin(origin.state, origin.properties).await?;
+        let pinned = clone.pin(origin.state, origin.properties, origin.image).await?;
         let is_there = self.still_has(&heads, &origin).await;
         clone.unpin(&pinned, matches!(is_there, Ok(true))).await?;
         if is_there? {
@@ -82,8 +84,8 @@ impl Volumes {
             let what = format!("snapshot {which} is in no head of volume {name} yet: try again");
             return Err(Error::new(ErrorKind::NotFound, what));
         };
-        let (volume, properties) = (head.volume, head.properties);
-        Ok(Origin { volume, number: Some(number), state: record.first_state(), properties })
+        let (volume, properties, image) = (head.volume, head.properties, head.boot_image());
+        Ok(Origin { volume, number: Some(number), state: record.first_state(), properties, image })
     }
 
     /// Whether the source still has `origin`.
@@ -114,5 +116,6 @@ fn whole(heads: &Heads, head: &Head) -> Result<Origin> {
         return Err(Error::new(ErrorKind::Denied, what));
     }
     let state = State { map: head.state.map, ..State::empty(head.state.len) };
-    Ok(Origin { volume: head.volume, number: None, state, properties: head.properties })
+    let (volume, properties, image) = (head.volume, head.properties, head.boot_image());
+    Ok(Origin { volume, number: None, state, properties, image })
 }

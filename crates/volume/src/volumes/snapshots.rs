@@ -111,10 +111,11 @@ impl Volumes {
     /// # Errors
     /// `NotFound` if there is no such volume or snapshot; otherwise what the store reports.
     pub async fn open_snapshot(&self, name: &VolumeName, which: &Which) -> Result<Volume> {
-        let properties = self.heads(name).ready().await?.properties;
-        let tree = self.disk_tree().with_access(self.access(name, &properties)?);
+        let head = self.heads(name).ready().await?;
+        let tree = self.disk_tree().with_access(self.access(name, &head.properties)?);
         let state = self.content(name, Some(which)).await?;
-        Ok(Volume::readable(tree, self.heads(name), state))
+        let boot = self.boot_of(&head, &tree);
+        Ok(Volume::readable(tree, self.heads(name), state, boot))
     }
 
     /// What a volume has now, or a snapshot of it: a map and a length.

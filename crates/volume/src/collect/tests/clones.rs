@@ -40,7 +40,11 @@ fn clone_that_died_over_what_was_given_back_does_not_stop_collection() {
             volumes.drop_snapshot(&web, &first).await.expect("dropped");
             let given_back = collect(&volumes).await;
             assert!(given_back.punched_bytes > 0, "{given_back:?}");
-            volumes.heads(&name("copy")).pin(origin, Properties::default()).await.expect("pinned");
+            volumes
+                .heads(&name("copy"))
+                .pin(origin, Properties::default(), [1; 16])
+                .await
+                .expect("pinned");
             let collector = self::volumes(&objects, "collector").await;
             collect(&collector).await;
             let volume = open(&collector, "web").await;
