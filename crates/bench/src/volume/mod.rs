@@ -1,6 +1,8 @@
 //! `cargo xtask bench volume`: volumes beside a raw file and a qcow2 image through the same server,
-//! and beside RBD on the same OSDs if there is a cluster; snapshots and clones of volumes.
+//! and beside RBD on the same OSDs if there is a cluster; snapshots and clones of volumes, and the
+//! collection of their stores.
 
+mod collection;
 mod disks;
 mod goals;
 mod loads;
@@ -53,6 +55,8 @@ enum Part {
     Snapshots,
     /// Clones of one volume.
     Clones,
+    /// Collection of a store while a volume of it is read.
+    Collection,
 }
 
 /// What all runs share.
@@ -86,6 +90,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                     Part::Loads => loads::run(&context, *disk, sample),
                     Part::Snapshots => snapshots::run(&context, *disk, sample),
                     Part::Clones => snapshots::clones(&context, *disk, sample),
+                    Part::Collection => collection::run(&context, *disk, sample),
                 });
                 samples.push(sample);
             }
@@ -100,13 +105,14 @@ impl Part {
             Self::Loads => "loads",
             Self::Snapshots => "snapshots",
             Self::Clones => "clones",
+            Self::Collection => "collection",
         }
     }
 
     fn is_of(self, disk: Disk) -> bool {
         match self {
             Self::Loads => true,
-            Self::Snapshots | Self::Clones => disk.is_volume(),
+            Self::Snapshots | Self::Clones | Self::Collection => disk.is_volume(),
         }
     }
 }

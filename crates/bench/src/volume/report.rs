@@ -61,5 +61,13 @@ pub(super) fn page(found: &Found<'_>) -> String {
             ("p99 µs", "clone_p99_us", 0),
         ];
         table(page, "Clones, a process each", "clones", columns);
+        let columns = &[
+            ("MiB of the store per s", "collect_mib_s", 0),
+            ("guest's reads, p99 µs: idle", "collect_read_p99_idle_us", 0),
+            ("meanwhile", "collect_read_p99_us", 0),
+            ("ratio", "collect_read_p99_ratio", 2),
+            ("occupied / live", "collect_space_ratio", 2),
+        ];
+        table(page, "Collection by a process beside a guest that reads", "collection", columns);
     })
 }
