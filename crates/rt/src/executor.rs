@@ -83,6 +83,19 @@ pub struct Handle {
 }
 
 impl Handle {
+    /// That of the executor which runs the caller.
+    ///
+    /// # Panics
+    /// Outside an executor.
+    pub fn current() -> Self {
+        Self { remote: Arc::clone(&current().remote) }
+    }
+
+    /// Whether its executor runs the caller.
+    pub fn is_current(&self) -> bool {
+        in_executor() && Arc::ptr_eq(&self.remote, &current().remote)
+    }
+
     /// Runs `make` and the future that it returns in a task on the executor's thread. Drops `make`
     /// if the executor has ended.
     pub fn spawn_with<M, F>(&self, make: M)

@@ -8,7 +8,9 @@
 //!
 //! Invariants
 //! - I1 One task at a time makes extents ([`Now::is_driven`](crate::known::Now)), whoever waits for
-//!   them. It ends when there is nothing to make, or enough is under way.
+//!   them. It ends when there is nothing to make, or enough is under way. Of a long stream it runs
+//!   where the volume is tended, so that the guest's executor has its processor for the guest; but
+//!   of one volume only, as all are tended on one thread.
 //! - I2 An extent is put, with the same bytes, until the store answers. Guests wait meanwhile, and
 //!   see no error. (Where a verb is the only guest, or the volume is just being opened, whoever
 //!   waits is told in the end: the volume is latched.)
@@ -23,15 +25,49 @@ use crate::put::{Putting, Tries};
 use crate::segment::Segment;
 use crate::shared::{Putter, Shared, Trouble, lock};
 use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
-use mica_rt::{Buf, now, sleep, spawn, timeout};
+use mica_rt::{Buf, Handle, now, sleep, spawn, timeout};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// How old what waits becomes before it is put, while somebody tends the volume.
 const AGE_MAX: Duration = Duration::from_secs(1);
 /// The same for changes of snapshots: those of a moment are put together.
 const CUT_AGE_MAX: Duration = Duration::from_millis(200);
+
+/// Whether the extents of a volume are made where volumes are tended, apart from their guests.
+static IS_APART: AtomicBool = AtomicBool::new(false);
+
+/// The right to make extents where volumes are tended, until it is dropped.
+struct Apart;
+
+impl Apart {
+    fn take() -> Option<Self> {
+        (!IS_APART.swap(true, Ordering::Relaxed)).then_some(Self)
+    }
+}
+
+impl Drop for Apart {
+    fn drop(&mut self) {
+        IS_APART.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Until it is dropped, the caller's executor tends the volume.
+struct Tended<'a>(&'a Shared);
+
+impl<'a> Tended<'a> {
+    fn new(shared: &'a Shared) -> Self {
+        shared.now().tender = Some(Handle::current());
+        Self(shared)
+    }
+}
+
+impl Drop for Tended<'_> {
+    fn drop(&mut self) {
+        self.0.now().tender = None;
+    }
+}
 
 /// Latches the volume if a task ends before it has done what must not be left half done (I3).
 #[must_use]
@@ -65,21 +101,29 @@ impl Shared {
         if self.writer.is_none() {
             return;
         }
-        {
+        let other = {
             let mut now = self.now();
             if now.is_driven || now.latch.is_some() || !now.has_work() {
                 return;
             }
             now.is_driven = true;
-        }
+            now.other_maker()
+        };
         let driver = CompletionGuard::new(self);
-        drop(spawn(async move {
+        let drive = || async move {
             let this = Arc::clone(&driver.shared);
             if let Err(error) = this.make_extents().await {
                 this.latch_with(error);
             }
             driver.done();
-        }));
+        };
+        match other.and_then(|other| Some((other, Apart::take()?))) {
+            Some((other, apart)) => other.spawn_with(move || async move {
+                drive().await;
+                drop(apart);
+            }),
+            None => drop(spawn(async move { drive().await })),
+        }
     }
 
     async fn make_extents(self: &Arc<Self>) -> Result<()> {
@@ -217,6 +261,7 @@ impl Shared {
             return;
         }
         let is_over = || self.over.is_raised();
+        let _tended = Tended::new(self);
         drop(spawn(Arc::clone(self).count_snapshots()));
         loop {
             let waiting = || is_over().then_some(0).or_else(|| self.now().waiting());

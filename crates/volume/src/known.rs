@@ -22,6 +22,7 @@ use crate::recent::{Batch, Block, Known};
 use crate::segment::{Cut, Segment, WEIGHT_MAX};
 use crate::state::{Root, State};
 use mica_block::Error;
+use mica_rt::Handle;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -33,6 +34,9 @@ const BULK_MAX: usize = 4 * WEIGHT_MAX;
 /// Weight of the batch that fills, and a fourth of those that wait, of a volume that is about to be
 /// handed over: guests wait for that much when it is.
 const LEAVING_WEIGHT_MAX: usize = WEIGHT_MAX / 8;
+/// Weight of what waits, from which on extents are made where the volume is tended: less is made
+/// before another thread would wake up.
+const LONG_WEIGHT_MIN: usize = WEIGHT_MAX / 4;
 /// How many these are: snapshots seal small ones, and each is looked through when a block is read.
 const SEGMENTS_MAX: usize = 64;
 /// Extents under way.
@@ -52,6 +56,8 @@ pub(crate) struct Now {
     pub(crate) sequence: u32,
     /// Whether a task makes extents.
     pub(crate) is_driven: bool,
+    /// The executor that tends the volume, as long as one does.
+    pub(crate) tender: Option<Handle>,
     /// Whether nothing more is accepted.
     pub(crate) is_closing: bool,
     /// Whether it is about to be handed over: little waits for the store.
@@ -128,6 +134,7 @@ impl Now {
             generation: 0,
             sequence: 0,
             is_driven: false,
+            tender: None,
             is_closing: false,
             is_leaving: false,
             is_ended: false,
@@ -268,14 +275,25 @@ impl Now {
 
     /// Whether there is an extent to make now.
     pub(crate) fn has_work(&self) -> bool {
-        let waiting = self.sealed.iter().skip(self.taken);
-        let weight = waiting.map(Segment::weight).sum::<usize>() + self.filling.weight();
         let taken = self.taken_records();
         let mut waiting = self.sealed.iter().skip(self.taken);
-        let is_due = weight >= self.batch_weight_max()
+        let is_due = self.waiting_weight() >= self.batch_weight_max()
             || self.wanted > taken
             || waiting.any(|segment| segment.batch.is_bulky(BULK_MAX));
         self.under_way.len() < UNDER_WAY_MAX && taken < self.records && is_due
+    }
+
+    /// Weight of what is in no extent.
+    fn waiting_weight(&self) -> usize {
+        let waiting = self.sealed.iter().skip(self.taken);
+        waiting.map(Segment::weight).sum::<usize>() + self.filling.weight()
+    }
+
+    /// The executor that is to make the extents of what waits, if that is not the one that a
+    /// request runs on: there is much of it, and guests need theirs.
+    pub(crate) fn other_maker(&self) -> Option<Handle> {
+        let is_long = self.waiting_weight() >= LONG_WEIGHT_MIN;
+        self.tender.clone().filter(|tender| is_long && !tender.is_current())
     }
 
     /// The segments of the next extent, which is made from now on; `None` if there is none to make.

@@ -19,7 +19,9 @@ use crate::properties::Access;
 use crate::put::{Patience, Tries};
 use crate::state::Root;
 use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
-use mica_map::{Directory, FANOUT, Lookup, Step, crc32c, directory_bytes_max, open_node};
+use mica_map::{
+    Directory, FANOUT, HEIGHT_MAX, Lookup, Step, crc32c, directory_bytes_max, open_node,
+};
 use mica_rt::Buf;
 use mica_rt::sync::Signal;
 use quick_cache::Weighter;
@@ -515,19 +517,21 @@ impl Tree {
     }
 }
 
-/// Look-ups in one tree, one after the other: those of keys beside each other ask for their lowest
-/// directory once.
+/// Look-ups in one tree, one after the other: those of keys beside each other ask for the
+/// directories that they share once.
 pub(crate) struct Cursor<'a> {
     tree: &'a Tree,
     root: Root,
-    /// The last lowest directory, and what its keys have in common.
-    lowest: Option<(u64, Node)>,
+    /// The last directory of each level, and where it is.
+    path: [Option<(Place, Node)>; HEIGHT_MAX as usize],
+    /// What the keys of the last lowest directory have in common.
+    lowest: Option<u64>,
 }
 
 impl<'a> Cursor<'a> {
     /// For the tree with this root.
     pub(crate) fn new(tree: &'a Tree, root: Root) -> Self {
-        Self { tree, root, lowest: None }
+        Self { tree, root, path: Default::default(), lowest: None }
     }
 
     /// As [`Tree::look_up`].
@@ -541,8 +545,11 @@ impl<'a> Cursor<'a> {
         let mut step = self.root.look_up(key);
         for level in (0..self.root.height).rev() {
             let Step::Read(at, lookup) = step else { break };
-            let node = self.tree.node(at).await?;
-            step = self.arrive(key, level, lookup, node);
+            if !self.is_at(level, at) {
+                let node = self.tree.node(at).await?;
+                self.path[usize::from(level)] = Some((at, node));
+            }
+            step = self.go_on(key, level, lookup);
         }
         Ok(found(step))
     }
@@ -555,25 +562,35 @@ impl<'a> Cursor<'a> {
         let mut step = self.root.look_up(key);
         for level in (0..self.root.height).rev() {
             let Step::Read(at, lookup) = step else { break };
-            let node = self.tree.shared.nodes.get(&at)?;
-            self.tree.shared.hits.fetch_add(1, Ordering::Relaxed);
-            step = self.arrive(key, level, lookup, node);
+            if !self.is_at(level, at) {
+                let node = self.tree.shared.nodes.get(&at)?;
+                self.tree.shared.hits.fetch_add(1, Ordering::Relaxed);
+                self.path[usize::from(level)] = Some((at, node));
+            }
+            step = self.go_on(key, level, lookup);
         }
         Some(found(step))
     }
 
     fn known(&self, key: u64) -> Option<Option<Place>> {
-        let (prefix, node) = self.lowest.as_ref()?;
+        let is_lowest = self.lowest == Some(key / FANOUT as u64);
+        let (_, node) = self.path[0].as_ref().filter(|_| is_lowest)?;
         let index = usize::try_from(key % FANOUT as u64).expect("small");
-        (key / FANOUT as u64 == *prefix).then(|| node.child(index))
+        Some(node.child(index))
     }
 
-    fn arrive(&mut self, key: u64, level: u8, lookup: Lookup, node: Node) -> Step<Place> {
-        let step = lookup.feed(&*node);
+    /// Whether the last directory of `level` is the one at `at`.
+    fn is_at(&self, level: u8, at: Place) -> bool {
+        self.path[usize::from(level)].as_ref().is_some_and(|(place, _)| *place == at)
+    }
+
+    /// The next step of a look-up of `key`, which is at the last directory of `level`.
+    fn go_on(&mut self, key: u64, level: u8, lookup: Lookup) -> Step<Place> {
         if level == 0 {
-            self.lowest = Some((key / FANOUT as u64, node));
+            self.lowest = Some(key / FANOUT as u64);
         }
-        step
+        let (_, node) = self.path[usize::from(level)].as_ref().expect("it was just found");
+        lookup.feed(&**node)
     }
 }
 

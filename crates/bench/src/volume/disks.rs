@@ -177,6 +177,14 @@ impl Place<'_> {
     /// # Errors
     /// If it does not get to serve.
     pub(super) fn serve(&self, disk: Disk) -> Result<Server> {
+        self.serve_with(disk, &[])
+    }
+
+    /// As [`Self::serve`], by mica with `more` options.
+    ///
+    /// # Errors
+    /// As [`Self::serve`].
+    pub(super) fn serve_with(&self, disk: Disk, more: &[&str]) -> Result<Server> {
         remove(&self.control())?;
         Server::start("", |socket| {
             if disk == Disk::Rbd {
@@ -189,6 +197,7 @@ impl Place<'_> {
             }
             let mut serve = Command::new(mica::binary());
             serve.arg("serve").arg("--nbd").arg(socket).arg("--control").arg(self.control());
+            serve.args(more);
             self.with_ceph(&mut serve);
             match disk {
                 Disk::Raw => serve.args(["--format", "raw"]).arg(self.image()),

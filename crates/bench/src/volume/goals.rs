@@ -16,7 +16,7 @@ pub(super) fn judge(samples: &Samples) -> Vec<Goal> {
     let at_most = Bound::AtMost;
     let percent = median("snapshots", Disk::VolumeLog, "writes_slower_percent");
     let snapshot_ms = |metric: &str| Some(median("snapshots", Disk::VolumeLog, metric)? / 1000.0);
-    vec![
+    let mut goals = vec![
         Goal::new("sequential writes / raw file", at_least(0.95), "", of_raw("seq_write_mib_s")),
         Goal::new("sequential reads / raw file", at_least(0.95), "", of_raw("seq_read_mib_s")),
         Goal::new("random 4 KiB reads / raw file", at_least(0.9), "", of_raw("rand_read_16_per_s")),
@@ -53,5 +53,28 @@ pub(super) fn judge(samples: &Samples) -> Vec<Goal> {
             " ms",
             median("clones", Disk::VolumeLog, "clone_p50_us").map(|time| time / 1000.0),
         ),
+    ];
+    goals.extend(judge_collection(samples));
+    goals
+}
+
+/// Judges those of collection.
+fn judge_collection(samples: &Samples) -> [Goal; 3] {
+    let (at_least, at_most) = (Bound::AtLeast, Bound::AtMost);
+    let collection = |metric: &str| samples.median("collection", Disk::VolumeLog.name(), 1, metric);
+    [
+        Goal::new(
+            "collection of a store, with the start of the program",
+            at_least(954.0),
+            " MiB/s",
+            collection("collect_mib_s"),
+        ),
+        Goal::new(
+            "reads of a guest during collection, p99 / idle",
+            at_most(1.5),
+            "",
+            collection("collect_read_p99_ratio"),
+        ),
+        Goal::new("space / live bytes", at_most(1.25), "", collection("collect_space_ratio")),
     ]
 }

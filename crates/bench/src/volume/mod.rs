@@ -1,7 +1,9 @@
 //! `cargo xtask bench volume`: volumes beside a raw file and a qcow2 image through the same server,
-//! and beside RBD on the same OSDs if there is a cluster; snapshots and clones of volumes.
+//! and beside RBD on the same OSDs if there is a cluster; snapshots and clones of volumes, and the
+//! collection of their stores.
 
 mod cold;
+mod collection;
 mod disks;
 mod goals;
 mod loads;
@@ -56,6 +58,8 @@ enum Part {
     Clones,
     /// Boots of clones in a store that is far.
     Cold,
+    /// Collection of a store while a volume of it is read.
+    Collection,
 }
 
 /// What all runs share.
@@ -90,6 +94,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                     Part::Snapshots => snapshots::run(&context, *disk, sample),
                     Part::Clones => snapshots::clones(&context, *disk, sample),
                     Part::Cold => cold::run(&context, *disk, sample),
+                    Part::Collection => collection::run(&context, *disk, sample),
                 });
                 samples.push(sample);
             }
@@ -105,15 +110,16 @@ impl Part {
             Self::Snapshots => "snapshots",
             Self::Clones => "clones",
             Self::Cold => "cold",
+            Self::Collection => "collection",
         }
     }
 
     fn is_of(self, disk: Disk) -> bool {
         match self {
             Self::Loads => true,
-            Self::Snapshots | Self::Clones => disk.is_volume(),
             // Nothing is written: a log makes no difference.
             Self::Cold => disk.is_durable_in_store(),
+            Self::Snapshots | Self::Clones | Self::Collection => disk.is_volume(),
         }
     }
 }

@@ -77,5 +77,13 @@ pub(super) fn page(found: &Found<'_>) -> String {
         table(page, "Clones, a process each", "clones", columns);
         let title = "Boots of clones, 30 ms from their store: the first, and the next";
         table(page, title, "cold", BOOTS);
+        let columns = &[
+            ("MiB of the store per s", "collect_mib_s", 0),
+            ("guest's reads, p99 µs: idle", "collect_read_p99_idle_us", 0),
+            ("meanwhile", "collect_read_p99_us", 0),
+            ("ratio", "collect_read_p99_ratio", 2),
+            ("occupied / live", "collect_space_ratio", 2),
+        ];
+        table(page, "Collection by a process beside a guest that reads", "collection", columns);
     })
 }

@@ -24,6 +24,11 @@ pub(super) const FOLDER: &str = ".tmp";
 /// file to this fails.
 const ABANDONED_SECONDS: i64 = 3600;
 
+/// Bytes that are written at once. The system makes pages of the cache as long as a write, if it
+/// can; for those of a MiB and more it takes memory that nobody used for long, and to fill that
+/// costs several times as much, above all in a machine whose host had got it back.
+const STEP_BYTES: usize = 256 << 10;
+
 /// A file in [`FOLDER`], which is removed when this is dropped, unless it has a second name.
 pub(super) struct NewFile {
     folder: OwnedFd,
@@ -52,7 +57,7 @@ impl NewFile {
 
     /// Writes `content`, and makes it durable.
     pub(super) fn fill(&mut self, content: &[u8]) -> io::Result<()> {
-        self.file.write_all(content)?;
+        content.chunks(STEP_BYTES).try_for_each(|step| self.file.write_all(step))?;
         Ok(fdatasync(&self.file)?)
     }
 

@@ -32,6 +32,32 @@ fn snapshots_are_in_one_extent_and_one_head_soon_after_they_were_taken() {
     });
 }
 
+/// The story: the guest's executor made all extents, and the processor beside it had nothing to do.
+#[test]
+fn extents_of_a_long_stream_are_made_by_the_executor_that_tends_the_volume() {
+    let pool = || Executor::new(Backend::Pool).expect("an executor");
+    let (guest, tender) = (pool(), pool());
+    let long = vec![7; WEIGHT_MAX * BLOCK_BYTES];
+    let objects = objects();
+    let volume = guest.block_on(made(&objects, long.len() as u64));
+    volume.shared.now().tender = Some(tender.handle());
+    guest.block_on(write(&volume, 0, &long)).expect("written");
+    let stored = guest.block_on(async {
+        timeout(Duration::from_millis(50), volume.shared.store()).await.is_ok()
+    });
+    assert!(!stored, "the guest's executor has put it");
+    tender.block_on(async {
+        volume.shared.store().await.expect("stored");
+        volume.shared.at_rest().await.expect("nothing is left to do");
+    });
+    assert_eq!(volume.write_stats().groups, 1);
+    // What is short is not worth waking another thread up.
+    guest.block_on(write(&volume, 0, &[8; BLOCK_BYTES])).expect("written");
+    guest.block_on(volume.flush()).expect("stored");
+    assert_eq!(volume.write_stats().groups, 2);
+    guest.block_on(volume.close()).expect("closed");
+}
+
 /// The store is away for long. What is kept in memory has a bound; then the guest waits.
 #[test]
 fn guest_waits_when_the_batches_are_full() {
