@@ -3,7 +3,7 @@
 //!
 //! An **image** is a volume and everything that was cloned from it, directly or not: whatever is
 //! booted of it reads about the same. So it has one record, in the store. A **boot** is what
-//! follows an opening: it ends after [`BOOT_MAX`], or when a record's room is read, or when the
+//! follows an opening: it ends after two minutes, or when a record's room is read, or when the
 //! volume is closed.
 //!
 //! ```text
@@ -21,36 +21,22 @@
 //! - I4 Memory is bounded by what the volume was opened with, for each image, and given back at the
 //!   end of the boot.
 
-mod chunks;
-mod fetch;
 mod stored;
-#[cfg(test)]
-mod tests;
 mod trace;
 
-pub(crate) use chunks::{Chunks, Reader, Role};
 pub(crate) use stored::BootRecords;
+pub(crate) use trace::Trace;
 
+use crate::chunks::{Chunks, Role, Using};
 use crate::format::Id;
 use crate::format::boot::BootRecord;
 use crate::reader::View;
-use crate::shared::{Shared, lock};
 use crate::tree::Tree;
-use chunks::Using;
 use mica_block::BootStats;
 use mica_rt::sync::Signal;
-use mica_rt::{spawn, timeout};
-use std::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
-use trace::Trace;
-
-/// The longest boot.
-const BOOT_MAX: Duration = Duration::from_secs(120);
-/// What a volume that is closed waits, at most, for its record: whoever comes next waits with it.
-const CLOSING_MAX: Duration = Duration::from_secs(1);
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What there is to know of a boot record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -74,20 +60,20 @@ impl BootInfo {
 
 /// The boot of a volume that is open.
 pub(crate) struct Boot {
-    image: Id,
-    chunks: Arc<Chunks>,
+    pub(crate) image: Id,
+    pub(crate) chunks: Arc<Chunks>,
     /// Held until the boot ends.
-    using: Mutex<Option<Using>>,
-    trace: Mutex<Trace>,
-    is_recording: AtomicBool,
+    pub(crate) using: Mutex<Option<Using>>,
+    pub(crate) trace: Mutex<Trace>,
+    pub(crate) is_recording: AtomicBool,
     /// Reads of guests that are under way to the store.
-    reads: AtomicUsize,
+    pub(crate) reads: AtomicUsize,
     /// Raised when the trace is full.
-    full: Signal,
+    pub(crate) full: Signal,
     /// Raised when the boot has ended.
-    ended: Signal,
+    pub(crate) ended: Signal,
     /// Of the record that was found when the volume was opened, or put since.
-    found: Mutex<Option<BootInfo>>,
+    pub(crate) found: Mutex<Option<BootInfo>>,
 }
 
 impl Boot {
@@ -126,7 +112,7 @@ impl Boot {
     }
 
     /// Of these blocks, those that no guest has read since the volume was opened.
-    fn unread(&self, blocks: &Range<u64>) -> Vec<Range<u64>> {
+    pub(crate) fn unread(&self, blocks: &Range<u64>) -> Vec<Range<u64>> {
         lock(&self.trace).unread(blocks)
     }
 
@@ -152,76 +138,6 @@ impl Drop for BootRead {
     }
 }
 
-impl Shared {
-    fn boot_records(&self, boot: &Boot) -> BootRecords<'_> {
-        BootRecords {
-            objects: &*self.heads.objects,
-            environment: &self.heads.environment,
-            store: self.heads.store,
-            image: boot.image,
-        }
-    }
-
-    /// Has fetched what the record says, and ends the boot when it is over.
-    pub(crate) async fn tend_boot(self: &Arc<Self>) {
-        let Some(boot) = &self.boot else { return };
-        // It ends with the boot, or before.
-        drop(spawn(Arc::clone(self).fetch_boot()));
-        let is_over = timeout(BOOT_MAX, boot.full.raised());
-        match self.over.unless_raised(boot.ended.unless_raised(is_over)).await {
-            Some(Some(_)) => self.end_boot(true).await,
-            // Whoever closes the volume does it.
-            Some(None) => {}
-            // It was handed over, or taken.
-            None => self.end_boot(false).await,
-        }
-    }
-
-    async fn fetch_boot(self: Arc<Self>) {
-        let Some(boot) = &self.boot else { return };
-        let volume = self.heads.name.as_str();
-        let newest = match self.boot_records(boot).newest().await {
-            Ok(newest) => newest,
-            // I1.
-            Err(error) => {
-                let error = error.in_one_line();
-                tracing::warn!(volume, error, "the boot record cannot be read");
-                return;
-            }
-        };
-        let Some(record) = newest.and_then(|newest| newest.record) else { return };
-        *lock(&boot.found) = Some(BootInfo::of(&record));
-        if let Err(error) = fetch::fetch(&self, boot, &record).await {
-            let error = error.in_one_line();
-            tracing::debug!(volume, error, "no more is fetched for the boot");
-        }
-    }
-
-    /// Ends the boot, if it has not ended: after all of it, or because the volume is closed.
-    pub(crate) async fn end_boot(&self, is_whole: bool) {
-        let Some(boot) = &self.boot else { return };
-        boot.is_recording.store(false, Ordering::Relaxed);
-        boot.ended.raise();
-        let trace = mem::take(&mut *lock(&boot.trace));
-        drop(lock(&boot.using).take());
-        if trace.is_empty() {
-            return;
-        }
-        let records = self.boot_records(boot);
-        let update = records.update(|old| trace.merged(old, is_whole));
-        let updated = match is_whole {
-            true => Ok(update.await),
-            false => timeout(CLOSING_MAX, update).await,
-        };
-        let volume = self.heads.name.as_str();
-        match updated {
-            Ok(Ok(Some(record))) => *lock(&boot.found) = Some(BootInfo::of(&record)),
-            Ok(Ok(None)) => {}
-            Ok(Err(error)) => {
-                let error = error.in_one_line();
-                tracing::debug!(volume, error, "what the boot read is not recorded");
-            }
-            Err(_) => tracing::debug!(volume, "the store takes long: the boot is not recorded"),
-        }
-    }
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

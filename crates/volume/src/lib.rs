@@ -21,12 +21,14 @@
 //! | what is encrypted, and how | `crypt` |
 //! | what an opening does with a log that it finds | `opening` |
 //! | what outlives a power cut before it is in the store | `log`, docs/formats/log.md |
-//! | what boots read first, and how it is fetched ahead | `boot`, docs/formats/boot.md |
+//! | what boots read first, and how it is fetched ahead | `boot`, `booting`, docs/formats/boot.md |
 //! | how a snapshot gets into another store | `stream`, docs/formats/stream.md |
 
 mod boot;
+mod booting;
 mod build;
 mod check;
+mod chunks;
 mod claims;
 mod collect;
 mod compact;

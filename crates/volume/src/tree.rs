@@ -9,7 +9,7 @@
 //! - I4 What is in an extent that is still being put is read from memory.
 //! - I5 What was read with one cipher is not returned to who has another, or none.
 
-use crate::boot::{Chunks, Reader, Role};
+use crate::chunks::{Chunks, Reader, Role};
 use crate::crypt::Cipher;
 use crate::format::Id;
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};

@@ -4,7 +4,8 @@
 //! - F1 It goes on for as long as the boot does, there is room for more, and the store answers;
 //!   then it ends, and nobody misses it.
 
-use super::{Boot, Role};
+use crate::boot::Boot;
+use crate::chunks::Role;
 use crate::collect::client::InFlight;
 use crate::format::boot::BootRecord;
 use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
