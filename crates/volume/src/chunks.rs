@@ -227,7 +227,10 @@ impl Chunks {
         reader: Reader<'_>,
         read: &impl AsyncFn(Buf, u64) -> (Result<()>, Buf),
     ) -> (Result<()>, Buf) {
-        while part.is_held {
+        if !part.is_held {
+            return read(buf, part.bytes.start).await;
+        }
+        loop {
             if let Err(error) = self.load((extent, &part.bytes), read).await {
                 return (Err(error), buf);
             }

@@ -140,10 +140,11 @@ mod tests {
     use mica_units::Rng;
     use std::collections::BTreeSet;
 
-    fn trace(ranges: &[Range<u64>]) -> Trace {
+    /// Of ranges by their first block and their end.
+    fn trace(ranges: &[(u64, u64)]) -> Trace {
         let mut trace = Trace::default();
-        for range in ranges {
-            trace.note(range.clone());
+        for (start, end) in ranges.iter().copied() {
+            trace.note(start..end);
         }
         trace
     }
@@ -185,23 +186,27 @@ mod tests {
 
     #[test]
     fn boots_that_read_the_same_leave_the_record_as_it_is() {
-        let first = trace(&[100..132, 0..32]).merged(None, true).expect("new");
+        let first = trace(&[(100, 132), (0, 32)]).merged(None, true).expect("new");
         assert_eq!(first, [range(100, 32, 0), range(0, 32, 0)]);
-        assert_eq!(trace(&[0..32, 100..132]).merged(Some(&first), true), None);
-        assert_eq!(trace(&[0..32, 100..129]).merged(Some(&first), true), None, "nearly the same");
+        assert_eq!(trace(&[(0, 32), (100, 132)]).merged(Some(&first), true), None);
+        assert_eq!(
+            trace(&[(0, 32), (100, 129)]).merged(Some(&first), true),
+            None,
+            "nearly the same"
+        );
         assert_eq!(trace(&[]).merged(Some(&first), true), None, "nobody booted");
-        assert_eq!(trace(&[0..4]).merged(Some(&first), false), None, "it was closed early");
+        assert_eq!(trace(&[(0, 4)]).merged(Some(&first), false), None, "it was closed early");
     }
 
     #[test]
     fn what_boots_do_not_read_any_more_leaves_the_record() {
-        let mut record = trace(&[0..8, 100..108]).merged(None, true).expect("new");
+        let mut record = trace(&[(0, 8), (100, 108)]).merged(None, true).expect("new");
         for missed in 1..MISSED_MAX {
-            record = trace(&[102..108]).merged(Some(&record), true).expect("changed");
+            record = trace(&[(102, 108)]).merged(Some(&record), true).expect("changed");
             let old = [range(0, 8, missed), range(100, 2, missed)];
             assert_eq!(record, [&[range(102, 6, 0)][..], &old].concat());
         }
-        let read_again = trace(&[102..108, 4..8]).merged(Some(&record), true).expect("changed");
+        let read_again = trace(&[(102, 108), (4, 8)]).merged(Some(&record), true).expect("changed");
         assert_eq!(read_again, [range(102, 6, 0), range(4, 4, 0)]);
     }
 }
