@@ -3,7 +3,7 @@
 
 use crate::chain::FOLDER;
 use crate::plain::{Plain, range, read, write};
-use crate::pushing::make_overlay;
+use crate::pushing::{Marks, make_overlay, mark_of};
 use mica_block::{
     ActiveAfter, CommitLayers, Disk as _, Images as _, LocalFuture, Manage as _,
     ManageBitmaps as _, ManageChain as _, MergeControl, MergeProgress, Result, Zeroes, read_exact,
@@ -12,7 +12,6 @@ use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache, read_header};
 use mica_qcow2_format::decode_bitmap_directory;
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::create::ImageWish;
-use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Mode, until_power_cut};
 use mica_sim::{Loss, World, scenario};
@@ -120,7 +119,8 @@ impl Kept {
                 Step::Push => {
                     let len = chain.geometry().len;
                     make_overlay(&self.world, &Self::above(), &Plain::top(), len).await?;
-                    chain.push(&Self::above()).await?;
+                    let names = Marks::of(&self.world, &Plain::top());
+                    chain.push(&Self::above(), &names, None).await?;
                 }
                 Step::Commit => {
                     let layers =
@@ -216,11 +216,7 @@ async fn cut_after_each(kind: (u64, u64, &[Step]), seed: u64, loss: Loss, stride
         drop(chain);
         world.keep_power();
         let layers = [Kept::above(), Plain::top()];
-        // One that has no bitmaps has not become a layer of the chain.
-        let is_layer = match inspect(&world, &layers[0]).await {
-            Ok(info) => !info.bitmaps.is_empty(),
-            Err(_) => false,
-        };
+        let is_layer = world.identify(&mark_of(&layers[1])).is_ok();
         let top = if is_layer { &layers[0] } else { &layers[1] };
         kept.expect_true(top, &before, &about).await;
         if let Some(done) = ended {

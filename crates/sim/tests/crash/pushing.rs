@@ -28,7 +28,7 @@ struct Growing {
 }
 
 /// The mark of the layer at `path`: what `stack::NewLayer` puts beside it.
-fn mark_of(path: &Path) -> PathBuf {
+pub(crate) fn mark_of(path: &Path) -> PathBuf {
     path.with_extension("above")
 }
 

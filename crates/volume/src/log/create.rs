@@ -14,9 +14,6 @@ use mica_units::HostOffset;
 /// What is looked at before a device is used: what others write begins or ends within that.
 const DEVICE_ENDS_LEN: u64 = 4 << 20;
 const LOOK_LEN: u64 = 1 << 20;
-/// Bytes of a new log that are written at once: the system finds memory for them at less cost than
-/// for more.
-const FILL_LEN: usize = 256 << 10;
 /// Bytes of a new log that are written at most: what takes seconds.
 const FILLED_MAX: u64 = 4 << 30;
 
@@ -101,7 +98,7 @@ async fn fill(file: &dyn Store, header: &DeviceHeader) -> Result<()> {
         return Ok(());
     }
     let len = header.len().min(FILLED_MAX);
-    let mut zeros = Buf::zeroed(FILL_LEN);
+    let mut zeros = Buf::zeroed(usize::try_from(LOOK_LEN).expect("a small piece"));
     let mut at = 0;
     while at < len {
         let left = usize::try_from(len - at).unwrap_or(usize::MAX);
