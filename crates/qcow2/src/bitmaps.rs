@@ -92,10 +92,28 @@ async fn find_in(
     Ok(None)
 }
 
+/// A bitmap without the file that has it, so that this may be closed.
+#[derive(Clone)]
+pub(crate) struct BitmapPlace {
+    entry: BitmapEntry,
+    cluster_bits: ClusterBits,
+    disk_bytes: u64,
+}
+
+impl BitmapPlace {
+    /// The bitmap in `store`, where it was found.
+    pub(crate) fn of(&self, store: &Arc<dyn Store>) -> Bitmap {
+        let Self { entry, cluster_bits, disk_bytes } = self.clone();
+        Bitmap { store: Arc::clone(store), entry, cluster_bits, disk_bytes }
+    }
+}
+
 impl Bitmap {
-    /// Whether writers keep it up to date.
-    pub fn is_enabled(&self) -> bool {
-        self.entry.auto
+    /// Where it is.
+    pub(crate) fn place(&self) -> BitmapPlace {
+        let (entry, cluster_bits, disk_bytes) =
+            (self.entry.clone(), self.cluster_bits, self.disk_bytes);
+        BitmapPlace { entry, cluster_bits, disk_bytes }
     }
 
     /// Bytes of the disk that it is of.

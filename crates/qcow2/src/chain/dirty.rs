@@ -5,7 +5,7 @@
 //! since the first of them was added, and that is what this tells.
 
 use super::Chain;
-use crate::bitmaps::{Bitmap, open_bitmap, unknown};
+use crate::bitmaps::{BitmapPlace, open_bitmap, unknown};
 use crate::header_io::read_header;
 use crate::layer::Layer;
 use crate::write::Writer;
@@ -19,20 +19,21 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 const RUNS_MANY: usize = 4096;
 
 /// The bitmaps of frozen layers that were looked for, by layer and name; `None` if it has none.
+/// They keep no file open: a merge may be about to write it.
 #[derive(Default)]
 pub(super) struct StoredBitmaps(Mutex<HashMap<(LayerNumber, String), Known>>);
 
-type Known = (Weak<Layer>, Option<Arc<Bitmap>>);
+type Known = (Weak<Layer>, Option<BitmapPlace>);
 
 impl StoredBitmaps {
     /// What is known of the bitmap called `name` of `layer`.
-    fn get(&self, layer: &Arc<Layer>, name: &str) -> Option<Option<Arc<Bitmap>>> {
+    fn get(&self, layer: &Arc<Layer>, name: &str) -> Option<Option<BitmapPlace>> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (of, bitmap) = known.get(&(layer.number, name.to_owned()))?;
         std::ptr::eq(of.as_ptr(), Arc::as_ptr(layer)).then(|| bitmap.clone())
     }
 
-    fn put(&self, layer: &Arc<Layer>, name: &str, bitmap: Option<Arc<Bitmap>>) {
+    fn put(&self, layer: &Arc<Layer>, name: &str, bitmap: Option<BitmapPlace>) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|_, (of, _)| of.strong_count() > 0);
         known.insert((layer.number, name.to_owned()), (Arc::downgrade(layer), bitmap));
@@ -84,7 +85,7 @@ impl Chain {
                 let bitmap = match header.bitmaps {
                     None => None,
                     Some(_) => match open_bitmap(&layer.store, &header, name).await {
-                        Ok(bitmap) => Some(Arc::new(bitmap)),
+                        Ok(bitmap) => Some(bitmap.place()),
                         Err(error) if error.kind() == ErrorKind::NotFound => {
                             let all =
                                 crate::snapshots::list_bitmaps(&*layer.store, &header).await?;
@@ -101,7 +102,7 @@ impl Chain {
             }
         };
         match bitmap {
-            Some(bitmap) => Ok(Some(bitmap.runs(range).await?)),
+            Some(bitmap) => Ok(Some(bitmap.of(&layer.store).runs(range).await?)),
             None => Ok(None),
         }
     }

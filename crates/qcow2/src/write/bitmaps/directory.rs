@@ -66,7 +66,7 @@ pub async fn settle_bitmaps(store: &dyn Store, header: Header) -> Result<Header>
     if !names.is_empty() {
         write_all(store, directory, place.directory_offset).await?;
         store.sync().await?;
-        tracing::info!(
+        tracing::warn!(
             image = store.name(),
             bitmaps = names.join(", "),
             "its last writer did not close it: its dirty bitmaps have all that was changed, and \
