@@ -10,11 +10,11 @@ use mica_tests::storm::{self, Kinds, Options, Summary};
 use mica_tests::{mica, tools};
 use std::time::Duration;
 
-const CHAINS: u64 = 24;
-const VOLUMES: u64 = 16;
+const CHAINS: u64 = 14;
+const VOLUMES: u64 = 8;
 const LINEAGES: u64 = 3;
 /// No seed about volumes is begun after this.
-const VOLUMES_LIMIT: Duration = Duration::from_secs(45);
+const VOLUMES_LIMIT: Duration = Duration::from_secs(25);
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().map_or(default, |text| text.parse().expect("a number"))

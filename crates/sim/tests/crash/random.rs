@@ -18,7 +18,7 @@ pub(crate) fn subject(world: &World) -> ChainSubject {
 
 #[test]
 fn chain_that_is_closed_is_clean_and_shows_what_was_written() {
-    scenario(50, |world| async move {
+    scenario(30, |world| async move {
         let subject = subject(&world);
         let mut crashes = Crashes::new(&world, &subject, subject.shape.model());
         for _ in 0..2 {
@@ -38,14 +38,14 @@ fn chain_that_is_closed_is_clean_and_shows_what_was_written() {
 
 #[test]
 fn chain_survives_power_cuts() {
-    scenario(80, |world| async move { crash(&world, 0).await });
+    scenario(50, |world| async move { crash(&world, 0).await });
 }
 
 /// A server that is killed under a running guest and replaced, repeatedly: everything acknowledged
 /// to the guest is there, flushed or not.
 #[test]
 fn killed_writer_has_lost_nothing_that_it_acknowledged() {
-    scenario(50, |world| async move {
+    scenario(30, |world| async move {
         let subject = subject(&world);
         let mut crashes = Crashes::new(&world, &subject, subject.shape.model());
         for _ in 0..3 {
@@ -77,7 +77,7 @@ fn missing_syncs_are_noticed() {
 #[test]
 
 fn abandoned_requests_do_no_harm() {
-    scenario(50, |world| async move { crash(&world, 10).await });
+    scenario(30, |world| async move { crash(&world, 10).await });
 }
 
 /// Rounds that end in power cuts, and one that does not. One write in `give_up_one_in` is dropped

@@ -149,7 +149,7 @@ fn disks_that_end_in_the_middle_of_a_cluster_survive_a_cut_after_every_operation
 #[test]
 fn zeros_up_to_the_old_end_spare_what_is_written_behind_it_once_the_disk_grew() {
     const END: u64 = MIB + 4096;
-    scenario(100, |world| async move {
+    scenario(60, |world| async move {
         let image = Plain::new(&world, &ImageWish::default(), END).await;
         let chain = image.open(Mode::Write).await;
         write(&chain, MIB, 7, 4096).await.unwrap();

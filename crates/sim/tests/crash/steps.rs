@@ -194,7 +194,7 @@ async fn write_elsewhere(world: &World, subject: &ChainSubject, model: &Model) -
 #[test]
 fn what_another_program_made_durable_outranks_a_log() {
     let applied = RefCell::new([0_u32; 2]);
-    scenario(400, |world| {
+    scenario(150, |world| {
         let applied = &applied;
         async move {
             let subject = logged_subject(&world);
