@@ -90,11 +90,10 @@ impl Life {
         self.drop_layers(base + 1, (top + 1).min(active));
     }
 
-    /// Whether a state is kept in the layer at this position: it is named after one above it.
+    /// Whether a state is kept in the layer at this position, also if the layer that it is named
+    /// after was merged.
     fn is_state(&self, position: usize) -> bool {
-        let stem = |name: &String| name.strip_suffix(".qcow2").expect("a layer").to_owned() + "@";
-        let above = &self.names[position + 1..];
-        above.iter().any(|name| self.names[position].starts_with(&stem(name)))
+        self.names[position].contains('@')
     }
 
     fn restart(&mut self) {
