@@ -75,10 +75,10 @@ impl Writer {
     /// Makes durable everything that completed before the call.
     pub(crate) async fn flush(&self) -> Result<()> {
         self.check_usable()?;
+        self.settle_beneath().await?;
         if !self.wrote.load(Ordering::Acquire) && !self.inherits.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.settle_beneath().await?;
         self.flushes.run(async || self.commit(LastSync::Now).await).await
     }
 
