@@ -303,3 +303,15 @@ fn disk_is_flushed_for_the_first_time_while_its_active_layer_is_merged() {
         commit_active(&two.open().await).await;
     });
 }
+
+/// The story: a layer that was frozen and closed named its log again after a power cut, and nothing
+/// could be merged into it before it was repaired.
+#[test]
+fn layer_that_was_frozen_is_merged_into_after_a_power_cut() {
+    scenario(4, |world| async move {
+        let (two, chain) = Two::new(&world).await;
+        drop(chain);
+        world.cut_power(Loss::Everything);
+        commit_active(&two.open().await).await;
+    });
+}
