@@ -11,8 +11,10 @@
 //! Invariants
 //! - I1 Its name is that of a whole image, whenever the power goes.
 //! - I2 Nothing is written to it before the mark has its name: whoever opens the layer beneath from
-//!   then on finds it. It is durable before that, and what the mark says, too, so that no power cut
-//!   leaves a mark that leads nowhere.
+//!   then on finds it. It is durable before that, and what the mark says, too, and its name comes
+//!   first: no power cut leaves a mark that leads nowhere. Within one folder that relies on the
+//!   file system to keep the order of names, as those with a journal do; a sync in between would
+//!   not be worth its time. If it is in another folder, that one is synced.
 //! - I3 If the chain does not get it, what was made is removed: mark, durably, then file. A file
 //!   that was there before stays.
 

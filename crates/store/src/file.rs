@@ -12,6 +12,7 @@ use mica_block::{
 };
 use mica_rt::{Access, Buf, File};
 use mica_units::HostOffset;
+use rustix::io::Errno;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -196,6 +197,8 @@ impl Store for FileStore {
     }
 
     /// Makes durable what others wrote to the file: which descriptor they used does not matter.
+    /// Nobody can have written to it where the file system is for reading only (squashfs, erofs and
+    /// ISO 9660 know no sync).
     fn sync(&self) -> ChangeFuture {
         let Reader { path, .. } = &self.reader;
         let file = self.reader.get().and_then(|got| match got {
@@ -204,8 +207,12 @@ impl Store for FileStore {
         });
         let name = self.name();
         Box::pin(async move {
-            let failed = |error| Error::from_io(format!("making {name} durable"), error);
-            mica_rt::sync_data(&file?).await.map_err(failed)
+            match mica_rt::sync_data(&file?).await {
+                Err(error) if is_without_sync(&error) => Ok(()),
+                synced => {
+                    synced.map_err(|error| Error::from_io(format!("making {name} durable"), error))
+                }
+            }
         })
     }
 
@@ -213,6 +220,12 @@ impl Store for FileStore {
         let witness = self.with_file(|facts| Ok(facts.witness_now()));
         witness.unwrap_or(Witness::None)
     }
+}
+
+/// Whether a sync failed because the file system has none.
+fn is_without_sync(error: &std::io::Error) -> bool {
+    let errno = error.raw_os_error();
+    [Errno::INVAL, Errno::ROFS].iter().any(|known| errno == Some(known.raw_os_error()))
 }
 
 /// The state that a read needs, even if it has to wait for a descriptor and outlives its store.

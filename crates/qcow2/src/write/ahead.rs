@@ -25,7 +25,7 @@ const FREED_MAX: usize = 4 * FREED_DUE;
 /// What is known of the need for a flush.
 #[derive(Default)]
 pub(super) struct Ahead {
-    /// Whether a flush, or a shorter log, was due at the last link.
+    /// Whether a flush, or a shorter log, was due at the last link, or after the last flush ahead.
     is_due: AtomicBool,
     is_under_way: AtomicBool,
 }
@@ -69,6 +69,11 @@ impl Writer {
     pub(super) async fn flush_due(&self) {
         if let Err(error) = self.flush().await {
             tracing::debug!(%error, "a flush ahead failed");
+        }
+        {
+            let pages = self.metadata.lock();
+            let is_due = pages.logging.is_long() || holds_much(&pages);
+            self.ahead.is_due.store(is_due, Ordering::Relaxed);
         }
         self.ahead.is_under_way.store(false, Ordering::Relaxed);
     }

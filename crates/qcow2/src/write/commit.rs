@@ -56,9 +56,9 @@ enum LastSync {
 
 /// How the writing ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ending {
+enum Ending {
     Durable,
-    /// What is frozen is durable, and the rest need not be.
+    /// All that shows is durable. Counts need not be before the header says that it is closed.
     Frozen,
 }
 
@@ -75,10 +75,10 @@ impl Writer {
     /// Makes durable everything that completed before the call.
     pub(crate) async fn flush(&self) -> Result<()> {
         self.check_usable()?;
+        self.settle_beneath().await?;
         if !self.wrote.load(Ordering::Acquire) && !self.inherits.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.settle_beneath().await?;
         self.flushes.run(async || self.commit(LastSync::Now).await).await
     }
 
@@ -339,8 +339,9 @@ impl Writer {
         self.end(Ending::Durable).await
     }
 
-    /// The same for a layer that is frozen, and durable as it is: how it is closed need not be. A
-    /// power cut leaves clusters counted that nothing uses, at most.
+    /// The same for a layer that is frozen, and durable as it is, with fewer syncs. A power cut
+    /// before the last one leaves clusters counted that nothing uses, at most, and perhaps the name
+    /// of a log.
     pub(crate) async fn close_frozen(&self) -> Result<()> {
         self.end(Ending::Frozen).await
     }
@@ -393,7 +394,7 @@ impl Writer {
             tracing::debug!(%error, "the file keeps its length");
         }
         self.store_bitmaps().await?;
-        self.unmark(ending).await?;
+        self.unmark().await?;
         self.check_usable()
     }
 

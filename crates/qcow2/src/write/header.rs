@@ -3,7 +3,6 @@
 
 use super::Writer;
 use super::allocate::Space;
-use super::commit::Ending;
 use super::pages::Metadata;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
 use mica_block::{Error, Result, Store};
@@ -130,8 +129,9 @@ impl Writer {
         pages.logging.begin(redo_memory, stores, (name, kept), page_bytes)
     }
 
-    /// Leaves the image as if nobody had it open: refcounts are right.
-    pub(super) async fn unmark(&self, ending: Ending) -> Result<()> {
+    /// Leaves the image as if nobody had it open, durably: refcounts are right. One that named a
+    /// log again after a power cut could not be merged into.
+    pub(super) async fn unmark(&self) -> Result<()> {
         self.header.marked.store(false, Ordering::Release);
         if self.header.is_v3 {
             // A log that could not be continued is still named. It is removed only when the image
@@ -141,9 +141,7 @@ impl Writer {
             let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1) & !Autoclear::KEPT_BITMAPS;
             if kept != autoclear {
                 self.write_autoclear(kept).await?;
-                if ending == Ending::Durable {
-                    self.metadata.sync().await?;
-                }
+                self.metadata.sync().await?;
             }
         }
         self.metadata.lock().logging.end();

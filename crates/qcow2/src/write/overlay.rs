@@ -1,7 +1,7 @@
 //! The active layer's image file as a readable store, with the metadata in memory laid over it.
 
 use super::pages::Metadata;
-use mica_block::{IoFuture, Result, Run, Store, StoreIdentity, Witness};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, Store, StoreIdentity, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -79,6 +79,12 @@ impl Store for MetadataStore {
 
     fn reads_unwritten_as_zeros(&self) -> bool {
         self.metadata.store.reads_unwritten_as_zeros()
+    }
+
+    /// Makes durable what is in the file: what is in memory alone is its writer's to flush.
+    fn sync(&self) -> ChangeFuture {
+        let metadata = Arc::clone(&self.metadata);
+        Box::pin(async move { metadata.sync().await })
     }
 
     fn witness(&self) -> Witness {

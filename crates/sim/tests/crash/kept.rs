@@ -9,15 +9,16 @@ use mica_block::{
     ManageBitmaps as _, ManageChain as _, MergeControl, MergeProgress, Result, Zeroes, read_exact,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache, read_header};
-use mica_qcow2_format::decode_bitmap_directory;
+use mica_qcow2_format::{Version, decode_bitmap_directory};
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
-use mica_qcow2_tools::create::ImageWish;
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Mode, until_power_cut};
 use mica_sim::{Loss, World, scenario};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 /// Six regions.
@@ -285,5 +286,50 @@ fn without_a_crash_a_bitmap_has_what_was_written_and_nothing_else() {
         assert!(kept.dirty(&chain, "fine").await == expected);
         drop(chain);
         kept.image.expect_sound().await;
+    });
+}
+
+/// The story: the bitmaps of the layer beneath could not go on in the new one, which was flushed to
+/// undo what had been begun. The guest's first flush then found nothing to do there, and was
+/// acknowledged before the layer beneath was durable.
+#[test]
+fn first_flush_above_a_layer_waits_for_that_also_if_its_bitmaps_end_there() {
+    scenario(4, |world| async move {
+        let kept = Kept::new(&world, 4096, 4096).await;
+        let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+        let at = FIRST[0];
+        write(&chain, at, 8, 4096).await.unwrap();
+        chain.flush().await.unwrap();
+        write(&chain, at, 9, 4096).await.unwrap();
+        // Images of version 2 have no bitmaps.
+        let wish = ImageWish {
+            version: Some(Version::V2),
+            backing_name: Some(Plain::top().file_name().unwrap().to_owned()),
+            backing_format: Some("qcow2".to_owned()),
+            ..ImageWish::default()
+        };
+        world.put(Kept::above(), Vec::new());
+        let image = world.open_writable(&Kept::above()).unwrap().store;
+        create(wish.plan(DISK).unwrap(), Stores { image: &*image, data: None }).await.unwrap();
+        drop(image);
+        let names = Marks::of(&world, &Plain::top());
+        let push: LocalFuture<'_, ()> = Box::pin(async {
+            chain.push(&Kept::above(), &names, None).await.unwrap();
+        });
+        let flush: LocalFuture<'_, ()> = Box::pin(async {
+            while chain.layer_count() == 1 {
+                mica_rt::sleep(Duration::from_micros(1)).await;
+            }
+            chain.flush().await.unwrap();
+            world.cut_power(Loss::Everything);
+        });
+        let ended = until_power_cut(&world, mica_rt::join_all([push, flush])).await;
+        assert!(ended.is_none(), "the power went");
+        drop(chain);
+        let is_layer = world.identify(&mark_of(&Plain::top())).is_ok();
+        let top = if is_layer { Kept::above() } else { Plain::top() };
+        let chain = kept.open(&top, Mode::Write).await.unwrap();
+        assert_eq!(read(&chain, at, 4096).await.unwrap(), [9; 4096], "it was flushed");
+        chain.close().await.unwrap();
     });
 }

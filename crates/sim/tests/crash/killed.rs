@@ -432,6 +432,39 @@ fn guest_that_never_flushes_is_answered_while_what_it_changed_is_made_durable() 
     });
 }
 
+/// The story: after a flush that was due one seemed to be due still, and whatever came next made
+/// another.
+#[test]
+fn flush_that_was_due_is_not_due_any_more() {
+    const TABLE: u64 = 64 * 512;
+    const TABLES: u64 = 3000;
+    scenario(4, |world| async move {
+        let wish = ImageWish {
+            cluster_bytes: Some(512),
+            extended_l2: Some(false),
+            ..ImageWish::default()
+        };
+        let image = Plain::new(&world, &wish, TABLES * TABLE).await;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, 0, 7, 512).await.unwrap();
+        let syncs = chain.write_stats().syncs;
+        let mut tables = 1..TABLES;
+        while chain.write_stats().syncs == syncs {
+            let table = tables.next().expect("a flush is due at some time");
+            write(&chain, table * TABLE, 7, 512).await.unwrap();
+        }
+        // It is under way, and nothing else.
+        chain.idle().await;
+        let groups = chain.write_stats().groups;
+        chain.flush().await.unwrap();
+        chain.idle().await;
+        assert_eq!(chain.write_stats().groups, groups + 1);
+        chain.close().await.unwrap();
+        drop(chain);
+        image.expect_sound().await;
+    });
+}
+
 /// The story: blocks of refcounts are created several at once, and only the first one counts the
 /// others; entries in two sectors of the table could survive a power cut one without the other.
 #[test]

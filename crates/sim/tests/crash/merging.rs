@@ -3,12 +3,14 @@
 
 use crate::beside::{self, Ends, death, never};
 use crate::chain::{ChainSubject, Shape};
+use crate::plain::{Plain, read, write};
 use crate::pushing::{Marks, make_overlay};
 use mica_block::{
-    ActiveAfter, CommitLayers, ErrorKind, LocalFuture, Manage, MergeControl, MergeProgress, Merged,
-    Result,
+    ActiveAfter, CommitLayers, Disk as _, ErrorKind, LocalFuture, Manage, ManageChain as _,
+    MergeControl, MergeProgress, Merged, Result,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
+use mica_qcow2_tools::create::ImageWish;
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random};
 use mica_sim::{Loss, ModelDisk, World, scenario};
@@ -236,4 +238,80 @@ fn merges_come_to_their_end() {
         }
     });
     assert!(done.get() > 0);
+}
+
+/// A chain of two layers, the lower one written before.
+struct Two(World);
+
+impl Two {
+    const DISK: u64 = 4 << 20;
+
+    fn above() -> PathBuf {
+        Path::new(crate::chain::FOLDER).join("above.qcow2")
+    }
+
+    /// Makes it, with a layer that is put on top of one that is written.
+    async fn new(world: &World) -> (Self, Chain) {
+        let image = Plain::new(world, &ImageWish::default(), Self::DISK).await;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, 0, 7, 4096).await.unwrap();
+        make_overlay(world, &Self::above(), &Plain::top(), Self::DISK).await.unwrap();
+        let names = Marks::of(world, &Plain::top());
+        chain.push(&Self::above(), &names, None).await.unwrap();
+        (Self(world.clone()), chain)
+    }
+
+    async fn open(&self) -> Chain {
+        let options = ChainOptions {
+            cache: MapCache::new(CACHE_BYTES_MIN),
+            writable: true,
+            repair: Some(repair_for_opening),
+            ..ChainOptions::default()
+        };
+        Chain::open(Arc::new(self.0.clone()), &Self::above(), &options).await.unwrap()
+    }
+}
+
+/// Flushes the disk at each step.
+struct Flushing(Chain);
+
+impl MergeControl for Flushing {
+    fn step(&self, _: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        Box::pin(async {
+            self.0.flush().await.unwrap();
+            ControlFlow::Continue(())
+        })
+    }
+}
+
+async fn commit_active(chain: &Chain) {
+    let layers = CommitLayers { top: None, base: None, active: ActiveAfter::Emptied };
+    let merged = chain.commit(layers, &Flushing(chain.clone())).await.unwrap();
+    assert!(matches!(merged, Merged::Done { .. }), "{merged:?}");
+    assert_eq!(read(chain, 0, 4096).await.unwrap(), [7; 4096]);
+    chain.close().await.unwrap();
+}
+
+/// The story: the first flush of a disk makes durable what an earlier process left in the layer
+/// beneath, and that one could not be synced while it was merged into.
+#[test]
+fn disk_is_flushed_for_the_first_time_while_its_active_layer_is_merged() {
+    scenario(4, |world| async move {
+        let (two, chain) = Two::new(&world).await;
+        chain.close().await.unwrap();
+        drop(chain);
+        commit_active(&two.open().await).await;
+    });
+}
+
+/// The story: a layer that was frozen and closed named its log again after a power cut, and nothing
+/// could be merged into it before it was repaired.
+#[test]
+fn layer_that_was_frozen_is_merged_into_after_a_power_cut() {
+    scenario(4, |world| async move {
+        let (two, chain) = Two::new(&world).await;
+        drop(chain);
+        world.cut_power(Loss::Everything);
+        commit_active(&two.open().await).await;
+    });
 }

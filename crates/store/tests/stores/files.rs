@@ -48,6 +48,18 @@ fn hint_brings_bytes_to_the_cache_and_changes_none() {
     });
 }
 
+/// The story: an image above one on squashfs could be written no more from its first flush on.
+#[test]
+fn file_of_a_file_system_without_syncs_has_nothing_to_make_durable() {
+    let path = Path::new("/proc/version");
+    let refused = std::fs::File::open(path).unwrap().sync_data().unwrap_err();
+    assert_eq!(refused.kind(), std::io::ErrorKind::InvalidInput);
+    on_each_backend(async || {
+        let store = open(path, CacheMode::Writeback, &Handles::new(8)).unwrap();
+        store.sync().await.unwrap();
+    });
+}
+
 #[test]
 fn every_alignment_reads_the_bytes_and_zeros_past_the_end() {
     let folder = tempfile::tempdir().unwrap();

@@ -6,10 +6,11 @@
 //! in the shortest time; so that this is known early under any load, the guest's first writes after
 //! the merge began are slowed down. Ahead of that schedule the merge rests. If it falls behind,
 //! every change of the disk waits for a moment before it begins, which becomes longer step by step
-//! until the merge keeps up, and shorter again after that.
+//! until the merge keeps up, and shorter again after that, or while there is nothing to copy.
 //!
 //! Invariants
-//! - I1 No change waits longer than [`WAIT_MAX`], and none after the merge has ended.
+//! - I1 No change waits longer than [`WAIT_MAX`], and none after the merge has ended, or while it
+//!   is paused.
 
 use crate::chain::Chain;
 use crate::layer::Layer;
@@ -67,6 +68,10 @@ impl Brake {
     fn set(&self, wait: Duration) {
         let wait_us = u64::try_from(wait.min(WAIT_MAX).as_micros()).expect("milliseconds");
         self.wait_us.store(wait_us, Ordering::Relaxed);
+    }
+
+    fn turn(&self, is_on: bool) {
+        self.is_on.store(is_on, Ordering::Relaxed);
     }
 
     fn take_felt(&self) -> bool {
@@ -127,10 +132,14 @@ impl Schedule {
         match self.ahead() {
             _ if self.is_new() && self.elapsed < FIRST_TRIED => FIRST_WAIT,
             ahead if ahead < 0.0 => (wait * 5 / 4).clamp(WAIT_MIN, WAIT_MAX),
-            _ if wait <= WAIT_MIN => Duration::ZERO,
-            _ => wait * 4 / 5,
+            _ => shorter(wait),
         }
     }
+}
+
+/// What follows a `wait` that is not needed.
+fn shorter(wait: Duration) -> Duration {
+    if wait <= WAIT_MIN { Duration::ZERO } else { wait * 4 / 5 }
 }
 
 /// The steps of a merge.
@@ -138,6 +147,8 @@ pub(super) struct Pace<'a> {
     chain: &'a Chain,
     control: &'a dyn MergeControl,
     began: Option<Instant>,
+    /// Whether nothing was done since the step before.
+    is_idle: bool,
     /// Bytes that were copied before the present step.
     copied: u64,
     /// As [`MergeProgress::expected`].
@@ -158,8 +169,9 @@ impl<'a> Pace<'a> {
         let expected = (lens.clone().max().unwrap_or(0), lens.sum());
         let (schedule, wait) = (Schedule::default(), FIRST_WAIT);
         chain.merging.brake.set(wait);
-        chain.merging.brake.is_on.store(true, Ordering::Relaxed);
-        Self { chain, control, began: None, copied: 0, expected, schedule, wait }
+        chain.merging.brake.turn(true);
+        let (began, is_idle) = (None, false);
+        Self { chain, control, began, is_idle, copied: 0, expected, schedule, wait }
     }
 
     /// Waits for the guest, after a step that did something, and for whoever controls the merge.
@@ -168,18 +180,33 @@ impl<'a> Pace<'a> {
             let took = mica_rt::now().saturating_since(began);
             self.schedule.add(progress.copied.saturating_sub(self.copied), took);
             self.yield_to_guest(took).await;
+            self.is_idle = false;
+        } else if std::mem::replace(&mut self.is_idle, true) {
+            // It only looks for what to copy.
+            self.set_wait(shorter(self.wait));
         }
         self.copied = progress.copied;
-        self.control.step(MergeProgress { expected: self.expected, ..progress }).await?;
-        ControlFlow::Continue(())
+        self.consult(progress).await
+    }
+
+    /// Waits for whoever controls the merge, and may have paused it.
+    async fn consult(&self, progress: MergeProgress) -> ControlFlow<()> {
+        let brake = &self.chain.merging.brake;
+        brake.turn(false);
+        let told = self.control.step(MergeProgress { expected: self.expected, ..progress }).await;
+        brake.turn(true);
+        told
+    }
+
+    fn set_wait(&mut self, wait: Duration) {
+        self.wait = wait;
+        self.chain.merging.brake.set(wait);
     }
 
     async fn yield_to_guest(&mut self, took: Duration) {
-        let brake = &self.chain.merging.brake;
         let most = took.saturating_mul(REST_FACTOR).min(REST_MAX);
-        self.wait = self.schedule.wait_after(self.wait);
-        brake.set(self.wait);
-        if brake.take_felt() {
+        self.set_wait(self.schedule.wait_after(self.wait));
+        if self.chain.merging.brake.take_felt() {
             let ahead = Duration::try_from_secs_f64(self.schedule.ahead()).unwrap_or_default();
             let rest = ahead.min(most);
             if !rest.is_zero() {
@@ -195,7 +222,7 @@ impl<'a> Pace<'a> {
     /// Waits for whoever controls the merge, and not for the guest.
     pub(super) async fn ask(&mut self, progress: MergeProgress) -> ControlFlow<()> {
         self.began = None;
-        self.control.step(MergeProgress { expected: self.expected, ..progress }).await
+        self.consult(progress).await
     }
 
     /// The step has done nothing.
@@ -211,7 +238,7 @@ impl<'a> Pace<'a> {
 
 impl Drop for Pace<'_> {
     fn drop(&mut self) {
-        self.chain.merging.brake.is_on.store(false, Ordering::Relaxed);
+        self.chain.merging.brake.turn(false);
     }
 }
 

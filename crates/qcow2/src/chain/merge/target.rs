@@ -147,7 +147,8 @@ impl Chain {
             // I5: no redo log.
             let writer =
                 Writer::open(of_base, written, &header, metadata, gate, (None, now_ns)).await?;
-            // All that is frozen is durable.
+            // At most the layer just beneath the active one is not durable: at most this one,
+            // whose own flushes see to it.
             writer.takes_beneath_as_durable();
             map.replace_layers(layers.replaced(read));
             Ok(Target::Qcow2(Arc::new(writer)))
