@@ -287,3 +287,26 @@ fn without_a_crash_a_bitmap_has_what_was_written_and_nothing_else() {
         kept.image.expect_sound().await;
     });
 }
+
+/// The clusters that bits get were counted ahead: only the log could take them for unused.
+#[test]
+fn clusters_of_bits_belong_to_nobody_else_after_a_kill() {
+    scenario(4, |world| async move {
+        let kept = Kept::new(&world, 512, 512).await;
+        let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+        for at in FIRST {
+            chain.flush().await.unwrap();
+            write(&chain, at, 9, 512).await.unwrap();
+        }
+        drop(chain);
+        world.kill();
+        let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+        write(&chain, 20 * MIB, 9, usize::try_from(MIB).unwrap()).await.unwrap();
+        chain.close().await.unwrap();
+        drop(chain);
+        kept.image.expect_sound().await;
+        let chain = kept.open(&Plain::top(), Mode::Read).await.unwrap();
+        let dirty = kept.dirty(&chain, "fine").await;
+        assert!(FIRST.iter().all(|at| dirty[usize::try_from(at / 512).unwrap()]));
+    });
+}

@@ -227,6 +227,7 @@ impl Writer {
         let directory_offset = self.put_anew(directory).await?;
         // With the counts of everything.
         self.flush().await?;
+        self.log_reserved().await?;
         let directory_bytes = directory.len() as u64;
         let next = BitmapsExtension { count, directory_bytes, directory_offset };
         let bits = self.l2.cluster_bits;

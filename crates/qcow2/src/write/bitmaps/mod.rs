@@ -26,7 +26,8 @@
 //!   bitmap that is kept. Until the image is closed they only get more.
 //! - B2 A kept bit is durable before the bitmap is flagged as in use, and until it is not any more.
 //!   It is set for no bitmap that was in use before, or whose table makes no sense.
-//! - B3 A table names a cluster only when the cluster's count and its bits are durable.
+//! - B3 A table names a cluster only when the cluster's count and its bits are durable, and the
+//!   log no longer calls it unused.
 //! - B4 Where there is no room, in memory or in the file, more is dirty, and not less.
 //! - B5 Bits behind the end of the disk are zeros in the file.
 
@@ -295,7 +296,8 @@ impl Writer {
                 reserved.push(run);
                 self.write_fresh(recorder, (bitmap, *number), run, regions).await?;
             }
-            self.flush().await
+            self.flush().await?;
+            self.log_reserved().await
         };
         let placed = placed.await;
         let is_short = match placed {
@@ -326,6 +328,14 @@ impl Writer {
             }
         }
         Ok(())
+    }
+
+    /// Clusters were reserved, their counts are durable, and something is about to name them that
+    /// is no page: from now on the log does not call them unused. If they came from the pool, no
+    /// group has told it.
+    async fn log_reserved(&self) -> Result<()> {
+        self.metadata.lock().log_state(self.space.state());
+        self.metadata.unname_before_group().await
     }
 
     /// Writes the bits of a whole cluster of a bitmap to `run`, where nothing is.
