@@ -215,6 +215,12 @@ impl Writer {
         Ok(())
     }
 
+    /// The names of the bitmaps that are kept, from the first write on.
+    pub(crate) fn recorded_bitmaps(&self) -> Vec<String> {
+        let recorder = self.bitmaps.recorder();
+        recorder.iter().flat_map(|recorder| &recorder.all).map(|one| one.name.clone()).collect()
+    }
+
     /// Makes `range` dirty in the bitmap called `name`. Returns whether that is kept.
     pub(crate) async fn make_dirty(&self, name: &str, range: GuestRange) -> Result<bool> {
         let Some(recorder) = self.bitmaps.recorder() else { return Ok(false) };
@@ -226,13 +232,14 @@ impl Writer {
     }
 
     /// Which parts of `range` are dirty in the bitmap called `name`, if something was written and
-    /// that is kept: lengths in bytes, from its start, at most `runs_max`.
+    /// that is kept: lengths in bytes, from its start, at most `runs_max`. And whether it is
+    /// enabled.
     pub(crate) fn dirty_runs(
         &self,
         name: &str,
         range: GuestRange,
         runs_max: usize,
-    ) -> Option<Vec<(u64, bool)>> {
+    ) -> Option<(Vec<(u64, bool)>, bool)> {
         self.bitmaps.recorder()?.runs(name, range, runs_max)
     }
 
