@@ -303,7 +303,8 @@ impl Writer {
                 reserved.push(run);
                 self.write_fresh(recorder, (bitmap, *number), run, regions).await?;
             }
-            self.flush().await?;
+            // Not what lies beneath: the first write of each region would wait for a snapshot.
+            self.flush_own().await?;
             self.log_reserved().await
         };
         let placed = placed.await;
@@ -341,6 +342,11 @@ impl Writer {
     /// is no page: from now on the log does not call them unused. If they came from the pool, no
     /// group has told it.
     async fn log_reserved(&self) -> Result<()> {
+        // What is in them is metadata, and no page: of an image with a data file a group may have
+        // synced only that.
+        if self.l2.data_file {
+            self.metadata.sync().await?;
+        }
         self.metadata.lock().log_state(self.space.state());
         self.metadata.unname_before_group().await
     }
