@@ -125,6 +125,11 @@ impl Writer {
             let is_wanted = entry.auto || self.bitmaps.takes_disabled.load(Ordering::Acquire);
             if is_wanted {
                 in_use[index] = true;
+                if all.len() == Autoclear::KEPT_BITMAPS_MAX {
+                    let name = &entry.name;
+                    tracing::warn!(name, "a dirty bitmap ends, as the image has too many");
+                    continue;
+                }
                 match self.load_bitmap(index, entry).await {
                     Ok(recorded) => all.push(recorded),
                     Err(error) => {
