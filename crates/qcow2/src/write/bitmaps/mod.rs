@@ -114,6 +114,8 @@ impl Writer {
             Ok(entries) => entries,
             Err(error) => {
                 tracing::warn!(%error, "its dirty bitmaps cannot be read, and end here");
+                // The header is about to say so, and nothing looks for them again.
+                self.bitmaps.set_place(None);
                 return Ok(Marks::default());
             }
         };
