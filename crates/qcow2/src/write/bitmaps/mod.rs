@@ -97,8 +97,8 @@ impl Bitmaps {
         *self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_place(&self, place: BitmapsExtension) {
-        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(place);
+    fn set_place(&self, place: Option<BitmapsExtension>) {
+        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = place;
     }
 }
 
@@ -322,7 +322,10 @@ impl Writer {
                 reserved.drain(..).for_each(|run| self.space.give_back(run));
                 true
             }
-            Err(error) => return Err(Box::pin(self.note_corruption(error)).await),
+            Err(error) => {
+                reserved.drain(..).for_each(|run| self.space.give_back(run));
+                return Err(Box::pin(self.note_corruption(error)).await);
+            }
         };
         let cluster_pages = self.l2.cluster_bits.bytes() / PAGE_BYTES as u64;
         for (index, (bitmap, number)) in fresh.iter().enumerate() {
