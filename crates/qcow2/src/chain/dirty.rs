@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 /// Runs of a bitmap that are told at once.
 const RUNS_MANY: usize = 4096;
 
-/// The bitmaps of frozen layers that were looked for, by layer and name. They keep no file open: a merge
-/// may be about to write it.
+/// The bitmaps of frozen layers that were looked for, by layer and name. They keep no file open: a
+/// merge may be about to write it.
 #[derive(Default)]
 pub(super) struct StoredBitmaps(Mutex<HashMap<(LayerNumber, String), Known>>);
 
