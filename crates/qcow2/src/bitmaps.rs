@@ -116,6 +116,11 @@ impl Bitmap {
         BitmapPlace { entry, cluster_bits, disk_bytes }
     }
 
+    /// Whether whoever writes the image has to keep it true.
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.entry.auto
+    }
+
     /// Bytes of the disk that it is of.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes

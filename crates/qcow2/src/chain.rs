@@ -329,11 +329,11 @@ async fn writable_header(
     header: Header,
     repair: Option<Repair>,
 ) -> Result<Header> {
-    let header = settle_bitmaps(&**store, header).await?;
     if header.incompatible.corrupt {
         let context = "the image is marked as corrupt: run `mica check -r all` first";
         return Err(Error::new(ErrorKind::Corrupt, context));
     }
+    let header = settle_bitmaps(&**store, header).await?;
     match (header.incompatible.dirty, repair) {
         (false, _) => Ok(header),
         (true, Some(repair)) => repair(Arc::clone(store), header).await,

@@ -2,14 +2,15 @@
 //!
 //! A bitmap belongs to a layer. When a layer is put on top, the new one gets an empty bitmap for
 //! each that the one beneath keeps true: so together all bitmaps of one name have what was changed
-//! since the first of them was added, and that is what this tells.
+//! since the first of them was added, and that is what this tells. It is refused where a layer
+//! without one lies between, or above while it is written: nothing recorded what changed there.
 
 use super::Chain;
 use crate::bitmaps::{BitmapPlace, open_bitmap, unknown};
 use crate::header_io::read_header;
 use crate::layer::Layer;
 use crate::write::Writer;
-use mica_block::{ErrorKind, LocalFuture, ManageBitmaps, Result};
+use mica_block::{Disk as _, Error, ErrorKind, LocalFuture, ManageBitmaps, Result};
 use mica_units::{GuestRange, LayerNumber};
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,26 +19,55 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 /// Runs of a bitmap that are told at once.
 const RUNS_MANY: usize = 4096;
 
-/// The bitmaps of frozen layers that were looked for, by layer and name; `None` if it has none.
-/// They keep no file open: a merge may be about to write it.
+/// The bitmaps of frozen layers that were looked for, by layer and name. They keep no file open: a
+/// merge may be about to write it.
 #[derive(Default)]
 pub(super) struct StoredBitmaps(Mutex<HashMap<(LayerNumber, String), Known>>);
 
-type Known = (Weak<Layer>, Option<BitmapPlace>);
+type Known = (Weak<Layer>, Stored);
+
+/// What the file of a layer has of a bitmap.
+#[derive(Clone)]
+enum Stored {
+    There(BitmapPlace),
+    /// Not this one; if it is stale, another program has written the layer and its bitmaps.
+    Missing {
+        is_stale: bool,
+    },
+}
 
 impl StoredBitmaps {
     /// What is known of the bitmap called `name` of `layer`.
-    fn get(&self, layer: &Arc<Layer>, name: &str) -> Option<Option<BitmapPlace>> {
+    fn get(&self, layer: &Arc<Layer>, name: &str) -> Option<Stored> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (of, bitmap) = known.get(&(layer.number, name.to_owned()))?;
         std::ptr::eq(of.as_ptr(), Arc::as_ptr(layer)).then(|| bitmap.clone())
     }
 
-    fn put(&self, layer: &Arc<Layer>, name: &str, bitmap: Option<BitmapPlace>) {
+    fn put(&self, layer: &Arc<Layer>, name: &str, bitmap: Stored) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|_, (of, _)| of.strong_count() > 0);
         known.insert((layer.number, name.to_owned()), (Arc::downgrade(layer), bitmap));
     }
+}
+
+/// What a layer says of a bitmap.
+enum Said {
+    Runs {
+        runs: Vec<(u64, bool)>,
+        is_enabled: bool,
+    },
+    /// It has none; if it is stale, another program has written it and recorded nothing.
+    Nothing {
+        is_stale: bool,
+    },
+}
+
+/// A layer that has no bitmap of a name.
+struct Passed<'a> {
+    layer: &'a Layer,
+    /// Whether that, or one beneath it up to the next that has it, has bitmaps that are stale.
+    is_stale: bool,
 }
 
 impl ManageBitmaps for Chain {
@@ -48,14 +78,33 @@ impl ManageBitmaps for Chain {
     ) -> LocalFuture<'a, Result<Vec<(u64, bool)>>> {
         Box::pin(async move {
             let (mut all, mut there) = (None::<Vec<_>>, Vec::new());
+            // The uppermost layer without it since the last one that has it.
+            let mut passed: Option<Passed<'_>> = None;
             let layers = self.map.layers();
             for layer in layers.all().iter().rev().take_while(|layer| layer.tables.is_some()) {
-                let runs = self.dirty_in(layer, name, range, &mut there).await;
-                let runs = runs.map_err(|error| layer.explain(error))?;
-                all = match (all, runs) {
-                    (Some(all), Some(runs)) => Some(united(&all, &runs)),
-                    (all, runs) => all.or(runs),
+                let said = self.dirty_in(layer, name, range, &mut there).await;
+                let (runs, is_enabled) = match said.map_err(|error| layer.explain(error))? {
+                    Said::Runs { runs, is_enabled } => (runs, is_enabled),
+                    Said::Nothing { is_stale } => {
+                        let passed = passed.get_or_insert(Passed { layer, is_stale });
+                        passed.is_stale |= is_stale;
+                        continue;
+                    }
                 };
+                if let Some(Passed { layer: above, is_stale }) = passed.take()
+                    && (is_stale || all.is_some() || is_enabled && self.is_writable())
+                {
+                    let context = format!(
+                        "its bitmap {name:?} lacks changes: the layer {} above it does not record \
+                         them",
+                        above.path.display()
+                    );
+                    return Err(layer.explain(Error::new(ErrorKind::Corrupt, context)));
+                }
+                all = Some(match all {
+                    Some(all) => united(&all, &runs),
+                    None => runs,
+                });
             }
             all.ok_or_else(|| unknown(name, &there))
         })
@@ -63,47 +112,38 @@ impl ManageBitmaps for Chain {
 }
 
 impl Chain {
-    /// What the bitmap called `name` of `layer` says, if it has one; `there` gets its other ones.
+    /// What `layer` says of the bitmap called `name`; `there` gets its other ones.
     async fn dirty_in(
         &self,
         layer: &Arc<Layer>,
         name: &str,
         range: GuestRange,
         there: &mut Vec<String>,
-    ) -> Result<Option<Vec<(u64, bool)>>> {
+    ) -> Result<Said> {
         let writer = self.writer.load_full().filter(|writer| writer.layer().number == layer.number);
         let recorded = writer.and_then(|writer| writer.dirty_runs(name, range, RUNS_MANY));
-        if recorded.is_some() {
-            return Ok(recorded);
+        if let Some((runs, is_enabled)) = recorded {
+            return Ok(Said::Runs { runs, is_enabled });
         }
         let is_frozen = layer.live.is_none();
         let known = self.stored_bitmaps.get(layer, name).filter(|_| is_frozen);
-        let bitmap = match known {
+        let stored = match known {
             Some(known) => known,
             None => {
-                let header = read_header(&*layer.store).await?;
-                let bitmap = match header.bitmaps {
-                    None => None,
-                    Some(_) => match open_bitmap(&layer.store, &header, name).await {
-                        Ok(bitmap) => Some(bitmap.place()),
-                        Err(error) if error.kind() == ErrorKind::NotFound => {
-                            let all =
-                                crate::snapshots::list_bitmaps(&*layer.store, &header).await?;
-                            there.extend(all.into_iter().map(|entry| entry.name));
-                            None
-                        }
-                        Err(error) => return Err(error),
-                    },
-                };
+                let stored = look_for(layer, name, there).await?;
                 if is_frozen {
-                    self.stored_bitmaps.put(layer, name, bitmap.clone());
+                    self.stored_bitmaps.put(layer, name, stored.clone());
                 }
-                bitmap
+                stored
             }
         };
-        match bitmap {
-            Some(bitmap) => Ok(Some(bitmap.of(&layer.store).runs(range).await?)),
-            None => Ok(None),
+        match stored {
+            Stored::There(bitmap) => {
+                let bitmap = bitmap.of(&layer.store);
+                let is_enabled = bitmap.is_enabled();
+                Ok(Said::Runs { runs: bitmap.runs(range).await?, is_enabled })
+            }
+            Stored::Missing { is_stale } => Ok(Said::Nothing { is_stale }),
         }
     }
 
@@ -134,6 +174,24 @@ impl Chain {
         );
         // Nothing may be left that the log, which begins with the first write, does not have.
         next.flush().await
+    }
+}
+
+/// What the file of `layer` has of the bitmap called `name`; `there` gets its other ones.
+async fn look_for(layer: &Layer, name: &str, there: &mut Vec<String>) -> Result<Stored> {
+    let header = read_header(&*layer.store).await?;
+    let missing = Stored::Missing { is_stale: header.stale_bitmaps };
+    if header.bitmaps.is_none() {
+        return Ok(missing);
+    }
+    match open_bitmap(&layer.store, &header, name).await {
+        Ok(bitmap) => Ok(Stored::There(bitmap.place())),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let all = crate::snapshots::list_bitmaps(&*layer.store, &header).await?;
+            there.extend(all.into_iter().map(|entry| entry.name));
+            Ok(missing)
+        }
+        Err(error) => Err(error),
     }
 }
 

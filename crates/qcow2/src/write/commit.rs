@@ -82,6 +82,12 @@ impl Writer {
         self.flushes.run(async || self.commit(LastSync::Now).await).await
     }
 
+    /// Makes the same durable for the writer itself: whoever is acknowledged has to wait for what
+    /// lies beneath, too.
+    pub(super) async fn flush_own(&self) -> Result<()> {
+        self.flushes.run(async || self.commit(LastSync::Now).await).await
+    }
+
     async fn commit(&self, last_sync: LastSync) -> Result<()> {
         self.check_usable()?;
         let committed = self.commit_group(last_sync).await;

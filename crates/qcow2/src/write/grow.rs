@@ -94,8 +94,12 @@ impl Writer {
             }
             return Err(error);
         }
-        self.end_growth(bitmaps, (old, len)).await?;
+        let ended = self.end_growth(bitmaps, (old, len)).await;
+        // The disk has its length, whatever became of its bitmaps.
         self.map.publish_len(len);
+        if let Err(error) = ended {
+            tracing::warn!(%error, "a dirty bitmap may lack the new part of the disk");
+        }
         Ok(())
     }
 

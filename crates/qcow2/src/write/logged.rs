@@ -37,7 +37,7 @@ impl PageState {
     }
 
     /// The same, and the unused clusters even if nothing changed.
-    fn log_state(&mut self, space: SpaceState) {
+    pub(super) fn log_state(&mut self, space: SpaceState) {
         let baseline = self.baseline(space);
         let mut logging = std::mem::take(&mut self.logging);
         logging.append(|at, len| self.get(at, len), &baseline);

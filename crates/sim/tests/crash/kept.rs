@@ -5,7 +5,7 @@ use crate::chain::FOLDER;
 use crate::plain::{Plain, range, read, write};
 use crate::pushing::{Marks, make_overlay, mark_of};
 use mica_block::{
-    ActiveAfter, CommitLayers, Disk as _, Images as _, LocalFuture, Manage as _,
+    ActiveAfter, CommitLayers, Disk as _, ErrorKind, Images as _, LocalFuture, Manage as _,
     ManageBitmaps as _, ManageChain as _, MergeControl, MergeProgress, Result, Zeroes, read_exact,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache, read_header};
@@ -331,5 +331,106 @@ fn first_flush_above_a_layer_waits_for_that_also_if_its_bitmaps_end_there() {
         let chain = kept.open(&top, Mode::Write).await.unwrap();
         assert_eq!(read(&chain, at, 4096).await.unwrap(), [9; 4096], "it was flushed");
         chain.close().await.unwrap();
+    });
+}
+
+/// The clusters that bits get were counted ahead: only the log could take them for unused.
+#[test]
+fn clusters_of_bits_belong_to_nobody_else_after_a_kill() {
+    scenario(4, |world| async move {
+        let kept = Kept::new(&world, 512, 512).await;
+        let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+        for at in FIRST {
+            chain.flush().await.unwrap();
+            write(&chain, at, 9, 512).await.unwrap();
+        }
+        drop(chain);
+        world.kill();
+        let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+        write(&chain, 20 * MIB, 9, usize::try_from(MIB).unwrap()).await.unwrap();
+        chain.close().await.unwrap();
+        drop(chain);
+        kept.image.expect_sound().await;
+        let chain = kept.open(&Plain::top(), Mode::Read).await.unwrap();
+        let dirty = kept.dirty(&chain, "fine").await;
+        assert!(FIRST.iter().all(|at| dirty[usize::try_from(at / 512).unwrap()]));
+    });
+}
+
+fn third() -> PathBuf {
+    Path::new(FOLDER).join("third.qcow2")
+}
+
+/// Merges the middle layer of three into the base.
+async fn merge_middle(chain: &Chain) {
+    let (top, base) = (Kept::above(), Plain::top());
+    let layers = CommitLayers { top: Some(&top), base: Some(&base), active: ActiveAfter::Emptied };
+    chain.commit(layers, &Steady).await.unwrap();
+}
+
+#[test]
+fn bitmap_is_refused_where_a_layer_above_it_is_written_and_records_nothing() {
+    scenario(1, |world| async move {
+        let kept = Kept::new(&world, 4096, 4096).await;
+        make_overlay(&world, &Kept::above(), &Plain::top(), DISK).await.unwrap();
+        let chain = kept.open(&Kept::above(), Mode::Read).await.unwrap();
+        assert!(!kept.dirty(&chain, "fine").await.contains(&true));
+        drop(chain);
+        let chain = kept.open(&Kept::above(), Mode::Write).await.unwrap();
+        let error = chain.dirty("fine", range(0, DISK)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        assert!(format!("{error:?}").contains("above.qcow2"), "{error:?}");
+        // It has nothing to record.
+        assert!(!kept.dirty(&chain, "still").await.contains(&true));
+        chain.close().await.unwrap();
+    });
+}
+
+#[test]
+fn all_of_a_disk_is_dirty_when_a_layer_leaves_whose_bitmap_is_not_true() {
+    scenario(1, |world| async move {
+        let kept = Kept::new(&world, 4096, 4096).await;
+        let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+        kept.work(&chain, &[Step::Push]).await.unwrap();
+        drop(chain);
+        let store = world.open(&Kept::above()).unwrap().store;
+        let header = read_header(&*store).await.unwrap();
+        let at = usize::try_from(header.bitmaps.unwrap().directory_offset.bytes()).unwrap();
+        drop(store);
+        // The flags of the first one: in use.
+        world.change(Kept::above(), |file| file[at + 15] |= 1);
+        make_overlay(&world, &third(), &Kept::above(), DISK).await.unwrap();
+        let chain = kept.open(&third(), Mode::Write).await.unwrap();
+        let error = chain.dirty("fine", range(0, DISK)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        merge_middle(&chain).await;
+        chain.close().await.unwrap();
+        drop(chain);
+        let chain = kept.open(&third(), Mode::Read).await.unwrap();
+        assert!(!kept.dirty(&chain, "fine").await.contains(&false));
+        assert!(!kept.dirty(&chain, "coarse").await.contains(&true));
+    });
+}
+
+#[test]
+fn bitmap_that_is_merged_into_a_shorter_base_keeps_what_is_behind_its_end() {
+    scenario(1, |world| async move {
+        let kept = Kept::new(&world, 4096, 4096).await;
+        make_overlay(&world, &Kept::above(), &Plain::top(), DISK).await.unwrap();
+        let path = Kept::above();
+        edit_bitmap(&world, &path, "b", vec![BitmapAction::Add(None)]).await.unwrap();
+        let chain = kept.open(&path, Mode::Write).await.unwrap();
+        kept.work(&chain, &[Step::Grow]).await.unwrap();
+        drop(chain);
+        edit_bitmap(&world, &path, "b", vec![BitmapAction::Disable]).await.unwrap();
+        make_overlay(&world, &third(), &path, GROWN).await.unwrap();
+        let chain = kept.open(&third(), Mode::Write).await.unwrap();
+        let before = kept.dirty(&chain, "b").await;
+        assert!(before.contains(&true));
+        merge_middle(&chain).await;
+        chain.close().await.unwrap();
+        drop(chain);
+        let chain = kept.open(&third(), Mode::Read).await.unwrap();
+        assert!(kept.dirty(&chain, "b").await == before);
     });
 }

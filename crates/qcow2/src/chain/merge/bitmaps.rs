@@ -1,6 +1,11 @@
 //! The dirty bitmaps of layers that leave a chain: what they say goes into the bitmaps of the same
 //! names of the layer that takes over their data, so that together the bitmaps of a name still have
 //! everything. A merge does not fail for lack of one: it is said that a bitmap ends.
+//!
+//! Invariants
+//! - What a bitmap has that is there after a merge is never less than what was changed. If what a
+//!   layer says cannot be used, or it does not say everything, the whole disk is dirty.
+//! - What the base of a commit cannot be told, the active layer is.
 
 use super::target::Target;
 use crate::bitmaps::open_bitmap;
@@ -18,32 +23,38 @@ use std::sync::Arc;
 /// The bitmaps of a layer that leaves.
 struct Leaving<'a> {
     layer: &'a Arc<Layer>,
-    header: Header,
-    entries: Vec<BitmapEntry>,
+    /// None if nobody knows which there are, or what they would have to say.
+    known: Option<(Header, Vec<BitmapEntry>)>,
+}
+
+impl Leaving<'_> {
+    fn entries(&self) -> &[BitmapEntry] {
+        self.known.as_ref().map_or(&[], |known| &known.1)
+    }
 }
 
 impl Chain {
-    /// Puts into the `target` of a commit what the bitmaps of the `leaving` layers say. It gets
-    /// those that it lacks. Nothing was written to it yet.
+    /// Puts into the `target` of a commit, which is about to be `len` bytes long, what the bitmaps
+    /// of the `leaving` layers say. It gets those that it lacks. Nothing was written to it yet.
     ///
     /// # Errors
-    /// Only what keeps the target from being written.
+    /// Only what keeps the target, or the active layer, from being written.
     pub(super) async fn bitmaps_go_down(
         &self,
         leaving: &[Arc<Layer>],
         target: &Target,
+        len: u64,
     ) -> Result<()> {
         let all = bitmaps_of(leaving).await;
         if all.is_empty() {
             return Ok(());
         }
         let Target::Qcow2(writer) = target else {
-            warn_of_end(&all, "a raw image has no bitmaps");
-            return Ok(());
+            return self.bitmaps_go_up(leaving.to_vec()).await;
         };
         let put = async |writer: Arc<Writer>| {
             let mut wanted: Vec<NewBitmap> = Vec::new();
-            for entry in all.iter().flat_map(|leaving| &leaving.entries) {
+            for entry in all.iter().flat_map(Leaving::entries) {
                 if !wanted.iter().any(|known| known.name == entry.name) {
                     wanted.push(NewBitmap::like(entry));
                 }
@@ -51,11 +62,18 @@ impl Chain {
             writer.take_disabled_bitmaps();
             if let Err(error) = writer.add_bitmaps(&wanted).await {
                 writer.check_usable()?;
-                warn_of_end(&all, &error.to_string());
+                tracing::warn!(%error, "the base of a merge gets no dirty bitmaps");
             }
-            merge_into(&writer, &all).await
+            Ok(())
         };
-        Arc::clone(writer).complete(put).await
+        Arc::clone(writer).complete(put).await?;
+        // A bitmap has bits only as far as its disk goes.
+        target.grow_to(len).await?;
+        let merge = async |writer: Arc<Writer>| merge_into(&writer, &all).await;
+        match Arc::clone(writer).complete(merge).await? {
+            Merged::All => Ok(()),
+            Merged::Some => self.bitmaps_go_up(leaving.to_vec()).await,
+        }
     }
 
     /// Puts into the bitmaps of the active layer what those of the `leaving` layers say, before
@@ -66,13 +84,26 @@ impl Chain {
     pub(super) async fn bitmaps_go_up(&self, leaving: Vec<Arc<Layer>>) -> Result<()> {
         self.change(async move |writer: Arc<Writer>| {
             let all = bitmaps_of(&leaving).await;
-            if all.is_empty() { Ok(()) } else { merge_into(&writer, &all).await }
+            if !all.is_empty() && merge_into(&writer, &all).await? == Merged::Some {
+                let layers: Vec<_> =
+                    all.iter().map(|leaving| leaving.layer.path.display().to_string()).collect();
+                let layers = layers.join(", ");
+                tracing::warn!(layers, "dirty bitmaps of merged layers end with them");
+            }
+            Ok(())
         })
         .await
     }
 }
 
-/// The layers among `leaving` that have bitmaps that are true, with these.
+/// Whether the layer that takes over has all bitmaps that something was to be put into.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Merged {
+    All,
+    Some,
+}
+
+/// The layers among `leaving` that have bitmaps, or may have had some.
 async fn bitmaps_of(leaving: &[Arc<Layer>]) -> Vec<Leaving<'_>> {
     let mut all = Vec::new();
     for layer in leaving.iter().filter(|layer| layer.tables.is_some()) {
@@ -81,61 +112,77 @@ async fn bitmaps_of(leaving: &[Arc<Layer>]) -> Vec<Leaving<'_>> {
             let entries = list_bitmaps(&*layer.store, &header).await?;
             Ok::<_, mica_block::Error>((header, entries))
         };
-        let (header, mut entries) = match read.await {
-            Ok(read) => read,
-            Err(error) => {
-                let image = layer.path.display();
-                tracing::warn!(%image, %error, "the dirty bitmaps of a merged layer are lost");
-                continue;
+        let image = layer.path.display();
+        match read.await {
+            Ok((header, _)) if header.stale_bitmaps => {
+                let why = "a program that does not know them has written it";
+                tracing::warn!(%image, why, "the dirty bitmaps of a merged layer are not true");
+                all.push(Leaving { layer, known: None });
             }
-        };
-        entries.retain(|entry| !entry.in_use);
-        if !entries.is_empty() {
-            all.push(Leaving { layer, header, entries });
+            Ok((_, entries)) if entries.is_empty() => {}
+            Ok(known) => all.push(Leaving { layer, known: Some(known) }),
+            Err(error) => {
+                tracing::warn!(%image, %error, "the dirty bitmaps of a merged layer are lost");
+                all.push(Leaving { layer, known: None });
+            }
         }
     }
     all
 }
 
-/// Makes dirty in the bitmaps of `writer` what is dirty in those of `all`.
-async fn merge_into(writer: &Writer, all: &[Leaving<'_>]) -> Result<()> {
+/// Makes dirty in the bitmaps of `writer` what is dirty in those of `all`, or may be.
+async fn merge_into(writer: &Writer, all: &[Leaving<'_>]) -> Result<Merged> {
     writer.begin_change().await?;
-    for Leaving { layer, header, entries } in all {
+    let whole = GuestRange::new(GuestOffset::ZERO, writer.layer_len()).expect("a disk");
+    let mut is_kept = true;
+    for Leaving { layer, known } in all {
+        let Some((header, entries)) = known else {
+            for name in writer.recorded_bitmaps() {
+                writer.make_dirty(&name, whole).await?;
+            }
+            // There may be others.
+            is_kept = false;
+            continue;
+        };
         for entry in entries {
-            let merged = async {
-                let bitmap = open_bitmap(&layer.store, header, &entry.name).await?;
-                let end = GuestOffset::new(bitmap.disk_bytes());
-                let mut at = GuestOffset::ZERO;
-                let mut is_kept = true;
-                while let Some(left) = GuestRange::between(at, end).filter(|left| !left.is_empty())
-                {
-                    for (len, is_dirty) in bitmap.runs(left).await? {
-                        let part = GuestRange::new(at, len).expect("a part of the disk");
-                        if is_dirty {
-                            is_kept &= writer.make_dirty(&entry.name, part).await?;
-                        }
-                        at = part.end();
+            let name = &entry.name;
+            if !entry.in_use {
+                match merge_one(writer, layer, (header, name)).await {
+                    Ok(kept) => {
+                        is_kept &= kept;
+                        continue;
+                    }
+                    Err(error) => {
+                        writer.check_usable()?;
+                        let image = layer.path.display();
+                        tracing::warn!(%image, name, %error, "all of a dirty bitmap is dirty now");
                     }
                 }
-                Ok::<_, mica_block::Error>(is_kept)
-            };
-            let why = match merged.await {
-                Ok(true) => continue,
-                Ok(false) => "the layer that takes over has none of this name".to_owned(),
-                Err(error) => error.to_string(),
-            };
-            writer.check_usable()?;
-            let (image, name) = (layer.path.display(), &entry.name);
-            tracing::warn!(%image, name, why, "a dirty bitmap of a merged layer ends with it");
+            }
+            is_kept &= writer.make_dirty(name, whole).await?;
         }
     }
-    Ok(())
+    Ok(if is_kept { Merged::All } else { Merged::Some })
 }
 
-fn warn_of_end(all: &[Leaving<'_>], why: &str) {
-    for Leaving { layer, entries, .. } in all {
-        let names: Vec<_> = entries.iter().map(|entry| entry.name.as_str()).collect();
-        let (image, names) = (layer.path.display(), names.join(", "));
-        tracing::warn!(%image, names, why, "dirty bitmaps of a merged layer may end with it");
+/// Makes dirty in the bitmap `name` of `writer` what is dirty in that of `layer`. Returns whether
+/// there is one that is kept.
+async fn merge_one(
+    writer: &Writer,
+    layer: &Layer,
+    (header, name): (&Header, &str),
+) -> Result<bool> {
+    let bitmap = open_bitmap(&layer.store, header, name).await?;
+    let end = GuestOffset::new(bitmap.disk_bytes());
+    let (mut at, mut is_kept) = (GuestOffset::ZERO, true);
+    while let Some(left) = GuestRange::between(at, end).filter(|left| !left.is_empty()) {
+        for (len, is_dirty) in bitmap.runs(left).await? {
+            let part = GuestRange::new(at, len).expect("a part of the disk");
+            if is_dirty {
+                is_kept &= writer.make_dirty(name, part).await?;
+            }
+            at = part.end();
+        }
     }
+    Ok(is_kept)
 }

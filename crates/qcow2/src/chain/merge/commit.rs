@@ -72,7 +72,7 @@ impl Chain {
         let target = self.open_target(base, at.base).await?;
         let sources = Sources::new(&map.layers().all()[at.base + 1..=at.top]);
         let leaving = map.layers().all()[at.base + 1..=at.top].to_vec();
-        let carried = self.bitmaps_go_down(&leaving, &target).await;
+        let carried = self.bitmaps_go_down(&leaving, &target, sources.top_len()).await;
         drop(leaving);
         let resume = Resume { base, top, done: 0 };
         let pace = Pace::new(self, &map.layers().all()[at.base + 1..=at.top], control);

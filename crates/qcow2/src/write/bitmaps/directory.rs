@@ -44,6 +44,20 @@ pub async fn settle_bitmaps(store: &dyn Store, header: Header) -> Result<Header>
     if header.autoclear.unknown & Autoclear::KEPT_BITMAPS == 0 {
         return Ok(header);
     }
+    // Whoever opens the image for writing refuses it, or has the bitmaps end.
+    let tables = [
+        (header.l1_offset, u64::from(header.l1_entries) * 8),
+        (header.refcount_table_offset, {
+            header.cluster_bits.bytes_of(u64::from(header.refcount_table_clusters))
+        }),
+    ];
+    let start = place.directory_offset.bytes();
+    let end = start.saturating_add(place.directory_bytes);
+    let overlaps =
+        |(at, len): &(HostOffset, u64)| at.bytes() < end && start < at.bytes().saturating_add(*len);
+    if tables.iter().any(overlaps) {
+        return Ok(header);
+    }
     let (bits, disk_bytes) = (header.cluster_bits, header.disk_bytes());
     let len = usize::try_from(place.directory_bytes).unwrap_or(usize::MAX);
     let mut directory = read_exact(store, place.directory_offset, len).await?;
@@ -227,6 +241,7 @@ impl Writer {
         let directory_offset = self.put_anew(directory).await?;
         // With the counts of everything.
         self.flush().await?;
+        self.log_reserved().await?;
         let directory_bytes = directory.len() as u64;
         let next = BitmapsExtension { count, directory_bytes, directory_offset };
         let bits = self.l2.cluster_bits;
@@ -235,7 +250,7 @@ impl Writer {
             header.autoclear.bitmaps_consistent = true;
         });
         named.await?;
-        self.bitmaps.set_place(next);
+        self.bitmaps.set_place(Some(next));
         if let Some(old) = place.replace(next) {
             self.free_run(old.directory_offset, old.directory_bytes);
         }

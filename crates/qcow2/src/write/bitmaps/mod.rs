@@ -26,7 +26,8 @@
 //!   bitmap that is kept. Until the image is closed they only get more.
 //! - B2 A kept bit is durable before the bitmap is flagged as in use, and until it is not any more.
 //!   It is set for no bitmap that was in use before, or whose table makes no sense.
-//! - B3 A table names a cluster only when the cluster's count and its bits are durable.
+//! - B3 A table names a cluster only when the cluster's count and its bits are durable, and the
+//!   log no longer calls it unused.
 //! - B4 Where there is no room, in memory or in the file, more is dirty, and not less.
 //! - B5 Bits behind the end of the disk are zeros in the file.
 
@@ -96,8 +97,8 @@ impl Bitmaps {
         *self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_place(&self, place: BitmapsExtension) {
-        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(place);
+    fn set_place(&self, place: Option<BitmapsExtension>) {
+        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = place;
     }
 }
 
@@ -113,6 +114,8 @@ impl Writer {
             Ok(entries) => entries,
             Err(error) => {
                 tracing::warn!(%error, "its dirty bitmaps cannot be read, and end here");
+                // The header is about to say so, and nothing looks for them again.
+                self.bitmaps.set_place(None);
                 return Ok(Marks::default());
             }
         };
@@ -124,6 +127,11 @@ impl Writer {
             let is_wanted = entry.auto || self.bitmaps.takes_disabled.load(Ordering::Acquire);
             if is_wanted {
                 in_use[index] = true;
+                if all.len() == Autoclear::KEPT_BITMAPS_MAX {
+                    let name = &entry.name;
+                    tracing::warn!(name, "a dirty bitmap ends, as the image has too many");
+                    continue;
+                }
                 match self.load_bitmap(index, entry).await {
                     Ok(recorded) => all.push(recorded),
                     Err(error) => {
@@ -214,6 +222,12 @@ impl Writer {
         Ok(())
     }
 
+    /// The names of the bitmaps that are kept, from the first write on.
+    pub(crate) fn recorded_bitmaps(&self) -> Vec<String> {
+        let recorder = self.bitmaps.recorder();
+        recorder.iter().flat_map(|recorder| &recorder.all).map(|one| one.name.clone()).collect()
+    }
+
     /// Makes `range` dirty in the bitmap called `name`. Returns whether that is kept.
     pub(crate) async fn make_dirty(&self, name: &str, range: GuestRange) -> Result<bool> {
         let Some(recorder) = self.bitmaps.recorder() else { return Ok(false) };
@@ -225,13 +239,14 @@ impl Writer {
     }
 
     /// Which parts of `range` are dirty in the bitmap called `name`, if something was written and
-    /// that is kept: lengths in bytes, from its start, at most `runs_max`.
+    /// that is kept: lengths in bytes, from its start, at most `runs_max`. And whether it is
+    /// enabled.
     pub(crate) fn dirty_runs(
         &self,
         name: &str,
         range: GuestRange,
         runs_max: usize,
-    ) -> Option<Vec<(u64, bool)>> {
+    ) -> Option<(Vec<(u64, bool)>, bool)> {
         self.bitmaps.recorder()?.runs(name, range, runs_max)
     }
 
@@ -295,7 +310,9 @@ impl Writer {
                 reserved.push(run);
                 self.write_fresh(recorder, (bitmap, *number), run, regions).await?;
             }
-            self.flush().await
+            // Not what lies beneath: the first write of each region would wait for a snapshot.
+            self.flush_own().await?;
+            self.log_reserved().await
         };
         let placed = placed.await;
         let is_short = match placed {
@@ -305,7 +322,10 @@ impl Writer {
                 reserved.drain(..).for_each(|run| self.space.give_back(run));
                 true
             }
-            Err(error) => return Err(Box::pin(self.note_corruption(error)).await),
+            Err(error) => {
+                reserved.drain(..).for_each(|run| self.space.give_back(run));
+                return Err(Box::pin(self.note_corruption(error)).await);
+            }
         };
         let cluster_pages = self.l2.cluster_bits.bytes() / PAGE_BYTES as u64;
         for (index, (bitmap, number)) in fresh.iter().enumerate() {
@@ -326,6 +346,19 @@ impl Writer {
             }
         }
         Ok(())
+    }
+
+    /// Clusters were reserved, their counts are durable, and something is about to name them that
+    /// is no page: from now on the log does not call them unused. If they came from the pool, no
+    /// group has told it.
+    async fn log_reserved(&self) -> Result<()> {
+        // What is in them is metadata, and no page: of an image with a data file a group may have
+        // synced only that.
+        if self.l2.data_file {
+            self.metadata.sync().await?;
+        }
+        self.metadata.lock().log_state(self.space.state());
+        self.metadata.unname_before_group().await
     }
 
     /// Writes the bits of a whole cluster of a bitmap to `run`, where nothing is.

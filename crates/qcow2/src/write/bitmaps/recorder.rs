@@ -232,13 +232,13 @@ impl Recorder {
     }
 
     /// What is dirty in the bitmap called `name` of `range`: lengths in bytes, from its start, at
-    /// most `runs_max`.
+    /// most `runs_max`. And whether it is enabled.
     pub(crate) fn runs(
         &self,
         name: &str,
         range: GuestRange,
         runs_max: usize,
-    ) -> Option<Vec<(u64, bool)>> {
+    ) -> Option<(Vec<(u64, bool)>, bool)> {
         let bitmap = self.all.iter().find(|bitmap| bitmap.name == name)?;
         let (mut at, end) = (range.start().bytes(), range.end().bytes());
         let mut runs = Vec::new();
@@ -249,7 +249,7 @@ impl Recorder {
             runs.push((stop - at, is_dirty));
             at = stop;
         }
-        Some(runs)
+        Some((runs, bitmap.is_enabled))
     }
 }
 
