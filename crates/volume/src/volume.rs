@@ -18,7 +18,6 @@ mod rewrite;
 mod snapshots;
 mod tidy;
 
-use crate::boot::Boot;
 use crate::heads::Heads;
 use crate::known::Change;
 use crate::place::BLOCK_BYTES;
@@ -53,13 +52,9 @@ impl Volume {
     }
 
     /// A state of a volume, to be read.
-    pub(crate) fn readable(
-        tree: Arc<Tree>,
-        heads: Heads,
-        state: State,
-        boot: Option<Arc<Boot>>,
-    ) -> Self {
-        Self::of(Shared::new(tree, heads, None, state, boot))
+    pub(crate) fn readable(tree: Arc<Tree>, heads: Heads, state: State) -> Self {
+        // Nobody tends it, and so a boot of it would not end.
+        Self::of(Shared::new(tree, heads, None, state, None))
     }
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.

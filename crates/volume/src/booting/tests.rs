@@ -116,6 +116,24 @@ fn boot_ends_by_itself_and_gives_its_memory_back() {
     });
 }
 
+/// Nobody would end it, and give the memory back.
+#[test]
+fn disk_that_is_only_read_does_not_boot() {
+    run(10, async {
+        let (_, volumes) = gold(0).await;
+        let volumes = volumes.with_key(Some(crate::testing::key())).with_boot_fetch(MEMORY);
+        let gold = volumes.open_readable(&name("gold")).await.expect("open");
+        let snapshot = volumes.open_snapshot(&name("gold"), &Which::Number(1)).await.expect("open");
+        let head = volumes.heads(&name("gold")).newest().await.expect("there");
+        assert!(!volumes.tree.chunks_of(head.boot_image()).is_used());
+        for volume in [gold, snapshot] {
+            read(&volume, 0, BLOCK).await;
+            volume.close().await.expect("closed");
+        }
+        assert_eq!(volumes.boot_record(&name("gold")).await.expect("read"), None);
+    });
+}
+
 /// Two that boot at once, of clones of a clone: what one fetches the other has.
 #[test]
 fn boots_at_once_share_what_is_fetched() {
