@@ -8,15 +8,17 @@
 //! Invariants
 //! - I1 A chunk is read once, by whoever comes first: a guest that needs it, or who fetches ahead.
 //!   Everybody else waits for that. One whose reading ended without it is wanted again.
-//! - I2 There are never more chunks than the budget has room for. Nothing makes way for others:
-//!   what does not fit is not fetched.
+//! - I2 There are never more chunks than the budget has room for, nor more of all images than
+//!   `ahead` has. Nothing makes way for others: what does not fit is not fetched.
 //! - I3 What is here is what the extent has, damage included: whoever reads it checks it.
 
+use crate::ahead::Ahead;
 use crate::place::ExtentId;
 use mica_block::Result;
 use mica_rt::sync::{Signal, Waiters};
 use mica_rt::{Buf, join_all};
 use std::collections::HashMap;
+use std::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,6 +49,7 @@ pub(crate) enum Role {
 #[derive(Default)]
 pub(crate) struct Chunks {
     inner: Mutex<Inner>,
+    ahead: Arc<Ahead>,
     /// Woken when a chunk is not being read any more.
     changed: Waiters,
     /// Whether there are users: looked at by each read.
@@ -90,6 +93,11 @@ enum Copied {
 }
 
 impl Chunks {
+    /// None yet; those of all images share what `ahead` has.
+    pub(crate) fn new(ahead: &Arc<Ahead>) -> Self {
+        Self { ahead: Arc::clone(ahead), ..Self::default() }
+    }
+
     /// Holds up to `bytes` until what is returned is dropped, and all others like it.
     pub(crate) fn begin(self: &Arc<Self>, bytes: u64) -> Using {
         let mut inner = self.inner();
@@ -112,7 +120,8 @@ impl Chunks {
             if inner.chunks.contains_key(&(extent, index)) {
                 continue;
             }
-            if inner.users == 0 || inner.chunks.len() >= inner.chunks_max {
+            let has_room = inner.users > 0 && inner.chunks.len() < inner.chunks_max;
+            if !has_room || !self.ahead.take(CHUNK_BYTES) {
                 return false;
             }
             inner.chunks.insert((extent, index), Chunk::Wanted);
@@ -343,7 +352,8 @@ impl Drop for Using {
         inner.users -= 1;
         if inner.users == 0 {
             self.0.is_used.store(false, Ordering::Release);
-            inner.chunks = HashMap::new();
+            let chunks = mem::take(&mut inner.chunks);
+            self.0.ahead.give_back(chunks.len() as u64 * CHUNK_BYTES);
             inner.chunks_max = 0;
         }
         drop(inner);
@@ -417,5 +427,19 @@ mod tests {
         drop(second);
         assert_eq!(chunks.copy(extent(), &(0..1), &mut buf), Copied::Gone);
         assert!(!chunks.is_used() && !chunks.want(extent(), &(0..1)));
+    }
+
+    /// However many images boot at once.
+    #[test]
+    fn images_share_one_budget_and_give_back_what_they_had() {
+        let ahead = Arc::default();
+        let images = [(); 2].map(|()| Arc::new(Chunks::new(&ahead)));
+        let [one, other] = &images;
+        let using = images.each_ref().map(|chunks| chunks.begin(1 << 30));
+        let [first, _second] = using;
+        assert!(one.want(extent(), &(0..(1 << 30) - C)) && other.want(extent(), &(0..C)));
+        assert!(!other.want(extent(), &(C..2 * C)));
+        drop(first);
+        assert!(other.want(extent(), &(C..2 * C)));
     }
 }

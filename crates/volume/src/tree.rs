@@ -9,6 +9,7 @@
 //! - I4 What is in an extent that is still being put is read from memory.
 //! - I5 What was read with one cipher is not returned to who has another, or none.
 
+use crate::ahead::Ahead;
 use crate::chunks::{Chunks, Reader, Role};
 use crate::crypt::Cipher;
 use crate::format::Id;
@@ -72,6 +73,7 @@ struct Shared {
     failing: AtomicU64,
     /// Of each image of which a volume is open.
     boots: Mutex<HashMap<Id, Weak<Chunks>>>,
+    ahead: Arc<Ahead>,
 }
 
 /// Counts a read that is tried again, until it is dropped.
@@ -125,7 +127,7 @@ impl Tree {
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
-        let (hits, misses, failing, held, boots) = Default::default();
+        let (hits, misses, failing, held, boots, ahead) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
         let count = usize::try_from(FRAMES_BYTES_MAX / FRAME_BYTES).expect("small");
         let frames = Cache::with_weighter(count, FRAMES_BYTES_MAX, FrameMemory);
@@ -141,6 +143,7 @@ impl Tree {
                 misses,
                 failing,
                 boots,
+                ahead,
             }),
             Access::Plain,
         );
@@ -175,9 +178,14 @@ impl Tree {
             return chunks;
         }
         boots.retain(|_, chunks| chunks.strong_count() > 0);
-        let chunks = Arc::default();
+        let chunks = Arc::new(Chunks::new(&self.shared.ahead));
         boots.insert(image, Arc::downgrade(&chunks));
         chunks
+    }
+
+    /// What all boots share.
+    pub(crate) fn ahead(&self) -> &Arc<Ahead> {
+        &self.shared.ahead
     }
 
     /// Reads that wait until the store answers again: of all that share it.

@@ -114,6 +114,7 @@ impl Disk for Volume {
             return Planned::Ready(Ok(self.planned(&view, range, extents)));
         }
         Planned::Pending(Box::pin(async move {
+            let _guest = self.shared.boot.as_ref().map(|boot| boot.guest());
             let mut first = Some(view);
             let view = self.shared.reading(async || {
                 let mut view = first.take().unwrap_or_else(|| self.shared.view(range));
@@ -153,10 +154,14 @@ impl Disk for Volume {
             let read = shared.reading(async || {
                 let (mut view, is_known) =
                     first.take().unwrap_or_else(|| (shared.view(range), false));
+                // While the map is asked, too.
+                let _guest = shared.boot.as_ref().map(|boot| boot.guest());
                 if !is_known && let Err(error) = view.resolve(&shared.tree).await {
                     return (view.generation(), Err(error));
                 }
-                let _booting = shared.boot.as_ref().and_then(|boot| boot.read(&view));
+                if let Some(boot) = &shared.boot {
+                    boot.note(&view);
+                }
                 let room = buf.take().expect("it comes back");
                 let (result, room) = view.read(&shared.tree, range, room).await;
                 buf = Some(room);
