@@ -105,8 +105,12 @@ mod tests {
             let heads = objects.contents().into_keys();
             let heads = heads.filter(|head| head.as_str().starts_with("volumes/web/"));
             assert_eq!(heads.count(), 1, "those with the old key are gone");
-            // Whoever begins again after a crash finds it done.
+            // Whoever begins again after a crash finds it done, but for the heads below.
+            let old = web.head(0);
+            let put = objects.put_if_absent(&old, mica_rt::Buf::from_slice(b"the old key")).await;
+            assert_eq!(put.0.expect("put"), mica_block::Put::Done);
             assert!(!volumes.rekey(&web, &other()).await.expect("as it is"));
+            assert!(!objects.contents().contains_key(&old));
             let with_new = volumes.with_key(Some(other()));
             let volume = with_new.open_volume(&web, Claimed::Refuse).await.expect("open");
             let refused = with_new.rekey(&web, &crate::testing::key()).await.expect_err("open");
