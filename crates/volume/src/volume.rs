@@ -257,14 +257,21 @@ impl Manage for Volume {
     /// Puts what was done, and ends the writer's time.
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            self.shared.end_boot(false).await;
-            match self.shared.writer {
-                Some(_) => self.shared.close().await,
-                None => {
-                    self.shared.end_reading();
-                    Ok(())
+            let close = async {
+                match self.shared.writer {
+                    Some(_) => self.shared.close().await,
+                    None => {
+                        self.shared.end_reading();
+                        Ok(())
+                    }
                 }
-            }
+            };
+            let record = async {
+                self.shared.end_boot(false).await;
+                Ok(())
+            };
+            let both: [LocalFuture<'_, Result<()>>; 2] = [Box::pin(close), Box::pin(record)];
+            join_all(both).await.into_iter().collect()
         })
     }
 
