@@ -335,7 +335,10 @@ impl Tree {
         match self.read_held(at, len) {
             Some(buf) => Ok(buf),
             None => {
-                let (result, buf) = self.read(at, Buf::new(len)).await;
+                let is_good = |bytes: &[u8]| {
+                    open_node(bytes, at).is_ok_and(|payload| crc32c(payload) == at.sum())
+                };
+                let (result, buf) = self.read_good(at, Buf::new(len), is_good).await;
                 result.map(|()| buf)
             }
         }
@@ -349,7 +352,7 @@ impl Tree {
     pub(crate) async fn read_blocks(
         &self,
         first: Place,
-        places: impl IntoIterator<Item = Place>,
+        places: impl IntoIterator<Item = Place> + Clone,
         buf: Buf,
     ) -> Result<Buf> {
         let (result, buf) = self.fill_blocks(first, places, buf).await;
@@ -360,7 +363,7 @@ impl Tree {
     pub(crate) async fn fill_blocks(
         &self,
         first: Place,
-        places: impl IntoIterator<Item = Place>,
+        places: impl IntoIterator<Item = Place> + Clone,
         buf: Buf,
     ) -> (Result<()>, Buf) {
         if let Err(locked) = self.access.check() {
@@ -388,11 +391,15 @@ impl Tree {
     async fn fill_in_place(
         &self,
         first: Place,
-        places: impl IntoIterator<Item = Place>,
+        places: impl IntoIterator<Item = Place> + Clone,
         buf: Buf,
         cipher: Option<&Cipher>,
     ) -> (Result<()>, Buf) {
-        let (result, mut buf) = self.read(first, buf).await;
+        let is_good = |bytes: &[u8]| {
+            let blocks = bytes.chunks_exact(BLOCK_BYTES);
+            blocks.zip(places.clone()).all(|(block, place)| crc32c(block) == place.sum())
+        };
+        let (result, mut buf) = self.read_good(first, buf, is_good).await;
         if result.is_err() {
             return (result, buf);
         }
@@ -412,7 +419,7 @@ impl Tree {
     async fn fill_from_frame(
         &self,
         first: Place,
-        places: impl IntoIterator<Item = Place>,
+        places: impl IntoIterator<Item = Place> + Clone,
         mut buf: Buf,
     ) -> (Result<()>, Buf) {
         let frame = match self.frame(first).await {
@@ -442,7 +449,8 @@ impl Tree {
 
     async fn read_frame(&self, at: Place) -> Result<Arc<Vec<u8>>> {
         let part = at.frame().expect("the place of a block in a frame");
-        let (result, mut buf) = self.read(at, Buf::new(part.len_max())).await;
+        let is_good = |bytes: &[u8]| frames::check(bytes, at).is_ok();
+        let (result, mut buf) = self.read_good(at, Buf::new(part.len_max()), is_good).await;
         result?;
         frames::open(buf.own_bytes(), at, self.access.cipher()).map(Arc::new)
     }
@@ -459,6 +467,25 @@ impl Tree {
             Some(_) => frames::check(&buf, at).map(drop),
             None if crc32c(&buf) == at.sum() => Ok(()),
             None => Err(damaged(at, "a block", &"its checksum does not match")),
+        }
+    }
+
+    /// As [`Self::read`], of what `is_good` tells from damage. What was damaged on its way into chunks
+    /// stays so there: it is forgotten, and read past them, once.
+    async fn read_good(
+        &self,
+        at: Place,
+        buf: Buf,
+        is_good: impl Fn(&[u8]) -> bool,
+    ) -> (Result<()>, Buf) {
+        let (result, buf) = self.read(at, buf).await;
+        let Some((chunks, _)) = self.chunks.as_ref().filter(|(chunks, _)| chunks.is_used()) else {
+            return (result, buf);
+        };
+        let bytes = at.offset()..at.offset() + buf.len() as u64;
+        match result.is_ok() && !is_good(&buf) && chunks.forget(at.extent(), &bytes) {
+            true => self.read_object(at.extent(), buf, at.offset()).await,
+            false => (result, buf),
         }
     }
 
