@@ -58,6 +58,7 @@ impl Volumes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::head::{Head, Life};
     use crate::heads::Claimed;
     use crate::testing::{environment, kind, memory, name, read, run, volumes, write};
     use mica_block::{Manage, Objects};
@@ -119,6 +120,21 @@ mod tests {
             volume.close().await.expect("closed");
             assert!(with_new.rekey(&web, &crate::testing::key()).await.expect("and back"));
             assert!(opens(&volumes, Some(crate::testing::key())).await);
+        });
+    }
+
+    #[test]
+    fn head_that_deletes_a_volume_has_no_secret() {
+        run(3, async {
+            let objects = memory();
+            let volumes = made(&objects).await;
+            let before = objects.contents();
+            volumes.delete(&name("web"), Claimed::Refuse).await.expect("deleted");
+            let new = objects.contents().into_iter().find(|(name, _)| !before.contains_key(name));
+            let (_, head) = new.expect("a head");
+            let head = Head::decode(&head).expect("a head");
+            assert_eq!((head.life, head.properties), (Life::Deleted, Properties::default()));
+            volumes.create_as(&name("web"), 1 << 20, kind(ENCRYPTED)).await.expect("made again");
         });
     }
 
