@@ -14,6 +14,7 @@ use mica_block::{
 use mica_rt::{Buf, spawn};
 use std::ffi::{CStr, CString};
 use std::future::Future;
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -129,10 +130,7 @@ impl Pool {
         let address = address.to_owned();
         Box::pin(async move {
             let doing = format!("blocklisting {address} at {}", shared.name);
-            // A whole host is never meant.
-            let is_client = address.rsplit_once('/').is_some_and(|(_, nonce)| is_number(nonce));
-            let terminated = CString::new(address).ok().filter(|_| is_client);
-            let Some(address) = terminated else {
+            let Some(address) = client_address(&address) else {
                 let what = format!("{doing}: that is no client's address (1.2.3.4:0/567)");
                 return Err(Error::new(ErrorKind::Invalid, what));
             };
@@ -149,8 +147,16 @@ impl Pool {
     }
 }
 
-fn is_number(text: &str) -> bool {
-    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
+/// `address` as monitors take it, if it is that of one client. It may come from an object that
+/// anybody could write, and goes into a command as it is: so it is made anew of its parts. A nonce of
+/// zero would be a whole host, and a port other than zero is a daemon's.
+fn client_address(address: &str) -> Option<CString> {
+    let (address, nonce) = address.rsplit_once('/')?;
+    let (ip, port) = address.rsplit_once(':')?;
+    let ip: IpAddr = ip.trim_matches(['[', ']']).parse().ok()?;
+    let nonce: u32 = nonce.parse().ok().filter(|nonce| *nonce != 0)?;
+    let client = format!("{}/{nonce}", SocketAddr::new(ip, 0));
+    CString::new(client).ok().filter(|_| port == "0")
 }
 
 /// What librados is told. It must never wait without end, nor in a call (requests, I2).
@@ -359,5 +365,43 @@ impl Object for PoolObject {
 
     fn read_end(&self, buf: Buf) -> EndFuture {
         self.shared.read_end(&self.name, buf)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_address_of_one_client_is_blocklisted() {
+        let clients = [
+            ("10.0.0.5:0/567", c"10.0.0.5:0/567"),
+            ("10.0.0.5:0/4294967295", c"10.0.0.5:0/4294967295"),
+            ("[2001:db8::5]:0/567", c"[2001:db8::5]:0/567"),
+            ("2001:db8::5]:0/567", c"[2001:db8::5]:0/567"),
+        ];
+        for (address, taken) in clients {
+            assert_eq!(client_address(address).as_deref(), Some(taken), "{address}");
+        }
+        let others = [
+            "10.0.0.5:0/0",
+            "10.0.0.5:0/00",
+            "10.0.0.5:0/4294967296",
+            "10.0.0.5:0/-1",
+            "10.0.0.5:0/",
+            "10.0.0.5:6800/567",
+            "10.0.0.5:00/567",
+            "10.0.0.5/567",
+            "10.0.0.0/8",
+            "10.0.0.5:0",
+            "v2:10.0.0.5:0/567",
+            "10.0.0.5\":0/567",
+            "10.0.0.5:0/567\"",
+            "10.0.0.5:0/567\0",
+            "",
+        ];
+        for address in others {
+            assert_eq!(client_address(address), None, "{address}");
+        }
     }
 }

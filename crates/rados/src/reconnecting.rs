@@ -9,7 +9,8 @@
 //! - R1 Whatever was asked of the old client, and is refused because that is blocklisted, ends with
 //!   an error of kind `Io`: it may have been done, and is to be tried again. What was sent and not
 //!   answered is never sent again by itself.
-//! - R2 One client is made at a time, and no more often than [`PAUSE`].
+//! - R2 One client is made at a time, and no more often than [`PAUSE`]. Whoever waits for one that is
+//!   being made has the outcome of that, whatever it is, and makes no other.
 
 use crate::pool::{Pool, PoolOptions};
 use crate::threads::Threads;
@@ -20,6 +21,7 @@ use mica_block::{
 };
 use mica_rt::sync::SharedLock;
 use mica_rt::{Buf, now, sleep};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -35,6 +37,8 @@ struct Inner {
     options: PoolOptions,
     current: Mutex<Arc<Pool>>,
     connecting: SharedLock,
+    /// Attempts that have ended.
+    attempts: AtomicU64,
     /// It connects: that waits for the monitors.
     thread: Threads,
 }
@@ -47,7 +51,8 @@ impl ReconnectingPool {
     pub fn open(options: PoolOptions) -> Result<Self> {
         let current = Mutex::new(Arc::new(Pool::open(options.clone())?));
         let (connecting, thread) = (SharedLock::default(), Threads::start("mica-rados-new", 1)?);
-        Ok(Self { inner: Arc::new(Inner { options, current, connecting, thread }) })
+        let attempts = AtomicU64::default();
+        Ok(Self { inner: Arc::new(Inner { options, current, connecting, attempts, thread }) })
     }
 }
 
@@ -64,8 +69,11 @@ impl Inner {
         }
         // R1.
         let again = Error::new(ErrorKind::Io, format!("{}: connecting again", error.in_one_line()));
+        let attempts = self.attempts.load(Ordering::Relaxed);
         let _alone = self.connecting.alone().await;
-        if !Arc::ptr_eq(&self.current(), pool) {
+        let is_tried = self.attempts.load(Ordering::Relaxed) != attempts;
+        // R2.
+        if is_tried || !Arc::ptr_eq(&self.current(), pool) {
             return Err(again);
         }
         let begun = now();
@@ -75,6 +83,7 @@ impl Inner {
             let _ = answer.send(Pool::open(options));
         });
         let opened = answered.await.expect("connecting panicked");
+        self.attempts.fetch_add(1, Ordering::Relaxed);
         let pause = PAUSE.saturating_sub(now().saturating_since(begun));
         match opened {
             Ok(new) => {

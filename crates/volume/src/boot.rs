@@ -16,10 +16,10 @@
 //! - I2 What is fetched is what the map of the volume says now. A record has no data, and names
 //!   guest blocks only.
 //! - I3 What was read already is not fetched, and what is being fetched is not read again
-//!   (`chunks`, I1). Fetching ahead makes way for guests: while one waits for the store, few
-//!   requests are ours.
-//! - I4 Memory is bounded by what the volume was opened with, for each image, and given back at the
-//!   end of the boot.
+//!   (`chunks`, I1). Fetching ahead makes way for guests: while one of any volume waits for the
+//!   store, few requests are ours (`ahead`, I2).
+//! - I4 Memory is bounded by what the volume was opened with, for each image, and for all of them
+//!   together (`ahead`, I1). It is given back at the end of the boot.
 
 mod stored;
 mod trace;
@@ -27,6 +27,7 @@ mod trace;
 pub(crate) use stored::BootRecords;
 pub(crate) use trace::Trace;
 
+use crate::ahead::{Ahead, GuestRead};
 use crate::chunks::{Chunks, Role, Using};
 use crate::format::Id;
 use crate::format::boot::BootRecord;
@@ -35,7 +36,7 @@ use crate::tree::Tree;
 use mica_block::BootStats;
 use mica_rt::sync::Signal;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What there is to know of a boot record.
@@ -66,8 +67,7 @@ pub(crate) struct Boot {
     pub(crate) using: Mutex<Option<Using>>,
     pub(crate) trace: Mutex<Trace>,
     pub(crate) is_recording: AtomicBool,
-    /// Reads of guests that are under way to the store.
-    pub(crate) reads: AtomicUsize,
+    pub(crate) ahead: Arc<Ahead>,
     /// Raised when the trace is full.
     pub(crate) full: Signal,
     /// Raised when the boot has ended.
@@ -81,9 +81,9 @@ impl Boot {
     pub(crate) fn new(image: Id, bytes: u64, tree: &Tree) -> Arc<Self> {
         let chunks = tree.chunks_of(image);
         let using = Mutex::new(Some(chunks.begin(bytes)));
-        let (trace, reads, full, ended, found) = Default::default();
-        let is_recording = AtomicBool::new(true);
-        Arc::new(Self { image, chunks, using, trace, is_recording, reads, full, ended, found })
+        let (trace, full, ended, found) = Default::default();
+        let (is_recording, ahead) = (AtomicBool::new(true), Arc::clone(tree.ahead()));
+        Arc::new(Self { image, chunks, using, trace, is_recording, ahead, full, ended, found })
     }
 
     /// What guests read with.
@@ -91,24 +91,24 @@ impl Boot {
         tree.through(&self.chunks, Role::Guest)
     }
 
-    /// A guest reads what `view` has, until what is returned is dropped.
-    pub(crate) fn read(self: &Arc<Self>, view: &View) -> Option<BootRead> {
+    /// A guest reads, or asks what there is to read, until what is returned is dropped: also after
+    /// the boot, for other volumes may boot then.
+    pub(crate) fn guest(&self) -> GuestRead {
+        self.ahead.guest()
+    }
+
+    /// A guest reads what `view` has.
+    pub(crate) fn note(&self, view: &View) {
         if !self.is_recording.load(Ordering::Relaxed) {
-            return None;
+            return;
         }
         let mut trace = lock(&self.trace);
-        let mut is_stored = false;
         for blocks in view.stored() {
-            is_stored = true;
             if !trace.note(blocks) {
                 self.is_recording.store(false, Ordering::Relaxed);
                 self.full.raise();
             }
         }
-        is_stored.then(|| {
-            self.reads.fetch_add(1, Ordering::Relaxed);
-            BootRead(Arc::clone(self))
-        })
     }
 
     /// Of these blocks, those that no guest has read since the volume was opened.
@@ -126,15 +126,6 @@ impl Boot {
             served_bytes: count(&self.chunks.served),
             is_booting: !self.ended.is_raised(),
         }
-    }
-}
-
-/// A read of a guest that is under way.
-pub(crate) struct BootRead(Arc<Boot>);
-
-impl Drop for BootRead {
-    fn drop(&mut self) {
-        self.0.reads.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -8,15 +8,18 @@
 //! Invariants
 //! - I1 A chunk is read once, by whoever comes first: a guest that needs it, or who fetches ahead.
 //!   Everybody else waits for that. One whose reading ended without it is wanted again.
-//! - I2 There are never more chunks than the budget has room for. Nothing makes way for others:
-//!   what does not fit is not fetched.
-//! - I3 What is here is what the extent has, damage included: whoever reads it checks it.
+//! - I2 There are never more chunks than the budget has room for, nor more of all images than
+//!   `ahead` has. Nothing makes way for others: what does not fit is not fetched.
+//! - I3 What is here is what was read of the extent, damage included: whoever reads it checks it, and
+//!   has it forgotten, so that it is read again.
 
+use crate::ahead::Ahead;
 use crate::place::ExtentId;
 use mica_block::Result;
 use mica_rt::sync::{Signal, Waiters};
 use mica_rt::{Buf, join_all};
 use std::collections::HashMap;
+use std::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,6 +50,7 @@ pub(crate) enum Role {
 #[derive(Default)]
 pub(crate) struct Chunks {
     inner: Mutex<Inner>,
+    ahead: Arc<Ahead>,
     /// Woken when a chunk is not being read any more.
     changed: Waiters,
     /// Whether there are users: looked at by each read.
@@ -90,6 +94,11 @@ enum Copied {
 }
 
 impl Chunks {
+    /// None yet; those of all images share what `ahead` has.
+    pub(crate) fn new(ahead: &Arc<Ahead>) -> Self {
+        Self { ahead: Arc::clone(ahead), ..Self::default() }
+    }
+
     /// Holds up to `bytes` until what is returned is dropped, and all others like it.
     pub(crate) fn begin(self: &Arc<Self>, bytes: u64) -> Using {
         let mut inner = self.inner();
@@ -112,7 +121,8 @@ impl Chunks {
             if inner.chunks.contains_key(&(extent, index)) {
                 continue;
             }
-            if inner.users == 0 || inner.chunks.len() >= inner.chunks_max {
+            let has_room = inner.users > 0 && inner.chunks.len() < inner.chunks_max;
+            if !has_room || !self.ahead.take(CHUNK_BYTES) {
                 return false;
             }
             inner.chunks.insert((extent, index), Chunk::Wanted);
@@ -153,24 +163,39 @@ impl Chunks {
 
     /// Puts these bytes of an extent into `buf`, which is as long, if all of them are here.
     fn copy(&self, extent: ExtentId, bytes: &Range<u64>, buf: &mut Buf) -> Copied {
+        let mut here = Vec::new();
         let inner = self.inner();
         for index in indices(bytes) {
             match inner.chunks.get(&(extent, index)) {
-                Some(Chunk::Here(..)) => {}
+                Some(Chunk::Here(of, start)) => here.push((index, Arc::clone(of), *start)),
                 Some(Chunk::Wanted | Chunk::BeingRead) => return Copied::NotYet,
                 None => return Copied::Gone,
             }
         }
+        // All guests of the image take the lock.
+        drop(inner);
         let mut at = 0;
-        for index in indices(bytes) {
-            let Some(Chunk::Here(of, start)) = inner.chunks.get(&(extent, index)) else { continue };
+        for (index, of, start) in here {
             let skipped = small(bytes.start.saturating_sub(index * CHUNK_BYTES));
-            let chunk = &of[*start..*start + small(CHUNK_BYTES)];
+            let chunk = &of[start..start + small(CHUNK_BYTES)];
             let len = (buf.len() - at).min(chunk.len() - skipped);
             buf.put(at, &chunk[skipped..skipped + len]);
             at += len;
         }
         Copied::Done
+    }
+
+    /// Whoever needs these bytes of an extent next reads them again: those that are here are damaged.
+    /// Returns false if none is here.
+    pub(crate) fn forget(&self, extent: ExtentId, bytes: &Range<u64>) -> bool {
+        let (mut inner, mut was_here) = (self.inner(), false);
+        for index in indices(bytes) {
+            if let Some(chunk @ Chunk::Here(..)) = inner.chunks.get_mut(&(extent, index)) {
+                *chunk = Chunk::Wanted;
+                was_here = true;
+            }
+        }
+        was_here
     }
 
     /// Waits until none of these bytes is being read.
@@ -263,12 +288,12 @@ impl Chunks {
         (extent, bytes): (ExtentId, &Range<u64>),
         read: &impl AsyncFn(Buf, u64) -> (Result<()>, Buf),
     ) -> Result<()> {
-        while let Some(claim) = self.claim(extent, bytes) {
+        let claims = std::iter::from_fn(|| self.claim(extent, bytes));
+        let reads = claims.map(async |claim| {
             let (result, content) = read(Buf::new(claim.len()), claim.offset()).await;
-            result?;
-            claim.fill(content);
-        }
-        Ok(())
+            result.map(|()| claim.fill(content))
+        });
+        join_all(reads).await.into_iter().collect()
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -343,7 +368,8 @@ impl Drop for Using {
         inner.users -= 1;
         if inner.users == 0 {
             self.0.is_used.store(false, Ordering::Release);
-            inner.chunks = HashMap::new();
+            let chunks = mem::take(&mut inner.chunks);
+            self.0.ahead.give_back(chunks.len() as u64 * CHUNK_BYTES);
             inner.chunks_max = 0;
         }
         drop(inner);
@@ -417,5 +443,31 @@ mod tests {
         drop(second);
         assert_eq!(chunks.copy(extent(), &(0..1), &mut buf), Copied::Gone);
         assert!(!chunks.is_used() && !chunks.want(extent(), &(0..1)));
+    }
+
+    #[test]
+    fn what_is_forgotten_is_wanted_again() {
+        let chunks = Arc::new(Chunks::default());
+        let _using = chunks.begin(8 * C);
+        chunks.want(extent(), &(0..3 * C));
+        assert!(!chunks.forget(extent(), &(0..C)), "it is not here yet");
+        filled(&chunks, 0..3 * C);
+        assert!(chunks.forget(extent(), &(C + 5..C + 6)));
+        let claim = chunks.claim(extent(), &(0..3 * C)).expect("wanted");
+        assert_eq!((claim.offset(), claim.len() as u64), (C, C));
+    }
+
+    /// However many images boot at once.
+    #[test]
+    fn images_share_one_budget_and_give_back_what_they_had() {
+        let ahead = Arc::default();
+        let images = [(); 2].map(|()| Arc::new(Chunks::new(&ahead)));
+        let [one, other] = &images;
+        let using = images.each_ref().map(|chunks| chunks.begin(1 << 30));
+        let [first, _second] = using;
+        assert!(one.want(extent(), &(0..(1 << 30) - C)) && other.want(extent(), &(0..C)));
+        assert!(!other.want(extent(), &(C..2 * C)));
+        drop(first);
+        assert!(other.want(extent(), &(C..2 * C)));
     }
 }

@@ -369,7 +369,12 @@ impl Heads {
     /// # Errors
     /// `Limit` if there is no number for it: nobody puts so many, but a hostile store may have one.
     fn after(&self, before: &Head, life: Life, state: State) -> Result<Head> {
-        let (properties, image) = (before.properties, before.image);
+        // Who deletes an encrypted volume wants its secret gone, and the last head of a name stays.
+        let properties = match life {
+            Life::Deleted => Properties::default(),
+            _ => before.properties,
+        };
+        let image = before.image;
         let head = self.head(self.number_after(before)?, before.volume, life, state);
         Ok(Head { properties, image, ..head })
     }

@@ -24,6 +24,7 @@
 //! | what boots read first, and how it is fetched ahead | `boot`, `booting`, docs/formats/boot.md |
 //! | how a snapshot gets into another store | `stream`, docs/formats/stream.md |
 
+mod ahead;
 mod boot;
 mod booting;
 mod build;

@@ -1,6 +1,7 @@
 //! What a volume is made with, and never changes: whether its data is compressed, and encrypted.
 //!
-//! Heads have it, and each head has what the one before it has.
+//! Heads have it, and each head has what the one before it has; the one that deletes a volume has
+//! nothing of it.
 
 use crate::crypt::{Cipher, KeyName, VolumeKey, WrappedSecret};
 use mica_block::{Error, ErrorKind};

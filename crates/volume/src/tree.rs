@@ -9,6 +9,7 @@
 //! - I4 What is in an extent that is still being put is read from memory.
 //! - I5 What was read with one cipher is not returned to who has another, or none.
 
+use crate::ahead::Ahead;
 use crate::chunks::{Chunks, Reader, Role};
 use crate::crypt::Cipher;
 use crate::format::Id;
@@ -72,6 +73,7 @@ struct Shared {
     failing: AtomicU64,
     /// Of each image of which a volume is open.
     boots: Mutex<HashMap<Id, Weak<Chunks>>>,
+    ahead: Arc<Ahead>,
 }
 
 /// Counts a read that is tried again, until it is dropped.
@@ -125,7 +127,7 @@ impl Tree {
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
-        let (hits, misses, failing, held, boots) = Default::default();
+        let (hits, misses, failing, held, boots, ahead) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
         let count = usize::try_from(FRAMES_BYTES_MAX / FRAME_BYTES).expect("small");
         let frames = Cache::with_weighter(count, FRAMES_BYTES_MAX, FrameMemory);
@@ -141,6 +143,7 @@ impl Tree {
                 misses,
                 failing,
                 boots,
+                ahead,
             }),
             Access::Plain,
         );
@@ -175,9 +178,14 @@ impl Tree {
             return chunks;
         }
         boots.retain(|_, chunks| chunks.strong_count() > 0);
-        let chunks = Arc::default();
+        let chunks = Arc::new(Chunks::new(&self.shared.ahead));
         boots.insert(image, Arc::downgrade(&chunks));
         chunks
+    }
+
+    /// What all boots share.
+    pub(crate) fn ahead(&self) -> &Arc<Ahead> {
+        &self.shared.ahead
     }
 
     /// Reads that wait until the store answers again: of all that share it.
@@ -327,7 +335,10 @@ impl Tree {
         match self.read_held(at, len) {
             Some(buf) => Ok(buf),
             None => {
-                let (result, buf) = self.read(at, Buf::new(len)).await;
+                let is_good = |bytes: &[u8]| {
+                    open_node(bytes, at).is_ok_and(|payload| crc32c(payload) == at.sum())
+                };
+                let (result, buf) = self.read_good(at, Buf::new(len), is_good).await;
                 result.map(|()| buf)
             }
         }
@@ -341,7 +352,7 @@ impl Tree {
     pub(crate) async fn read_blocks(
         &self,
         first: Place,
-        places: impl IntoIterator<Item = Place>,
+        places: impl IntoIterator<Item = Place> + Clone,
         buf: Buf,
     ) -> Result<Buf> {
         let (result, buf) = self.fill_blocks(first, places, buf).await;
@@ -352,7 +363,7 @@ impl Tree {
     pub(crate) async fn fill_blocks(
         &self,
         first: Place,
-        places: impl IntoIterator<Item = Place>,
+        places: impl IntoIterator<Item = Place> + Clone,
         buf: Buf,
     ) -> (Result<()>, Buf) {
         if let Err(locked) = self.access.check() {
@@ -380,11 +391,15 @@ impl Tree {
     async fn fill_in_place(
         &self,
         first: Place,
-        places: impl IntoIterator<Item = Place>,
+        places: impl IntoIterator<Item = Place> + Clone,
         buf: Buf,
         cipher: Option<&Cipher>,
     ) -> (Result<()>, Buf) {
-        let (result, mut buf) = self.read(first, buf).await;
+        let is_good = |bytes: &[u8]| {
+            let blocks = bytes.chunks_exact(BLOCK_BYTES);
+            blocks.zip(places.clone()).all(|(block, place)| crc32c(block) == place.sum())
+        };
+        let (result, mut buf) = self.read_good(first, buf, is_good).await;
         if result.is_err() {
             return (result, buf);
         }
@@ -404,7 +419,7 @@ impl Tree {
     async fn fill_from_frame(
         &self,
         first: Place,
-        places: impl IntoIterator<Item = Place>,
+        places: impl IntoIterator<Item = Place> + Clone,
         mut buf: Buf,
     ) -> (Result<()>, Buf) {
         let frame = match self.frame(first).await {
@@ -434,7 +449,8 @@ impl Tree {
 
     async fn read_frame(&self, at: Place) -> Result<Arc<Vec<u8>>> {
         let part = at.frame().expect("the place of a block in a frame");
-        let (result, mut buf) = self.read(at, Buf::new(part.len_max())).await;
+        let is_good = |bytes: &[u8]| frames::check(bytes, at).is_ok();
+        let (result, mut buf) = self.read_good(at, Buf::new(part.len_max()), is_good).await;
         result?;
         frames::open(buf.own_bytes(), at, self.access.cipher()).map(Arc::new)
     }
@@ -451,6 +467,25 @@ impl Tree {
             Some(_) => frames::check(&buf, at).map(drop),
             None if crc32c(&buf) == at.sum() => Ok(()),
             None => Err(damaged(at, "a block", &"its checksum does not match")),
+        }
+    }
+
+    /// As [`Self::read`], of what `is_good` tells from damage. What was damaged on its way into chunks
+    /// stays so there: it is forgotten, and read past them, once.
+    async fn read_good(
+        &self,
+        at: Place,
+        buf: Buf,
+        is_good: impl Fn(&[u8]) -> bool,
+    ) -> (Result<()>, Buf) {
+        let (result, buf) = self.read(at, buf).await;
+        let Some((chunks, _)) = self.chunks.as_ref().filter(|(chunks, _)| chunks.is_used()) else {
+            return (result, buf);
+        };
+        let bytes = at.offset()..at.offset() + buf.len() as u64;
+        match result.is_ok() && !is_good(&buf) && chunks.forget(at.extent(), &bytes) {
+            true => self.read_object(at.extent(), buf, at.offset()).await,
+            false => (result, buf),
         }
     }
 

@@ -18,7 +18,6 @@ mod rewrite;
 mod snapshots;
 mod tidy;
 
-use crate::boot::Boot;
 use crate::heads::Heads;
 use crate::known::Change;
 use crate::place::BLOCK_BYTES;
@@ -53,13 +52,9 @@ impl Volume {
     }
 
     /// A state of a volume, to be read.
-    pub(crate) fn readable(
-        tree: Arc<Tree>,
-        heads: Heads,
-        state: State,
-        boot: Option<Arc<Boot>>,
-    ) -> Self {
-        Self::of(Shared::new(tree, heads, None, state, boot))
+    pub(crate) fn readable(tree: Arc<Tree>, heads: Heads, state: State) -> Self {
+        // Nobody tends it, and so a boot of it would not end.
+        Self::of(Shared::new(tree, heads, None, state, None))
     }
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.
@@ -119,6 +114,7 @@ impl Disk for Volume {
             return Planned::Ready(Ok(self.planned(&view, range, extents)));
         }
         Planned::Pending(Box::pin(async move {
+            let _guest = self.shared.boot.as_ref().map(|boot| boot.guest());
             let mut first = Some(view);
             let view = self.shared.reading(async || {
                 let mut view = first.take().unwrap_or_else(|| self.shared.view(range));
@@ -158,10 +154,14 @@ impl Disk for Volume {
             let read = shared.reading(async || {
                 let (mut view, is_known) =
                     first.take().unwrap_or_else(|| (shared.view(range), false));
+                // While the map is asked, too.
+                let _guest = shared.boot.as_ref().map(|boot| boot.guest());
                 if !is_known && let Err(error) = view.resolve(&shared.tree).await {
                     return (view.generation(), Err(error));
                 }
-                let _booting = shared.boot.as_ref().and_then(|boot| boot.read(&view));
+                if let Some(boot) = &shared.boot {
+                    boot.note(&view);
+                }
                 let room = buf.take().expect("it comes back");
                 let (result, room) = view.read(&shared.tree, range, room).await;
                 buf = Some(room);
@@ -257,14 +257,21 @@ impl Manage for Volume {
     /// Puts what was done, and ends the writer's time.
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            self.shared.end_boot(false).await;
-            match self.shared.writer {
-                Some(_) => self.shared.close().await,
-                None => {
-                    self.shared.end_reading();
-                    Ok(())
+            let close = async {
+                match self.shared.writer {
+                    Some(_) => self.shared.close().await,
+                    None => {
+                        self.shared.end_reading();
+                        Ok(())
+                    }
                 }
-            }
+            };
+            let record = async {
+                self.shared.end_boot(false).await;
+                Ok(())
+            };
+            let both: [LocalFuture<'_, Result<()>>; 2] = [Box::pin(close), Box::pin(record)];
+            join_all(both).await.into_iter().collect()
         })
     }
 

@@ -6,7 +6,7 @@ mod rekey;
 mod retention;
 mod snapshots;
 
-use crate::boot::{Boot, BootInfo, BootRecords};
+use crate::boot::{BootInfo, BootRecords};
 use crate::crypt::VolumeKey;
 use crate::environment::Environment;
 use crate::format::Id;
@@ -135,7 +135,8 @@ impl Volumes {
     }
 
     /// The same, whose disks record what is read first, and fetch what earlier boots of their image
-    /// read first, up to so many bytes for each image; 0 is neither. It takes [`Manage::tend`].
+    /// read first, up to so many bytes for each image; 0 is neither. It takes [`Manage::tend`], and
+    /// so it is for those that are opened for writing.
     ///
     /// [`Manage::tend`]: mica_block::Manage::tend
     #[must_use]
@@ -320,13 +321,7 @@ impl Volumes {
         let heads = self.heads(name);
         let (head, state) = heads.counting().await?;
         let tree = self.disk_tree().with_access(self.access(name, &head.properties)?);
-        let boot = self.boot_of(&head, &tree);
-        Ok(Volume::readable(tree, heads, state, boot))
-    }
-
-    /// What is recorded and fetched of a disk of a volume with this head.
-    pub(crate) fn boot_of(&self, head: &Head, tree: &Tree) -> Option<Arc<Boot>> {
-        (self.boot_fetch > 0).then(|| Boot::new(head.boot_image(), self.boot_fetch, tree))
+        Ok(Volume::readable(tree, heads, state))
     }
 
     /// The newest boot record of the image that a volume comes from; `None` if it has none, or

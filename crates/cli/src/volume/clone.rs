@@ -11,7 +11,7 @@ use std::process::ExitCode;
 ///
 /// In the same store: both share what they have in common, and each is written on its own. It takes
 /// a moment, whatever the length. A clone is compressed and encrypted as its source is, with the
-/// same key, which is not needed for this.
+/// same key and secret; the key is not needed for this.
 #[derive(Args)]
 pub(super) struct CloneArgs {
     #[command(flatten)]

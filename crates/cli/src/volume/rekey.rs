@@ -14,7 +14,7 @@ use std::process::ExitCode;
 ///
 /// No block is written again: the key wraps the volume's secret, which stays. Whoever has the old
 /// key and an old copy of the store can read both; to be rid of that, copy the volume with `send`
-/// and `receive`. Clones keep their keys.
+/// and `receive`. Clones keep their keys, and have the same secret.
 #[derive(Args)]
 pub(super) struct RekeyArgs {
     #[command(flatten)]

@@ -10,6 +10,9 @@ use std::ops::Range;
 
 /// A record is put again only if this part of it, at least, would be another.
 const CHANGED_PART: u64 = 16;
+/// What a whole boot did not read counts as missed only if it read this part of the record, at
+/// least: a server that is started again under guests that run opens their volumes, too.
+const READ_PART: u64 = 4;
 
 /// See the module.
 #[derive(Default)]
@@ -50,9 +53,11 @@ impl Trace {
         self.seen.outside(blocks)
     }
 
-    /// What a record that has `old` has after this: first what was read now, as it was read, then
-    /// what others had read. After a whole boot, what was not read comes nearer to its end. `None`
-    /// if that is about the same.
+    /// What a record that has `old` has after this; `None` if that is about the same. After a whole
+    /// boot it has first what was read now, as it was read, then what others had read. After one
+    /// that was cut short, or filled the trace, the old comes first: what was read may be no boot.
+    /// What a whole boot did not read comes nearer to its end, unless that one read little of the
+    /// record: then its guest had been running before.
     pub(crate) fn merged(
         &self,
         old: Option<&[BootRange]>,
@@ -61,34 +66,71 @@ impl Trace {
         if self.is_empty() {
             return None;
         }
-        let (mut known, mut missed_count, mut count) = (Blocks::default(), 0, self.count);
-        let mut merged: Vec<BootRange> = self.ranges.iter().flat_map(|it| pieces(it, 0)).collect();
-        for range in old.unwrap_or_default() {
-            let blocks = range.start..range.start + u64::from(range.count);
-            known.add(blocks.clone());
-            for part in self.seen.outside(&blocks) {
-                missed_count += part.end - part.start;
-                let missed = range.missed + u32::from(is_whole);
-                let is_room = |len| count + len <= BLOCKS_MAX && merged.len() < RANGES_MAX;
-                if missed < MISSED_MAX && is_room(part.end - part.start) {
-                    count += part.end - part.start;
-                    merged.extend(pieces(&part, missed));
+        let old = old.unwrap_or_default();
+        let mut known = Blocks::default();
+        old.iter().for_each(|range| known.add(blocks_of(range)));
+        let missed: u64 = old.iter().map(|range| self.missed_of(range)).sum();
+        let all: u64 = old.iter().map(|range| u64::from(range.count)).sum();
+        let is_boot = is_whole && (all - missed) * READ_PART >= all;
+        let (mut merged, mut new) = (Merged::default(), 0);
+        let is_old_first = self.is_full() || !is_whole;
+        if !is_old_first {
+            for range in &self.ranges {
+                merged.add(range, 0);
+                new += known.outside(range).into_iter().map(len).sum::<u64>();
+            }
+        }
+        for range in old {
+            let was_missed = range.missed + u32::from(is_boot);
+            for (part, is_read) in self.seen.split(&blocks_of(range)) {
+                let missed = if is_read { 0 } else { was_missed };
+                if missed < MISSED_MAX && (is_old_first || !is_read) {
+                    merged.add(&part, missed);
                 }
             }
         }
-        merged.truncate(RANGES_MAX);
-        let new = self.ranges.iter().flat_map(|range| known.outside(range));
-        let new: u64 = new.map(|range| range.end - range.start).sum();
-        let changed = new + if is_whole { missed_count } else { 0 };
-        (changed > 0 && changed * CHANGED_PART >= self.count).then_some(merged)
+        if is_old_first {
+            let parts = self.ranges.iter().flat_map(|range| known.outside(range));
+            new = parts.map(|part| merged.add(&part, 0)).sum();
+        }
+        let changed = new + if is_boot { missed } else { 0 };
+        (changed > 0 && changed * CHANGED_PART >= self.count).then_some(merged.ranges)
+    }
+
+    /// Blocks of a range that were not read.
+    fn missed_of(&self, range: &BootRange) -> u64 {
+        self.seen.outside(&blocks_of(range)).into_iter().map(len).sum()
     }
 }
 
-/// Blocks as ranges of a record.
-fn pieces(blocks: &Range<u64>, missed: u32) -> impl Iterator<Item = BootRange> + use<> {
-    let (start, count) = (blocks.start, blocks.end - blocks.start);
-    // A trace has no more blocks than a count can say.
-    u32::try_from(count).ok().map(|count| BootRange { start, count, missed }).into_iter()
+/// The ranges of a record, as far as there is room (I2).
+#[derive(Default)]
+struct Merged {
+    ranges: Vec<BootRange>,
+    count: u64,
+}
+
+impl Merged {
+    /// Returns for how many of them there was room.
+    fn add(&mut self, blocks: &Range<u64>, missed: u32) -> u64 {
+        let is_full = self.ranges.len() >= RANGES_MAX;
+        let room = if is_full { 0 } else { BLOCKS_MAX - self.count };
+        let added = room.min(blocks.end - blocks.start);
+        // A record has no more blocks than a count can say.
+        if let Some(count) = u32::try_from(added).ok().filter(|count| *count > 0) {
+            self.ranges.push(BootRange { start: blocks.start, count, missed });
+        }
+        self.count += added;
+        added
+    }
+}
+
+fn blocks_of(range: &BootRange) -> Range<u64> {
+    range.start..range.start + u64::from(range.count)
+}
+
+fn len(blocks: Range<u64>) -> u64 {
+    blocks.end - blocks.start
 }
 
 /// A set of blocks.
@@ -112,6 +154,22 @@ impl Blocks {
             (start, end) = (start.min(first), end.max(last));
         }
         self.runs.insert(start, end);
+    }
+
+    /// `blocks` in order, as parts that are in it, and such that are not.
+    fn split(&self, blocks: &Range<u64>) -> Vec<(Range<u64>, bool)> {
+        let (mut parts, mut at) = (Vec::new(), blocks.start);
+        for outside in self.outside(blocks) {
+            if at < outside.start {
+                parts.push((at..outside.start, true));
+            }
+            at = outside.end;
+            parts.push((outside, false));
+        }
+        if at < blocks.end {
+            parts.push((at..blocks.end, true));
+        }
+        parts
     }
 
     /// Of `blocks`, those that are not in it.
@@ -208,5 +266,37 @@ mod tests {
         }
         let read_again = trace(&[(102, 108), (4, 8)]).merged(Some(&record), true).expect("changed");
         assert_eq!(read_again, [range(102, 6, 0), range(4, 4, 0)]);
+    }
+
+    /// A server is started again, again and again, while its guests run.
+    #[test]
+    fn whoever_reads_little_of_a_record_does_not_age_it() {
+        let mut record = trace(&[(0, 400)]).merged(None, true).expect("new");
+        for restart in 0..2 * u64::from(MISSED_MAX) {
+            let guest = trace(&[(10, 20), (1000 + 100 * restart, 1040 + 100 * restart)]);
+            record = guest.merged(Some(&record), true).expect("more is read");
+            assert!(record.iter().all(|range| range.missed == 0));
+            let of_boot = record.iter().filter(|range| range.start < 400);
+            assert_eq!(of_boot.map(|range| range.count).sum::<u32>(), 400);
+        }
+    }
+
+    /// A backup reads a volume as soon as it is open.
+    #[test]
+    fn what_fills_a_trace_or_is_cut_short_comes_after_what_boots_read() {
+        let far = BLOCKS_MAX + 500;
+        let record = trace(&[(far, far + 400), (0, 100)]).merged(None, true).expect("new");
+        let all = trace(&[(0, BLOCKS_MAX)]);
+        assert!(all.is_full());
+        let merged = all.merged(Some(&record), true).expect("more is read");
+        assert_eq!(merged[..2], record);
+        let room = u32::try_from(BLOCKS_MAX).expect("small") - 500;
+        assert_eq!(merged[2..], [range(100, room, 0)]);
+        let short = trace(&[(90, 110)]).merged(Some(&record), false).expect("more is read");
+        let read = [range(0, 90, 0), range(90, 10, 0), range(100, 10, 0)];
+        assert_eq!(short, [&record[..1], &read].concat());
+        let full = all.merged(None, true).expect("new");
+        let elsewhere = trace(&[(BLOCKS_MAX, 2 * BLOCKS_MAX)]);
+        assert_eq!(elsewhere.merged(Some(&full), true), None, "it has no room");
     }
 }

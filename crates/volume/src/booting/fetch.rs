@@ -1,9 +1,10 @@
-//! Fetches what a boot record names, in its order, some requests at a time.
+//! Fetches what a boot record names, in its order, as many parts at a time as `ahead` lets it.
 //!
 //! Invariants
 //! - F1 It goes on for as long as the boot does, there is room for more, and the store answers;
 //!   then it ends, and nobody misses it.
 
+use crate::ahead::FETCHES_MAX;
 use crate::boot::Boot;
 use crate::chunks::Role;
 use crate::collect::client::InFlight;
@@ -15,11 +16,7 @@ use crate::tree::{Cursor, Tree};
 use mica_block::Result;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-/// Parts that are fetched at a time, and how many of them beside guests that wait for the store.
-const IN_FLIGHT_MAX: usize = 16;
-const BESIDE_GUESTS_MAX: usize = 4;
 /// Blocks of a part: a request has 1 MiB at most, if all of them are beside each other.
 const PART_BLOCKS: usize = 256;
 
@@ -33,20 +30,14 @@ pub(super) async fn fetch(
     record: &BootRecord,
 ) -> Result<()> {
     let tree = shared.tree.with_patience(Patience::VERB).through(&boot.chunks, Role::Ahead);
-    let mut in_flight = InFlight::with_max(IN_FLIGHT_MAX);
+    let mut in_flight = InFlight::with_max(FETCHES_MAX);
     for blocks in parts(record) {
-        while in_flight.len() > BESIDE_GUESTS_MAX && boot.reads.load(Ordering::Relaxed) > 0 {
-            if let Some(has_room) = in_flight.next().await
-                && !has_room?
-            {
-                return Ok(());
-            }
-        }
-        if boot.ended.is_raised() {
-            break;
-        }
+        let Some(turn) = boot.ended.unless_raised(boot.ahead.fetch()).await else { break };
         let (tree, shared, boot) = (Arc::clone(&tree), Arc::clone(shared), Arc::clone(boot));
-        let part = async move { fetch_part(&tree, &shared, &boot, &blocks).await };
+        let part = async move {
+            let _turn = turn;
+            fetch_part(&tree, &shared, &boot, &blocks).await
+        };
         if let Some(has_room) = in_flight.push(part).await
             && !has_room?
         {

@@ -1,18 +1,22 @@
 //! Boots of clones of one image, in a store that is far.
 
 use super::BOOT_MAX;
+use crate::boot::Boot;
 use crate::collect::CollectOptions;
+use crate::format::Id;
 use crate::heads::Claimed;
 use crate::names::VolumeName;
-use crate::place::BLOCK_BYTES;
+use crate::place::{BLOCK_BYTES, ExtentId, Place, Writer};
 use crate::testing::{kind, memory, name, read, run, volumes, write};
+use crate::tree::Tree;
 use crate::volume::Volume;
 use crate::volumes::Volumes;
-use mica_block::{Manage, ManageVolume, Objects, Which};
-use mica_rt::{now, sleep, spawn};
+use mica_block::{Manage, ManageVolume, Objects, Put, Which};
+use mica_rt::{Buf, now, sleep, spawn};
 use mica_store::object::MemoryObjects;
 use mica_units::Rng;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -113,6 +117,51 @@ fn boot_ends_by_itself_and_gives_its_memory_back() {
         read(&volume, 0, BLOCKS * BLOCK).await;
         volume.close().await.expect("closed");
         assert_eq!(volumes.boot_record(&web).await.expect("read"), Some(info));
+    });
+}
+
+/// In the store they are as they were written.
+#[test]
+fn bytes_that_were_damaged_on_their_way_into_memory_are_read_again() {
+    run(11, async {
+        let near = memory();
+        let tree = Tree::new(Arc::new(near.clone()), 1 << 20);
+        let boot = Boot::new(Id::default(), MEMORY, &tree);
+        let guest = boot.for_guests(&tree);
+        let extent = ExtentId { writer: Writer::new(1).expect("a writer"), sequence: 0 };
+        let (good, damaged) = ([7; BLOCK_BYTES], [8; BLOCK_BYTES]);
+        let put = async |bytes: &[u8]| {
+            let put = near.put_if_absent(&extent.name(), Buf::from_slice(bytes)).await;
+            assert_eq!(put.0.expect("put"), Put::Done);
+        };
+        put(&damaged).await;
+        assert!(guest.load(extent, &(0..BLOCK)).await.expect("loaded"));
+        near.delete(&extent.name()).await.expect("deleted");
+        put(&good).await;
+        let place = Place::new(extent, 0, mica_map::crc32c(&good));
+        let read = async || guest.read_blocks(place, [place], Buf::new(BLOCK_BYTES)).await;
+        for _ in 0..3 {
+            assert_eq!(read().await.expect("read again")[..], good);
+        }
+        assert_eq!(boot.chunks.fetched.load(Ordering::Relaxed), 2 * (16 << 10));
+    });
+}
+
+/// Nobody would end it, and give the memory back.
+#[test]
+fn disk_that_is_only_read_does_not_boot() {
+    run(10, async {
+        let (_, volumes) = gold(0).await;
+        let volumes = volumes.with_key(Some(crate::testing::key())).with_boot_fetch(MEMORY);
+        let gold = volumes.open_readable(&name("gold")).await.expect("open");
+        let snapshot = volumes.open_snapshot(&name("gold"), &Which::Number(1)).await.expect("open");
+        let head = volumes.heads(&name("gold")).newest().await.expect("there");
+        assert!(!volumes.tree.chunks_of(head.boot_image()).is_used());
+        for volume in [gold, snapshot] {
+            read(&volume, 0, BLOCK).await;
+            volume.close().await.expect("closed");
+        }
+        assert_eq!(volumes.boot_record(&name("gold")).await.expect("read"), None);
     });
 }
 

@@ -170,11 +170,6 @@ impl<T: 'static> InFlight<T> {
         done
     }
 
-    /// How many were begun and not asked for.
-    pub(crate) fn len(&self) -> usize {
-        self.tasks.len()
-    }
-
     /// The answer to the oldest; `None` if there is none.
     pub(crate) async fn next(&mut self) -> Option<T> {
         Some(self.tasks.pop_front()?.await)

@@ -8,7 +8,7 @@ use mica_block::{LIST_MAX, ObjectName, Result};
 
 impl Heads {
     /// Gives the volume, which nobody has open, the properties that `change` makes of its own, and
-    /// deletes the heads that have others; false if `change` makes none.
+    /// deletes the heads below, which have others; false if `change` makes none.
     ///
     /// # Errors
     /// `Denied` if it is open, or meant for another host; as `change`; what the store reports.
@@ -19,14 +19,15 @@ impl Heads {
         for _ in 0..ROUNDS_MAX {
             let before = self.ready().await?;
             self.check_free(&before)?;
-            let Some(properties) = change(&before.properties)? else { return Ok(false) };
+            let Some(properties) = change(&before.properties)? else {
+                // Whoever did it may have been killed before the others went.
+                self.delete_older(before.number).await;
+                return Ok(false);
+            };
             let heir = before.heir.clone();
             let head = Head { properties, heir, ..self.after(&before, before.life, before.state)? };
             if self.put_highest(&head).await? {
-                if let Err(error) = self.delete_below(head.number).await {
-                    let (volume, error) = (self.name.as_str(), error.in_one_line());
-                    tracing::warn!(volume, error, "heads with the old key stay until collection");
-                }
+                self.delete_older(head.number).await;
                 return Ok(true);
             }
         }
@@ -35,6 +36,13 @@ impl Heads {
 
     /// Deletes all heads below one that was the highest. What could not be deleted, a collector
     /// deletes.
+    async fn delete_older(&self, number: u64) {
+        if let Err(error) = self.delete_below(number).await {
+            let (volume, error) = (self.name.as_str(), error.in_one_line());
+            tracing::warn!(volume, error, "heads with the old key stay until collection");
+        }
+    }
+
     async fn delete_below(&self, number: u64) -> Result<()> {
         let mut after: Option<ObjectName> = None;
         loop {

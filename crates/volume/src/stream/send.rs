@@ -122,7 +122,7 @@ impl Step<'_> {
         out(&begin.encode())?;
         let heads = self.volumes.heads(self.name);
         let state = self.record.first_state();
-        let view = Volume::readable(Arc::clone(self.tree), heads, state, None);
+        let view = Volume::readable(Arc::clone(self.tree), heads, state);
         let before = self.base.map_or(State::empty(0), |base| base.first_state());
         let mut changes = self.volumes.changes(before, state);
         let mut parts = Parts { out, count: 0, data_bytes: 0 };

@@ -58,6 +58,7 @@ impl Volumes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::head::{Head, Life};
     use crate::heads::Claimed;
     use crate::testing::{environment, kind, memory, name, read, run, volumes, write};
     use mica_block::{Manage, Objects};
@@ -105,8 +106,12 @@ mod tests {
             let heads = objects.contents().into_keys();
             let heads = heads.filter(|head| head.as_str().starts_with("volumes/web/"));
             assert_eq!(heads.count(), 1, "those with the old key are gone");
-            // Whoever begins again after a crash finds it done.
+            // Whoever begins again after a crash finds it done, but for the heads below.
+            let old = web.head(0);
+            let put = objects.put_if_absent(&old, mica_rt::Buf::from_slice(b"the old key")).await;
+            assert_eq!(put.0.expect("put"), mica_block::Put::Done);
             assert!(!volumes.rekey(&web, &other()).await.expect("as it is"));
+            assert!(!objects.contents().contains_key(&old));
             let with_new = volumes.with_key(Some(other()));
             let volume = with_new.open_volume(&web, Claimed::Refuse).await.expect("open");
             let refused = with_new.rekey(&web, &crate::testing::key()).await.expect_err("open");
@@ -115,6 +120,21 @@ mod tests {
             volume.close().await.expect("closed");
             assert!(with_new.rekey(&web, &crate::testing::key()).await.expect("and back"));
             assert!(opens(&volumes, Some(crate::testing::key())).await);
+        });
+    }
+
+    #[test]
+    fn head_that_deletes_a_volume_has_no_secret() {
+        run(3, async {
+            let objects = memory();
+            let volumes = made(&objects).await;
+            let before = objects.contents();
+            volumes.delete(&name("web"), Claimed::Refuse).await.expect("deleted");
+            let new = objects.contents().into_iter().find(|(name, _)| !before.contains_key(name));
+            let (_, head) = new.expect("a head");
+            let head = Head::decode(&head).expect("a head");
+            assert_eq!((head.life, head.properties), (Life::Deleted, Properties::default()));
+            volumes.create_as(&name("web"), 1 << 20, kind(ENCRYPTED)).await.expect("made again");
         });
     }
 

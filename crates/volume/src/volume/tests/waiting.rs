@@ -145,8 +145,8 @@ fn verb_ends_while_the_store_is_away_and_a_guest_waits() {
         let tree = Arc::new(Tree::new(down(&memory), 1 << 20));
         let heads = || all.heads(&name("web"));
         let state = heads().newest().await.expect("a head").state;
-        let guest = Volume::readable(tree.with_patience(Patience::Endless), heads(), state, None);
-        let verb = Volume::readable(tree.with_patience(Patience::VERB), heads(), state, None);
+        let guest = Volume::readable(tree.with_patience(Patience::Endless), heads(), state);
+        let verb = Volume::readable(tree.with_patience(Patience::VERB), heads(), state);
         let waits = async { guest.plan(range(0, 512), Vec::new()).finish().await.map(drop) };
         let ends = async {
             sleep(SECOND).await;
