@@ -148,8 +148,8 @@ pub struct MergeProgress {
     pub total: u64,
     /// Bytes that were copied.
     pub copied: u64,
-    /// Bytes that are likely to be copied in all, at least and at most: as many as the largest layer
-    /// has that is merged, and as all of them have.
+    /// Bytes that are likely to be copied in all, at least and at most: as many as the largest of
+    /// the merged layers has, and as all of them have.
     pub expected: (u64, u64),
     /// Whether it is about to end, while the guest is held up: it must not wait for a rate now.
     pub is_ending: bool,

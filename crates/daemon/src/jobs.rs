@@ -343,8 +343,8 @@ impl MergeControl for Job {
 }
 
 /// How long a merge will take from here on, if it came to `progress` in `worked_ms`. The time goes
-/// into what is copied. How much that will be in all shows in what was found so far, within what the
-/// sizes of the layers allow: their data may be anywhere on the disk.
+/// into what is copied. How much that will be in all shows in what was found so far, within what
+/// the sizes of the layers allow: their data may be anywhere on the disk.
 fn estimate_ms(progress: MergeProgress, worked_ms: u64) -> Option<u64> {
     let MergeProgress { done, total, copied, expected: (least, most), .. } = progress;
     let (done, total, worked) = (u128::from(done), u128::from(total), u128::from(worked_ms));

@@ -9,8 +9,8 @@
 //! - R1 Whatever was asked of the old client, and is refused because that is blocklisted, ends with
 //!   an error of kind `Io`: it may have been done, and is to be tried again. What was sent and not
 //!   answered is never sent again by itself.
-//! - R2 One client is made at a time, and no more often than [`PAUSE`]. Whoever waits for one that is
-//!   being made has the outcome of that, whatever it is, and makes no other.
+//! - R2 One client is made at a time, and no more often than [`PAUSE`]. Whoever waits for one that
+//!   is being made has the outcome of that, whatever it is, and makes no other.
 
 use crate::pool::{Pool, PoolOptions};
 use crate::threads::Threads;

@@ -3,8 +3,8 @@
 //! A configuration names the image that a disk began with. Once a layer is on top of that, whoever
 //! opens the image again to write it would change what the layer above stands on, and destroy it.
 //! So a small file beside the frozen layer, `LAYER.mica-above`, names the layer above. It gets its
-//! name before anything is written above, and nothing that is written there is called durable before
-//! it is. It is removed by nobody but people, and a snapshot that fails.
+//! name before anything is written above, and nothing that is written there is called durable
+//! before it is. It is removed by nobody but people, and a snapshot that fails.
 //! docs/formats/above.md has its bytes.
 //!
 //! Whoever is about to write a layer looks for its mark, and follows it from layer to layer. What

@@ -3,8 +3,9 @@
 //!
 //! Invariants
 //! - I1 The chunks of all images take no more than [`CHUNK_BYTES_MAX`].
-//! - I2 No more than [`FETCHES_MAX`] parts are fetched at a time, and no further one is begun beside
-//!   [`BESIDE_GUESTS_MAX`] while a guest of any volume that boots, or has, waits for the store.
+//! - I2 No more than [`FETCHES_MAX`] parts are fetched at a time, and no further one is begun
+//!   beside [`BESIDE_GUESTS_MAX`] while a guest of any volume that boots, or has, waits for the
+//!   store.
 
 use mica_rt::sync::Waiters;
 use std::sync::Arc;

@@ -10,8 +10,8 @@
 //!   Everybody else waits for that. One whose reading ended without it is wanted again.
 //! - I2 There are never more chunks than the budget has room for, nor more of all images than
 //!   `ahead` has. Nothing makes way for others: what does not fit is not fetched.
-//! - I3 What is here is what was read of the extent, damage included: whoever reads it checks it, and
-//!   has it forgotten, so that it is read again.
+//! - I3 What is here is what was read of the extent, damage included: whoever reads it checks it,
+//!   and has it forgotten, so that it is read again.
 
 use crate::ahead::Ahead;
 use crate::place::ExtentId;
@@ -185,8 +185,8 @@ impl Chunks {
         Copied::Done
     }
 
-    /// Whoever needs these bytes of an extent next reads them again: those that are here are damaged.
-    /// Returns false if none is here.
+    /// Whoever needs these bytes of an extent next reads them again: those that are here are
+    /// damaged. Returns false if none is here.
     pub(crate) fn forget(&self, extent: ExtentId, bytes: &Range<u64>) -> bool {
         let (mut inner, mut was_here) = (self.inner(), false);
         for index in indices(bytes) {

@@ -4,8 +4,8 @@
 //! - I1 Which image a disk has changes only together with its chain, while nobody else changes the
 //!   life of the disk.
 //! - I2 If one disk of a group does not get its layer, none does, and no file of any is left; but a
-//!   file that a chain has is never removed, whatever failed. Only if a layer cannot be made durable
-//!   when it is on top already, it stays, and its disk accepts no more writes.
+//!   file that a chain has is never removed, whatever failed. Only if a layer cannot be made
+//!   durable when it is on top already, it stays, and its disk accepts no more writes.
 
 use super::Served;
 use super::snapshots::in_group;

@@ -12,9 +12,9 @@
 //! Reads continue throughout: the map in memory stays true, as the new layer is empty. Changes wait
 //! while the gate is held, which is as long as it takes to put pages into the page cache and to
 //! change a name. Only if links of the last moment must not be there before their data is, changes
-//! wait for the sync between the two, and most of what it has to do is done before the gate is held.
-//! Flushes wait until what lies beneath is durable ([`crate::write::beneath`]). Dirty bitmaps that
-//! are kept true go on, empty, in the new layer ([`super::dirty`]).
+//! wait for the sync between the two, and most of what it has to do is done before the gate is
+//! held. Flushes wait until what lies beneath is durable ([`crate::write::beneath`]). Dirty bitmaps
+//! that are kept true go on, empty, in the new layer ([`super::dirty`]).
 //!
 //! What a crash leaves, by when it comes:
 //!
@@ -23,10 +23,10 @@
 //! before the names    the old layer is written, with     the old layer is written, as after any
 //!                     its log; the overlay is a stray    power cut; the overlay is a stray file
 //! names ─▶ durable    the overlay is written. The old    either of them is written. If it is the
-//!                     layer has everything in its file   overlay, the old layer is as after any
-//!                                                        power cut: nobody was told that more of it
-//!                                                        is durable, and what is in the overlay
-//!                                                        already is newer, and was not flushed
+//!                     layer has all that it has in its   overlay, the old layer is as after any
+//!                                                        power cut: nobody was told that more
+//!                                                        is durable, and what is already in the
+//!                                                        overlay is newer, and was not flushed
 //! durable ─▶ closed   the overlay is written             the overlay is written
 //! ```
 //!
@@ -41,9 +41,9 @@
 //! - I4 The names say what is written ([`Renaming`]): the new layer's from before anything is
 //!   acknowledged that is in it, also after the process was killed. No flush of it is acknowledged,
 //!   and no snapshot, before the names and all of the frozen layer are durable.
-//! - I5 Once the names say that it is frozen, no link of the old layer is in its log alone: it lacks
-//!   nothing that is read, also if the process dies before it is closed. Its counts are too high at
-//!   most.
+//! - I5 Once the names say that it is frozen, no link of the old layer is in its log alone: it
+//!   lacks nothing that is read, also if the process dies before it is closed. Its counts are too
+//!   high at most.
 //! - I6 Another layer is put on top only when the one before is settled and closed: only the layer
 //!   just beneath the active one may not be durable yet.
 
