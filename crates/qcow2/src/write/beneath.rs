@@ -86,6 +86,7 @@ impl Writer {
     /// From now on flushes wait for the caller to make durable what lies beneath.
     pub(crate) fn begin_settling(self: &Arc<Self>) -> Settling {
         self.beneath.set(State::Settling);
+        self.header.note_pushed();
         Settling { writer: Arc::clone(self), is_ended: false }
     }
 

@@ -34,6 +34,9 @@ pub(crate) struct InUse {
     lazy_refcounts: bool,
     has_snapshots: bool,
     marked: AtomicBool,
+    /// Whether it was put on top of a chain that is being written: its first write, which a guest
+    /// waits for, waits for no sync.
+    was_pushed: AtomicBool,
     /// Logs that were begun.
     logs: AtomicU32,
 }
@@ -45,8 +48,14 @@ impl InUse {
             lazy_refcounts: header.compatible.lazy_refcounts,
             has_snapshots: header.snapshot_count > 0,
             marked: AtomicBool::new(false),
+            was_pushed: AtomicBool::new(false),
             logs: AtomicU32::new(0),
         }
+    }
+
+    /// It has just been put on top of a chain.
+    pub(super) fn note_pushed(&self) {
+        self.was_pushed.store(true, Ordering::Release);
     }
 
     /// Whether the header already records it.
@@ -75,9 +84,11 @@ impl Writer {
             let named_only = (marked ^ autoclear) >> LOG_NAME_SHIFT << LOG_NAME_SHIFT;
             if marked != autoclear {
                 self.write_autoclear(marked).await?;
-                // A power cut ends the log, and its name with it. What other programs rely on has
-                // to be durable before anything is written.
-                if named_only != marked ^ autoclear {
+                // A power cut ends the log, and its name with it. A file system that is mounted
+                // anew does not, and whoever then only reads is warned by the name alone. What
+                // other programs rely on has to be durable before anything is written.
+                let was_pushed = self.header.was_pushed.load(Ordering::Acquire);
+                if !was_pushed || named_only != marked ^ autoclear {
                     self.metadata.sync().await?;
                 }
             }

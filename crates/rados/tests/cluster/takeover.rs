@@ -2,12 +2,13 @@
 
 use crate::ceph::Ceph;
 use mica_tests::command::{self, Finished};
-use mica_tests::mica;
 use mica_tests::nbd::Wish;
 use mica_tests::server::Server;
 use mica_tests::tools::{QEMU_IO, present};
+use mica_tests::{clock, mica};
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 const STORE: &str = "rados://vol/volumes";
 
@@ -49,6 +50,9 @@ pub(crate) fn taken_over_by_force(ceph: &Ceph) {
         serve
     });
     let old = old.expect("served");
+    let is_there = || db_socket.exists().then_some(());
+    let found = clock::poll(Duration::from_secs(60), Duration::from_millis(50), is_there);
+    assert!(found.is_some(), "{}", old.log());
     let db = format!("nbd+unix:///db?socket={}", db_socket.display());
     for uri in [&*old.uri(), &*db] {
         io(uri, "write -P 1 0 1M").ok();
