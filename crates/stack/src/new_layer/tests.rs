@@ -105,16 +105,16 @@ fn nothing_is_left_of_a_layer_that_the_chain_did_not_get() {
     let new = make(&path, wish(folder.path().join("vm-2.qcow2"))).expect("made");
     assert_eq!(names_in(&folder), ["vm-2.qcow2", "vm.qcow2", "vm.qcow2.mica-above.tmp"]);
     assert_eq!(found(&path).expect("found"), path, "it is not frozen yet");
-    executor().block_on(new.rename()).expect("renamed");
+    executor().block_on(async { new.rename().await }).expect("renamed");
     assert_eq!(names_in(&folder), ["vm-2.qcow2", "vm.qcow2", "vm.qcow2.mica-above"]);
     assert_eq!(found(&path).expect("found"), new.path());
-    executor().block_on(new.undo()).expect("undone");
+    executor().block_on(async { new.undo().await }).expect("undone");
     assert_eq!(names_in(&folder), ["vm-2.qcow2", "vm.qcow2"]);
     drop(new);
     assert_eq!(names_in(&folder), ["vm.qcow2"]);
     // Also if it ended before that was undone.
     let new = make(&path, wish(folder.path().join("vm-2.qcow2"))).expect("made");
-    executor().block_on(new.rename()).expect("renamed");
+    executor().block_on(async { new.rename().await }).expect("renamed");
     drop(new);
     assert_eq!(names_in(&folder), ["vm.qcow2"]);
     // Nor of one that could not be made.
