@@ -263,7 +263,7 @@ impl Writer {
                     let must_flush = self.put_entries(&mut pages, changes);
                     self.space.linked(reserved);
                     pages.log_touched(|| self.space.state());
-                    self.ahead.note(&pages);
+                    self.due.note(&pages);
                     return Ok(must_flush);
                 };
                 missing.entry.at

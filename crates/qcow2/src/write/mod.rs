@@ -17,7 +17,6 @@
 //!   space, nothing more is written or acknowledged.
 //! - I5 Every read that starts after a write was acknowledged sees that write.
 
-mod ahead;
 pub(crate) mod allocate;
 pub(crate) mod backing;
 pub(crate) mod beneath;
@@ -25,6 +24,7 @@ pub(crate) mod bitmaps;
 pub(crate) mod clusters;
 mod commit;
 mod drops;
+mod due;
 pub(crate) mod empty;
 mod file;
 mod fill;
@@ -97,7 +97,7 @@ pub(crate) struct Writer {
     redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
     wrote: AtomicBool,
-    ahead: ahead::Ahead,
+    due: due::Due,
     /// Whether a change began since somebody last asked ([`Writer::flush_ahead`]).
     has_begun: AtomicBool,
     beneath: beneath::Beneath,
@@ -167,7 +167,7 @@ impl Writer {
             redo_memory,
             now_ns,
             wrote: AtomicBool::new(false),
-            ahead: ahead::Ahead::default(),
+            due: due::Due::default(),
             has_begun: AtomicBool::new(true),
             beneath: beneath::Beneath::default(),
             inherits: AtomicBool::new(true),
@@ -266,7 +266,7 @@ impl Writer {
     /// is `under_way`: space for refcount blocks, and a flush that is due.
     #[inline]
     pub(crate) fn prepare(self: Arc<Self>, under_way: OwnedInFlight) {
-        let (wants_blocks, flushes) = (self.space.wants_blocks(), self.ahead.begin());
+        let (wants_blocks, flushes) = (self.space.wants_blocks(), self.due.begin());
         if wants_blocks || flushes {
             drop(mica_rt::spawn(async move {
                 let work = async |writer: Arc<Self>| {
