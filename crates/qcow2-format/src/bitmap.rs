@@ -11,8 +11,10 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// Bytes of an entry of a bitmap's table.
 pub const BITMAP_TABLE_ENTRY_BYTES: u64 = 8;
 
+/// Bytes of the clusters with a bitmap's bits at most, as in QEMU.
+pub const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
+
 const TABLE_ENTRIES_MAX: u32 = 0x800_0000;
-const DATA_BYTES_MAX: u64 = 0x2000_0000;
 const GRANULARITY_BITS_MIN: u8 = 9;
 const GRANULARITY_BITS_MAX: u8 = 31;
 const NAME_BYTES_MAX: usize = 1023;
@@ -153,7 +155,7 @@ impl BitmapEntry {
             "name too long"
         } else if raw.kind != TYPE_DIRTY_TRACKING {
             "unknown type"
-        } else if data_bytes > DATA_BYTES_MAX {
+        } else if data_bytes > BITMAP_BYTES_MAX {
             "table too large"
         } else if !self.in_use
             && u128::from(disk_bytes) > u128::from(data_bytes * 8) << self.granularity_bits
@@ -221,6 +223,12 @@ impl BitmapTableEntry {
             Self::Data(offset) => offset.bytes() & TABLE_OFFSET_MASK,
         }
     }
+}
+
+/// Bytes that the bits of a bitmap of this granularity take for a disk of `disk_bytes`: whole words
+/// of 64 bits, as in QEMU.
+pub fn bitmap_bytes(granularity_bits: u8, disk_bytes: u64) -> u64 {
+    disk_bytes.div_ceil(1 << granularity_bits).div_ceil(64) * 8
 }
 
 /// What is changed of an entry where it stands in the directory.

@@ -24,8 +24,8 @@ mod snapshot;
 mod table;
 
 pub use bitmap::{
-    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapFields, BitmapTableEntry, change_bitmap_directory,
-    decode_bitmap_directory, mark_bitmaps_in_use,
+    BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapFields, BitmapTableEntry,
+    bitmap_bytes, change_bitmap_directory, decode_bitmap_directory, mark_bitmaps_in_use,
 };
 pub use compressed::{CompressedCluster, Compression, Decompressor, decompress};
 pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};

@@ -22,8 +22,8 @@ use mica_block::{Error, ErrorKind, Images, Result, Store, read_exact, write_all}
 use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header};
 use mica_qcow2_format::{
-    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension, Header, L1Entry,
-    Version,
+    BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
+    Header, L1Entry, Version, bitmap_bytes,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -33,8 +33,6 @@ use std::sync::Arc;
 /// Granularities of new bitmaps, if none is stated: that of clusters within these bounds.
 const GRANULARITY_DEFAULT: [u64; 2] = [4 << 10, 64 << 10];
 const GRANULARITY_BITS: std::ops::RangeInclusive<u32> = 9..=31;
-/// Bytes of a bitmap in its image at most, as in QEMU.
-const DATA_BYTES_MAX: u64 = 512 << 20;
 const NAME_BYTES_MAX: usize = 1023;
 const COUNT_MAX: usize = 65535;
 const SECTOR_LEN: usize = 512;
@@ -187,8 +185,9 @@ impl Editor {
 
     /// Entries of the table of a bitmap like `entry`, of a disk of `disk_bytes`.
     fn table_entries_for(&self, entry: &BitmapEntry, disk_bytes: u64) -> Result<u32> {
-        let clusters = self.header.cluster_bits.clusters_for(bytes_for(entry, disk_bytes));
-        if self.header.cluster_bits.bytes_of(clusters) > DATA_BYTES_MAX {
+        let clusters =
+            self.header.cluster_bits.clusters_for(bitmap_bytes(entry.granularity_bits, disk_bytes));
+        if self.header.cluster_bits.bytes_of(clusters) > BITMAP_BYTES_MAX {
             return invalid(format!(
                 "the bitmap {:?} would be too large: use a larger granularity",
                 entry.name
@@ -198,7 +197,7 @@ impl Editor {
     }
 
     fn bytes_of(&self, entry: &BitmapEntry) -> u64 {
-        bytes_for(entry, self.header.disk_bytes())
+        bitmap_bytes(entry.granularity_bits, self.header.disk_bytes())
     }
 
     /// What the bitmap at `at`, which is to have `change`, becomes with what `source` has.
@@ -379,11 +378,6 @@ impl Editor {
         write_all(store, Buf::from_slice(&bytes), HostOffset::ZERO).await?;
         store.sync().await
     }
-}
-
-/// Bytes that the bits of a bitmap take, in words of 64 bits as in QEMU.
-fn bytes_for(entry: &BitmapEntry, disk_bytes: u64) -> u64 {
-    disk_bytes.div_ceil(1 << entry.granularity_bits).div_ceil(64) * 8
 }
 
 fn is_sector(header: &[u8]) -> bool {

@@ -19,6 +19,12 @@ const CLUSTERS_MAX: u64 = 16;
 /// A dirty bitmap that an image stores.
 pub struct Bitmap {
     store: Arc<dyn Store>,
+    place: BitmapPlace,
+}
+
+/// A bitmap without the file that has it, so that this may be closed.
+#[derive(Clone)]
+pub(crate) struct BitmapPlace {
     entry: BitmapEntry,
     cluster_bits: ClusterBits,
     disk_bytes: u64,
@@ -87,43 +93,33 @@ async fn find_in(
         }
         let store = Arc::clone(store);
         let (cluster_bits, disk_bytes) = (header.cluster_bits, header.disk_bytes());
-        return Ok(Some(Bitmap { store, entry, cluster_bits, disk_bytes }));
+        let place = BitmapPlace { entry, cluster_bits, disk_bytes };
+        return Ok(Some(Bitmap { store, place }));
     }
     Ok(None)
-}
-
-/// A bitmap without the file that has it, so that this may be closed.
-#[derive(Clone)]
-pub(crate) struct BitmapPlace {
-    entry: BitmapEntry,
-    cluster_bits: ClusterBits,
-    disk_bytes: u64,
 }
 
 impl BitmapPlace {
     /// The bitmap in `store`, where it was found.
     pub(crate) fn of(&self, store: &Arc<dyn Store>) -> Bitmap {
-        let Self { entry, cluster_bits, disk_bytes } = self.clone();
-        Bitmap { store: Arc::clone(store), entry, cluster_bits, disk_bytes }
+        Bitmap { store: Arc::clone(store), place: self.clone() }
     }
 }
 
 impl Bitmap {
     /// Where it is.
     pub(crate) fn place(&self) -> BitmapPlace {
-        let (entry, cluster_bits, disk_bytes) =
-            (self.entry.clone(), self.cluster_bits, self.disk_bytes);
-        BitmapPlace { entry, cluster_bits, disk_bytes }
+        self.place.clone()
     }
 
     /// Whether whoever writes the image has to keep it true.
     pub(crate) fn is_enabled(&self) -> bool {
-        self.entry.auto
+        self.place.entry.auto
     }
 
     /// Bytes of the disk that it is of.
     pub fn disk_bytes(&self) -> u64 {
-        self.disk_bytes
+        self.place.disk_bytes
     }
 
     /// Which parts of `range` are dirty: lengths in bytes, from its start, as far as that takes a
@@ -143,7 +139,8 @@ impl Bitmap {
                 BitmapTableEntry::Zeros => runs.push(part.len(), false),
                 BitmapTableEntry::Ones => runs.push(part.len(), true),
                 BitmapTableEntry::Data(host) => {
-                    let len = usize::try_from(self.cluster_bits.bytes()).expect("at most 2 MiB");
+                    let len =
+                        usize::try_from(self.place.cluster_bits.bytes()).expect("at most 2 MiB");
                     let bits = read_exact(&*self.store, host, len).await?;
                     self.append(part, &bits, &mut runs);
                     clusters += 1;
@@ -156,23 +153,23 @@ impl Bitmap {
 
     /// How much of the disk a cluster of the bitmap covers, as a power of two.
     fn cluster_span_bits(&self) -> u32 {
-        self.cluster_bits.bits() + 3 + u32::from(self.entry.granularity_bits)
+        self.place.cluster_bits.bits() + 3 + u32::from(self.place.entry.granularity_bits)
     }
 
     async fn table_entry(&self, index: u64) -> Result<BitmapTableEntry> {
-        if index >= u64::from(self.entry.table_entries) {
+        if index >= u64::from(self.place.entry.table_entries) {
             return Ok(BitmapTableEntry::Zeros);
         }
-        let at = self.entry.table_offset.checked_add(index * BITMAP_TABLE_ENTRY_BYTES);
+        let at = self.place.entry.table_offset.checked_add(index * BITMAP_TABLE_ENTRY_BYTES);
         let at = at.ok_or_else(|| Error::new(ErrorKind::Corrupt, "a bitmap beyond 64 bits"))?;
         let bytes = read_exact(&*self.store, at, 8).await?;
         let entry = bytes.first_chunk().copied().expect("eight bytes were read");
-        BitmapTableEntry::decode(u64::from_be_bytes(entry), self.cluster_bits)
+        BitmapTableEntry::decode(u64::from_be_bytes(entry), self.place.cluster_bits)
     }
 
     /// Appends what `bits`, a cluster of the bitmap, say of `part`.
     fn append(&self, part: GuestRange, bits: &[u8], runs: &mut Runs) {
-        let granularity = u32::from(self.entry.granularity_bits);
+        let granularity = u32::from(self.place.entry.granularity_bits);
         let base = part.start().bytes() >> self.cluster_span_bits() << self.cluster_span_bits();
         let mut at = part.start().bytes();
         while at < part.end().bytes() {
@@ -226,16 +223,18 @@ mod tests {
         bytes.resize(1024 + 512, 0);
         Bitmap {
             store: Arc::new(MemoryStore::new("bitmap", bytes)),
-            entry: BitmapEntry {
-                name: "b".to_owned(),
-                table_offset: HostOffset::ZERO,
-                table_entries: 3,
-                granularity_bits: 9,
-                in_use: false,
-                auto: true,
+            place: BitmapPlace {
+                entry: BitmapEntry {
+                    name: "b".to_owned(),
+                    table_offset: HostOffset::ZERO,
+                    table_entries: 3,
+                    granularity_bits: 9,
+                    in_use: false,
+                    auto: true,
+                },
+                cluster_bits: ClusterBits::new(9).unwrap(),
+                disk_bytes: 4 << 20,
             },
-            cluster_bits: ClusterBits::new(9).unwrap(),
-            disk_bytes: 4 << 20,
         }
     }
 

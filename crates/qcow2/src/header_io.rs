@@ -1,7 +1,7 @@
 //! Reading the header of an image, and opening the data file that it names.
 
-use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact};
-use mica_qcow2_format::{HEADER_READ_BYTES, Header, parse_data_file_name};
+use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact, write_all};
+use mica_qcow2_format::{HEADER_READ_BYTES, Header, field, parse_data_file_name};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
@@ -26,6 +26,15 @@ pub async fn read_header_as(
         }
         bytes = read_start(store, file_len, needed).await?;
     }
+}
+
+/// Clears these autoclear bits of an image that nobody writes, durably.
+pub(crate) async fn clear_autoclear(store: &dyn Store, bits: u64) -> Result<()> {
+    let at = HostOffset::new(field::AUTOCLEAR as u64);
+    let word = read_exact(store, at, 8).await?;
+    let word = word.first_chunk().map_or(0, |word| u64::from_be_bytes(*word));
+    write_all(store, Buf::from_slice(&(word & !bits).to_be_bytes()), at).await?;
+    store.sync().await
 }
 
 async fn read_start(store: &dyn Store, file_len: u64, len: usize) -> Result<Buf> {

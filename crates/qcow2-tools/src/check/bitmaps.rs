@@ -6,7 +6,7 @@
 use super::{Checker, READ_BYTES_MAX};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{
-    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
+    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension, bitmap_bytes,
     decode_bitmap_directory,
 };
 use std::collections::BTreeMap;
@@ -51,9 +51,7 @@ impl Checker<'_> {
     }
 
     fn check_table_size(&self, bitmap: &BitmapEntry) -> Result<()> {
-        let bit_count = self.header.disk_bytes().div_ceil(1 << bitmap.granularity_bits);
-        // QEMU stores bitmaps in words of 64 bits.
-        let bytes = bit_count.div_ceil(64) * 8;
+        let bytes = bitmap_bytes(bitmap.granularity_bits, self.header.disk_bytes());
         let entries = self.header.cluster_bits.clusters_for(bytes);
         if bitmap.in_use || entries == u64::from(bitmap.table_entries) {
             return Ok(());

@@ -8,7 +8,7 @@ use super::format::names_log;
 use super::found::Found;
 use super::over::Over;
 use super::replay::{Replay, Step};
-use crate::header_io::{open_data_file, read_header};
+use crate::header_io::{clear_autoclear, open_data_file, read_header};
 use mica_block::{
     Error, ErrorKind, Images, OpenImage, RedoMemory, Result, Store, read_exact, write_all,
 };
@@ -310,12 +310,7 @@ async fn named_log(store: &dyn Store) -> Result<Option<u32>> {
 }
 
 async fn clear_name(store: &dyn Store) -> Result<()> {
-    let bits = read_exact(store, HostOffset::new(field::AUTOCLEAR as u64), 8).await?;
-    let bits = bits.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
-    let kept = bits & ((1 << LOG_NAME_SHIFT) - 1);
-    let at = HostOffset::new(field::AUTOCLEAR as u64);
-    write_all(store, Buf::from_slice(&kept.to_be_bytes()), at).await?;
-    store.sync().await
+    clear_autoclear(store, u64::MAX << LOG_NAME_SHIFT).await
 }
 
 /// The data file of the image at `path`, if it has one.

@@ -4,6 +4,7 @@
 //! Bits are only ever set, by any thread and without a lock. A page for which there is no room is
 //! dirty as a whole: the bitmap says too much, and never too little.
 
+use mica_qcow2_format::BITMAP_BYTES_MAX;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -14,8 +15,8 @@ pub(super) const PAGE_BITS: u64 = 8 * PAGE_BYTES as u64;
 const PAGE_WORDS: usize = PAGE_BYTES / 8;
 /// Pages that are found together.
 const SHELF_PAGES: u64 = 1024;
-/// As QEMU accepts no bitmap of more than 512 MiB.
-const SHELVES: u64 = (512 << 20) / (SHELF_PAGES * PAGE_BYTES as u64);
+/// For the longest bitmap that an image can have.
+const SHELVES: u64 = BITMAP_BYTES_MAX / (SHELF_PAGES * PAGE_BYTES as u64);
 
 /// Bytes that the bitmaps of all chains that share a cache may take in memory.
 const ROOM_BYTES: u64 = 64 << 20;

@@ -3,20 +3,18 @@
 //! bitmaps that are kept are flagged as not in use.
 
 use super::slot_of;
-use crate::header_io::read_header;
+use crate::header_io::{clear_autoclear, read_header};
 use crate::snapshots::list_bitmaps;
 use crate::write::Writer;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact, write_all};
 use mica_qcow2_format::{
-    Autoclear, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension, Header,
-    Version, change_bitmap_directory, decode_bitmap_directory, field,
+    Autoclear, BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry,
+    BitmapsExtension, Header, Version, bitmap_bytes, change_bitmap_directory,
+    decode_bitmap_directory,
 };
 use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
-
-/// Bytes of a bitmap in its image at most, as in QEMU.
-const DATA_BYTES_MAX: u64 = 512 << 20;
 
 /// A bitmap that an image is to have.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -89,20 +87,13 @@ pub async fn settle_bitmaps(store: &dyn Store, header: Header) -> Result<Header>
     }
     let mut header = header;
     header.autoclear.unknown &= !Autoclear::KEPT_BITMAPS;
-    let at = HostOffset::new(field::AUTOCLEAR as u64);
-    let word = read_exact(store, at, 8).await?;
-    let word = word.first_chunk().map_or(0, |word| u64::from_be_bytes(*word));
-    let word = word & !Autoclear::KEPT_BITMAPS;
-    write_all(store, Buf::from_slice(&word.to_be_bytes()), at).await?;
-    store.sync().await?;
+    clear_autoclear(store, Autoclear::KEPT_BITMAPS).await?;
     Ok(header)
 }
 
 /// Entries of the table of a bitmap of a disk of `disk_bytes`.
 pub(super) fn table_entries_for(granularity_bits: u8, disk_bytes: u64, bits: ClusterBits) -> u64 {
-    // In words of 64 bits, as in QEMU.
-    let bytes = disk_bytes.div_ceil(1 << granularity_bits).div_ceil(64) * 8;
-    bits.clusters_for(bytes).max(1)
+    bits.clusters_for(bitmap_bytes(granularity_bits, disk_bytes)).max(1)
 }
 
 impl Writer {
@@ -195,7 +186,7 @@ impl Writer {
     fn table_entries(&self, granularity_bits: u8, disk_bytes: u64) -> Result<u32> {
         let bits = self.l2.cluster_bits;
         let entries = table_entries_for(granularity_bits, disk_bytes, bits);
-        if bits.bytes_of(entries) > DATA_BYTES_MAX {
+        if bits.bytes_of(entries) > BITMAP_BYTES_MAX {
             let context = "a dirty bitmap would be too large: it needs a larger granularity";
             return Err(Error::new(ErrorKind::Invalid, context));
         }

@@ -314,26 +314,23 @@ impl Writer {
             self.flush_own().await?;
             self.log_reserved().await
         };
-        let placed = placed.await;
-        let is_short = match placed {
+        let is_short = match placed.await {
             Ok(()) => false,
-            Err(error) if error.kind() == ErrorKind::NoSpace => {
-                tracing::warn!(%error, "dirty bitmaps say more than is dirty, for lack of space");
-                reserved.drain(..).for_each(|run| self.space.give_back(run));
-                true
-            }
             Err(error) => {
                 reserved.drain(..).for_each(|run| self.space.give_back(run));
-                return Err(Box::pin(self.note_corruption(error)).await);
+                if error.kind() != ErrorKind::NoSpace {
+                    return Err(Box::pin(self.note_corruption(error)).await);
+                }
+                tracing::warn!(%error, "dirty bitmaps say more than is dirty, for lack of space");
+                true
             }
         };
         let cluster_pages = self.l2.cluster_bits.bytes() / PAGE_BYTES as u64;
         for (index, (bitmap, number)) in fresh.iter().enumerate() {
             let entry = match reserved.get(index) {
-                Some(run) if !is_short => {
-                    BitmapTableEntry::Data(self.l2.cluster_bits.start_of(run.first))
-                }
-                _ => BitmapTableEntry::Ones,
+                Some(run) => BitmapTableEntry::Data(self.l2.cluster_bits.start_of(run.first)),
+                // Given back.
+                None => BitmapTableEntry::Ones,
             };
             let at = bitmap.table().at.bytes() + number * BITMAP_TABLE_ENTRY_BYTES;
             let bytes = Buf::from_slice(&entry.encode().to_be_bytes());
