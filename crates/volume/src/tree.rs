@@ -133,44 +133,42 @@ impl Tree {
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
         let count = usize::try_from(FRAMES_BYTES_MAX / FRAME_BYTES).expect("small");
         let frames = Cache::with_weighter(count, FRAMES_BYTES_MAX, FrameMemory);
-        let (shared, access) = (
-            Arc::new(Shared {
-                objects,
-                nodes,
-                records,
-                frames,
-                opened,
-                held,
-                hits,
-                misses,
-                failing,
-                boots,
-                ahead,
-            }),
-            Access::Plain,
-        );
-        let given_up = Signal::default();
+        let shared = Arc::new(Shared {
+            objects,
+            nodes,
+            records,
+            frames,
+            opened,
+            held,
+            hits,
+            misses,
+            failing,
+            boots,
+            ahead,
+        });
+        let (access, given_up) = (Access::Plain, Signal::default());
         Self { shared, patience: Patience::VERB, access, given_up, chunks: None }
     }
 
     /// The same, for those who have `patience`. Whoever gives up one of them gives up no other.
     pub(crate) fn with_patience(&self, patience: Patience) -> Arc<Self> {
-        let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
-        Arc::new(Self { shared, patience, access: self.access.clone(), given_up, chunks: None })
+        Arc::new(Self { patience, ..self.another() })
     }
 
     /// The same, for a volume whose blocks are read with `access`.
     pub(crate) fn with_access(&self, access: Access) -> Arc<Self> {
-        let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
-        Arc::new(Self { shared, patience: self.patience, access, given_up, chunks: None })
+        Arc::new(Self { access, ..self.another() })
     }
 
     /// The same, through chunks.
     pub(crate) fn through(&self, chunks: &Arc<Chunks>, role: Role) -> Arc<Self> {
-        let (access, patience) = (self.access.clone(), self.patience);
-        let (shared, given_up) = (Arc::clone(&self.shared), Signal::default());
-        let chunks = Some((Arc::clone(chunks), role));
-        Arc::new(Self { shared, patience, access, given_up, chunks })
+        Arc::new(Self { chunks: Some((Arc::clone(chunks), role)), ..self.another() })
+    }
+
+    fn another(&self) -> Self {
+        let (shared, access) = (Arc::clone(&self.shared), self.access.clone());
+        let given_up = Signal::default();
+        Self { shared, patience: self.patience, access, given_up, chunks: None }
     }
 
     /// The chunks of an image, which all share that come from it.

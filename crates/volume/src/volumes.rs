@@ -25,6 +25,7 @@ use mica_rt::Buf;
 use std::sync::Arc;
 
 /// The volumes of a store, for all of a process that use it: they share a cache.
+#[derive(Clone)]
 pub struct Volumes {
     pub(crate) objects: Arc<dyn Objects>,
     pub(crate) environment: Environment,
@@ -129,9 +130,7 @@ impl Volumes {
     /// The same, with a key for volumes that are encrypted. It has no meaning for others.
     #[must_use]
     pub fn with_key(&self, key: Option<Arc<VolumeKey>>) -> Self {
-        let (objects, tree) = (Arc::clone(&self.objects), Arc::clone(&self.tree));
-        let (environment, store, patience) = (self.environment.clone(), self.store, self.patience);
-        Self { objects, environment, store, tree, patience, key, boot_fetch: self.boot_fetch }
+        Self { key, ..self.clone() }
     }
 
     /// The same, whose disks record what is read first, and fetch what earlier boots of their image
