@@ -38,8 +38,8 @@ use crate::{FileImages, ImageOptions, Names};
 use mica_block::{Error, ErrorKind, Identity, Images, Result, Store, read_exact};
 use mica_qcow2::read_header;
 use mica_qcow2_format::{Header, parse_image_name};
+use mica_store::FileStore;
 use mica_units::{HostOffset, LayerNumber};
-use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -60,14 +60,14 @@ pub(crate) struct Active {
 pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<Active> {
     let images = FileImages::new(named, options.clone())?;
     let mut path = named.to_owned();
-    let mut followed: Option<(PathBuf, Mark)> = None;
+    let mut followed: Option<(FileStore, Mark)> = None;
     for _ in 0..LayerNumber::COUNT_MAX {
         let (located, store) = images.glance(&path)?;
         let Some(mark) = Mark::of(&path, located.owner())? else {
             let options = match followed {
                 None => options,
                 Some((layer, mark)) => {
-                    settle(&layer, &mark)?;
+                    settle(&layer, &mark).await?;
                     beneath(named, options)?
                 }
             };
@@ -75,8 +75,8 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
         };
         let identity = located.identity(store.len()?);
         check_above(&images, &path, &identity, &mark).await?;
-        let above = mark.above().to_owned();
-        followed = Some((std::mem::replace(&mut path, above), mark));
+        path = mark.above().to_owned();
+        followed = Some((store, mark));
     }
     let what = format!("{}: the marks of its layers form a loop", named.display());
     Err(Error::new(ErrorKind::Limit, what))
@@ -93,9 +93,8 @@ pub async fn is_frozen(named: &Path, options: ImageOptions) -> Result<bool> {
 }
 
 /// Makes `layer` and its `mark` durable, before anything is written above (I3).
-fn settle(layer: &Path, mark: &Mark) -> Result<()> {
-    let synced = File::open(layer).and_then(|file| file.sync_data());
-    synced.map_err(|error| Error::from_io(format!("syncing {}", layer.display()), error))?;
+async fn settle(layer: &FileStore, mark: &Mark) -> Result<()> {
+    layer.sync().await?;
     sync_folder_of(mark.path())
 }
 

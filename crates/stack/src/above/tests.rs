@@ -6,6 +6,7 @@ use mica_qcow2_format::field;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Executor};
 use mica_store::Handles;
+use std::fs::File;
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use tempfile::TempDir;
