@@ -389,20 +389,23 @@ fn log_of_a_guest_that_never_flushes_is_compacted_and_costs_no_sync() {
     });
 }
 
+/// Bytes of the disk for which a table is, of clusters of 512 bytes; it is a page.
+const TABLE: u64 = 64 * 512;
+/// More than may wait for a flush.
+const TABLES: u64 = 3000;
+
+async fn image_of_tables(world: &World) -> Plain {
+    let wish =
+        ImageWish { cluster_bytes: Some(512), extended_l2: Some(false), ..ImageWish::default() };
+    Plain::new(world, &wish, TABLES * TABLE).await
+}
+
 /// The story: of a large disk more pages of tables change than the log can be compacted with. Once
 /// there were too many, each request waited for a flush, and so for the device.
 #[test]
 fn guest_that_never_flushes_is_answered_while_what_it_changed_is_made_durable() {
-    // A table has 64 clusters, and is a page.
-    const TABLE: u64 = 64 * 512;
-    const TABLES: u64 = 3000;
     scenario(4, |world| async move {
-        let wish = ImageWish {
-            cluster_bytes: Some(512),
-            extended_l2: Some(false),
-            ..ImageWish::default()
-        };
-        let image = Plain::new(&world, &wish, TABLES * TABLE).await;
+        let image = image_of_tables(&world).await;
         let chain = image.open(Mode::Write).await;
         let (mut last, mut answered_meanwhile) = (None, 0);
         for table in 0..TABLES {
@@ -436,15 +439,8 @@ fn guest_that_never_flushes_is_answered_while_what_it_changed_is_made_durable() 
 /// another.
 #[test]
 fn flush_that_was_due_is_not_due_any_more() {
-    const TABLE: u64 = 64 * 512;
-    const TABLES: u64 = 3000;
     scenario(4, |world| async move {
-        let wish = ImageWish {
-            cluster_bytes: Some(512),
-            extended_l2: Some(false),
-            ..ImageWish::default()
-        };
-        let image = Plain::new(&world, &wish, TABLES * TABLE).await;
+        let image = image_of_tables(&world).await;
         let chain = image.open(Mode::Write).await;
         write(&chain, 0, 7, 512).await.unwrap();
         let syncs = chain.write_stats().syncs;
