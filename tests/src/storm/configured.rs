@@ -4,12 +4,15 @@ use super::story::{Fault, Outcome, Wrong};
 use super::world::{World, text};
 use crate::clock;
 use crate::takeover::Process;
+use rustix::process::Signal;
 use std::path::Path;
 use std::time::Duration;
 
 /// How long a server may take until it serves, or to end.
 pub(super) const LIMIT: Duration = Duration::from_secs(40);
 pub(super) const PAUSE: Duration = Duration::from_micros(500);
+/// How long the kernel may take to let go of a killed server's files.
+pub(super) const HELD_LIMIT: Duration = Duration::from_secs(10);
 /// Why another server may be kept from taking over.
 pub(super) const DISKS_CHANGE: &str = "disks are being changed";
 
@@ -61,4 +64,34 @@ pub(super) fn wait(process: &mut Process) -> Outcome<Option<i32>> {
         Some(()) => Ok(process.ended()),
         None => Err(Fault::new(Wrong::Hang, format!("no end: {}", process.log()))),
     }
+}
+
+/// It lives, and did not panic.
+pub(super) fn look(process: &mut Process) -> Outcome {
+    let log = process.log();
+    if log.contains("panicked") {
+        return Err(Fault::new(Wrong::Panicked, log));
+    }
+    match process.is_running() {
+        true => Ok(()),
+        false => Err(Fault::new(Wrong::Died, log)),
+    }
+}
+
+/// Kills one, which is well.
+pub(super) fn kill(world: &World<'_>, process: &mut Process) -> Outcome {
+    process.signal(Signal::KILL);
+    wait(process)?;
+    world.counts.kills.add();
+    Ok(())
+}
+
+/// Asks one to end, which is well; what it served is durable then.
+pub(super) fn close(world: &World<'_>, process: &mut Process) -> Outcome {
+    process.signal(Signal::TERM);
+    if wait(process)? != Some(0) {
+        return Err(Fault::new(Wrong::Died, process.log()));
+    }
+    world.counts.closes.add();
+    Ok(())
 }

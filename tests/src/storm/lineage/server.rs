@@ -3,16 +3,12 @@
 
 use super::fleet::Fleet;
 use crate::clock;
-use crate::storm::configured::{self, PAUSE};
+use crate::storm::configured::{self, HELD_LIMIT, PAUSE};
 use crate::storm::load::Phase;
 use crate::storm::parties::{self, Party};
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::takeover::Process;
-use rustix::process::Signal;
-use std::time::Duration;
 
-/// How long the kernel may take to let go of a killed server's files.
-const HELD_LIMIT: Duration = Duration::from_secs(10);
 /// Why another server may be kept from taking over: commands, backups, and that a merge took the
 /// image out that the configuration names.
 const KEPT: [&str; 3] = [configured::DISKS_CHANGE, "has the backup", NAME_LEFT];
@@ -60,14 +56,7 @@ impl Server {
 
     /// It lives, and did not panic.
     pub(super) fn look(&mut self) -> Outcome {
-        let log = self.0.log();
-        if log.contains("panicked") {
-            return Err(Fault::new(Wrong::Panicked, log));
-        }
-        match self.0.is_running() {
-            true => Ok(()),
-            false => Err(Fault::new(Wrong::Died, log)),
-        }
+        configured::look(&mut self.0)
     }
 
     /// What it has said.
@@ -79,21 +68,14 @@ impl Server {
         fleet.tell("  killed");
         self.look()?;
         parties::enter(parties, Phase::Ending);
-        self.0.signal(Signal::KILL);
-        configured::wait(&mut self.0)?;
-        fleet.world.counts.kills.add();
-        Ok(())
+        configured::kill(&fleet.world, &mut self.0)
     }
 
     /// Asks it to end; what it served is durable then.
     pub(super) fn close(mut self, fleet: &mut Fleet<'_>) -> Outcome {
         fleet.tell("  closed");
         self.look()?;
-        self.0.signal(Signal::TERM);
-        if configured::wait(&mut self.0)? != Some(0) {
-            return Err(Fault::new(Wrong::Died, self.0.log()));
-        }
-        fleet.world.counts.closes.add();
+        configured::close(&fleet.world, &mut self.0)?;
         fleet.disks.iter_mut().for_each(|disk| disk.model.closed());
         Ok(())
     }

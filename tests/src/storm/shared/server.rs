@@ -2,7 +2,7 @@
 
 use super::fleet::Fleet;
 use crate::clock;
-use crate::storm::configured::{self, PAUSE};
+use crate::storm::configured::{self, HELD_LIMIT, PAUSE};
 use crate::storm::foreign;
 use crate::storm::load::Phase;
 use crate::storm::parties::{self, Party};
@@ -12,9 +12,6 @@ use mica_units::Rng;
 use rustix::process::Signal;
 use std::collections::BTreeSet;
 use std::time::Duration;
-
-/// How long the kernel may take to let go of a killed server's files.
-const HELD_LIMIT: Duration = Duration::from_secs(10);
 
 /// A server.
 #[derive(Debug)]
@@ -63,24 +60,14 @@ impl Server {
 
     /// It lives, and did not panic.
     pub(super) fn look(&mut self) -> Outcome {
-        let log = self.log();
-        if log.contains("panicked") {
-            return Err(Fault::new(Wrong::Panicked, log));
-        }
-        match self.process.is_running() {
-            true => Ok(()),
-            false => Err(Fault::new(Wrong::Died, log)),
-        }
+        configured::look(&mut self.process)
     }
 
     pub(super) fn kill(mut self, fleet: &mut Fleet<'_>) -> Outcome {
         fleet.tell("  killed");
         self.look()?;
         fleet.was_killed();
-        self.process.signal(Signal::KILL);
-        configured::wait(&mut self.process)?;
-        fleet.world.counts.kills.add();
-        Ok(())
+        configured::kill(&fleet.world, &mut self.process)
     }
 
     /// Asks it to end; what it served is durable then.
