@@ -46,14 +46,17 @@ pub(crate) struct Cli {
         default_value = "warn",
         value_name = "LEVEL",
         hide_short_help = true,
-        help_heading = "Engine"
+        display_order = 900
     )]
     pub(crate) log_level: LogLevel,
     #[command(subcommand)]
     pub(crate) verb: Verb,
 }
 
+/// What a verb takes is defined when it is used: to define all of them takes longer than what most
+/// verbs do ([`crate::command_for`]).
 #[derive(Subcommand)]
+#[command(defer = true)]
 pub(crate) enum Verb {
     #[command(after_long_help = sections::SERVE)]
     Serve(Box<ServeArgs>),

@@ -52,8 +52,9 @@ mod unfinished;
 mod volume;
 
 use args::{Cli, Verb};
-use clap::{CommandFactory, Parser};
+use clap::{Command, CommandFactory, FromArgMatches};
 use failure::Failure;
+use std::ffi::OsString;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -61,7 +62,7 @@ fn main() -> ExitCode {
     if let Some(help) = options_help() {
         return output::print(&help).map_or_else(Failure::report, |()| ExitCode::SUCCESS);
     }
-    let cli = match Cli::try_parse() {
+    let cli = match parse() {
         Ok(cli) => cli,
         Err(error) => {
             let is_help = !error.use_stderr();
@@ -118,12 +119,36 @@ fn main() -> ExitCode {
     outcome.unwrap_or_else(|failure: Failure| failure.report())
 }
 
+/// What the command line says.
+fn parse() -> Result<Cli, clap::Error> {
+    let mut command = command_for(std::env::args_os().nth(1));
+    let mut matches = command.try_get_matches_from_mut(std::env::args_os())?;
+    Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
+}
+
+/// What is to be known for a command line with this `first` word: the verb that it names, or all,
+/// for a list of them, say.
+fn command_for(first: Option<OsString>) -> Command {
+    let command = Cli::command();
+    match first.is_some_and(|word| command.find_subcommand(word).is_some()) {
+        true => command,
+        false => whole_command(),
+    }
+}
+
+/// With what each verb takes.
+fn whole_command() -> Command {
+    let mut command = Cli::command();
+    command.build();
+    command
+}
+
 /// The exit code for a command line that is not understood: 1, unless that is a verdict of its
 /// verb.
 fn usage_code() -> u8 {
     let verbs = Cli::command();
     let mut words = std::env::args_os().skip(1);
-    match words.find_map(|word| verbs.find_subcommand(word)).map(clap::Command::get_name) {
+    match words.find_map(|word| verbs.find_subcommand(word)).map(Command::get_name) {
         Some("compare") => compare::EXIT_FAILED,
         _ => 1,
     }
