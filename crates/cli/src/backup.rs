@@ -17,6 +17,7 @@ use mica_backup::{
     verify_state,
 };
 use mica_rt::Executor;
+use mica_serve::nbd::client::Uri;
 use serde_json::{Value, json};
 use std::io::{BufWriter, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -219,8 +220,7 @@ async fn open(args: &WriteArgs, named: &str, folder: Option<&Folder>) -> Result<
         }
     };
     let wanted = Since { named: args.since.as_deref(), newest_of: &known, folder };
-    let is_uri = nbd::is_uri(named);
-    let opened = match is_uri {
+    let opened = match Uri::is_meant(named) {
         true => nbd::open(args, named, wanted)?,
         false => chain::open(args, Subject::new(named, args.images.clone())?, wanted).await?,
     };

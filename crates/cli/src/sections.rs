@@ -333,6 +333,7 @@ EXAMPLES:
   mica convert -O raw disk.qcow2 - | gzip > disk.raw.gz
   mica convert -B base.qcow2 -F qcow2 top.qcow2 difference.qcow2
   mica convert --bitmaps disk.qcow2 copy.qcow2
+  mica convert -p 'nbd+unix:///web?socket=web.sock' copy.qcow2   # what a server exports
   zcat disk.raw.gz | mica convert --format raw - disk.qcow2";
 
 pub(crate) const DD: &str = "\
