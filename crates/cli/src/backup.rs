@@ -2,6 +2,7 @@
 
 mod chain;
 mod nbd;
+mod prune;
 mod subject;
 
 use crate::calendar::utc;
@@ -64,6 +65,13 @@ enum BackupVerb {
         #[arg(value_name = "DIR[@STATE]")]
         folder: PathBuf,
     },
+    /// Remove old states from a folder.
+    ///
+    /// Also such as others go on from: those get what they need of them, and go on from the next
+    /// that stays, or become whole. The newest always stays. A kill loses nothing: the same command
+    /// does the rest.
+    #[command(after_long_help = sections::BACKUP_PRUNE)]
+    Prune(prune::PruneArgs),
 }
 
 // What is written. (A doc comment would become the help of the verb.)
@@ -114,6 +122,7 @@ struct Opened {
 pub(crate) fn run(args: &BackupArgs) -> Result<ExitCode, Failure> {
     match &args.verb {
         Some(BackupVerb::List { report, folder }) => list(folder, report),
+        Some(BackupVerb::Prune(args)) => prune::run(args),
         Some(BackupVerb::Verify { progress, report, folder }) => verify(folder, *progress, report),
         None => write(&args.write),
     }
