@@ -120,8 +120,12 @@ fn only_the_newest_states_stay_when_the_others_are_pruned() {
     let needed = world.ctl(&["backup", "prune", "--keep", "2", "disk"]).refusal();
     assert!(needed.contains("clone.qcow2"), "{needed}");
     std::fs::remove_file(world.path("clone.qcow2")).expect("it is there");
+    // The base has another image on it, too, and stays as it is.
+    qemu::overlay(world.dir.path(), "other.qcow2", "base.qcow2", &[]);
+    let base = std::fs::read(world.path("base.qcow2")).expect("it is there");
     let pruned = world.ctl(&["backup", "prune", "--keep", "2", "disk"]).json();
     assert_eq!(pruned["dropped"], serde_json::json!(["a", "b"]), "{pruned}");
+    assert!(std::fs::read(world.path("base.qcow2")).expect("it is there") == base);
     for (state, wanted) in &states[2..] {
         judge::same_bytes(state, &world.state(state), wanted);
         qemu::img(world.dir.path(), ["check", &format!("disk@{state}.qcow2")]).ok();
