@@ -134,7 +134,7 @@ async fn cut_after_each(seed: u64, loss: Loss, stride: u64) {
 fn layers_show_what_they_did_whenever_the_power_goes() {
     for loss in [Loss::Everything, Loss::Nothing, Loss::Earlier, Loss::Torn] {
         scenario(3, |world| async move {
-            cut_after_each(world.seed(), loss, 7).await;
+            cut_after_each(world.seed(), loss, 3).await;
         });
     }
 }
