@@ -4,14 +4,20 @@
 //! .lock                 held while a state is written
 //! STATE.KEY.data        the step of the state: what is whole of it stays after a kill
 //! STATE.manifest        what the state is, and where its extents are: it is there from now on
+//! STATE.manifest.gone   what the state was: it is not there any more
 //! ```
 //!
 //! Invariants
 //! - I1 A state is in the folder if and only if its manifest is. That gets its name when the data
 //!   and it itself are durable, in one step.
-//! - I2 Nothing of a state that is there is changed. One process at a time writes a new one.
+//! - I2 No byte of a state that is there is changed; its step may be replaced by another that makes
+//!   the same state ([`prune`]). One process at a time writes here.
 //! - I3 A step that was cut off is gone on with only if it is of the same content: its name says of
 //!   which. What of it does not match its sums is written again.
+
+mod prune;
+
+pub use prune::Pruned;
 
 use crate::format::{BEGIN_BYTES, Begin, ENTRIES_MAX, HEAD_BYTES, Malformed, Manifest, Total};
 use crate::names::check_state;
@@ -31,6 +37,8 @@ const LOCK: &str = ".lock";
 const MANIFEST: &str = ".manifest";
 /// The ending of a manifest that is written.
 const NEW: &str = ".manifest.new";
+/// The ending of what was the manifest of a state that is removed.
+const GONE: &str = ".manifest.gone";
 const DATA: &str = ".data";
 /// Bytes that are written at once.
 const BUFFER_BYTES: usize = 1 << 20;

@@ -18,6 +18,7 @@
 mod copy;
 mod folder;
 mod format;
+mod merge;
 mod names;
 mod packing;
 #[cfg(test)]
@@ -30,7 +31,7 @@ mod verify;
 mod writer;
 
 pub use copy::{Run, Source, copy};
-pub use folder::{Begun, Folder, Pending, Sample, States, Stored};
+pub use folder::{Begun, Folder, Pending, Pruned, Sample, States, Stored};
 pub use format::{Begin, Entry, Total};
 pub use names::{STATE_BYTES_MAX, check_state, disk_name};
 pub use packing::Packing;

@@ -76,24 +76,55 @@ impl DataFile {
     /// The bytes of an entry, which is part number `sequence`; none of zeros.
     pub(crate) fn read(&mut self, entry: &Entry, sequence: u64) -> Result<Buf> {
         let piece = &entry.piece;
+        let (head, stored) = self.part(entry)?;
+        let checked = self.check_part(entry, (sequence, self.end), &head, &stored);
+        self.end = piece.end();
+        self.total.add(piece, &head);
+        checked?;
+        self.unpacked(entry, stored)
+    }
+
+    /// What is stored of an entry, which is part number `sequence`; none of zeros. Entries may be
+    /// asked for in any order.
+    pub(crate) fn stored(&self, entry: &Entry, sequence: u64) -> Result<Buf> {
+        let (head, stored) = self.part(entry)?;
+        self.check_part(entry, (sequence, 0), &head, &stored)?;
+        Ok(stored)
+    }
+
+    /// The bytes of an entry of which so much is stored.
+    pub(crate) fn unpacked(&self, entry: &Entry, stored: Buf) -> Result<Buf> {
+        match entry.piece.is_zeros() {
+            true => Ok(stored),
+            false => unpack(&entry.piece, stored).map_err(|why| self.damaged_in(entry, why)),
+        }
+    }
+
+    /// The part of an entry: its head, and what is stored.
+    fn part(&self, entry: &Entry) -> Result<([u8; PART_BYTES], Buf)> {
         let mut head = [0; PART_BYTES];
-        let mut stored = Buf::new(usize::try_from(piece.stored).expect("bounded"));
+        let mut stored = Buf::new(usize::try_from(entry.piece.stored).expect("bounded"));
         self.fill(&mut head, entry.at, Some(entry))?;
         if !stored.is_empty() {
             self.fill(stored.own_bytes(), entry.at + PART_BYTES as u64, Some(entry))?;
         }
-        let announced = Part::announced(&head, sequence, self.end, self.disk_len);
-        let checked = announced.and_then(|part| match part == Part::Piece(*piece) {
-            true => Part::check(&head, &stored),
+        Ok((head, stored))
+    }
+
+    /// That a part is that of its entry, with this number, and begins behind `from`.
+    fn check_part(
+        &self,
+        entry: &Entry,
+        (sequence, from): (u64, u64),
+        head: &[u8; PART_BYTES],
+        stored: &[u8],
+    ) -> Result<()> {
+        let announced = Part::announced(head, sequence, from, self.disk_len);
+        let checked = announced.and_then(|part| match part == Part::Piece(entry.piece) {
+            true => Part::check(head, stored),
             false => Err(Malformed::Content),
         });
-        self.end = piece.end();
-        self.total.add(piece, &head);
-        let unpacked = checked.and_then(|()| match piece.is_zeros() {
-            true => Ok(stored),
-            false => unpack(piece, stored),
-        });
-        unpacked.map_err(|why| self.damaged_in(entry, why))
+        checked.map_err(|why| self.damaged_in(entry, why))
     }
 
     /// Checks what is before the first part and behind the last.

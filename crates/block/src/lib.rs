@@ -40,7 +40,7 @@ pub use manage::{
 };
 pub use manage_chain::{
     ActiveAfter, CommitLayers, ManageBitmaps, ManageChain, MergeControl, MergeProgress, Merged,
-    Pushed, Renaming, View,
+    Pushed, RaiseLayers, Renaming, View,
 };
 pub use manage_volume::{BootStats, LogStats, ManageVolume, Times, VolumeStats};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};

@@ -58,6 +58,16 @@ pub trait ManageChain {
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>>;
 
+    /// As [`Self::stream`], into a frozen layer: what that shows stays the same at every instant,
+    /// in its file, too. What it had copied before an error or the end by `control` stays its own.
+    ///
+    /// Errors: as [`Self::stream`]; `Denied` if somebody else has that layer open.
+    fn raise<'a>(
+        &'a self,
+        layers: RaiseLayers<'a>,
+        control: &'a dyn MergeControl,
+    ) -> LocalFuture<'a, Result<Merged>>;
+
     /// Copies into the base of `layers` what the layers above it, up to the top of `layers`, own,
     /// and takes these out of the chain. Their files are not changed, but show something else if
     /// they are read on top of that base. The active layer stays in the chain, and is emptied; what
@@ -115,6 +125,15 @@ pub trait Renaming {
     ///
     /// Errors: what the system reports.
     fn sync(&self) -> LocalFuture<'_, Result<()>>;
+}
+
+/// The layers that go up into a frozen one: all beneath it, down to the base.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RaiseLayers<'a> {
+    /// The one that takes over.
+    pub into: &'a Path,
+    /// The one on which it stands afterwards; by default none.
+    pub base: Option<&'a Path>,
 }
 
 /// The layers that are merged into one of them: all above the base, up to the top.

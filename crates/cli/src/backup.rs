@@ -2,6 +2,7 @@
 
 mod chain;
 mod nbd;
+mod prune;
 mod subject;
 
 use crate::calendar::utc;
@@ -17,6 +18,7 @@ use mica_backup::{
     verify_state,
 };
 use mica_rt::Executor;
+use mica_serve::nbd::client::Uri;
 use serde_json::{Value, json};
 use std::io::{BufWriter, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -63,6 +65,13 @@ enum BackupVerb {
         #[arg(value_name = "DIR[@STATE]")]
         folder: PathBuf,
     },
+    /// Remove old states from a folder.
+    ///
+    /// Also such as others go on from: those get what they need of them, and go on from the next
+    /// that stays, or become whole. The newest always stays. A kill loses nothing: the same command
+    /// does the rest.
+    #[command(after_long_help = sections::BACKUP_PRUNE)]
+    Prune(prune::PruneArgs),
 }
 
 // What is written. (A doc comment would become the help of the verb.)
@@ -113,6 +122,7 @@ struct Opened {
 pub(crate) fn run(args: &BackupArgs) -> Result<ExitCode, Failure> {
     match &args.verb {
         Some(BackupVerb::List { report, folder }) => list(folder, report),
+        Some(BackupVerb::Prune(args)) => prune::run(args),
         Some(BackupVerb::Verify { progress, report, folder }) => verify(folder, *progress, report),
         None => write(&args.write),
     }
@@ -219,8 +229,7 @@ async fn open(args: &WriteArgs, named: &str, folder: Option<&Folder>) -> Result<
         }
     };
     let wanted = Since { named: args.since.as_deref(), newest_of: &known, folder };
-    let is_uri = nbd::is_uri(named);
-    let opened = match is_uri {
+    let opened = match Uri::is_meant(named) {
         true => nbd::open(args, named, wanted)?,
         false => chain::open(args, Subject::new(named, args.images.clone())?, wanted).await?,
     };

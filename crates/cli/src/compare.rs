@@ -51,10 +51,11 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
     let not_opened = |failure: Failure| failure.with_code(EXIT_NOT_OPENED);
     let executor = args.images.executor().map_err(failed)?;
     executor.block_on(async {
-        let first = args.images.open(&args.first, IndexUse::Read).await.map_err(not_opened)?;
+        let first =
+            args.images.open_source(&args.first, IndexUse::Read).await.map_err(not_opened)?;
         let mut second = args.images.clone();
         second.settings.format.clone_from(&args.second_format);
-        let second = second.open(&args.second, IndexUse::Read).await.map_err(not_opened)?;
+        let second = second.open_source(&args.second, IndexUse::Read).await.map_err(not_opened)?;
         let sizes = (first.geometry().len, second.geometry().len);
         let (short, long) = if sizes.0 <= sizes.1 { (first, second) } else { (second, first) };
         if args.strict && sizes.0 != sizes.1 {

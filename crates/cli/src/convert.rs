@@ -145,7 +145,8 @@ pub(crate) struct ConvertArgs {
     images: ImageArgs,
     /// The disk to copy: for a chain, its active layer; - for standard input.
     ///
-    /// With --format raw also standard input, which goes through a temporary file.
+    /// With --format raw also standard input, which goes through a temporary file. Or an export of
+    /// an NBD server: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH.
     #[arg(value_name = "SOURCE", required = true)]
     sources: Vec<PathBuf>,
     /// The image, with -O raw also a device or -.

@@ -56,7 +56,7 @@ pub(crate) fn run(args: &DdArgs) -> Result<ExitCode, Failure> {
     };
     let new = TargetArgs::plain(&args.output_format, args.force, args.report.clone());
     run_from(&from.to_string_lossy(), to.clone(), (new, args.images.clone()), |executor| {
-        let disk = executor.block_on(args.images.open(from, IndexUse::Read))?;
+        let disk = executor.block_on(args.images.open_source(from, IndexUse::Read))?;
         let place = wish.place(disk.geometry().len, from)?;
         let part = Window::new(Arc::clone(&disk) as Arc<dyn Disk>, place)?;
         Ok(Input::of(from, disk).with_disk(Arc::new(part)))

@@ -7,7 +7,8 @@ use mica_block::Manage;
 use mica_daemon::{ImageSettings, IoSettings};
 use mica_qcow2::{ChainOptions, IndexUse};
 use mica_rt::{Backend, Executor};
-use mica_stack::{Format, ImageOptions, parse_size};
+use mica_serve::nbd::client::Uri;
+use mica_stack::{ExportDisk, Format, ImageOptions, parse_size};
 use mica_store::CacheMode;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -71,6 +72,42 @@ impl ImageArgs {
         let images = self.image_options()?;
         Ok(mica_stack::open(image, self.format()?, images, &chain).await?)
     }
+
+    /// As [`Self::open`], for what the user names as a source: also the URI of an export.
+    pub(crate) async fn open_source(
+        &self,
+        named: &Path,
+        index: IndexUse,
+    ) -> Result<Arc<dyn Manage>, Failure> {
+        match self.open_export(named)? {
+            Some(export) => Ok(export),
+            None => self.open(named, index).await,
+        }
+    }
+
+    /// The export that the user `named`; `None` if that is no URI of one.
+    ///
+    /// It is a disk, whatever its server makes it of, so that no format but raw is one of it. That
+    /// of a user who says nothing cannot be told from qcow2.
+    pub(crate) fn open_export(&self, named: &Path) -> Result<Option<Arc<ExportDisk>>, Failure> {
+        let Some(uri) = export_uri(named) else { return Ok(None) };
+        let format = self.format()?;
+        if matches!(format, Format::Luks | Format::Null) {
+            let what = format!("an export is raw, and not {}", format.name());
+            return Err(Failure::new(what).within(uri));
+        }
+        Ok(Some(Arc::new(ExportDisk::open(uri)?)))
+    }
+}
+
+/// The error of a verb that is to read a snapshot of an export.
+pub(crate) fn no_snapshots() -> Failure {
+    Failure::new("-l: an export of a server has no snapshots: the server may export one")
+}
+
+/// The URI of an export, if `named` is one.
+pub(crate) fn export_uri(named: &Path) -> Option<&str> {
+    named.to_str().filter(|named| Uri::is_meant(named))
 }
 
 /// A cache mode of qemu-img.

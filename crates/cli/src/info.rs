@@ -8,12 +8,12 @@ use crate::failure::Failure;
 use crate::images::SubjectArgs;
 use crate::output::{OutputFormat, human_size, print, print_json};
 use clap::Args;
-use mica_block::Images;
+use mica_block::{Disk, Images};
 use mica_crypt::luks::{LuksHeader, read_header as read_luks_header};
 use mica_qcow2::loop_error;
 use mica_qcow2_format::{BitmapEntry, Compression, Encryption, Header, SnapshotEntry, Version};
 use mica_qcow2_tools::{ImageInfo, inspect};
-use mica_stack::{FileImages, Format, wait_for_dead};
+use mica_stack::{ExportDisk, FileImages, Format, wait_for_dead};
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -34,6 +34,10 @@ pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
     let format = args.subject.images.format()?;
     if format == Format::Null {
         return Err(Failure::new("the null format is not an image: there is nothing to show"));
+    }
+    if let Some(export) = args.subject.images.open_export(&args.subject.image)? {
+        show(args, vec![describe_export(&args.subject.image, &export)])?;
+        return Ok(ExitCode::SUCCESS);
     }
     let executor = args.subject.images.executor()?;
     executor.block_on(async {
@@ -71,7 +75,7 @@ async fn describe(
     if format == Format::Raw {
         let image = wait_for_dead(async || images.open(path)).await?;
         let len = image.store.len()?;
-        let mut description = Description::new(path, len, disk_bytes);
+        let mut description = Description::new(path, len, Some(disk_bytes));
         description.raw(len.next_multiple_of(512));
         let file = (image.identity.device, image.identity.inode);
         return Ok((description.finish(file), None));
@@ -80,7 +84,7 @@ async fn describe(
         let image = wait_for_dead(async || images.open(path)).await?;
         let (len, luks) = (image.store.len()?, read_luks_header(&*image.store).await);
         let luks = luks.map_err(|error| error.wrap(path.display().to_string()))?;
-        let mut description = Description::new(path, len, disk_bytes);
+        let mut description = Description::new(path, len, Some(disk_bytes));
         description.luks(len, &luks);
         let file = (image.identity.device, image.identity.inode);
         return Ok((description.finish(file), None));
@@ -92,7 +96,7 @@ async fn describe(
         Err(_) if !follow => None,
         Err(error) => return Err(error.into()),
     };
-    let mut description = Description::new(path, info.image.store.len()?, disk_bytes);
+    let mut description = Description::new(path, info.image.store.len()?, Some(disk_bytes));
     description.qcow2(&info, backing.as_ref().map(|(path, _)| path.as_path()));
     let file = (info.image.identity.device, info.image.identity.inode);
     let below = match backing {
@@ -103,6 +107,17 @@ async fn describe(
         _ => None,
     };
     Ok((description.finish(file), below))
+}
+
+/// An export has no file here, and takes nobody knows how much there.
+fn describe_export(path: &Path, export: &ExportDisk) -> Described {
+    let mut description = Description::new(path, export.exported_len(), None);
+    description.raw(export.geometry().len);
+    if !export.description().is_empty() {
+        description.line(&format!("description: {}", export.description().replace('\n', " ")));
+        description.set("description", export.description());
+    }
+    description.finish((0, 0))
 }
 
 fn show(args: &InfoArgs, described: Vec<Described>) -> Result<(), Failure> {
@@ -126,26 +141,30 @@ fn show(args: &InfoArgs, described: Vec<Described>) -> Result<(), Failure> {
 struct Description<'a> {
     path: &'a Path,
     file_bytes: u64,
-    disk_bytes: u64,
+    /// What its file takes; `None` if it has none here.
+    disk_bytes: Option<u64>,
     json: Map<String, Value>,
     text: String,
 }
 
 impl<'a> Description<'a> {
-    fn new(path: &'a Path, file_bytes: u64, disk_bytes: u64) -> Self {
+    fn new(path: &'a Path, file_bytes: u64, disk_bytes: Option<u64>) -> Self {
         let mut json = Map::new();
         let name = path.display().to_string();
         // QEMU counts files in whole sectors.
         let file_bytes = file_bytes.next_multiple_of(512);
-        let child = json!({
+        let mut child = json!({
             "children": [],
             "virtual-size": file_bytes,
             "filename": name,
-            "format": "file",
-            "actual-size": disk_bytes,
-            "format-specific": { "type": "file", "data": {} },
+            "format": "nbd",
             "dirty-flag": false,
         });
+        if let Some(bytes) = disk_bytes {
+            child["format"] = "file".into();
+            child["actual-size"] = bytes.into();
+            child["format-specific"] = json!({ "type": "file", "data": {} });
+        }
         json.insert("children".into(), json!([{ "name": "file", "info": child }]));
         Self { path, file_bytes, disk_bytes, json, text: String::new() }
     }
@@ -165,11 +184,17 @@ impl<'a> Description<'a> {
         self.line(&format!("file format: {format}"));
         let size = human_size(virtual_bytes);
         self.line(&format!("virtual size: {size} ({virtual_bytes} bytes)"));
-        self.line(&format!("disk size: {}", human_size(self.disk_bytes)));
+        self.line(&format!("disk size: {}", self.disk_size()));
         self.set("virtual-size", virtual_bytes);
         self.set("filename", name);
         self.set("format", format);
-        self.set("actual-size", self.disk_bytes);
+        if let Some(bytes) = self.disk_bytes {
+            self.set("actual-size", bytes);
+        }
+    }
+
+    fn disk_size(&self) -> String {
+        self.disk_bytes.map_or_else(|| "unavailable".to_owned(), human_size)
     }
 
     fn encrypted(&mut self) {
@@ -305,10 +330,11 @@ impl<'a> Description<'a> {
     fn finish(mut self, file: (u64, u64)) -> Described {
         self.line("Child node '/file':");
         self.line(&format!("    filename: {}", self.path.display()));
-        self.line("    protocol type: file");
+        let protocol = if self.disk_bytes.is_some() { "file" } else { "nbd" };
+        self.line(&format!("    protocol type: {protocol}"));
         let size = human_size(self.file_bytes);
         self.line(&format!("    file length: {size} ({} bytes)", self.file_bytes));
-        self.line(&format!("    disk size: {}", human_size(self.disk_bytes)));
+        self.line(&format!("    disk size: {}", self.disk_size()));
         Described { file, json: Value::Object(self.json), text: plain(&self.text) }
     }
 }

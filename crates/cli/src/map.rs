@@ -30,7 +30,7 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
     let limit = args.max_length.as_deref().map(|text| size_of("--max-length", text)).transpose()?;
     let executor = args.subject.images.executor()?;
     executor.block_on(async {
-        let disk = args.subject.images.open(&args.subject.image, IndexUse::Read).await?;
+        let disk = args.subject.images.open_source(&args.subject.image, IndexUse::Read).await?;
         let len = disk.geometry().len;
         let end = limit.map_or(len, |limit| len.min(start.saturating_add(limit)));
         let mut printer = Printer::new(args, &*disk);

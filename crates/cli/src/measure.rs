@@ -2,7 +2,7 @@
 
 use crate::create::{no_new_luks, parse_options};
 use crate::failure::Failure;
-use crate::images::{ImageArgs, size_of};
+use crate::images::{ImageArgs, export_uri, no_snapshots, size_of};
 use crate::output::{OutputArgs, OutputFormat, print, print_json};
 use clap::Args;
 use mica_qcow2::IndexUse;
@@ -86,7 +86,11 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
             let mut chain = args.images.chain_options(IndexUse::Read)?;
             chain.snapshot.clone_from(&args.load_snapshot);
             let (images, format) = (args.images.image_options()?, args.images.format()?);
-            Some(mica_stack::open(image, format, images, &chain).await?)
+            match args.images.open_export(image)? {
+                Some(_) if args.load_snapshot.is_some() => return Err(no_snapshots()),
+                Some(export) => Some(export as _),
+                None => Some(mica_stack::open(image, format, images, &chain).await?),
+            }
         }
     };
     let size = match (&args.size, &source) {
@@ -121,6 +125,9 @@ async fn source_bitmaps(args: &MeasureArgs, bits: ClusterBits) -> Result<Option<
     let (Some(image), Format::Qcow2) = (&args.image, args.images.format()?) else {
         return Ok(None);
     };
+    if export_uri(image).is_some() {
+        return Ok(None);
+    }
     let images = FileImages::new(image, args.images.image_options()?)?;
     let info = inspect(&images, image).await?;
     if info.header.version == Version::V2 {

@@ -51,7 +51,7 @@ pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
     let length = args.length.as_deref().map(|length| size_of("LENGTH", length)).transpose()?;
     let executor = images.executor()?;
     executor.block_on(async {
-        let disk = images.open(image, IndexUse::Read).await?;
+        let disk = images.open_source(image, IndexUse::Read).await?;
         let len = disk.geometry().len;
         let end = length.map_or(Some(len), |length| offset.checked_add(length));
         let end =

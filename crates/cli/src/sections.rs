@@ -177,6 +177,11 @@ EXAMPLES:
   mica ctl backup drop web monday
   mica ctl backup drop --rate 100M --background web monday";
 
+pub(crate) const CTL_BACKUP_PRUNE: &str = "\
+EXAMPLES:
+  mica ctl backup prune --keep 7 web
+  mica ctl backup prune --keep 1 --rate 100M web";
+
 pub(crate) const CTL_BACKUP_LIST: &str = "\
 EXAMPLES:
   mica ctl backup list web
@@ -333,6 +338,7 @@ EXAMPLES:
   mica convert -O raw disk.qcow2 - | gzip > disk.raw.gz
   mica convert -B base.qcow2 -F qcow2 top.qcow2 difference.qcow2
   mica convert --bitmaps disk.qcow2 copy.qcow2
+  mica convert -p 'nbd+unix:///web?socket=web.sock' copy.qcow2   # what a server exports
   zcat disk.raw.gz | mica convert --format raw - disk.qcow2";
 
 pub(crate) const DD: &str = "\
@@ -381,6 +387,14 @@ pub(crate) const BACKUP_LIST: &str = "\
 EXAMPLES:
   mica backup list /backup/web
   mica backup list --output json /backup/web | jq -r '.[-1].state'";
+
+pub(crate) const BACKUP_PRUNE: &str = "\
+EXAMPLES:
+  mica backup prune --keep 7 /backup/web
+  mica backup prune --keep 2d/1h,30d/1d,52w/1w /backup/web   # one of each hour for two days, …
+  mica backup prune -n --keep 1 /backup/web                  # what would go
+
+What else there is of these times goes. Who restores or verifies meanwhile may miss files.";
 
 pub(crate) const BACKUP_VERIFY: &str = "\
 EXAMPLES:

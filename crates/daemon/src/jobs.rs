@@ -11,7 +11,7 @@
 
 use mica_block::{
     ActiveAfter, CommitLayers, Error, ErrorKind, LocalFuture, Manage, ManageChain, MergeControl,
-    MergeProgress, Merged, Result,
+    MergeProgress, Merged, RaiseLayers, Result,
 };
 use mica_rt::{Backend, Executor};
 use mica_stack::MergeMarks;
@@ -42,6 +42,8 @@ pub(crate) enum Merge {
     Stream { base: Option<PathBuf>, marks: Option<MergeMarks> },
     /// The layers above `base` up to `top`, or up to the active layer, go down into it.
     Commit { top: Option<PathBuf>, base: PathBuf, marks: MergeMarks },
+    /// The layers beneath `into`, which is frozen, go up into it; it stands on `base` then.
+    Raise { into: PathBuf, base: Option<PathBuf>, marks: MergeMarks },
     /// A kept state goes: its layer leaves as with `how`, and then its `file` is removed.
     Drop { file: PathBuf, how: Box<Merge> },
 }
@@ -50,6 +52,7 @@ impl Merge {
     fn kind(&self) -> &'static str {
         match self {
             Self::Stream { .. } => "stream",
+            Self::Raise { .. } => "raise",
             Self::Commit { .. } => "commit",
             Self::Drop { .. } => "drop",
         }
@@ -70,6 +73,13 @@ impl Merge {
                 marks.end(merged.as_ref().ok());
                 merged
             }
+            Self::Raise { into, base, marks } => {
+                let layers = RaiseLayers { into: &into, base: base.as_deref() };
+                let merged = chain.raise(layers, control).await;
+                // Unless it is done nothing is marked: all layers show what they did.
+                marks.end(merged.as_ref().ok());
+                merged
+            }
             Self::Drop { how, .. } => Box::pin(how.run(chain, control)).await,
         }
     }
@@ -78,7 +88,7 @@ impl Merge {
     fn dropped_file(&self) -> Option<PathBuf> {
         match self {
             Self::Drop { file, .. } => Some(file.clone()),
-            Self::Stream { .. } | Self::Commit { .. } => None,
+            Self::Stream { .. } | Self::Raise { .. } | Self::Commit { .. } => None,
         }
     }
 }

@@ -3,6 +3,7 @@
 //!
 //! - [`FileImages`] opens image files and keeps their sidecars; `policy` decides what it may open.
 //! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
+//! - [`ExportDisk`] is what another server exports.
 //! - [`Window`], [`Joined`] and [`DetectZeroes`] make disks of disks.
 //! - [`Stores`] opens stores of volumes, and volumes in them.
 //! - [`forest`] finds the images of folders, and which stands on which.
@@ -13,6 +14,7 @@ mod above;
 mod amend_keys;
 mod detect_zeroes;
 mod encrypted;
+mod export;
 mod files;
 pub mod forest;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -43,6 +45,7 @@ pub use above::{is_frozen, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use encrypted::encrypted_as;
+pub use export::ExportDisk;
 pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;

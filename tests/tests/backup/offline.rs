@@ -77,6 +77,52 @@ fn full_and_incremental_states_are_given_back() {
 }
 
 #[test]
+fn states_that_others_go_on_from_are_removed() {
+    let Some(dir) = disk() else { return };
+    let at = dir.path();
+    backup(at, &["disk.qcow2@mon", "web"]).ok();
+    backup(at, &["-c", "--since", "mon", "disk.qcow2@tue", "web"]).ok();
+    backup(at, &["--since", "tue", "--as", "now", "disk.qcow2", "web"]).ok();
+    let prune = |more: &[&str]| {
+        let mut mica = Command::new(mica::binary());
+        command::finish(mica.args(["backup", "prune"]).args(more).arg("web").current_dir(at))
+    };
+    let names = |answer: &serde_json::Value| -> Vec<String> {
+        let states = answer.as_array().expect("a list").iter();
+        states.map(|state| state["state"].as_str().expect("a name").to_owned()).collect()
+    };
+    let would = prune(&["-n", "--output", "json", "--keep", "1"]).json();
+    assert_eq!(names(&would["removed"]), ["mon", "tue"], "{would}");
+    let listed = || mica::run(["backup", "list", "--output", "json", &web(at)]).json();
+    assert_eq!(names(&listed()), ["mon", "tue", "now"]);
+    // The one in the middle was compressed, and the first goes on without it.
+    let all = prune(&["--output", "json", "--keep", "2"]).json();
+    assert_eq!(
+        (names(&all["removed"]), names(&all["merged"])),
+        (vec!["mon".into()], vec!["tue".into()])
+    );
+    assert_eq!(all["merged"][0]["since"], serde_json::Value::Null, "{all}");
+    for (state, image) in [("tue", "disk@tue.qcow2"), ("now", "disk.qcow2")] {
+        judge::same_bytes(state, &restored(at, "web", state, "raw"), &raw(at, image));
+    }
+    // All were taken within the hour.
+    let rules = prune(&["--output", "json", "--keep", "4w/1d"]).json();
+    assert!(!names(&rules["removed"]).contains(&"now".to_owned()), "{rules}");
+    prune(&["--keep", "1"]).ok();
+    assert_eq!(names(&listed()), ["now"]);
+    mica::run(["backup", "verify", &web(at)]).ok();
+    judge::same_bytes("now", &restored(at, "web", "now", "raw"), &raw(at, "disk.qcow2"));
+    for (words, why) in [(&["--keep", "0"][..], "at least 1"), (&["--keep", "1d"], "1d/1h")] {
+        let said = prune(words);
+        assert!(said.stderr.contains(why) && said.code() != Some(0), "{said}");
+    }
+}
+
+fn web(at: &Path) -> String {
+    at.join("web").display().to_string()
+}
+
+#[test]
 fn streams_that_are_joined_are_a_disk() {
     let Some(dir) = disk() else { return };
     let script = r#"set -eu

@@ -9,6 +9,7 @@ mod copying;
 mod create;
 mod encrypted;
 mod existing;
+mod exports;
 mod foreign;
 mod info;
 mod inputs;

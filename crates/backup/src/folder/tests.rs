@@ -26,7 +26,7 @@ fn pending(begun: Begun) -> Pending {
 }
 
 /// Writes a state of `source` as `name`.
-fn back_up(
+pub(super) fn back_up(
     folder: &Folder,
     (name, base): (&str, Option<&str>),
     source: &mut MemorySource,
@@ -38,7 +38,7 @@ fn back_up(
     pending.complete()
 }
 
-fn restored(folder: &Folder, state: &str) -> Vec<u8> {
+pub(super) fn restored(folder: &Folder, state: &str) -> Vec<u8> {
     let line = folder.line(state).unwrap();
     let len = usize::try_from(line.last().unwrap().len()).unwrap();
     let disk = MemoryDisk::new(len);

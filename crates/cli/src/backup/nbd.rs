@@ -1,30 +1,22 @@
 //! A state that an NBD server exports as what is copied: of a whole one what is not zeros, of
 //! another what its dirty bitmap says.
 //!
-//! What is read of the server is bounded and checked against what was asked: a server may be
-//! anybody.
-
-mod client;
-mod uri;
+//! What is read of the server is bounded and checked by its client: a server may be anybody.
 
 use super::{Opened, Since, WriteArgs, now_ns};
 use crate::failure::Failure;
-use client::{BASE_ALLOCATION, Client, DIRTY, ZERO};
 use mica_backup::{Begin, Run, Source, disk_name};
 use mica_block::{LocalFuture, Result};
-use mica_rt::Buf;
+use mica_rt::{Buf, join_all};
+use mica_serve::nbd::client::{BASE_ALLOCATION, Client, Greeting, Uri, ZERO};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
-use uri::Uri;
 
 /// Bytes that a server is asked about at once.
 const WINDOW_BYTES: u64 = 1 << 30;
+/// The flag of a part that a dirty bitmap has.
+const DIRTY: u32 = 1;
 /// What contexts of states are called.
 const BITMAP: &str = "qemu:dirty-bitmap:";
-
-pub(super) fn is_uri(named: &str) -> bool {
-    let scheme = named.split_once("://").map(|(scheme, _)| scheme);
-    scheme.is_some_and(|scheme| scheme.starts_with("nbd"))
-}
 
 /// An export that is copied.
 struct NbdSource {
@@ -43,22 +35,22 @@ pub(super) fn open(
 ) -> std::result::Result<Opened, Failure> {
     let uri: Uri = named.parse()?;
     let failed = |error: mica_block::Error| Failure::from(error).within(named);
-    let mut client = Client::connect(&uri).map_err(failed)?;
+    let mut greeting = Greeting::connect(&uri).map_err(failed)?;
     let offered = match since.newest_of {
         [] => Vec::new(),
-        _ => client.list(BITMAP).map_err(failed)?,
+        _ => greeting.list(BITMAP).map_err(failed)?,
     };
     let context = |state: &str| format!("{BITMAP}{state}");
     let newest = since.newest_of.iter().find(|state| offered.contains(&context(state)));
     let base = since.named.map(str::to_owned).or_else(|| newest.cloned());
     let bitmap = base.as_deref().map(context);
     let wanted: Vec<&str> = [BASE_ALLOCATION].into_iter().chain(bitmap.as_deref()).collect();
-    let missing = client.select(&wanted).map_err(failed)?;
+    let missing = greeting.select(&wanted).map_err(failed)?;
     if let Some(missing) = missing {
         let what = match missing.strip_prefix(BITMAP) {
             None => format!("the server does not tell what is allocated ({missing})"),
             Some(state) => {
-                let offered = client.list(BITMAP).map_err(failed)?;
+                let offered = greeting.list(BITMAP).map_err(failed)?;
                 let there = states_of(&offered);
                 format!(
                     "the server does not tell what changed since {state:?}, {there}: `mica ctl \
@@ -68,7 +60,8 @@ pub(super) fn open(
         };
         return Err(Failure::new(what).within(named));
     }
-    let export = client.go().map_err(failed)?;
+    let client = greeting.go().map_err(failed)?;
+    let export = client.export().clone();
     let kept = KeptState::told_by(&export.description);
     if !export.len.is_multiple_of(SECTOR_BYTES) {
         let what = format!("its length of {} bytes is no multiple of 512", export.len);
@@ -127,7 +120,8 @@ impl Source for NbdSource {
                 return Ok(None);
             }
             let window = WINDOW_BYTES.min(self.len - self.at);
-            let parts = self.client.status_of_sectors(self.at, window)?;
+            let asked = GuestRange::new(GuestOffset::new(self.at), window);
+            let parts = self.client.status(asked.expect("within the export")).await?;
             let mut runs = Vec::new();
             for part in parts {
                 let range = GuestRange::new(GuestOffset::new(self.at), part.len);
@@ -147,7 +141,15 @@ impl Source for NbdSource {
     }
 
     fn read<'a>(&'a mut self, ranges: &'a [GuestRange]) -> LocalFuture<'a, Result<Vec<Buf>>> {
-        Box::pin(async move { self.client.read(ranges) })
+        Box::pin(async move {
+            let client = &self.client;
+            let reads = ranges.iter().map(|range| {
+                let len = usize::try_from(range.len()).expect("a piece");
+                client.read(range.start().bytes(), Buf::new(len))
+            });
+            let read = join_all(reads.collect::<Vec<_>>()).await;
+            read.into_iter().map(|(result, buf)| result.map(|()| buf)).collect()
+        })
     }
 }
 
@@ -167,6 +169,5 @@ mod tests {
         let offered = [BASE_ALLOCATION, "qemu:dirty-bitmap:mon", "qemu:dirty-bitmap:\u{1b}[2J\n"];
         let there = states_of(&offered.map(str::to_owned));
         assert_eq!(there, "only of mon, \\u{1b}[2J\\n");
-        assert!(is_uri("nbd+unix:///web?socket=/s") && is_uri("nbds://host") && !is_uri("/nbd://"));
     }
 }

@@ -7,6 +7,7 @@ use super::stream::is_stream;
 use super::{ConvertArgs, options_of};
 use crate::create::{Sources, is_any_encrypted, is_block_device};
 use crate::failure::Failure;
+use crate::images::{export_uri, no_snapshots};
 use crate::unfinished::Unfinished;
 use mica_block::{Disk, Manage};
 use mica_qcow2::IndexUse;
@@ -21,7 +22,8 @@ use std::sync::Arc;
 const PIECE_BYTES: u64 = 1 << 20;
 /// What the parameters of an internal snapshot begin with, as qemu-img takes them.
 const SNAPSHOT_PREFIXES: [&str; 2] = ["snapshot.name=", "snapshot.id="];
-const NBD: [&str; 4] = ["nbd:", "nbd+unix:", "nbds:", "nbds+unix:"];
+/// What names of exports begin with that are no URIs.
+const OLD_NBD: &str = "nbd:";
 
 /// What is copied.
 pub(crate) struct Input {
@@ -62,15 +64,7 @@ fn may_be_encrypted(args: &ConvertArgs, format: Format) -> Result<bool, Failure>
 /// # Errors
 /// If the options ask for something that such a source does not have.
 pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
-    let is_nbd = |path: &PathBuf| {
-        let name = path.to_string_lossy();
-        NBD.iter().any(|scheme| name.starts_with(scheme)) && !path.exists()
-    };
-    if args.sources.iter().chain([&args.target]).any(is_nbd) {
-        let what = "mica convert copies files: nbdcopy copies from NBD servers and to them, also \
-                    through a pipe: nbdcopy URI - | mica convert --format raw - IMAGE";
-        return Err(Failure::new(what));
-    }
+    check_exports(args)?;
     let has_stream = args.sources.iter().any(|source| is_stream(source));
     if has_stream && args.images.format()? != Format::Raw {
         let what = "-: only the bytes of a disk can be read from a pipe: add --format raw";
@@ -99,6 +93,31 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Exports are read by their URIs, and have only bytes.
+fn check_exports(args: &ConvertArgs) -> Result<(), Failure> {
+    let is_old = |path: &PathBuf| path.to_string_lossy().starts_with(OLD_NBD) && !path.exists();
+    if export_uri(&args.target).is_some() || is_old(&args.target) {
+        let what = "mica convert does not write to NBD servers: nbdcopy does, also from a pipe: \
+                    mica convert -O raw IMAGE - | nbdcopy - URI";
+        return Err(Failure::new(what));
+    }
+    let (is_export, is_old) =
+        (|path: &&PathBuf| export_uri(path).is_some(), |path: &&_| is_old(path));
+    if let Some(old) = args.sources.iter().find(|path| is_old(path) && !is_export(path)) {
+        let what = "write nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH";
+        return Err(Failure::new(what).within(old.display()));
+    }
+    let Some(export) = args.sources.iter().find(is_export) else { return Ok(()) };
+    if args.load_snapshot.is_some() {
+        return Err(no_snapshots());
+    }
+    if args.bitmaps {
+        let what = "--bitmaps: the bitmaps of an export are those of its server";
+        return Err(Failure::new(what).within(export.display()));
+    }
+    Ok(())
+}
+
 /// Opens all sources.
 pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
     let mut chain = args.images.chain_options(IndexUse::Read)?;
@@ -111,7 +130,10 @@ pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
             path = spool(&args.target, &mut spooled)?;
         }
         let path = &*path;
-        let disk = mica_stack::open(path, format, options.clone(), &chain).await?;
+        let disk = match args.images.open_export(path)? {
+            Some(export) => export as _,
+            None => mica_stack::open(path, format, options.clone(), &chain).await?,
+        };
         files.add(path, &*disk);
         disks.push(disk);
     }

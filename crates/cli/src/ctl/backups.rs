@@ -4,6 +4,7 @@ use super::merges::{HowArgs, one};
 use super::text;
 use crate::client::{Client, nothing, of_disk};
 use crate::failure::Failure;
+use crate::output::human_size;
 use crate::sections;
 use crate::table::table;
 use clap::{Args, Subcommand};
@@ -30,10 +31,17 @@ pub(super) enum BackupVerb {
     /// Keep a state no longer: its layer is merged, and its file removed.
     ///
     /// While guests write on. The newest goes up into the active layer, the oldest down into the
-    /// layer beneath, unless others need that. What changed since the state cannot be told any
-    /// more. Copies by `mica backup` stay.
+    /// layer beneath, unless others need that, and one in the middle up into the next state, which
+    /// shows what it did. What changed since the state cannot be told any more. Copies by
+    /// `mica backup` stay.
     #[command(after_long_help = sections::CTL_BACKUP_DROP)]
     Drop(DropArgs),
+    /// Keep only the newest states: the others are dropped, one after the other.
+    ///
+    /// As by `mica ctl backup drop`, from the newest of them. If this is killed, the same command
+    /// does the rest.
+    #[command(after_long_help = sections::CTL_BACKUP_PRUNE)]
+    Prune(PruneArgs),
     /// List the states of a disk that are kept, from the oldest.
     #[command(after_long_help = sections::CTL_BACKUP_LIST)]
     List {
@@ -75,6 +83,52 @@ pub(super) struct DropArgs {
     how: HowArgs,
 }
 
+// What is pruned. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct PruneArgs {
+    /// The disk.
+    #[arg(value_name = "DISK")]
+    disk: String,
+    /// How many states stay: at least the newest, which the next backup goes on from.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    keep: u32,
+    /// Copy at most so many bytes a second.
+    #[arg(long, value_name = "SIZE")]
+    rate: Option<String>,
+}
+
+impl PruneArgs {
+    fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let how = HowArgs::waiting(self.rate.clone());
+        let listed = client.get(&of_disk(&self.disk, "backups"))?;
+        let states = listed["states"].as_array().cloned().unwrap_or_default();
+        let stay = usize::try_from(self.keep).unwrap_or(usize::MAX);
+        let mut dropped = Vec::new();
+        let mut copied = 0;
+        // Each takes what is beneath with it only once.
+        for state in states.iter().rev().skip(stay).map(|state| &state["state"]) {
+            let body = json!({ "state": state, "rate": how.rate()? });
+            let job = how.start(client, &of_disk(&self.disk, "drop-state"), &body)?;
+            copied += job["copied_bytes"].as_u64().unwrap_or(0);
+            dropped.push(state.clone());
+        }
+        dropped.reverse();
+        Ok(json!({ "disk": self.disk, "dropped": dropped, "copied_bytes": copied }))
+    }
+}
+
+fn pruned(answer: &Value) -> String {
+    let dropped: Vec<_> = answer["dropped"].as_array().into_iter().flatten().map(text).collect();
+    let disk = text(&answer["disk"]);
+    match dropped.len() {
+        0 => format!("{disk}: nothing to drop\n"),
+        _ => {
+            let copied = human_size(answer["copied_bytes"].as_u64().unwrap_or(0));
+            format!("{disk}: dropped {}; {copied} were copied\n", dropped.join(", "))
+        }
+    }
+}
+
 impl DropArgs {
     fn run(&self, client: &Client) -> Result<Value, Failure> {
         let body = json!({ "state": self.state, "rate": self.how.rate()? });
@@ -88,6 +142,7 @@ impl BackupVerb {
             Self::Begin(args) => (args.run(client)?, begun),
             Self::End { disk } => (client.post(&of_disk(disk, "end-backup"), &nothing())?, ended),
             Self::Drop(args) => (args.run(client)?, one),
+            Self::Prune(args) => (args.run(client)?, pruned),
             Self::List { disk } => (client.get(&of_disk(disk, "backups"))?, listed),
         })
     }
@@ -153,6 +208,14 @@ mod tests {
             ended(&answer),
             "web: the backup tue is ended; its state stays in /vm/web@tue.qcow2\n"
         );
+    }
+
+    #[test]
+    fn states_that_were_dropped_are_told_in_a_line() {
+        let mut answer = json!({"disk": "web", "dropped": ["mon", "tue"], "copied_bytes": 65536});
+        assert_eq!(pruned(&answer), "web: dropped mon, tue; 64 KiB were copied\n");
+        answer["dropped"] = json!([]);
+        assert_eq!(pruned(&answer), "web: nothing to drop\n");
     }
 
     #[test]

@@ -82,6 +82,11 @@ impl CommitArgs {
 }
 
 impl HowArgs {
+    /// One that waits for the end.
+    pub(super) fn waiting(rate: Option<String>) -> Self {
+        Self { background: false, rate }
+    }
+
     pub(super) fn rate(&self) -> Result<u64, Failure> {
         self.rate.as_deref().map_or(Ok(0), |rate| size_of("--rate", rate))
     }

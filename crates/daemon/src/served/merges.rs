@@ -1,6 +1,6 @@
 //! Merges of a disk's layers while it is served.
 
-use super::backup::{Kept, state_names};
+use super::backup::state_names;
 use super::{Served, State};
 use crate::jobs::{Job, Merge, PAST_MAX, Told};
 use mica_block::{Error, ErrorKind, Manage, Result};
@@ -110,17 +110,18 @@ impl Served {
     }
 
     /// Begins to drop the kept `state`: its layer goes up into the active one if it lies beneath
-    /// that, or else down into the layer beneath, if that is no kept state. Then its file is
-    /// removed. `check` is asked as by [`Self::start_commit`].
+    /// that, or else down into the layer beneath, if that is no kept state and nobody else needs
+    /// it, or else up into the layer above. Then its file is removed. `check` is asked as by
+    /// [`Self::start_commit`].
     ///
     /// # Errors
-    /// `NotFound` if there is no such state; `Denied` if its layer can go nowhere, or a backup is
-    /// under way; as [`Self::start_stream`], and those of `check`.
+    /// `NotFound` if there is no such state; `Denied` if a backup is under way; as
+    /// [`Self::start_stream`], and those of `check`.
     pub(crate) fn start_drop(
         &self,
         state: &str,
         rate: u64,
-        check: impl FnOnce(&[PathBuf]) -> Result<()>,
+        check: impl Fn(&[PathBuf]) -> Result<()>,
     ) -> Result<Arc<Job>> {
         self.start_merge(rate, |layers| {
             let kept = self.kept_states()?;
@@ -128,34 +129,28 @@ impl Served {
             let active = layers.len().saturating_sub(1);
             let below = at.checked_sub(1);
             let is_kept = |at: usize| kept.iter().any(|kept| kept.position == at);
+            self.check_no_backup()?;
             let how = match below {
                 _ if at + 1 == active => {
-                    self.check_no_backup()?;
                     // Whoever makes an image on it sees that, or is found now.
                     let marks = Some(MergeMarks::put(&layers[active], &layers[at..=at])?);
                     check(&layers[at..=active])?;
                     Merge::Stream { base: below.map(|below| layers[below].clone()), marks }
                 }
                 Some(below) if !is_kept(below) => {
-                    self.check_no_backup()?;
                     let marks = MergeMarks::put(&layers[below], &layers[at..=at])?;
-                    check(&layers[below..=at + 1])?;
-                    let (top, base) = (Some(layers[at].clone()), layers[below].clone());
-                    Merge::Commit { top, base, marks }
+                    if check(&layers[below..=at + 1]).is_ok() {
+                        let (top, base) = (Some(layers[at].clone()), layers[below].clone());
+                        Merge::Commit { top, base, marks }
+                    } else {
+                        drop(marks);
+                        raised(layers, at, &check)?
+                    }
                 }
-                _ => return Err(self.denied(&self.lies_between(state, &kept))),
+                _ => raised(layers, at, &check)?,
             };
             Ok(Merge::Drop { file: layers[at].clone(), how: Box::new(how) })
         })
-    }
-
-    fn lies_between(&self, state: &str, kept: &[Kept]) -> String {
-        let oldest = kept.first().map_or("", |kept| &kept.state);
-        let newest = kept.last().map_or("", |kept| &kept.state);
-        format!(
-            "keeps its state {state:?} between others, or on nothing: only the oldest ({oldest:?}) \
-             and the newest ({newest:?}) of them can be dropped, one after the other"
-        )
     }
 
     fn check_no_backup(&self) -> Result<()> {
@@ -236,6 +231,20 @@ impl Served {
     fn lock_job(&self) -> MutexGuard<'_, Option<Arc<Job>>> {
         self.job.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// How the layer at position `at` goes up into the one above, which is frozen: what that shows
+/// stays the same, so that only the layer itself must not be needed.
+fn raised(
+    layers: &[PathBuf],
+    at: usize,
+    check: impl Fn(&[PathBuf]) -> Result<()>,
+) -> Result<Merge> {
+    let into = layers[at + 1].clone();
+    let marks = MergeMarks::put(&into, &layers[at..=at])?;
+    check(&layers[at..=at + 1])?;
+    let base = at.checked_sub(1).map(|below| layers[below].clone());
+    Ok(Merge::Raise { into, base, marks })
 }
 
 /// The position of the layer that the user calls `name`: a path, or a name that only one has.

@@ -3,8 +3,8 @@
 use crate::chain::Chain;
 use mica_block::{
     CommitLayers, Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageBitmaps,
-    ManageChain, ManageIndex, ManageSnapshots, MapStats, MergeControl, Merged, Pushed, Renaming,
-    Result, SealState, SnapshotGroup, StoreIdentity, View, WriteStats,
+    ManageChain, ManageIndex, ManageSnapshots, MapStats, MergeControl, Merged, Pushed, RaiseLayers,
+    Renaming, Result, SealState, SnapshotGroup, StoreIdentity, View, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
@@ -133,6 +133,14 @@ impl ManageChain for Chain {
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
         Box::pin(self.settled(Chain::stream(self, base, control)))
+    }
+
+    fn raise<'a>(
+        &'a self,
+        layers: RaiseLayers<'a>,
+        control: &'a dyn MergeControl,
+    ) -> LocalFuture<'a, Result<Merged>> {
+        Box::pin(self.settled(Chain::raise(self, layers, control)))
     }
 
     fn commit<'a>(

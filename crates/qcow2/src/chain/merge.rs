@@ -1,8 +1,9 @@
 //! Layers are taken out of a chain under running requests: what they own goes up into the active
-//! layer (*stream*), or down into a frozen one (*commit*).
+//! layer (*stream*) or into a frozen one (*raise*), or down into a frozen one (*commit*).
 //!
 //! ```text
 //! stream   base … [between] … active     data goes up,   active names the base
+//! raise    base … [between] … into above data goes up,   into names the base
 //! commit   base … [sources … top] above  data goes down, above names the base
 //!          base … [sources … active]     data goes down, active is empty and names the base
 //!
@@ -18,13 +19,14 @@
 //! How the active layer itself is committed is in [`active`].
 //!
 //! Commit opens the base for writing and gives it a [`Writer`](crate::write::Writer) of its own,
-//! over a map that ends with the base. All that it reads is frozen.
+//! over a map that ends with the base. All that it reads is frozen. Raise opens the layer that
+//! takes over in the same way.
 //!
 //! Invariants
 //! - I1 The chain shows the same at every instant, in memory and in the files: stream adds to the
-//!   active layer what shows there already; commit changes bytes of the base only where a layer
-//!   above it, up to the top, owns them or ends before them, which hides them until the header of
-//!   the layer above the top names the base.
+//!   active layer what shows there already, and raise to a frozen one; commit changes bytes of the
+//!   base only where a layer above it, up to the top, owns them or ends before them, which hides
+//!   them until the header of the layer above the top names the base.
 //! - I2 That header is written only when everything that was copied is durable, and in one sector:
 //!   a power cut leaves the chain with the layers or without them.
 //! - I3 No slice, sidecar or decoded cluster in memory outlives what it was made of. The tree of
@@ -32,14 +34,15 @@
 //!   before the layers are exchanged; sidecars are not written meanwhile. Slices that name a layer
 //!   which leaves are dropped; a layer that leaves is found by its number until every request is
 //!   done that may have a plan with it.
-//! - I4 While the base is written the chain reads it through its writer's pages. A place in it is
-//!   not used again before every request that may have found it is done: the writer waits at the
-//!   chain's gate, and the chain's slices of what was written are dropped before the next flush.
-//! - I5 The base gets no redo log: all that it could lose is in the layers above.
+//! - I4 While the base, or the layer that takes over, is written the chain reads it through its
+//!   writer's pages. A place in it is not used again before every request that may have found it is
+//!   done: the writer waits at the chain's gate, and the chain's slices of what was written are
+//!   dropped before the next flush.
+//! - I5 The base gets no redo log: all that it could lose is in the layers above; or, of a layer
+//!   that takes over in a raise, in those that leave, until it is durable.
 //! - I6 One merge of a chain at a time; no layer is put on top meanwhile.
 //! - I7 After an error, or if it is cancelled, the chain has the layers that it had, and the base
 //!   is closed properly if it can be.
-//!
 //! - I8 When layers have left, what the dirty bitmaps of a name say together has all that it had
 //!   before, and what was copied into a layer that keeps bitmaps; see [`bitmaps`].
 //!
@@ -53,6 +56,7 @@ mod active;
 mod bitmaps;
 mod commit;
 mod pace;
+mod raise;
 mod sources;
 mod stream;
 mod target;

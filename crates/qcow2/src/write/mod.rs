@@ -199,6 +199,11 @@ impl Writer {
         self.map.len()
     }
 
+    /// The map that ends with the layer.
+    pub(crate) fn map(&self) -> &Map {
+        &self.map
+    }
+
     /// Size of a cluster.
     pub(crate) fn cluster_bytes(&self) -> u64 {
         self.l2.cluster_bits.bytes()

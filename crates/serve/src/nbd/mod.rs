@@ -1,4 +1,5 @@
-//! The NBD server: any disk of mica, for any NBD client.
+//! The NBD server: any disk of mica, for any NBD client. Beside it, the [`client`] of other
+//! servers.
 //!
 //! ```text
 //! address    a listening socket; no disk owns it
@@ -15,6 +16,7 @@
 mod address;
 mod channel;
 mod check;
+pub mod client;
 mod connection;
 mod contexts;
 mod entry;

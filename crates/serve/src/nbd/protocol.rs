@@ -1,7 +1,10 @@
 //! The bytes of NBD: constants, and pure encoders and decoders of every message. No I/O, no state.
+//! Here are those that a server needs; those of a client are in [`peer`].
 //!
 //! Everything that is decoded here was written by a stranger: each decoder takes exactly the bytes
 //! that the message announced and refuses what does not fit them to the byte.
+
+pub(super) mod peer;
 
 use super::limits::NAME_BYTES_MAX;
 use mica_block::{Error, ErrorKind};

@@ -27,6 +27,7 @@ mod merging;
 mod plain;
 mod pushing;
 mod qemu;
+mod raising;
 mod random;
 mod resize;
 mod scattered;

@@ -7,7 +7,7 @@ use crate::plain::{Plain, read, write};
 use crate::pushing::{Marks, make_overlay};
 use mica_block::{
     ActiveAfter, CommitLayers, Disk as _, ErrorKind, LocalFuture, Manage, ManageChain as _,
-    MergeControl, MergeProgress, Merged, Result,
+    MergeControl, MergeProgress, Merged, RaiseLayers, Result,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::ImageWish;
@@ -75,7 +75,15 @@ impl Merging {
         let pick = |bound: u64| usize::try_from(world.random_below(bound)).unwrap();
         let control = Control { world, cancel_one_in: [0, 0, 40][pick(3)] };
         let merges = Manage::chain(&chain).unwrap();
-        let merged = match world.random_below(9) {
+        let merged = match world.random_below(12) {
+            8..11 if active >= 2 => {
+                let into = 1 + pick(active - 1);
+                let base = pick(1 + into as u64);
+                let base = base.checked_sub(1).map(|base| &*layers[base]);
+                let layers = RaiseLayers { into: &layers[into], base };
+                world.trace(|| format!("raise {layers:?}"));
+                merges.raise(layers, &control).await
+            }
             6..8 if active >= 1 => {
                 let base = pick(active);
                 let base = (world.random_below(2) == 0).then_some(&*layers[base]);

@@ -118,13 +118,15 @@ impl What {
                 disk.exported = None;
             }
             Self::Drop { at } => {
-                let content = disk.frozen.get(&chain[*at]).cloned();
                 if is_done {
                     disk.states.remove(&chain[*at]);
                 }
-                // The newest goes up, and any other one down.
-                if at + 1 != active && *at > 0 {
-                    commit(disk, at - 1..*at, is_done, content);
+                // The newest goes up, and so does one on a state, which changes no other layer. Any
+                // other one goes down, unless somebody needs what is beneath: then it goes up.
+                let may_go_down =
+                    at + 1 != active && *at > 0 && !disk.states.contains(&chain[at - 1]);
+                if may_go_down {
+                    commit(disk, at - 1..*at, false, None);
                 }
                 if is_done {
                     disk.frozen.remove(&chain[*at]);

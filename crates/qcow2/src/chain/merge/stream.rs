@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Passes over a disk at most: two, and one more whenever it has grown.
-const PASSES_MAX: u32 = 1000;
+pub(super) const PASSES_MAX: u32 = 1000;
 
 /// How a pass over the disk ended.
 enum Pass {
@@ -126,7 +126,7 @@ impl Chain {
 }
 
 /// Whether a number is that of a layer of `layers` that is not retired.
-fn numbers_of(layers: &Layers) -> impl Fn(LayerNumber) -> bool + use<> {
+pub(super) fn numbers_of(layers: &Layers) -> impl Fn(LayerNumber) -> bool + use<> {
     let count = layers.all().iter().map(|layer| layer.number.index() + 1).max().unwrap_or(0);
     let mut stays = vec![false; count];
     layers.all().iter().for_each(|layer| stays[layer.number.index()] = true);
@@ -153,7 +153,9 @@ impl Stream<'_> {
             };
             self.pace.begin();
             is_settled = false;
-            let window = chain.step_from(at, needed.bytes(), end);
+            let writer = chain.writer.load_full();
+            let writer = writer.as_ref().expect("a disk that is written stays so");
+            let window = step_from(writer, at, needed.bytes(), end);
             let leaving = Arc::clone(&self.leaving);
             let pulled = async move |writer: Arc<Writer>| writer.pull(window, &leaving).await;
             self.copied += chain.change(pulled).await?;
@@ -180,16 +182,12 @@ impl Stream<'_> {
     }
 }
 
-impl Chain {
-    /// What one step looks at that begins with `needed`, or, so that it has whole clusters of the
-    /// active layer, somewhat before, but not before `at`. At most one transaction.
-    fn step_from(&self, at: u64, needed: u64, end: u64) -> GuestRange {
-        let writer = self.writer.load();
-        let writer = writer.as_ref().expect("a disk that is written stays so");
-        let cluster_bytes = writer.cluster_bytes();
-        let start = at.max(needed / cluster_bytes * cluster_bytes);
-        let step = (start + STEP_BYTES.max(cluster_bytes)) / cluster_bytes * cluster_bytes;
-        let stop = step.min(writer.transaction_end(start)).min(end);
-        GuestRange::between(GuestOffset::new(start), GuestOffset::new(stop)).expect("it goes on")
-    }
+/// What one step of a `writer` looks at that begins with `needed`, or, so that it has whole
+/// clusters of its layer, somewhat before, but not before `at`. At most one transaction.
+pub(super) fn step_from(writer: &Writer, at: u64, needed: u64, end: u64) -> GuestRange {
+    let cluster_bytes = writer.cluster_bytes();
+    let start = at.max(needed / cluster_bytes * cluster_bytes);
+    let step = (start + STEP_BYTES.max(cluster_bytes)) / cluster_bytes * cluster_bytes;
+    let stop = step.min(writer.transaction_end(start)).min(end);
+    GuestRange::between(GuestOffset::new(start), GuestOffset::new(stop)).expect("it goes on")
 }

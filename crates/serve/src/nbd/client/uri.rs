@@ -1,6 +1,6 @@
 //! URIs of NBD exports, as clients write them.
 
-use crate::failure::Failure;
+use mica_block::{Error, ErrorKind, Result};
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -8,24 +8,39 @@ const PORT: u16 = 10809;
 
 /// Where an export is.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Uri {
-    pub(super) place: Place,
+pub struct Uri {
+    /// Its server.
+    pub place: Place,
     /// Its name; the default one has none.
-    pub(super) export: String,
+    pub export: String,
 }
 
 /// Where a server listens.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Place {
+pub enum Place {
+    /// At a socket in the file system.
     Unix(PathBuf),
-    Tcp { host: String, port: u16 },
+    /// On a network.
+    Tcp {
+        /// A name, or an address without brackets.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+}
+
+impl Uri {
+    /// Whether `named` is meant as a URI of an export. Who has such a file writes ./ in front.
+    pub fn is_meant(named: &str) -> bool {
+        named.split_once("://").is_some_and(|(scheme, _)| scheme.starts_with("nbd"))
+    }
 }
 
 impl FromStr for Uri {
-    type Err = Failure;
+    type Err = Error;
 
-    fn from_str(text: &str) -> Result<Self, Failure> {
-        let refuse = |why: &str| Err(Failure::new(format!("{text}: {why}")));
+    fn from_str(text: &str) -> Result<Self> {
+        let refuse = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{text}: {why}")));
         let Some((scheme, rest)) = text.split_once("://") else {
             return refuse("this is no URI");
         };
@@ -59,7 +74,7 @@ impl FromStr for Uri {
             }
             "nbds" | "nbds+unix" => refuse(
                 "mica is no client of TLS: export it at a unix socket, and bring that here with \
-                 ssh -L, or make the backup where the server is",
+                 ssh -L, or run mica where the server is",
             ),
             _ => refuse("only nbd:// and nbd+unix:// are known"),
         }
@@ -88,7 +103,7 @@ mod tests {
 
     #[test]
     fn uris_are_those_of_other_clients() {
-        let uri = |text: &str| text.parse::<Uri>().map_err(|error| error.message().to_owned());
+        let uri = |text: &str| text.parse::<Uri>().map_err(|error| error.to_string());
         let unix = |path: &str| Place::Unix(PathBuf::from(path));
         let tcp = |host: &str, port| Place::Tcp { host: host.to_owned(), port };
         for (text, place, export) in [
@@ -104,5 +119,7 @@ mod tests {
         for bad in ["nbd+unix:///web", "nbd://", "nbd://:1/", "nbd://h:x/", "nbds://h/", "nbd:x"] {
             assert!(uri(bad).is_err(), "{bad}");
         }
+        assert!(Uri::is_meant("nbd+unix:///web?socket=/s") && Uri::is_meant("nbds://host"));
+        assert!(!Uri::is_meant("/nbd://") && !Uri::is_meant("nbd:host:10809"));
     }
 }

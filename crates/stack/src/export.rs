@@ -1,0 +1,218 @@
+//! An export of an NBD server as a disk, for reading.
+//!
+//! Only a user names one: names in images are never taken for URIs (`policy`). Nothing is known of
+//! the server; what it says is checked by its client.
+
+use crate::raw::check_range;
+use mica_block::{
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Haste, IoFuture, LocalFuture, Manage,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, WriteStats, ready,
+};
+use mica_rt::Buf;
+use mica_serve::nbd::client::{BASE_ALLOCATION, Client, Greeting, HOLE, Part, Uri, ZERO};
+use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use std::borrow::Cow;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// An export of another server.
+pub struct ExportDisk {
+    client: Arc<Client>,
+    name: String,
+    geometry: Geometry,
+    /// Whether the server tells what is allocated.
+    has_status: bool,
+}
+
+impl ExportDisk {
+    /// The export that the user `named` by a URI. Waits for the server on this thread.
+    ///
+    /// # Errors
+    /// If this is no URI, or there is no such export.
+    pub fn open(named: &str) -> Result<Self> {
+        let uri: Uri = named.parse()?;
+        Self::connect(&uri, named).map_err(|error| error.wrap(named))
+    }
+
+    fn connect(uri: &Uri, named: &str) -> Result<Self> {
+        let mut greeting = Greeting::connect(uri)?;
+        let has_status = greeting.has_contexts() && greeting.select(&[BASE_ALLOCATION])?.is_none();
+        if !has_status {
+            tracing::warn!(
+                "{named}: the server does not tell what is allocated: all of it is read"
+            );
+        }
+        let client = greeting.go()?;
+        // As the bytes past the end of a raw image.
+        let len = client.export().len.next_multiple_of(SECTOR_BYTES);
+        let geometry = Geometry { len, preferred_bytes: 4096 };
+        Ok(Self { client: Arc::new(client), name: named.to_owned(), geometry, has_status })
+    }
+
+    /// What the server calls it for people; often empty.
+    pub fn description(&self) -> &str {
+        &self.client.export().description
+    }
+
+    /// Its length in bytes, which need not be whole sectors.
+    pub fn exported_len(&self) -> u64 {
+        self.client.export().len
+    }
+
+    /// Whether nobody writes to it through this server.
+    pub fn is_read_only(&self) -> bool {
+        self.client.export().is_read_only()
+    }
+
+    /// `range` as far as it has whole sectors of the export.
+    fn known(&self, range: GuestRange) -> Option<GuestRange> {
+        let len = self.client.export().len;
+        let end = GuestOffset::new(range.end().bytes().min(len - len % SECTOR_BYTES));
+        GuestRange::between(range.start(), end).filter(|known| !known.is_empty())
+    }
+}
+
+/// As `qemu-img map` has it.
+fn kind_of(part: &Part) -> ExtentKind {
+    match (part.allocation & ZERO != 0, part.allocation & HOLE != 0) {
+        (true, true) => ExtentKind::ZeroAllocated,
+        (true, false) => ExtentKind::DataInHole,
+        (false, _) => ExtentKind::Data,
+    }
+}
+
+fn extent_at(range: GuestRange, kind: ExtentKind) -> Extent {
+    Extent { host: HostOffset::new(range.start().bytes()), ..Extent::unplaced(range, kind) }
+}
+
+impl Disk for ExportDisk {
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
+        if let Err(error) = check_range(range, self.geometry) {
+            return Planned::Ready(Err(error));
+        }
+        if !range.is_empty() {
+            extents.push(extent_at(range, ExtentKind::Data));
+        }
+        Planned::Ready(Ok(Plan::untracked(extents)))
+    }
+
+    /// Asks the server.
+    fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        Box::pin(async move {
+            check_range(range, self.geometry)?;
+            let Some(known) = self.known(range).filter(|_| self.has_status) else {
+                let all = (!range.is_empty()).then(|| extent_at(range, ExtentKind::Data));
+                return Ok(all.into_iter().collect());
+            };
+            let parts = self.client.status(known).await;
+            let parts = parts.map_err(|error| error.wrap(&*self.name))?;
+            let (mut extents, mut at) = (Vec::new(), range.start().bytes());
+            for part in parts {
+                let there = GuestRange::new(GuestOffset::new(at), part.len);
+                let there = there.expect("within what was asked for");
+                Extent::push_joined(&mut extents, extent_at(there, kind_of(&part)));
+                at += part.len;
+            }
+            Ok(extents)
+        })
+    }
+
+    fn read(&self, extent: &Extent, mut buf: Buf) -> IoFuture {
+        if extent.kind.reads_as_zero() {
+            buf.fill(0);
+            return ready(Ok(()), buf);
+        }
+        let (client, name) = (Arc::clone(&self.client), self.name.clone());
+        let at = extent.start.bytes();
+        IoFuture::boxed(async move {
+            let there = client.export().len.saturating_sub(at);
+            let there = usize::try_from(there).unwrap_or(usize::MAX).min(buf.len());
+            let head = buf.split_to(there);
+            let (result, mut head) = client.read(at, head).await;
+            if !buf.is_empty() {
+                buf.fill(0);
+                head.join(buf);
+            }
+            (result.map_err(|error| error.wrap(name)), head)
+        })
+    }
+}
+
+impl Manage for ExportDisk {
+    fn resize(&self, _len: u64) -> LocalFuture<'_, Result<()>> {
+        let what = "the length of an export is its server's";
+        Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
+    }
+
+    fn idle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn hasten(&self, _haste: Haste) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
+    fn latch(&self) -> Option<Error> {
+        None
+    }
+
+    fn weakness(&self) -> Option<Cow<'static, str>> {
+        None
+    }
+
+    fn write_stats(&self) -> WriteStats {
+        WriteStats::default()
+    }
+
+    fn map_stats(&self) -> MapStats {
+        MapStats::default()
+    }
+
+    fn layer_count(&self) -> usize {
+        1
+    }
+
+    fn layer_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    fn data_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    fn is_encrypted(&self, _position: usize) -> bool {
+        false
+    }
+
+    fn layer_position(&self, _layer: LayerNumber) -> usize {
+        0
+    }
+
+    fn index(&self) -> Option<&dyn ManageIndex> {
+        None
+    }
+
+    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
+        None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
+        None
+    }
+
+    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
+        None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+}
