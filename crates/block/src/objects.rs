@@ -122,8 +122,9 @@ pub trait Object: Send + Sync {
 /// No name is both that of an object and that of a folder. Who names objects sees to that: a
 /// directory cannot do it, and nobody checks it in a bucket.
 ///
-/// Only what few stores can do has a default, which is that they cannot: a wrapper that forgot to
-/// forward any other call would silently change what a store promises.
+/// Only what few stores can do has a default, which is that they cannot, or that they do more than
+/// is asked: a wrapper that forgot to forward any other call would silently change what a store
+/// promises.
 pub trait Objects: Send + Sync {
     /// The store's name in messages: its URL without secrets.
     fn name(&self) -> String;
@@ -143,6 +144,13 @@ pub trait Objects: Send + Sync {
     /// Errors: what the store reports. The object may then be there or not, or come to be there
     /// later: only reading it, or a put of one's own that is answered, decides.
     fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture;
+
+    /// As [`Objects::put_if_absent`], of an object that is of no use without another, which the
+    /// same process puts into the same folder next: all see it at once, and it is durable when that
+    /// one is. A power cut before may leave nothing of it.
+    fn put_early(&self, name: &ObjectName, content: Buf) -> PutFuture {
+        self.put_if_absent(name, content)
+    }
 
     /// What is directly in `folder` (everything at the top if it is `None`), by name, from the
     /// first whose name is greater than `after` on: at most [`LIST_MAX`], and fewer only if there

@@ -28,7 +28,7 @@ use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
 use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
 use crate::properties::Properties;
-use crate::put::{Patience, decode_head, elsewhere, put, read, read_header};
+use crate::put::{Durable, Patience, decode_head, elsewhere, put, put_as, read, read_header};
 use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
@@ -358,7 +358,13 @@ impl Heads {
     /// that the head of this number was collected: ours means nothing then.
     async fn put_highest(&self, head: &Head) -> Result<bool> {
         let (name, content) = self.as_object(head);
-        if put(&*self.objects, &name, content, Patience::VERB).await? == Put::Exists {
+        let durable = match head.life {
+            // See `clone`.
+            Life::Pinned => Durable::WithNext,
+            _ => Durable::Now,
+        };
+        let putting = put_as(&*self.objects, &name, (content, durable), Patience::VERB);
+        if putting.await? == Put::Exists {
             return Ok(false);
         }
         self.is_highest(head).await

@@ -43,6 +43,7 @@ mod heads;
 pub mod hostile;
 mod keep;
 mod known;
+mod labels;
 mod log;
 mod meter;
 mod names;

@@ -90,16 +90,26 @@ fn may_pass(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Io | ErrorKind::NoSpace)
 }
 
+/// When what is put has to be durable.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Durable {
+    /// When the put is answered.
+    Now,
+    /// When the next object of its folder is: [`Objects::put_early`].
+    WithNext,
+}
+
 /// A put that is tried until it is answered.
 pub(crate) struct Putting {
     name: ObjectName,
     content: Option<Buf>,
+    durable: Durable,
 }
 
 impl Putting {
     /// Of `content`, whose first bytes nobody else ever puts.
     pub(crate) fn new(name: ObjectName, content: Buf) -> Self {
-        Self { name, content: Some(content) }
+        Self { name, content: Some(content), durable: Durable::Now }
     }
 
     /// Tries once. [`Put::Exists`] says that somebody else's object is there, or was.
@@ -111,7 +121,10 @@ impl Putting {
     /// If the future of an earlier try was dropped.
     pub(crate) async fn attempt(&mut self, objects: &dyn Objects) -> Result<Put> {
         let content = self.content.take().expect("one try at a time");
-        let (result, content) = objects.put_if_absent(&self.name, content).await;
+        let (result, content) = match self.durable {
+            Durable::Now => objects.put_if_absent(&self.name, content).await,
+            Durable::WithNext => objects.put_early(&self.name, content).await,
+        };
         let content = self.content.insert(content);
         if result? == Put::Done {
             return Ok(Put::Done);
@@ -139,7 +152,20 @@ pub(crate) async fn put(
     content: Buf,
     patience: Patience,
 ) -> Result<Put> {
-    let mut putting = Putting::new(name.clone(), content);
+    put_as(objects, name, (content, Durable::Now), patience).await
+}
+
+/// As [`put`], durable when `durable` says.
+///
+/// # Errors
+/// As [`put`].
+pub(crate) async fn put_as(
+    objects: &dyn Objects,
+    name: &ObjectName,
+    (content, durable): (Buf, Durable),
+    patience: Patience,
+) -> Result<Put> {
+    let mut putting = Putting { durable, ..Putting::new(name.clone(), content) };
     let mut tries = Tries::new(patience);
     let doing = || format!("putting {name} into {}", objects.name());
     loop {

@@ -8,6 +8,7 @@ use crate::format::head::Head;
 use crate::heads::{Heads, Owned};
 use crate::keep::SnapshotPer;
 use crate::known::Now;
+use crate::labels::Labels;
 use crate::log::Log;
 use crate::meter::Meter;
 use crate::place::{BLOCK_BYTES, Writer};
@@ -47,6 +48,8 @@ pub(crate) struct Shared {
     pub(crate) requests: Arc<Requests>,
     /// Held from the look whether a label is free until a snapshot has it.
     pub(crate) naming: SharedLock,
+    /// The labels that there are, once somebody asked: for whoever holds `naming`.
+    pub(crate) labels: Mutex<Option<Labels>>,
     pub(crate) plans: Plans,
     /// What is recorded and fetched ahead for boots, if anything is.
     pub(crate) boot: Option<Arc<Boot>>,
@@ -139,7 +142,7 @@ impl Shared {
         let (progress, over, requests) = (Waiters::default(), Signal::default(), Arc::default());
         let given_up = Signal::default();
         let (now, naming) = (Mutex::new(Now::new(state)), SharedLock::default());
-        let plans = Plans::default();
+        let (plans, labels) = (Plans::default(), Mutex::default());
         Arc::new(Self {
             tree,
             heads,
@@ -150,6 +153,7 @@ impl Shared {
             given_up,
             requests,
             naming,
+            labels,
             plans,
             boot,
         })

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! put     new file in .tmp ─▶ write ─▶ fdatasync ─▶ link ─▶ fsync folders ─▶ unlink in .tmp
+//! early                                             link    with the next put in the folder
 //! read    open beneath the directory, once ─▶ FileStore, as a layer is read
 //! ```
 //!
@@ -10,13 +11,15 @@
 //!   and it is given to a file that is complete and durable.
 //! - I2 A file has its name in `.tmp` until its own name is durable, and so have the names of the
 //!   folders that it is in. So whoever finds a file with two names makes it durable before it says
-//!   that the object is there, whatever became of the process that put it.
+//!   that the object is there, whatever became of the process that put it. And whoever finds one
+//!   with a single name knows that its folder, and those that it is in, need no sync any more.
 //! - I3 No symbolic link is followed beneath the directory, and nothing is an object that is not a
 //!   regular file.
 //! - I4 What waits for a device is done on the executor's threads ([`mica_rt::on_thread`]), all
 //!   of a put in one call. Only a file that was closed for lack of descriptors is opened again as a
 //!   layer is ([`crate::Handles`]).
 
+mod early;
 mod list;
 mod new;
 mod requests;
@@ -24,11 +27,13 @@ mod root;
 
 use crate::file::FileStore;
 use crate::handles::Handles;
+use early::EarlyNames;
 use mica_block::{
     EndFuture, Entry, IoFuture, LocalFuture, Object, ObjectName, Objects, PutFuture, Result, Store,
 };
 use mica_rt::{Buf, on_thread};
 use mica_units::HostOffset;
+use requests::Names;
 use root::Root;
 use std::ops::Range;
 use std::path::Path;
@@ -37,6 +42,7 @@ use std::sync::{Arc, OnceLock};
 /// Objects as files beneath a directory. They are for this user alone. Not for the simulator.
 pub struct DirectoryObjects {
     root: Arc<Root>,
+    early: Arc<EarlyNames>,
 }
 
 impl DirectoryObjects {
@@ -46,7 +52,8 @@ impl DirectoryObjects {
     /// # Errors
     /// Any error of the system.
     pub fn open(path: &Path, handles: &Arc<Handles>) -> Result<Self> {
-        Ok(Self { root: Arc::new(Root::open(path, handles)?) })
+        let early = Arc::new(EarlyNames::new(handles));
+        Ok(Self { root: Arc::new(Root::open(path, handles)?), early })
     }
 
     /// Calls `act` on a thread of the executor, to its end.
@@ -77,8 +84,13 @@ impl Objects for DirectoryObjects {
     }
 
     fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
-        let name = name.clone();
-        self.on_thread(move |root| (root.put(&name, &content), content))
+        let (name, early) = (name.clone(), Arc::clone(&self.early));
+        self.on_thread(move |root| (root.put(&name, &content, Names::Now(&early)), content))
+    }
+
+    fn put_early(&self, name: &ObjectName, content: Buf) -> PutFuture {
+        let (name, early) = (name.clone(), Arc::clone(&self.early));
+        self.on_thread(move |root| (root.put(&name, &content, Names::Later(&early)), content))
     }
 
     fn list(

@@ -4,6 +4,15 @@
 //! pinned: a root for collectors, which nobody opens ─▶ closed: the source still had the snapshot
 //!                                                   └▶ deleted: it may have been collected
 //! ```
+//!
+//! Invariants
+//! - I1 Collectors see the pinned head before its maker looks back at the source. It need not be
+//!   durable by then: a power cut that takes it away takes its maker, too, so that nobody was told
+//!   of the clone.
+//! - I2 When a clone is answered, all its heads are durable, and the names of their folder: the
+//!   second is, and the first with it ([`mica_block::Objects::put_early`]). In a directory that
+//!   takes four syncs: of the bytes of each head, of the clone's folder for both names, and of the
+//!   folder of volumes for that folder's. That the latter is durable shows in the source.
 
 use super::Heads;
 use crate::format::Id;

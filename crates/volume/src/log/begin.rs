@@ -59,26 +59,47 @@ impl LogDevice {
         first: u64,
     ) -> Result<Log> {
         check_number(first)?;
-        let segment = {
-            let mut slots = self.slots();
-            slots.check()?;
-            if slots.log_of(volume).is_some() {
-                let what = format!("{} has a log of this volume already", self.file.name());
-                return Err(Error::new(ErrorKind::Denied, what));
+        let this = Arc::clone(self);
+        spawn(async move {
+            let segment = this.take_first(store, volume, writer, first).await?;
+            this.begin_log(segment.1.key(), Vec::new(), segment, first..first).await
+        })
+        .await
+    }
+
+    /// Takes a segment for a new log, whose key is its own from then on.
+    async fn take_first(
+        &self,
+        store: Id,
+        volume: Id,
+        writer: Writer,
+        first: u64,
+    ) -> Result<(usize, SegmentHeader)> {
+        loop {
+            {
+                let mut slots = self.slots();
+                slots.check()?;
+                if slots.log_of(volume).is_some() {
+                    let what = format!("{} has a log of this volume already", self.file.name());
+                    return Err(Error::new(ErrorKind::Denied, what));
+                }
+                let key = LogKey { volume, root: slots.next_number() };
+                let taken = slots.take(Purpose::Start, |number| SegmentHeader {
+                    number,
+                    oldest: number,
+                    ..self.segment(store, key, first, vec![writer])
+                });
+                if let Some(taken) = taken {
+                    slots.set_phase(key, Phase::Open { has_records: false });
+                    return Ok(taken);
+                }
+                // Segments of logs that have ended are of use when their headers are durable.
+                if !slots.may_sync() {
+                    return Err(self.no_room());
+                }
             }
-            let root = slots.next_number();
-            let key = LogKey { volume, root };
-            let taken = slots.take(Purpose::Start, |number| SegmentHeader {
-                number,
-                oldest: number,
-                ..self.segment(store, key, first, vec![writer])
-            });
-            let taken = taken.ok_or_else(|| self.no_room())?;
-            slots.set_phase(key, Phase::Open { has_records: false });
-            taken
-        };
-        let (key, this) = (segment.1.key(), Arc::clone(self));
-        spawn(async move { this.begin_log(key, Vec::new(), segment, first..first).await }).await
+            self.sync_here().await?;
+        }
     }
 
     /// Goes on with the log of `volume` that was found, for the process that claimed `writer`: the
@@ -356,6 +377,55 @@ mod tests {
             device.go_on(volume, Writer::FIRST, 0).await.err().expect("it cannot be durable");
             let after = read_exact(&*file, HostOffset::ZERO, LEN).await.expect("read");
             assert!(*before == *after, "a header was written");
+        });
+    }
+
+    /// The story: a volume was handed over, and its guest waited until all that its log had left to
+    /// be written was on the device, though the store had it.
+    #[test]
+    fn end_of_a_log_is_durable_without_what_it_has() {
+        run(3, async {
+            let file = Arc::new(MemoryStore::new_writable("log", vec![0; 1 << 20]));
+            let device = LogDevice::open(Arc::clone(&file) as _, [1; 16]).await.expect("made");
+            let (volume, other) = ([4; 16], [5; 16]);
+            let log = device.start([3; 16], volume, Writer::FIRST, 0).await.expect("begun");
+            let beside = device.start([3; 16], other, Writer::FIRST, 0).await.expect("begun");
+            for log in [&log, &beside] {
+                let ticket = log.push(Record::Drop { number: 1 }).expect("there is room");
+                log.written(ticket).await.expect("it is in the file");
+            }
+            let unsynced = log.unsynced();
+            assert!(unsynced > 0);
+            log.end().await.expect("ended");
+            assert_eq!(beside.unsynced(), unsynced, "nothing else was synced");
+            assert!(device.found(volume).is_none());
+            beside.sync().await.expect("synced");
+            assert_eq!(beside.unsynced(), 0);
+            drop((log, beside, device));
+            let device = LogDevice::open(file, [2; 16]).await.expect("a log");
+            assert!(device.found(volume).is_none() && device.found(other).is_some());
+        });
+    }
+
+    /// The story: the segments of a log that had just ended were not durable, and the next volume
+    /// was told that there was no room.
+    #[test]
+    fn log_that_has_ended_leaves_its_room_to_the_next() {
+        run(4, async {
+            let len = usize::try_from(LogDevice::LEN_MIN).expect("small");
+            let file = Arc::new(MemoryStore::new_writable("log", vec![0; len]));
+            let device = LogDevice::open(file, [1; 16]).await.expect("made");
+            for volume in 1..20 {
+                let volume = [volume; 16];
+                let log = device.start([3; 16], volume, Writer::FIRST, 0).await.expect("room");
+                while let Ok(ticket) = log.push(Record::Data { block: 1, bytes: &[7; 4096] }) {
+                    log.written(ticket).await.expect("written");
+                }
+                let twice = device.start([3; 16], volume, Writer::FIRST, 0).await.err();
+                assert!(twice.is_some_and(|error| error.kind() == ErrorKind::Denied));
+                log.free(log.next());
+                log.end().await.expect("ended");
+            }
         });
     }
 

@@ -172,13 +172,19 @@ impl LogDevice {
         }
     }
 
-    /// Writes that a log is over, as `header` has it.
+    /// Writes that a log is over, as `header` has it, durably when this returns. Of a log that was
+    /// ended the header alone: its records are in the store, and to write them out, or what other
+    /// logs have here, would only keep whoever waits for the end of a volume. What is set aside is
+    /// for people, with all that it has.
     pub(super) async fn end_log(&self, kind: Kind, header: SegmentHeader) -> Result<()> {
         let key = header.key();
         let header = |number| SegmentHeader { kind, number, oldest: number, ..header.clone() };
         let (at, header) = self.take_name(header).await?;
         self.write_header(at, &header).await?;
-        self.sync_here().await?;
+        match kind {
+            Kind::Ended => self.sync_header(at, &header).await?,
+            Kind::Records | Kind::SetAside => self.sync_here().await?,
+        }
         self.slots().set_phase(key, Phase::Over(kind));
         self.room.wake_all();
         Ok(())
@@ -260,15 +266,20 @@ impl LogDevice {
     pub(super) async fn sync_headers(&self, key: LogKey, below: u64) {
         loop {
             let Some((at, header)) = self.slots().hold_unsynced(key, below) else { return };
-            let (bytes, offset) = (Buf::from_slice(&header.encode()), self.header.at(at));
-            match self.file.sync_written(bytes, HostOffset::new(offset)).await {
-                Ok(()) => self.slots().header_synced(at),
-                Err(error) => {
-                    self.latch(error);
-                    return;
-                }
+            if self.sync_header(at, &header).await.is_err() {
+                return;
             }
         }
+    }
+
+    /// Makes a header durable that was written, and nothing else.
+    async fn sync_header(&self, at: usize, header: &SegmentHeader) -> Result<()> {
+        let (bytes, offset) = (Buf::from_slice(&header.encode()), self.header.at(at));
+        match self.file.sync_written(bytes, HostOffset::new(offset)).await {
+            Ok(()) => self.slots().header_synced(at),
+            Err(error) => return Err(self.latch(error)),
+        }
+        Ok(())
     }
 
     async fn sync_alone(&self) -> Result<()> {

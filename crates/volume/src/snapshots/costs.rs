@@ -42,6 +42,38 @@ fn counted(memory: &MemoryObjects) -> (FaultyObjects, Arc<dyn Objects>) {
     (objects.clone(), Arc::new(objects))
 }
 
+/// The story: each snapshot with a label read all labels that there were, and a hundred a second
+/// took longer and longer.
+#[test]
+fn label_costs_the_same_however_many_there_are() {
+    const SNAPSHOTS: u64 = 600;
+    run(6, async {
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let volumes = volumes(&objects, "host-1").await;
+        let web = name("web");
+        volumes.create(&web, 1 << 20).await.expect("made");
+        let volume = volumes.open_volume(&web, Claimed::Refuse).await.expect("open");
+        let snapshots = volume.snapshots().expect("a volume has them");
+        for number in 0..SNAPSHOTS {
+            snapshots.take(&format!("n{number}")).await.expect("taken");
+        }
+        let asked = || volume.map_stats().hits + volume.map_stats().misses;
+        let before = asked();
+        snapshots.list().await.expect("listed");
+        let list = asked() - before;
+        assert!(list > SNAPSHOTS / 32, "a list goes through all: {list} nodes");
+        snapshots.take("n7").await.expect_err("there is one");
+        snapshots.take("last").await.expect("taken");
+        snapshots.label(&Which::Label("last".to_owned()), "end").await.expect("labelled");
+        snapshots.take("last").await.expect("it is free");
+        snapshots.remove(&Which::Label("n7".to_owned())).await.expect("dropped");
+        snapshots.take("n7").await.expect("it is free");
+        let taken = asked() - before - list;
+        assert!(taken < list / 2, "{taken} nodes for six changes, {list} for a list");
+        volume.close().await.expect("closed");
+    });
+}
+
 /// Clones share everything: each costs so many requests and its own heads, and a block of the last
 /// is read with as many requests as one of the first, and of the source.
 #[test]

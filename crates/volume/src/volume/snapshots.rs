@@ -4,17 +4,19 @@
 //! - I1 A snapshot is a record among those of the guest's writes: it has all that were done before
 //!   it, in their order, and none that came later. Nothing waits for it.
 //! - I2 Who needs to know the labels that there are holds `naming` until its record is made, so
-//!   that no two snapshots get the same one. Snapshots without a label wait for nobody, and cost
-//!   the same however many there are.
+//!   that no two snapshots get the same one. So does who drops a snapshot, whose label is free
+//!   then. Snapshots without a label wait for nobody.
 //! - I3 Rules drop no snapshot that has a label: they hold `naming`, too.
+//! - I4 A snapshot costs the same however many there are: the labels are read once.
 
 use super::Volume;
 use crate::format::snapshot::{Origin, Record};
 use crate::keep::Keep;
 use crate::known::{Change, RecentCuts};
+use crate::labels::{LABELS_MAX, Labels};
 use crate::segment::Cut;
-use crate::shared::Shared;
-use crate::snapshots::{all, check_new_label, find, missing};
+use crate::shared::{Shared, lock};
+use crate::snapshots::{all, find, missing};
 use crate::state::Root;
 use crate::writing::Step;
 use mica_block::{
@@ -101,7 +103,9 @@ impl Shared {
         self.putter()?;
         let named = self.name(&label).await?;
         let info = self.record_snapshot(label, self.heads.environment.now_ns(), None).await?;
-        drop(named);
+        if let Some(named) = named {
+            self.note_label(&named, info.number, &info.label);
+        }
         self.flush().await?;
         Ok(info)
     }
@@ -119,11 +123,14 @@ impl Shared {
         group.all_hold().await?;
         let info = self.record_snapshot(label, self.heads.environment.now_ns(), None).await?;
         let all_taken = group.all_taken().await;
-        drop((held, named));
+        drop(held);
         if let Err(error) = all_taken {
             let number = info.number;
             self.change_once(Change::Cut(Cut::Drop { number })).await?;
             return Err(error);
+        }
+        if let Some(named) = named {
+            self.note_label(&named, info.number, &info.label);
         }
         self.flush().await?;
         Ok(info)
@@ -135,8 +142,33 @@ impl Shared {
             return Ok(None);
         }
         let alone = self.naming.alone().await;
-        self.check_label_is_free(label, None).await?;
+        self.with_labels(&alone, |labels| labels.check_free(label, None)).await??;
         Ok(Some(alone))
+    }
+
+    /// Calls `act` with the labels that there are, which are read if nobody has asked yet.
+    async fn with_labels<T>(
+        &self,
+        _named: &Alone<'_>,
+        act: impl FnOnce(&Labels) -> T,
+    ) -> Result<T> {
+        let known = lock(&self.labels).take();
+        let labels = match known {
+            Some(labels) => labels,
+            None => Labels::of(self.list_snapshots().await?),
+        };
+        let outcome = act(&labels);
+        if labels.len() < LABELS_MAX {
+            *lock(&self.labels) = Some(labels);
+        }
+        Ok(outcome)
+    }
+
+    /// Snapshot `number` has `label` from now on; none if it is empty.
+    fn note_label(&self, _named: &Alone<'_>, number: u64, label: &str) {
+        if let Some(labels) = &mut *lock(&self.labels) {
+            labels.set(number, label.to_owned());
+        }
     }
 
     /// Takes a snapshot, of this time and origin; it is not durable yet. Nobody else has the label.
@@ -189,8 +221,11 @@ impl Shared {
 
     async fn drop_snapshot(self: &Arc<Self>, which: &Which) -> Result<()> {
         self.putter()?;
-        let number = self.number_of(which).await?;
+        let alone = self.naming.alone().await;
+        let number = self.number_of(&alone, which).await?;
         self.change_once(Change::Cut(Cut::Drop { number })).await?;
+        self.note_label(&alone, number, "");
+        drop(alone);
         self.flush().await
     }
 
@@ -214,14 +249,17 @@ impl Shared {
     async fn label_snapshot(self: &Arc<Self>, which: &Which, label: String) -> Result<()> {
         self.putter()?;
         let alone = self.naming.alone().await;
-        let number = self.number_of(which).await?;
-        self.check_label_is_free(&label, Some(number)).await?;
+        let number = self.number_of(&alone, which).await?;
+        let is_free = self.with_labels(&alone, |labels| labels.check_free(&label, Some(number)));
+        is_free.await??;
+        let given = label.clone();
         self.change_once(Change::Cut(Cut::Label { number, label })).await?;
+        self.note_label(&alone, number, &given);
         drop(alone);
         self.flush().await
     }
 
-    async fn number_of(&self, which: &Which) -> Result<u64> {
+    async fn number_of(&self, named: &Alone<'_>, which: &Which) -> Result<u64> {
         let found = match which {
             Which::Number(number) => {
                 let tree = self.tree_for_verbs();
@@ -231,24 +269,10 @@ impl Shared {
                     let info = |record: Arc<Record>| record.info.clone();
                     (generation, stored.map(|stored| recent.apply(*number, stored.map(info))))
                 });
-                found.await?
+                found.await?.map(|found| found.number)
             }
-            Which::Label(_) => {
-                let all = self.list_snapshots().await?;
-                all.into_iter().find(|snapshot| which.is_of(snapshot))
-            }
+            Which::Label(label) => self.with_labels(named, |labels| labels.number(label)).await?,
         };
-        let found = found.ok_or_else(|| missing(self.heads.name.as_str(), which))?;
-        Ok(found.number)
-    }
-
-    /// That no snapshot but number `own` has `label`.
-    async fn check_label_is_free(&self, label: &str, own: Option<u64>) -> Result<()> {
-        if label.is_empty() {
-            return Ok(());
-        }
-        let all = self.list_snapshots().await?;
-        let others = all.iter().filter(|snapshot| Some(snapshot.number) != own);
-        check_new_label(label, others.map(|snapshot| &*snapshot.label))
+        found.ok_or_else(|| missing(self.heads.name.as_str(), which))
     }
 }

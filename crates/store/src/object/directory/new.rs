@@ -8,8 +8,8 @@ use super::root::Root;
 use mica_block::{Error, Result};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{
-    AtFlags, Dir, FileType, Mode, OFlags, fdatasync, fstat, linkat, mkdirat, openat, statat,
-    syncfs, unlinkat,
+    AtFlags, Dir, FallocateFlags, FileType, Mode, OFlags, fallocate, fdatasync, fstat, linkat,
+    mkdirat, openat, statat, syncfs, unlinkat,
 };
 use rustix::io::Errno;
 use std::ffi::CString;
@@ -28,6 +28,8 @@ const ABANDONED_SECONDS: i64 = 3600;
 /// can; for those of a MiB and more it takes memory that nobody used for long, and to fill that
 /// costs several times as much, above all in a machine whose host had got it back.
 const STEP_BYTES: usize = 256 << 10;
+/// Bytes from which on space is allocated in advance.
+const ALLOCATED_MIN: usize = 1 << 20;
 
 /// A file in [`FOLDER`], which is removed when this is dropped, unless it has a second name.
 pub(super) struct NewFile {
@@ -57,8 +59,21 @@ impl NewFile {
 
     /// Writes `content`, and makes it durable.
     pub(super) fn fill(&mut self, content: &[u8]) -> io::Result<()> {
+        if content.len() >= ALLOCATED_MIN {
+            self.allocate(content.len())?;
+        }
         content.chunks(STEP_BYTES).try_for_each(|step| self.file.write_all(step))?;
         Ok(fdatasync(&self.file)?)
+    }
+
+    /// Gives it all its space at once: a sixth less work for ext4 than to reserve each block as it
+    /// is written, and to find places for them in the end.
+    fn allocate(&self, len: usize) -> io::Result<()> {
+        match fallocate(&self.file, FallocateFlags::empty(), 0, len as u64) {
+            // It has to do without.
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Gives it the name `name` in `folder`, in addition to its own, which it keeps from then on

@@ -1,5 +1,6 @@
 //! What is asked of a store in a directory, apart from listings.
 
+use super::early::EarlyNames;
 use super::new::NewFile;
 use super::root::Root;
 use crate::file::{CacheMode, FileStore};
@@ -14,9 +15,18 @@ use rustix::fs::{
 use rustix::io::Errno;
 use std::ops::Range;
 
+/// When the name of an object is durable.
+#[derive(Clone, Copy)]
+pub(super) enum Names<'a> {
+    /// When the put is answered; with those that were left for it.
+    Now(&'a EarlyNames),
+    /// With the next object in its folder.
+    Later(&'a EarlyNames),
+}
+
 impl Root {
-    /// See [`mica_block::Objects::put_if_absent`].
-    pub(super) fn put(&self, name: &ObjectName, content: &[u8]) -> Result<Put> {
+    /// See [`mica_block::Objects::put_if_absent`] and [`mica_block::Objects::put_early`].
+    pub(super) fn put(&self, name: &ObjectName, content: &[u8], names: Names<'_>) -> Result<Put> {
         let failed = |error| self.failed("putting", name.as_str(), error);
         // The new file, the folder of new files, and the folder of the object.
         let _descriptors = self.handles.set_aside(3);
@@ -29,9 +39,15 @@ impl Root {
         new.fill(content).map_err(failed)?;
         match new.link(&folder, last) {
             Ok(()) => {
-                // On an error it keeps both names (I2).
+                let (new, early) = match names {
+                    Names::Now(early) => (Some(new), early),
+                    Names::Later(early) => (early.leave(folder_name, new), early),
+                };
+                let Some(new) = new else { return Ok(Put::Done) };
+                // Those that were linked before the sync. On an error all keep both names (I2).
+                let early = early.take(folder_name);
                 self.make_durable(folder_name, &folder)?;
-                new.remove();
+                early.into_iter().chain([new]).for_each(NewFile::remove);
                 Ok(Put::Done)
             }
             Err(Errno::EXIST) if self.is_there(name, &folder)? => Ok(Put::Exists),
@@ -75,8 +91,9 @@ impl Root {
         let Some(len) = located.known_len().filter(|_| located.kind() == FileKind::Regular) else {
             return Err(self.not_regular(name));
         };
-        if located.has_other_names() {
-            self.make_durable(folder_name, &folder)?;
+        match located.has_other_names() {
+            true => self.make_durable(folder_name, &folder)?,
+            false => self.note_durable(folder_name),
         }
         Ok((FileStore::new_opened(&located, CacheMode::Writeback, &self.handles)?, len))
     }

@@ -122,6 +122,13 @@ impl Root {
             fsync(&opened).map_err(|error| failed(outer, error))?;
             inner = outer;
         }
+        self.note_durable(name);
+        Ok(())
+    }
+
+    /// The names of the folder `name`, and of those that it is in, are durable: of an object that
+    /// was put just now, or that has no name in `.tmp` any more (I2 of `directory.rs`).
+    pub(super) fn note_durable(&self, name: &str) {
         let mut durable = self.durable();
         let mut inner = name;
         while !inner.is_empty() && !durable.contains(inner) {
@@ -131,7 +138,12 @@ impl Root {
             durable.insert(inner.to_owned());
             inner = folder_of(inner);
         }
-        Ok(())
+    }
+
+    /// Whether the name of a folder is known to be durable.
+    #[cfg(test)]
+    pub(super) fn knows_durable(&self, name: &str) -> bool {
+        self.durable().contains(name)
     }
 
     pub(super) fn check_regular(&self, name: &ObjectName, stat: &Stat) -> Result<()> {

@@ -67,6 +67,67 @@ fn directory_keeps_the_promises_of_a_store() {
     }
 }
 
+/// The story: a clone made its first head durable by itself, and then the second beside it.
+#[test]
+fn early_object_is_seen_at_once_and_durable_with_the_next_of_its_folder() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        let early = async |text: &str| {
+            objects.put_early(&name(text), Buf::from_slice(b"early")).await.0.expect("put")
+        };
+        let names = |text: &str| fs::metadata(place.at(text)).expect("there").nlink();
+        assert_eq!(early("v/c/0").await, Put::Done);
+        assert!(!objects.root.knows_durable("v/c"));
+        assert_eq!(early("v/c/0").await, Put::Exists);
+        assert!(objects.root.knows_durable("v/c"), "so that this is true after a power cut");
+        assert_eq!(read(&objects, "v/c/0").await.expect("seen"), b"early");
+        assert_eq!(early("v/d/0").await, Put::Done);
+        put(&objects, "v/e/0", b"elsewhere").await.expect("put");
+        assert_eq!((names("v/d/0"), place.new_files().len()), (2, 2), "whoever finds it syncs");
+        put(&objects, "v/d/1", b"next").await.expect("put");
+        assert_eq!((names("v/d/0"), names("v/d/1")), (1, 1));
+        put(&objects, "v/c/1", b"next").await.expect("put");
+        assert_eq!((names("v/c/0"), place.new_files().len()), (1, 0));
+        // More than are left to others.
+        for number in 0..10 {
+            early(&format!("f{number}/0")).await;
+        }
+        assert_eq!((names("f0/0"), names("f9/0")), (2, 1));
+    });
+}
+
+#[test]
+fn long_object_is_as_long_as_what_was_put() {
+    let place = Place::new();
+    run(async {
+        let content: Vec<u8> = (0..(3 << 20) + 77_u32)
+            .map(|at| u8::try_from(at / 4096 % 251).expect("small"))
+            .collect();
+        put(&place.open(), "long", &content).await.expect("put");
+        assert!(fs::read(place.at("long")).expect("there") == content);
+    });
+}
+
+#[test]
+fn folder_of_an_object_with_one_name_needs_no_sync() {
+    let place = Place::new();
+    run(async {
+        put(&place.open(), "v/web/0", b"head").await.expect("put");
+        let objects = place.open();
+        assert!(!objects.root.knows_durable("v"));
+        read(&objects, "v/web/0").await.expect("there");
+        assert!(objects.root.knows_durable("v") && objects.root.knows_durable("v/web"));
+        // Nobody knows what became of one with two.
+        fs::create_dir(place.at("w")).expect("made");
+        fs::write(place.at("w/0"), "head").expect("written");
+        fs::hard_link(place.at("w/0"), place.at(TMP).join("0".repeat(32))).expect("linked");
+        let objects = place.open();
+        read(&objects, "w/0").await.expect("there");
+        assert!(objects.root.knows_durable("w"), "it was synced");
+    });
+}
+
 #[test]
 fn object_is_a_file_of_its_name_for_its_owner_alone() {
     let place = Place::new();
