@@ -14,7 +14,7 @@ use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Mode, until_power_cut};
-use mica_sim::{Loss, World, scenario};
+use mica_sim::{ChangeFault, ENOSPC, Loss, Operation, World, scenario};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -432,5 +432,37 @@ fn bitmap_that_is_merged_into_a_shorter_base_keeps_what_is_behind_its_end() {
         drop(chain);
         let chain = kept.open(&third(), Mode::Read).await.unwrap();
         assert!(kept.dirty(&chain, "b").await == before);
+    });
+}
+
+/// The story: the table of one bitmap had got a new place when there was no space for the next one,
+/// and kept it, though nothing named it.
+#[test]
+fn growth_that_finds_no_space_for_a_bitmap_leaks_nothing() {
+    scenario(1, |world| async move {
+        let mut failed = 0;
+        for nth in 1.. {
+            let world = World::new(world.seed() * 1000 + nth);
+            let kept = Kept::new(&world, 512, 512).await;
+            let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+            write(&chain, FIRST[0], 9, 512).await.unwrap();
+            chain.flush().await.unwrap();
+            let (operation, errno) = (Operation::Write, ENOSPC);
+            world.inject_change(ChangeFault { operation, nth, lasting: false, errno });
+            let grown = chain.resize(GROWN).await;
+            if !world.heal_changes() {
+                grown.unwrap();
+                break;
+            }
+            failed += u64::from(grown.is_err());
+            let closed = chain.close().await;
+            drop(chain);
+            match closed {
+                Ok(()) => kept.image.expect_sound().await,
+                // The header may be anything.
+                Err(_) => kept.image.expect_uncorrupted("not closed").await,
+            }
+        }
+        assert!(failed > 3, "{failed}");
     });
 }
