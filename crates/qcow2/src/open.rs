@@ -161,8 +161,8 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
     Ok(opened)
 }
 
-/// Closes the frozen `layer`, which a killed writer left as it is, if that can be done, and opens it
-/// again.
+/// Closes the frozen `layer`, which a killed writer left as it is, if that can be done, and opens
+/// it again.
 async fn open_closed(
     images: &dyn Images,
     layer: Opened,

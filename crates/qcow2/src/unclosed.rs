@@ -2,11 +2,10 @@
 //!
 //! A layer is closed after another one was put on top of it, and after others were merged into it.
 //! A process that dies before that leaves the frozen layer with the name of its log, or with dirty
-//! bitmaps that are in use. It lacks nothing that is read; but nothing can be merged into it while a
-//! log is named, its bitmaps are inconsistent for other programs, and a program that opens it for
-//! reading and then writes it, as QEMU's commit does with its base, leaves no trace in what the
-//! header says of the bitmaps. So whoever opens a chain for writing closes such layers, before it
-//! reads them, and whoever merges into one does, too.
+//! bitmaps that are in use. It lacks nothing that is read; but its bitmaps are inconsistent for
+//! other programs, and a program that opens it for reading and then writes it, as QEMU's commit
+//! does with its base, leaves no trace in what the header says of the bitmaps. So whoever opens a
+//! chain for writing closes such layers, before it reads them, and whoever merges into one, too.
 //!
 //! ```text
 //! a log or kept bits in the header? ─▶ alone with the file ─▶ the file has all links of the log?
@@ -101,12 +100,12 @@ async fn open_alone(images: &dyn Images, path: &Path) -> Result<OpenImage> {
     }
 }
 
-/// Closes the frozen layer at `path`, whose file in `store` has this `header`, and which nobody else
-/// has open. Returns the header that it has then.
+/// Closes the frozen layer at `path`, whose file in `store` has this `header`, and which nobody
+/// else has open. Returns the header that it has then.
 ///
 /// # Errors
-/// `Denied` if its log has what the file lacks, or if that cannot be told; any failure to read or to
-/// write the image.
+/// `Denied` if its log has what the file lacks, or if that cannot be told; any failure to read or
+/// to write the image.
 pub(crate) async fn close_frozen(
     images: &dyn Images,
     path: &Path,

@@ -13,8 +13,8 @@
 //! Permission 0 is reading consistent data, 1 writing, 2 writing without changing what is read, 3
 //! changing the length.
 //!
-//! Who wants to be alone with an image, to change for a moment what nobody reads, is kept out by all
-//! others, and does not let others read: nobody else does that for long, so that it is waited for.
+//! Who wants to be alone with an image, to change for a moment what nobody reads, is kept out by
+//! all others, and does not let others read. That is not for long, so that it is waited for.
 //!
 //! The locks belong to the open file description (see [`mica_rt::File`]): closing it ends them. A
 //! store that is read gives up its descriptor when descriptors are scarce ([`crate::Handles`]), and
