@@ -1,7 +1,9 @@
 //! Opening of images. A format asks for files by name through this trait and never opens one
 //! itself, so that one place decides what may be opened, and the simulator can be that place.
 
-use crate::{LocalFuture, Passphrase, RedoLogs, Result, Sidecars, Store, StoreIdentity};
+use crate::{
+    Error, ErrorKind, LocalFuture, Passphrase, RedoLogs, Result, Sidecars, Store, StoreIdentity,
+};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -147,6 +149,17 @@ pub trait Images: Send + Sync {
     /// # Errors
     /// What the system or the policy reports, or that another program writes the file.
     fn open_upgradable(&self, path: &Path) -> Result<Upgradable>;
+
+    /// Opens the file at `path` for reading and writing, if nobody has it open, here or elsewhere,
+    /// and nobody can meanwhile: for a moment. A wrapper that forgets to forward this is refused.
+    ///
+    /// # Errors
+    /// What the system or the policy reports; `Denied` if somebody has it open, or if that cannot
+    /// be told.
+    fn open_alone(&self, path: &Path) -> Result<OpenImage> {
+        let what = format!("{} is not opened for that", path.display());
+        Err(Error::new(ErrorKind::Denied, what))
+    }
 
     /// Which file is at `path` now.
     ///

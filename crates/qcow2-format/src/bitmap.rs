@@ -273,12 +273,6 @@ pub fn change_bitmap_directory(
     true
 }
 
-/// Sets the `in_use` flag of every entry of a directory: from now on the bitmaps do not match the
-/// data. Returns whether the whole directory could be walked.
-pub fn mark_bitmaps_in_use(directory: &mut [u8], count: u32) -> bool {
-    change_bitmap_directory(directory, count, |_, entry| entry.in_use = true)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -25,7 +25,7 @@ mod table;
 
 pub use bitmap::{
     BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapFields, BitmapTableEntry,
-    bitmap_bytes, change_bitmap_directory, decode_bitmap_directory, mark_bitmaps_in_use,
+    bitmap_bytes, change_bitmap_directory, decode_bitmap_directory,
 };
 pub use compressed::{CompressedCluster, Compression, Decompressor, decompress};
 pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};

@@ -22,14 +22,18 @@
 //! - I4 Counts and flags that do not agree yet are under the dirty bit, where there is one: whoever
 //!   opens the image next repairs them. Images of version 2 have none; a check repairs them.
 //! - I5 An image that contradicts itself is not changed.
+//! - I6 While the disk becomes that of a snapshot its bitmaps are in use. Afterwards those that are
+//!   enabled are true again: all of it may have changed, and is dirty.
 
 use crate::check::{Counted, Finding, Task, count};
 use crate::recover::{Which, open_for_change, rewrite};
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact, write_all};
+use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{FileSpace, read_header};
 use mica_qcow2_format::{
-    Header, L1Entry, SNAPSHOT_COUNT_MAX, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry,
-    Version, field, mark_bitmaps_in_use,
+    BitmapEntry, BitmapFields, BitmapTableEntry, Header, L1Entry, SNAPSHOT_COUNT_MAX,
+    SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version, change_bitmap_directory,
+    field,
 };
 use mica_rt::Buf;
 use mica_units::{HostCluster, HostOffset, SECTOR_BYTES};
@@ -230,15 +234,18 @@ impl SnapshotEditor {
             return Err(Error::new(ErrorKind::Limit, what));
         }
         rewrite(self.store(), &counted, Which::TooLow).await?;
-        if changes_content {
-            self.outdate_bitmaps().await?;
-        }
+        let bitmaps = match changes_content {
+            true => self.outdate_bitmaps().await?,
+            false => Vec::new(),
+        };
         self.store().sync().await?;
+        self.fill_bitmaps(&bitmaps).await?;
         self.mend_flags(&next, &counted).await?;
         drop(counted);
         self.write_header(&next).await?;
         self.header = next;
-        self.settle().await
+        self.settle().await?;
+        self.end_filling(&bitmaps).await
     }
 
     /// Writes new tables where nothing is; returns the header that names them.
@@ -332,12 +339,45 @@ impl SnapshotEditor {
         Ok((counted, overflows))
     }
 
-    /// Bitmaps are about what the disk was: from now on they do not match it.
-    async fn outdate_bitmaps(&self) -> Result<()> {
+    /// Bitmaps are about what the disk was: from now on they do not match it. Returns those that
+    /// are to be true afterwards: what is enabled and consistent, as all of the disk may change.
+    async fn outdate_bitmaps(&self) -> Result<Vec<(usize, BitmapEntry)>> {
+        let entries = list_bitmaps(self.store(), &self.header).await?;
+        let is_true = |entry: &BitmapEntry| entry.auto && !entry.in_use;
+        self.change_bitmaps(|_, fields| fields.in_use = true).await?;
+        Ok(entries.into_iter().enumerate().filter(|(_, entry)| is_true(entry)).collect())
+    }
+
+    /// Makes all of the disk dirty in `bitmaps`, which are in use, durably. The clusters that had
+    /// their bits are not named any more.
+    async fn fill_bitmaps(&self, bitmaps: &[(usize, BitmapEntry)]) -> Result<()> {
+        if bitmaps.is_empty() {
+            return Ok(());
+        }
+        for (_, BitmapEntry { table_offset, table_entries, .. }) in bitmaps {
+            let dirty = BitmapTableEntry::Ones.encode().to_be_bytes();
+            let table = dirty.repeat(usize::try_from(*table_entries).unwrap_or(usize::MAX));
+            write_all(self.store(), Buf::from_slice(&table), *table_offset).await?;
+        }
+        self.store().sync().await
+    }
+
+    /// The `bitmaps` are true.
+    async fn end_filling(&self, bitmaps: &[(usize, BitmapEntry)]) -> Result<()> {
+        if bitmaps.is_empty() {
+            return Ok(());
+        }
+        let is_one = |index| bitmaps.iter().any(|(at, _)| *at == index);
+        self.change_bitmaps(|index, fields| fields.in_use &= !is_one(index)).await?;
+        self.store().sync().await
+    }
+
+    /// Changes fields of the directory of bitmaps, if there is one, where it is.
+    async fn change_bitmaps(&self, change: impl FnMut(usize, &mut BitmapFields)) -> Result<()> {
         let Some(bitmaps) = &self.header.bitmaps else { return Ok(()) };
         let len = usize::try_from(bitmaps.directory_bytes).unwrap_or(usize::MAX);
         let mut directory = read_exact(self.store(), bitmaps.directory_offset, len).await?;
-        if !mark_bitmaps_in_use(directory.own_bytes(), bitmaps.count) {
+        if !change_bitmap_directory(directory.own_bytes(), bitmaps.count, change) {
             let what = "the bitmaps of the image are damaged: remove them first";
             return Err(Error::new(ErrorKind::Corrupt, what));
         }

@@ -26,6 +26,7 @@ pub mod snapshots;
 mod survey;
 #[cfg(test)]
 mod testing;
+mod unclosed;
 mod write;
 
 pub use bitmaps::{Bitmap, find_bitmap, open_bitmap};

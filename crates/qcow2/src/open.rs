@@ -11,6 +11,7 @@ use crate::header_io::{open_data_file, read_header};
 use crate::layer::{Layer, Tables};
 use crate::layers::Layers;
 use crate::redo::{read_over, replay_redo_log, warn_of_log};
+use crate::unclosed::{close_frozen_at, is_unclosed};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
@@ -37,6 +38,11 @@ impl Opened {
             OpenedKind::Luks => true,
             OpenedKind::Qcow2(header) => header.encryption != Encryption::None,
         }
+    }
+
+    /// Whether a writer has not closed it.
+    fn is_unclosed(&self) -> bool {
+        matches!(&self.kind, OpenedKind::Qcow2(header) if is_unclosed(header))
     }
 
     /// Unlocks it, if it is encrypted.
@@ -126,6 +132,12 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
             Ok(image) => open_one(images, image, path, format).await,
             Err(error) => Err(error),
         };
+        let step = match step {
+            Ok((layer, _)) if writable && !opened.is_empty() && layer.is_unclosed() => {
+                open_closed(images, layer, format).await
+            }
+            step => step,
+        };
         let (layer, below) = step.map_err(|error| match named_by {
             Some(upper) => error.wrap(format!("{name}, the backing file of {upper}")),
             None => error.wrap(name.clone()),
@@ -147,6 +159,19 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
         next = below;
     }
     Ok(opened)
+}
+
+/// Closes the frozen `layer`, which a killed writer left as it is, if that can be done, and opens
+/// it again.
+async fn open_closed(
+    images: &dyn Images,
+    layer: Opened,
+    format: ImageFormat,
+) -> Result<(Opened, Option<(PathBuf, ImageFormat)>)> {
+    let path = layer.path.clone();
+    drop(layer);
+    close_frozen_at(images, &path).await?;
+    open_one(images, images.open(&path)?, path, format).await
 }
 
 /// The format of an image, as it is stated.

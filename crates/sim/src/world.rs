@@ -381,6 +381,10 @@ impl Images for World {
         self.open_writable(path).map(|image| Upgradable::new(image, || Ok(())))
     }
 
+    fn open_alone(&self, path: &Path) -> Result<OpenImage> {
+        self.open_writable(path)
+    }
+
     fn identify(&self, path: &Path) -> Result<Identity> {
         self.file(path).map(|file| lock(&file).identity())
     }

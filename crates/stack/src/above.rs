@@ -17,7 +17,8 @@
 //! | missing, or a name that the chain may not open | nothing: the user has to say |
 //!
 //! Whether the writer of the layer has closed it is of no consequence: nothing that is read is
-//! missing from it (`qcow2/src/chain/push.rs`, I5).
+//! missing from it (`qcow2/src/chain/push.rs`, I5), and whoever opens the chain for writing closes
+//! it (`qcow2/src/unclosed.rs`).
 //!
 //! A merge takes layers out of the chain: a mark that named one of them names the layer that is
 //! above from then on ([`settle_marks`]).

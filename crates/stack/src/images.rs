@@ -211,6 +211,17 @@ impl Images for FileImages {
         Ok(Upgradable::new(image, upgrade))
     }
 
+    fn open_alone(&self, path: &Path) -> Result<OpenImage> {
+        self.may_write(path)?;
+        if self.locking != Locking::On {
+            let what = format!("{}: who else has it open is not asked", path.display());
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
+        let mut located = self.policy.find(path)?;
+        let store = WritableFile::open_alone(&mut located, self.cache, &self.handles)?;
+        self.opened(&located, store, ProofSlot::default())
+    }
+
     fn identify(&self, path: &Path) -> Result<Identity> {
         let located = self.policy.find(path)?;
         let len = match located.known_len() {

@@ -13,6 +13,9 @@
 //! Permission 0 is reading consistent data, 1 writing, 2 writing without changing what is read, 3
 //! changing the length.
 //!
+//! Who wants to be alone with an image, to change for a moment what nobody reads, is kept out by
+//! all others, and does not let others read. That is not for long, so that it is waited for.
+//!
 //! The locks belong to the open file description (see [`mica_rt::File`]): closing it ends them. A
 //! store that is read gives up its descriptor when descriptors are scarce ([`crate::Handles`]), and
 //! has no lock until it reopens the file. Then it takes the locks, and fails the read if it cannot,
@@ -31,6 +34,7 @@ use rustix::io::Errno;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// Whether QEMU's locks of images are taken and honoured.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -50,6 +54,8 @@ pub enum Locking {
 pub(crate) enum Role {
     Reader,
     Writer,
+    /// Nobody else has it open.
+    Alone,
 }
 
 const USED: u64 = 100;
@@ -57,9 +63,13 @@ const UNSHARED: u64 = 200;
 
 const CONSISTENT_READ: u64 = 0;
 const WRITE: u64 = 1;
+const WRITE_UNCHANGED: u64 = 2;
 const RESIZE: u64 = 3;
 /// All bytes with a meaning.
 const ALL: u64 = UNSHARED + RESIZE + 1 - USED;
+
+/// Time for somebody who wants to be alone with an image to be done with it.
+const ALONE_LIMIT: Duration = Duration::from_secs(5);
 
 /// The permissions that `role` uses, and those that it does not share.
 fn permissions(role: Role, locking: Locking) -> Option<(&'static [u64], &'static [u64])> {
@@ -70,22 +80,29 @@ fn permissions(role: Role, locking: Locking) -> Option<(&'static [u64], &'static
         (Role::Writer, Locking::On | Locking::ForceShare) => {
             Some((&[CONSISTENT_READ, WRITE, RESIZE], &[WRITE, RESIZE]))
         }
+        (Role::Alone, Locking::On | Locking::ForceShare) => Some((
+            &[CONSISTENT_READ, WRITE_UNCHANGED],
+            &[CONSISTENT_READ, WRITE, WRITE_UNCHANGED, RESIZE],
+        )),
     }
 }
 
-/// Takes the locks of `role` on `file`, which are held until it is closed. After an error the
-/// caller closes it.
-pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Result<()> {
-    let Some((used, unshared)) = permissions(role, locking) else { return Ok(()) };
+/// Takes the locks of `role` on `file`, which are held until it is closed. Returns whether it has
+/// any: they may be off, or unknown to the file system. After an error the caller closes it.
+pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Result<bool> {
+    let Some((used, unshared)) = permissions(role, locking) else { return Ok(false) };
     if !hold(file, path, (used, unshared))? {
-        return Ok(());
+        return Ok(false);
     }
     let failed = |error| failed_to_lock(path, error);
     // Usually nobody else has the image open.
     if !file.is_locked_elsewhere(USED, ALL).map_err(failed)? {
-        return Ok(());
+        return Ok(true);
     }
-    let unshared = unshared.iter().map(|at| (USED + at, "holds the image for writing"));
+    let unshared = unshared.iter().map(|at| match *at {
+        CONSISTENT_READ => (USED, "has the image open"),
+        at => (USED + at, "holds the image for writing"),
+    });
     let used = used.iter().map(|at| match *at {
         CONSISTENT_READ => (UNSHARED, "changes the image and allows nobody to read it"),
         at => (UNSHARED + at, "has the image open and allows nobody to write it"),
@@ -95,7 +112,7 @@ pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Re
             return Err(conflict(file, path, byte, how));
         }
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Takes the locks of a reader on `file`, while another descriptor of this process has those of a
@@ -144,7 +161,7 @@ pub(crate) fn read_here(path: &Path) -> Error {
 /// Takes the locks of a writer on `file`, which has those of a reader; after an error it has those
 /// of a reader still.
 pub(crate) fn upgrade(file: &File, path: &Path, locking: Locking) -> Result<()> {
-    take(file, path, Role::Writer, locking).inspect_err(|_| {
+    take(file, path, Role::Writer, locking).map(drop).inspect_err(|_| {
         for used in [WRITE, RESIZE] {
             // Closing the file releases them, too.
             let _ = file.unlock_range(USED + used, 1);
@@ -177,7 +194,11 @@ fn warn_once(path: &Path, error: &io::Error) {
 fn conflict(file: &File, path: &Path, byte: u64, how: &str) -> Error {
     let holder = holder(file, byte);
     let what = format!("{}: another process {how} ({holder})", path.display());
-    match holder.cause(file) {
+    let cause = match byte {
+        UNSHARED => Some(holder::may_be_released_within(ALONE_LIMIT)),
+        _ => holder.cause(file),
+    };
+    match cause {
         Some(cause) => Error::from_io(what, cause),
         None => Error::new(ErrorKind::Denied, what),
     }

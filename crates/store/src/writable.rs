@@ -74,8 +74,29 @@ impl WritableFile {
         locking: Locking,
         handles: &Arc<Handles>,
     ) -> Result<Self> {
-        let this = Self::open_as(Role::Writer, located, cache, locking, handles)?;
+        let (this, _) = Self::open_as(Role::Writer, located, cache, locking, handles)?;
         if locking != Locking::Off && handles.is_read_locked(located.node()) {
+            return Err(lock::read_here(located.path()));
+        }
+        Ok(this)
+    }
+
+    /// The same for one that nobody at all has open otherwise, and that nobody opens meanwhile: who
+    /// tries that waits for a few seconds. It is not to be open for longer.
+    ///
+    /// # Errors
+    /// As [`Self::open`]; `Denied` also where the file system has no locks.
+    pub fn open_alone(
+        located: &mut Located,
+        cache: CacheMode,
+        handles: &Arc<Handles>,
+    ) -> Result<Self> {
+        let (this, is_locked) = Self::open_as(Role::Alone, located, cache, Locking::On, handles)?;
+        if !is_locked {
+            let what = format!("{}: its file system has no locks", located.path().display());
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
+        if handles.is_read_locked(located.node()) {
             return Err(lock::read_here(located.path()));
         }
         Ok(this)
@@ -93,7 +114,7 @@ impl WritableFile {
         locking: Locking,
         handles: &Arc<Handles>,
     ) -> Result<(Self, impl Fn() -> Result<()> + Send + Sync + use<>)> {
-        let this = Self::open_as(Role::Reader, located, cache, locking, handles)?;
+        let (this, _) = Self::open_as(Role::Reader, located, cache, locking, handles)?;
         let (inner, handles, node) =
             (Arc::downgrade(&this.inner), Arc::clone(handles), located.node());
         let upgrade = move || {
@@ -112,11 +133,11 @@ impl WritableFile {
         cache: CacheMode,
         locking: Locking,
         handles: &Arc<Handles>,
-    ) -> Result<Self> {
+    ) -> Result<(Self, bool)> {
         let descriptor = handles.set_aside(1);
         let file = handles.open_located_writable(located, cache.access())?;
         let file = handles.in_place().apply_to(file);
-        lock::take(&file, located.path(), role, locking)?;
+        let is_locked = lock::take(&file, located.path(), role, locking)?;
         located.refresh(&file)?;
         let align = Alignment::of(&file, located)?;
         let inner = Inner {
@@ -132,7 +153,7 @@ impl WritableFile {
             identity: StoreIdentity::from(&located.identity(0)),
             _descriptor: descriptor,
         };
-        Ok(Self { inner: Arc::new(inner) })
+        Ok((Self { inner: Arc::new(inner) }, is_locked))
     }
 
     /// Its name.

@@ -9,6 +9,7 @@ use std::fs;
 use std::path::Path;
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
+const JUDGES: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD, tools::NBDINFO];
 
 /// Who changes an image.
 #[derive(Clone, Copy)]
@@ -159,21 +160,35 @@ fn what_cannot_be_done_is_said_and_changes_nothing() {
 
 /// Bitmaps say what changed since a backup: of a disk that goes back in time they know nothing.
 #[test]
-fn bitmaps_are_not_trusted_after_a_snapshot_was_applied() {
-    if !tools::present(TOOLS) {
+fn all_of_a_disk_is_dirty_after_a_snapshot_was_applied() {
+    if !tools::present(JUDGES) {
         return;
     }
     let dir = tempfile::tempdir().expect("a folder");
     let folder = dir.path();
     qemu::create(folder, "disk.qcow2", &[], "8M");
-    qemu::img(folder, ["bitmap", "--add", "disk.qcow2", "b0"]).ok();
+    qemu::img(folder, ["bitmap", "--add", "disk.qcow2", "on"]).ok();
+    qemu::img(folder, ["bitmap", "--add", "--disable", "disk.qcow2", "off"]).ok();
+    qemu::io(folder, &[], "disk.qcow2", &["write 1M 64k"]);
     snapshot(Tool::Mica, folder, &["-c", "one"], "disk.qcow2").ok();
-    let flags = || {
+    let is_in_use = |at: usize| {
         let info = qemu::img(folder, ["info", "--output=json", "disk.qcow2"]).json();
-        info["format-specific"]["data"]["bitmaps"][0]["flags"].to_string()
+        let flags = info["format-specific"]["data"]["bitmaps"][at]["flags"].to_string();
+        flags.contains("in-use")
     };
-    assert!(!flags().contains("in-use"), "{}", flags());
+    assert!(!is_in_use(0) && !is_in_use(1));
     snapshot(Tool::Mica, folder, &["-a", "one"], "disk.qcow2").ok();
-    assert!(flags().contains("in-use"), "{}", flags());
+    assert!(!is_in_use(0) && is_in_use(1), "only what is enabled is true");
     check(folder, "disk.qcow2", "applied");
+    let server = mica_tests::server::Server::start("", |socket| {
+        let mut nbd = std::process::Command::new("qemu-nbd");
+        nbd.args(["-r", "-t", "-f", "qcow2", "-B", "on", "-k"]).arg(socket);
+        nbd.arg(folder.join("disk.qcow2"));
+        nbd
+    });
+    let uri = server.as_ref().expect("served").uri();
+    let map = ["--map=qemu:dirty-bitmap:on", "--json", &uri];
+    let map = mica_tests::command::run("nbdinfo", map).json();
+    assert_eq!(map.as_array().map(Vec::len), Some(1), "{map}");
+    assert_eq!((&map[0]["type"], &map[0]["length"]), (&1.into(), &(8 << 20).into()), "{map}");
 }

@@ -6,4 +6,5 @@ mod internal;
 mod owners;
 mod snapshots;
 mod together;
+mod unclosed;
 mod world;

@@ -46,6 +46,9 @@
 //! - I8 When layers have left, what the dirty bitmaps of a name say together has all that it had
 //!   before, and what was copied into a layer that keeps bitmaps; see [`bitmaps`].
 //!
+//! A base that was not closed, since the process died, is closed by the next one that opens the
+//! chain for writing, or that merges into it ([`crate::unclosed`]).
+//!
 //! Power cuts. Before the header is durable the old layers are there, unchanged; the active layer
 //! has more of its own (stream), or the base differs where nobody sees it (commit; if its length
 //! grew, the new part is zeros to whoever could see it). After it the base is complete. Sidecars

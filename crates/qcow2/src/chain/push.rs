@@ -30,6 +30,9 @@
 //! durable ─▶ closed   the overlay is written             the overlay is written
 //! ```
 //!
+//! A frozen layer that was not closed is closed by the next process that opens the chain for
+//! writing ([`crate::unclosed`]).
+//!
 //! Invariants
 //! - I1 What was acknowledged before the gate is held is in the layer that gets frozen, and nothing
 //!   else is in it; what is acknowledged later is in the new layer.

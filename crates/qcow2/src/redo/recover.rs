@@ -81,10 +81,15 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
     }
     clear_name(store).await?;
     log.remove();
-    // Only now: while the image names the log, free clusters may be given to somebody else, and the
-    // log would free them a second time.
-    let mut freed = Replay::empty(&header);
-    freed.free_unused(store, &header, unused).await?;
+    free_unused(store, &header, unused).await
+}
+
+/// Frees the clusters that a log called unused which the image in `store` does not name any more:
+/// while it does, free clusters may be given to somebody else, and the log would free them a second
+/// time.
+async fn free_unused(store: &dyn Store, header: &Header, unused: &[Run]) -> Result<()> {
+    let mut freed = Replay::empty(header);
+    freed.free_unused(store, header, unused).await?;
     write_down(store, &freed).await
 }
 
@@ -186,6 +191,77 @@ async fn is_in_file(found: &Found, header: &Header, store: &dyn Store) -> Result
     }
     let replay = Replay::plan(store, header, found).await?;
     Ok(replay.goes_on_from(store, found).await? && replay.is_in(store).await?)
+}
+
+/// Ends the log that the frozen layer at `path`, which nobody else has open, names in its `header`:
+/// counts become right as far as that can be told, and the image in `store` names none any more.
+/// Of a log that is gone, as after a power cut, nothing is missing: whoever put a layer on top had
+/// written out what there was to be read.
+///
+/// # Errors
+/// `Denied` if it has links that the file lacks, or if that cannot be told; any failure of a write
+/// or a sync.
+pub(crate) async fn end_log_of_frozen(
+    images: &dyn Images,
+    path: &Path,
+    store: &dyn Store,
+    header: &Header,
+) -> Result<()> {
+    let Some(name) = names_log(header.autoclear.unknown) else { return Ok(()) };
+    let memory = images.redo_logs().log(path)?;
+    let found = match &memory {
+        Some(memory) => once_orphaned(|| Found::read(&**memory, name)).await?,
+        None => None,
+    };
+    let (Some(log), Some(found)) = (memory.as_deref(), found) else {
+        refuse_if_elsewhere(images, path)?;
+        return clear_name(store).await;
+    };
+    let mut unused: &[Run] = &[];
+    match links_are_in(images, path, store, &found).await? {
+        Ok(None) => {}
+        Ok(Some(replay)) => {
+            found.begin_replay(log)?;
+            write_down(store, &replay).await?;
+            unused = found.unused();
+        }
+        Err(why) => {
+            let context = format!(
+                "its last writer did not close it, and {why}: `mica check -r leaks` closes it as \
+                 it is, while nobody has it open"
+            );
+            return Err(Error::new(ErrorKind::Denied, context));
+        }
+    }
+    // Whoever finds the name alone misses nothing, and nobody would look for a log without a name.
+    log.remove();
+    clear_name(store).await?;
+    free_unused(store, header, unused).await
+}
+
+/// What the log that was `found` makes of the counts of the frozen layer at `path`, if it can be
+/// applied and the file in `store` has all links of it already; why it must not be ended otherwise.
+async fn links_are_in(
+    images: &dyn Images,
+    path: &Path,
+    store: &dyn Store,
+    found: &Found,
+) -> Result<std::result::Result<Option<Replay>, &'static str>> {
+    if let Some(why) = found.doubt {
+        return Ok(Err(why));
+    }
+    if found.is_empty() {
+        return Ok(Ok(None));
+    }
+    let header = read_header(store).await?;
+    let data = data_store(images, path, &header, false)?;
+    Ok(match usable(found, &header, store, data.as_deref()).await? {
+        Ok(replay) if replay.has_links_in(store).await? => Ok(Some(replay)),
+        Ok(_) => Err("writes that were not flushed are in its redo log alone"),
+        Err(why) if found.has_links() => Err(why),
+        // Only clusters that were counted ahead are lost with it: they leak.
+        Err(_) => Ok(None),
+    })
 }
 
 fn warn_of_loss(path: &Path, why: &str, kept: Option<PathBuf>) {

@@ -188,7 +188,16 @@ impl Replay {
     /// Whether the file in `store` has all pages as they will be. Links alone prove nothing:
     /// another program may have put a table of its own where a lost one was to be.
     pub(super) async fn is_in(&self, store: &dyn Store) -> Result<bool> {
-        for (at, bytes) in Step::ALL.into_iter().flat_map(|step| self.pages_of(step)) {
+        self.has_steps_in(&Step::ALL, store).await
+    }
+
+    /// Whether it has the pages with links so, of an image that the log goes on from.
+    pub(super) async fn has_links_in(&self, store: &dyn Store) -> Result<bool> {
+        self.has_steps_in(&[Step::Tables, Step::Late], store).await
+    }
+
+    async fn has_steps_in(&self, steps: &[Step], store: &dyn Store) -> Result<bool> {
+        for (at, bytes) in steps.iter().flat_map(|step| self.pages_of(*step)) {
             if *read_exact(store, at, bytes.len()).await? != *bytes {
                 return Ok(false);
             }

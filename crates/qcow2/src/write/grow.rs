@@ -89,7 +89,11 @@ impl Writer {
         };
         if let Err(error) = grown.await {
             self.map.set_len(old);
-            if let Err(error) = self.end_growth(bitmaps, (old, old)).await {
+            // If the header was not written, nobody knows which length it says: the next process to
+            // open the image finds tables for either, and flagged.
+            if self.check_usable().is_ok()
+                && let Err(error) = self.end_growth(bitmaps, (old, old)).await
+            {
                 tracing::warn!(%error, "a dirty bitmap has the length that the disk did not get");
             }
             return Err(error);

@@ -2,10 +2,11 @@
 //! image of before or of after, and every snapshot that it lists shows what it always did.
 
 use crate::chain::FOLDER;
-use crate::plain::{Plain, read, write};
-use mica_block::{Disk as _, Manage as _, Result};
+use crate::plain::{Plain, range, read, write};
+use mica_block::{Disk as _, ErrorKind, Manage as _, ManageBitmaps as _, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_format::Version;
+use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::create::ImageWish;
 use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::recover::{RepairMode, open_for_repair, repair, repair_for_opening};
@@ -203,5 +204,49 @@ fn image_whose_refcounts_have_no_room_stays_as_it_is() {
         let now = open(&world, None).await;
         assert_eq!(parts(&now).await, NOW);
         now.close().await.unwrap();
+    });
+}
+
+/// While a snapshot is applied its bitmaps are in use, and afterwards all is dirty in them.
+#[test]
+fn bitmaps_never_lack_what_changes_when_a_snapshot_is_applied() {
+    scenario(1, |world| async move {
+        for loss in [Loss::Everything, Loss::Nothing, Loss::Earlier, Loss::Torn] {
+            for operations in 1.. {
+                let world = World::new(world.seed() * 1000 + operations);
+                let about = format!("cut after {operations}, losing {loss:?}");
+                let wish = ImageWish { cluster_bytes: Some(4096), ..ImageWish::default() };
+                let image = image(&world, &wish).await;
+                let add = vec![BitmapAction::Add(Some(4096))];
+                edit_bitmap(&world, &Plain::top(), "b", add).await.unwrap();
+                let chain = open(&world, None).await;
+                write(&chain, 0, NOW[0], 4096).await.unwrap();
+                chain.close().await.unwrap();
+                drop(chain);
+                world.cut_power_after(operations, loss);
+                let ended = until_power_cut(&world, Deed::Apply("a").run(&world)).await;
+                world.keep_power();
+                drop(open(&world, None).await);
+                let chain = open(&world, None).await;
+                let dirty = chain.dirty("b", range(0, 2 * MIB)).await;
+                let content = parts(&chain).await;
+                match dirty {
+                    Ok(runs) if content == NOW => assert!(runs[0] == (4096, true), "{about}"),
+                    Ok(runs) => assert_eq!(runs, [(2 * MIB, true)], "{about}"),
+                    Err(error) => {
+                        assert!(ended.is_none(), "{about}: {error}");
+                        assert_eq!(error.kind(), ErrorKind::Corrupt, "{about}: {error}");
+                    }
+                }
+                chain.close().await.unwrap();
+                drop(chain);
+                image.expect_uncorrupted(&about).await;
+                if let Some(done) = ended {
+                    done.unwrap();
+                    image.expect_sound().await;
+                    break;
+                }
+            }
+        }
     });
 }

@@ -14,15 +14,15 @@ use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Mode, until_power_cut};
-use mica_sim::{Loss, World, scenario};
+use mica_sim::{ChangeFault, ENOSPC, Loss, Operation, World, scenario};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 /// Six regions.
-const DISK: u64 = 96 * MIB;
+pub(crate) const DISK: u64 = 96 * MIB;
 const GROWN: u64 = 117 * MIB;
 /// Nothing is written there, nor in a region before it.
 const QUIET: u64 = 52 * MIB;
@@ -33,7 +33,7 @@ const OLD: u8 = 7;
 
 /// What a guest, or its host, does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Step {
+pub(crate) enum Step {
     Write(u64),
     Zero(u64),
     Discard(u64),
@@ -66,14 +66,14 @@ const LAYERS: [Step; 6] = [
 ];
 
 /// An image with two bitmaps that are enabled and one that is not.
-struct Kept {
+pub(crate) struct Kept {
     world: World,
-    image: Plain,
+    pub(crate) image: Plain,
     granularity: u64,
 }
 
 impl Kept {
-    async fn new(world: &World, cluster_bytes: u64, granularity: u64) -> Self {
+    pub(crate) async fn new(world: &World, cluster_bytes: u64, granularity: u64) -> Self {
         let wish = ImageWish { cluster_bytes: Some(cluster_bytes), ..ImageWish::default() };
         let image = Plain::new(world, &wish, DISK).await;
         let chain = image.open(Mode::Write).await;
@@ -91,11 +91,11 @@ impl Kept {
         Self { world: world.clone(), image, granularity }
     }
 
-    fn above() -> PathBuf {
+    pub(crate) fn above() -> PathBuf {
         Path::new(FOLDER).join("above.qcow2")
     }
 
-    async fn open(&self, path: &Path, mode: Mode) -> Result<Chain> {
+    pub(crate) async fn open(&self, path: &Path, mode: Mode) -> Result<Chain> {
         let options = ChainOptions {
             cache: MapCache::new(CACHE_BYTES_MIN),
             writable: mode == Mode::Write,
@@ -106,7 +106,7 @@ impl Kept {
     }
 
     /// Does `steps`, and closes the disk.
-    async fn work(&self, chain: &Chain, steps: &[Step]) -> Result<()> {
+    pub(crate) async fn work(&self, chain: &Chain, steps: &[Step]) -> Result<()> {
         for step in steps {
             match *step {
                 Step::Write(at) => write(chain, at, 9, usize::try_from(PLACE).unwrap()).await?,
@@ -134,7 +134,7 @@ impl Kept {
     }
 
     /// Every place that may differ, with what is there.
-    async fn places(&self, chain: &Chain) -> Vec<(u64, Vec<u8>)> {
+    pub(crate) async fn places(&self, chain: &Chain) -> Vec<(u64, Vec<u8>)> {
         let mut all = Vec::new();
         let places = [5, 6, 20, 70, 90, 92, 100].map(|mib| mib * MIB);
         for at in places.into_iter().filter(|at| *at < chain.geometry().len) {
@@ -158,7 +158,7 @@ impl Kept {
     }
 
     /// What differs from the start is dirty, and what is quiet is not.
-    async fn expect_true(&self, top: &Path, before: &[(u64, Vec<u8>)], about: &str) {
+    pub(crate) async fn expect_true(&self, top: &Path, before: &[(u64, Vec<u8>)], about: &str) {
         let chain = self.open(top, Mode::Read).await.unwrap();
         let now = self.places(&chain).await;
         let is_still = self.dirty(&chain, "still").await;
@@ -181,7 +181,7 @@ impl Kept {
 
     /// QEMU takes the bitmaps for what they are: nothing is flagged, and no bit is left that it
     /// does not know.
-    async fn expect_settled(&self, path: &Path, about: &str) {
+    pub(crate) async fn expect_settled(&self, path: &Path, about: &str) {
         let store = self.world.open(path).unwrap().store;
         let header = read_header(&*store).await.unwrap();
         assert_eq!(header.autoclear.unknown, 0, "{about}");
@@ -432,5 +432,37 @@ fn bitmap_that_is_merged_into_a_shorter_base_keeps_what_is_behind_its_end() {
         drop(chain);
         let chain = kept.open(&third(), Mode::Read).await.unwrap();
         assert!(kept.dirty(&chain, "b").await == before);
+    });
+}
+
+/// The story: the table of one bitmap had got a new place when there was no space for the next one,
+/// and kept it, though nothing named it.
+#[test]
+fn growth_that_finds_no_space_for_a_bitmap_leaks_nothing() {
+    scenario(1, |world| async move {
+        let mut failed = 0;
+        for nth in 1.. {
+            let world = World::new(world.seed() * 1000 + nth);
+            let kept = Kept::new(&world, 512, 512).await;
+            let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+            write(&chain, FIRST[0], 9, 512).await.unwrap();
+            chain.flush().await.unwrap();
+            let (operation, errno) = (Operation::Write, ENOSPC);
+            world.inject_change(ChangeFault { operation, nth, lasting: false, errno });
+            let grown = chain.resize(GROWN).await;
+            if !world.heal_changes() {
+                grown.unwrap();
+                break;
+            }
+            failed += u64::from(grown.is_err());
+            let closed = chain.close().await;
+            drop(chain);
+            match closed {
+                Ok(()) => kept.image.expect_sound().await,
+                // The header may be anything.
+                Err(_) => kept.image.expect_uncorrupted("not closed").await,
+            }
+        }
+        assert!(failed > 3, "{failed}");
     });
 }

@@ -33,4 +33,5 @@ mod resize;
 mod scattered;
 mod steps;
 mod turns;
+mod unclosed;
 mod unwritten;

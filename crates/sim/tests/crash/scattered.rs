@@ -9,6 +9,7 @@ use mica_block::{Disk as _, Manage as _, Zeroes};
 use mica_qcow2_tools::create::ImageWish;
 use mica_sim::crash::Mode;
 use mica_sim::{World, scenario};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 
 const TIB: u64 = 1 << 40;
@@ -151,4 +152,43 @@ fn blocks_scattered_in_clusters_of_a_page_are_there() {
         }
         .run();
     }
+}
+
+/// Syncs take so long that thousands of writes could be answered before the flush ends that is due:
+/// those wait that would leave more than 4096 pages dirty.
+#[test]
+fn writes_wait_for_a_flush_once_too_much_waits_for_one() {
+    const TABLE: u64 = 32 << 10;
+    const WRITES: u64 = 8192;
+    const PAGES_MAX: u64 = 4096;
+    const CLIENTS: u64 = 512;
+    scenario(1, |world| async move {
+        // Not the log is what is full.
+        world.set_log_capacity(64 << 20);
+        let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };
+        let image = Plain::new(&world, &wish, (WRITES + 1) * TABLE).await;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, WRITES * TABLE, 1, 512).await.unwrap();
+        chain.flush().await.unwrap();
+        let groups = chain.write_stats().groups;
+        let (next, answered, most) = (Cell::new(0), Cell::new(0), Cell::new(0));
+        let client = async || {
+            while next.get() < WRITES {
+                // Each needs a table of its own.
+                let table = next.replace(next.get() + 1);
+                write(&chain, table * TABLE, 1, 512).await.unwrap();
+                answered.set(answered.get() + 1);
+                if chain.write_stats().groups == groups {
+                    most.set(answered.get());
+                }
+            }
+        };
+        mica_rt::join_all((0..CLIENTS).map(|_| client())).await;
+        assert_eq!(answered.get(), WRITES);
+        assert!(most.get() >= 1024, "a flush is due, and nobody waits for it: {}", most.get());
+        assert!(most.get() <= PAGES_MAX + CLIENTS, "{} pages were dirty", most.get());
+        chain.close().await.unwrap();
+        drop(chain);
+        image.expect_sound().await;
+    });
 }

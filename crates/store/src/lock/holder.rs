@@ -54,17 +54,18 @@ impl fmt::Display for Holder {
     }
 }
 
-/// The cause of an error: a lock is held, and nothing shows that its holder is alive.
+/// The cause of an error: a lock is held, and nothing shows that its holder is alive, or that it
+/// needs it for long.
 #[derive(Debug)]
-struct NotSeenAlive(Duration);
+struct MayBeReleased(Duration);
 
-impl fmt::Display for NotSeenAlive {
+impl fmt::Display for MayBeReleased {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "not released within {:?}", self.0)
     }
 }
 
-impl std::error::Error for NotSeenAlive {}
+impl std::error::Error for MayBeReleased {}
 
 /// Time for the system to release what a dead process held: its rings end after it.
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
@@ -80,17 +81,22 @@ impl Holder {
             Self::Nobody if !is_shared_by_hosts(file) => DEAD_LIMIT,
             Self::Nobody | Self::Unknown => UNSEEN_LIMIT,
         };
-        Some(io::Error::new(io::ErrorKind::PermissionDenied, NotSeenAlive(limit)))
+        Some(may_be_released_within(limit))
     }
 }
 
+/// The cause of a conflict that may resolve itself within this time.
+pub(super) fn may_be_released_within(limit: Duration) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, MayBeReleased(limit))
+}
+
 /// For how long it is worth retrying what failed with `error`: a lock was held by a process that is
-/// dead, or may be.
+/// dead, or may be, or by one that holds it for a moment.
 pub fn lock_patience(error: &mica_block::Error) -> Option<Duration> {
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {
         let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
-        if let Some(NotSeenAlive(limit)) = inner.and_then(|inner| inner.downcast_ref()) {
+        if let Some(MayBeReleased(limit)) = inner.and_then(|inner| inner.downcast_ref()) {
             return Some(*limit);
         }
         cause = error.source();

@@ -1,9 +1,9 @@
 //! QEMU's image locks, between stores of one process: they conflict like those of two processes.
 
 use crate::{on_each_backend, read};
-use mica_block::{ErrorKind, Result, Store};
+use mica_block::{Error, ErrorKind, Result, Store};
 use mica_rt::{Access, Buf, File};
-use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
+use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile, lock_patience};
 use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -60,6 +60,41 @@ fn readers_share_and_keep_out_writers() {
     drop(readers);
     let _lenient = reader(&path, Locking::ForceShare).unwrap();
     writer(&path, Locking::On).unwrap();
+}
+
+fn alone(path: &Path) -> Result<WritableFile> {
+    WritableFile::open_alone(&mut Located::find(path)?, CacheMode::Writeback, &Handles::new(4))
+}
+
+#[test]
+fn who_is_alone_with_an_image_is_waited_for_and_keeps_away_from_who_has_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    for other in [Locking::On, Locking::ForceShare] {
+        let other = reader(&path, other).unwrap();
+        assert_denied(alone(&path), "has the image open");
+        drop(other);
+    }
+    let other = writer(&path, Locking::On).unwrap();
+    assert_denied(alone(&path), "has the image open");
+    drop(other);
+    let first = alone(&path).unwrap();
+    assert_denied(alone(&path), "has the image open");
+    let refused =
+        [writer(&path, Locking::On).err().unwrap(), reader(&path, Locking::On).err().unwrap()];
+    for error in refused {
+        assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+        assert!(lock_patience(&error).is_some(), "it is not for long: {error}");
+    }
+    drop(first);
+    assert_eq!(lock_patience(&Error::new(ErrorKind::Denied, "for good")), None);
+    drop(reader(&path, Locking::On).unwrap());
+    // A disk of this process, whose descriptor may be closed.
+    let handles = Handles::new(4);
+    let _reader = open_shared(&path, Locking::On, &handles).unwrap();
+    let mut located = Located::find(&path).unwrap();
+    let error = WritableFile::open_alone(&mut located, CacheMode::Writeback, &handles).err();
+    assert_eq!(error.unwrap().kind(), ErrorKind::Denied);
 }
 
 /// The bytes that QEMU's raw driver locks and checks.

@@ -28,6 +28,16 @@ const SHAPES: [&str; 5] = [
 /// Bytes of a cluster, for what clients aim at.
 const CLUSTER: u64 = 64 << 10;
 
+/// Whether a layer is a raw image.
+pub(super) fn is_raw(file: &str) -> bool {
+    file.ends_with(".raw")
+}
+
+/// The format of a layer.
+pub(super) fn format_of(file: &str) -> &'static str {
+    if is_raw(file) { "raw" } else { "qcow2" }
+}
+
 /// A disk.
 #[derive(Debug)]
 pub(super) struct Disk {
@@ -87,17 +97,22 @@ impl Disk {
     fn add_first_layers(&mut self, world: &World<'_>, rng: &mut Rng, is_last: bool) -> Outcome {
         let is_other = !is_last && rng.percent(25);
         let sectors = if is_other { SECTORS / 2 + rng.below(SECTORS) } else { SECTORS };
+        let is_raw_base = !is_last && self.chain.is_empty() && rng.percent(25);
         let name = match is_last {
             true => self.first.clone(),
+            false if is_raw_base => format!("{}.raw", self.new_name("base")),
             false => self.new_name("base"),
         };
         if let Some(beneath) = self.chain.last() {
             self.frozen.insert(beneath.clone(), Frozen::as_now(&self.model));
         }
         let (shape, len) = (rng.choose(&SHAPES), (sectors * SECTOR as u64).to_string());
-        let mut args = vec!["create", "-q", "-f", "qcow2", "-o", shape];
+        let mut args = vec!["create", "-q", "-f", format_of(&name)];
+        if !is_raw_base {
+            args.extend(["-o", shape]);
+        }
         if let Some(beneath) = self.chain.last() {
-            args.extend(["-b", beneath, "-F", "qcow2"]);
+            args.extend(["-b", beneath, "-F", format_of(beneath)]);
         }
         args.extend([&*name, &*len]);
         world.story.tell(format_args!("  {args:?}"));
@@ -183,7 +198,10 @@ impl Disk {
     pub(super) fn look_at(&mut self, world: &World<'_>, file: &str, what: &str) -> Outcome {
         let Some(frozen) = self.frozen.get_mut(file) else { return Ok(()) };
         let raw = world.run.join("frozen.raw");
-        let bytes = foreign::flatten(&world.images, file, &["-U"], &raw)?;
+        let bytes = match is_raw(file) {
+            true => fs::read(world.images.join(file))?,
+            false => foreign::flatten(&world.images, file, &["-U"], &raw)?,
+        };
         world.counts.reads.add();
         frozen.decide(&bytes, &format!("{what}: {file}")).map(drop)
     }
@@ -191,7 +209,7 @@ impl Disk {
     /// Nobody serves it, and it was closed: QEMU finds nothing wrong in any of its files, and reads
     /// from each what it has to hold.
     pub(super) fn look(&mut self, world: &World<'_>, what: &str) -> Outcome {
-        for file in self.chain.iter().chain(&self.clones) {
+        for file in self.chain.iter().chain(&self.clones).filter(|file| !is_raw(file)) {
             world.counts.checks.add();
             let (corruptions, leaks) = foreign::check(&world.images, file)?;
             if corruptions > 0 {
@@ -258,7 +276,7 @@ impl Disk {
             let (at, len) = (range.start * sector, (range.end - range.start) * sector);
             let unmap = if rng.percent(50) { "-u " } else { "" };
             let command = format!("write -q -z {unmap}{at} {len}");
-            foreign::io(&world.images, "qcow2", file, &[command])?;
+            foreign::io(&world.images, format_of(file), file, &[command])?;
             return Ok((range, 0));
         }
         let range = if rng.percent(30) { aim.long(rng) } else { aim.narrow(rng) };
@@ -268,7 +286,7 @@ impl Disk {
         fs::write(&pattern, stamp::bytes(self.stamper.disk(), range.start, count, seq))?;
         let (at, len) = (range.start * sector, count * sector);
         let command = format!("write -q -s {} {at} {len}", pattern.display());
-        foreign::io(&world.images, "qcow2", file, &[command])?;
+        foreign::io(&world.images, format_of(file), file, &[command])?;
         Ok((range, seq))
     }
 

@@ -48,7 +48,7 @@ impl<'a> Fleet<'a> {
     }
 
     /// Writes the configuration, as a person would.
-    fn write_config(&self) -> Outcome {
+    pub(super) fn write_config(&self) -> Outcome {
         let mut file =
             format!("control = \"{}\"\nqueues = {}\n", text(&self.control)?, self.queues);
         for disk in &self.disks {
@@ -155,7 +155,7 @@ impl<'a> Fleet<'a> {
     }
 
     /// A user removes what is in no chain any more, and what killed commands left of it.
-    fn tidy(&mut self, group: &[(usize, Vec<String>)]) -> Outcome {
+    pub(super) fn tidy(&mut self, group: &[(usize, Vec<String>)]) -> Outcome {
         for (number, old) in group {
             let disk = &mut self.disks[*number];
             let known = disk.frozen.keys().filter(|file| !disk.clones.contains(file));

@@ -1,6 +1,7 @@
 //! A command is given: alone, as a merge that rests and may be cancelled, or while its server is
 //! killed or taken over from.
 
+use super::disk::is_raw;
 use super::fleet::Fleet;
 use super::order::{Ending, Order, What};
 use super::server::{Left, Server};
@@ -169,7 +170,7 @@ fn args_of(fleet: &Fleet<'_>, rng: &mut Rng, order: &Order, amid: Amid) -> Outco
     Ok(args)
 }
 
-fn ending_of(is_done: bool, said: &str) -> Outcome<Ending> {
+pub(super) fn ending_of(is_done: bool, said: &str) -> Outcome<Ending> {
     match is_done {
         true => Ok(Ending::Done),
         false if said.contains(CANCELLED) => Ok(Ending::Open),
@@ -233,8 +234,9 @@ pub(super) fn clone(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
     let number = usize::try_from(rng.below(fleet.disks.len() as u64)).map_err(trouble)?;
     let Fleet { world, disks, .. } = fleet;
     let disk = &mut disks[number];
-    let frozen: Vec<_> =
-        (0..disk.chain.len() - 1).filter(|at| disk.frozen.contains_key(&disk.chain[*at])).collect();
+    let frozen: Vec<_> = (0..disk.chain.len() - 1)
+        .filter(|at| disk.frozen.contains_key(&disk.chain[*at]) && !is_raw(&disk.chain[*at]))
+        .collect();
     if frozen.is_empty() || disk.clones.len() > 2 {
         return Ok(());
     }

@@ -3,14 +3,16 @@
 //!
 //! Layers come by snapshots of one disk or of all at one instant, and by states that are kept for
 //! backups and exported; they go by merges up and down, which rest or are cancelled on their way,
-//! and by states that are dropped. Clones stand on frozen layers meanwhile. Between two servers
-//! QEMU reads all of it, and writes.
+//! and by states that are dropped. Clones stand on frozen layers meanwhile, and disks grow. Between
+//! two servers QEMU reads all of it, writes, and merges the active layer down; mica's verbs merge
+//! layers then, and are killed while they do.
 //!
 //! Judged: which layers a disk has after each command; that it shows what was acknowledged; that
 //! each frozen layer and each clone holds what its disk held at an instant while the command was
 //! carried out, the same for all of a group, and that it stays so; that an export is its state, and
 //! that what has changed since another one is told.
 
+mod apart;
 mod disk;
 mod exported;
 mod fleet;
@@ -23,6 +25,7 @@ use super::kinds::Kind;
 use super::parties::{self, Of, Party};
 use super::story::Outcome;
 use super::world::World;
+use apart::Ended;
 use fleet::Fleet;
 use giving::Amid;
 use mica_units::Rng;
@@ -42,7 +45,9 @@ const LIVES: [u64; 4] = [2, 3, 4, 6];
 enum Event {
     Order,
     Clone,
+    Grow,
     Takeover,
+    KillTakeover,
     Kill,
 }
 
@@ -68,7 +73,7 @@ fn live(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
     for _ in 0..1 + rng.below(4) {
         match round(fleet, rng, server)? {
             Left::Serving(still) => server = still,
-            Left::Killed => return Ok(()),
+            Left::Killed => return rest(fleet, rng, Ended::Killed),
         }
         server.look()?;
         if rng.percent(60) {
@@ -77,7 +82,8 @@ fn live(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
         exported::judge(fleet)?;
     }
     if fleet.world.does(rng, Kind::Kill, 30) {
-        return server.kill(fleet, &[]);
+        server.kill(fleet, &[])?;
+        return rest(fleet, rng, Ended::Killed);
     }
     server.close(fleet)?;
     if rng.percent(70) {
@@ -90,7 +96,16 @@ fn live(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
             disk.write_to_clone(world, rng)?;
         }
     }
-    Ok(())
+    rest(fleet, rng, Ended::Closed)
+}
+
+/// Nobody serves the disks.
+fn rest(fleet: &mut Fleet<'_>, rng: &mut Rng, ended: Ended) -> Outcome {
+    match &fleet.open {
+        // Only the next server tells what became of it.
+        Some(_) => Ok(()),
+        None => apart::change(fleet, rng, ended),
+    }
 }
 
 /// Clients of all disks work, and something happens meanwhile, once or more often.
@@ -126,7 +141,9 @@ fn event(fleet: &Fleet<'_>, rng: &mut Rng) -> Option<Event> {
     let all = [
         (Event::Order, None, 12),
         (Event::Clone, Some(Kind::Clone), 2),
+        (Event::Grow, Some(Kind::Resize), 2),
         (Event::Takeover, Some(Kind::Takeover), 1),
+        (Event::KillTakeover, Some(Kind::KillTakeover), 1),
         (Event::Kill, Some(Kind::Kill), 1),
     ];
     let kinds = fleet.world.kinds;
@@ -174,7 +191,9 @@ fn happen(
             Ok(left)
         }
         Event::Clone => giving::clone(fleet, rng).map(|()| Left::Serving(server)),
+        Event::Grow => apart::grow_served(fleet, rng, parties).map(|()| Left::Serving(server)),
         Event::Takeover => server.take_over(fleet, parties).map(Left::Serving),
+        Event::KillTakeover => server.take_over_and_kill(fleet, rng, parties),
         Event::Kill => server.kill(fleet, parties).map(|()| Left::Killed),
     }
 }

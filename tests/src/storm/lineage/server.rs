@@ -8,6 +8,8 @@ use crate::storm::load::Phase;
 use crate::storm::parties::{self, Party};
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::takeover::Process;
+use mica_units::Rng;
+use std::time::Duration;
 
 /// Why another server may be kept from taking over: commands, backups, and that a merge took the
 /// image out that the configuration names.
@@ -105,5 +107,42 @@ impl Server {
             disk.exported = None;
         }
         Ok(Self(new))
+    }
+
+    /// Another one takes over, and one of the two is killed while it does. The other one serves, or
+    /// ends; never does it do neither.
+    pub(super) fn take_over_and_kill(
+        mut self,
+        fleet: &mut Fleet<'_>,
+        rng: &mut Rng,
+        parties: &[Party],
+    ) -> Outcome<Left> {
+        self.look()?;
+        parties::enter(parties, Phase::Ending);
+        let mut new = begin(fleet, &["--takeover"])?;
+        let most = rng.choose(&[5_000, 50_000, 150_000]);
+        let (pause, is_new_killed) = (Duration::from_micros(rng.below(most)), rng.percent(50));
+        let name = if is_new_killed { "the new one" } else { "the old one" };
+        fleet.tell(format_args!("  {name} is killed after {pause:?}"));
+        clock::sleep(pause);
+        let (killed, mut left) = match is_new_killed {
+            true => (&mut new, self.0),
+            false => (&mut self.0, new),
+        };
+        // It may have ended.
+        if killed.is_running() {
+            configured::kill(&fleet.world, killed)?;
+            fleet.world.counts.takeover_kills.add();
+        }
+        let serves = configured::wait_until_it_serves(&fleet.world, &fleet.control, &mut left)?;
+        let log = left.log();
+        if log.contains("panicked") {
+            return Err(Fault::new(Wrong::Panicked, log));
+        }
+        for disk in &mut fleet.disks {
+            disk.exported = None;
+        }
+        fleet.tell(format_args!("  the other one serves: {serves}"));
+        Ok(if serves { Left::Serving(Self(left)) } else { Left::Killed })
     }
 }

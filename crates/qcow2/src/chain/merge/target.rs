@@ -7,7 +7,7 @@ use crate::index::cache::Sharing;
 use crate::layer::{Layer, Tables};
 use crate::map::Map;
 use crate::open::{freeze, same_file, written_with_aes};
-use crate::redo::names_log;
+use crate::unclosed::close_frozen;
 use crate::write::Writer;
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
@@ -101,11 +101,7 @@ impl Chain {
         }
         let opened = async {
             let header = read_header(&*store).await?;
-            if names_log(header.autoclear.unknown).is_some() {
-                let context = "its last writer did not close it: `mica check -r leaks` does, while \
-                               nobody has it open";
-                return Err(Error::new(ErrorKind::Denied, context));
-            }
+            let header = close_frozen(&*map.images, &layer.path, &*store, header).await?;
             if header.encryption == Encryption::Aes {
                 return Err(written_with_aes());
             }

@@ -2,7 +2,8 @@
 //! something is dirty.
 //!
 //! Bits are only ever set, by any thread and without a lock. A page for which there is no room is
-//! dirty as a whole: the bitmap says too much, and never too little.
+//! dirty as a whole, and so are all pages that are found together if there is none for the list of
+//! them: the bitmap says too much, and never too little.
 
 use mica_qcow2_format::BITMAP_BYTES_MAX;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,12 +23,22 @@ const SHELVES: u64 = BITMAP_BYTES_MAX / (SHELF_PAGES * PAGE_BYTES as u64);
 const ROOM_BYTES: u64 = 64 << 20;
 
 type Words = [AtomicU64; PAGE_WORDS];
-type Shelf = Box<[OnceLock<Page>]>;
+/// What a shelf takes.
+const SHELF_BYTES: u64 = SHELF_PAGES * size_of::<OnceLock<Page>>() as u64;
+
+/// Pages, or what stands for them where there is no room for so many: all of them are dirty.
+enum Shelf {
+    Some(Box<[OnceLock<Page>]>),
+    All,
+}
 
 enum Page {
     Some(Box<Words>),
     All,
 }
+
+/// Each page of a shelf that stands for all of them.
+static DIRTY: Page = Page::All;
 
 /// Which parts of a disk are dirty.
 pub(super) struct Bits {
@@ -92,11 +103,24 @@ impl Bits {
 
     /// The page `number`, which is made if it is not there, and is about to be dirty.
     fn page_to_set(&self, number: u64, is_whole: bool) -> Option<&Page> {
-        let slot = self.slot(number)?;
-        Some(slot.get_or_init(|| match is_whole {
+        let (shelf, within) = (number / SHELF_PAGES, number % SHELF_PAGES);
+        // A bitmap cannot be longer.
+        let shelf = self.shelves.get(usize::try_from(shelf).ok()?)?;
+        let Shelf::Some(pages) = shelf.get_or_init(|| self.new_shelf()) else {
+            return Some(&DIRTY);
+        };
+        let page = pages.get(usize::try_from(within).ok()?)?;
+        Some(page.get_or_init(|| match is_whole {
             true => Page::All,
             false => self.new_page(),
         }))
+    }
+
+    fn new_shelf(&self) -> Shelf {
+        match self.room.take(SHELF_BYTES) {
+            true => Shelf::Some((0..SHELF_PAGES).map(|_| OnceLock::new()).collect()),
+            false => Shelf::All,
+        }
     }
 
     fn new_page(&self) -> Page {
@@ -106,18 +130,12 @@ impl Bits {
         }
     }
 
-    /// Where the page `number` is, if a bitmap can be so long.
-    fn slot(&self, number: u64) -> Option<&OnceLock<Page>> {
-        let (shelf, within) = (number / SHELF_PAGES, number % SHELF_PAGES);
-        let shelf = self.shelves.get(usize::try_from(shelf).ok()?)?;
-        let shelf = shelf.get_or_init(|| (0..SHELF_PAGES).map(|_| OnceLock::new()).collect());
-        shelf.get(usize::try_from(within).ok()?)
-    }
-
     fn page(&self, number: u64) -> Option<&Page> {
         let (shelf, within) = (number / SHELF_PAGES, number % SHELF_PAGES);
-        let shelf = self.shelves.get(usize::try_from(shelf).ok()?)?.get()?;
-        shelf.get(usize::try_from(within).ok()?)?.get()
+        match self.shelves.get(usize::try_from(shelf).ok()?)?.get()? {
+            Shelf::Some(pages) => pages.get(usize::try_from(within).ok()?)?.get(),
+            Shelf::All => Some(&DIRTY),
+        }
     }
 
     /// Sets what is set in `bytes`, which are those of page `number` in the image's order.
@@ -243,13 +261,24 @@ mod tests {
 
     #[test]
     fn page_without_room_is_dirty_as_a_whole_and_what_ends_makes_room() {
-        let used = Arc::new(AtomicU64::new(ROOM_BYTES - PAGE_BYTES as u64));
+        let used = Arc::new(AtomicU64::new(ROOM_BYTES - SHELF_BYTES - PAGE_BYTES as u64));
         let bits = Bits::new(Room::new(Arc::clone(&used)));
         bits.set(7, 7);
         bits.set(PAGE_BITS + 7, PAGE_BITS + 7);
         assert_eq!(bits.run(0, PAGE_BITS), (7, false));
         assert_eq!(bits.run(PAGE_BITS, 3 * PAGE_BITS), (PAGE_BITS, true));
+        // Nor is there room to find other pages.
+        let next = SHELF_PAGES * PAGE_BITS;
+        bits.set(next + 7, next + 7);
+        assert_eq!(bits.run(next, 3 * next), (next, true));
+        let mut page = [0; PAGE_BYTES];
+        bits.put_page(SHELF_PAGES + 9, &mut page);
+        assert_eq!(page, [u8::MAX; PAGE_BYTES]);
         drop(bits);
-        assert_eq!(used.load(Ordering::Relaxed), ROOM_BYTES - PAGE_BYTES as u64);
+        assert_eq!(
+            used.load(Ordering::Relaxed),
+            ROOM_BYTES - SHELF_BYTES - PAGE_BYTES as u64,
+            "what ends makes room"
+        );
     }
 }

@@ -6,6 +6,7 @@ use super::slot_of;
 use crate::header_io::{clear_autoclear, read_header};
 use crate::snapshots::list_bitmaps;
 use crate::write::Writer;
+use crate::write::allocate::Reserved;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact, write_all};
 use mica_qcow2_format::{
     Autoclear, BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry,
@@ -24,6 +25,10 @@ pub(crate) struct NewBitmap {
     /// Whether writers keep it true.
     pub(crate) is_enabled: bool,
 }
+
+/// Clusters with tables and directories that nothing names yet.
+#[derive(Default)]
+struct Taken(Vec<Reserved>);
 
 /// Bitmaps whose tables were made longer for a disk that is about to be.
 #[must_use = "they are flagged as in use until the disk has its length"]
@@ -134,6 +139,12 @@ impl Writer {
     /// write or a sync.
     pub(crate) async fn add_bitmaps(&self, wanted: &[NewBitmap]) -> Result<()> {
         assert!(!self.header.is_marked(), "bitmaps are added before the first write");
+        let mut taken = Taken::default();
+        let added = self.add_bitmaps_in(wanted, &mut taken).await;
+        self.end_taking(taken, added)
+    }
+
+    async fn add_bitmaps_in(&self, wanted: &[NewBitmap], taken: &mut Taken) -> Result<()> {
         let (mut place, entries) = match self.bitmap_entries().await? {
             Some((place, entries)) => (Some(place), entries),
             None => (None, Vec::new()),
@@ -168,7 +179,7 @@ impl Writer {
         for new in wanted {
             let entries = self.table_entries(new.granularity_bits, self.map.len())?;
             let table = vec![BitmapTableEntry::Zeros; slot_of(u64::from(entries))];
-            let table_offset = self.put_table(&table).await?;
+            let table_offset = self.put_table(&table, taken).await?;
             let entry = BitmapEntry {
                 name: new.name.clone(),
                 table_offset,
@@ -180,7 +191,7 @@ impl Writer {
             entry.encode(&mut directory);
             count += 1;
         }
-        self.replace_directory(&mut place, &directory, count).await
+        self.replace_directory(&mut place, (&directory, count), taken).await
     }
 
     fn table_entries(&self, granularity_bits: u8, disk_bytes: u64) -> Result<u32> {
@@ -194,31 +205,40 @@ impl Writer {
     }
 
     /// Writes a table to a new place, which is returned.
-    async fn put_table(&self, entries: &[BitmapTableEntry]) -> Result<HostOffset> {
+    async fn put_table(
+        &self,
+        entries: &[BitmapTableEntry],
+        taken: &mut Taken,
+    ) -> Result<HostOffset> {
         let bytes: Vec<u8> =
             entries.iter().flat_map(|entry| entry.encode().to_be_bytes()).collect();
-        self.put_anew(&bytes).await
+        self.put_anew(&bytes, taken).await
     }
 
     /// Writes `bytes`, and zeros up to the end of a cluster, to a new place.
-    async fn put_anew(&self, bytes: &[u8]) -> Result<HostOffset> {
+    async fn put_anew(&self, bytes: &[u8], Taken(taken): &mut Taken) -> Result<HostOffset> {
         let bits = self.l2.cluster_bits;
         let count = bits.clusters_for(bytes.len() as u64).max(1);
         let len = bits.bytes_of(count);
         let run = self.reserve_run(count).await?;
+        taken.push(run);
         let at = bits.start_of(run.first);
-        let written = async {
-            self.metadata.ranges.check(at, len)?;
-            self.metadata.lock().drop_cluster(at, len);
-            let mut buf = Buf::zeroed(usize::try_from(len).expect("at most 64 MiB"));
-            buf.put(0, bytes);
-            write_all(&*self.metadata.store, buf, at).await
-        };
-        if let Err(error) = written.await {
-            self.space.give_back(run);
-            return Err(error);
-        }
+        self.metadata.ranges.check(at, len)?;
+        self.metadata.lock().drop_cluster(at, len);
+        let mut buf = Buf::zeroed(usize::try_from(len).expect("at most 64 MiB"));
+        buf.put(0, bytes);
+        write_all(&*self.metadata.store, buf, at).await?;
         Ok(at)
+    }
+
+    /// What was `done` with the clusters that were `taken` has ended: if it failed, and nothing
+    /// names them, they are free again. What the header names after a failed write nobody knows,
+    /// and nothing is allocated any more.
+    fn end_taking<T>(&self, Taken(taken): Taken, done: Result<T>) -> Result<T> {
+        if done.is_err() && self.check_usable().is_ok() {
+            taken.into_iter().for_each(|run| self.space.give_back(run));
+        }
+        done
     }
 
     /// Writes another directory, and makes the header name it, durably. What the old one took, if
@@ -226,10 +246,10 @@ impl Writer {
     async fn replace_directory(
         &self,
         place: &mut Option<BitmapsExtension>,
-        directory: &[u8],
-        count: u32,
+        (directory, count): (&[u8], u32),
+        taken: &mut Taken,
     ) -> Result<()> {
-        let directory_offset = self.put_anew(directory).await?;
+        let directory_offset = self.put_anew(directory, taken).await?;
         // With the counts of everything.
         self.flush().await?;
         self.log_reserved().await?;
@@ -264,6 +284,12 @@ impl Writer {
     /// # Errors
     /// `Invalid` if a bitmap would be too large; any failure of a write or a sync.
     pub(in crate::write) async fn lengthen_bitmaps(&self, len: u64) -> Result<Lengthened> {
+        let mut taken = Taken::default();
+        let lengthened = self.lengthen_bitmaps_in(len, &mut taken).await;
+        self.end_taking(taken, lengthened)
+    }
+
+    async fn lengthen_bitmaps_in(&self, len: u64, taken: &mut Taken) -> Result<Lengthened> {
         let none = Ok(Lengthened(Vec::new()));
         let recorder = self.bitmaps.recorder();
         if recorder.is_some_and(|recorder| recorder.len_max() < len) {
@@ -283,7 +309,7 @@ impl Writer {
             let table_entries = self.table_entries(entry.granularity_bits, len)?;
             let mut table = self.read_table(entry).await?;
             table.resize(slot_of(u64::from(table_entries)), BitmapTableEntry::Zeros);
-            tables.push((index, self.put_table(&table).await?, table));
+            tables.push((index, self.put_table(&table, taken).await?, table));
         }
         if tables.is_empty() {
             return none;
@@ -301,7 +327,7 @@ impl Writer {
                 flagged.push(index);
             }
         });
-        self.replace_directory(&mut Some(place), &directory, place.count).await?;
+        self.replace_directory(&mut Some(place), (&directory, place.count), taken).await?;
         for (index, at, table) in tables {
             let old = &entries[index];
             let old_bytes = u64::from(old.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
