@@ -10,7 +10,7 @@ use mica_block::{Extent, Images, Manage, Merged, read_extents};
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
-use mica_stack::{FileImages, Format, MayWrite, refuse_merged};
+use mica_stack::{FileImages, Format, MayWrite, refuse_merged, settle_marks};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use serde_json::json;
 use std::ffi::OsString;
@@ -102,6 +102,7 @@ impl RebaseArgs {
         let chain = self.images.chain_options(IndexUse::Read)?;
         let options = self.images.image_options()?;
         let disk = mica_stack::open_writable(&self.file, Format::Qcow2, options, &chain).await?;
+        let layers = disk.layer_paths();
         let moved = self.move_to(&*disk, base).await;
         let closed = disk.close().await;
         drop(disk);
@@ -111,6 +112,8 @@ impl RebaseArgs {
             self.rename(base).await?;
         }
         if let Some(base) = base {
+            follow(&layers, base)?;
+
             // Now that whoever merges the base can find the image. It shows what it did so far.
             refuse_merged(&base.path)
                 .map_err(|error| Failure::from(error).within("rebase it once more"))?;
@@ -160,6 +163,17 @@ impl RebaseArgs {
         change_backing(&*image, base.map(|base| &base.name)).await?;
         Ok(())
     }
+}
+
+/// The image stands on `base` now, which was one of the `layers` of its chain, perhaps: the mark of
+/// that, which named a layer between the two, names the image.
+fn follow(layers: &[PathBuf], base: &Base) -> Result<(), Failure> {
+    let Ok(at) = position_of(layers, &base.path) else { return Ok(()) };
+    if let Some((active, gone)) = layers[at + 1..].split_last() {
+        let now = [&layers[..=at], std::slice::from_ref(active)].concat();
+        settle_marks(&now, gone)?;
+    }
+    Ok(())
 }
 
 fn copied_by(merged: &Merged) -> u64 {

@@ -21,10 +21,11 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Why a server may refuse a command: what is in its way is there.
-const REFUSALS: [&str; 7] = [
+const REFUSALS: [&str; 8] = [
     // States.
     "would no longer have the states",
     "keeps its state",
+    "keeps the state",
     "has the backup",
     "that was ended",
     // Clones, and what left the chain.
