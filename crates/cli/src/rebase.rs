@@ -10,7 +10,7 @@ use mica_block::{Extent, Images, Manage, Merged, read_extents};
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
-use mica_stack::{FileImages, Format, MayWrite, refuse_merged, settle_marks};
+use mica_stack::{FileImages, Format, MayWrite, marks_lead, refuse_merged, settle_marks};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use serde_json::json;
 use std::ffi::OsString;
@@ -113,7 +113,6 @@ impl RebaseArgs {
         }
         if let Some(base) = base {
             follow(&layers, base)?;
-
             // Now that whoever merges the base can find the image. It shows what it did so far.
             refuse_merged(&base.path)
                 .map_err(|error| Failure::from(error).within("rebase it once more"))?;
@@ -165,13 +164,15 @@ impl RebaseArgs {
     }
 }
 
-/// The image stands on `base` now, which was one of the `layers` of its chain, perhaps: the mark of
-/// that, which named a layer between the two, names the image.
+/// The image stands on `base` now, which was one of the `layers` of its chain, perhaps. If the
+/// writing of their disk goes on in the image, the mark of the base, which named a layer between the
+/// two, names the image. Of a clone nothing is marked.
 fn follow(layers: &[PathBuf], base: &Base) -> Result<(), Failure> {
     let Ok(at) = position_of(layers, &base.path) else { return Ok(()) };
-    if let Some((active, gone)) = layers[at + 1..].split_last() {
-        let now = [&layers[..=at], std::slice::from_ref(active)].concat();
-        settle_marks(&now, gone)?;
+    if let Some((image, between)) = layers[at + 1..].split_last()
+        && marks_lead(&layers[at..])?
+    {
+        settle_marks(&[layers[at].clone(), image.clone()], between)?;
     }
     Ok(())
 }

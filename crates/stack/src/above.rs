@@ -131,6 +131,33 @@ pub(crate) async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
     Ok(false)
 }
 
+/// Whether the marks lead from the first of these `layers` through each one to the last: it is in
+/// that, and in none of their clones, that the writing of their disk goes on.
+///
+/// # Errors
+/// What the system reports, and a mark that is no mark.
+pub fn marks_lead(layers: &[PathBuf]) -> Result<bool> {
+    for pair in layers.windows(2) {
+        let [layer, above] = pair else { continue };
+        let mark = Mark::of(layer, owner_of(layer)?)?;
+        let leads = mark.is_some_and(|mark| is_same_file(mark.above(), above));
+        if !leads {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn is_same_file(one: &Path, other: &Path) -> bool {
+    position_of(&[one.to_owned()], other).is_some()
+}
+
+fn owner_of(layer: &Path) -> Result<u32> {
+    let found = std::fs::metadata(layer)
+        .map_err(|error| Error::from_io(layer.display().to_string(), error))?;
+    Ok(found.uid())
+}
+
 /// The layers that are `gone` from a chain were merged, and it has these `layers` now, from the
 /// base. The mark of a layer beneath one that is gone follows. Those that are gone keep theirs:
 /// what they name does not stand on them any more, so that nobody writes them without being told.
@@ -140,10 +167,7 @@ pub(crate) async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
 pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
     for pair in layers.windows(2) {
         let [layer, above] = pair else { continue };
-        let owner = std::fs::metadata(layer)
-            .map_err(|error| Error::from_io(layer.display().to_string(), error))?
-            .uid();
-        if let Some(mark) = Mark::of(layer, owner)?
+        if let Some(mark) = Mark::of(layer, owner_of(layer)?)?
             && position_of(gone, mark.above()).is_some()
         {
             let above = std::path::absolute(above)

@@ -41,7 +41,7 @@ mod volumes;
 mod window;
 mod written;
 
-pub use above::{is_frozen, settle_marks};
+pub use above::{is_frozen, marks_lead, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use encrypted::encrypted_as;

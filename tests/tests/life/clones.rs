@@ -1,5 +1,6 @@
 //! Clones: overlays of what is frozen.
 
+use crate::world::{World, layer};
 use mica_tests::server::Server;
 use mica_tests::{mica, qemu, tools};
 use std::fs;
@@ -99,4 +100,34 @@ fn name_a_log(image: &Path) {
     let mut bytes = fs::read(image).expect("read");
     bytes[AUTOCLEAR_AT..AUTOCLEAR_AT + 4].fill(1);
     fs::write(image, bytes).expect("written");
+}
+
+/// The mark of a base leads to the disk whose layers they are, and to no clone.
+#[test]
+fn disk_that_is_rebased_is_found_from_its_base_and_a_clone_is_not() {
+    const MIB: usize = 1 << 20;
+    let Some(mut world) = World::new(&[]) else { return };
+    for number in 1..=2_u8 {
+        let at = u64::from(number) << 20;
+        assert_eq!(world.guest().write(at, &[number; MIB]).expect("served"), 0);
+        world.snapshot(&layer(number.into()), &[]).ok();
+    }
+    assert_eq!(world.guest().write(3 << 20, &[3; MIB]).expect("served"), 0);
+    let disk = world.disk();
+    world.stop();
+    let folder = world.folder();
+    let mark = || fs::read_to_string(folder.join("vm.qcow2.mica-above")).expect("a mark");
+    let rebase = |image: &str| {
+        let image = folder.join(image).display().to_string();
+        mica::run(["rebase", "-b", &layer(0), "-F", "qcow2", &image]).ok();
+    };
+    let before = mark();
+    clone(folder, &[], &layer(1), "clone.qcow2").ok();
+    rebase("clone.qcow2");
+    assert_eq!(mark(), before, "the disk goes on where it did");
+    rebase(&layer(2));
+    assert_eq!(mark(), format!("above: {}\n", layer(2)));
+    world.start();
+    assert_eq!(world.image().file_name(), Some(layer(2).as_ref()));
+    assert!(world.disk() == disk, "the disk changed");
 }
