@@ -165,8 +165,8 @@ impl RebaseArgs {
 }
 
 /// The image stands on `base` now, which was one of the `layers` of its chain, perhaps. If the
-/// writing of their disk goes on in the image, the mark of the base, which named a layer between the
-/// two, names the image. Of a clone nothing is marked.
+/// writing of their disk goes on in the image, the mark of the base, which named a layer between
+/// the two, names the image. Of a clone nothing is marked.
 fn follow(layers: &[PathBuf], base: &Base) -> Result<(), Failure> {
     let Ok(at) = position_of(layers, &base.path) else { return Ok(()) };
     if let Some((image, between)) = layers[at + 1..].split_last()
