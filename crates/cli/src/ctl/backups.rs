@@ -30,10 +30,9 @@ pub(super) enum BackupVerb {
     },
     /// Keep a state no longer: its layer is merged, and its file removed.
     ///
-    /// While guests write on. The newest goes up into the active layer, the oldest down into the
-    /// layer beneath, unless others need that, and one in the middle up into the next state, which
-    /// shows what it did. What changed since the state cannot be told any more. Copies by
-    /// `mica backup` stay.
+    /// While guests write on. The newest goes up into the active layer, any other into the next
+    /// state, which shows what it did. What changed since the state cannot be told any more. Copies
+    /// by `mica backup` stay.
     #[command(after_long_help = sections::CTL_BACKUP_DROP)]
     Drop(DropArgs),
     /// Keep only the newest states: the others are dropped, one after the other.

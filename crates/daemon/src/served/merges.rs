@@ -109,10 +109,9 @@ impl Served {
         })
     }
 
-    /// Begins to drop the kept `state`: its layer goes up into the active one if it lies beneath
-    /// that, or else down into the layer beneath, if that is no kept state and nobody else needs
-    /// it, or else up into the layer above. Then its file is removed. `check` is asked as by
-    /// [`Self::start_commit`].
+    /// Begins to drop the kept `state`: its layer goes up into the one above, and its file is
+    /// removed. What lies beneath stays as it is: images that nobody here knows may stand on that.
+    /// `check` is asked as by [`Self::start_commit`].
     ///
     /// # Errors
     /// `NotFound` if there is no such state; `Denied` if a backup is under way; as
@@ -127,27 +126,15 @@ impl Served {
             let kept = self.kept_states()?;
             let at = self.find(&kept, state)?.position;
             let active = layers.len().saturating_sub(1);
-            let below = at.checked_sub(1);
-            let is_kept = |at: usize| kept.iter().any(|kept| kept.position == at);
             self.check_no_backup()?;
-            let how = match below {
-                _ if at + 1 == active => {
-                    // Whoever makes an image on it sees that, or is found now.
-                    let marks = Some(MergeMarks::put(&layers[active], &layers[at..=at])?);
-                    check(&layers[at..=active])?;
-                    Merge::Stream { base: below.map(|below| layers[below].clone()), marks }
-                }
-                Some(below) if !is_kept(below) => {
-                    let marks = MergeMarks::put(&layers[below], &layers[at..=at])?;
-                    if check(&layers[below..=at + 1]).is_ok() {
-                        let (top, base) = (Some(layers[at].clone()), layers[below].clone());
-                        Merge::Commit { top, base, marks }
-                    } else {
-                        drop(marks);
-                        raised(layers, at, &check)?
-                    }
-                }
-                _ => raised(layers, at, &check)?,
+            let how = if at + 1 == active {
+                // Whoever makes an image on it sees that, or is found now.
+                let marks = Some(MergeMarks::put(&layers[active], &layers[at..=at])?);
+                check(&layers[at..=active])?;
+                let base = at.checked_sub(1).map(|below| layers[below].clone());
+                Merge::Stream { base, marks }
+            } else {
+                raised(layers, at, &check)?
             };
             Ok(Merge::Drop { file: layers[at].clone(), how: Box::new(how) })
         })

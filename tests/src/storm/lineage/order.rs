@@ -121,13 +121,7 @@ impl What {
                 if is_done {
                     disk.states.remove(&chain[*at]);
                 }
-                // The newest goes up, and so does one on a state, which changes no other layer. Any
-                // other one goes down, unless somebody needs what is beneath: then it goes up.
-                let may_go_down =
-                    at + 1 != active && *at > 0 && !disk.states.contains(&chain[at - 1]);
-                if may_go_down {
-                    commit(disk, at - 1..*at, false, None);
-                }
+                // It goes up, and no other layer shows anything else.
                 if is_done {
                     disk.frozen.remove(&chain[*at]);
                 }
