@@ -8,7 +8,8 @@
 //! chain for writing closes such layers, before it reads them, and whoever merges into one, too.
 //!
 //! ```text
-//! a log or kept bits in the header? ─▶ alone with the file ─▶ the file has all links of the log?
+//! a log or kept bits in the header? ─▶ sync │ alone with the file
+//!   ─▶ the file has all links of the log?
 //!   ─▶ counts │ sync ─▶ no log ─▶ no name │ sync ─▶ clusters that are unused are free │ sync
 //!   ─▶ bitmaps not in use │ sync ─▶ no kept bits │ sync
 //! ```
@@ -25,12 +26,15 @@
 //!   kept bit goes after the flag that it stands for, and a log before its name.
 //! - U5 A chain whose frozen layer cannot be closed opens all the same, unless something that was
 //!   written to it turns out to be lost: a flush of the chain would have to say so.
+//! - U6 If the log tells that another program has written the layer since, its bitmaps stay
+//!   inconsistent: they lack that.
 
-use crate::header_io::read_header;
-use crate::redo::{LOG_NAME_SHIFT, end_log_of_frozen, names_log};
+use crate::header_io::{clear_autoclear, read_header};
+use crate::redo::{EndOfLog, LOG_NAME_SHIFT, end_log_of_frozen, names_log};
 use crate::write::bitmaps::settle_bitmaps;
-use mica_block::{ErrorKind, Images, OpenImage, Result, Store};
+use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store};
 use mica_qcow2_format::{Autoclear, Header};
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
@@ -49,13 +53,15 @@ pub(crate) fn is_unclosed(header: &Header) -> bool {
 /// that is said, and it stays as it is.
 ///
 /// # Errors
-/// If something cannot be made durable.
+/// If it cannot be read, or what it has cannot be made durable.
 pub(crate) async fn close_frozen_at(images: &dyn Images, path: &Path) -> Result<()> {
     let image = path.display();
+    // All that its writer left unsynced, which may be much: nobody waits for it while we are alone.
+    // The kernel says once that some of it is lost, so whoever opens the chain is told.
+    images.open(path)?.store.sync().await?;
     let opened = match open_alone(images, path).await {
         Ok(opened) => opened,
-        // It may be on a file system for reading only, for good.
-        Err(error) if error.raw_os_error().is_some() => {
+        Err(error) if is_for_reading_only(&error) => {
             tracing::info!(%image, %error, "{STAYS}");
             return Ok(());
         }
@@ -72,11 +78,16 @@ pub(crate) async fn close_frozen_at(images: &dyn Images, path: &Path) -> Result<
         Ok(header) if !is_unclosed(&header) => {
             tracing::info!(%image, "closed a frozen layer whose last writer did not");
         }
-        Ok(_) => {}
-        Err(error) if error.kind() == ErrorKind::Io => return Err(error),
+        Ok(_) => tracing::warn!(%image, "its header or its bitmaps are damaged: {STAYS}"),
         Err(error) => tracing::warn!(%image, %error, "{STAYS}"),
     }
     Ok(())
+}
+
+/// Whether the file, or its file system, is not to be written, perhaps for good.
+fn is_for_reading_only(error: &Error) -> bool {
+    let kind = error.raw_os_error().map(|errno| io::Error::from_raw_os_error(errno).kind());
+    matches!(kind, Some(io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied))
 }
 
 const STAYS: &str = "the last writer of a frozen layer did not close it, and it stays so: its dirty \
@@ -116,8 +127,14 @@ pub(crate) async fn close_frozen(
     if !is_unclosed(&header) || header.incompatible.corrupt {
         return Ok(header);
     }
-    end_log_of_frozen(images, path, store, &header).await?;
+    let end = end_log_of_frozen(images, path, store, &header).await?;
     let mut header = header;
     header.autoclear.unknown &= (1 << LOG_NAME_SHIFT) - 1;
+    if end == EndOfLog::WrittenSince {
+        // What that program wrote is in no bitmap: they stay inconsistent.
+        clear_autoclear(store, Autoclear::KEPT_BITMAPS).await?;
+        header.autoclear.unknown &= !Autoclear::KEPT_BITMAPS;
+        return Ok(header);
+    }
     settle_bitmaps(store, header).await
 }

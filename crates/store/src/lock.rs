@@ -91,14 +91,24 @@ fn permissions(role: Role, locking: Locking) -> Option<(&'static [u64], &'static
 /// any: they may be off, or unknown to the file system. After an error the caller closes it.
 pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Result<bool> {
     let Some((used, unshared)) = permissions(role, locking) else { return Ok(false) };
+    // While it holds its bytes it keeps others out, also those that come to read what somebody reads
+    // already: so it looks first. What is not known now is found out below.
+    if role == Role::Alone && file.is_locked_elsewhere(USED, ALL).unwrap_or(false) {
+        refuse_conflicts(file, path, (used, unshared))?;
+    }
     if !hold(file, path, (used, unshared))? {
         return Ok(false);
     }
-    let failed = |error| failed_to_lock(path, error);
     // Usually nobody else has the image open.
-    if !file.is_locked_elsewhere(USED, ALL).map_err(failed)? {
-        return Ok(true);
+    let is_shared = file.is_locked_elsewhere(USED, ALL);
+    if is_shared.map_err(|error| failed_to_lock(path, error))? {
+        refuse_conflicts(file, path, (used, unshared))?;
     }
+    Ok(true)
+}
+
+/// Fails if another process uses what is not to be shared, or does not share what is `used`.
+fn refuse_conflicts(file: &File, path: &Path, (used, unshared): (&[u64], &[u64])) -> Result<()> {
     let unshared = unshared.iter().map(|at| match *at {
         CONSISTENT_READ => (USED, "has the image open"),
         at => (USED + at, "holds the image for writing"),
@@ -108,11 +118,11 @@ pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Re
         at => (UNSHARED + at, "has the image open and allows nobody to write it"),
     });
     for (byte, how) in unshared.chain(used) {
-        if file.is_locked_elsewhere(byte, 1).map_err(failed)? {
+        if file.is_locked_elsewhere(byte, 1).map_err(|error| failed_to_lock(path, error))? {
             return Err(conflict(file, path, byte, how));
         }
     }
-    Ok(true)
+    Ok(())
 }
 
 /// Takes the locks of a reader on `file`, while another descriptor of this process has those of a

@@ -91,6 +91,9 @@ impl WritableFile {
         cache: CacheMode,
         handles: &Arc<Handles>,
     ) -> Result<Self> {
+        if handles.is_read_locked(located.node()) {
+            return Err(lock::read_here(located.path()));
+        }
         let (this, is_locked) = Self::open_as(Role::Alone, located, cache, Locking::On, handles)?;
         if !is_locked {
             let what = format!("{}: its file system has no locks", located.path().display());

@@ -82,7 +82,6 @@ pub async fn settle_bitmaps(store: &dyn Store, header: Header) -> Result<Header>
     });
     if !names.is_empty() {
         write_all(store, directory, place.directory_offset).await?;
-        store.sync().await?;
         tracing::warn!(
             image = store.name(),
             bitmaps = names.join(", "),
@@ -90,6 +89,8 @@ pub async fn settle_bitmaps(store: &dyn Store, header: Header) -> Result<Header>
              what is around it"
         );
     }
+    // Also what a process that died here before had written.
+    store.sync().await?;
     let mut header = header;
     header.autoclear.unknown &= !Autoclear::KEPT_BITMAPS;
     clear_autoclear(store, Autoclear::KEPT_BITMAPS).await?;
