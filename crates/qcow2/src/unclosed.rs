@@ -26,11 +26,9 @@
 //!   kept bit goes after the flag that it stands for, and a log before its name.
 //! - U5 A chain whose frozen layer cannot be closed opens all the same, unless something that was
 //!   written to it turns out to be lost: a flush of the chain would have to say so.
-//! - U6 If the log tells that another program has written the layer since, its bitmaps stay
-//!   inconsistent: they lack that.
 
-use crate::header_io::{clear_autoclear, read_header};
-use crate::redo::{EndOfLog, LOG_NAME_SHIFT, end_log_of_frozen, names_log};
+use crate::header_io::read_header;
+use crate::redo::{LOG_NAME_SHIFT, end_log_of_frozen, names_log};
 use crate::write::bitmaps::settle_bitmaps;
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store};
 use mica_qcow2_format::{Autoclear, Header};
@@ -127,14 +125,8 @@ pub(crate) async fn close_frozen(
     if !is_unclosed(&header) || header.incompatible.corrupt {
         return Ok(header);
     }
-    let end = end_log_of_frozen(images, path, store, &header).await?;
+    end_log_of_frozen(images, path, store, &header).await?;
     let mut header = header;
     header.autoclear.unknown &= (1 << LOG_NAME_SHIFT) - 1;
-    if end == EndOfLog::WrittenSince {
-        // What that program wrote is in no bitmap: they stay inconsistent.
-        clear_autoclear(store, Autoclear::KEPT_BITMAPS).await?;
-        header.autoclear.unknown &= !Autoclear::KEPT_BITMAPS;
-        return Ok(header);
-    }
     settle_bitmaps(store, header).await
 }

@@ -111,7 +111,7 @@ pub(crate) use dropped::{DroppedUnits, dropped_units, ranges_of};
 pub(crate) use format::{LOG_NAME_SHIFT, names_log};
 pub(crate) use log::Mark;
 pub(crate) use logging::{HeaderLogged, Logging};
-pub(crate) use recover::{EndOfLog, end_log_of_frozen, warn_of_log};
+pub(crate) use recover::{end_log_of_frozen, warn_of_log};
 pub use recover::{read_over, replay_redo_log};
 
 /// When a dirty page is written, within its group.

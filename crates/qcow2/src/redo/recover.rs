@@ -193,15 +193,6 @@ async fn is_in_file(found: &Found, header: &Header, store: &dyn Store) -> Result
     Ok(replay.goes_on_from(store, found).await? && replay.is_in(store).await?)
 }
 
-/// How the log of a frozen layer ended.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum EndOfLog {
-    /// Its counts are in the image, or there were none.
-    Applied,
-    /// Another program has written the image since.
-    WrittenSince,
-}
-
 /// Ends the log that the frozen layer at `path`, which nobody else has open, names in its `header`:
 /// counts become right as far as that can be told, and the image in `store` names none any more.
 /// Of a log that is gone, as after a power cut, nothing is missing: whoever put a layer on top had
@@ -215,8 +206,8 @@ pub(crate) async fn end_log_of_frozen(
     path: &Path,
     store: &dyn Store,
     header: &Header,
-) -> Result<EndOfLog> {
-    let Some(name) = names_log(header.autoclear.unknown) else { return Ok(EndOfLog::Applied) };
+) -> Result<()> {
+    let Some(name) = names_log(header.autoclear.unknown) else { return Ok(()) };
     let memory = images.redo_logs().log(path)?;
     let found = match &memory {
         Some(memory) => once_orphaned(|| Found::read(&**memory, name)).await?,
@@ -224,15 +215,12 @@ pub(crate) async fn end_log_of_frozen(
     };
     let (Some(log), Some(found)) = (memory.as_deref(), found) else {
         refuse_if_elsewhere(images, path)?;
-        clear_name(store).await?;
-        return Ok(EndOfLog::Applied);
+        return clear_name(store).await;
     };
     let mut unused: &[Run] = &[];
-    let mut end = EndOfLog::Applied;
     match links_are_in(images, path, store, &found).await? {
-        Ok(Links::None) => {}
-        Ok(Links::WrittenSince) => end = EndOfLog::WrittenSince,
-        Ok(Links::All(replay)) => {
+        Ok(None) => {}
+        Ok(Some(replay)) => {
             found.begin_replay(log)?;
             write_down(store, &replay).await?;
             unused = found.unused();
@@ -248,42 +236,31 @@ pub(crate) async fn end_log_of_frozen(
     // Whoever finds the name alone misses nothing, and nobody would look for a log without a name.
     log.remove();
     clear_name(store).await?;
-    free_unused(store, header, unused).await?;
-    Ok(end)
+    free_unused(store, header, unused).await
 }
 
-/// How the file of a frozen layer goes with the links of its log.
-enum Links {
-    /// The log changes nothing.
-    None,
-    /// It has them all; what the log makes of its counts.
-    All(Replay),
-    /// The log has none, and another program has written the file since.
-    WrittenSince,
-}
-
-/// How the file of the frozen layer at `path`, in `store`, goes with the log that was `found`; why
-/// that must not be ended otherwise.
+/// What the log that was `found` makes of the counts of the frozen layer at `path`, if it can be
+/// applied and the file in `store` has all links of it already; why it must not be ended otherwise.
 async fn links_are_in(
     images: &dyn Images,
     path: &Path,
     store: &dyn Store,
     found: &Found,
-) -> Result<std::result::Result<Links, &'static str>> {
+) -> Result<std::result::Result<Option<Replay>, &'static str>> {
     if let Some(why) = found.doubt {
         return Ok(Err(why));
     }
     if found.is_empty() {
-        return Ok(Ok(Links::None));
+        return Ok(Ok(None));
     }
     let header = read_header(store).await?;
     let data = data_store(images, path, &header, false)?;
     Ok(match usable(found, &header, store, data.as_deref()).await? {
-        Ok(replay) if replay.has_links_in(store).await? => Ok(Links::All(replay)),
+        Ok(replay) if replay.has_links_in(store).await? => Ok(Some(replay)),
         Ok(_) => Err("writes that were not flushed are in its redo log alone"),
         Err(why) if found.has_links() => Err(why),
         // Only clusters that were counted ahead are lost with it: they leak.
-        Err(_) => Ok(Links::WrittenSince),
+        Err(_) => Ok(None),
     })
 }
 
