@@ -397,6 +397,11 @@ impl Slots {
         self.durable < self.written
     }
 
+    /// Whether what was written when [`Self::written`] was `up_to` is durable.
+    pub(super) fn is_synced(&self, up_to: u64) -> bool {
+        up_to <= self.durable
+    }
+
     /// Holds the oldest segment of the log `key` whose header is not durable, if it is older than
     /// segment `below` and no other of the log is held, until [`Self::header_synced`]. So headers
     /// of a log become durable in their order.
