@@ -182,6 +182,11 @@ fn requests_are_whole_blocks_of_the_server() {
         status(1, 7, &[(512, 3), (1024, 0), (512, 3)], true),
     ];
     let (client, mut answers) = client_of(&said, 2048);
+    // It stops within the second sector, and reports an error for the rest of that.
+    let said = [told(0, &[(700, 3)], &[(700, 0)]), error(1, 5, b"gone", true)];
+    let (client, mut answers) = client_of(&said, 1);
+    let parts = drive(client.status(range(0, DISK_BYTES)), &mut answers).expect("a sector");
+    assert_eq!(parts, [part(512, 3, 0)]);
     let read = drive(read_all(&client, &[(4608, 1024)]), &mut answers).expect("a read");
     assert_eq!(&*read[0], [[2; 512], [3; 512]].concat());
     let parts = drive(client.status(range(4608, 1024)), &mut answers).expect("a status");
