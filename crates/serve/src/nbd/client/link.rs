@@ -35,6 +35,8 @@ const CHUNK_BYTES_MAX: u32 = 64 << 20;
 pub(super) trait Connection: Send + Sync {
     fn read(&self, bytes: &mut [u8]) -> io::Result<usize>;
     fn write(&self, bytes: &[u8]) -> io::Result<()>;
+    /// How long a read or a write may wait from now on.
+    fn limit(&self, silence: Duration) -> io::Result<()>;
     /// Ends it: a read that waits returns.
     fn shut(&self);
 }
@@ -48,6 +50,11 @@ macro_rules! socket {
 
             fn write(&self, bytes: &[u8]) -> io::Result<()> {
                 io::Write::write_all(&mut &*self, bytes)
+            }
+
+            fn limit(&self, silence: Duration) -> io::Result<()> {
+                self.set_read_timeout(Some(silence))?;
+                self.set_write_timeout(Some(silence))
             }
 
             fn shut(&self) {
@@ -140,6 +147,8 @@ impl Link {
         input: Input,
         contexts: Vec<u32>,
     ) -> Result<Self> {
+        // Twice as long as this is what is too long: see `Answers::wait`.
+        connection.limit(SILENCE).map_err(lost)?;
         let (link, answers) = Self::new(connection, input, contexts);
         let thread = std::thread::Builder::new().name("nbd".to_owned());
         let started = thread.spawn(move || answers.take_all());

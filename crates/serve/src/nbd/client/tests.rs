@@ -5,6 +5,7 @@ use std::io::{self, Cursor, Read as _};
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 const BITMAP: &str = "qemu:dirty-bitmap:mon";
 const DISK_BYTES: u64 = 16384;
@@ -18,6 +19,10 @@ impl Connection for Parrot {
     }
 
     fn write(&self, _: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn limit(&self, _: Duration) -> io::Result<()> {
         Ok(())
     }
 
