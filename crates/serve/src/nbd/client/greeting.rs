@@ -99,7 +99,7 @@ impl Greeting {
         Ok(contexts.into_iter().map(|(_, name)| name).collect())
     }
 
-    /// Selects these contexts, at most two. Returns one that the server lacks.
+    /// Selects these contexts, at most two. Returns one that the server lacks, or does not give.
     ///
     /// # Errors
     /// As [`Self::list`].
@@ -125,6 +125,12 @@ impl Greeting {
             Answer::Given(replies) => replies,
             Answer::Refused { kind: option_reply::ERR_UNKNOWN, text } => {
                 return Err(self.no_export(&text));
+            }
+            // As if it had none of them: it may have structured replies for other reasons.
+            Answer::Refused {
+                kind: option_reply::ERR_UNSUP | option_reply::ERR_POLICY, ..
+            } if option == option::SET_META_CONTEXT => {
+                return Ok(Vec::new());
             }
             Answer::Refused { text, .. } => {
                 return Err(refused("the server refuses contexts", &text));
@@ -240,12 +246,6 @@ impl Greeting {
     }
 }
 
-impl Export {
-    fn set_blocks(&mut self, minimum: u32, maximum: u32) -> Result<()> {
-        if !minimum.is_power_of_two() || minimum > BLOCK_BYTES_MAX || maximum < minimum {
-            return Err(broken("the server's blocks make no sense"));
-        }
-        self.block_min = minimum.into();
 /// Connects to `place`. No step of that takes longer than `limit`, and nothing that follows until
 /// another one is set.
 fn connect(place: &Place, limit: Duration) -> io::Result<Arc<dyn Connection>> {
@@ -288,6 +288,12 @@ fn connect_tcp(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> 
     outcome
 }
 
+impl Export {
+    fn set_blocks(&mut self, minimum: u32, maximum: u32) -> Result<()> {
+        if !minimum.is_power_of_two() || minimum > BLOCK_BYTES_MAX || maximum < minimum {
+            return Err(broken("the server's blocks make no sense"));
+        }
+        self.block_min = minimum.into();
         self.read_max = u64::from(maximum.min(PAYLOAD_BYTES_MAX) & !(minimum - 1));
         Ok(())
     }

@@ -282,3 +282,20 @@ fn any_server_is_survived() {
         }
     }
 }
+/// A server may have structured replies, and not tell what is allocated.
+#[test]
+fn a_server_that_refuses_contexts_has_none() {
+    let select = |kind: u32| {
+        let greeting = b"NBDMAGICIHAVEOPT\x00\x03".to_vec();
+        let refusal = option_reply(10, 1 << 31 | kind, b"not here");
+        let said = [greeting, option_reply(8, 1, &[]), refusal].concat();
+        let mut greeting = Greeting::over(parrot(said), String::new()).expect("a greeting");
+        greeting.select(&[BASE_ALLOCATION]).map(|missing| missing.map(str::to_owned))
+    };
+    for kind in [1, 2] {
+        assert_eq!(select(kind).expect("no error"), Some(BASE_ALLOCATION.to_owned()));
+    }
+    let refused = select(3).unwrap_err().to_string();
+    assert!(refused.contains("refuses contexts: not here"), "{refused}");
+}
+
