@@ -295,7 +295,7 @@ impl Answers {
             ReplyHead::Simple { error, .. } => self.simple(error, &mut reply).map(|()| true),
             ReplyHead::Chunk { kind, is_last, .. } => ChunkKind::decode(kind)
                 .map_err(senseless)
-                .and_then(|kind| self.chunk(kind, &mut reply))
+                .and_then(|kind| self.chunk(kind, is_last, &mut reply))
                 .map(|()| is_last),
         };
         match taken {
@@ -355,7 +355,7 @@ impl Answers {
 
     fn simple(&mut self, error: u32, reply: &mut Reply) -> Result<()> {
         match reply {
-            _ if error != 0 => reply.note(reported(error, &[])),
+            _ if error != 0 => reply.note(reported(error, &[]))?,
             Reply::Read(read) => {
                 let len = u32::try_from(read.buf.len()).map_err(|_| broken("a long read"))?;
                 let place = read.place(read.at, len)?;
@@ -366,7 +366,7 @@ impl Answers {
         Ok(())
     }
 
-    fn chunk(&mut self, kind: ChunkKind, reply: &mut Reply) -> Result<()> {
+    fn chunk(&mut self, kind: ChunkKind, is_last: bool, reply: &mut Reply) -> Result<()> {
         let len = u32::from_be_bytes(self.input.take()?);
         match (kind, reply) {
             (ChunkKind::Data, Reply::Read(read)) => {
@@ -387,13 +387,12 @@ impl Answers {
                     decode_status(&bytes).map_err(|_| broken("a status makes no sense"))?;
                 status.tell(id, parts)
             }
-            (ChunkKind::None, _) if len == 0 => Ok(()),
+            (ChunkKind::None, _) if len == 0 && is_last => Ok(()),
             (ChunkKind::Error, reply) if len <= CHUNK_BYTES_MAX => {
                 let bytes = self.input.take_bytes(len)?;
                 let (error, text) =
                     decode_error(&bytes).map_err(|_| broken("an error makes no sense"))?;
-                reply.note(reported(error, text));
-                Ok(())
+                reply.note(reported(error, text))
             }
             _ => Err(broken("an answer is of another kind than what was asked")),
         }
