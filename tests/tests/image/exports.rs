@@ -206,6 +206,8 @@ fn what_is_wrong_is_said() {
         (&["convert", "-l", "x", &uri, "no.qcow2"], "no snapshots"),
         (&["convert", "--bitmaps", &uri, "no.qcow2"], "those of its server"),
         (&["convert", "-f", "luks", &uri, "no.qcow2"], "an export is raw"),
+        (&["convert", "-f", "qcow2", &uri, "no.qcow2"], "an export is raw, and not qcow2"),
+        (&["map", "-f", "qcow2", &uri], "an export is raw, and not qcow2"),
         // What an image names is never taken for a URI.
         (&["convert", "-B", &uri, "-F", "raw", "image.qcow2", "no.qcow2"], "nbd+unix"),
     ] {
