@@ -23,9 +23,8 @@ pub(crate) const EXIT_FAILED: u8 = 3;
 #[derive(Args)]
 pub(crate) struct CompareArgs {
     /// Format of the second image.
-    #[arg(short = 'F', long, default_value = "qcow2", value_name = "FMT")]
-    #[arg(hide_default_value = true)]
-    second_format: String,
+    #[arg(short = 'F', long, value_name = "FMT")]
+    second_format: Option<String>,
     /// Disks of other lengths differ.
     ///
     /// Even if the rest is zeros.
@@ -53,8 +52,7 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
     executor.block_on(async {
         let first =
             args.images.open_source(&args.first, IndexUse::Read).await.map_err(not_opened)?;
-        let mut second = args.images.clone();
-        second.settings.format.clone_from(&args.second_format);
+        let second = args.images.with_format(args.second_format.as_deref());
         let second = second.open_source(&args.second, IndexUse::Read).await.map_err(not_opened)?;
         let sizes = (first.geometry().len, second.geometry().len);
         let (short, long) = if sizes.0 <= sizes.1 { (first, second) } else { (second, first) };

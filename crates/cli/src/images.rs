@@ -2,7 +2,8 @@
 
 use crate::failure::Failure;
 use crate::output::OutputArgs;
-use clap::Args;
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, Command, Error as ClapError, FromArgMatches};
 use mica_block::Manage;
 use mica_daemon::{ImageSettings, IoSettings};
 use mica_qcow2::{ChainOptions, IndexUse};
@@ -17,10 +18,38 @@ use std::sync::Arc;
 // Options of verbs that open images. (A doc comment would become the help of the verb.)
 #[derive(Args, Clone, Default)]
 pub(crate) struct ImageArgs {
+    // Before the settings, which take their values away.
+    #[command(flatten)]
+    has_named_format: HasNamedFormat,
     #[command(flatten)]
     pub(crate) settings: ImageSettings,
     #[command(flatten)]
     pub(crate) io: IoSettings,
+}
+
+/// Whether the user said what format an image has.
+#[derive(Clone, Copy, Default)]
+struct HasNamedFormat(bool);
+
+impl Args for HasNamedFormat {
+    fn augment_args(command: Command) -> Command {
+        command
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        command
+    }
+}
+
+impl FromArgMatches for HasNamedFormat {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, ClapError> {
+        Ok(Self(matches.value_source("format") == Some(ValueSource::CommandLine)))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), ClapError> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
 }
 
 // Options of verbs that report on one disk.
@@ -38,6 +67,19 @@ pub(crate) struct SubjectArgs {
 impl ImageArgs {
     pub(crate) fn format(&self) -> Result<Format, Failure> {
         Ok(self.settings.format()?)
+    }
+
+    /// What a verb without these options has, with those for files.
+    pub(crate) fn with_io(io: IoSettings) -> Self {
+        Self { io, ..Self::default() }
+    }
+
+    /// The same options for another image, whose format is `named`, or the default.
+    pub(crate) fn with_format(&self, named: Option<&str>) -> Self {
+        let format = named.map_or_else(|| ImageSettings::default().format, str::to_owned);
+        let settings = ImageSettings { format, ..self.settings.clone() };
+        let has_named_format = HasNamedFormat(named.is_some());
+        Self { has_named_format, settings, io: self.io.clone() }
     }
 
     pub(crate) fn backend(&self) -> Backend {
@@ -87,12 +129,11 @@ impl ImageArgs {
 
     /// The export that the user `named`; `None` if that is no URI of one.
     ///
-    /// It is a disk, whatever its server makes it of, so that no format but raw is one of it. That
-    /// of a user who says nothing cannot be told from qcow2.
+    /// It is a disk, whatever its server makes it of, so that it has no format but raw.
     pub(crate) fn open_export(&self, named: &Path) -> Result<Option<Arc<ExportDisk>>, Failure> {
         let Some(uri) = export_uri(named) else { return Ok(None) };
         let format = self.format()?;
-        if matches!(format, Format::Luks | Format::Null) {
+        if self.has_named_format.0 && format != Format::Raw {
             let what = format!("an export is raw, and not {}", format.name());
             return Err(Failure::new(what).within(uri));
         }

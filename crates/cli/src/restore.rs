@@ -10,7 +10,7 @@ use crate::unfinished::Unfinished;
 use clap::Args;
 use mica_backup::{Begin, StepReader, Stored, check_state, restore_state, restore_step};
 use mica_block::{Error, ErrorKind, Manage};
-use mica_daemon::{ImageSettings, IoSettings};
+use mica_daemon::IoSettings;
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{Preallocation, Stores, create};
 use mica_stack::{Format, sync_folder_of};
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &RestoreArgs) -> Result<ExitCode, Failure> {
     if let Some(state) = &args.state {
         check_state(state)?;
     }
-    let images = ImageArgs { settings: ImageSettings::default(), io: args.io.clone() };
+    let images = ImageArgs::with_io(args.io.clone());
     let executor = images.executor()?;
     let begin = executor.block_on(async {
         if args.source.as_os_str() == "-" {

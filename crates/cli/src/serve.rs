@@ -188,7 +188,7 @@ impl DiskArgs {
             )
             .with_code(2));
         }
-        let ImageArgs { settings: images, io } = images;
+        let ImageArgs { settings: images, io, .. } = images;
         let disk = DiskConfig { settings, images, ..disk };
         let mut config = Config::default();
         (config.disks, config.io, config.stats) = (vec![disk], io, stats);

@@ -64,11 +64,15 @@ impl ExportDisk {
         self.client.export().is_read_only()
     }
 
-    /// `range` as far as it has whole sectors of the export.
+    /// The sectors that `range` touches, of those that the export has as a whole: of the bytes
+    /// behind them no status is asked.
     fn known(&self, range: GuestRange) -> Option<GuestRange> {
         let len = self.client.export().len;
-        let end = GuestOffset::new(range.end().bytes().min(len - len % SECTOR_BYTES));
-        GuestRange::between(range.start(), end).filter(|known| !known.is_empty())
+        let start = range.start().bytes() / SECTOR_BYTES * SECTOR_BYTES;
+        let end = range.end().bytes().next_multiple_of(SECTOR_BYTES);
+        let end = end.min(len - len % SECTOR_BYTES);
+        GuestRange::between(GuestOffset::new(start), GuestOffset::new(end))
+            .filter(|known| !known.is_empty() && !range.is_empty())
     }
 }
 
@@ -79,6 +83,20 @@ fn kind_of(part: &Part) -> ExtentKind {
         (true, false) => ExtentKind::DataInHole,
         (false, _) => ExtentKind::Data,
     }
+}
+
+/// What is in `range` of `parts`, which begin with `known`.
+fn extents_within(range: GuestRange, known: GuestRange, parts: &[Part]) -> Vec<Extent> {
+    let (mut extents, mut at) = (Vec::new(), known.start());
+    for part in parts {
+        let end = GuestOffset::new(at.bytes() + part.len);
+        let there = GuestRange::between(at.max(range.start()), end.min(range.end()));
+        if let Some(there) = there.filter(|there| !there.is_empty()) {
+            Extent::push_joined(&mut extents, extent_at(there, kind_of(part)));
+        }
+        at = end;
+    }
+    extents
 }
 
 fn extent_at(range: GuestRange, kind: ExtentKind) -> Extent {
@@ -110,14 +128,7 @@ impl Disk for ExportDisk {
             };
             let parts = self.client.status(known).await;
             let parts = parts.map_err(|error| error.wrap(&*self.name))?;
-            let (mut extents, mut at) = (Vec::new(), range.start().bytes());
-            for part in parts {
-                let there = GuestRange::new(GuestOffset::new(at), part.len);
-                let there = there.expect("within what was asked for");
-                Extent::push_joined(&mut extents, extent_at(there, kind_of(&part)));
-                at += part.len;
-            }
-            Ok(extents)
+            Ok(extents_within(range, known, &parts))
         })
     }
 
@@ -214,5 +225,37 @@ impl Manage for ExportDisk {
 
     fn tend(&self) -> LocalFuture<'_, ()> {
         Box::pin(std::future::ready(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(start: u64, len: u64) -> GuestRange {
+        GuestRange::new(GuestOffset::new(start), len).expect("small")
+    }
+
+    /// The story: a map of the first 1000 bytes of an export had 1024, and ended with a panic.
+    #[test]
+    fn a_survey_has_what_was_asked_for_and_not_all_of_its_sectors() {
+        let part = |len, allocation| Part { len, allocation, bitmap: 0 };
+        let parts = [part(512, ZERO | HOLE), part(512, 0), part(512, 0), part(1024, ZERO)];
+        let told = |asked: GuestRange, parts: &[Part]| {
+            let extents = extents_within(asked, range(512, 2560), parts);
+            let extents = extents.iter().map(|extent| {
+                let Extent { start, len, kind, host, .. } = *extent;
+                assert_eq!(start.bytes(), host.bytes());
+                (start.bytes(), len, kind)
+            });
+            extents.collect::<Vec<_>>()
+        };
+        let zero = ExtentKind::ZeroAllocated;
+        assert_eq!(
+            told(range(600, 2000), &parts),
+            [(600, 424, zero), (1024, 1024, ExtentKind::Data), (2048, 552, ExtentKind::DataInHole)]
+        );
+        assert_eq!(told(range(600, 2000), &parts[..1]), [(600, 424, zero)]);
+        assert_eq!(told(range(1000, 10), &parts), [(1000, 10, zero)]);
     }
 }

@@ -1,4 +1,5 @@
-//! The labels of an open volume's snapshots: so that who takes the next one need not read them all.
+//! The labels of an open volume's snapshots, kept so that taking the next one need not read them
+//! all.
 //!
 //! Invariants
 //! - I1 Whoever reads or changes them holds the volume's `naming`, and so does whoever gives a

@@ -136,6 +136,33 @@ fn any_server_that_serves_is_copied() {
     }
 }
 
+/// The story: a map that was to end within a sector ended with a panic, and one that began there
+/// failed.
+#[test]
+fn any_range_of_an_export_is_mapped() {
+    if !tools::present(&[tools::NBDKIT]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    // Data, zeros, and a last sector that is not whole.
+    let server = nbdkit(&["data", "data=(1 * 32768) @65536 (2 * 100)", "size=65736"]);
+    let uri = server.uri();
+    for (words, bytes) in [
+        (&["--max-length", "1000"][..], 1000),
+        // The end is that of the last sector.
+        (&["-s", "100"], 66_048 - 100),
+        (&["-s", "32700", "--max-length", "100"], 100),
+        (&["-s", "65700"], 348),
+    ] {
+        let words = [&["map", "--output", "json"], words, &[&uri]].concat();
+        let said = mica_in(dir.path(), &words).ok();
+        let extents: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+        let extents = extents.as_array().expect("a list");
+        let lens = extents.iter().map(|extent| extent["length"].as_u64().expect("a length"));
+        assert_eq!(lens.sum::<u64>(), bytes, "{words:?}: {extents:?}");
+    }
+}
+
 #[test]
 fn what_is_not_there_is_not_read() {
     if !tools::present(&[tools::NBDKIT]) {
@@ -179,6 +206,8 @@ fn what_is_wrong_is_said() {
         (&["convert", "-l", "x", &uri, "no.qcow2"], "no snapshots"),
         (&["convert", "--bitmaps", &uri, "no.qcow2"], "those of its server"),
         (&["convert", "-f", "luks", &uri, "no.qcow2"], "an export is raw"),
+        (&["convert", "-f", "qcow2", &uri, "no.qcow2"], "an export is raw, and not qcow2"),
+        (&["map", "-f", "qcow2", &uri], "an export is raw, and not qcow2"),
         // What an image names is never taken for a URI.
         (&["convert", "-B", &uri, "-F", "raw", "image.qcow2", "no.qcow2"], "nbd+unix"),
     ] {

@@ -33,7 +33,7 @@ pub(super) fn run(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let stores = stores();
     let options = VolumeOptions { key: args.key.volume_key.clone(), ..VolumeOptions::default() };
-    let images = ImageArgs { io: args.session.io.clone(), ..ImageArgs::default() };
+    let images = ImageArgs::with_io(args.session.io.clone());
     run_from(&args.url, args.file.clone(), (args.new.clone(), images), |executor| {
         let volume = executor.block_on(stores.open_volume(&url, &options))?;
         Ok(Input::of(Path::new(&args.url), volume))

@@ -41,7 +41,7 @@ use link::Link;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
-use parts::whole_sectors;
+use parts::{cut, whole_sectors};
 
 /// The context of what a part is allocated.
 pub const BASE_ALLOCATION: &str = "base:allocation";
@@ -147,16 +147,24 @@ impl Client {
     }
 
     /// What the contexts that were selected say of the parts of `range`, from its start on: at
-    /// least of a sector. All parts are whole sectors, as `range` is.
+    /// least of a sector. All parts are whole sectors, as `range` must be.
     ///
     /// # Errors
-    /// What the server reports, or why there is no connection any more.
+    /// What the server reports for the first sector, or why there is no connection any more.
     pub async fn status(&self, range: GuestRange) -> Result<Vec<Part>> {
         let (mut parts, mut told) = (Vec::new(), 0);
         let mut wanted = range.len();
         // A server may stop within a sector: then the rest of that is asked for.
         while wanted > 0 {
-            let more = self.some_status(range.start().bytes() + told, wanted).await?;
+            let more = match self.some_status(range.start().bytes() + told, wanted).await {
+                Ok(more) => more,
+                // What is known of whole sectors is an answer.
+                Err(_) if told >= SECTOR_BYTES => {
+                    cut(&mut parts, told / SECTOR_BYTES * SECTOR_BYTES);
+                    break;
+                }
+                Err(error) => return Err(error),
+            };
             told += more.iter().map(|part| part.len).sum::<u64>();
             parts.extend(more);
             wanted = told.next_multiple_of(SECTOR_BYTES) - told;

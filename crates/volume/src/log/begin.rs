@@ -75,6 +75,7 @@ impl LogDevice {
         writer: Writer,
         first: u64,
     ) -> Result<(usize, SegmentHeader)> {
+        let mut full_at = None;
         loop {
             {
                 let mut slots = self.slots();
@@ -93,8 +94,10 @@ impl LogDevice {
                     slots.set_phase(key, Phase::Open { has_records: false });
                     return Ok(taken);
                 }
-                // Segments of logs that have ended are of use when their headers are durable.
-                if !slots.may_sync() {
+                // Segments of logs that have ended are of use when their headers are durable. What
+                // was written later does not count: neighbours never stop writing.
+                let full_at = *full_at.get_or_insert(slots.written());
+                if slots.is_synced(full_at) {
                     return Err(self.no_room());
                 }
             }
@@ -350,8 +353,11 @@ mod tests {
     use crate::testing::run;
     use mica_block::{Store, read_exact};
     use mica_store::MemoryStore;
-    use mica_store::faulty::{ErrorOptions, ErrorStore, Operation, Operations, When};
+    use mica_store::faulty::{
+        DelayOptions, DelayStore, ErrorOptions, ErrorStore, Operation, Operations, When,
+    };
     use mica_units::HostOffset;
+    use std::cell::Cell;
     use std::time::Duration;
 
     /// The story: a volume could not be closed, and the same process opened it again. The header
@@ -426,6 +432,40 @@ mod tests {
                 log.free(log.next());
                 log.end().await.expect("ended");
             }
+        });
+    }
+
+    /// The story: a volume was opened beside one that wrote all the time, on a device that had no
+    /// room for another log: it was synced again and again, and nobody was told.
+    #[test]
+    fn full_device_says_so_while_others_write() {
+        run(5, async {
+            let len = usize::try_from(LogDevice::LEN_MIN).expect("small");
+            let file = Arc::new(MemoryStore::new_writable("log", vec![0; len]));
+            let operations = Operations::NONE.with(Operation::Sync);
+            let slow = DelayOptions { operations, time: Duration::from_millis(1) };
+            let file = Arc::new(DelayStore::new(file, slow));
+            let device = LogDevice::open(file, [1; 16]).await.expect("made");
+            let beside = device.start([3; 16], [5; 16], Writer::FIRST, 0).await.expect("begun");
+            let ticket = beside.push(Record::Drop { number: 1 }).expect("there is room");
+            beside.written(ticket).await.expect("written");
+            let is_over = Cell::new(false);
+            let write = async {
+                while !is_over.get() {
+                    // What a log does when a write is over, which has much more room than this one.
+                    device.after_write(Ok(()), None).expect("noted");
+                    mica_rt::sleep(Duration::from_micros(100)).await;
+                }
+            };
+            let start = async {
+                let started = device.start([3; 16], [4; 16], Writer::FIRST, 0);
+                let started = mica_rt::timeout(Duration::from_millis(20), started).await;
+                is_over.set(true);
+                let refused = started.expect("soon").err().expect("there is no room");
+                assert_eq!(refused.kind(), ErrorKind::NoSpace, "{refused}");
+            };
+            let both: [mica_block::LocalFuture<'_, ()>; 2] = [Box::pin(write), Box::pin(start)];
+            mica_rt::join_all(both).await;
         });
     }
 

@@ -397,9 +397,16 @@ impl Slots {
         self.durable < self.written
     }
 
+    /// Whether what was written when [`Self::written`] was `up_to` is durable.
+    pub(super) fn is_synced(&self, up_to: u64) -> bool {
+        up_to <= self.durable
+    }
+
     /// Holds the oldest segment of the log `key` whose header is not durable, if it is older than
     /// segment `below` and no other of the log is held, until [`Self::header_synced`]. So headers
-    /// of a log become durable in their order.
+    /// of a log become durable in their order. Only that of its end may be durable before older
+    /// ones: it is the newest, so that the log is over whether a power cut leaves those or not, and
+    /// it is not given away before they are gone (S2).
     pub(super) fn hold_unsynced(
         &mut self,
         key: LogKey,

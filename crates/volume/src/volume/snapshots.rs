@@ -3,9 +3,9 @@
 //! Invariants
 //! - I1 A snapshot is a record among those of the guest's writes: it has all that were done before
 //!   it, in their order, and none that came later. Nothing waits for it.
-//! - I2 Who needs to know the labels that there are holds `naming` until its record is made, so
-//!   that no two snapshots get the same one. So does who drops a snapshot, whose label is free
-//!   then. Snapshots without a label wait for nobody.
+//! - I2 A task that needs to know the labels that there are holds `naming` until its record is
+//!   made, so that no two snapshots get the same one. So does a task that drops a snapshot, whose
+//!   label is free then. Snapshots without a label wait for nobody.
 //! - I3 Rules drop no snapshot that has a label: they hold `naming`, too.
 //! - I4 A snapshot costs the same however many there are: the labels are read once.
 

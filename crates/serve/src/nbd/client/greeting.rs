@@ -9,9 +9,17 @@ use crate::nbd::protocol::peer::{
 };
 use crate::nbd::protocol::{handshake, info, option, option_reply};
 use mica_block::{Error, ErrorKind, Result};
-use std::net::TcpStream;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a server may be silent before the export is chosen.
+const GREETING_SILENCE: Duration = SILENCE.saturating_mul(2);
 
 /// Bytes of all answers to an option, at most.
 const ANSWER_BYTES_MAX: u32 = 64 << 20;
@@ -49,23 +57,9 @@ impl Greeting {
     /// # Errors
     /// If there is none, if it speaks another protocol, or wants TLS.
     pub fn connect(uri: &Uri) -> Result<Self> {
-        let failed = |error| Error::from_io("connecting to the server", error);
-        let limits = Some(SILENCE);
-        let connection: Arc<dyn Connection> = match &uri.place {
-            Place::Unix(path) => {
-                let socket = UnixStream::connect(path).map_err(failed)?;
-                socket.set_read_timeout(limits).map_err(failed)?;
-                socket.set_write_timeout(limits).map_err(failed)?;
-                Arc::new(socket)
-            }
-            Place::Tcp { host, port } => {
-                let socket = TcpStream::connect((&**host, *port)).map_err(failed)?;
-                socket.set_read_timeout(limits).map_err(failed)?;
-                socket.set_write_timeout(limits).map_err(failed)?;
-                socket.set_nodelay(true).map_err(failed)?;
-                Arc::new(socket)
-            }
-        };
+        let connection = connect(&uri.place, GREETING_SILENCE);
+        let connection =
+            connection.map_err(|error| Error::from_io("connecting to the server", error))?;
         Self::over(connection, uri.export.clone())
     }
 
@@ -105,7 +99,7 @@ impl Greeting {
         Ok(contexts.into_iter().map(|(_, name)| name).collect())
     }
 
-    /// Selects these contexts, at most two. Returns one that the server lacks.
+    /// Selects these contexts, at most two. Returns one that the server lacks, or does not give.
     ///
     /// # Errors
     /// As [`Self::list`].
@@ -131,6 +125,12 @@ impl Greeting {
             Answer::Given(replies) => replies,
             Answer::Refused { kind: option_reply::ERR_UNKNOWN, text } => {
                 return Err(self.no_export(&text));
+            }
+            // As if it had none of them: it may have structured replies for other reasons.
+            Answer::Refused {
+                kind: option_reply::ERR_UNSUP | option_reply::ERR_POLICY, ..
+            } if option == option::SET_META_CONTEXT => {
+                return Ok(Vec::new());
             }
             Answer::Refused { text, .. } => {
                 return Err(refused("the server refuses contexts", &text));
@@ -246,6 +246,48 @@ impl Greeting {
     }
 }
 
+/// Connects to `place`. No step of that takes longer than `limit`, and nothing that follows until
+/// another one is set.
+fn connect(place: &Place, limit: Duration) -> io::Result<Arc<dyn Connection>> {
+    let connection: Arc<dyn Connection> = match place {
+        Place::Unix(path) => Arc::new(connect_unix(path, limit)?),
+        Place::Tcp { host, port } => {
+            let socket = connect_tcp(host, *port, limit)?;
+            socket.set_nodelay(true)?;
+            Arc::new(socket)
+        }
+    };
+    connection.limit(limit)?;
+    Ok(connection)
+}
+
+/// A server that is stopped takes no connections: when as many wait as it lets wait, the next one
+/// waits for a place among them.
+fn connect_unix(path: &Path, limit: Duration) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path)?;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    set_socket_timeout(&socket, Timeout::Send, Some(limit))?;
+    match rustix::io::retry_on_intr(|| rustix::net::connect(&socket, &address)) {
+        Ok(()) => Ok(socket.into()),
+        Err(rustix::io::Errno::AGAIN) => {
+            Err(io::Error::new(io::ErrorKind::TimedOut, "it takes no connection"))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The first address of `host` that takes a connection.
+fn connect_tcp(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> {
+    let mut outcome = Err(io::Error::new(io::ErrorKind::NotFound, "the host has no address"));
+    for address in (host, port).to_socket_addrs()? {
+        outcome = TcpStream::connect_timeout(&address, limit);
+        if outcome.is_ok() {
+            break;
+        }
+    }
+    outcome
+}
+
 impl Export {
     fn set_blocks(&mut self, minimum: u32, maximum: u32) -> Result<()> {
         if !minimum.is_power_of_two() || minimum > BLOCK_BYTES_MAX || maximum < minimum {
@@ -261,5 +303,30 @@ fn refused(what: &str, text: &str) -> Error {
     match text {
         "" => broken(what),
         text => broken(&format!("{what}: {text}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    /// The story: a server that was stopped kept whoever connected to it for ever.
+    #[test]
+    fn connecting_to_a_server_that_takes_nobody_ends() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("socket");
+        let listener = UnixListener::bind(&path).expect("bound");
+        // One waits; no other may.
+        rustix::net::listen(&listener, 0).expect("listens");
+        let limit = Duration::from_millis(20);
+        let waits = connect_unix(&path, limit).expect("there is a place");
+        let refused = connect(&Place::Unix(path.clone()), limit).err().expect("no place");
+        assert_eq!(refused.kind(), io::ErrorKind::TimedOut, "{refused}");
+        drop((listener.accept().expect("it waits"), waits));
+        let taken = connect(&Place::Unix(path), limit).expect("a place again");
+        // Nobody greets: that is limited, too.
+        let refused = Greeting::over(taken, String::new()).err().expect("no greeting");
+        assert!(refused.to_string().contains("does not answer"), "{refused}");
     }
 }

@@ -35,6 +35,8 @@ const CHUNK_BYTES_MAX: u32 = 64 << 20;
 pub(super) trait Connection: Send + Sync {
     fn read(&self, bytes: &mut [u8]) -> io::Result<usize>;
     fn write(&self, bytes: &[u8]) -> io::Result<()>;
+    /// How long a read or a write may wait from now on.
+    fn limit(&self, silence: Duration) -> io::Result<()>;
     /// Ends it: a read that waits returns.
     fn shut(&self);
 }
@@ -48,6 +50,11 @@ macro_rules! socket {
 
             fn write(&self, bytes: &[u8]) -> io::Result<()> {
                 io::Write::write_all(&mut &*self, bytes)
+            }
+
+            fn limit(&self, silence: Duration) -> io::Result<()> {
+                self.set_read_timeout(Some(silence))?;
+                self.set_write_timeout(Some(silence))
             }
 
             fn shut(&self) {
@@ -140,6 +147,8 @@ impl Link {
         input: Input,
         contexts: Vec<u32>,
     ) -> Result<Self> {
+        // Twice as long as this is what is too long: see `Answers::wait`.
+        connection.limit(SILENCE).map_err(lost)?;
         let (link, answers) = Self::new(connection, input, contexts);
         let thread = std::thread::Builder::new().name("nbd".to_owned());
         let started = thread.spawn(move || answers.take_all());
@@ -286,7 +295,7 @@ impl Answers {
             ReplyHead::Simple { error, .. } => self.simple(error, &mut reply).map(|()| true),
             ReplyHead::Chunk { kind, is_last, .. } => ChunkKind::decode(kind)
                 .map_err(senseless)
-                .and_then(|kind| self.chunk(kind, &mut reply))
+                .and_then(|kind| self.chunk(kind, is_last, &mut reply))
                 .map(|()| is_last),
         };
         match taken {
@@ -346,7 +355,7 @@ impl Answers {
 
     fn simple(&mut self, error: u32, reply: &mut Reply) -> Result<()> {
         match reply {
-            _ if error != 0 => reply.note(reported(error, &[])),
+            _ if error != 0 => reply.note(reported(error, &[]))?,
             Reply::Read(read) => {
                 let len = u32::try_from(read.buf.len()).map_err(|_| broken("a long read"))?;
                 let place = read.place(read.at, len)?;
@@ -357,7 +366,7 @@ impl Answers {
         Ok(())
     }
 
-    fn chunk(&mut self, kind: ChunkKind, reply: &mut Reply) -> Result<()> {
+    fn chunk(&mut self, kind: ChunkKind, is_last: bool, reply: &mut Reply) -> Result<()> {
         let len = u32::from_be_bytes(self.input.take()?);
         match (kind, reply) {
             (ChunkKind::Data, Reply::Read(read)) => {
@@ -378,13 +387,12 @@ impl Answers {
                     decode_status(&bytes).map_err(|_| broken("a status makes no sense"))?;
                 status.tell(id, parts)
             }
-            (ChunkKind::None, _) if len == 0 => Ok(()),
+            (ChunkKind::None, _) if len == 0 && is_last => Ok(()),
             (ChunkKind::Error, reply) if len <= CHUNK_BYTES_MAX => {
                 let bytes = self.input.take_bytes(len)?;
                 let (error, text) =
                     decode_error(&bytes).map_err(|_| broken("an error makes no sense"))?;
-                reply.note(reported(error, text));
-                Ok(())
+                reply.note(reported(error, text))
             }
             _ => Err(broken("an answer is of another kind than what was asked")),
         }

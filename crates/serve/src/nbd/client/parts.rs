@@ -44,6 +44,16 @@ pub(super) fn merged(told: &[Vec<(u64, u32)>], len: u64) -> Result<Vec<Part>> {
     Ok(parts)
 }
 
+/// Leaves the first `len` bytes of the parts.
+pub(super) fn cut(parts: &mut Vec<Part>, len: u64) {
+    let mut left = len;
+    parts.retain_mut(|part| {
+        part.len = part.len.min(left);
+        left -= part.len;
+        part.len > 0
+    });
+}
+
 /// The parts, which together are whole sectors, with ends at sectors: one that has several is dirty
 /// if any of them is, and zeros, or a hole, if all are.
 ///

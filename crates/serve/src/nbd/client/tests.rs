@@ -5,6 +5,7 @@ use std::io::{self, Cursor, Read as _};
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 const BITMAP: &str = "qemu:dirty-bitmap:mon";
 const DISK_BYTES: u64 = 16384;
@@ -18,6 +19,10 @@ impl Connection for Parrot {
     }
 
     fn write(&self, _: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn limit(&self, _: Duration) -> io::Result<()> {
         Ok(())
     }
 
@@ -60,6 +65,11 @@ fn hole(cookie: u64, at: u64, len: u32, is_last: bool) -> Vec<u8> {
 
 fn none(cookie: u64) -> Vec<u8> {
     chunk(0, cookie, &[], true)
+}
+
+/// Adds nothing, and is not the last.
+fn nothing(cookie: u64) -> Vec<u8> {
+    chunk(0, cookie, &[], false)
 }
 
 fn error(cookie: u64, number: u32, text: &[u8], is_last: bool) -> Vec<u8> {
@@ -172,6 +182,11 @@ fn parts_of_sectors_are_whole_sectors() {
     assert_eq!(parts, [part(512, 2, 1), part(512, 0, 0), part(512, 2, 0), part(512, 0, 1)]);
     let (client, mut answers) = client_of(&[told(0, &[(100, 0)], &[(100, 0)])], 1);
     drive(client.status(range(0, DISK_BYTES)), &mut answers).unwrap_err();
+    // It stops within the second sector, and reports an error for the rest of that.
+    let said = [told(0, &[(700, 3)], &[(700, 0)]), error(1, 5, b"gone", true)];
+    let (client, mut answers) = client_of(&said, 1);
+    let parts = drive(client.status(range(0, DISK_BYTES)), &mut answers).expect("a sector");
+    assert_eq!(parts, [part(512, 3, 0)]);
 }
 
 #[test]
@@ -223,10 +238,44 @@ fn each_byte_of_a_read_comes_once() {
         ([&first[..], &[none(0)]].concat(), "answer to nothing"),
         ([&first[..], &[half(0, 0, false)]].concat(), "answer to nothing"),
         (vec![status(0, 7, &[(512, 0)], true)], "another kind"),
+        (vec![nothing(0), half(0, 0, false), half(0, 512, true)], "another kind"),
+        (vec![data(0, 0, &[], false), half(0, 0, false), half(0, 512, true)], "no data"),
+        (vec![hole(0, 512, 0, false), half(0, 0, false), half(0, 512, true)], "no data"),
     ] {
         let refused = read(&said).unwrap_err().to_string();
         assert!(refused.contains(why), "{refused}, not {why}");
     }
+}
+
+/// A server may divide an answer as it likes, within limits: each piece costs something here.
+#[test]
+fn a_reply_has_a_bounded_number_of_pieces() {
+    const LEN: usize = 16384;
+    let read = |said: Vec<Vec<u8>>| {
+        let (client, mut answers) = client_of(&said, 1);
+        drive(client.link.read(0, Buf::zeroed(LEN)), &mut answers).0
+    };
+    let pieces = |order: &mut dyn Iterator<Item = usize>| {
+        order.map(|at| data(0, at as u64, &[3], false)).collect::<Vec<_>>()
+    };
+    let whole = |mut said: Vec<Vec<u8>>| {
+        said.push(none(0));
+        read(said)
+    };
+    whole(pieces(&mut (0..LEN))).expect("in order");
+    whole(pieces(&mut (0..LEN).rev())).expect("back to front");
+    let apart = whole(pieces(&mut (0..LEN).step_by(2))).unwrap_err().to_string();
+    assert!(apart.contains("too many pieces"), "{apart}");
+    let errors = |count| vec![error(0, 5, b"bad", false); count];
+    let reported = whole(errors(100)).unwrap_err().to_string();
+    assert!(reported.contains("bad"), "{reported}");
+    let refused = whole(errors(5000)).unwrap_err().to_string();
+    assert!(refused.contains("too many errors"), "{refused}");
+    // A context that speaks twice.
+    let said = [7, 9, 7].map(|id| status(0, id, &[(512, 0)], false));
+    let (client, mut answers) = client_of(&said, 1);
+    let twice = drive(client.status(range(0, 512)), &mut answers).unwrap_err().to_string();
+    assert!(twice.contains("twice"), "{twice}");
 }
 
 /// What a server could not read is an error of that request alone; the end of the connection is one
@@ -249,6 +298,23 @@ fn errors_belong_to_their_requests() {
         assert!(ended.unwrap_err().to_string().contains("ended the connection"));
         assert_eq!(buf.len(), 512, "the buffer comes back");
     }
+}
+
+/// A server may have structured replies, and not tell what is allocated.
+#[test]
+fn a_server_that_refuses_contexts_has_none() {
+    let select = |kind: u32| {
+        let greeting = b"NBDMAGICIHAVEOPT\x00\x03".to_vec();
+        let refusal = option_reply(10, 1 << 31 | kind, b"not here");
+        let said = [greeting, option_reply(8, 1, &[]), refusal].concat();
+        let mut greeting = Greeting::over(parrot(said), String::new()).expect("a greeting");
+        greeting.select(&[BASE_ALLOCATION]).map(|missing| missing.map(str::to_owned))
+    };
+    for kind in [1, 2] {
+        assert_eq!(select(kind).expect("no error"), Some(BASE_ALLOCATION.to_owned()));
+    }
+    let refused = select(3).unwrap_err().to_string();
+    assert!(refused.contains("refuses contexts: not here"), "{refused}");
 }
 
 #[test]

@@ -196,7 +196,11 @@ pub(in crate::nbd) fn decode_error(data: &[u8]) -> Result<(u32, &[u8]), Malforme
     Ok((error, fields.bytes(text_len).unwrap_or_default()))
 }
 
-/// The context of a block status, and its descriptors: lengths and flags.
+/// Descriptors of a status that are looked at: a server may send millions, and a status that ends
+/// early is one, too.
+const DESCRIPTORS_MAX: usize = 1 << 18;
+
+/// The context of a block status, and its descriptors: lengths and flags. Of very many the first.
 pub(in crate::nbd) fn decode_status(data: &[u8]) -> Result<(u32, Vec<(u64, u32)>), Malformed> {
     let mut fields = Fields(data);
     let id = fields.u32()?;
@@ -204,7 +208,7 @@ pub(in crate::nbd) fn decode_status(data: &[u8]) -> Result<(u32, Vec<(u64, u32)>
     if descriptors.is_empty() {
         return Err(Malformed);
     }
-    let descriptors = descriptors.iter().map(|bytes| {
+    let descriptors = descriptors.iter().take(DESCRIPTORS_MAX).map(|bytes| {
         let mut fields = Fields(bytes);
         Ok((u64::from(fields.u32()?), fields.u32()?))
     });
@@ -259,5 +263,9 @@ mod tests {
         for len in [4, 5, 11, 13, 19] {
             assert_eq!(decode_status(&status[..len]), Err(Malformed), "{len}");
         }
+        let long = [&[0; 4][..], &[0, 0, 2, 0, 0, 0, 0, 3].repeat(DESCRIPTORS_MAX + 1)].concat();
+        let (_, first) = decode_status(&long).expect("it may be long");
+        assert_eq!(first.len(), DESCRIPTORS_MAX);
+        assert_eq!(first[DESCRIPTORS_MAX - 1], (512, 3));
     }
 }
