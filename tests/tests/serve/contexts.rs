@@ -100,6 +100,7 @@ fn bitmaps_that_are_not_true_are_refused() {
     // A disk that went back in time is not what they are about.
     let top = dir.path().join("top.qcow2").display().to_string();
     mica::run(["snapshot", "-c", "one", &top]).ok();
+    mica::run(["bitmap", "--disable", &top, "fine"]).ok();
     mica::run(["snapshot", "-a", "one", &top]).ok();
     let inconsistent = serve(&["-r", "-B", "fine"]);
     assert!(inconsistent.contains("inconsistent"), "{inconsistent}");
