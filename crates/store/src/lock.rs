@@ -91,8 +91,8 @@ fn permissions(role: Role, locking: Locking) -> Option<(&'static [u64], &'static
 /// any: they may be off, or unknown to the file system. After an error the caller closes it.
 pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Result<bool> {
     let Some((used, unshared)) = permissions(role, locking) else { return Ok(false) };
-    // While it holds its bytes it keeps others out, also those that come to read what somebody reads
-    // already: so it looks first. What is not known now is found out below.
+    // While it holds its bytes it keeps others out, also those that come to read what somebody
+    // reads already: so it looks first. What is not known now is found out below.
     if role == Role::Alone && file.is_locked_elsewhere(USED, ALL).unwrap_or(false) {
         refuse_conflicts(file, path, (used, unshared))?;
     }
