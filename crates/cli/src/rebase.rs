@@ -172,7 +172,9 @@ fn follow(layers: &[PathBuf], base: &Base) -> Result<(), Failure> {
     if let Some((image, between)) = layers[at + 1..].split_last()
         && marks_lead(&layers[at..])?
     {
-        settle_marks(&[layers[at].clone(), image.clone()], between)?;
+        // Marks further below may name one between, too.
+        let now = [&layers[..=at], std::slice::from_ref(image)].concat();
+        settle_marks(&now, between)?;
     }
     Ok(())
 }

@@ -131,25 +131,21 @@ pub(crate) async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
     Ok(false)
 }
 
-/// Whether the marks lead from the first of these `layers` through each one to the last: it is in
-/// that, and in none of their clones, that the writing of their disk goes on.
+/// Whether the marks lead from the first of these `layers` to the last, through others of them: it
+/// is in that, and in none of their clones, that the writing of their disk goes on.
 ///
 /// # Errors
 /// What the system reports, and a mark that is no mark.
 pub fn marks_lead(layers: &[PathBuf]) -> Result<bool> {
-    for pair in layers.windows(2) {
-        let [layer, above] = pair else { continue };
-        let mark = Mark::of(layer, owner_of(layer)?)?;
-        let leads = mark.is_some_and(|mark| is_same_file(mark.above(), above));
-        if !leads {
-            return Ok(false);
+    let mut at = 0;
+    while at + 1 < layers.len() {
+        let Some(mark) = Mark::of(&layers[at], owner_of(&layers[at])?)? else { return Ok(false) };
+        match position_of(&layers[at + 1..], mark.above()) {
+            Some(further) => at += 1 + further,
+            None => return Ok(false),
         }
     }
     Ok(true)
-}
-
-fn is_same_file(one: &Path, other: &Path) -> bool {
-    position_of(&[one.to_owned()], other).is_some()
 }
 
 fn owner_of(layer: &Path) -> Result<u32> {
