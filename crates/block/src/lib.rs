@@ -30,6 +30,7 @@ mod sidecars;
 mod snapshot_group;
 mod snapshots;
 mod store;
+mod unmanaged;
 
 pub use disk::{Disk, Geometry, Plan, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
@@ -55,6 +56,7 @@ pub use store::{
     ChangeFuture, IoFuture, Run, RunKind, Space, Store, StoreIdentity, Witness, read_exact,
     write_all,
 };
+pub use unmanaged::Unmanaged;
 
 use std::future::Future;
 use std::pin::Pin;

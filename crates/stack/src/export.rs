@@ -5,14 +5,12 @@
 
 use crate::raw::check_range;
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Haste, IoFuture, LocalFuture, Manage,
-    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, WriteStats, ready,
+    Disk, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Plan, Planned, Result, Unmanaged,
+    ready,
 };
 use mica_rt::Buf;
 use mica_serve::nbd::client::{BASE_ALLOCATION, Client, Greeting, HOLE, Part, Uri, ZERO};
-use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
-use std::borrow::Cow;
-use std::path::PathBuf;
+use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::sync::Arc;
 
 /// An export of another server.
@@ -153,79 +151,8 @@ impl Disk for ExportDisk {
     }
 }
 
-impl Manage for ExportDisk {
-    fn resize(&self, _len: u64) -> LocalFuture<'_, Result<()>> {
-        let what = "the length of an export is its server's";
-        Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
-    }
-
-    fn idle(&self) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
-    }
-
-    fn hasten(&self, _haste: Haste) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn latch(&self) -> Option<Error> {
-        None
-    }
-
-    fn weakness(&self) -> Option<Cow<'static, str>> {
-        None
-    }
-
-    fn write_stats(&self) -> WriteStats {
-        WriteStats::default()
-    }
-
-    fn map_stats(&self) -> MapStats {
-        MapStats::default()
-    }
-
-    fn layer_count(&self) -> usize {
-        1
-    }
-
-    fn layer_paths(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-
-    fn data_paths(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-
-    fn is_encrypted(&self, _position: usize) -> bool {
-        false
-    }
-
-    fn layer_position(&self, _layer: LayerNumber) -> usize {
-        0
-    }
-
-    fn index(&self) -> Option<&dyn ManageIndex> {
-        None
-    }
-
-    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
-        None
-    }
-
-    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
-        None
-    }
-
-    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
-        None
-    }
-
-    fn tend(&self) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
+impl Unmanaged for ExportDisk {
+    const LENGTH: &'static str = "the length of an export is its server's";
 }
 
 #[cfg(test)]

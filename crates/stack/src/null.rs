@@ -3,14 +3,11 @@
 
 use crate::raw::{beyond_the_end, check_range};
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Haste, IoFuture, LocalFuture, Manage,
-    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, WriteStats, Writing, Zeroes,
-    ready,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Plan, Planned,
+    Result, Unmanaged, Writing, Zeroes, ready,
 };
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, LayerNumber, SECTOR_BYTES};
-use std::borrow::Cow;
-use std::path::PathBuf;
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 
 /// A disk of zeros.
 pub struct NullDisk {
@@ -91,77 +88,6 @@ impl Disk for NullDisk {
     }
 }
 
-impl Manage for NullDisk {
-    fn resize(&self, _len: u64) -> LocalFuture<'_, Result<()>> {
-        let what = "the length of this disk cannot be changed while it is served";
-        Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
-    }
-
-    fn idle(&self) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
-    }
-
-    fn hasten(&self, _haste: Haste) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn latch(&self) -> Option<Error> {
-        None
-    }
-
-    fn weakness(&self) -> Option<Cow<'static, str>> {
-        None
-    }
-
-    fn write_stats(&self) -> WriteStats {
-        WriteStats::default()
-    }
-
-    fn map_stats(&self) -> MapStats {
-        MapStats::default()
-    }
-
-    fn layer_count(&self) -> usize {
-        1
-    }
-
-    fn layer_paths(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-
-    fn data_paths(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-
-    fn is_encrypted(&self, _position: usize) -> bool {
-        false
-    }
-
-    fn layer_position(&self, _layer: LayerNumber) -> usize {
-        0
-    }
-
-    fn index(&self) -> Option<&dyn ManageIndex> {
-        None
-    }
-
-    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
-        None
-    }
-
-    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
-        None
-    }
-
-    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
-        None
-    }
-
-    fn tend(&self) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
+impl Unmanaged for NullDisk {
+    const LENGTH: &'static str = "the length of this disk cannot be changed while it is served";
 }

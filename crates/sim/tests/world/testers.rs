@@ -6,16 +6,14 @@
 
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, IoFuture, LocalFuture, Manage,
-    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, Space, Store, WriteStats,
-    Writing, Zeroes,
+    Plan, Planned, Result, Space, Store, Unmanaged, Writing, Zeroes,
 };
 use mica_rt::{Backend, Buf, Executor};
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random, loss_at_random};
 use mica_sim::{ChangeFault, ModelDisk, Operation, World, scenario};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
-use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
@@ -205,78 +203,8 @@ impl Disk for Raw {
     }
 }
 
-impl Manage for Raw {
-    fn resize(&self, _: u64) -> LocalFuture<'_, Result<()>> {
-        unreachable!("no test makes it longer")
-    }
-
-    fn idle(&self) -> LocalFuture<'_, ()> {
-        Box::pin(async {})
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        self.flush()
-    }
-
-    fn hasten(&self, _haste: mica_block::Haste) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn latch(&self) -> Option<Error> {
-        None
-    }
-
-    fn weakness(&self) -> Option<Cow<'static, str>> {
-        None
-    }
-
-    fn write_stats(&self) -> WriteStats {
-        WriteStats::default()
-    }
-
-    fn map_stats(&self) -> MapStats {
-        MapStats::default()
-    }
-
-    fn layer_count(&self) -> usize {
-        1
-    }
-
-    fn layer_paths(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-
-    fn data_paths(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-
-    fn is_encrypted(&self, _position: usize) -> bool {
-        false
-    }
-
-    fn layer_position(&self, _layer: LayerNumber) -> usize {
-        0
-    }
-
-    fn index(&self) -> Option<&dyn ManageIndex> {
-        None
-    }
-
-    fn chain(&self) -> Option<&dyn mica_block::ManageChain> {
-        None
-    }
-
-    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
-        None
-    }
-
-    fn volume(&self) -> Option<&dyn mica_block::ManageVolume> {
-        None
-    }
-
-    fn tend(&self) -> LocalFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
+impl Unmanaged for Raw {
+    const LENGTH: &'static str = "no test makes it longer";
 }
 
 struct RawSubject(Flaw);
