@@ -6,16 +6,15 @@
 //! it, or reads it after a power cut at any step, notices nothing.
 
 use super::pace::Pace;
-use super::stream::{PASSES_MAX, numbers_of, step_from};
+use super::stream::{PASSES_MAX, first_missing, numbers_of, step_from};
 use super::target::Target;
-use super::{SCAN_BYTES, backing_name, position_at};
+use super::{backing_name, position_at};
 use crate::chain::Chain;
 use crate::write::Writer;
 use crate::write::backing::plan_backing;
 use crate::write::pull::Leaving;
 use mica_block::{Error, ErrorKind, MergeControl, MergeProgress, Merged, RaiseLayers, Result};
 use mica_qcow2_format::BackingName;
-use mica_units::{GuestOffset, GuestRange};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
@@ -166,7 +165,8 @@ impl Raise<'_> {
             if let ControlFlow::Break(()) = self.pace.step(progress).await {
                 return Ok(ControlFlow::Break(()));
             }
-            let (needed, scanned) = self.scan(chain, at, end).await?;
+            let map = self.writer.map();
+            let (needed, scanned) = first_missing(chain, map, &self.leaving, (at, end)).await?;
             let Some(needed) = needed else {
                 at = scanned;
                 continue;
@@ -180,22 +180,5 @@ impl Raise<'_> {
             at = window.end().bytes();
         }
         Ok(ControlFlow::Continue(is_settled))
-    }
-
-    /// The first byte from `at` on that has to be copied, if one is found, and how far was looked.
-    async fn scan(&self, chain: &Chain, at: u64, end: u64) -> Result<(Option<GuestOffset>, u64)> {
-        let map = self.writer.map();
-        let (start, disk_end) = (GuestOffset::new(at), GuestOffset::new(end));
-        let rest = GuestRange::between(start, disk_end).expect("it goes on");
-        let _in_flight = chain.gate.enter();
-        if self.leaving.ignores_holes(rest)
-            && let Some(len) = map.skip_unowned(start, disk_end).await?
-        {
-            return Ok((None, at + len));
-        }
-        let stop = end.min((at / SCAN_BYTES + 1) * SCAN_BYTES);
-        let window = GuestRange::between(start, GuestOffset::new(stop)).expect("it goes on");
-        let extents = map.plan(window).await?;
-        Ok((self.leaving.first_need(&extents), stop))
     }
 }

@@ -4,6 +4,7 @@ use super::pace::Pace;
 use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at};
 use crate::chain::{Chain, not_writable};
 use crate::layers::Layers;
+use crate::map::Map;
 use crate::write::Writer;
 use crate::write::pull::Leaving;
 use mica_block::{Disk, Error, ErrorKind, MergeControl, MergeProgress, Merged, Result};
@@ -146,7 +147,8 @@ impl Stream<'_> {
             if let ControlFlow::Break(()) = self.pace.step(progress).await {
                 return Ok(Pass::Cancelled);
             }
-            let (needed, scanned) = self.scan(at, end).await?;
+            let (needed, scanned) =
+                first_missing(chain, &chain.map, &self.leaving, (at, end)).await?;
             let Some(needed) = needed else {
                 at = scanned;
                 continue;
@@ -163,23 +165,28 @@ impl Stream<'_> {
         }
         Ok(Pass::Ended { end, is_settled })
     }
+}
 
-    /// The first byte from `at` on that has to be copied, if one is found, and how far was looked.
-    async fn scan(&self, at: u64, end: u64) -> Result<(Option<GuestOffset>, u64)> {
-        let map = &self.chain.map;
-        let (start, disk_end) = (GuestOffset::new(at), GuestOffset::new(end));
-        let rest = GuestRange::between(start, disk_end).expect("it goes on");
-        let _in_flight = self.chain.gate.enter();
-        if self.leaving.ignores_holes(rest)
-            && let Some(len) = map.skip_unowned(start, disk_end).await?
-        {
-            return Ok((None, at + len));
-        }
-        let stop = end.min((at / SCAN_BYTES + 1) * SCAN_BYTES);
-        let window = GuestRange::between(start, GuestOffset::new(stop)).expect("it goes on");
-        let extents = map.plan(window).await?;
-        Ok((self.leaving.first_need(&extents), stop))
+/// The first byte of what `map` shows between `at` and `end` that has to be copied before the
+/// layers that are `leaving` are gone, if one is found, and how far was looked.
+pub(super) async fn first_missing(
+    chain: &Chain,
+    map: &Map,
+    leaving: &Leaving,
+    (at, end): (u64, u64),
+) -> Result<(Option<GuestOffset>, u64)> {
+    let (start, disk_end) = (GuestOffset::new(at), GuestOffset::new(end));
+    let rest = GuestRange::between(start, disk_end).expect("it goes on");
+    let _in_flight = chain.gate.enter();
+    if leaving.ignores_holes(rest)
+        && let Some(len) = map.skip_unowned(start, disk_end).await?
+    {
+        return Ok((None, at + len));
     }
+    let stop = end.min((at / SCAN_BYTES + 1) * SCAN_BYTES);
+    let window = GuestRange::between(start, GuestOffset::new(stop)).expect("it goes on");
+    let extents = map.plan(window).await?;
+    Ok((leaving.first_need(&extents), stop))
 }
 
 /// What one step of a `writer` looks at that begins with `needed`, or, so that it has whole
