@@ -75,8 +75,8 @@ impl WritableFile {
         handles: &Arc<Handles>,
     ) -> Result<Self> {
         let (this, _) = Self::open_as(Role::Writer, located, cache, locking, handles)?;
-        if locking != Locking::Off && handles.is_read_locked(located.node()) {
-            return Err(lock::read_here(located.path()));
+        if locking != Locking::Off {
+            refuse_readers_here(handles, located)?;
         }
         Ok(this)
     }
@@ -91,17 +91,14 @@ impl WritableFile {
         cache: CacheMode,
         handles: &Arc<Handles>,
     ) -> Result<Self> {
-        if handles.is_read_locked(located.node()) {
-            return Err(lock::read_here(located.path()));
-        }
+        // Before it keeps others out, and once nobody can come any more.
+        refuse_readers_here(handles, located)?;
         let (this, is_locked) = Self::open_as(Role::Alone, located, cache, Locking::On, handles)?;
         if !is_locked {
             let what = format!("{}: its file system has no locks", located.path().display());
             return Err(Error::new(ErrorKind::Denied, what));
         }
-        if handles.is_read_locked(located.node()) {
-            return Err(lock::read_here(located.path()));
-        }
+        refuse_readers_here(handles, located)?;
         Ok(this)
     }
 
@@ -162,6 +159,14 @@ impl WritableFile {
     /// Its name.
     pub fn own_name(&self) -> WriterName {
         WriterName(Arc::downgrade(&self.inner))
+    }
+}
+
+/// Fails if another store of this process reads the file.
+fn refuse_readers_here(handles: &Handles, located: &Located) -> Result<()> {
+    match handles.is_read_locked(located.node()) {
+        true => Err(lock::read_here(located.path())),
+        false => Ok(()),
     }
 }
 

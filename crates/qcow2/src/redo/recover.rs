@@ -42,10 +42,7 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
         return drop_unnamed(images, path, store).await;
     };
     let memory = images.redo_logs().log(path)?;
-    let found = match &memory {
-        Some(memory) => once_orphaned(|| Found::read(&**memory, name)).await?,
-        None => None,
-    };
+    let found = found_in(memory.as_deref(), name).await?;
     let (Some(log), Some(found)) = (memory.as_deref(), found) else {
         refuse_if_elsewhere(images, path)?;
         return set_aside(path, store, memory.as_deref(), NOTHING_FITS).await;
@@ -209,10 +206,7 @@ pub(crate) async fn end_log_of_frozen(
 ) -> Result<()> {
     let Some(name) = names_log(header.autoclear.unknown) else { return Ok(()) };
     let memory = images.redo_logs().log(path)?;
-    let found = match &memory {
-        Some(memory) => once_orphaned(|| Found::read(&**memory, name)).await?,
-        None => None,
-    };
+    let found = found_in(memory.as_deref(), name).await?;
     let (Some(log), Some(found)) = (memory.as_deref(), found) else {
         refuse_if_elsewhere(images, path)?;
         return clear_name(store).await;
@@ -328,6 +322,15 @@ fn warn_of_another(path: &Path, place: &Path) {
         "its last writer did not close it; what it left is another user's: here the image is read \
          without writes that were not flushed, and that user sees them"
     );
+}
+
+/// What the log in `memory`, if there is one, has under this `name`, for a process that has the
+/// image open for writing.
+async fn found_in(memory: Option<&dyn RedoMemory>, name: u32) -> Result<Option<Found>> {
+    match memory {
+        Some(memory) => once_orphaned(|| Found::read(memory, name)).await,
+        None => Ok(None),
+    }
 }
 
 /// Reads a log by `read`, for a process that has the image open for writing. A process that was
