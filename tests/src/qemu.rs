@@ -67,3 +67,14 @@ pub fn overlay(dir: &Path, name: &str, backing: &str, options: &[&str]) {
 pub fn flatten(dir: &Path, image: &str, raw: &str) {
     img(dir, ["convert", "-f", "qcow2", "-O", "raw", image, raw]).ok();
 }
+
+/// Checks that two images, each with its format, have the same length and content.
+///
+/// # Panics
+/// If they have not.
+#[track_caller]
+pub fn same(dir: &Path, (format, one): (&str, &str), (other_format, other): (&str, &str)) {
+    let said = img(dir, ["compare", "-f", format, "-F", other_format, one, other]);
+    assert_eq!(said.code(), Some(0), "{said}");
+    assert!(!said.stdout.contains("mismatch"), "{said}");
+}

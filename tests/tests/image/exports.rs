@@ -43,13 +43,6 @@ fn image(dir: &Path) {
     qemu::io(dir, &[], "image.qcow2", &writes);
 }
 
-#[track_caller]
-fn same(dir: &Path, (format, one): (&str, &str), (other_format, other): (&str, &str)) {
-    let said = qemu::img(dir, ["compare", "-f", format, "-F", other_format, one, other]);
-    assert_eq!(said.code(), Some(0), "{said}");
-    assert!(!said.stdout.contains("mismatch"), "{said}");
-}
-
 #[test]
 fn an_export_is_read_as_qemu_img_reads_it() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD]) {
@@ -63,7 +56,7 @@ fn an_export_is_read_as_qemu_img_reads_it() {
     for (format, more) in [("qcow2", &["-c"][..]), ("raw", &[])] {
         let copy = format!("copy.{format}");
         mica_in(dir, &[&["convert", "-O", format, &uri, &copy], more].concat()).ok();
-        same(dir, ("qcow2", "image.qcow2"), (format, &copy));
+        qemu::same(dir, ("qcow2", "image.qcow2"), (format, &copy));
     }
     qemu::img(dir, ["check", "copy.qcow2"]).ok();
     // Holes are not read, nor written.

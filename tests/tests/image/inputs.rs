@@ -21,13 +21,6 @@ fn sources(dir: &Path) {
     }
 }
 
-#[track_caller]
-fn same(dir: &Path, (format, one): (&str, &str), (other_format, other): (&str, &str)) {
-    let said = qemu::img(dir, ["compare", "-f", format, "-F", other_format, one, other]);
-    assert_eq!(said.code(), Some(0), "{said}");
-    assert!(!said.stdout.contains("mismatch"), "{said}");
-}
-
 #[test]
 fn several_sources_follow_each_other_as_in_qemu() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
@@ -41,11 +34,11 @@ fn several_sources_follow_each_other_as_in_qemu() {
     for more in [&[][..], &["-c"], &["-S", "0"]] {
         let all = ["convert", "--force", "a.qcow2", "b.qcow2", "a.qcow2", "ours.qcow2"];
         mica_in(dir, &[&all, more].concat()).ok();
-        same(dir, ("qcow2", "ours.qcow2"), ("qcow2", "theirs.qcow2"));
+        qemu::same(dir, ("qcow2", "ours.qcow2"), ("qcow2", "theirs.qcow2"));
         qemu::img(dir, ["check", "ours.qcow2"]).ok();
     }
     mica_in(dir, &["convert", "-O", "raw", "a.qcow2", "b.qcow2", "a.qcow2", "ours.raw"]).ok();
-    same(dir, ("raw", "ours.raw"), ("qcow2", "theirs.qcow2"));
+    qemu::same(dir, ("raw", "ours.raw"), ("qcow2", "theirs.qcow2"));
     for (refused, cure) in [
         (&["-l", "x", "a.qcow2", "b.qcow2", "no.qcow2"][..], "no snapshots"),
         (&["-B", "a.qcow2", "-F", "qcow2", "a.qcow2", "b.qcow2", "no.qcow2"], "no base"),
@@ -77,7 +70,7 @@ fn a_pipe_becomes_an_image_and_leaves_nothing_else() {
         let words = ["convert", "--format", "raw", "-O", format, "-", copy];
         let said = convert.args(words).output().expect("it runs");
         assert!(said.status.success(), "{said:?}");
-        same(dir, ("raw", "a.raw"), (format, copy));
+        qemu::same(dir, ("raw", "a.raw"), (format, copy));
     }
     assert_eq!(fs::read_dir(dir).expect("a folder").count(), before + 2);
     let said = mica_in(dir, &["convert", "-", "no.qcow2"]).refusal();
@@ -103,7 +96,7 @@ fn bitmaps_come_along_with_what_they_say() {
     mica_in(dir, &["convert", "--bitmaps", "image.qcow2", "ours.qcow2"]).ok();
     qemu::img(dir, ["convert", "--bitmaps", "-O", "qcow2", "image.qcow2", "theirs.qcow2"]).ok();
     qemu::img(dir, ["check", "ours.qcow2"]).ok();
-    same(dir, ("qcow2", "ours.qcow2"), ("qcow2", "image.qcow2"));
+    qemu::same(dir, ("qcow2", "ours.qcow2"), ("qcow2", "image.qcow2"));
     let bitmaps = |image: &str| super::bitmap::bitmaps(dir, image);
     assert_eq!(bitmaps("ours.qcow2"), bitmaps("theirs.qcow2"));
     for name in ["fine", "coarse"] {
@@ -128,14 +121,14 @@ fn a_rate_is_kept_and_other_options_of_qemu_change_no_byte() {
     // The sixth mebibyte is due half a second after the first.
     assert!(said.wall.as_millis() >= 450, "{:?}", said.wall);
     said.ok();
-    same(dir, ("qcow2", "image.qcow2"), ("qcow2", "slow.qcow2"));
+    qemu::same(dir, ("qcow2", "image.qcow2"), ("qcow2", "slow.qcow2"));
     qemu::io(dir, &[], "image.qcow2", &["write -P 2 0 6M"]);
     let words = ["convert", "-t", "writethrough", "-T", "writeback", "image.qcow2", "copy.qcow2"];
     mica_in(dir, &words).ok();
-    same(dir, ("qcow2", "image.qcow2"), ("qcow2", "copy.qcow2"));
+    qemu::same(dir, ("qcow2", "image.qcow2"), ("qcow2", "copy.qcow2"));
     let words = ["convert", "-l", "snapshot.name=before", "image.qcow2", "then.qcow2"];
     mica_in(dir, &words).ok();
-    same(dir, ("qcow2", "slow.qcow2"), ("qcow2", "then.qcow2"));
+    qemu::same(dir, ("qcow2", "slow.qcow2"), ("qcow2", "then.qcow2"));
 }
 
 #[test]
@@ -161,7 +154,7 @@ fn blocks_are_copied_as_by_qemu() {
         assert!(read("ours.raw") == read("theirs.raw"), "{words:?}");
         let ours = ["dd", "--force", "-O", "qcow2", "if=a.qcow2", "of=ours.qcow2"];
         mica_in(dir, &[&ours, words].concat()).ok();
-        same(dir, ("raw", "theirs.raw"), ("qcow2", "ours.qcow2"));
+        qemu::same(dir, ("raw", "theirs.raw"), ("qcow2", "ours.qcow2"));
     }
     let said = mica_in(dir, &["dd", "if=a.qcow2", "of=ours.raw"]).refusal();
     assert!(said.contains("--force"), "{said}");
