@@ -120,21 +120,22 @@ impl Served {
         &self,
         state: &str,
         rate: u64,
-        check: impl Fn(&[PathBuf]) -> Result<()>,
+        check: impl FnOnce(&[PathBuf]) -> Result<()>,
     ) -> Result<Arc<Job>> {
         self.start_merge(rate, |layers| {
             let kept = self.kept_states()?;
             let at = self.find(&kept, state)?.position;
             let active = layers.len().saturating_sub(1);
             self.check_no_backup()?;
-            let how = if at + 1 == active {
-                // Whoever makes an image on it sees that, or is found now.
-                let marks = Some(MergeMarks::put(&layers[active], &layers[at..=at])?);
-                check(&layers[at..=active])?;
-                let base = at.checked_sub(1).map(|below| layers[below].clone());
-                Merge::Stream { base, marks }
+            let above = at + 1;
+            // Whoever makes an image on it sees that, or is found now.
+            let marks = MergeMarks::put(&layers[above], &layers[at..=at])?;
+            check(&layers[at..=above])?;
+            let base = at.checked_sub(1).map(|below| layers[below].clone());
+            let how = if above == active {
+                Merge::Stream { base, marks: Some(marks) }
             } else {
-                raised(layers, at, &check)?
+                Merge::Raise { into: layers[above].clone(), base, marks }
             };
             Ok(Merge::Drop { file: layers[at].clone(), how: Box::new(how) })
         })
@@ -218,20 +219,6 @@ impl Served {
     fn lock_job(&self) -> MutexGuard<'_, Option<Arc<Job>>> {
         self.job.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// How the layer at position `at` goes up into the one above, which is frozen: what that shows
-/// stays the same, so that only the layer itself must not be needed.
-fn raised(
-    layers: &[PathBuf],
-    at: usize,
-    check: impl Fn(&[PathBuf]) -> Result<()>,
-) -> Result<Merge> {
-    let into = layers[at + 1].clone();
-    let marks = MergeMarks::put(&into, &layers[at..=at])?;
-    check(&layers[at..=at + 1])?;
-    let base = at.checked_sub(1).map(|below| layers[below].clone());
-    Ok(Merge::Raise { into, base, marks })
 }
 
 /// The position of the layer that the user calls `name`: a path, or a name that only one has.
