@@ -127,11 +127,12 @@ impl Folder {
 
     fn remove(&self, stored: &Stored, at: &mut impl FnMut(&Begin, u64)) -> Result<()> {
         let state = &stored.begin().state;
-        let (named, gone) = (self.manifest_path(state), self.path.join(format!("{state}{GONE}")));
-        fs::rename(&named, &gone).map_err(|error| failed("renaming", &named, error))?;
+        let (named, gone) = (self.manifest_path(state), format!("{state}{GONE}"));
+        let renamed = fs::rename(&named, self.path.join(&gone));
+        renamed.map_err(|error| failed("renaming", &named, error))?;
         sync_folder(&self.path)?;
         at(stored.begin(), stored.len());
-        self.clear_away()
+        self.remove_data_of(state, &gone)
     }
 
     /// Removes what is left of states that are gone, and steps that were replaced.
