@@ -131,7 +131,13 @@ impl ImageArgs {
     ///
     /// It is a disk, whatever its server makes it of, so that it has no format but raw.
     pub(crate) fn open_export(&self, named: &Path) -> Result<Option<Arc<ExportDisk>>, Failure> {
-        let Some(uri) = export_uri(named) else { return Ok(None) };
+        let Some(uri) = export_uri(named) else {
+            if is_old_export(named) {
+                let what = "write nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH";
+                return Err(Failure::new(what).within(named.display()));
+            }
+            return Ok(None);
+        };
         let format = self.format()?;
         if self.has_named_format.0 && format != Format::Raw {
             let what = format!("an export is raw, and not {}", format.name());
@@ -144,6 +150,13 @@ impl ImageArgs {
 /// The error of a verb that is to read a snapshot of an export.
 pub(crate) fn no_snapshots() -> Failure {
     Failure::new("-l: an export of a server has no snapshots: the server may export one")
+}
+
+/// Whether this is a name of an export, and no file, that QEMU takes, too, but is no URI.
+pub(crate) fn is_old_export(named: &Path) -> bool {
+    named.as_os_str().as_encoded_bytes().starts_with(b"nbd:")
+        && export_uri(named).is_none()
+        && !named.exists()
 }
 
 /// The URI of an export, if `named` is one.

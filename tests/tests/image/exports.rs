@@ -195,6 +195,8 @@ fn what_is_wrong_is_said() {
         (&["convert", "nbd+unix:///web", "no.qcow2"], "socket=PATH"),
         (&["convert", "nbds://localhost", "no.qcow2"], "ssh -L"),
         (&["convert", "nbd:localhost:10809", "no.qcow2"], "nbd://HOST:PORT"),
+        (&["info", "nbd:localhost:10809"], "nbd://HOST:PORT"),
+        (&["map", "nbd:unix:/missing"], "nbd://HOST:PORT"),
         (&["convert", "image.qcow2", &uri], "nbdcopy"),
         (&["convert", "-l", "x", &uri, "no.qcow2"], "no snapshots"),
         (&["convert", "--bitmaps", &uri, "no.qcow2"], "those of its server"),

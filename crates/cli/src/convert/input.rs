@@ -7,7 +7,7 @@ use super::stream::is_stream;
 use super::{ConvertArgs, options_of};
 use crate::create::{Sources, is_any_encrypted, is_block_device};
 use crate::failure::Failure;
-use crate::images::{export_uri, no_snapshots};
+use crate::images::{export_uri, is_old_export, no_snapshots};
 use crate::unfinished::Unfinished;
 use mica_block::{Disk, Manage};
 use mica_qcow2::IndexUse;
@@ -22,8 +22,6 @@ use std::sync::Arc;
 const PIECE_BYTES: u64 = 1 << 20;
 /// What the parameters of an internal snapshot begin with, as qemu-img takes them.
 const SNAPSHOT_PREFIXES: [&str; 2] = ["snapshot.name=", "snapshot.id="];
-/// What names of exports begin with that are no URIs.
-const OLD_NBD: &str = "nbd:";
 
 /// What is copied.
 pub(crate) struct Input {
@@ -95,18 +93,12 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
 
 /// Exports are read by their URIs, and have only bytes.
 fn check_exports(args: &ConvertArgs) -> Result<(), Failure> {
-    let is_old = |path: &PathBuf| path.to_string_lossy().starts_with(OLD_NBD) && !path.exists();
-    if export_uri(&args.target).is_some() || is_old(&args.target) {
+    if export_uri(&args.target).is_some() || is_old_export(&args.target) {
         let what = "mica convert does not write to NBD servers: nbdcopy does, also from a pipe: \
                     mica convert -O raw IMAGE - | nbdcopy - URI";
         return Err(Failure::new(what));
     }
-    let (is_export, is_old) =
-        (|path: &&PathBuf| export_uri(path).is_some(), |path: &&_| is_old(path));
-    if let Some(old) = args.sources.iter().find(|path| is_old(path) && !is_export(path)) {
-        let what = "write nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH";
-        return Err(Failure::new(what).within(old.display()));
-    }
+    let is_export = |path: &&PathBuf| export_uri(path).is_some();
     let Some(export) = args.sources.iter().find(is_export) else { return Ok(()) };
     if args.load_snapshot.is_some() {
         return Err(no_snapshots());
