@@ -248,7 +248,12 @@ pub(super) fn clone(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
     world.story.tell(format_args!("  {name} is a clone of {base}"));
     let said = world.mica_alone(&["clone", "-q", &base, &name])?;
     if !said.status.success() {
-        return Err(Fault::new(Wrong::Failed, format!("a clone: {said}")));
+        // A merge of it was killed, and is not ended yet: its mark says so.
+        let is_merged = world.images.join(format!("{base}.mica-merged")).exists();
+        return match is_merged && said.stderr.contains("is being merged") {
+            true => Ok(()),
+            false => Err(Fault::new(Wrong::Failed, format!("a clone: {said}"))),
+        };
     }
     world.counts.clones.add();
     if let Some(content) = disk.frozen.get(&base).cloned() {
