@@ -35,8 +35,9 @@ pub trait ManageChain {
         group: Option<&'a SnapshotGroup>,
     ) -> LocalFuture<'a, Result<Pushed>>;
 
-    /// Bytes of a cluster of the active layer.
-    fn cluster_bytes(&self) -> u64;
+    /// Bytes of a cluster of the active layer; `None` if that is a raw image, on top of which
+    /// nothing is yet.
+    fn cluster_bytes(&self) -> Option<u64>;
 
     /// The disk as the frozen layer at `position`, counted from the base, has it, for reading: it
     /// shares the layers' files with this one, and nothing else. The layers have to stay in the

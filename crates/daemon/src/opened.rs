@@ -65,6 +65,11 @@ impl Opened {
     }
 }
 
+/// Whether it is a raw image that is written, on top of which nothing is yet.
+pub(crate) fn is_raw(disk: &dyn Manage) -> bool {
+    disk.chain().is_some_and(|chain| chain.cluster_bytes().is_none())
+}
+
 impl From<Shown> for Figures {
     fn from(shown: Shown) -> Self {
         let Shown { len, layers, is_writable } = shown;
@@ -78,13 +83,15 @@ impl Figures {
     }
 
     fn of(disk: &dyn Manage) -> Self {
+        // A raw image has an index once there is a layer on top of it.
+        let index = disk.index().filter(|_| !is_raw(disk));
         Self {
             len: disk.geometry().len,
             is_writable: disk.is_writable(),
             weakness: disk.weakness(),
             latch: disk.latch(),
             layers: disk.layer_count(),
-            indexed_layers: disk.index().map(|index| index.covered_layers()),
+            indexed_layers: index.map(|index| index.covered_layers()),
             map: disk.map_stats(),
             write: disk.write_stats(),
             volume: disk.volume().map(|volume| Box::new(volume.figures())),

@@ -576,6 +576,8 @@ impl Served {
     pub(crate) fn format(&self) -> &str {
         match self.volume.volume {
             Some(_) => "volume",
+            // A layer was put on top of it.
+            None if self.images.format == "raw" && *self.image() != *self.first_image => "qcow2",
             None => &self.images.format,
         }
     }

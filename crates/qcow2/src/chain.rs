@@ -5,6 +5,7 @@
 //! is read before a guest asks for it.
 
 mod dirty;
+mod first;
 mod manage;
 mod merge;
 mod push;

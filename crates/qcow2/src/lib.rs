@@ -39,6 +39,7 @@ pub use index::seal::{Seal, SealName};
 pub use open::loop_error;
 pub use redo::{read_over, replay_redo_log};
 pub use write::backing::change_backing;
+pub use write::beneath::Settling;
 pub use write::bitmaps::settle_bitmaps;
 pub use write::grow::check_resizable;
 pub use write::offline::FileSpace;

@@ -2,7 +2,8 @@
 //! stores and formats.
 //!
 //! - [`FileImages`] opens image files and keeps their sidecars; `policy` decides what it may open.
-//! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
+//! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own; [`LayeredRaw`]
+//!   is a raw image that gets layers while it is served.
 //! - [`ExportDisk`] is what another server exports.
 //! - [`Window`], [`Joined`] and [`DetectZeroes`] make disks of disks.
 //! - [`Stores`] opens stores of volumes, and volumes in them.
@@ -23,6 +24,7 @@ mod images;
 mod inject;
 mod joined;
 mod keep;
+mod layered_raw;
 mod mark;
 mod may_write;
 mod merged;
@@ -51,9 +53,10 @@ pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use joined::Joined;
 pub use keep::{Keeping, kept_path, kept_states, remove_state, settle_names, state_of};
+pub use layered_raw::LayeredRaw;
 pub use may_write::MayWrite;
 pub use merged::{MergeMarks, refuse_merged};
-pub use new_layer::{NewLayer, NewLayerWish};
+pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
 pub use overlays::check_no_overlays;

@@ -49,6 +49,17 @@ pub struct NewLayerWish {
     pub reuse: bool,
 }
 
+/// What a new layer is put on top of.
+#[derive(Clone, Copy, Debug)]
+pub struct Beneath<'a> {
+    /// The active layer of an open disk.
+    pub active: &'a Path,
+    /// Bytes of the disk.
+    pub len: u64,
+    /// Whether the active layer is a raw image: nothing in it is taken for anything else.
+    pub is_raw: bool,
+}
+
 /// A new layer, which its chain is about to get. Dropping it removes it, unless it is kept.
 #[derive(Debug)]
 pub struct NewLayer {
@@ -65,9 +76,8 @@ pub struct NewLayer {
 }
 
 impl NewLayer {
-    /// Makes an empty overlay of `active`, the active layer of an open chain to which `images`
-    /// belongs and whose disk is `len` bytes long, and prepares the mark of that one. Durable when
-    /// this returns, except for the names.
+    /// Makes an empty overlay of what is `beneath`, on a disk to which `images` belongs, and
+    /// prepares the mark of that one. Durable when this returns, except for the names.
     ///
     /// # Errors
     /// `Denied` if the chain may not open a file there, `Invalid` if there is one or what was
@@ -75,11 +85,11 @@ impl NewLayer {
     /// reports. Nothing is left then.
     pub async fn make(
         images: &FileImages,
-        active: &Path,
-        len: u64,
+        beneath: Beneath<'_>,
         wish: NewLayerWish,
     ) -> Result<Self> {
         let NewLayerWish { path, image, reuse } = wish;
+        let active = beneath.active;
         let path = images.find_new(&path)?;
         let mut new = Self {
             path,
@@ -122,7 +132,7 @@ impl NewLayer {
         let filing: LocalFuture<'_, Result<()>> = Box::pin(async {
             match is_there {
                 true => sync_file(&new.path),
-                false => new.make_file(images, active, len, image).await,
+                false => new.make_file(images, beneath, image).await,
             }
         });
         let made = mica_rt::join_all([filing, preparing]).await;
@@ -141,8 +151,7 @@ impl NewLayer {
     async fn make_file(
         &mut self,
         images: &FileImages,
-        active: &Path,
-        len: u64,
+        Beneath { active, len, is_raw }: Beneath<'_>,
         mut wish: ImageWish,
     ) -> Result<()> {
         let (located, store) = images.glance(active)?;
@@ -153,15 +162,19 @@ impl NewLayer {
             );
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
-        let header = read_header(&store).await?;
-        if (wish.cluster_bytes, wish.extended_l2) == (None, None) {
-            wish.cluster_bytes = Some(header.cluster_bits.bytes());
-            wish.extended_l2 = Some(header.l2_format().extended);
-        }
         wish.backing_name = Some(base_name(active, &self.path)?);
-        wish.backing_format = Some("qcow2".to_owned());
-        let plan = wish.plan(len)?;
-        let plan = encrypted_as(images, plan, (&header, &store), &self.path).await?;
+        wish.backing_format = Some(if is_raw { "raw" } else { "qcow2" }.to_owned());
+        let plan = if is_raw {
+            wish.plan(len)?
+        } else {
+            let header = read_header(&store).await?;
+            if (wish.cluster_bytes, wish.extended_l2) == (None, None) {
+                wish.cluster_bytes = Some(header.cluster_bits.bytes());
+                wish.extended_l2 = Some(header.l2_format().extended);
+            }
+            let plan = wish.plan(len)?;
+            encrypted_as(images, plan, (&header, &store), &self.path).await?
+        };
         self.luks = plan.encryption().cloned();
         let unnamed = Unnamed::make(&self.path, located.mode() & 0o666)?;
         let image = images.open_writable(&unnamed.0)?.store;

@@ -1,7 +1,7 @@
 //! From what the user named to a disk.
 
 use crate::above::{Active, active_layer};
-use crate::{FileImages, ImageOptions, MayWrite, NullDisk, RawDisk};
+use crate::{FileImages, ImageOptions, LayeredRaw, MayWrite, NullDisk, RawDisk};
 use mica_block::{Error, ErrorKind, Images, Manage, Result};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_tools::recover::repair_for_opening;
@@ -121,14 +121,26 @@ pub async fn open_active(
     images: ImageOptions,
     chain: &ChainOptions,
 ) -> Result<(Arc<dyn Manage>, PathBuf)> {
-    if format != Format::Qcow2 || chain.snapshot.is_some() {
+    if !matches!(format, Format::Qcow2 | Format::Raw) || chain.snapshot.is_some() {
         let opened = open_writable(named, format, images, chain).await?;
         return Ok((opened, named.to_owned()));
     }
     let Active { path, options } = active_layer(named, images).await?;
-    let purpose = Purpose::Write(MayWrite::as_active());
-    let opened = open_for(&purpose, &path, format, options, chain).await?;
-    if path != *named {
+    let may_write = MayWrite::as_active();
+    let is_above = path != *named;
+    let opened = match format {
+        Format::Raw if !is_above => {
+            let chain = ChainOptions { repair: Some(repair_for_opening), ..chain.clone() };
+            let open = async || {
+                let images = FileImages::to_write(&path, options.clone(), may_write.clone())?;
+                LayeredRaw::open(Arc::new(images), &path, &chain)
+            };
+            Arc::new(wait_for_dead(open).await?)
+        }
+        // What is put on top of a raw image, too.
+        _ => open_for(&Purpose::Write(may_write), &path, Format::Qcow2, options, chain).await?,
+    };
+    if is_above {
         tracing::info!("{} goes on in {}", named.display(), path.display());
     }
     Ok((opened, path))

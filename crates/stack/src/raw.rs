@@ -10,7 +10,7 @@
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Haste, Images, IoFuture,
     LocalFuture, Manage, ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, RunKind,
-    Space, Store, WriteStats, Writing, Zeroes, check_longer,
+    Space, Store, StoreIdentity, WriteStats, Writing, Zeroes, check_longer,
 };
 use mica_crypt::luks::Payload;
 use mica_qcow2::needed_passphrase;
@@ -133,6 +133,40 @@ impl RawDisk {
         Ok(writer)
     }
 
+    /// Adds to `extents` what a plan of `range` has.
+    pub(crate) fn extents_of(
+        &self,
+        range: GuestRange,
+        mut extents: Vec<Extent>,
+    ) -> Result<Vec<Extent>> {
+        check_range(range, self.geometry())?;
+        if !range.is_empty() {
+            extents.push(extent_at(range.start(), range.len(), ExtentKind::Data));
+        }
+        Ok(extents)
+    }
+
+    /// Begins a write; returns the end of the buffer, too, of which nothing is written.
+    pub(crate) fn begin_write(&self, at: GuestOffset, mut buf: Buf) -> (IoFuture, Option<Buf>) {
+        let range = GuestRange::new(at, buf.len() as u64)
+            .ok_or_else(|| beyond_the_end(at, buf.len() as u64));
+        let there = range.and_then(|range| Ok(self.writer(range)?.bytes_there(range)));
+        let there = match there {
+            Ok(there) => usize::try_from(there).expect("at most the buffer's"),
+            Err(error) => return (mica_block::ready(Err(error), buf), None),
+        };
+        let tail = (there < buf.len()).then(|| {
+            let head = buf.split_to(there);
+            std::mem::replace(&mut buf, head)
+        });
+        (self.store.write_at(buf, HostOffset::new(at.bytes())), tail)
+    }
+
+    /// Which file it is.
+    pub(crate) fn identity(&self) -> StoreIdentity {
+        self.store.identity()
+    }
+
     fn usable_writer(&self) -> Result<&Writer> {
         let writer = self.writer.as_ref().ok_or_else(opened_for_reading)?;
         writer.check_latch(&*self.store)?;
@@ -157,6 +191,16 @@ impl RawDisk {
     }
 }
 
+/// A write that began, to its end; see [`RawDisk::begin_write`].
+pub(crate) fn finish_write(writing: IoFuture, tail: Option<Buf>) -> Writing<'static> {
+    let Some(tail) = tail else { return Writing::Direct(writing) };
+    Writing::Boxed(Box::pin(async move {
+        let (result, mut buf) = writing.await;
+        buf.join(tail);
+        (result, buf)
+    }))
+}
+
 /// What is behind the LUKS header of the image at `path`, whose file is `store`.
 async fn unlocked(
     images: &dyn Images,
@@ -175,14 +219,8 @@ impl Disk for RawDisk {
         Geometry { len: self.len.load(Ordering::Acquire), preferred_bytes: PREFERRED_BYTES }
     }
 
-    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
-        if let Err(error) = check_range(range, self.geometry()) {
-            return Planned::Ready(Err(error));
-        }
-        if !range.is_empty() {
-            extents.push(extent_at(range.start(), range.len(), ExtentKind::Data));
-        }
-        Planned::Ready(Ok(Plan::untracked(extents)))
+    fn plan(&self, range: GuestRange, extents: Vec<Extent>) -> Planned<'_> {
+        Planned::Ready(self.extents_of(range, extents).map(Plan::untracked))
     }
 
     /// Queries the file system for the runs of `range`.
@@ -230,25 +268,8 @@ impl Disk for RawDisk {
     }
 
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
-        let refuse = |error, buf| Writing::Direct(mica_block::ready(Err(error), buf));
-        let Some(range) = GuestRange::new(at, buf.len() as u64) else {
-            return refuse(beyond_the_end(at, buf.len() as u64), buf);
-        };
-        let writer = match self.writer(range) {
-            Ok(writer) => writer,
-            Err(error) => return refuse(error, buf),
-        };
-        let there = usize::try_from(writer.bytes_there(range)).expect("at most the buffer's");
-        if there == buf.len() {
-            return Writing::Direct(self.store.write_at(buf, HostOffset::new(at.bytes())));
-        }
-        let mut tail = buf;
-        let head = tail.split_to(there);
-        Writing::Boxed(Box::pin(async move {
-            let (result, mut buf) = self.store.write_at(head, HostOffset::new(at.bytes())).await;
-            buf.join(tail);
-            (result, buf)
-        }))
+        let (writing, tail) = self.begin_write(at, buf);
+        finish_write(writing, tail)
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {

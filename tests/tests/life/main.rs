@@ -4,6 +4,7 @@ mod clones;
 mod groups;
 mod internal;
 mod owners;
+mod raw;
 mod snapshots;
 mod together;
 mod unclosed;

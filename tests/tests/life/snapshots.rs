@@ -1,6 +1,6 @@
 //! A chain gets layers while it is served. QEMU judges every layer.
 
-use crate::world::{Model, SIZE, TOOLS, World, layer};
+use crate::world::{Model, TOOLS, World, layer};
 use mica_gen::Rng;
 use mica_tests::flag::RaisedAtEnd;
 use mica_tests::guest::Guest;
@@ -186,11 +186,12 @@ fn disks_that_cannot_have_layers_say_so() {
     let said = world.snapshot("vm-1.qcow2", &[]).refusal();
     assert!(said.contains("read-only"), "{said}");
     world.stop();
-    fs::write(world.folder().join("vm.qcow2"), vec![0; SIZE]).expect("written");
-    world.options = vec!["--format".to_owned(), "raw".to_owned()];
+    world.named = "8M".to_owned();
+    world.options = ["--format", "null"].map(str::to_owned).to_vec();
     world.start();
-    let said = world.snapshot("vm-1.qcow2", &[]).refusal();
-    assert!(said.contains("no qcow2 image"), "{said}");
+    let path = world.folder().join("vm-1.qcow2").display().to_string();
+    let said = world.ctl(&["snapshot", "8M", &path]).refusal();
+    assert!(said.contains("neither a qcow2 image nor a raw one"), "{said}");
     assert_eq!(world.names(), ["vm.qcow2"]);
 }
 

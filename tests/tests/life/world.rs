@@ -13,7 +13,7 @@ pub(crate) const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
 const MB: usize = 1 << 20;
 pub(crate) const SIZE: usize = 8 * MB;
 
-/// A server of the image `vm.qcow2`, with a control socket.
+/// A server of the disk `vm`, with a control socket.
 pub(crate) struct World {
     dir: TempDir,
     pub(crate) server: Option<Process>,
@@ -35,11 +35,25 @@ impl World {
         }
         let dir = tempfile::tempdir().expect("a folder");
         qemu::create(dir.path(), "vm.qcow2", made, "8M");
+        Some(Self::served(dir, "vm.qcow2", options))
+    }
+
+    /// The same, of the raw image `vm.raw`.
+    pub(crate) fn of_raw(options: &[&str]) -> Option<Self> {
+        if !tools::present(TOOLS) {
+            return None;
+        }
+        let dir = tempfile::tempdir().expect("a folder");
+        fs::write(dir.path().join("vm.raw"), vec![0; SIZE]).expect("there is room");
+        let options: Vec<&str> = ["--format", "raw"].iter().chain(options).copied().collect();
+        Some(Self::served(dir, "vm.raw", &options))
+    }
+
+    fn served(dir: TempDir, named: &str, options: &[&str]) -> Self {
         let options = options.iter().map(|option| (*option).to_owned()).collect();
-        let named = "vm.qcow2".to_owned();
-        let mut world = Self { dir, server: None, options, named };
+        let mut world = Self { dir, server: None, options, named: named.to_owned() };
         world.start();
-        Some(world)
+        world
     }
 
     pub(crate) fn folder(&self) -> &Path {
@@ -108,7 +122,7 @@ impl World {
 
     /// The active layer, as the marks say.
     pub(crate) fn image_on_disk(&self) -> String {
-        let mut image = layer(0);
+        let mut image = self.named.clone();
         while let Ok(mark) = fs::read_to_string(self.folder().join(format!("{image}.mica-above"))) {
             image = mark.trim().strip_prefix("above: ").expect("a name").to_owned();
         }

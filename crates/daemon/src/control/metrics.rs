@@ -35,7 +35,7 @@ pub(super) fn text(sources: &Sources) -> String {
             &Seen {
                 name: &served.name,
                 image: &served.image().to_string_lossy(),
-                format: &served.images.format,
+                format: served.format(),
                 is_serving: served.condition() == "serving",
                 is_failed: served.failure().is_some(),
                 is_device_broken: served.device_error().is_some(),

@@ -217,11 +217,11 @@ impl Needs {
     fn add_image(&mut self, disk: &DiskConfig, writes: bool) {
         let mut folders = READ;
         // The active layer may have an external data file, whose name only the layer knows.
-        if writes && disk.images.format == "qcow2" {
+        if writes && may_have_layers(disk) {
             // Before a layer is merged into another one, its folder is searched for other images.
             folders |= WRITE | AccessFs::ReadDir;
         }
-        let has_index = disk.settings.index == IndexMode::Auto && disk.images.format == "qcow2";
+        let has_index = disk.settings.index == IndexMode::Auto && may_have_layers(disk);
         if has_index && disk.images.index_dir.is_none() {
             folders |= REPLACE;
         }
@@ -232,7 +232,7 @@ impl Needs {
         if let Some(folder) = &disk.images.index_dir {
             self.allow(folder, REPLACE);
         }
-        if disk.images.format == "qcow2" {
+        if may_have_layers(disk) {
             self.add_logs(disk, writes);
         }
     }
@@ -240,7 +240,7 @@ impl Needs {
     /// What a disk that is written needs to get layers while it is served. One that is added is
     /// served without that, too.
     fn add_layers(&mut self, disk: &DiskConfig) {
-        let has_layers = disk.is_file() && disk.images.format == "qcow2" && writes_image(disk);
+        let has_layers = disk.is_file() && may_have_layers(disk) && writes_image(disk);
         // A state that is kept is the active layer under a second name.
         self.has_links |= has_layers;
         let places = if has_layers { allowed_places(disk) } else { Vec::new() };
@@ -435,9 +435,20 @@ fn allowed_places(disk: &DiskConfig) -> Vec<PathBuf> {
 
 /// Where the logs of `disk` would be, if that is a place in which nothing can be made.
 fn folder_of_logs_that_cannot_be_made(disk: &DiskConfig) -> Option<&Path> {
-    let has_logs = disk.is_file() && disk.images.format == "qcow2";
+    let has_logs = disk.is_file() && may_have_layers(disk);
     let directory = disk.images.redo_dir().filter(|_| has_logs && writes_image(disk))?;
     mica_stack::lacks_redo_folder(directory).then_some(directory)
+}
+
+/// Whether it is a chain, or a raw image, which becomes one when a layer is put on top of it.
+fn may_have_layers(disk: &DiskConfig) -> bool {
+    // Nothing beside a device could say that it is frozen.
+    let is_raw_file = || std::fs::metadata(&disk.image).is_ok_and(|found| found.is_file());
+    match &*disk.images.format {
+        "qcow2" => true,
+        "raw" => disk.is_file() && writes_image(disk) && is_raw_file(),
+        _ => false,
+    }
 }
 
 /// Whether the image itself is written, and not an overlay that is thrown away.

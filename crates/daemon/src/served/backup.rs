@@ -243,7 +243,14 @@ impl Served {
             let what = "only states of images that stay are kept, and this disk is ephemeral";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
-        let cluster_bytes = chain(&**disk)?.cluster_bytes();
+        let cluster_bytes = chain(&**disk)?.cluster_bytes().ok_or_else(|| {
+            let what = format!(
+                "the disk {:?} is a raw image, of which no states are kept: put a layer on top of \
+                 it first (`mica ctl snapshot`)",
+                self.name
+            );
+            Error::new(ErrorKind::Unsupported, what)
+        })?;
         let keeping = Arc::new(Keeping::new(&self.image(), state)?);
         let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
         let executor = Executor::new(Backend::Pool)

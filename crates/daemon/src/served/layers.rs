@@ -9,10 +9,11 @@
 
 use super::Served;
 use super::snapshots::in_group;
+use crate::opened::is_raw;
 use crate::sandbox::Granted;
 use mica_block::{Error, ErrorKind, Manage, ManageChain, Pushed, Result, SnapshotGroup};
 use mica_rt::{Backend, Executor};
-use mica_stack::{FileImages, MayWrite, NewLayer, NewLayerWish};
+use mica_stack::{Beneath, FileImages, MayWrite, NewLayer, NewLayerWish};
 use std::path::Path;
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
@@ -100,8 +101,9 @@ impl Served {
         }
         let executor = Executor::new(Backend::Pool)
             .map_err(|error| Error::from_io("making a layer", error))?;
-        let len = disk.geometry().len;
-        let new = executor.block_on(NewLayer::make(&images, &image, len, wish))?;
+        let (len, is_raw) = (disk.geometry().len, is_raw(&*disk));
+        let beneath = Beneath { active: &image, len, is_raw };
+        let new = executor.block_on(NewLayer::make(&images, beneath, wish))?;
         Ok(Ready { served: self, disk, new: Arc::new(new), _changes: changes })
     }
 
@@ -111,9 +113,9 @@ impl Served {
             () if self.settings.overlay_folder.is_some() => {
                 "is ephemeral: its changes end with the server"
             }
-            () if self.images.format != "qcow2" => {
-                "is no qcow2 image: to have snapshots, make a qcow2 image on top of it (`mica create \
-                 -b`) and serve that"
+            () if !["qcow2", "raw"].contains(&&*self.images.format) => {
+                "is neither a qcow2 image nor a raw one: to have snapshots, copy it into one (`mica \
+                 convert`) and serve that"
             }
             () if disk.chain().is_none() => "is served read-only: it has nothing to freeze",
             () => return Ok(()),

@@ -3,6 +3,7 @@
 use super::backup::state_names;
 use super::{Served, State};
 use crate::jobs::{Job, Merge, PAST_MAX, Told};
+use crate::opened::is_raw;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_stack::{MergeMarks, position_of};
 use std::collections::VecDeque;
@@ -181,6 +182,9 @@ impl Served {
             return Err(self.denied("is being merged already: `mica ctl jobs` shows how far"));
         }
         let disk: Arc<dyn Manage> = self.opened().disk()?;
+        if is_raw(&*disk) {
+            return Err(self.denied("is a raw image, on top of which there are no layers"));
+        }
         let merge = merge(&disk.layer_paths())?;
         let started =
             Job::start((self.name.as_str(), self.first_image.as_path()), disk, merge, rate)?;

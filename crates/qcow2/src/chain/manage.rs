@@ -117,10 +117,9 @@ impl ManageChain for Chain {
         Box::pin(Chain::push(self, path, names, group))
     }
 
-    fn cluster_bytes(&self) -> u64 {
+    fn cluster_bytes(&self) -> Option<u64> {
         let layers = self.map.layers_now();
-        let tables = layers.active().tables.as_ref();
-        tables.expect("an image that is written has tables").l2.cluster_bits.bytes()
+        Some(layers.active().tables.as_ref()?.l2.cluster_bits.bytes())
     }
 
     fn view(&self, position: usize) -> LocalFuture<'_, Result<View>> {

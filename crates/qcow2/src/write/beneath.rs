@@ -38,14 +38,14 @@ enum State {
 
 /// Flushes of the writer wait until this is ended.
 #[must_use = "flushes wait until it is ended"]
-pub(crate) struct Settling {
+pub struct Settling {
     writer: Arc<Writer>,
     is_ended: bool,
 }
 
 impl Settling {
     /// What was to be made durable is, or cannot be: then nothing more is acknowledged.
-    pub(crate) fn end(mut self, settled: &Result<()>) {
+    pub fn end(mut self, settled: &Result<()>) {
         self.is_ended = true;
         self.writer.end_settling(settled);
     }
@@ -121,15 +121,11 @@ impl Writer {
     }
 
     /// Only the layer just beneath can be concerned: another layer is put on top only when the one
-    /// before is settled.
+    /// before is settled. A raw image can be, too: it may have been the disk before it got a layer.
     async fn sync_layer_beneath(&self) -> Result<()> {
         let layers = self.map.layers();
         let Some(at) = layers.position(self.layer.number).checked_sub(1) else { return Ok(()) };
         let layer = &layers.all()[at];
-        // An image of another format was never the active layer.
-        if layer.tables.is_none() {
-            return Ok(());
-        }
         layer.store.sync().await.map_err(|error| layer.explain(error))?;
         if layer.data_path.is_some() {
             layer.data.sync().await.map_err(|error| layer.explain(error))?;

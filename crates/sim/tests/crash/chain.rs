@@ -69,6 +69,25 @@ impl Shape {
         Self::generate(world, &spec)
     }
 
+    /// A raw image. What it says of clusters is of no consequence.
+    pub(crate) fn raw(world: &World) -> Self {
+        let sectors = usize::try_from(8 + world.random_below(4096)).unwrap();
+        let top = Path::new(FOLDER).join("base.raw");
+        let mut initial = vec![0; sectors * 512];
+        for (sector, number) in initial.chunks_mut(512).zip((0..=250).cycle()) {
+            sector.fill(number);
+        }
+        Self {
+            files: vec![(top.clone(), initial.clone())],
+            top,
+            cluster_bytes: 512,
+            version: 3,
+            has_snapshot: false,
+            initial,
+            about: format!("a raw image of {sectors} sectors"),
+        }
+    }
+
     /// A base and an overlay of one size of clusters, small.
     pub(crate) fn small(cluster_bytes: u64, clusters: u64, fill: f64, features: Features) -> Self {
         let folder = tempfile::tempdir().unwrap();

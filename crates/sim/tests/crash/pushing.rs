@@ -5,7 +5,8 @@ use crate::beside::{self, Ends, death, either, never, power};
 use crate::chain::{ChainSubject, Shape};
 use crate::plain::{Plain, read, write};
 use mica_block::{
-    Error, ErrorKind, Images as _, LocalFuture, Manage, Renaming, Result, SnapshotGroup, write_all,
+    Error, ErrorKind, Images as _, LocalFuture, Manage, ManageChain, Renaming, Result,
+    SnapshotGroup, write_all,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
@@ -13,6 +14,7 @@ use mica_qcow2_tools::recover::repair_for_opening;
 use mica_rt::Buf;
 use mica_sim::crash::{Crashes, Cut, Mode, Subject};
 use mica_sim::{Loss, ModelDisk, World, scenario};
+use mica_stack::{LayeredRaw, RawDisk};
 use mica_units::HostOffset;
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -22,9 +24,11 @@ use std::time::Duration;
 /// A chain on which layers are put.
 struct Growing {
     shape: Shape,
+    /// Whether the lowest of `tops` is a raw image.
+    begins_raw: bool,
     /// The active layers that it had, the last one last.
     tops: RefCell<Vec<PathBuf>>,
-    open: RefCell<Option<Chain>>,
+    open: RefCell<Option<Arc<dyn Manage>>>,
 }
 
 /// The mark of the layer at `path`: what `stack::NewLayer` puts beside it.
@@ -95,7 +99,11 @@ impl Renaming for Marks {
 impl Growing {
     fn new(shape: Shape) -> Self {
         let tops = RefCell::new(vec![shape.top.clone()]);
-        Self { shape, tops, open: RefCell::default() }
+        Self { shape, begins_raw: false, tops, open: RefCell::default() }
+    }
+
+    fn is_raw(&self, top: &Path) -> bool {
+        self.begins_raw && top == self.shape.top
     }
 
     /// The active layer as determined from the files alone: where the marks lead.
@@ -114,13 +122,16 @@ impl Growing {
         let number = self.tops.borrow().len();
         let path = Path::new(crate::chain::FOLDER).join(format!("pushed-{number}.qcow2"));
         let beneath = self.tops.borrow()[number - 1].clone();
-        make_overlay(world, &path, &beneath, self.shape.initial.len() as u64).await?;
-        let chain = self.open.borrow().clone().unwrap();
+        let format = if self.is_raw(&beneath) { "raw" } else { "qcow2" };
+        let len = self.shape.initial.len() as u64;
+        make_overlay_of(world, &path, (&beneath, format), len).await?;
+        let disk = self.open.borrow().clone().unwrap();
+        let chain = disk.chain().expect("it is written");
         self.tops.borrow_mut().push(path.clone());
         let mut names = Marks::of(world, &beneath);
         let pushed = match world.random_below(3) {
             0 => chain.push(&path, &names, None).await.map(drop),
-            1 => push_with_another(world, &chain, (&path, &names)).await,
+            1 => push_with_another(world, chain, (&path, &names)).await,
             _ => {
                 names.fails = true;
                 chain.push(&path, &names, None).await.map(drop)
@@ -146,7 +157,7 @@ const NOT_RENAMED: &str = "not renamed";
 /// Puts a layer on top at one instant with another disk, which may fail at any time.
 async fn push_with_another(
     world: &World,
-    chain: &Chain,
+    chain: &dyn ManageChain,
     (path, names): (&Path, &Marks),
 ) -> Result<()> {
     let group = SnapshotGroup::new(2);
@@ -195,9 +206,14 @@ impl Subject for Growing {
                 repair: Some(repair_for_opening),
                 ..ChainOptions::default()
             };
-            let chain = Chain::open(Arc::new(world.clone()), &top, &options).await?;
-            *self.open.borrow_mut() = writable.then(|| chain.clone());
-            Ok(Arc::new(chain) as Arc<dyn Manage>)
+            let images = Arc::new(world.clone());
+            let disk: Arc<dyn Manage> = match (self.is_raw(&top), writable) {
+                (true, true) => Arc::new(LayeredRaw::open(images, &top, &options)?),
+                (true, false) => Arc::new(RawDisk::open(world, &top)?),
+                (false, _) => Arc::new(Chain::open(images, &top, &options).await?),
+            };
+            *self.open.borrow_mut() = writable.then(|| Arc::clone(&disk));
+            Ok(disk)
         })
     }
 
@@ -207,7 +223,7 @@ impl Subject for Growing {
             let top = self.top(world);
             let mut leaks = 0;
             let tops = self.tops.borrow().clone();
-            for one in tops {
+            for one in tops.into_iter().filter(|top| !self.is_raw(top)) {
                 leaks += self.subject(one.clone()).check(world).await?;
                 if one == top {
                     break;
@@ -218,12 +234,14 @@ impl Subject for Growing {
     }
 
     fn outlives_the_process(&self) -> bool {
-        self.subject(self.shape.top.clone()).outlives_the_process()
+        self.begins_raw || self.subject(self.shape.top.clone()).outlives_the_process()
     }
 
     fn judge_elsewhere(&self, world: &World, model: &ModelDisk) {
         let top = self.tops.borrow().last().unwrap().clone();
-        self.subject(top).judge_elsewhere(world, model);
+        if !self.is_raw(&top) {
+            self.subject(top).judge_elsewhere(world, model);
+        }
     }
 }
 
@@ -234,10 +252,20 @@ pub(crate) async fn make_overlay(
     beneath: &Path,
     len: u64,
 ) -> Result<()> {
+    make_overlay_of(world, path, (beneath, "qcow2"), len).await
+}
+
+/// The same, of an image of that format.
+async fn make_overlay_of(
+    world: &World,
+    path: &Path,
+    (beneath, format): (&Path, &str),
+    len: u64,
+) -> Result<()> {
     let mut wish = ImageWish {
         cluster_bytes: Some(512 << world.random_below(8)),
         backing_name: Some(beneath.file_name().unwrap().to_owned()),
-        backing_format: Some("qcow2".to_owned()),
+        backing_format: Some(format.to_owned()),
         ..ImageWish::default()
     };
     wish.lazy_refcounts = Some(world.random_below(6) == 0);
@@ -262,7 +290,17 @@ impl TruncateAfter for Vec<PathBuf> {
 async fn rounds(world: &World, ends: Ends<impl Fn() -> (Cut, Loss)>) {
     let shape = Shape::random(world);
     shape.put_in(world);
-    let growing = Growing::new(shape);
+    rounds_of(world, Growing::new(shape), ends).await;
+}
+
+/// The same of a disk that begins as a raw image.
+async fn raw_rounds(world: &World, ends: Ends<impl Fn() -> (Cut, Loss)>) {
+    let shape = Shape::raw(world);
+    shape.put_in(world);
+    rounds_of(world, Growing { begins_raw: true, ..Growing::new(shape) }, ends).await;
+}
+
+async fn rounds_of(world: &World, growing: Growing, ends: Ends<impl Fn() -> (Cut, Loss)>) {
     let mut crashes = Crashes::new(world, &growing, growing.shape.model());
     let disk = (&mut crashes, growing.shape.initial.len() as u64 / 512);
     beside::rounds(world, disk, ends, async |_| growing.push(world).await.unwrap()).await;
@@ -286,6 +324,26 @@ fn process_may_die_while_layers_are_put_on_top() {
 #[test]
 fn power_may_go_after_a_process_died_while_layers_are_put_on_top() {
     scenario(20, |world| async move { rounds(&world, either(&world, 20_000)).await });
+}
+
+#[test]
+fn guest_notices_nothing_when_a_raw_image_gets_layers() {
+    scenario(30, |world| async move { raw_rounds(&world, never()).await });
+}
+
+#[test]
+fn power_may_go_while_a_raw_image_gets_layers() {
+    scenario(30, |world| async move { raw_rounds(&world, power(&world)).await });
+}
+
+#[test]
+fn process_may_die_while_a_raw_image_gets_layers() {
+    scenario(30, |world| async move { raw_rounds(&world, death(&world, 20_000)).await });
+}
+
+#[test]
+fn power_may_go_after_a_process_died_while_a_raw_image_gets_layers() {
+    scenario(30, |world| async move { raw_rounds(&world, either(&world, 20_000)).await });
 }
 
 /// The story: the disk grew while an overlay of the old length was about to become the active

@@ -1,6 +1,6 @@
 use super::*;
 use crate::mark::{CONTENT_BYTES_MAX, KEY, NEW_SUFFIX, SUFFIX};
-use crate::{MayWrite, NewLayer, NewLayerWish};
+use crate::{Beneath, MayWrite, NewLayer, NewLayerWish};
 use mica_block::Renaming;
 use mica_qcow2_format::field;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
@@ -34,7 +34,8 @@ fn world() -> (TempDir, PathBuf, PathBuf) {
     let above = path.with_file_name("vm-2.qcow2");
     let wish = NewLayerWish { path: above.clone(), image: ImageWish::default(), reuse: false };
     let made = async {
-        let new = NewLayer::make(&images, &path, LEN, wish).await?;
+        let beneath = Beneath { active: &path, len: LEN, is_raw: false };
+        let new = NewLayer::make(&images, beneath, wish).await?;
         new.rename().await?;
         new.sync().await.map(|()| new.keep())
     };

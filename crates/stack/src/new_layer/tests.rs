@@ -39,14 +39,18 @@ fn wish(path: PathBuf) -> NewLayerWish {
     NewLayerWish { path, image: ImageWish::default(), reuse: false }
 }
 
+fn beneath(active: &Path) -> Beneath<'_> {
+    Beneath { active, len: LEN, is_raw: false }
+}
+
 fn make(active: &Path, wish: NewLayerWish) -> Result<NewLayer> {
-    executor().block_on(NewLayer::make(&images(active), active, LEN, wish))
+    executor().block_on(NewLayer::make(&images(active), beneath(active), wish))
 }
 
 /// Makes one that the chain gets.
 fn put(images: &FileImages, active: &Path, wish: NewLayerWish) -> Result<PathBuf> {
     executor().block_on(async {
-        let new = NewLayer::make(images, active, LEN, wish).await?;
+        let new = NewLayer::make(images, beneath(active), wish).await?;
         new.rename().await?;
         new.sync().await?;
         new.keep();
