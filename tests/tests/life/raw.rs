@@ -113,24 +113,26 @@ fn nothing_acknowledged_is_lost_if_the_server_of_a_raw_image_is_killed() {
     let Some(mut world) = World::of_raw(&["--queues", "1"]) else { return };
     let (mut model, mut rng) = (Model::new(13), Rng::new(29));
     let mut next = 0;
-    for round in 0..8_u64 {
+    for round in 0..8 {
         let life = Duration::from_millis(rng.below(60));
         let mut guest = world.guest();
+        // In half of the rounds the image is not raw any more when the server is killed.
+        let is_layered = AtomicBool::new(round % 2 == 0);
         std::thread::scope(|scope| {
             scope.spawn(|| {
+                while !is_layered.load(Ordering::Relaxed) {
+                    clock::sleep(Duration::from_millis(1));
+                }
                 clock::sleep(life);
                 world.server.as_ref().expect("it is served").signal(Signal::KILL);
             });
             scope.spawn(|| {
-                // The raw image goes on as such in some rounds.
-                if round < 3 {
-                    clock::sleep(Duration::from_millis(round * 10 + 20));
-                }
                 loop {
                     next += 1;
                     if !world.snapshot(&layer(next), &[]).status.success() {
                         return;
                     }
+                    is_layered.store(true, Ordering::Relaxed);
                 }
             });
             while model.work(&mut guest).is_ok() {}
