@@ -61,7 +61,8 @@ fn grow(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome {
     let Some(longer) = longer(&disk.model, rng) else { return Ok(()) };
     let len = (longer * SECTOR as u64).to_string();
     world.story.tell(format_args!("  {} gets {longer} sectors", disk.name));
-    let said = world.mica(&["resize", "-q", disk.active(), &len])?;
+    let (active, format) = (disk.active(), format_of(disk.active()));
+    let said = world.mica(&["resize", "-q", "--format", format, active, &len])?;
     if !said.status.success() {
         return Err(Fault::new(Wrong::Failed, format!("a resize: {said}")));
     }

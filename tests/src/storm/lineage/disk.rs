@@ -71,8 +71,11 @@ impl Disk {
         let name = format!("disk{number}");
         // Their stamps differ in the bits that a stamp has of its disk.
         let id = (world.seed << 5) + 2 * number;
+        let layers = rng.choose(&[1, 1, 2, 3]);
+        // It gets its first layer while it is served.
+        let ending = if layers == 1 && rng.percent(40) { "raw" } else { "qcow2" };
         let mut disk = Self {
-            first: format!("{name}.qcow2"),
+            first: format!("{name}.{ending}"),
             socket: world.run.join(format!("{name}.nbd")),
             name,
             chain: Vec::new(),
@@ -86,7 +89,6 @@ impl Disk {
             hot: rng.next_u64(),
             made: 0,
         };
-        let layers = rng.choose(&[1, 1, 2, 3]);
         for layer in 1..=layers {
             disk.add_first_layers(world, rng, layer == layers)?;
         }
@@ -108,7 +110,7 @@ impl Disk {
         }
         let (shape, len) = (rng.choose(&SHAPES), (sectors * SECTOR as u64).to_string());
         let mut args = vec!["create", "-q", "-f", format_of(&name)];
-        if !is_raw_base {
+        if !is_raw(&name) {
             args.extend(["-o", shape]);
         }
         if let Some(beneath) = self.chain.last() {
@@ -167,7 +169,7 @@ impl Disk {
         Ok(vec![
             ("name", self.name.clone()),
             ("image", text(&world.images.join(&self.first))?.to_owned()),
-            ("format", "qcow2".to_owned()),
+            ("format", format_of(&self.first).to_owned()),
             (world.log_key(), text(&world.log)?.to_owned()),
             ("nbd", text(&self.socket)?.to_owned()),
         ])
@@ -218,7 +220,10 @@ impl Disk {
             }
         }
         let raw = world.run.join("active.raw");
-        let bytes = foreign::flatten(&world.images, self.active(), &[], &raw)?;
+        let bytes = match is_raw(self.active()) {
+            true => fs::read(world.images.join(self.active()))?,
+            false => foreign::flatten(&world.images, self.active(), &[], &raw)?,
+        };
         world.counts.reads.add();
         self.judge_bytes(&bytes, &format!("{what}, by QEMU"))?;
         let files: Vec<_> = self.frozen.keys().cloned().collect();
@@ -227,8 +232,9 @@ impl Disk {
 
     /// The files of the chain, as its headers name them.
     pub(super) fn read_chain(&self, world: &World<'_>, active: &Path) -> Outcome<Vec<String>> {
-        let args = ["info", "-U", "-f", "qcow2", "--backing-chain", "--output", "json"];
-        let said = foreign::img(&world.images, &[&args[..], &[text(active)?]].concat())?;
+        let active = text(active)?;
+        let args = ["info", "-U", "-f", format_of(active), "--backing-chain", "--output", "json"];
+        let said = foreign::img(&world.images, &[&args[..], &[active]].concat())?;
         let told: serde_json::Value = serde_json::from_str(&said)
             .map_err(|error| Fault::new(Wrong::Unusable, format!("{error}: {said}")))?;
         let names = told.as_array().into_iter().flatten().filter_map(|image| {

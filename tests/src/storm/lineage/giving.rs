@@ -21,7 +21,7 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Why a server may refuse a command: what is in its way is there.
-const REFUSALS: [&str; 8] = [
+const REFUSALS: [&str; 9] = [
     // States.
     "would no longer have the states",
     "keeps its state",
@@ -32,6 +32,8 @@ const REFUSALS: [&str; 8] = [
     "stands on",
     "need",
     "is not older than",
+    // Nothing is on top of it yet.
+    "is a raw image",
 ];
 /// How a server says that the image has left by which a disk is named.
 const LEFT: &str = "has left its chain";
