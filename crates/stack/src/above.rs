@@ -131,6 +131,11 @@ pub(crate) async fn has_data(images: &FileImages, path: &Path) -> Result<bool> {
     Ok(false)
 }
 
+/// Whether there is a mark for a layer at `path`, where there may be no file.
+pub fn has_mark(path: &Path) -> bool {
+    Mark::is_beside(path)
+}
+
 /// Whether the marks lead from the first of these `layers` to the last, through others of them: it
 /// is in that, and in none of their clones, that the writing of their disk goes on.
 ///
@@ -148,7 +153,7 @@ pub fn marks_lead(layers: &[PathBuf]) -> Result<bool> {
     Ok(true)
 }
 
-fn owner_of(layer: &Path) -> Result<u32> {
+pub(crate) fn owner_of(layer: &Path) -> Result<u32> {
     let found = std::fs::metadata(layer)
         .map_err(|error| Error::from_io(layer.display().to_string(), error))?;
     Ok(found.uid())

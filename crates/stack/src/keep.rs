@@ -148,6 +148,25 @@ pub fn settle_names(image: &Path, layers: &[PathBuf]) -> Result<()> {
     fsync(open_folder(folder)?).map_err(|error| failed_in(folder, "syncing", error))
 }
 
+/// Makes sure that nothing but the state goes with the `file` of one: users may have taken internal
+/// snapshots of the disk before.
+///
+/// # Errors
+/// `Denied` if it has any; else as for opening it.
+pub async fn check_only_state(images: &FileImages, file: &Path) -> Result<()> {
+    let (_, store) = images.glance(file)?;
+    let count = read_header(&store).await?.snapshot_count;
+    if count == 0 {
+        return Ok(());
+    }
+    let what = format!(
+        "{} has internal snapshots ({count}), which would go with the state: they are deleted by \
+         `mica snapshot -d`, when nothing serves the disk",
+        file.display()
+    );
+    Err(Error::new(ErrorKind::Denied, what))
+}
+
 /// Removes the `file` of a state that no chain has any more, with its marks and its sidecar,
 /// durably.
 ///

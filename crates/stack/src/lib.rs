@@ -43,7 +43,7 @@ mod volumes;
 mod window;
 mod written;
 
-pub use above::{is_frozen, marks_lead, settle_marks};
+pub use above::{has_mark, is_frozen, marks_lead, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use encrypted::encrypted_as;
@@ -52,7 +52,9 @@ pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use joined::Joined;
-pub use keep::{Keeping, kept_path, kept_states, remove_state, settle_names, state_of};
+pub use keep::{
+    Keeping, check_only_state, kept_path, kept_states, remove_state, settle_names, state_of,
+};
 pub use layered_raw::LayeredRaw;
 pub use may_write::MayWrite;
 pub use merged::{MergeMarks, refuse_merged};

@@ -1,7 +1,9 @@
 //! Whether other images stand on the layers of a chain: asked before a layer is changed or leaves.
 
+use crate::above::owner_of;
 use crate::files::{folder_of, node_of};
 use crate::forest::{ScanDepth, images_on};
+use crate::mark::{Mark, cure};
 use crate::merged::was_merged;
 use mica_block::{Error, ErrorKind, Result};
 use std::collections::HashSet;
@@ -19,16 +21,18 @@ struct Overlay {
     stands_on: PathBuf,
 }
 
-/// The images in the folders of `layers`, and in the folder of `above`, that name one of `layers`
-/// as their backing file, other than `layers` themselves, and `above`. An image that was merged
+/// The images in the folders of `layers`, in the folder of `above`, and in the folders to which the
+/// marks of `layers` lead, that name one of `layers` as their backing file, other than `layers` themselves, and `above`. An image that was merged
 /// into another one and is not used any more is none of them, but those that stand on it are. An
 /// image elsewhere is not found, nor one that cannot be read.
 ///
 /// # Errors
-/// If a folder cannot be listed.
+/// If a folder cannot be listed; `Denied` if a mark leads to nothing.
 fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     let mut layers: Vec<_> = layers.iter().filter(|layer| layer.exists()).cloned().collect();
-    let folders = layers.iter().map(PathBuf::as_path).chain([above]).map(folder_of);
+    let marked = marked_above(&layers)?;
+    let places = layers.iter().chain(&marked).map(PathBuf::as_path);
+    let folders = places.chain([above]).map(folder_of);
     let mut folders: Vec<_> = folders.map(Path::to_owned).collect();
     folders.sort();
     folders.dedup();
@@ -50,11 +54,32 @@ fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     }
 }
 
+/// The layers in which the disks of these `layers` went on, as their marks say.
+fn marked_above(layers: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for layer in layers {
+        let Some(mark) = Mark::of(layer, owner_of(layer)?)? else { continue };
+        if !mark.above().exists() {
+            let what = format!(
+                "{} is frozen: its disk went on in {}, which is missing; {}",
+                layer.display(),
+                mark.above().display(),
+                cure(layer, mark.path())
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
+        found.push(mark.above().to_owned());
+    }
+    Ok(found)
+}
+
 /// Makes sure that no other image in the folders of `layers` and of `above`, the one on top of
-/// them, stands on one of `layers`, apart from images that were merged away.
+/// them, or where marks of `layers` lead, stands on one of `layers`, apart from images that were
+/// merged away.
 ///
 /// # Errors
-/// `Denied`, with names of images that do; else if a folder cannot be listed.
+/// `Denied`, with names of images that do, or if a mark leads to nothing; else if a folder cannot
+/// be listed.
 pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
     let overlays = overlays_on(layers, above)?;
     if overlays.is_empty() {

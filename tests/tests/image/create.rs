@@ -231,6 +231,18 @@ fn what_fails_halfway_is_removed() {
 }
 
 #[test]
+fn mark_of_an_image_that_is_gone_keeps_its_name_and_nothing_is_left() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let folder = dir.path();
+    fs::write(folder.join("vm.qcow2.mica-above"), "above: vm-1.qcow2\n").expect("written");
+    let said = mica_in(folder, &["create", "vm.qcow2", "8M"]).refusal();
+    assert!(said.contains("frozen") && said.contains("vm.qcow2.mica-above"), "{said}");
+    assert!(!folder.join("vm.qcow2").exists());
+    fs::remove_file(folder.join("vm.qcow2.mica-above")).expect("it is there");
+    mica_in(folder, &["create", "vm.qcow2", "8M"]).ok();
+}
+
+#[test]
 fn lengths_are_measured_as_by_qemu() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;

@@ -131,3 +131,32 @@ fn disk_that_is_rebased_is_found_from_its_base_and_a_clone_is_not() {
     assert_eq!(world.image().file_name(), Some(layer(2).as_ref()));
     assert!(world.disk() == disk, "the disk changed");
 }
+
+/// The story: a clone was merged into its base, on which a served disk stood in another folder. The
+/// disk then showed what the clone had.
+#[test]
+fn clone_is_not_merged_into_what_a_disk_in_another_folder_stands_on() {
+    let elsewhere = tempfile::tempdir().expect("a folder");
+    let there = elsewhere.path().display().to_string();
+    let Some(mut world) = World::new(&["--allow-path", &there]) else { return };
+    let active = elsewhere.path().join("vm-1.qcow2");
+    world.ctl(&["snapshot", "vm", &active.display().to_string()]).ok();
+    clone(world.folder(), &[], "vm.qcow2", "web.qcow2").ok();
+    qemu::io(world.folder(), &[], "web.qcow2", &["write -P 9 0 64k"]);
+    let web = world.folder().join("web.qcow2").display().to_string();
+    world.stop();
+    let commit = ["commit", "--allow-path", &there, &web];
+    let said = mica::run(commit).refusal();
+    assert!(said.contains("vm-1.qcow2 stands on"), "{said}");
+    world.named = "web.qcow2".to_owned();
+    world.start();
+    let said = world.ctl(&["commit", "web"]).refusal();
+    assert!(said.contains("vm-1.qcow2 stands on"), "{said}");
+    world.stop();
+    // A folder that is not there now says nothing of the disk in it.
+    fs::rename(&active, elsewhere.path().join("aside")).expect("moved");
+    let said = mica::run(commit).refusal();
+    assert!(said.contains("which is missing") && said.contains("vm.qcow2.mica-above"), "{said}");
+    fs::remove_file(world.folder().join("vm.qcow2.mica-above")).expect("it is there");
+    mica::run(commit).ok();
+}

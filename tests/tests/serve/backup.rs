@@ -351,6 +351,26 @@ fn cancelled_drop_of_a_state_leaves_its_backup_ended() {
 }
 
 #[test]
+fn state_with_internal_snapshots_of_the_user_is_not_dropped() {
+    let Some(mut world) = World::new() else { return };
+    let folder = world.dir.path().to_owned();
+    world.stop();
+    qemu::img(&folder, ["snapshot", "-c", "mine", "disk.qcow2"]).ok();
+    world.start();
+    world.begin(None, "mon").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    let refused = world.ctl(&["backup", "drop", "disk", "mon"]).refusal();
+    assert!(refused.contains("internal snapshots (1)"), "{refused}");
+    world.begin(None, "tue").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    let refused = world.ctl(&["backup", "prune", "disk", "--keep", "1"]).refusal();
+    assert!(refused.contains("internal snapshots (1)"), "{refused}");
+    world.stop();
+    let listed = qemu::img(&folder, ["snapshot", "-l", "disk@mon.qcow2"]);
+    assert!(listed.stdout.contains("mine"), "{listed}");
+}
+
+#[test]
 fn what_cannot_be_backed_up_is_refused_and_nothing_changes() {
     let Some(world) = World::new() else { return };
     let nothing = world.begin(Some("mon"), "tue").refusal();

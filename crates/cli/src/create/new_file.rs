@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
 use mica_block::{Images, Store};
-use mica_stack::{FileImages, ImageOptions, MayWrite, wait_for_dead};
+use mica_stack::{FileImages, ImageOptions, MayWrite, has_mark, wait_for_dead};
 use mica_store::CacheMode;
 use std::fs::OpenOptions;
 use std::io::ErrorKind;
@@ -56,7 +56,14 @@ impl NewFile {
             false => MayWrite::check(path, &options).await?,
         };
         // If another process has locked it meanwhile, the file is that one's, whoever made it.
-        let store = open(path, options, may_write).await?;
+        let store = match open(path, options, may_write).await {
+            Err(failure) if made && has_mark(path) => {
+                // An image of this name is gone, and its mark is not.
+                drop(Unfinished::new(path, made));
+                return Err(failure);
+            }
+            opened => opened?,
+        };
         // Checked under the lock, so that nobody else writes to it meanwhile.
         if force != Some(true) && store.len()? > 0 {
             let cure = force.map_or("choose another name", |_| "--force overwrites it");

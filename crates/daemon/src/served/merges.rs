@@ -5,7 +5,8 @@ use super::{Served, State};
 use crate::jobs::{Job, Merge, PAST_MAX, Told};
 use crate::opened::is_raw;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_stack::{MergeMarks, position_of};
+use mica_rt::{Backend, Executor};
+use mica_stack::{FileImages, MergeMarks, position_of};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -128,6 +129,7 @@ impl Served {
             let at = self.find(&kept, state)?.position;
             let active = layers.len().saturating_sub(1);
             self.check_no_backup()?;
+            self.check_only_state(&layers[at])?;
             let above = at + 1;
             // Whoever makes an image on it sees that, or is found now.
             let marks = MergeMarks::put(&layers[above], &layers[at..=at])?;
@@ -140,6 +142,15 @@ impl Served {
             };
             Ok(Merge::Drop { file: layers[at].clone(), how: Box::new(how) })
         })
+    }
+
+    /// Makes sure that nothing but a state goes with its `file`.
+    fn check_only_state(&self, file: &Path) -> Result<()> {
+        let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
+        let images = FileImages::new(&self.known_image(), options)?;
+        let executor = Executor::new(Backend::Pool)
+            .map_err(|error| Error::from_io("reading a header", error))?;
+        executor.block_on(mica_stack::check_only_state(&images, file))
     }
 
     fn check_no_backup(&self) -> Result<()> {
