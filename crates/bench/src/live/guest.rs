@@ -15,6 +15,9 @@ const READ_BYTES: u32 = 4096;
 /// The part of the disk that it works on: most requests find what they need in memory.
 const SPAN: u64 = 256 << 20;
 
+/// How often one begins to write that works steadily.
+const EVERY: Duration = Duration::from_micros(500);
+
 /// When a request began, and how long it took.
 pub(crate) type Noticed = (Instant, Duration);
 
@@ -23,6 +26,9 @@ pub(crate) type Noticed = (Instant, Duration);
 pub(crate) enum Work {
     Read,
     Write,
+    /// The same number of writes a second to each server that keeps up: so all have the same to
+    /// make durable.
+    SteadyWrite,
 }
 
 /// A guest at work.
@@ -41,11 +47,16 @@ impl Worker {
         let work = move || {
             let (mut rng, mut noticed) = (Rng::new(seed), Vec::new());
             let blocks = SPAN.min(guest.len()) / BLOCK as u64;
+            let mut next = clock::now();
             while !is_over.load(Ordering::Relaxed) {
+                if kind == Work::SteadyWrite {
+                    next += EVERY;
+                    clock::sleep(next.saturating_duration_since(clock::now()));
+                }
                 let start = clock::now();
                 let at = rng.below(blocks) * BLOCK as u64;
                 let errno = match kind {
-                    Work::Write => guest.write(at, &[7; BLOCK])?,
+                    Work::Write | Work::SteadyWrite => guest.write(at, &[7; BLOCK])?,
                     Work::Read => guest.read(at, READ_BYTES)?.errno(),
                 };
                 ensure!(errno == 0, "a request failed: {errno}");

@@ -132,7 +132,7 @@ fn taken(options: &Options, peer: &Peer, made: &Made, sample: &mut Sample) -> Re
     let control = made.folder.path().join("control");
     let running = asking::peer(peer, &control).start(&made.top, "qcow2", &[])?;
     let mut asker = Asker::connect(peer, &control, &made.top)?;
-    let writer = Worker::start(&running.server, Work::Write, 7)?;
+    let writer = Worker::start(&running.server, Work::SteadyWrite, 7)?;
     clock::sleep(PAUSE);
     let mut asked = Vec::new();
     for number in 0..options.extent.pick(SNAPSHOTS) {

@@ -18,8 +18,9 @@ const CLONED: &[Column] = &[("a clone, ms", "clone_ms", 1)];
 /// The page.
 pub(super) fn page(found: &Found<'_>) -> String {
     let samples = found.samples;
-    let verified = "A guest writes 4 KiB at random places, one at a time, while snapshots are \
-                    taken over the server's control socket; the last layer is checked by qemu-img.";
+    let verified = "A guest writes 4 KiB at random places, one at a time, 2000 a second, while \
+                    snapshots are taken over the server's control socket; the last layer is \
+                    checked by qemu-img.";
     found.page("Snapshots of served chains", verified, |page| {
         by_layers(page, samples, BY_LAYERS, "By the length of the chain", TAKEN);
         let rows = samples.layers(BY_SIZE).into_iter().map(|gib| Rows {
