@@ -58,7 +58,7 @@ enum LastSync {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
     Durable,
-    /// All that shows is durable. Counts need not be before the header says that it is closed.
+    /// All that shows is durable. Neither counts need to be, nor what the header says of its end.
     Frozen,
 }
 
@@ -345,8 +345,8 @@ impl Writer {
         self.end(Ending::Durable).await
     }
 
-    /// The same for a layer that is frozen, and durable as it is, with fewer syncs. A power cut
-    /// before the last one leaves clusters counted that nothing uses, at most, and perhaps the name
+    /// The same for a layer that is frozen, and durable as it is: not durably. A power cut before
+    /// its file is synced leaves clusters counted that nothing uses, at most, and perhaps the name
     /// of a log.
     pub(crate) async fn close_frozen(&self) -> Result<()> {
         self.end(Ending::Frozen).await
@@ -400,7 +400,7 @@ impl Writer {
             tracing::debug!(%error, "the file keeps its length");
         }
         self.store_bitmaps().await?;
-        self.unmark().await?;
+        self.unmark(ending == Ending::Durable).await?;
         self.check_usable()
     }
 

@@ -140,9 +140,10 @@ impl Writer {
         pages.logging.begin(redo_memory, stores, (name, kept), page_bytes)
     }
 
-    /// Leaves the image as if nobody had it open, durably: refcounts are right. One that named a
-    /// log again after a power cut could not be merged into.
-    pub(super) async fn unmark(&self) -> Result<()> {
+    /// Leaves the image as if nobody had it open: refcounts are right. If that is not to be
+    /// `durably`, it may name a log again after a power cut, until somebody closes it
+    /// ([`crate::unclosed`]).
+    pub(super) async fn unmark(&self, durably: bool) -> Result<()> {
         self.header.marked.store(false, Ordering::Release);
         if self.header.is_v3 {
             // A log that could not be continued is still named. It is removed only when the image
@@ -152,7 +153,9 @@ impl Writer {
             let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1) & !Autoclear::KEPT_BITMAPS;
             if kept != autoclear {
                 self.write_autoclear(kept).await?;
-                self.metadata.sync().await?;
+                if durably {
+                    self.metadata.sync().await?;
+                }
             }
         }
         self.metadata.lock().logging.end();
