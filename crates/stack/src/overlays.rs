@@ -21,8 +21,8 @@ struct Overlay {
     stands_on: PathBuf,
 }
 
-/// The images in the folders of `layers`, in the folder of `above`, and in the folders to which the
-/// marks of `layers` lead, that name one of `layers` as their backing file, other than `layers` themselves, and `above`. An image that was merged
+/// The images in the folders of `layers`, in the folder of `above`, and in those to which the marks
+/// of `layers` lead, that name one of `layers` as their backing file, other than `layers` themselves, and `above`. An image that was merged
 /// into another one and is not used any more is none of them, but those that stand on it are. An
 /// image elsewhere is not found, nor one that cannot be read.
 ///

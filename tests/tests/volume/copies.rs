@@ -90,6 +90,25 @@ fn raw_image_of_odd_length_and_empty_image_become_volumes() {
 
 /// The story: an import that fails must leave nothing that looks like all of the image.
 #[test]
+fn chain_that_became_shorter_is_imported_as_one_snapshot_with_a_word() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    let dir = store.folder();
+    qemu::create(dir, "base.raw", &["-f", "raw"], "4M");
+    qemu::create(dir, "mid.qcow2", &["-b", "base.raw", "-F", "raw"], "2M");
+    qemu::create(dir, "top.qcow2", &["-b", "mid.qcow2", "-F", "qcow2"], "4M");
+    let url = store.volume("web");
+    let top = dir.join("top.qcow2").display().to_string();
+    let said = run(["import", &top, &url]);
+    assert!(said.status.success(), "{said}");
+    assert!(said.stderr.contains("only the uppermost layer"), "{said}");
+    let all = run(["snapshots", &url, "--output", "json"]).json();
+    assert_eq!(all.as_array().map(Vec::len), Some(1), "{all}");
+}
+
+#[test]
 fn import_that_fails_leaves_no_volume() {
     if !tools::present(TOOLS) {
         return;

@@ -60,7 +60,15 @@ pub(super) async fn layers(images: &ImageArgs, image: &Path) -> Result<Vec<Layer
         }
     }
     all.reverse();
-    if !all.is_sorted_by_key(|layer| layer.len) || all.len() > LAYERS_MAX {
+    let why = match () {
+        () if all.len() > LAYERS_MAX => Some("there are too many"),
+        () if !all.is_sorted_by_key(|layer| layer.len) => {
+            Some("a layer is shorter than the one beneath it, and a volume becomes no shorter")
+        }
+        () => None,
+    };
+    if let Some(why) = why {
+        tracing::warn!("only the uppermost layer of {} becomes a snapshot: {why}", image.display());
         all.drain(..all.len() - 1);
     }
     let mut taken = BTreeSet::new();
