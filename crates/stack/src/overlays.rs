@@ -22,9 +22,10 @@ struct Overlay {
 }
 
 /// The images in the folders of `layers`, in the folder of `above`, and in those to which the marks
-/// of `layers` lead, that name one of `layers` as their backing file, other than `layers` themselves, and `above`. An image that was merged
-/// into another one and is not used any more is none of them, but those that stand on it are. An
-/// image elsewhere is not found, nor one that cannot be read.
+/// of `layers` lead, that name one of `layers` as their backing file, other than `layers`
+/// themselves, and `above`. An image that was merged into another one and is not used any more is
+/// none of them, but those that stand on it are. An image elsewhere is not found, nor one that
+/// cannot be read.
 ///
 /// # Errors
 /// If a folder cannot be listed; `Denied` if a mark leads to nothing.
