@@ -8,6 +8,10 @@
 //!
 //! `MICA_BACKUPS` is how many full backups there are; `MICA_BACKUP_SEED` is where random numbers
 //! begin. What a kill meets depends on the speed of the machine, too.
+//!
+//! Of six short runs each, six found that parts which were zeroed are not told as changed
+//! (`daemon/src/contexts.rs`, broken on purpose), and six that redo logs are ignored at the start
+//! (`qcow2/src/redo/recover.rs`).
 
 mod disk;
 mod history;
