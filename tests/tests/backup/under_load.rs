@@ -119,7 +119,6 @@ fn states_are_what_the_disk_was_under_load_and_kills() {
     });
     disk.judge("the disk at the end");
     disk.stop();
-    check_all(disk.dir.path());
     let Operator { counts, took, .. } = operator;
     let Counts { full, incremental, kills, readers, dropped, copied } = counts;
     let (all, mib, requests) = (kills.iter().sum::<u64>(), copied >> 20, disk.history().requests());
@@ -131,6 +130,7 @@ fn states_are_what_the_disk_was_under_load_and_kills() {
         Step::ALL,
         start.elapsed(),
     );
+    check_all(disk.dir.path());
 }
 
 impl<'a> Operator<'a> {
@@ -372,16 +372,24 @@ fn copy(disk: &Disk, since: Option<&str>) -> Result<u64, String> {
     Ok(copied)
 }
 
-/// QEMU finds nothing wrong with any image in `folder`, and nothing is left of what kills cut off.
+/// QEMU finds nothing wrong with any layer of the disk in `folder`. Files of states that are no
+/// layers any more are told: a server that is killed at the end of a drop leaves one.
 fn check_all(folder: &Path) {
+    let info = ["info", "--backing-chain", "--output", "json", "disk.qcow2"];
+    let chain = qemu::img(folder, info).json();
+    let name = |layer: &serde_json::Value| layer["filename"].as_str().expect("a name").to_owned();
+    let layers: Vec<_> = chain.as_array().expect("a list").iter().map(name).collect();
+    for layer in &layers {
+        // Clusters that a killed server had taken may be lost.
+        const LEAKS_ONLY: i32 = 3;
+        let checked = qemu::img(folder, ["check", layer]);
+        assert!(matches!(checked.code(), Some(0 | LEAKS_ONLY)), "{checked:?}");
+    }
     for entry in fs::read_dir(folder).expect("a folder") {
         let name = entry.expect("an entry").file_name().into_string().expect("text");
         assert!(!name.ends_with(".new"), "{name}");
-        if name.ends_with(".qcow2") {
-            // Clusters that a killed server had taken may be lost.
-            const LEAKS_ONLY: i32 = 3;
-            let checked = qemu::img(folder, ["check", &name]);
-            assert!(matches!(checked.code(), Some(0 | LEAKS_ONLY)), "{name}: {checked:?}");
+        if name.ends_with(".qcow2") && !layers.iter().any(|layer| layer.ends_with(&name)) {
+            eprintln!("left behind by a kill: {name}");
         }
     }
 }
