@@ -2,7 +2,9 @@
 //! from a process that is taken over. And the sockets of the control thread.
 //!
 //! An inherited socket is matched by its address. A socket unit's socket that has no matching
-//! address is matched by name: a disk's own name is for NBD, `NAME.vhost-user` for its device.
+//! address is matched by name: a disk's own name is for NBD, `NAME.vhost-user` for its device. One
+//! that has no name is for NBD of the only disk, if that is served nowhere else: so programs pass
+//! sockets that are no service managers, as libnbd does for the server that it starts.
 
 use crate::address::Address;
 use crate::config::{Config, DiskConfig};
@@ -17,6 +19,9 @@ use std::fs::Permissions;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+
+/// What a socket is called to which nobody gave a name.
+const NAMELESS: [&str; 2] = ["", "unknown"];
 
 /// Inherited sockets, by what they are for.
 #[derive(Default, Debug)]
@@ -43,7 +48,14 @@ impl Sockets {
             wanted.extend(socket_addresses(&disk.settings));
             names.extend([disk.name.clone(), device_name(&disk.name)]);
         }
-        for held in inherited {
+        let only = match &config.disks[..] {
+            [disk] if !disk.settings.has_place() => Some(&disk.name),
+            _ => None,
+        };
+        for mut held in inherited {
+            if let Some(only) = only.filter(|_| NAMELESS.contains(&&*held.name)) {
+                held.name.clone_from(only);
+            }
             match Address::of(&held.listener).filter(|address| wanted.contains(address)) {
                 // The same socket may be passed twice: by its unit and from the store.
                 Some(address) => drop(sockets.by_address.entry(address).or_insert(held)),
@@ -250,6 +262,21 @@ mod tests {
         let listener = UnixListener::bind(folder.join(format!("{name}.sock"))).expect("bound");
         let listener = Listener::inherited(listener.into()).expect("it listens");
         Held::new(name.to_owned(), origin, listener)
+    }
+
+    #[test]
+    fn socket_without_a_name_is_for_the_only_disk_that_has_no_place() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut config = config();
+        let unknown = || vec![inherited(folder.path(), "unknown", Origin::Unit)];
+        Sockets::assign(unknown(), &config).expect_err("there are two disks");
+        config.disks.truncate(1);
+        std::fs::remove_file(folder.path().join("unknown.sock")).expect("bound");
+        Sockets::assign(unknown(), &config).expect_err("it is served elsewhere");
+        config.disks[0].settings.nbd.clear();
+        std::fs::remove_file(folder.path().join("unknown.sock")).expect("bound");
+        let mut sockets = Sockets::assign(unknown(), &config).expect("known");
+        assert_eq!(sockets.named("web1").first().map(|held| &*held.name), Some("web1"));
     }
 
     #[test]

@@ -48,6 +48,8 @@ enum What {
     /// Backups of disks that are served, with kills: so many full ones, each of which 14
     /// incremental ones follow.
     Backups,
+    /// The same of one disk under writes that never pause, by NBD alone.
+    BackupsUnderLoad,
     /// Messages of NBD clients and vhost-user front ends that are nearly right.
     Hostile,
 }
@@ -65,35 +67,7 @@ struct Soak {
 impl What {
     fn soak(self) -> Soak {
         match self {
-            Self::Sim => Soak {
-                // One of them writes for a second or two each time, always the same.
-                test: &[
-                    "mica-sim",
-                    "--test",
-                    "crash",
-                    "--test",
-                    "volume",
-                    "--test",
-                    "world",
-                    "--",
-                    "random::",
-                    "attacks::",
-                    "clones::",
-                    "foreign::",
-                    "keeping::",
-                    "killed::",
-                    "linear::",
-                    "merging::",
-                    "pushing::",
-                    "steps::",
-                    "unwritten::chain_whose",
-                    "resize::zeros_up_to",
-                    "--skip",
-                    "a_load_that_never_pauses",
-                ],
-                count: ("MICA_SIM_RUNS", 800),
-                seed: Some("MICA_SIM_FIRST"),
-            },
+            Self::Sim => simulated(),
             Self::Cuts => Soak {
                 test: &["mica-tests", "--test", "kernel", "--", "cuts::shapes"],
                 count: ("MICA_CUTS", 340),
@@ -124,12 +98,50 @@ impl What {
                 count: ("MICA_BACKUPS", 64),
                 seed: Some("MICA_BACKUP_SEED"),
             },
+            Self::BackupsUnderLoad => Soak {
+                test: &["mica-tests", "--test", "backup", "--", "under_load::states"],
+                count: ("MICA_BACKUPS", 64),
+                seed: Some("MICA_BACKUP_SEED"),
+            },
             Self::Hostile => Soak {
                 test: &["mica-serve", "--lib", "--", "hostile::"],
                 count: ("MICA_HOSTILE_INPUTS", 20_000),
                 seed: None,
             },
         }
+    }
+}
+
+/// Everything that the simulator drives.
+fn simulated() -> Soak {
+    Soak {
+        // One of them writes for a second or two each time, always the same.
+        test: &[
+            "mica-sim",
+            "--test",
+            "crash",
+            "--test",
+            "volume",
+            "--test",
+            "world",
+            "--",
+            "random::",
+            "attacks::",
+            "clones::",
+            "foreign::",
+            "keeping::",
+            "killed::",
+            "linear::",
+            "merging::",
+            "pushing::",
+            "steps::",
+            "unwritten::chain_whose",
+            "resize::zeros_up_to",
+            "--skip",
+            "a_load_that_never_pauses",
+        ],
+        count: ("MICA_SIM_RUNS", 800),
+        seed: Some("MICA_SIM_FIRST"),
     }
 }
 

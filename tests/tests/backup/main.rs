@@ -5,3 +5,4 @@ mod night;
 mod offline;
 mod restored;
 mod served;
+mod under_load;

@@ -448,3 +448,15 @@ fn example_units_are_sound() {
     let complaints: Vec<_> = said.stderr.lines().filter(|line| line.contains("mica")).collect();
     assert!(complaints.is_empty(), "{complaints:#?}");
 }
+
+/// libnbd starts a server with a socket that has no name, as it starts qemu-nbd and nbdkit.
+#[test]
+fn socket_that_libnbd_passes_without_a_name_is_the_disk_s() {
+    if !tools::present(&[tools::NBDINFO]) {
+        return;
+    }
+    let mica = mica::binary().display().to_string();
+    let said =
+        command::run("nbdinfo", ["--size", "--", "[", &mica, "serve", "-f", "null", "1M", "]"]);
+    assert_eq!(said.ok().trim(), (1 << 20).to_string());
+}

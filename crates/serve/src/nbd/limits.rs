@@ -75,8 +75,14 @@ pub(super) const PAYLOAD_DIRECT_BYTES_MIN: usize = 16 << 10;
 /// Maximum charge to the budget for writing zeros: a disk that has to write them out does so in
 /// pieces of about this size.
 pub(super) const ZEROES_CHARGE_BYTES: usize = 512 << 10;
-/// Descriptors in one reply to a block status request.
-pub(super) const STATUS_EXTENTS_MAX: usize = 8192;
+/// Descriptors of one context in a reply to a block status request: as many as QEMU sends. Some
+/// clients, virtnbdbackup for one, take one reply for all of a disk below 4 GiB.
+pub(super) const STATUS_EXTENTS_MAX: usize = 128 << 10;
+/// Descriptors of all contexts in a reply that are within [`STATUS_CHARGE_BYTES`].
+pub(super) const STATUS_EXTENTS_CHARGED: usize = 8192;
+/// What as many descriptors again are charged to the budget: in a list that may grow to twice what
+/// it needs, encoded, and waiting to be sent. Without that much, a reply ends early.
+pub(super) const STATUS_STEP_BYTES: usize = STATUS_EXTENTS_CHARGED * 32;
 /// A block status request is surveyed in windows of this size, so that a list is short also where
 /// every sector is an extent of its own.
 pub(super) const STATUS_WINDOW_BYTES: u64 = 4 << 20;

@@ -100,6 +100,16 @@ impl Charge<'_> {
         self.bytes
     }
 
+    /// Charges `bytes` more, if the session may hold them now.
+    pub(super) fn grow(&mut self, bytes: usize) -> bool {
+        let is_covered = self.shared.share.covers(self.shared.used_bytes() + bytes);
+        if is_covered {
+            self.bytes += bytes;
+            self.shared.charged_bytes.set(self.shared.charged_bytes.get() + bytes);
+        }
+        is_covered
+    }
+
     /// Releases `bytes` of it.
     pub(super) fn release(&mut self, bytes: usize) {
         assert!(bytes <= self.bytes, "more was released than charged");

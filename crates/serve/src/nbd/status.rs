@@ -2,7 +2,9 @@
 //! ("Metadata querying").
 
 use super::contexts::{ContextNumber, Contexts, Part};
-use super::limits::{STATUS_EXTENTS_MAX, STATUS_WINDOW_BYTES};
+use super::limits::{
+    STATUS_EXTENTS_CHARGED, STATUS_EXTENTS_MAX, STATUS_STEP_BYTES, STATUS_WINDOW_BYTES,
+};
 use super::protocol::{Done, STATUS_EXTENT_BYTES};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
@@ -21,15 +23,31 @@ pub(super) struct Status {
 }
 
 /// Serves `status`: a chunk for each context that was `selected`. Each describes at least one byte,
-/// and never more than was requested.
+/// and never more than was requested. Unless one descriptor is wanted of each, all describe the
+/// same bytes: the protocol does not ask for that, but clients that put them side by side rely on
+/// it.
 pub(super) async fn block_status<'a>(
     shared: Rc<Shared<'a>>,
     (status, selected): (Status, Rc<[ContextNumber]>),
-    charge: Charge<'a>,
+    mut charge: Charge<'a>,
 ) -> Result<Outcome, Failure> {
-    let last = selected.len().saturating_sub(1);
-    for (index, context) in selected.iter().enumerate() {
-        let descriptors = describe(&shared, status, *context).await?;
+    let Status { mut range, extents_max, .. } = status;
+    let charged = STATUS_EXTENTS_CHARGED / selected.len().max(1);
+    let mut all = Vec::with_capacity(selected.len());
+    for context in selected.iter() {
+        let mut descriptors = Descriptors::new(extents_max.min(STATUS_EXTENTS_MAX), charged);
+        describe(&shared, (range, *context), (&mut descriptors, &mut charge)).await?;
+        if extents_max > 1 {
+            let end = GuestOffset::new(range.start().bytes() + descriptors.len());
+            range = GuestRange::between(range.start(), end).expect("within the request");
+        }
+        all.push((context, descriptors));
+    }
+    let last = all.len().saturating_sub(1);
+    for (index, (context, mut descriptors)) in all.into_iter().enumerate() {
+        if extents_max > 1 {
+            descriptors.truncate(range.len());
+        }
         let done = if index == last { Done::Yes } else { Done::No };
         let encoded = descriptors.encode();
         shared.outgoing.borrow_mut().status(status.cookie, context.id(), (done, &encoded));
@@ -38,15 +56,13 @@ pub(super) async fn block_status<'a>(
     Ok(Outcome::Answered)
 }
 
-/// What holds in `context`.
+/// Gathers in `descriptors` what holds for the range in the context, as far as there is room.
 async fn describe(
     shared: &Shared<'_>,
-    status: Status,
-    context: ContextNumber,
-) -> Result<Descriptors, Failure> {
-    let Status { range, extents_max, .. } = status;
+    (range, context): (GuestRange, ContextNumber),
+    (descriptors, charge): (&mut Descriptors, &mut Charge<'_>),
+) -> Result<(), Failure> {
     let contexts = Contexts(shared.contexts);
-    let mut descriptors = Descriptors::new(extents_max.min(STATUS_EXTENTS_MAX));
     'windows: for window in windows(range, STATUS_WINDOW_BYTES) {
         let mut at = window.start();
         while let Some(left) = GuestRange::between(at, window.end()).filter(|left| !left.is_empty())
@@ -59,7 +75,7 @@ async fn describe(
             };
             let len: u64 = parts.iter().map(|part| part.len).sum();
             assert!((1..=left.len()).contains(&len), "a context broke its contract");
-            if !parts.into_iter().all(|part| descriptors.push(part)) {
+            if !parts.into_iter().all(|part| descriptors.push(part, charge)) {
                 break 'windows;
             }
             at = GuestOffset::new(at.bytes() + len);
@@ -70,36 +86,82 @@ async fn describe(
         }
     }
     assert!(!descriptors.list.is_empty(), "a status describes at least one byte");
-    Ok(descriptors)
+    Ok(())
+}
+
+/// What a list of descriptors is charged to.
+trait Room {
+    /// Makes room for [`STATUS_EXTENTS_CHARGED`] more, if there is any.
+    fn grow(&mut self) -> bool;
+}
+
+impl Room for Charge<'_> {
+    fn grow(&mut self) -> bool {
+        Charge::grow(self, STATUS_STEP_BYTES)
+    }
 }
 
 /// Descriptors in order, neighbours with the same flags joined.
 struct Descriptors {
-    list: Vec<(u64, u32)>,
+    /// Lengths and flags. All lengths together are within a request, which has 32 bits for them.
+    list: Vec<(u32, u32)>,
     count_max: usize,
+    /// How many are paid for.
+    charged: usize,
 }
 
 impl Descriptors {
-    fn new(count_max: usize) -> Self {
-        Self { list: Vec::new(), count_max }
+    /// At most `count_max`, of which some are `charged` already.
+    fn new(count_max: usize, charged: usize) -> Self {
+        Self { list: Vec::new(), count_max, charged: charged.max(1) }
+    }
+
+    /// Bytes of the disk that they describe.
+    fn len(&self) -> u64 {
+        self.list.iter().map(|(len, _)| u64::from(*len)).sum()
     }
 
     /// Appends `part`; `false` if there is no room for it.
-    fn push(&mut self, part: Part) -> bool {
-        let is_full = self.list.len() == self.count_max;
+    fn push(&mut self, part: Part, room: &mut impl Room) -> bool {
+        let len = u32::try_from(part.len).expect("within a request");
+        let count = self.list.len();
         match self.list.last_mut() {
-            Some((len, last)) if *last == part.flags => *len += part.len,
-            _ if is_full => return false,
-            _ => self.list.push((part.len, part.flags)),
+            Some((before, flags)) if *flags == part.flags => *before += len,
+            _ if count == self.count_max => return false,
+            _ => {
+                if count == self.charged {
+                    if !room.grow() {
+                        return false;
+                    }
+                    self.charged += STATUS_EXTENTS_CHARGED;
+                }
+                self.list.push((len, part.flags));
+            }
         }
         true
+    }
+
+    /// Keeps the descriptors of the first `len` bytes, which are not zero.
+    fn truncate(&mut self, len: u64) {
+        let mut end = self.len();
+        while let Some((last, _)) = self.list.last_mut().filter(|_| end > len) {
+            let excess = end - len;
+            match u64::from(*last).checked_sub(excess).and_then(|left| u32::try_from(left).ok()) {
+                Some(left) if left > 0 => {
+                    *last = left;
+                    return;
+                }
+                _ => {
+                    end -= u64::from(*last);
+                    self.list.pop();
+                }
+            }
+        }
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.list.len() * STATUS_EXTENT_BYTES);
         for (len, flags) in &self.list {
-            // All of them together lie within the request, whose length has 32 bits.
-            let len = u32::try_from(*len).expect("within a request");
             out.extend(len.to_be_bytes());
             out.extend(flags.to_be_bytes());
         }
@@ -111,13 +173,51 @@ impl Descriptors {
 mod tests {
     use super::*;
 
+    /// So many steps.
+    impl Room for usize {
+        fn grow(&mut self) -> bool {
+            self.checked_sub(1).map(|left| *self = left).is_some()
+        }
+    }
+
+    fn descriptors(count_max: usize, lens: &[u64]) -> Descriptors {
+        let mut descriptors = Descriptors::new(count_max, count_max);
+        for (flags, len) in (0..).zip(lens) {
+            assert!(descriptors.push(Part { len: *len, flags }, &mut 0));
+        }
+        descriptors
+    }
+
     #[test]
     fn neighbours_with_the_same_flags_are_joined() {
-        let mut descriptors = Descriptors::new(2);
-        assert!(descriptors.push(Part { len: 512, flags: 3 }));
-        assert!(descriptors.push(Part { len: 1024, flags: 3 }));
-        assert!(descriptors.push(Part { len: 512, flags: 0 }));
-        assert!(!descriptors.push(Part { len: 512, flags: 3 }));
+        let mut descriptors = Descriptors::new(2, 2);
+        let mut push = |len, flags| descriptors.push(Part { len, flags }, &mut 0);
+        assert!(push(512, 3));
+        assert!(push(1024, 3));
+        assert!(push(512, 0));
+        assert!(!push(512, 3));
         assert_eq!(descriptors.list, [(1536, 3), (512, 0)]);
+    }
+
+    #[test]
+    fn list_ends_where_nobody_pays_for_more() {
+        let mut descriptors = Descriptors::new(usize::MAX, 1);
+        let mut steps = 1;
+        let pushed = (0..)
+            .take_while(|number| descriptors.push(Part { len: 512, flags: *number }, &mut steps));
+        assert_eq!(pushed.count(), 1 + STATUS_EXTENTS_CHARGED);
+    }
+
+    #[test]
+    fn what_is_left_of_a_list_is_what_describes_so_many_bytes() {
+        let cut = |len| {
+            let mut descriptors = descriptors(3, &[512, 1024, 512]);
+            descriptors.truncate(len);
+            descriptors.list
+        };
+        assert_eq!(cut(2048), [(512, 0), (1024, 1), (512, 2)]);
+        assert_eq!(cut(1536), [(512, 0), (1024, 1)]);
+        assert_eq!(cut(1024), [(512, 0), (512, 1)]);
+        assert_eq!(cut(1), [(1, 0)]);
     }
 }

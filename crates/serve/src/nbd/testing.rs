@@ -12,6 +12,7 @@ pub(super) use client::{
 pub(super) use disks::{PatternDisk, RUN_BYTES};
 
 use super::connection::{Door, Secured, serve};
+use super::contexts::Context;
 use super::entry::Entry;
 use super::export::Export;
 use super::exports::{Exports, Seat};
@@ -68,6 +69,17 @@ pub(super) fn simulated_seeds(
     }
 }
 
+/// As [`simulated`], once, with contexts besides `base:allocation`.
+#[cfg(test)]
+pub(super) fn simulated_with_contexts(
+    disk: PatternDisk,
+    contexts: Vec<Arc<dyn Context>>,
+    test: impl AsyncFn(World),
+) {
+    let reading = Arc::clone(&disk.reading);
+    simulated_once(0, World::with(contexts, Arc::new(disk), Discard::default(), reading), &test);
+}
+
 /// As [`simulated`], with a disk that is written.
 #[cfg(test)]
 pub(super) fn simulated_memory(
@@ -94,12 +106,21 @@ fn simulated_once(seed: u64, world: World, test: &impl AsyncFn(World)) {
 
 impl World {
     fn new(disk: Arc<dyn Disk>, discard: Discard, reading: Arc<Gauge>) -> Self {
+        Self::with(Vec::new(), disk, discard, reading)
+    }
+
+    fn with(
+        contexts: Vec<Arc<dyn Context>>,
+        disk: Arc<dyn Disk>,
+        discard: Discard,
+        reading: Arc<Gauge>,
+    ) -> Self {
         let export = Export {
             disk,
             name: "disk".to_owned(),
             description: "a pattern".to_owned(),
             discard,
-            contexts: Vec::new(),
+            contexts,
         };
         let pool = Pool::new(POOL_BYTES);
         let entry = Arc::new(Entry::new(export, Limits::default(), 1, &pool));

@@ -1,10 +1,16 @@
 //! What reads and block status answer.
 
 use super::*;
+use crate::nbd::contexts::{Context, Part};
 use crate::nbd::limits::{BUDGET_BYTES, PAYLOAD_BYTES_MAX, STATUS_EXTENTS_MAX};
 use crate::nbd::protocol::command_flag;
-use crate::nbd::testing::{RUN_BYTES, Reply, assemble, simulated, simulated_seeds};
-use mica_block::ExtentKind;
+use crate::nbd::testing::{
+    RUN_BYTES, Reply, assemble, info_data, meta_data, simulated, simulated_seeds,
+    simulated_with_contexts,
+};
+use mica_block::{ExtentKind, LocalFuture};
+use mica_units::GuestRange;
+use std::sync::Arc;
 
 /// Ranges that begin, end and cross at every kind of border.
 const RANGES: [(u64, u32); 10] = [
@@ -182,5 +188,57 @@ fn status_of_a_fragmented_disk_is_bounded_and_makes_progress() {
             at += extents.iter().map(|(len, _)| u64::from(*len)).sum::<u64>();
         }
         assert_eq!(at, 256 * MIB);
+    });
+}
+
+/// All of the disk in one part.
+struct Whole;
+
+impl Context for Whole {
+    fn name(&self) -> &str {
+        "test:whole"
+    }
+
+    fn parts(&self, range: GuestRange) -> LocalFuture<'_, mica_block::Result<Vec<Part>>> {
+        Box::pin(std::future::ready(Ok(vec![Part { len: range.len(), flags: 1 }])))
+    }
+}
+
+/// As many descriptors as QEMU gives, and the same bytes in each context: virtnbdbackup takes the
+/// one for all of a disk, and puts the others side by side.
+#[test]
+fn contexts_of_one_status_describe_the_same_bytes() {
+    let disk = PatternDisk {
+        kind: |run| if run % 2 == 0 { ExtentKind::Data } else { ExtentKind::Zero },
+        ..PatternDisk::data(STATUS_EXTENTS_MAX as u64 * RUN_BYTES + MIB)
+    };
+    let len = disk.len;
+    simulated_with_contexts(disk, vec![Arc::new(Whole)], async |world| {
+        let mut client = world.connect();
+        client.greet(3).await;
+        client.option(8, &[]).await;
+        client.expect_ack(8).await;
+        client.option(10, &meta_data(b"disk", &[b"base:allocation", b"test:whole"])).await;
+        assert_eq!(client.option_replies(10).await.len(), 3);
+        client.option(7, &info_data(b"disk", &[])).await;
+        assert_eq!(client.option_replies(7).await.len(), 2);
+
+        client.request(0, STATUS, 1, 0, u32::try_from(len).expect("fits")).await;
+        let chunks = client.chunks(1).await;
+        let described = chunks.iter().map(|(_, data)| {
+            let lens = data[4..].as_chunks::<8>().0.iter();
+            let lens =
+                lens.map(|one| u64::from(u32::from_be_bytes([one[0], one[1], one[2], one[3]])));
+            (lens.clone().count(), lens.sum::<u64>())
+        });
+        let all = STATUS_EXTENTS_MAX as u64 * RUN_BYTES;
+        assert_eq!(described.collect::<Vec<_>>(), [(STATUS_EXTENTS_MAX, all), (1, all)]);
+        // One of each is as long as it is.
+        client.request(command_flag::REQ_ONE, STATUS, 2, 0, 1 << 20).await;
+        let lens = client.chunks(2).await.into_iter().map(|(_, data)| data[4..8].to_vec());
+        assert_eq!(
+            lens.collect::<Vec<_>>(),
+            [(4096_u32).to_be_bytes(), (1_u32 << 20).to_be_bytes()]
+        );
     });
 }
