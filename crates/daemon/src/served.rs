@@ -290,9 +290,12 @@ impl Served {
 
     /// Opens its image.
     fn open_image(&self) -> Result<Arc<dyn Manage>> {
-        let Self { settings, images, volume, resources, .. } = self;
+        let Self { settings, volume, resources, .. } = self;
         let force = self.is_forced.load(Ordering::Relaxed);
         let image = &*self.known_image();
+        // The configuration says what its own image is.
+        let format = self.format_of(image).to_owned();
+        let images = &ImageSettings { format, ..self.images.clone() };
         let (opened, image) = open(&Opening { image, settings, images, volume, force }, resources)?;
         self.set_image(image.into());
         Ok(opened)
@@ -572,13 +575,19 @@ impl Served {
         self.config().is_file()
     }
 
+    /// The format of `image`, which is the configured one or was put on top of it.
+    fn format_of(&self, image: &Path) -> &str {
+        match self.images.format.as_str() {
+            "raw" if *image != *self.first_image => "qcow2",
+            format => format,
+        }
+    }
+
     /// The format of the image, or what it is instead.
     pub(crate) fn format(&self) -> &str {
         match self.volume.volume {
             Some(_) => "volume",
-            // A layer was put on top of it.
-            None if self.images.format == "raw" && *self.image() != *self.first_image => "qcow2",
-            None => &self.images.format,
+            None => self.format_of(&self.image()),
         }
     }
 

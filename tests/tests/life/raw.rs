@@ -42,6 +42,11 @@ fn raw_image_gets_its_layers_under_a_guest_that_works_on() {
         model.work(&mut guest).expect("served");
         assert!(world.disk() == model.bytes);
         drop(guest);
+        // The story: a server that opened the disk again took the layer for a raw image, as the
+        // configuration calls what is beneath.
+        world.ctl(&["drain", "vm"]).ok();
+        world.ctl(&["undrain", "vm"]).ok();
+        assert!(world.disk() == model.bytes);
         world.stop();
         check(&world, SNAPSHOTS);
         assert!(fs::read(world.folder().join(RAW)).expect("it is there") == states[0]);

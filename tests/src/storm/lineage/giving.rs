@@ -21,7 +21,7 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Why a server may refuse a command: what is in its way is there.
-const REFUSALS: [&str; 9] = [
+const REFUSALS: [&str; 10] = [
     // States.
     "would no longer have the states",
     "keeps its state",
@@ -32,6 +32,8 @@ const REFUSALS: [&str; 9] = [
     "stands on",
     "need",
     "is not older than",
+    // A merge that was killed, or cancelled.
+    "when that ended early",
     // Nothing is on top of it yet.
     "is a raw image",
 ];
