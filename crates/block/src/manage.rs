@@ -66,10 +66,11 @@ pub trait Manage: Disk {
     /// How many layers are beneath the one that an extent names.
     fn layer_position(&self, layer: LayerNumber) -> usize;
 
-    /// The index of a chain; `None` if it is not a chain.
+    /// The index of a chain, or of one that it may become; `None` of any other disk.
     fn index(&self) -> Option<&dyn ManageIndex>;
 
-    /// What only a chain can do; `None` of any other disk, and of a chain that is only read.
+    /// What only a chain can do, and getting layers; `None` of a disk that cannot get any, and of
+    /// one that is only read.
     fn chain(&self) -> Option<&dyn ManageChain>;
 
     /// The dirty bitmaps of a chain; `None` if it is not a chain.

@@ -232,7 +232,7 @@ impl Job {
             tracing::warn!(
                 disk = self.disk,
                 "{named}, by which the disk is named, has left its chain: a configuration has to \
-                 name {active} before the next start"
+                 name {active}, as a qcow2 image, before the next start"
             );
         }
     }

@@ -53,8 +53,8 @@ pub(crate) struct Active {
     pub(crate) options: ImageOptions,
 }
 
-/// The layer that is written for the qcow2 image that the user `named`: that one, or the one above
-/// it in which the writing goes on.
+/// The layer that is written for the image that the user `named`, qcow2 or raw: that one, or the
+/// one above it in which the writing goes on.
 ///
 /// # Errors
 /// As for opening the images; `Denied` if it cannot be told.
@@ -83,7 +83,7 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
     Err(Error::new(ErrorKind::Limit, what))
 }
 
-/// Whether the qcow2 image that the user `named` is a frozen layer, above which the writing goes
+/// Whether the image that the user `named` is a frozen layer, above which the writing goes
 /// on. It shows all that it has to then, even if its writer was killed before it closed it
 /// (`qcow2/src/chain/push.rs`, I5).
 ///

@@ -14,7 +14,7 @@
 //!
 //! Invariants
 //! - I1 It is raw as long as there is no chain, and never again afterwards. The file of the image
-//!   is open for writing as long as it is raw.
+//!   is open for writing as long as it is raw, and longer only if it cannot be opened again.
 //! - I2 While changes are held none is under way in the image, and none begins. After that none
 //!   begins there ever again.
 //! - I3 After an error it is raw, unless the chain was there already: then it stays, and nothing is
@@ -210,16 +210,17 @@ impl Inner {
     /// The chain of the image and of the overlay at `path`, which nothing shows yet.
     async fn open_chain(&self, path: &Path, raw: &RawDisk) -> Result<Chain> {
         let chain = Chain::open(Arc::clone(&self.images), path, &self.options).await?;
-        let checked = match chain.stands_on_raw(raw.identity()) {
-            true => check_length(&chain, raw, path),
-            false => {
+        let checked = match chain.is_empty_on_raw(raw.identity()).await {
+            Ok(true) => check_length(&chain, raw, path),
+            Ok(false) => {
                 let what = format!(
-                    "{} is no overlay of {} as a raw image (`-F raw`)",
+                    "{} is no empty overlay of {} as a raw image (`-F raw`)",
                     path.display(),
                     self.path.display()
                 );
                 Err(Error::new(ErrorKind::Invalid, what))
             }
+            Err(error) => Err(error),
         };
         match checked {
             Ok(()) => Ok(chain),
@@ -293,9 +294,12 @@ impl Inner {
     /// Nobody writes the image any more: others may read it from now on.
     async fn end_raw(&self, raw: Arc<RawDisk>) {
         let chain = self.chain().expect("it is there now");
-        // Its readers have a file of their own before the one that is written is closed.
+        // Its readers have a file of their own, with locks, before the one that was written is
+        // closed.
         if let Err(error) = chain.reopen_base() {
             tracing::warn!(image = %self.path.display(), %error, "it stays locked");
+            self.raw.store(Some(raw));
+            return;
         }
         self.reads.grace().await;
         drop(raw);
@@ -326,7 +330,8 @@ async fn rename(names: &dyn Renaming, group: Option<&SnapshotGroup>) -> Result<(
     match group.all_taken().await {
         Ok(()) => Ok(()),
         Err(error) => {
-            // If that fails, the mark leads to an overlay that is removed, and says so.
+            // If that fails, the mark leads to the overlay: it is empty, and the disk goes on in it
+            // when it is opened again.
             if let Err(undone) = names.undo().await {
                 tracing::error!(%undone, "the mark of a layer that was not put on top is left");
             }

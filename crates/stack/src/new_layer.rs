@@ -90,6 +90,14 @@ impl NewLayer {
     ) -> Result<Self> {
         let NewLayerWish { path, image, reuse } = wish;
         let active = beneath.active;
+        let (located, _) = images.glance(active)?;
+        if located.kind() == FileKind::BlockDevice {
+            let what = format!(
+                "{} is a block device: nothing beside it could say that it is frozen",
+                active.display()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
         let path = images.find_new(&path)?;
         let mut new = Self {
             path,
@@ -155,13 +163,6 @@ impl NewLayer {
         mut wish: ImageWish,
     ) -> Result<()> {
         let (located, store) = images.glance(active)?;
-        if located.kind() == FileKind::BlockDevice {
-            let what = format!(
-                "{} is a block device: nothing beside it could say that it is frozen",
-                active.display()
-            );
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
         wish.backing_name = Some(base_name(active, &self.path)?);
         wish.backing_format = Some(if is_raw { "raw" } else { "qcow2" }.to_owned());
         let plan = if is_raw {

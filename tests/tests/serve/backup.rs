@@ -368,6 +368,11 @@ fn state_with_internal_snapshots_of_the_user_is_not_dropped() {
     world.stop();
     let listed = qemu::img(&folder, ["snapshot", "-l", "disk@mon.qcow2"]);
     assert!(listed.stdout.contains("mine"), "{listed}");
+    // What is advised helps.
+    let state = folder.join("disk@mon.qcow2").display().to_string();
+    mica::run(["snapshot", "-d", "mine", &state]).ok();
+    world.start();
+    world.ctl(&["backup", "drop", "disk", "mon"]).ok();
 }
 
 #[test]

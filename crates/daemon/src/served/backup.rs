@@ -379,7 +379,9 @@ fn time_of(file: &Path) -> String {
 fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {
     disk.chain().ok_or_else(|| {
         let what = match Disk::is_writable(disk) {
-            true => "only states of qcow2 images are kept as layers: `mica convert` makes one",
+            true => {
+                "no states of such a disk are kept as layers: `mica convert` makes a qcow2 image"
+            }
             false => "states are kept of a disk that is written, and this one is read-only",
         };
         Error::new(ErrorKind::Unsupported, what)

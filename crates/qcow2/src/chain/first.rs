@@ -4,15 +4,24 @@ use super::{Chain, not_writable};
 use crate::open::freeze;
 use crate::write::beneath::Settling;
 use mica_block::{Result, StoreIdentity};
+use mica_units::GuestOffset;
 use std::sync::Arc;
 
 impl Chain {
-    /// Whether it is an overlay of a raw image, the one with this identity, and of nothing else.
-    pub fn stands_on_raw(&self, raw: StoreIdentity) -> bool {
-        match self.map.layers().frozen() {
-            [base] => base.tables.is_none() && base.store.identity() == raw,
-            _ => false,
+    /// Whether it is an empty overlay of a raw image, the one with this identity, and of nothing
+    /// else.
+    ///
+    /// # Errors
+    /// If its table cannot be read.
+    pub async fn is_empty_on_raw(&self, raw: StoreIdentity) -> Result<bool> {
+        let layers = self.map.layers();
+        let [base] = layers.frozen() else { return Ok(false) };
+        let is_raw = base.tables.is_none() && base.cipher.is_none();
+        if !is_raw || base.store.identity() != raw {
+            return Ok(false);
         }
+        let end = GuestOffset::new(layers.active().len());
+        Ok(layers.active().unowned_until(GuestOffset::ZERO, end).await? == end)
     }
 
     /// From now on flushes wait until the caller has made durable what lies beneath.
@@ -27,7 +36,8 @@ impl Chain {
     /// it has the locks of a reader then.
     ///
     /// # Errors
-    /// `Denied` if another file has its name; what the system reports. It is read as before then.
+    /// `Denied` if another file has its name; what the system reports. It is read as before then,
+    /// without locks of its own.
     pub fn reopen_base(&self) -> Result<()> {
         let layers = self.map.layers();
         let base = layers.base();

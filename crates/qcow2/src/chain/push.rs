@@ -222,12 +222,7 @@ impl Chain {
             );
         }
         match freeze(&*self.map.images, active, path) {
-            Ok(frozen) => {
-                // That it is closed need not be durable for whoever waits for the snapshot.
-                let store = Arc::clone(&frozen.store);
-                drop(mica_rt::spawn(async move { drop(store.sync().await) }));
-                self.map.replace_layers(self.map.layers().replaced(Arc::new(frozen)));
-            }
+            Ok(frozen) => self.map.replace_layers(self.map.layers().replaced(Arc::new(frozen))),
             // It is read through the file of its writer.
             Err(error) => tracing::warn!(image = %path.display(), %error, "it stays locked"),
         }
