@@ -81,11 +81,7 @@ async fn show(args: &SnapshotArgs) -> Result<(), Failure> {
 
 async fn change(args: &SnapshotArgs, deed: Deed<'_>) -> Result<(), Failure> {
     let options = args.images.image_options()?;
-    let may_write = match deed {
-        // No disk shows anything of it: a frozen layer may lose one, too.
-        Deed::Delete(_) => MayWrite::to_repair(),
-        Deed::Create(_) | Deed::Apply(_) => MayWrite::check(&args.image, &options).await?,
-    };
+    let may_write = MayWrite::check(&args.image, &options).await?;
     let images = FileImages::to_write(&args.image, options, may_write)?;
     let open = async || SnapshotEditor::open(&images, &args.image).await;
     let mut editor = wait_for_dead(open).await?;

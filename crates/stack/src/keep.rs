@@ -160,8 +160,8 @@ pub async fn check_only_state(images: &FileImages, file: &Path) -> Result<()> {
         return Ok(());
     }
     let what = format!(
-        "{} has internal snapshots ({count}), which would go with the state: they are deleted by \
-         `mica snapshot -d`, when nothing serves the disk",
+        "{} has internal snapshots ({count}), which would go with the state: `mica ctl stream \
+         --drop-states` takes its layer out of the chain, and leaves the file",
         file.display()
     );
     Err(Error::new(ErrorKind::Denied, what))
