@@ -11,6 +11,8 @@ mod merge;
 mod push;
 mod view;
 
+pub use push::flush_ahead;
+
 use crate::gate::Gate;
 use crate::header_io::read_header;
 use crate::index::cache::{MapCache, Sharing};

@@ -29,7 +29,7 @@ use mica_block::{
     Disk, Error, ErrorKind, Extent, Geometry, Images, IoFuture, LocalFuture, Manage as _, Plan,
     Planned, Pushed, Renaming, Requests, Result, SnapshotGroup, Writing, Zeroes,
 };
-use mica_qcow2::{Chain, ChainOptions};
+use mica_qcow2::{Chain, ChainOptions, flush_ahead};
 use mica_rt::sync::{Claims, Notify, OwnedInFlight, Waiters};
 use mica_rt::{Buf, spawn};
 use mica_units::{GuestOffset, GuestRange};
@@ -37,20 +37,9 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
-/// Flushes before changes are held.
-const FLUSHES_AHEAD_MAX: u32 = 4;
-/// A flush that took no longer had little to do.
-const SHORT_FLUSH: Duration = Duration::from_millis(1);
-
-/// See the module. Clones are the same disk.
-#[derive(Clone)]
+/// See the module.
 pub struct LayeredRaw {
-    of: Arc<Inner>,
-}
-
-struct Inner {
     images: Arc<dyn Images>,
     path: PathBuf,
     options: ChainOptions,
@@ -94,7 +83,7 @@ enum Entered<'a> {
 }
 
 /// Changes are held as long as this is there.
-struct Held<'a>(&'a Inner);
+struct Held<'a>(&'a LayeredRaw);
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
@@ -110,7 +99,7 @@ impl LayeredRaw {
     /// Any error of opening it.
     pub fn open(images: Arc<dyn Images>, path: &Path, options: &ChainOptions) -> Result<Self> {
         let raw = RawDisk::open_writable(&*images, path)?;
-        let of = Inner {
+        Ok(Self {
             images,
             path: path.to_owned(),
             options: ChainOptions { writable: true, ..options.clone() },
@@ -123,16 +112,7 @@ impl LayeredRaw {
             released: Waiters::default(),
             pushing: Claims::default(),
             index_call: Notify::default(),
-        };
-        Ok(Self { of: Arc::new(of) })
-    }
-
-    fn now(&self) -> Now<'_> {
-        self.of.now()
-    }
-
-    fn chain(&self) -> Option<&Chain> {
-        self.of.chain()
+        })
     }
 
     /// Does a change in a task of its own while it is raw: a client that disconnects does not leave
@@ -146,7 +126,7 @@ impl LayeredRaw {
             return of_chain(chain);
         }
         Box::pin(async move {
-            match self.of.enter().await {
+            match self.enter().await {
                 Entered::Chain(chain) => of_chain(chain).await,
                 Entered::Raw(raw, under_way) => {
                     spawn(async move {
@@ -159,9 +139,7 @@ impl LayeredRaw {
             }
         })
     }
-}
 
-impl Inner {
     fn chain(&self) -> Option<&Chain> {
         self.is_chain.load(Ordering::SeqCst).then(|| self.chain.get().expect("it was set before"))
     }
@@ -231,18 +209,6 @@ impl Inner {
         }
     }
 
-    /// Flushes until little is left: what came during one flush takes the next one.
-    async fn flush_ahead(&self, raw: &RawDisk) -> Result<()> {
-        for _ in 0..FLUSHES_AHEAD_MAX {
-            let start = mica_rt::now();
-            raw.flush().await?;
-            if mica_rt::now().saturating_since(start) <= SHORT_FLUSH {
-                break;
-            }
-        }
-        Ok(())
-    }
-
     async fn put_on_top(
         &self,
         path: &Path,
@@ -263,7 +229,7 @@ impl Inner {
         }
         let raw = self.raw.load_full().expect("I1: there is no chain");
         let chain = self.open_chain(path, &raw).await?;
-        let flushed = self.flush_ahead(&raw).await;
+        let flushed = flush_ahead(async || raw.flush().await.map(|()| true)).await;
         let start = mica_rt::now();
         let held = self.hold().await;
         let named = match flushed.and_then(|()| check_length(&chain, &raw, path)) {
@@ -353,7 +319,7 @@ impl Disk for LayeredRaw {
         if let Some(chain) = self.chain() {
             return chain.plan(range, extents);
         }
-        let in_flight = self.of.reads.enter();
+        let in_flight = self.reads.enter();
         match self.now() {
             Now::Raw(raw) => {
                 let planned = raw.extents_of(range, extents);
@@ -393,14 +359,14 @@ impl Disk for LayeredRaw {
         if let Some(chain) = self.chain() {
             return chain.write(at, buf);
         }
-        if let Some(under_way) = self.of.try_enter()
+        if let Some(under_way) = self.try_enter()
             && let Now::Raw(raw) = self.now()
         {
             let (writing, tail) = raw.begin_write(at, buf);
             return finish_write(writing.hold(under_way), tail);
         }
         Writing::Boxed(Box::pin(async move {
-            match self.of.enter().await {
+            match self.enter().await {
                 Entered::Chain(chain) => chain.write(at, buf).await,
                 Entered::Raw(raw, under_way) => {
                     let (writing, tail) = raw.begin_write(at, buf);

@@ -27,7 +27,7 @@ use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
 use mica_crypt::luks::NewLuks;
 use mica_qcow2::read_header;
 use mica_qcow2_tools::create::{ImageWish, Stores, create_unnamed};
-use mica_store::FileKind;
+use mica_store::{FileKind, FileStore, Located};
 use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use std::ffi::OsString;
@@ -90,7 +90,7 @@ impl NewLayer {
     ) -> Result<Self> {
         let NewLayerWish { path, image, reuse } = wish;
         let active = beneath.active;
-        let (located, _) = images.glance(active)?;
+        let (located, store) = images.glance(active)?;
         if located.kind() == FileKind::BlockDevice {
             let what = format!(
                 "{} is a block device: nothing beside it could say that it is frozen",
@@ -140,7 +140,7 @@ impl NewLayer {
         let filing: LocalFuture<'_, Result<()>> = Box::pin(async {
             match is_there {
                 true => sync_file(&new.path),
-                false => new.make_file(images, beneath, image).await,
+                false => new.make_file(images, beneath, (&located, &store), image).await,
             }
         });
         let made = mica_rt::join_all([filing, preparing]).await;
@@ -160,21 +160,21 @@ impl NewLayer {
         &mut self,
         images: &FileImages,
         Beneath { active, len, is_raw }: Beneath<'_>,
+        (located, store): (&Located, &FileStore),
         mut wish: ImageWish,
     ) -> Result<()> {
-        let (located, store) = images.glance(active)?;
         wish.backing_name = Some(base_name(active, &self.path)?);
         wish.backing_format = Some(if is_raw { "raw" } else { "qcow2" }.to_owned());
         let plan = if is_raw {
             wish.plan(len)?
         } else {
-            let header = read_header(&store).await?;
+            let header = read_header(store).await?;
             if (wish.cluster_bytes, wish.extended_l2) == (None, None) {
                 wish.cluster_bytes = Some(header.cluster_bits.bytes());
                 wish.extended_l2 = Some(header.l2_format().extended);
             }
             let plan = wish.plan(len)?;
-            encrypted_as(images, plan, (&header, &store), &self.path).await?
+            encrypted_as(images, plan, (&header, store), &self.path).await?
         };
         self.luks = plan.encryption().cloned();
         let unnamed = Unnamed::make(&self.path, located.mode() & 0o666)?;

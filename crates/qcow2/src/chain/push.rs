@@ -101,7 +101,14 @@ impl Chain {
         let before = map.layers();
         let (layer, next) = self.open_next(path, &before, names).await?;
         self.continue_bitmaps(&writer, &next, path).await?;
-        self.flush_ahead(&writer).await?;
+        let flush = async || {
+            if !writer.has_much_to_write_out() {
+                return Ok(false);
+            }
+            let flush = async |writer: Arc<Writer>| writer.flush_ahead().await;
+            Arc::clone(&writer).complete(flush).await.map(|()| true)
+        };
+        flush_ahead(flush).await?;
         let start = mica_rt::now();
         let held = self.gate.hold().await;
         let freezing = async |writer: Arc<Writer>| {
@@ -146,23 +153,6 @@ impl Chain {
         // Until it is on top, nothing is in it that needs what lies beneath.
         next.takes_beneath_as_durable();
         Ok((layer, Arc::new(next)))
-    }
-
-    /// Flushes until little is left to be written out while changes wait: what came during one
-    /// flush takes the next one.
-    async fn flush_ahead(&self, writer: &Arc<Writer>) -> Result<()> {
-        for _ in 0..FLUSHES_AHEAD_MAX {
-            if !writer.has_much_to_write_out() {
-                break;
-            }
-            let start = mica_rt::now();
-            let flush = async |writer: Arc<Writer>| writer.flush_ahead().await;
-            Arc::clone(writer).complete(flush).await?;
-            if mica_rt::now().saturating_since(start) <= SHORT_FLUSH {
-                break;
-            }
-        }
-        Ok(())
     }
 
     /// Writes out what the `active` layer holds, and changes the names, if all others of the group
@@ -227,6 +217,21 @@ impl Chain {
             Err(error) => tracing::warn!(image = %path.display(), %error, "it stays locked"),
         }
     }
+}
+
+/// Flushes until little is left to be written out while changes wait: what came during one flush
+/// takes the next one. `flush` returns whether there was enough to be worth it.
+///
+/// # Errors
+/// Those of `flush`.
+pub async fn flush_ahead(mut flush: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    for _ in 0..FLUSHES_AHEAD_MAX {
+        let start = mica_rt::now();
+        if !flush().await? || mica_rt::now().saturating_since(start) <= SHORT_FLUSH {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Makes durable what the frozen layer's `writer` wrote out, and the names (I4).

@@ -1,6 +1,6 @@
 //! A raw image that may get layers, from its owner's side: what it is now answers.
 
-use super::{Inner, LayeredRaw, Now};
+use super::{LayeredRaw, Now};
 use mica_block::{
     CommitLayers, Disk as _, Error, ErrorKind, Haste, IndexProgress, LocalFuture, Manage,
     ManageBitmaps, ManageChain, ManageIndex, ManageSnapshots, ManageVolume, MapStats, MergeControl,
@@ -25,8 +25,8 @@ impl Manage for LayeredRaw {
 
     fn idle(&self) -> LocalFuture<'_, ()> {
         Box::pin(async move {
-            self.of.reads.grace().await;
-            self.of.changes.grace().await;
+            self.reads.grace().await;
+            self.changes.grace().await;
             if let Some(chain) = self.chain() {
                 chain.idle().await;
             }
@@ -36,7 +36,7 @@ impl Manage for LayeredRaw {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             // A layer that is being put on top is there first.
-            let _alone = self.of.pushing.claim(0).await;
+            let _alone = self.pushing.claim(0).await;
             match self.chain() {
                 Some(chain) => chain.close().await,
                 None => self.flush().await,
@@ -49,39 +49,39 @@ impl Manage for LayeredRaw {
     }
 
     fn latch(&self) -> Option<Error> {
-        self.of.manage(|disk| disk.latch())
+        self.manage(|disk| disk.latch())
     }
 
     fn weakness(&self) -> Option<Cow<'static, str>> {
-        self.of.manage(|disk| disk.weakness())
+        self.manage(|disk| disk.weakness())
     }
 
     fn write_stats(&self) -> WriteStats {
-        self.of.manage(|disk| disk.write_stats())
+        self.manage(|disk| disk.write_stats())
     }
 
     fn map_stats(&self) -> MapStats {
-        self.of.manage(|disk| disk.map_stats())
+        self.manage(|disk| disk.map_stats())
     }
 
     fn layer_count(&self) -> usize {
-        self.of.manage(|disk| disk.layer_count())
+        self.manage(|disk| disk.layer_count())
     }
 
     fn layer_paths(&self) -> Vec<PathBuf> {
-        self.of.manage(|disk| disk.layer_paths())
+        self.manage(|disk| disk.layer_paths())
     }
 
     fn data_paths(&self) -> Vec<PathBuf> {
-        self.of.manage(|disk| disk.data_paths())
+        self.manage(|disk| disk.data_paths())
     }
 
     fn is_encrypted(&self, position: usize) -> bool {
-        self.of.manage(|disk| disk.is_encrypted(position))
+        self.manage(|disk| disk.is_encrypted(position))
     }
 
     fn layer_position(&self, layer: LayerNumber) -> usize {
-        self.of.manage(|disk| disk.layer_position(layer))
+        self.manage(|disk| disk.layer_position(layer))
     }
 
     /// Of the chain that it may become.
@@ -110,13 +110,21 @@ impl Manage for LayeredRaw {
     }
 }
 
-impl Inner {
+impl LayeredRaw {
     /// What `act` says of what the disk is now.
     fn manage<T>(&self, act: impl FnOnce(&dyn Manage) -> T) -> T {
         match self.now() {
             Now::Raw(raw) => act(&**raw),
             Now::Chain(chain) => act(chain),
         }
+    }
+
+    /// What `merge` does with the chain, if there is one.
+    fn merge<'a>(
+        &'a self,
+        merge: impl FnOnce(&'a Chain) -> LocalFuture<'a, Result<Merged>>,
+    ) -> LocalFuture<'a, Result<Merged>> {
+        self.chain().map_or_else(|| Box::pin(ready(Err(no_layers()))) as _, merge)
     }
 }
 
@@ -136,7 +144,7 @@ impl ManageIndex for LayeredRaw {
         Box::pin(async move {
             match self.chain() {
                 Some(chain) => chain.called().await,
-                None => self.of.index_call.wait().await,
+                None => self.index_call.wait().await,
             }
         })
     }
@@ -144,7 +152,7 @@ impl ManageIndex for LayeredRaw {
     fn call(&self) {
         match self.chain() {
             Some(chain) => chain.call(),
-            None => self.of.index_call.set(),
+            None => self.index_call.set(),
         }
     }
 
@@ -178,7 +186,7 @@ impl ManageChain for LayeredRaw {
         group: Option<&'a SnapshotGroup>,
     ) -> LocalFuture<'a, Result<Pushed>> {
         Box::pin(async move {
-            let pushed = self.of.put_on_top(path, names, group).await;
+            let pushed = self.put_on_top(path, names, group).await;
             pushed.map_err(|error| match group {
                 None => error,
                 Some(group) => group.fail(error),
@@ -199,10 +207,7 @@ impl ManageChain for LayeredRaw {
         base: Option<&'a Path>,
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
-        match self.chain() {
-            Some(chain) => ManageChain::stream(chain, base, control),
-            None => Box::pin(ready(Err(no_layers()))),
-        }
+        self.merge(move |chain| ManageChain::stream(chain, base, control))
     }
 
     fn raise<'a>(
@@ -210,10 +215,7 @@ impl ManageChain for LayeredRaw {
         layers: RaiseLayers<'a>,
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
-        match self.chain() {
-            Some(chain) => ManageChain::raise(chain, layers, control),
-            None => Box::pin(ready(Err(no_layers()))),
-        }
+        self.merge(move |chain| ManageChain::raise(chain, layers, control))
     }
 
     fn commit<'a>(
@@ -221,9 +223,6 @@ impl ManageChain for LayeredRaw {
         layers: CommitLayers<'a>,
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
-        match self.chain() {
-            Some(chain) => ManageChain::commit(chain, layers, control),
-            None => Box::pin(ready(Err(no_layers()))),
-        }
+        self.merge(move |chain| ManageChain::commit(chain, layers, control))
     }
 }
