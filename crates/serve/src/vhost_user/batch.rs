@@ -3,9 +3,10 @@
 //! A queue that works off all of them first leaves the driver without anything to do until then,
 //! and has nothing to do itself while the driver takes the answers and makes new requests: each
 //! waits for the other. Answers after every few requests let both work at the same time, but waking
-//! the driver costs as much as two or three requests. So batches are as large as they can be while
-//! the queue does not run dry: they shrink when it did and the driver had been waiting, and grow
-//! slowly while it did not. While other queues of the device are busy, too, the driver always has
+//! the driver costs as much as two or three requests. So batches shrink while the queue loses more
+//! time because it ran dry and the driver had been waiting than it spends on calls, and grow while
+//! it loses less than half of that. One dry moment proves nothing: the driver may have had to wait
+//! for its processor. While other queues of the device are busy, too, the driver always has
 //! something to do, and a batch is all that is there.
 
 use mica_rt::Instant;
@@ -14,8 +15,12 @@ use std::time::Duration;
 
 const REQUESTS_MIN: usize = 2;
 const REQUESTS_MAX: usize = 64;
-/// Batches after which they may be larger by one: running dry costs as much as several calls.
+/// Batches after which they may be larger.
 const GROWS_AFTER: u32 = 64;
+/// What a call costs that wakes a driver.
+const CALL: Duration = Duration::from_micros(5);
+/// Batches' worth of calls that a queue may lose before they shrink, more than it spent.
+const PATIENCE: u32 = 8;
 /// Looks at an empty ring after which the queue was idle: a few may be due to other queues of the
 /// executor, which are served in between.
 const IDLE_LOOKS: u32 = 4;
@@ -69,13 +74,21 @@ pub(super) struct Batch {
     dry_at: Option<Instant>,
     /// Whether the driver had to be called when it got the last answers: it waited for them.
     called: bool,
-    /// Batches since the size changed.
+    /// Batches since the size was last considered, and the time that was lost.
     batches: u32,
+    lost: Duration,
 }
 
 impl Default for Batch {
     fn default() -> Self {
-        Self { requests: 16, looks: 0, dry_at: None, called: false, batches: 0 }
+        Self {
+            requests: 16,
+            looks: 0,
+            dry_at: None,
+            called: false,
+            batches: 0,
+            lost: Duration::ZERO,
+        }
     }
 }
 
@@ -107,11 +120,20 @@ impl Batch {
         let was_idle = std::mem::take(&mut self.looks) >= IDLE_LOOKS;
         let dry = self.dry_at.take().map(|dry_at| now.saturating_since(dry_at));
         self.batches += 1;
-        if was_idle && self.called && dry.is_some_and(|dry| dry <= DRY_MAX) {
-            (self.requests, self.batches) = ((self.requests * 3 / 4).max(REQUESTS_MIN), 0);
-        } else if self.batches >= GROWS_AFTER {
-            (self.requests, self.batches) = ((self.requests + 1).min(REQUESTS_MAX), 0);
+        if was_idle && self.called {
+            self.lost += dry.filter(|dry| *dry <= DRY_MAX).unwrap_or_default();
         }
+        if self.lost > CALL * (self.batches + PATIENCE) {
+            self.resize((self.requests * 3 / 4).max(REQUESTS_MIN));
+        } else if self.batches >= GROWS_AFTER {
+            let is_cheap = self.lost <= CALL * self.batches / 2;
+            let step = if is_cheap { 1 + self.requests / 8 } else { 0 };
+            self.resize((self.requests + step).min(REQUESTS_MAX));
+        }
+    }
+
+    fn resize(&mut self, requests: usize) {
+        (self.requests, self.batches, self.lost) = (requests, 0, Duration::ZERO);
     }
 }
 
@@ -147,14 +169,34 @@ mod tests {
 
     #[test]
     fn batches_shrink_while_the_queue_runs_dry_and_grow_while_it_does_not() {
-        let batch = after_rounds(Batch::default(), 2, IDLE_LOOKS, SHORT);
-        assert_eq!(batch.of(1000), 9);
+        let batch = after_rounds(Batch::default(), 3, IDLE_LOOKS, SHORT);
+        assert_eq!(batch.of(1000), 12);
         let batch = after_rounds(batch, 100, IDLE_LOOKS, SHORT);
         assert_eq!(batch.of(1000), REQUESTS_MIN);
         let batch = after_rounds(batch, GROWS_AFTER * 3, IDLE_LOOKS - 1, SHORT);
         assert_eq!(batch.of(1000), REQUESTS_MIN + 3);
         let batch = after_rounds(batch, GROWS_AFTER * 100, 0, SHORT);
         assert_eq!(batch.of(1000), REQUESTS_MAX);
+    }
+
+    #[test]
+    fn calls_that_cost_more_than_dry_moments_make_batches_larger() {
+        let mut batch = Batch::default();
+        for _ in 0..GROWS_AFTER / 16 {
+            batch = after_rounds(batch, 1, IDLE_LOOKS, SHORT);
+            batch = after_rounds(batch, 15, 0, Duration::ZERO);
+        }
+        assert_eq!(batch.of(1000), 16 + 1 + 16 / 8);
+    }
+
+    #[test]
+    fn calls_that_cost_about_as_much_as_dry_moments_leave_batches_as_they_are() {
+        let mut batch = Batch::default();
+        for _ in 0..GROWS_AFTER / 5 + 1 {
+            batch = after_rounds(batch, 1, IDLE_LOOKS, SHORT);
+            batch = after_rounds(batch, 4, 0, Duration::ZERO);
+        }
+        assert_eq!(batch.of(1000), 16);
     }
 
     #[test]
@@ -192,9 +234,12 @@ mod tests {
     fn queue_that_slept_for_a_short_time_had_run_dry() {
         Executor::new(Backend::Sim { seed: 1 }).unwrap().block_on(async {
             let mut batch = Batch::default();
-            batch.note_answers(true);
-            batch.note_sleep(now());
-            batch.note_found(now());
+            for _ in 0..3 {
+                batch.note_answers(true);
+                batch.note_sleep(now());
+                sleep(SHORT).await;
+                batch.note_found(now());
+            }
             assert_eq!(batch.of(1000), 12);
         });
     }

@@ -102,6 +102,7 @@ pub(super) async fn serve(setup: Setup) {
         busy: Busy::new(&common.busy_queues),
         kicked: None,
         timer: None,
+        is_notified: true,
         is_broken: false,
         turn_at: mica_rt::now(),
         queue,
@@ -184,6 +185,8 @@ struct Running<'a> {
     kicked: Option<LocalFuture<'static, std::io::Result<()>>>,
     /// Until the rate lets the next request through.
     timer: Option<Pin<Box<Sleep>>>,
+    /// Whether the driver was asked to notify.
+    is_notified: bool,
     /// The ring contradicts itself: nothing is taken from it any more.
     is_broken: bool,
     /// When this turn began: the clock is read once for all that a turn begins and ends.
@@ -274,13 +277,13 @@ impl<'a> Running<'a> {
         }
         let pause = self.attention.pause(self.turn_at);
         match pause {
+            // While requests are in flight the queue has not run dry, though the ring is empty.
+            _ if self.used() > 0 => {}
             Pause::Begin | Pause::Look => self.batch.note_look(self.turn_at),
             Pause::Sleep => self.batch.note_sleep(self.turn_at),
         }
-        if pause == Pause::Begin
-            && let Err(error) = self.queue.disable_notification(&self.settings.memory.guest)
-        {
-            self.break_off(&error);
+        if pause == Pause::Begin {
+            self.want_no_kicks();
         }
         if pause == Pause::Sleep {
             return !self.has_more();
@@ -322,6 +325,7 @@ impl<'a> Running<'a> {
         if !self.waiting.is_empty() {
             return true;
         }
+        self.is_notified = true;
         match self.queue.enable_notification(&self.settings.memory.guest) {
             Ok(more) => {
                 self.log_avail_event();
@@ -331,6 +335,16 @@ impl<'a> Running<'a> {
                 self.break_off(&error);
                 false
             }
+        }
+    }
+
+    /// Asks the driver not to notify: the ring is looked at anyway, and each notification costs
+    /// both sides a system call. With `VIRTIO_RING_F_EVENT_IDX` it notifies once at most, unasked.
+    fn want_no_kicks(&mut self) {
+        if std::mem::take(&mut self.is_notified)
+            && let Err(error) = self.queue.disable_notification(&self.settings.memory.guest)
+        {
+            self.break_off(&error);
         }
     }
 
@@ -440,6 +454,7 @@ impl<'a> Running<'a> {
             heads.push(chain.head_index());
         }
         if !heads.is_empty() {
+            self.want_no_kicks();
             self.attention.found(self.turn_at);
             if !self.busy.are_others() {
                 self.batch.note_found(self.turn_at);

@@ -8,8 +8,12 @@ use crate::vhost_user::memory::Memory;
 use crate::vhost_user::request::Status;
 use mica_block::{ErrorKind, Result};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
+
+/// The driver's flag against calls (virtio 1.2, section 2.7.6).
+const VRING_AVAIL_F_NO_INTERRUPT: u16 = 1;
 
 /// A request that is to be returned.
 pub(super) struct Ended {
@@ -121,6 +125,7 @@ impl<'a> Running<'a> {
         }
         match self.queue.needs_notification(&self.settings.memory.guest) {
             Ok(needed) => {
+                let needed = needed && !self.wants_no_calls();
                 self.batch.note_answers(needed);
                 if needed {
                     self.settings.call();
@@ -128,5 +133,19 @@ impl<'a> Running<'a> {
             }
             Err(error) => self.break_off(&error),
         }
+    }
+
+    /// Whether the driver polls for its answers: without `VIRTIO_RING_F_EVENT_IDX`, with which it
+    /// names the answer that it waits for, it says so in a flag, which the library does not read.
+    fn wants_no_calls(&self) -> bool {
+        let flags_at = GuestAddress(self.queue.avail_ring());
+        // What cannot be read is called for.
+        !self.queue.event_idx_enabled()
+            && self
+                .settings
+                .memory
+                .guest
+                .load::<u16>(flags_at, Ordering::Relaxed)
+                .is_ok_and(|flags| u16::from_le(flags) & VRING_AVAIL_F_NO_INTERRUPT != 0)
     }
 }

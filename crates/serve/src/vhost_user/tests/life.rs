@@ -57,6 +57,23 @@ fn device_that_has_ended_lets_go_of_its_disk_though_no_worker_has_a_turn() {
     drop(release);
 }
 
+/// The flag of a driver without events (virtio 1.2, section 2.7.7.2).
+#[test]
+fn driver_that_polls_for_answers_is_not_called() {
+    let world = World::new(TestDisk::new(MIB));
+    for (flags, is_called) in [(1_u16, false), (0, true)] {
+        let (front_end, mut rings) = world.guest(Way::default());
+        let ring = &mut rings[0];
+        ring.guest().put(ring.avail(), &flags.to_le_bytes());
+        ring.request(1, 0, &[(MIB, 512, false)]);
+        ring.kick();
+        until("it is done", || ring.used_idx() == 1);
+        // From then on it calls nobody.
+        assert_eq!(front_end.stop(ring), 1);
+        assert_eq!(ring.is_called(0), is_called);
+    }
+}
+
 #[test]
 fn queue_that_is_disabled_takes_nothing() {
     let world = World::new(TestDisk::new(MIB));
