@@ -18,6 +18,8 @@
 //! - I6 What the requests in flight take of our own memory is at most what the queue's share of the
 //!   process's budget covers. A request that is larger runs alone, in smaller windows; one for
 //!   which there is no room waits for others of its queue, and for nobody else.
+//! - I7 A queue that has stopped leaves a ring whose driver notifies: the device that takes it over
+//!   may be another program's, which need not look at it unasked.
 
 mod begin;
 mod end;
@@ -233,10 +235,11 @@ impl<'a> Running<'a> {
             if self.settings.stop {
                 let ended_at_once = self.settings.enabled && self.take_recovered();
                 self.call_if(ended || ended_at_once);
-                return match self.used() {
-                    0 => Poll::Ready(self.base()),
-                    _ => Poll::Pending,
-                };
+                if self.used() > 0 {
+                    return Poll::Pending;
+                }
+                self.want_kicks();
+                return Poll::Ready(self.base());
             }
             self.poll_kick();
             // Otherwise it has not been looked at.
@@ -325,6 +328,11 @@ impl<'a> Running<'a> {
         if !self.waiting.is_empty() {
             return true;
         }
+        self.want_kicks()
+    }
+
+    /// Asks the driver to notify. Returns whether there is something already.
+    fn want_kicks(&mut self) -> bool {
         self.is_notified = true;
         match self.queue.enable_notification(&self.settings.memory.guest) {
             Ok(more) => {

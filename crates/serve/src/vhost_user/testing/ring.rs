@@ -169,19 +169,23 @@ impl Ring {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).expect("kicks");
     }
 
-    /// Kicks if the device wants that for what was added since `before` (virtio 1.3, section
-    /// 2.7.10).
+    /// Kicks if the device wants that for what was added since `before`.
     pub(in crate::vhost_user) fn kick_if_wanted(&self, before: u16) {
+        if self.is_kick_wanted(before) {
+            self.kick();
+        }
+    }
+
+    /// Whether the device wants a kick for what was added since `before` (virtio 1.3, section
+    /// 2.7.10).
+    pub(in crate::vhost_user) fn is_kick_wanted(&self, before: u16) -> bool {
         fence(Ordering::SeqCst);
         let event = self.number(self.used() + 4 + u64::from(self.size) * 8);
-        let is_wanted = if self.way.event_idx {
+        if self.way.event_idx {
             let behind = self.next_avail.wrapping_sub(event).wrapping_sub(1);
             behind < self.next_avail.wrapping_sub(before)
         } else {
             self.number(self.used()) & 1 == 0
-        };
-        if is_wanted {
-            self.kick();
         }
     }
 
