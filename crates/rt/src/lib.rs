@@ -34,6 +34,7 @@ pub mod sync;
 mod task;
 mod task_key;
 mod time;
+mod writeback;
 
 pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf, SharedMemory};
@@ -57,6 +58,7 @@ pub use socket::Socket;
 pub use submit::Op;
 pub use task::{Task, catch_panic, spawn};
 pub use time::{Elapsed, Sleep, now, sleep, timeout};
+pub use writeback::begin_writeback;
 
 use std::time::Duration;
 

@@ -161,6 +161,12 @@ impl Now {
         self.filling.get(block).or_else(sealed)
     }
 
+    /// Whether of any of `blocks` not only the map of the state says what it is.
+    pub(crate) fn has_recent(&self, blocks: &Range<u64>) -> bool {
+        let sealed = || self.sealed.iter().any(|segment| segment.batch.touches(blocks));
+        self.filling.touches(blocks) || sealed()
+    }
+
     /// What was done to `blocks` since the state, oldest first.
     pub(crate) fn recent_batches(&self, blocks: &Range<u64>) -> Vec<Arc<Batch>> {
         let sealed = self.sealed.iter().map(|segment| Arc::clone(&segment.batch));

@@ -17,6 +17,7 @@
 //! | who writes a volume, how hosts agree on it | model/README.md; `heads`, `claims`, `tenure` |
 //! | what a write does, and what a flush waits for | `writing`, `shared` |
 //! | what is put, and when | `known`, `destage` |
+//! | how a read of what is cached stays cheap | `plans`, `volume::direct`, `tree::shortcuts` |
 //! | what blocks become in an extent | `packing`, `frames` |
 //! | what is encrypted, and how | `crypt` |
 //! | what an opening does with a log that it finds | `opening` |
@@ -50,6 +51,7 @@ mod names;
 mod opening;
 mod packing;
 mod place;
+mod plans;
 mod properties;
 mod put;
 mod reader;

@@ -9,33 +9,34 @@
 //!   its blocks it is: so one read finds it.
 
 use mica_map::Reference;
+use std::num::NonZeroU64;
 
 /// Bytes of a block: the unit of a volume's map.
 pub const BLOCK_BYTES: usize = 4096;
 
 /// The number of a writer: of one opening of one volume for writing. Never zero.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Writer(u64);
+pub struct Writer(NonZeroU64);
 
 impl Writer {
     /// Bits of a number: a million openings a second for twelve days, a thousand for 34 years.
     pub const BITS: u32 = 40;
     /// The first that is claimed.
-    pub const FIRST: Self = Self(1);
+    pub const FIRST: Self = Self(NonZeroU64::MIN);
 
     /// Writer `number`; `None` if it is zero or too large.
     pub fn new(number: u64) -> Option<Self> {
-        (number != 0 && number >> Self::BITS == 0).then_some(Self(number))
+        NonZeroU64::new(number).filter(|_| number >> Self::BITS == 0).map(Self)
     }
 
     /// Its number.
     pub fn number(self) -> u64 {
-        self.0
+        self.0.get()
     }
 
     /// The next writer; `None` if the store has had all of them.
     pub fn next(self) -> Option<Self> {
-        Self::new(self.0 + 1)
+        Self::new(self.number() + 1)
     }
 }
 
@@ -202,7 +203,7 @@ impl Reference for Place {
     const BYTES: usize = 16;
 
     fn to_bytes(self) -> [u8; 16] {
-        let mut bits = u128::from(self.extent.writer.0);
+        let mut bits = u128::from(self.extent.writer.number());
         bits = bits << 32 | u128::from(self.extent.sequence);
         bits = bits << Self::UNIT_BITS | u128::from(self.unit);
         bits = bits << 32 | u128::from(self.sum);

@@ -7,6 +7,7 @@
 
 use crate::known::Now;
 use crate::place::{BLOCK_BYTES, Place};
+use crate::plans::{Plans, RUN_BLOCKS_MAX};
 use crate::recent::{Batch, Block, Known};
 use crate::state::Root;
 use crate::tree::{Cursor, Tree, follows};
@@ -15,11 +16,9 @@ use mica_map::{Directory, Walk, WalkStep};
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 const SIZE: u64 = BLOCK_BYTES as u64;
-/// Blocks of one read that are in one object.
-const RUN_BLOCKS_MAX: usize = 64;
 /// Blocks with data that one survey goes through; then it ends.
 const SURVEY_BLOCKS_MAX: usize = 4096;
 
@@ -49,7 +48,8 @@ enum Source {
 impl View {
     pub(crate) fn new(now: &Now, blocks: Range<u64>) -> Self {
         let first = blocks.start;
-        let source = |block| match now.recent(block) {
+        let has_recent = now.has_recent(&blocks);
+        let source = |block| match has_recent.then(|| now.recent(block)).flatten() {
             None => Source::Unknown,
             Some(Known::Nothing) => Source::Nothing,
             Some(Known::Data(data)) => Source::Memory(data),
@@ -63,10 +63,35 @@ impl View {
         self.generation
     }
 
+    /// Has `plans` remember what the map said of the blocks, all of which are known.
+    pub(crate) fn keep_in(&self, plans: &Plans) {
+        let found = self.sources.iter().map(|source| match source {
+            Source::Unknown | Source::Memory(_) => None,
+            Source::Nothing => Some(None),
+            Source::Store(place) => Some(Some(*place)),
+        });
+        plans.keep((self.generation, self.first), found);
+    }
+
+    /// Learns what the map says of each block from the first on, if that is known.
+    fn learn(&mut self, found: &[Option<Option<Place>>]) {
+        for (source, found) in self.sources.iter_mut().zip(found) {
+            if let (Source::Unknown, Some(found)) = (&*source, found) {
+                *source = found.map_or(Source::Nothing, Source::Store);
+            }
+        }
+    }
+
     /// Asks the map as far as that needs no I/O; what was found for a plan is not looked for again.
     /// Returns whether everything is known.
     pub(crate) fn resolve_cached(&mut self, tree: &Tree, plans: &Plans) -> bool {
-        plans.fill(self);
+        plans.recall((self.generation, self.first), |found| self.learn(found));
+        if let [source @ Source::Unknown] = &mut *self.sources {
+            // The most frequent case, without the directories that others would share.
+            let Some(found) = tree.look_up_cached(self.map, self.first) else { return false };
+            *source = found.map_or(Source::Nothing, Source::Store);
+            return true;
+        }
         let mut cursor = Cursor::new(tree, self.map);
         for (block, source) in (self.first..).zip(&mut self.sources) {
             if matches!(source, Source::Unknown) {
@@ -132,57 +157,6 @@ impl View {
         let len = buf.len();
         buf.put(0, &whole[skipped..skipped + len]);
         (result, buf)
-    }
-}
-
-/// What the map said of the blocks of plans that were made lately: the reads that follow need not
-/// ask it again. Valid as long as the map is the same; what was written since is looked up anew.
-#[derive(Default)]
-pub(crate) struct Plans {
-    slots: [Mutex<PlanSlot>; PLANS],
-}
-
-/// Plans that are remembered: requests of a few queues.
-const PLANS: usize = 16;
-
-#[derive(Default)]
-struct PlanSlot {
-    generation: u64,
-    first: u64,
-    /// Of what was in memory, the map was not asked.
-    found: Vec<Option<Option<Place>>>,
-}
-
-impl Plans {
-    fn slot(&self, first: u64) -> MutexGuard<'_, PlanSlot> {
-        let at = usize::try_from(first % PLANS as u64).expect("small");
-        self.slots[at].lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Remembers what `view` found, all of which is known.
-    pub(crate) fn keep(&self, view: &View) {
-        let mut slot = self.slot(view.first);
-        (slot.generation, slot.first) = (view.generation, view.first);
-        slot.found.clear();
-        slot.found.extend(view.sources.iter().map(|source| match source {
-            Source::Unknown | Source::Memory(_) => None,
-            Source::Nothing => Some(None),
-            Source::Store(place) => Some(Some(*place)),
-        }));
-    }
-
-    /// Tells `view` what was found. A block that is in memory now may have been in the map then,
-    /// but not the other way round while the map is the same.
-    fn fill(&self, view: &mut View) {
-        let slot = self.slot(view.first);
-        if (slot.generation, slot.first) != (view.generation, view.first) {
-            return;
-        }
-        for (source, found) in view.sources.iter_mut().zip(&slot.found) {
-            if let (Source::Unknown, Some(found)) = (&*source, found) {
-                *source = found.map_or(Source::Nothing, Source::Store);
-            }
-        }
     }
 }
 

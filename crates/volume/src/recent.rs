@@ -121,6 +121,12 @@ impl Batch {
         }
     }
 
+    /// Whether anything was done to one of `blocks`.
+    pub(crate) fn touches(&self, blocks: &Range<u64>) -> bool {
+        let last = self.pieces.range(..blocks.end).next_back();
+        last.is_some_and(|(start, piece)| start + piece.count() > blocks.start)
+    }
+
     /// `block` has these bytes now.
     pub(crate) fn put(&mut self, block: u64, data: Block) {
         self.cut(block..block + 1);
@@ -266,6 +272,11 @@ mod tests {
                 }
                 for block in 0..70 {
                     assert_eq!(batch.get(block), model.get(&block).cloned(), "seed {seed}");
+                }
+                for start in 0..70 {
+                    let blocks = start..start + 1 + start % 5;
+                    let touches = model.range(blocks.clone()).next().is_some();
+                    assert_eq!(batch.touches(&blocks), touches, "seed {seed}: {blocks:?}");
                 }
                 let data = model.values().filter(|known| **known != Known::Nothing).count();
                 assert_eq!(batch.data_blocks(), data);

@@ -12,8 +12,9 @@ use crate::labels::Labels;
 use crate::log::Log;
 use crate::meter::Meter;
 use crate::place::{BLOCK_BYTES, Writer};
+use crate::plans::Plans;
 use crate::put::Patience;
-use crate::reader::{Plans, View, blocks_of};
+use crate::reader::{View, blocks_of, check_range};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{Error, ErrorKind, Requests, Result};
@@ -170,6 +171,16 @@ impl Shared {
 
     pub(crate) fn view(&self, range: GuestRange) -> View {
         View::new(&self.now(), blocks_of(range))
+    }
+
+    /// As [`Self::view`], of a range that may be beyond the end.
+    ///
+    /// # Errors
+    /// `Invalid` if it is.
+    pub(crate) fn checked_view(&self, range: GuestRange) -> Result<View> {
+        let now = self.now();
+        check_range(range, now.len)?;
+        Ok(View::new(&now, blocks_of(range)))
     }
 
     pub(crate) fn log(&self) -> Option<&Log> {

@@ -10,6 +10,7 @@
 //! - I5 What was read with one cipher is not returned to who has another, or none.
 
 mod cursor;
+mod shortcuts;
 
 pub(crate) use cursor::Cursor;
 
@@ -23,12 +24,13 @@ use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
 use crate::properties::Access;
 use crate::put::{Patience, Tries};
 use crate::state::Root;
-use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
+use mica_block::{Error, ErrorKind, IoFuture, MapStats, Object, Objects, Result};
 use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
 use mica_rt::sync::Signal;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
+use shortcuts::Shortcuts;
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
 use std::ops::Range;
@@ -37,6 +39,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Bytes of memory that a node in the cache takes, about.
 const NODE_MEMORY_BYTES: u64 = 512;
+/// The levels of the directories to which there are shortcuts, and which part of the cache's memory
+/// these may have.
+const SHORTCUT_PARTS: [(u8, u64); 2] = [(0, 4), (1, 32)];
 /// Records of snapshots that are kept: each takes less than a node.
 const RECORDS_MAX: usize = 1 << 14;
 /// Bytes of frames that are kept as they are without compression: those that are read in sequence.
@@ -64,6 +69,8 @@ pub(crate) struct Tree {
 struct Shared {
     objects: Arc<dyn Objects>,
     nodes: Cache<Place, Node, NodeMemory>,
+    /// To the lowest directories, and to those above them.
+    shortcuts: [Shortcuts; 2],
     records: Cache<Place, Arc<Record>>,
     frames: Cache<FrameKey, Arc<Vec<u8>>, FrameMemory>,
     opened: Cache<ExtentId, Arc<dyn Object>>,
@@ -127,8 +134,12 @@ impl Tree {
     /// Reads from `objects`, with a cache of nodes of about `cache_bytes`, with the patience of a
     /// verb.
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
-        let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
-        let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
+        let shortcuts =
+            SHORTCUT_PARTS.map(|(level, part)| Shortcuts::new(level, cache_bytes / part));
+        let shortcut_bytes: u64 = shortcuts.iter().map(Shortcuts::budget_bytes).sum();
+        let node_bytes = cache_bytes - shortcut_bytes;
+        let count = usize::try_from(node_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
+        let nodes = Cache::with_weighter(count, node_bytes, NodeMemory);
         let (hits, misses, failing, held, boots, ahead) = Default::default();
         let (records, opened) = (Cache::new(RECORDS_MAX), Cache::new(OPENED_MAX));
         let count = usize::try_from(FRAMES_BYTES_MAX / FRAME_BYTES).expect("small");
@@ -136,6 +147,7 @@ impl Tree {
         let shared = Arc::new(Shared {
             objects,
             nodes,
+            shortcuts,
             records,
             frames,
             opened,
@@ -208,6 +220,12 @@ impl Tree {
 
     /// As [`Self::look_up`], if all that has to be known is in the cache.
     pub(crate) fn look_up_cached(&self, root: Root, key: u64) -> Option<Option<Place>> {
+        let [lowest, _] = &self.shared.shortcuts;
+        let top = root.node.filter(|_| root.height > lowest.level() && !root.is_beyond(key));
+        if let Some(found) = top.and_then(|top| lowest.child(top, key)) {
+            self.shared.hits.fetch_add(1, Ordering::Relaxed);
+            return Some(found);
+        }
         Cursor::new(self, root).look_up_cached(key)
     }
 
@@ -215,12 +233,13 @@ impl Tree {
     pub(crate) fn stats(&self) -> MapStats {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (hits, misses) = (count(&self.shared.hits), count(&self.shared.misses));
+        let shortcut_bytes: u64 = self.shared.shortcuts.iter().map(Shortcuts::budget_bytes).sum();
         MapStats {
             hits,
             misses,
             index_loads: misses,
             cached_bytes: self.shared.nodes.weight(),
-            budget_bytes: self.shared.nodes.capacity(),
+            budget_bytes: self.shared.nodes.capacity() + shortcut_bytes,
             ..MapStats::default()
         }
     }
@@ -383,6 +402,16 @@ impl Tree {
                 (result, buf)
             }
             cipher => self.fill_in_place(first, places, buf, cipher).await,
+        }
+    }
+
+    /// Begins to fill `buf` from `first` on, for a caller that compares the sums. Gives it back if
+    /// there is more to do: the blocks are in a frame or encrypted, or may be held for boots.
+    pub(crate) fn begin_plain(&self, first: Place, buf: Buf) -> std::result::Result<IoFuture, Buf> {
+        let is_plain = matches!(self.access, Access::Plain) && first.frame().is_none();
+        match is_plain && self.chunks.is_none() {
+            true => Ok(self.object(first.extent()).read_at(buf, first.offset())),
+            false => Err(buf),
         }
     }
 

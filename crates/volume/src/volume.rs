@@ -13,6 +13,7 @@
 //!   is latched. A store that does not answer makes everybody wait.
 
 mod automatic;
+mod direct;
 mod manage;
 mod rewrite;
 mod snapshots;
@@ -79,8 +80,36 @@ impl Volume {
 
     fn planned(&self, view: &View, range: GuestRange, mut extents: Vec<Extent>) -> Plan<'static> {
         view.extents(range, &mut extents);
-        self.shared.plans.keep(view);
+        view.keep_in(&self.shared.plans);
         Plan::untracked(extents)
+    }
+
+    /// Reads `range`, whatever its blocks are.
+    fn read_by_view(&self, range: GuestRange, buf: Buf) -> IoFuture {
+        let mut view = self.shared.view(range);
+        let is_known = view.resolve_cached(&self.shared.tree, &self.shared.plans);
+        let shared = Arc::clone(&self.shared);
+        IoFuture::boxed(async move {
+            let (mut first, mut buf) = (Some((view, is_known)), Some(buf));
+            let read = shared.reading(async || {
+                let (mut view, is_known) =
+                    first.take().unwrap_or_else(|| (shared.view(range), false));
+                // While the map is asked, too.
+                let _guest = shared.boot.as_ref().map(|boot| boot.guest());
+                if !is_known && let Err(error) = view.resolve(&shared.tree).await {
+                    return (view.generation(), Err(error));
+                }
+                if let Some(boot) = &shared.boot {
+                    boot.note(&view);
+                }
+                let room = buf.take().expect("it comes back");
+                let (result, room) = view.read(&shared.tree, range, room).await;
+                buf = Some(room);
+                (view.generation(), result)
+            });
+            let result = read.await;
+            (result, buf.expect("it came back"))
+        })
     }
 
     /// Does `act` as a request that is in flight until it is done, whoever waits for it.
@@ -105,10 +134,10 @@ impl Disk for Volume {
     }
 
     fn plan(&self, range: GuestRange, extents: Vec<Extent>) -> Planned<'_> {
-        if let Err(error) = check_range(range, self.shared.len()) {
-            return Planned::Ready(Err(error));
-        }
-        let mut view = self.shared.view(range);
+        let mut view = match self.shared.checked_view(range) {
+            Ok(view) => view,
+            Err(error) => return Planned::Ready(Err(error)),
+        };
         let (tree, plans) = (&self.shared.tree, &self.shared.plans);
         if view.resolve_cached(tree, plans) {
             return Planned::Ready(Ok(self.planned(&view, range, extents)));
@@ -146,30 +175,10 @@ impl Disk for Volume {
             return mica_block::ready(Ok(()), buf);
         }
         let range = extent.range();
-        let mut view = self.shared.view(range);
-        let is_known = view.resolve_cached(&self.shared.tree, &self.shared.plans);
-        let shared = Arc::clone(&self.shared);
-        IoFuture::boxed(async move {
-            let (mut first, mut buf) = (Some((view, is_known)), Some(buf));
-            let read = shared.reading(async || {
-                let (mut view, is_known) =
-                    first.take().unwrap_or_else(|| (shared.view(range), false));
-                // While the map is asked, too.
-                let _guest = shared.boot.as_ref().map(|boot| boot.guest());
-                if !is_known && let Err(error) = view.resolve(&shared.tree).await {
-                    return (view.generation(), Err(error));
-                }
-                if let Some(boot) = &shared.boot {
-                    boot.note(&view);
-                }
-                let room = buf.take().expect("it comes back");
-                let (result, room) = view.read(&shared.tree, range, room).await;
-                buf = Some(room);
-                (view.generation(), result)
-            });
-            let result = read.await;
-            (result, buf.expect("it came back"))
-        })
+        match self.read_directly(range, buf) {
+            Ok(reading) => reading,
+            Err(buf) => self.read_by_view(range, buf),
+        }
     }
 
     fn is_writable(&self) -> bool {

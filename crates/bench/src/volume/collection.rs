@@ -61,11 +61,13 @@ pub(super) fn run(context: &Context<'_>, disk: Disk, sample: &mut Sample) -> Res
     sample.put("collect_read_p99_idle_us", idle);
     sample.put("collect_read_p99_us", meanwhile);
     sample.put("collect_read_p99_ratio", meanwhile / idle);
+    let stopped = server.stop()?;
+    ensure!(stopped.status.success(), "{}\n{}", stopped.status, stopped.log);
+    // While a writer has the volume, only that writes its sparse extents again.
+    collect_while(context, disk, || false)?;
     if let Some(occupied) = context.place.occupied(disk) {
         sample.put("collect_space_ratio", ratio(occupied, context.disk_bytes));
     }
-    let stopped = server.stop()?;
-    ensure!(stopped.status.success(), "{}\n{}", stopped.status, stopped.log);
     Ok(())
 }
 

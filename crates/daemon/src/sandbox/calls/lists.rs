@@ -35,7 +35,8 @@ pub(super) const OF_SERVERS: &[i64] = &[
     // Images, sidecars, logs.
     libc::SYS_pread64, libc::SYS_pwrite64, libc::SYS_preadv, libc::SYS_pwritev,
     libc::SYS_preadv2, libc::SYS_pwritev2, libc::SYS_fadvise64, libc::SYS_fsync, libc::SYS_fdatasync,
-    libc::SYS_ftruncate, libc::SYS_fallocate, libc::SYS_flock, libc::SYS_openat2,
+    libc::SYS_sync_file_range, libc::SYS_ftruncate, libc::SYS_fallocate, libc::SYS_flock,
+    libc::SYS_openat2,
     libc::SYS_statfs, libc::SYS_fstatfs, libc::SYS_faccessat, libc::SYS_faccessat2,
     libc::SYS_renameat, libc::SYS_renameat2, libc::SYS_unlinkat, libc::SYS_mkdirat,
     // Memory shared with virtual machines.

@@ -17,6 +17,7 @@ use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// The folder of new files.
 pub(super) const FOLDER: &str = ".tmp";
@@ -28,7 +29,10 @@ const ABANDONED_SECONDS: i64 = 3600;
 /// can; for those of a MiB and more it takes memory that nobody used for long, and to fill that
 /// costs several times as much, above all in a machine whose host had got it back.
 const STEP_BYTES: usize = 256 << 10;
-/// Bytes from which on space is allocated in advance.
+/// How long the device is left to others after each: about as long as it takes for one.
+const STEP_PAUSE: Duration = Duration::from_micros(250);
+/// Bytes from which on space is allocated in advance, and the device is left to others now and
+/// then.
 const ALLOCATED_MIN: usize = 1 << 20;
 
 /// A file in [`FOLDER`], which is removed when this is dropped, unless it has a second name.
@@ -62,8 +66,26 @@ impl NewFile {
         if content.len() >= ALLOCATED_MIN {
             self.allocate(content.len())?;
         }
-        content.chunks(STEP_BYTES).try_for_each(|step| self.file.write_all(step))?;
+        let mut at = 0;
+        for step in content.chunks(STEP_BYTES) {
+            self.file.write_all(step)?;
+            if content.len() >= ALLOCATED_MIN {
+                self.give_to_device(at, step.len() as u64);
+            }
+            at += step.len() as u64;
+        }
         Ok(fdatasync(&self.file)?)
+    }
+
+    /// Has the device begin with what was just written, and leaves it alone for a moment: a sync of
+    /// a write log waits for one step then, and not for all of an object.
+    fn give_to_device(&self, at: u64, len: u64) {
+        mica_rt::begin_writeback(&self.file, at, len);
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "a thread for what blocks: none is simulated"
+        )]
+        std::thread::sleep(STEP_PAUSE);
     }
 
     /// Gives it all its space at once: a sixth less work for ext4 than to reserve each block as it

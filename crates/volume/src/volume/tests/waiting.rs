@@ -64,7 +64,7 @@ fn read_of_what_was_collected_meanwhile_finds_what_is_there_now() {
         let mut buf = Buf::new(bytes(WHOLE));
         buf.fill(0);
         // It knows where it reads from now on.
-        let reading = volume.read(&plan[0], buf);
+        let reading = volume.read_by_view(plan[0].range(), buf);
         replaced(&volume, &memory, 2).await;
         let (result, buf) = reading.await;
         result.expect("read");

@@ -1,0 +1,31 @@
+//! Writing back what is in the page cache, without waiting for it.
+
+use rustix::fd::{AsFd, AsRawFd};
+
+/// Asks the system to begin to write `len` bytes at `offset` of `file` to their device. A hint: it
+/// makes nothing durable, and takes no error away from the sync that does.
+pub fn begin_writeback(file: impl AsFd, offset: u64, len: u64) {
+    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
+    let file = file.as_fd().as_raw_fd();
+    // SAFETY: no memory is passed, and the descriptor is open for as long as it is borrowed.
+    let _ = unsafe { libc::sync_file_range(file, offset, len, libc::SYNC_FILE_RANGE_WRITE) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Seek, Write};
+
+    #[test]
+    fn hint_changes_nothing_wherever_it_is_given() {
+        let mut file = tempfile::tempfile().expect("made");
+        file.write_all(&[7; 10_000]).expect("written");
+        for (offset, len) in [(0, 10_000), (4096, 1 << 40), (u64::MAX, 1), (0, u64::MAX)] {
+            begin_writeback(&file, offset, len);
+        }
+        let mut bytes = Vec::new();
+        file.rewind().expect("a file");
+        file.read_to_end(&mut bytes).expect("read");
+        assert_eq!(bytes, [7; 10_000]);
+    }
+}
