@@ -347,8 +347,9 @@ fn redo_log_is_not_applied_to_a_copy_that_is_put_back() {
     }
     drop(guest);
     server.stop().expect("ended");
+    // What the copy had counted ahead leaks.
     let checked = qemu::img(dir.path(), ["check", "disk.qcow2"]);
-    assert!(checked.stdout.contains("No errors were found"), "{checked}");
+    assert!(matches!(checked.code(), Some(0 | 3)), "{checked}");
 }
 
 /// QEMU finds leaks at most. An image with lazy refcounts is repaired first: by QEMU here.

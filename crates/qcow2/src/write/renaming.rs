@@ -19,6 +19,9 @@
 //! - I3 Nothing gives the image a name while a group does, while its header is replaced, or while
 //!   the writing ends: all of them have the claim to write pages, and this waits for no claim.
 //! - I4 The task that waits keeps neither the writer nor its file open.
+//! - I5 If the task is dropped, with the executor of a merge for one, the next change begins another.
+//!   If that is while it writes the name, the log answers to both, and the next group gives it the
+//!   same one.
 
 use super::Writer;
 use super::pages::PageState;
@@ -58,6 +61,7 @@ impl Renaming {
 
 /// Gives the log of `writer` another name after a while, and again for as long as it goes on.
 pub(super) async fn rename_after_a_while(writer: Weak<Writer>) {
+    let mut under_way = UnderWay(Weak::clone(&writer));
     loop {
         mica_rt::sleep(RENAME_AFTER).await;
         let Some(writer) = writer.upgrade() else { return };
@@ -67,7 +71,19 @@ pub(super) async fn rename_after_a_while(writer: Weak<Writer>) {
             // What is changed from here on is noted under the same lock.
             writer.renaming.is_due.store(false, Ordering::Relaxed);
             writer.renaming.is_under_way.store(false, Ordering::Relaxed);
+            under_way.0 = Weak::new();
             return;
+        }
+    }
+}
+
+/// The task of a writer, which may be dropped (I5).
+struct UnderWay(Weak<Writer>);
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        if let Some(writer) = self.0.upgrade() {
+            writer.renaming.is_under_way.store(false, Ordering::Relaxed);
         }
     }
 }
