@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn file_that_a_killed_drop_left_goes_with_all_that_is_about_it() {
         let world = World::new(MergeMarks::put_dropped);
-        assert_eq!(world.remove().expect("removed"), [world.file.clone()]);
+        assert_eq!(world.remove().expect("removed"), std::slice::from_ref(&world.file));
         assert_eq!(world.names(), ["base.qcow2", "base.qcow2.mica-above", "disk.qcow2"]);
         let mark = fs::read_to_string(world.folder.path().join("base.qcow2.mica-above"));
         assert_eq!(mark.expect("there"), "above: disk.qcow2\n");
