@@ -51,6 +51,9 @@ const L1_PIECE_BYTES: usize = 1 << 20;
 pub(crate) struct Active {
     pub(crate) path: PathBuf,
     pub(crate) options: ImageOptions,
+    /// The format by which the layer above names the one that the user named, if there is one, and
+    /// it says.
+    pub(crate) named_as: Option<String>,
 }
 
 /// The layer that is written for the image that the user `named`, qcow2 or raw: that one, or the
@@ -62,6 +65,7 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
     let images = FileImages::new(named, options.clone())?;
     let mut path = named.to_owned();
     let mut followed: Option<(FileStore, Mark)> = None;
+    let mut named_as = None;
     for _ in 0..LayerNumber::COUNT_MAX {
         let (located, store) = images.glance(&path)?;
         let Some(mark) = Mark::of(&path, located.owner())? else {
@@ -72,10 +76,13 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
                     beneath(named, options)?
                 }
             };
-            return Ok(Active { path, options });
+            return Ok(Active { path, options, named_as });
         };
         let identity = located.identity(store.len()?);
-        check_above(&images, &path, &identity, &mark).await?;
+        let format = check_above(&images, &path, &identity, &mark).await?;
+        if followed.is_none() {
+            named_as = format;
+        }
         path = mark.above().to_owned();
         followed = Some((store, mark));
     }
@@ -179,13 +186,14 @@ pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that what is above `layer` still stands on it.
+/// Makes sure that what is above `layer` still stands on it. Returns the format by which it does, if
+/// that is said.
 async fn check_above(
     images: &FileImages,
     layer: &Path,
     identity: &Identity,
     mark: &Mark,
-) -> Result<()> {
+) -> Result<Option<String>> {
     let (at, above) = (mark.path(), mark.above());
     let denied = |what: &str| {
         let (named, above) = (layer.display(), above.display());
@@ -212,11 +220,11 @@ async fn check_above(
         let below = header.backing.and_then(|backing| {
             let name = parse_image_name(&backing.name).ok()?;
             let below = images.resolve(&path, &name.path).ok()?;
-            images.identify(&below).ok().map(|found| (below, found))
+            images.identify(&below).ok().map(|found| (below, found, backing.format))
         });
-        let Some((below, found)) = below else { break };
+        let Some((below, found, format)) = below else { break };
         if (found.device, found.inode) == (identity.device, identity.inode) {
-            return Ok(());
+            return Ok(format);
         }
         path = below;
     }

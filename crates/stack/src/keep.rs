@@ -175,12 +175,15 @@ pub async fn check_only_state(images: &FileImages, file: &Path) -> Result<()> {
 pub fn remove_state(file: &Path) -> Result<()> {
     let mut sidecar = file.as_os_str().to_owned();
     sidecar.push(crate::sidecars::SUFFIX);
+    let merged = crate::merged::place_beside(file)?;
     // First what is of no use without the file.
     Mark::forget(file)?;
-    crate::merged::forget(file)?;
     for path in [Path::new(&sidecar), file] {
         remove(path).map_err(|error| failed_in(path, "removing", error))?;
     }
+    crate::files::sync_folder_of(file)?;
+    // Until then it says that the file is to be removed (`dropped.rs`).
+    remove(&merged).map_err(|error| failed_in(&merged, "removing", error))?;
     crate::files::sync_folder_of(file)
 }
 

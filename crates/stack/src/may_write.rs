@@ -8,6 +8,7 @@
 //! | a server | the layer in which the writing goes on (`above.rs`) |
 //! | a repair or a change of keys, of which the disk shows nothing | [`MayWrite::to_repair`] |
 //! | whoever makes a new file | [`MayWrite::new_file`] |
+//! | whoever removes a file, so that nobody else opens it | [`MayWrite::to_remove`] |
 //!
 //! A merge writes a frozen layer through the chain that it belongs to, and that has leave to write
 //! its active layer.
@@ -41,6 +42,11 @@ impl MayWrite {
     /// For a repair or a change of keys, which the user asks for, and of which the disk shows
     /// nothing.
     pub fn to_repair() -> Self {
+        Self(Leave::Marked)
+    }
+
+    /// For a file that the caller removes.
+    pub(crate) fn to_remove() -> Self {
         Self(Leave::Marked)
     }
 

@@ -13,6 +13,9 @@
 //!
 //! Of two that do so at once at least one sees the other.
 //!
+//! The layer of a kept state that is dropped is marked as going into the one above it; its mark also
+//! says that its file is to be removed after that (`dropped.rs`).
+//!
 //! When the commit is done, the mark of the base goes, and the others stay: they tell the next
 //! commit that nobody needs these images, whose headers still name the base. After one that did not
 //! end, all stay until it is done: until then the base has only a part of what goes into it.
@@ -44,6 +47,8 @@ const SUFFIX: &str = ".mica-merged";
 const NEW_SUFFIX: &str = ".mica-merged.tmp";
 /// What stands before the name of the base.
 const INTO: &[u8] = b"into: ";
+/// What stands before that of the layer above, for a state that is dropped: its file goes, too.
+const DROPPED_INTO: &[u8] = b"dropped into: ";
 /// The first line of the mark of a base.
 const BASE: &[u8] = b"base";
 /// What stands before what is known of the file.
@@ -55,9 +60,18 @@ const CONTENT_BYTES_MAX: u64 = 4096 + 128;
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Content {
     /// The layer goes, or went, into this one, as long as it is unchanged since `changed_ns`.
-    Source { into: OsString, file: FileMark, changed_ns: i128 },
+    Source { into: OsString, file: FileMark, changed_ns: i128, then: Then },
     /// Others go into the layer.
     Base { file: FileMark },
+}
+
+/// What becomes of the file of a layer that went into another one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Then {
+    /// It is the user's.
+    Stays,
+    /// It is removed: it kept a state that was dropped.
+    Goes,
 }
 
 /// Which file a mark is for: its inode, and when it was made, or 0 if the file system does not
@@ -82,8 +96,9 @@ fn changed_ns(found: &Metadata) -> i128 {
 impl Content {
     fn encode(&self) -> Vec<u8> {
         let (first, file, changed) = match self {
-            Self::Source { into, file, changed_ns } => {
-                ([INTO, into.as_bytes()].concat(), file, format!(" {changed_ns}"))
+            Self::Source { into, file, changed_ns, then } => {
+                let before = if *then == Then::Goes { DROPPED_INTO } else { INTO };
+                ([before, into.as_bytes()].concat(), file, format!(" {changed_ns}"))
             }
             Self::Base { file } => (BASE.to_vec(), file, String::new()),
         };
@@ -107,10 +122,12 @@ impl Content {
         if numbers.next().is_some() {
             return None;
         }
-        match (first.strip_prefix(INTO), changed) {
-            (Some(name), Some(changed)) if !name.is_empty() && !name.contains(&0) => {
+        let source = |before, then| first.strip_prefix(before).map(|name: &[u8]| (name, then));
+        let source = source(INTO, Then::Stays).or_else(|| source(DROPPED_INTO, Then::Goes));
+        match (source, changed) {
+            (Some((name, then)), Some(changed)) if !name.is_empty() && !name.contains(&0) => {
                 let into = OsString::from_vec(name.to_vec());
-                Some(Self::Source { into, file, changed_ns: changed.parse().ok()? })
+                Some(Self::Source { into, file, changed_ns: changed.parse().ok()?, then })
             }
             (None, None) if first == BASE => Some(Self::Base { file }),
             _ => None,
@@ -120,8 +137,8 @@ impl Content {
     /// Whether it is for the file that was `found` (I1).
     fn is_for(&self, found: &Metadata) -> bool {
         match self {
-            Self::Source { file, changed_ns: then, .. } => {
-                *file == FileMark::of(found) && *then == changed_ns(found)
+            Self::Source { file, changed_ns: changed, .. } => {
+                *file == FileMark::of(found) && *changed == changed_ns(found)
             }
             Self::Base { file } => *file == FileMark::of(found),
         }
@@ -180,18 +197,60 @@ pub fn refuse_merged(base: &Path) -> Result<()> {
     Err(Error::new(ErrorKind::Denied, what))
 }
 
-/// Removes the mark of `layer`, whose file is about to go.
+/// Where the mark of `layer` is, if it has one.
 ///
 /// # Errors
 /// What the system reports.
-pub(crate) fn forget(layer: &Path) -> Result<()> {
-    let at = place(layer, SUFFIX)?;
-    match std::fs::remove_file(&at) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(Error::from_io(format!("removing {}", at.display()), error))
-        }
-        _ => Ok(()),
+pub(crate) fn place_beside(layer: &Path) -> Result<PathBuf> {
+    place(layer, SUFFIX)
+}
+
+/// The layer whose mark the file at `path` would be, by its name.
+pub(crate) fn layer_marked_by(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.as_bytes().strip_suffix(SUFFIX.as_bytes())?;
+    (!name.is_empty()).then(|| path.with_file_name(std::ffi::OsStr::from_bytes(name)))
+}
+
+/// The layer into which the one at `path` went, or is about to go, if that kept a state that is
+/// dropped, so that its file goes, too.
+///
+/// # Errors
+/// As for reading the mark.
+pub(crate) fn dropped_into(path: &Path) -> Result<Option<PathBuf>> {
+    Ok(match mark_of(path)? {
+        Some(Content::Source { into, then: Then::Goes, .. }) => Some(into.into()),
+        _ => None,
+    })
+}
+
+/// Removes what is `at` if it is the mark of a state that was dropped, whose file is gone. Returns
+/// whether it is.
+///
+/// # Errors
+/// As for reading it; what the system reports.
+pub(crate) fn remove_lone_mark(at: &Path) -> Result<bool> {
+    let me = rustix::process::geteuid().as_raw();
+    let content = read_trusted(at, me, CONTENT_BYTES_MAX)?;
+    let content = content.as_deref().and_then(Content::decode);
+    let is_dropped = matches!(content, Some(Content::Source { then: Then::Goes, .. }));
+    if is_dropped {
+        std::fs::remove_file(at)
+            .map_err(|error| Error::from_io(format!("removing {}", at.display()), error))?;
     }
+    Ok(is_dropped)
+}
+
+/// Removes the mark of `layer` as that into which others go: they have done so.
+///
+/// # Errors
+/// What the system reports.
+pub(crate) fn settle_base(layer: &Path) -> Result<()> {
+    if let Some(Content::Base { .. }) = mark_of(layer)? {
+        let at = place(layer, SUFFIX)?;
+        std::fs::remove_file(&at)
+            .map_err(|error| Error::from_io(format!("removing {}", at.display()), error))?;
+    }
+    Ok(())
 }
 
 /// The marks of the layers of a commit. Dropping this takes those back that it put.
@@ -244,6 +303,19 @@ impl MergeMarks {
     /// # Errors
     /// What the system reports. Nothing new is marked then.
     pub fn put(base: &Path, sources: &[PathBuf]) -> Result<Self> {
+        Self::put_all(base, sources, Then::Stays)
+    }
+
+    /// Marks the layer at `state`, which keeps a state that is dropped, and the one `above`, into
+    /// which it goes before its file is removed.
+    ///
+    /// # Errors
+    /// As [`Self::put`].
+    pub fn put_dropped(above: &Path, state: &Path) -> Result<Self> {
+        Self::put_all(above, &[state.to_owned()], Then::Goes)
+    }
+
+    fn put_all(base: &Path, sources: &[PathBuf], then: Then) -> Result<Self> {
         let mut marks = Self { base: None, sources: Vec::new(), has_begun: AtomicBool::new(false) };
         marks.base = Put::beside(base, |found| Content::Base { file: FileMark::of(found) })?;
         let into = base.canonicalize();
@@ -253,6 +325,7 @@ impl MergeMarks {
                 into: into.clone().into_os_string(),
                 file: FileMark::of(found),
                 changed_ns: changed_ns(found),
+                then,
             });
             marks.sources.extend(put?);
         }

@@ -125,7 +125,7 @@ pub async fn open_active(
         let opened = open_writable(named, format, images, chain).await?;
         return Ok((opened, named.to_owned()));
     }
-    let Active { path, options } = active_layer(named, images).await?;
+    let Active { path, options, named_as } = active_layer(named, images).await?;
     let may_write = MayWrite::as_active();
     let is_above = path != *named;
     let opened = match format {
@@ -141,7 +141,15 @@ pub async fn open_active(
         _ => open_for(&Purpose::Write(may_write), &path, Format::Qcow2, options, chain).await?,
     };
     if is_above {
-        tracing::info!("{} goes on in {}", named.display(), path.display());
+        let (named, path) = (named.display(), path.display());
+        tracing::info!("{named} goes on in {path}");
+        if let Some(is) = named_as.filter(|is| *is != format.name()) {
+            let stated = format.name();
+            tracing::warn!(
+                "{named} is stated to be {stated}, and is a {is} image to {path}, which stands on \
+                 it: state --format {is}"
+            );
+        }
     }
     Ok((opened, path))
 }

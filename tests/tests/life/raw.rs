@@ -1,13 +1,14 @@
 //! A raw image gets layers while it is served.
 
-use crate::world::{Model, SIZE, World, layer};
+use crate::world::{Model, SIZE, TOOLS, World, layer};
 use mica_gen::Rng;
 use mica_tests::flag::RaisedAtEnd;
 use mica_tests::guest::Request;
-use mica_tests::{clock, mica, qemu};
+use mica_tests::{clock, command, mica, qemu, tools};
 use rustix::process::Signal;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -198,4 +199,67 @@ fn refused_layers_leave_a_raw_image_as_it_was() {
     drop(guest);
     world.stop();
     assert!(world.content(&world.image_on_disk()) == model.bytes);
+}
+
+/// The story: a raw disk loses none of its writes with its server, and did so from its first layer
+/// on, of which only its status told.
+#[test]
+fn first_layer_of_a_raw_image_without_redo_logs_is_warned_of() {
+    const WARNING: &str = "from its first layer on: writes that are not flushed are lost";
+    for (more, is_warned) in [(&["--redo-dir", "off"][..], 1), (&[], 0)] {
+        let Some(mut world) = World::of_raw(more) else { return };
+        for number in 1..=2 {
+            world.snapshot(&layer(number), &[]).ok();
+        }
+        let log = world.server.as_ref().expect("it is served").log();
+        assert_eq!(log.matches(WARNING).count(), is_warned, "{log}");
+        world.stop();
+    }
+}
+
+/// The story: a qcow2 image with a layer on top was served as raw, and the disk was that layer's.
+#[test]
+fn image_that_goes_on_above_is_warned_of_if_its_format_is_another() {
+    let Some(mut world) = World::new(&[]) else { return };
+    world.snapshot(&layer(1), &[]).ok();
+    for (format, warning) in [("qcow2", None), ("raw", Some("state --format qcow2"))] {
+        world.stop();
+        world.options = vec!["--format".to_owned(), format.to_owned()];
+        world.start();
+        let log = world.server.as_ref().expect("it is served").log();
+        assert_eq!(log.contains("is stated to be"), warning.is_some(), "{log}");
+        assert!(warning.is_none_or(|warning| log.contains(warning)), "{log}");
+    }
+    world.stop();
+}
+
+#[test]
+fn device_gets_no_layer_even_if_the_file_is_there() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let file = dir.path().join("content");
+    fs::write(&file, vec![7; SIZE]).expect("there is room");
+    let attached = Command::new("losetup").args(["--find", "--show"]).arg(&file).output();
+    let Some(attached) = attached.ok().filter(|output| output.status.success()) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let device = String::from_utf8_lossy(&attached.stdout).trim().to_owned();
+    std::os::unix::fs::symlink(&device, dir.path().join(RAW)).expect("linked");
+    // The sandbox of a server of a device allows no layers anywhere.
+    let mut world = World::served(dir, RAW, &["--format", "raw", "--sandbox", "off"]);
+    qemu::create(world.folder(), "theirs.qcow2", &["-u", "-b", RAW, "-F", "raw"], "8M");
+    let before = fs::read(world.folder().join("theirs.qcow2")).expect("there");
+    for (file, more) in [("theirs.qcow2", &["--reuse"][..]), ("new.qcow2", &[])] {
+        let said = world.snapshot(file, more).refusal();
+        assert!(said.contains("is a block device"), "{said}");
+    }
+    assert!(!world.folder().join("new.qcow2").exists());
+    assert!(fs::read(world.folder().join("theirs.qcow2")).expect("there") == before);
+    assert_eq!(world.image(), Path::new(RAW), "as it was named");
+    assert!(world.disk() == vec![7; SIZE]);
+    world.stop();
+    drop(world);
+    command::run("losetup", ["--detach", &device]).ok();
 }

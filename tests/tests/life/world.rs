@@ -49,7 +49,8 @@ impl World {
         Some(Self::served(dir, "vm.raw", &options))
     }
 
-    fn served(dir: TempDir, named: &str, options: &[&str]) -> Self {
+    /// The same, of the image `named` in `dir`.
+    pub(crate) fn served(dir: TempDir, named: &str, options: &[&str]) -> Self {
         let options = options.iter().map(|option| (*option).to_owned()).collect();
         let mut world = Self { dir, server: None, options, named: named.to_owned() };
         world.start();

@@ -7,6 +7,7 @@ use mica_tests::{clock, judge, mica, nbd, qemu, tools};
 use std::fs;
 use std::io::{Read, Write};
 use std::ops::{Deref, DerefMut};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -348,6 +349,42 @@ fn cancelled_drop_of_a_state_leaves_its_backup_ended() {
     world.ctl(&["backup", "drop", "disk", "mon"]).ok();
     assert_eq!(world.begin(None, "mon").json()["resumed"], false);
     assert!(guest.read(3 << 20, 4096).expect("read").iter().all(|byte| *byte == 3));
+}
+
+/// The story: a server that was killed at the end of a drop left the state's file, which nobody
+/// needed, was told of, or could tell from others.
+#[test]
+fn file_that_a_killed_drop_left_is_removed_by_the_next_backup() {
+    let Some(mut world) = World::new() else { return };
+    let mut guest = world.guest();
+    world.change(&mut guest);
+    world.begin(None, "mon").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    let at = |name: &str| world.dir.path().join(name);
+    let (disk, file, other) = (at("disk.qcow2"), at("disk@mon.qcow2"), at("disk@sun.qcow2"));
+    fs::hard_link(&file, at("kept")).expect("linked");
+    world.ctl(&["backup", "drop", "disk", "mon"]).ok();
+    assert!(!file.exists());
+    // As it was when the chain had gone on without it, and the server died.
+    fs::hard_link(at("kept"), &file).expect("linked");
+    fs::remove_file(at("kept")).expect("removed");
+    let found = file.metadata().expect("there");
+    let made = found
+        .created()
+        .map_or(0, |made| made.duration_since(std::time::UNIX_EPOCH).expect("later").as_nanos());
+    let changed = i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec());
+    let (into, inode) = (disk.canonicalize().expect("there"), found.ino());
+    let mark = format!("dropped into: {}\nfile: {inode} {made} {changed}\n", into.display());
+    fs::write(at("disk@mon.qcow2.mica-merged"), mark).expect("marked");
+    fs::copy(&file, &other).expect("copied");
+    world.kill();
+    world.start();
+    assert_eq!(world.begin(None, "mon").json()["resumed"], false);
+    world.ctl(&["backup", "end", "disk"]).ok();
+    assert_ne!(file.metadata().expect("the new one").ino(), inode);
+    assert!(!world.dir.path().join("disk@mon.qcow2.mica-merged").exists());
+    assert!(other.exists(), "of this nobody says that it is left of a drop");
+    world.guest().read_all().expect("read");
 }
 
 #[test]

@@ -305,6 +305,53 @@ fn start_after_a_kill_reads_as_much_as_there_are_tables() {
     assert_eq!(read.expect("answered"), Answer::Done(vec![1; BLOCK]));
 }
 
+/// The story: a copy of an image that was made while it was served, and put back after a kill, got
+/// the redo log. It has links to data that the copy lacks: zeros where the guest had had data.
+#[test]
+fn redo_log_is_not_applied_to_a_copy_that_is_put_back() {
+    const CLUSTER: u64 = 65536;
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    fs::write(dir.path().join("base.raw"), vec![9; 8 << 16]).expect("written");
+    qemu::create(dir.path(), "disk.qcow2", &["-b", "base.raw", "-F", "raw"], "512K");
+    let image = dir.path().join("disk.qcow2");
+    let server = Server::mica_writable(&image, "qcow2", &[]).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    let write = |guest: &mut Guest, cluster: u64, byte: u8| {
+        let written = guest.write(cluster * CLUSTER, &[byte; 4096]);
+        assert_eq!(written.expect("answered"), 0);
+    };
+    write(&mut guest, 0, 1);
+    assert_eq!(guest.flush().expect("answered"), 0);
+    write(&mut guest, 1, 2);
+    let copy = fs::read(&image).expect("copied");
+    write(&mut guest, 2, 3);
+    // The image gets another name for its log soon, and no sync.
+    let name = |image: &[u8]| image[88..92].to_vec();
+    let renamed = || (name(&fs::read(&image).expect("read")) != name(&copy)).then_some(());
+    let renamed = clock::poll(Duration::from_secs(60), Duration::from_millis(20), renamed);
+    renamed.expect("another name");
+    drop(server);
+    assert_eq!(fs::metadata(&image).expect("there").len(), copy.len() as u64, "as long as it was");
+    // As `cp` does it: into the same file.
+    fs::write(&image, &copy).expect("put back");
+    let server = Server::mica_writable(&image, "qcow2", &[]).expect("served");
+    let log = server.log();
+    assert!(log.contains("left nothing here that fits: writes that were not flushed"), "{log}");
+    let mut guest = Guest::connect(&server).expect("served");
+    for (cluster, byte) in [(0, 1), (1, 9), (2, 9)] {
+        let read = guest.read(cluster * CLUSTER, 4096).expect("answered");
+        assert_eq!(read, Answer::Done(vec![byte; 4096]), "cluster {cluster}");
+    }
+    drop(guest);
+    server.stop().expect("ended");
+    // What the copy had counted ahead leaks.
+    let checked = qemu::img(dir.path(), ["check", "disk.qcow2"]);
+    assert!(matches!(checked.code(), Some(0 | 3)), "{checked}");
+}
+
 /// QEMU finds leaks at most. An image with lazy refcounts is repaired first: by QEMU here.
 #[track_caller]
 fn check(dir: &Path, options: &str, what: &str) {

@@ -64,7 +64,8 @@ pub(super) struct BeginArgs {
     since: Option<String>,
     /// Where it is exported: unix:PATH or tcp:HOST:PORT.
     ///
-    /// TCP needs TLS as the disk itself does. The export is called as that of the disk.
+    /// TCP needs TLS as the disk itself does, and a port that the server was started with, or
+    /// --sandbox off. The export is called as that of the disk.
     #[arg(long, value_name = "SOCKET")]
     nbd: String,
 }

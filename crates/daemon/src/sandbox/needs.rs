@@ -389,6 +389,13 @@ impl Granted {
     pub(crate) fn check_sockets(&self, settings: &DiskSettings) -> Result<()> {
         let mut needs = Needs::default();
         needs.add_sockets(settings);
+        if let Some(port) = needs.ports.difference(&self.ports).next() {
+            let what = format!(
+                "the sandbox allows no further TCP ports, such as {port}: use a unix socket (--nbd \
+                 unix:PATH), or start the server with --sandbox off"
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
         self.check_needs(&needs)
     }
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::config::DiskConfig;
-use crate::settings::{ProcessSettings, VolumeSettings};
+use crate::settings::{DiskSettings, ProcessSettings, VolumeSettings};
 use crate::sockets::Sockets;
 use io_uring::IoUring;
 use mica_rt::{Backend, Executor};
@@ -473,6 +473,19 @@ fn disk_whose_folder_of_logs_cannot_be_made_is_refused() {
         assert!(!says.contains("redo logs"), "{says}");
     });
     assert!(mica_stack::redo_folder(&place.at("out")).is_ok(), "outside it can");
+}
+
+/// A port cannot be put into the configuration for a backup alone.
+#[test]
+fn port_that_was_not_granted_is_refused_with_what_helps() {
+    let place = Place::new();
+    let at = |nbd: String| DiskSettings { nbd: vec![nbd], ..DiskSettings::default() };
+    let granted = place.needs.granted();
+    let refused = granted.check_sockets(&at("tcp:127.0.0.1:10809".to_owned()));
+    let refused = refused.expect_err("no port was granted").to_string();
+    for part in ["10809", "--nbd unix:PATH", "--sandbox off"] {
+        assert!(refused.contains(part), "{refused}");
+    }
 }
 
 /// The story: the folder of the logs was removed and made again while the server ran. The kernel's

@@ -35,6 +35,8 @@ struct Ready<'a> {
     served: &'a Served,
     disk: Arc<dyn Manage>,
     new: Arc<NewLayer>,
+    /// Whether a kill lost none of its writes, as it was.
+    was_strong: bool,
     /// Nobody else changes its life.
     _changes: MutexGuard<'a, ()>,
 }
@@ -104,7 +106,8 @@ impl Served {
         let (len, is_raw) = (disk.geometry().len, is_raw(&*disk));
         let beneath = Beneath { active: &image, len, is_raw };
         let new = executor.block_on(NewLayer::make(&images, beneath, wish))?;
-        Ok(Ready { served: self, disk, new: Arc::new(new), _changes: changes })
+        let was_strong = disk.weakness().is_none();
+        Ok(Ready { served: self, disk, new: Arc::new(new), was_strong, _changes: changes })
     }
 
     /// Whether a layer can be put on top of it at all.
@@ -163,7 +166,7 @@ impl Ready<'_> {
 
     /// The chain has it.
     fn finish(self, pushed: Pushed) -> Layered {
-        let Self { served, disk, new, _changes } = self;
+        let Self { served, disk, new, was_strong, _changes } = self;
         let (frozen, active): (_, Arc<Path>) = (served.image(), new.path().into());
         served.set_image(Arc::clone(&active));
         let (layers, Pushed { pause }) = (disk.layer_count(), pushed);
@@ -174,6 +177,10 @@ impl Ready<'_> {
             frozen.display(),
             pause.as_micros()
         );
+        // A raw image needs no redo log; its first layer does.
+        if was_strong && let Some(weakness) = disk.weakness() {
+            tracing::warn!("{:?}, from its first layer on: {weakness}", served.name);
+        }
         Layered { frozen, active, layers, pause }
     }
 }

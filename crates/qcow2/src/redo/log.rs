@@ -60,6 +60,9 @@ pub(crate) struct Log {
     touched: Vec<Touched>,
     /// What changed since the last mark.
     changed: Changed,
+    /// Whether it has changes that it had not when it got its last name: a copy of the image that
+    /// was made before them has that name, too.
+    has_news: bool,
     /// Whether there is a mark whose group is not durable.
     is_marked: bool,
     /// Whether a page is being written outside of a group: the file has either of its contents.
@@ -143,6 +146,7 @@ impl Log {
             number: 1,
             touched: Vec::new(),
             changed: Changed::new(page_bytes),
+            has_news: false,
             is_marked: false,
             is_page_written: false,
             expected: Vec::new(),
@@ -234,6 +238,7 @@ impl Log {
         }
         self.held[1].zero_pages += ranges.zero_pages;
         self.held[1].has_changes |= self.bytes.len() > GROUP_HEAD_BYTES;
+        self.has_news |= self.bytes.len() > GROUP_HEAD_BYTES;
         for expected in self.expected.drain(..) {
             expected.append_to(&mut self.bytes);
         }
@@ -389,12 +394,37 @@ impl Log {
         (self.is_marked, self.is_page_written) = (true, false);
         // The older half is forgotten with the group.
         self.recorded = None;
+        self.take_name()?;
+        Ok(Mark { end: self.end, number: self.number, name: self.name(), is_first: false })
+    }
+
+    /// Answers to one more name, which is for the image.
+    ///
+    /// # Errors
+    /// As [`Self::append`].
+    pub(crate) fn take_name(&mut self) -> Result<()> {
+        self.has_news = false;
         // A name that went unused, because an earlier group found no space, will do.
         if self.next.is_none() {
             self.next = Some(name_after(self.name));
             self.write_header()?;
         }
-        Ok(Mark { end: self.end, number: self.number, name: self.name(), is_first: false })
+        Ok(())
+    }
+
+    /// The image has the name that [`Self::take_name`] gave, and the log answers to no other.
+    ///
+    /// # Errors
+    /// As [`Self::append`].
+    pub(crate) fn leave_name(&mut self) -> Result<()> {
+        self.name = self.name();
+        self.next = None;
+        self.write_header()
+    }
+
+    /// Whether it has changes since it got its last name.
+    pub(crate) fn has_news(&self) -> bool {
+        self.has_news
     }
 
     /// The mark of a log that begins with a group.

@@ -197,6 +197,33 @@ impl Logging {
         }
     }
 
+    /// Whether the image had the name of the log already before the last changes in it.
+    pub(crate) fn wants_name(&self) -> bool {
+        self.is_named() && self.log.as_ref().is_some_and(Log::has_news)
+    }
+
+    /// Gives the log one more name, if the image names it. Returns the image's autoclear bits with
+    /// that name; [`Self::end_rename`] follows when it has them.
+    pub(crate) fn begin_rename(&mut self) -> Option<(u64, HeaderLogged)> {
+        if !self.is_named() {
+            return None;
+        }
+        let mut log = self.log.take()?;
+        let taken = log.take_name();
+        self.name = log.name();
+        self.keep(log, taken)?;
+        let bits = self.low_bits | u64::from(self.name) << LOG_NAME_SHIFT;
+        Some((bits, self.allow_name(bits)))
+    }
+
+    /// The image has the name of [`Self::begin_rename`].
+    pub(crate) fn end_rename(&mut self) {
+        if let Some(mut log) = self.log.take() {
+            let left = log.leave_name();
+            self.keep(log, left);
+        }
+    }
+
     /// The image could not be given the name of a group. A log that it already names continues
     /// under that name; one that began with the group is dropped.
     pub(crate) fn not_named(&mut self, mark: &Mark, error: &mica_block::Error) {

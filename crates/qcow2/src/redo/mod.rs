@@ -24,10 +24,13 @@
 //! state and not only a writer: an older copy that is put back into the file names a log that no
 //! longer exists. The image gets the new name when the group's pages are in the file, and the log
 //! answers to both names from before that until the group is durable: a writer may die at any
-//! moment in between.
+//! moment in between. If the guest does not flush, the name changes without a group, some time
+//! after a change ([`write`](crate::write), `renaming.rs`), so that a copy that is made meanwhile
+//! has no log either.
 //!
 //! ```text
 //! log: old, new ─▶ pages of the group ─▶ image: new ─▶ all durable ─▶ log: new, without the group
+//! log: old, new ───────────────────────▶ image: new ───────────────▶ log: new, with all it has
 //! ```
 //!
 //! Invariants for the writer
@@ -79,10 +82,10 @@
 //!   their order, and no others.
 //!
 //! Not detected: a program that keeps the name, allocates and frees until the tables are as they
-//! were, and in the meantime has overwritten clusters that the log links; and a copy that was made
-//! while the writer ran, after its last flush, and is put back in place of the image: it gets the
-//! log's metadata, which is sound, but the data of clusters that were new after the copy is
-//! missing; and zeros that such a program writes where the file has zeros already, or writes over
+//! were, and in the meantime has overwritten clusters that the log links; and a copy that was begun
+//! in the last moment of the writer's life, when the image had its last name already, and is put
+//! back in place of the image: it gets the log's metadata, which is sound, but the data of clusters
+//! that were new after the copy is missing; and zeros that such a program writes where the file has zeros already, or writes over
 //! with something and makes zeros again, so that no table changes: what the log has there is
 //! applied, though it is older (the time of the file's last change tells nothing: writes that the
 //! kernel still carries out for a dead process change it, too); and a program that makes the

@@ -70,6 +70,7 @@ impl Writer {
     pub(crate) async fn name_backing(&self, new: Option<&BackingName>) -> Result<()> {
         self.check_usable()?;
         // The plan has a part of the header in which the log's name is.
+        let _group = self.metadata.page_writes.claim(0).await;
         self.metadata.unname_before_group().await?;
         let BackingChange { name, fields } = self.plan_backing(new).await?;
         for (at, bytes) in name.into_iter().chain([fields]) {

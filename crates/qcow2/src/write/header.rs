@@ -145,6 +145,8 @@ impl Writer {
     /// ([`crate::unclosed`]).
     pub(super) async fn unmark(&self, durably: bool) -> Result<()> {
         self.header.marked.store(false, Ordering::Release);
+        // The log gets no other name from here on.
+        let _group = self.metadata.page_writes.claim(0).await;
         if self.header.is_v3 {
             // A log that could not be continued is still named. It is removed only when the image
             // no longer names it: an image that names a missing log looks as if something had been

@@ -264,6 +264,7 @@ impl Writer {
                     self.space.linked(reserved);
                     pages.log_touched(|| self.space.state());
                     self.due.note(&pages);
+                    self.renaming.note(&pages);
                     return Ok(must_flush);
                 };
                 missing.entry.at

@@ -38,6 +38,7 @@ pub(crate) mod overlay;
 pub(crate) mod pages;
 mod plan;
 pub(crate) mod pull;
+mod renaming;
 mod request;
 mod zero;
 
@@ -98,6 +99,7 @@ pub(crate) struct Writer {
     now_ns: i128,
     wrote: AtomicBool,
     due: due::Due,
+    renaming: renaming::Renaming,
     /// Whether a change began since somebody last asked ([`Writer::flush_ahead`]).
     has_begun: AtomicBool,
     beneath: beneath::Beneath,
@@ -168,6 +170,7 @@ impl Writer {
             now_ns,
             wrote: AtomicBool::new(false),
             due: due::Due::default(),
+            renaming: renaming::Renaming::default(),
             has_begun: AtomicBool::new(true),
             beneath: beneath::Beneath::default(),
             inherits: AtomicBool::new(true),
@@ -268,9 +271,13 @@ impl Writer {
     }
 
     /// Makes what the next changes will need, in a task of its own, which counts as the change that
-    /// is `under_way`: space for refcount blocks, and a flush that is due.
+    /// is `under_way`: space for refcount blocks, and a flush that is due. Later, the log gets
+    /// another name.
     #[inline]
     pub(crate) fn prepare(self: Arc<Self>, under_way: OwnedInFlight) {
+        if self.renaming.begin() {
+            drop(mica_rt::spawn(renaming::rename_after_a_while(Arc::downgrade(&self))));
+        }
         let (wants_blocks, flushes) = (self.space.wants_blocks(), self.due.begin());
         if wants_blocks || flushes {
             drop(mica_rt::spawn(async move {

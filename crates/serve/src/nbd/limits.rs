@@ -86,6 +86,9 @@ pub(super) const STATUS_STEP_BYTES: usize = STATUS_EXTENTS_CHARGED * 32;
 /// A block status request is surveyed in windows of this size, so that a list is short also where
 /// every sector is an extent of its own.
 pub(super) const STATUS_WINDOW_BYTES: u64 = 4 << 20;
+/// The first piece of such a survey. Each next one is twice as long: a client that takes one
+/// descriptor at a time, as QEMU does, asks for all of the disk each time.
+pub(super) const STATUS_FIRST_BYTES: u64 = 64 << 10;
 /// What a block status request is charged to the budget: the survey of a window, and its answer.
 pub(super) const STATUS_CHARGE_BYTES: usize = 512 << 10;
 /// Payload bytes within which a client that sends a payload must make progress.

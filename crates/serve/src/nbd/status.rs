@@ -3,7 +3,8 @@
 
 use super::contexts::{ContextNumber, Contexts, Part};
 use super::limits::{
-    STATUS_EXTENTS_CHARGED, STATUS_EXTENTS_MAX, STATUS_STEP_BYTES, STATUS_WINDOW_BYTES,
+    STATUS_EXTENTS_CHARGED, STATUS_EXTENTS_MAX, STATUS_FIRST_BYTES, STATUS_STEP_BYTES,
+    STATUS_WINDOW_BYTES,
 };
 use super::protocol::{Done, STATUS_EXTENT_BYTES};
 use super::shared::{Charge, Failure, Shared};
@@ -63,10 +64,14 @@ async fn describe(
     (descriptors, charge): (&mut Descriptors, &mut Charge<'_>),
 ) -> Result<(), Failure> {
     let contexts = Contexts(shared.contexts);
+    // What is asked about is about as much as is answered.
+    let mut piece_bytes = STATUS_FIRST_BYTES;
     'windows: for window in windows(range, STATUS_WINDOW_BYTES) {
         let mut at = window.start();
         while let Some(left) = GuestRange::between(at, window.end()).filter(|left| !left.is_empty())
         {
+            let piece = left.start().bytes().saturating_add(piece_bytes).min(left.end().bytes());
+            let left = GuestRange::between(at, GuestOffset::new(piece)).expect("a part of it");
             let parts = match contexts.parts(context, shared.disk, left).await {
                 Ok(parts) => parts,
                 // What is known already is an answer; the client asks again for the rest.
@@ -79,6 +84,7 @@ async fn describe(
                 break 'windows;
             }
             at = GuestOffset::new(at.bytes() + len);
+            piece_bytes = (piece_bytes * 2).min(STATUS_WINDOW_BYTES);
         }
         if window.end() < range.end() {
             // A request may cover many windows: other tasks run between them.

@@ -219,6 +219,83 @@ fn log_is_not_applied_to_an_older_copy() {
     });
 }
 
+/// The story: a copy was made while the writer ran and the guest did not flush, and was put back
+/// after a kill. It named the log still, and got links to data that it did not have: zeros where
+/// the guest had data before.
+#[test]
+fn log_that_went_on_for_a_while_is_not_applied_to_a_copy() {
+    scenario(4, |world| async move {
+        let image = Plain::packed(&world, &ImageWish::default(), 8, 9).await;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, 0, 1, 4096).await.unwrap();
+        chain.flush().await.unwrap();
+        write(&chain, CLUSTER, 2, 4096).await.unwrap();
+        mica_rt::sleep(Duration::from_millis(world.random_below(500))).await;
+        let copy = world.files().into_iter().find(|(path, _)| *path == Plain::top()).unwrap().1;
+        write(&chain, 2 * CLUSTER, 3, 4096).await.unwrap();
+        mica_rt::sleep(Duration::from_millis(500)).await;
+        drop(chain);
+        world.kill();
+        let is_as_long = image.file().len() == copy.len();
+        assert!(is_as_long, "the length does not give it away");
+        world.change(Plain::top(), |file| *file = copy);
+        let chain = image.open(Mode::Write).await;
+        for (cluster, byte) in [(0, 1), (1, 9), (2, 9)] {
+            let shown = read(&chain, cluster * CLUSTER, 4096).await.unwrap();
+            assert_eq!(shown, [byte; 4096], "cluster {cluster}");
+        }
+        chain.close().await.unwrap();
+        image.expect_uncorrupted("after the copy").await;
+    });
+}
+
+/// A guest that seldom flushes is killed while, or after, its log gets another name: nothing that it
+/// wrote is lost. A power cut leaves what it flushed.
+#[test]
+fn log_that_gets_other_names_loses_nothing() {
+    scenario(40, |world| async move {
+        let image = Plain::packed(&world, &ImageWish::default(), 64, 9).await;
+        let chain = image.open(Mode::Write).await;
+        let written = 2 + world.random_below(30);
+        let mut flushed = 0;
+        for cluster in 0..written {
+            write(&chain, cluster * CLUSTER, 1, 4096).await.unwrap();
+            mica_rt::sleep(Duration::from_millis(world.random_below(150))).await;
+            if world.random_below(16) == 0 {
+                chain.flush().await.unwrap();
+                flushed = cluster + 1;
+            }
+        }
+        // It does not get one while there is no space, and keeps both.
+        if world.random_below(4) == 0 {
+            world.inject_change(ChangeFault { lasting: false, ..full() });
+        }
+        // A name is one write of the image and two of the log.
+        let is_cut = world.random_below(4) == 0;
+        let (steps, loss) = (1 + world.random_below(4), loss_at_random(&world));
+        match is_cut {
+            true => world.cut_power_after(steps, loss),
+            false => world.kill_after(steps),
+        }
+        let ended = until_power_cut(&world, mica_rt::sleep(Duration::from_millis(400))).await;
+        drop(chain);
+        world.keep_power();
+        world.heal_changes();
+        match ended {
+            Some(()) if is_cut => world.cut_power(loss),
+            Some(()) => world.kill(),
+            None => {}
+        }
+        let chain = image.open(Mode::Write).await;
+        for cluster in 0..if is_cut { flushed } else { written } {
+            let shown = read(&chain, cluster * CLUSTER, 4096).await.unwrap();
+            assert_eq!(shown, [1; 4096], "cluster {cluster} of {written}");
+        }
+        chain.close().await.unwrap();
+        image.expect_uncorrupted("afterwards").await;
+    });
+}
+
 /// The story: a log that once found no memory stayed off for as long as the process lived.
 #[test]
 fn log_that_found_no_memory_is_restarted() {
@@ -547,7 +624,9 @@ async fn work_until(
     let mut load = load_at_random(world, subject.shape.initial.len() as u64 / 512);
     load = Load { give_up_one_in: 0, ..load };
     let copies = Rc::new(RefCell::new(Vec::new()));
-    let (kept, before, life) = (Rc::clone(&copies), world.cuts(), 1 + world.random_below(20_000));
+    // Some last long enough for the log to get other names.
+    let life_max = if world.random_below(3) == 0 { 1_000_000 } else { 20_000 };
+    let (kept, before, life) = (Rc::clone(&copies), world.cuts(), 1 + world.random_below(life_max));
     let (there, its_model) = (world.clone(), Rc::clone(model));
     mica_rt::spawn(async move {
         let mut left = life;

@@ -96,7 +96,8 @@ impl Plain {
         self.put(AUTOCLEAR_AT, name);
     }
 
-    fn file(&self) -> Vec<u8> {
+    /// All its bytes.
+    pub(crate) fn file(&self) -> Vec<u8> {
         self.world.inspect(Self::top(), <[u8]>::to_vec)
     }
 

@@ -1,5 +1,5 @@
-//! Frozen layers whose writer was killed before it closed them: whoever opens the chain for writing
-//! closes them, and is killed while doing so, too.
+//! Frozen layers whose writer was killed before it closed them, or lost its power: whoever opens the
+//! chain for writing closes them, and is interrupted while doing so, too.
 
 use crate::kept::{DISK, Kept, MIB, Step};
 use crate::plain::{Plain, write};
@@ -8,8 +8,8 @@ use mica_block::{
     Disk as _, ErrorKind, Images as _, LocalFuture, Manage as _, ManageBitmaps as _, Result,
 };
 use mica_qcow2::read_header;
-use mica_sim::crash::{Mode, until_power_cut};
-use mica_sim::{World, scenario};
+use mica_sim::crash::{Mode, loss_at_random, until_power_cut};
+use mica_sim::{Loss, World, scenario};
 use mica_units::{GuestOffset, GuestRange};
 use std::path::{Path, PathBuf};
 
@@ -90,6 +90,49 @@ fn frozen_layer_is_closed_after_a_kill_at_any_step_of_a_snapshot() {
 #[test]
 fn base_of_a_merge_is_closed_after_a_kill_at_any_step() {
     scenario(2, |world| async move { kill_after_each(&world, (65536, &MERGED), 4).await });
+}
+
+/// The power goes while a layer is frozen and closed, and again while the next process closes it.
+async fn cut_after_each(seed: u64, loss: Loss, stride: u64) {
+    let mut unclosed = 0;
+    for operations in (1 + seed % stride..).step_by(usize::try_from(stride).unwrap()) {
+        let world = World::new(seed * 1000 + operations);
+        let about = format!("cut after {operations}, losing {loss:?}");
+        let kept = Kept::new(&world, 4096, 4096).await;
+        let chain = kept.open(&Plain::top(), Mode::Write).await.unwrap();
+        let before = kept.places(&chain).await;
+        world.cut_power_after(operations, loss);
+        let ended = until_power_cut(&world, kept.work(&chain, &PUSHED)).await;
+        drop(chain);
+        world.keep_power();
+        let top = top(&world);
+        if top != Plain::top() && unknown_bits(&world, &Plain::top()).await != 0 {
+            unclosed += 1;
+        }
+        kept.expect_true(&top, &before, &about).await;
+        for _ in 0..2 {
+            world.cut_power_after(1 + world.random_below(16), loss_at_random(&world));
+            let _ = until_power_cut(&world, use_once(&kept, &top)).await;
+            world.keep_power();
+            kept.expect_true(&top, &before, &about).await;
+        }
+        use_once(&kept, &top).await.expect(&about);
+        kept.expect_settled(&top, &about).await;
+        kept.expect_settled(&Plain::top(), &about).await;
+        kept.expect_true(&top, &before, &about).await;
+        kept.image.expect_uncorrupted(&about).await;
+        if ended.is_some() {
+            break;
+        }
+    }
+    assert!(unclosed > 0, "no cut left a frozen layer unclosed, losing {loss:?}");
+}
+
+#[test]
+fn frozen_layer_is_closed_after_power_cuts_at_any_step_of_a_snapshot() {
+    for loss in [Loss::Everything, Loss::Nothing, Loss::Earlier, Loss::Torn] {
+        scenario(1, |world| async move { cut_after_each(world.seed(), loss, 5).await });
+    }
 }
 
 /// A snapshot whose process dies before it closes the frozen layer.

@@ -127,8 +127,14 @@ impl MergeMarks {
 fn content_decodes_to_itself_and_nothing_else_decodes() {
     let file = FileMark { inode: 7, made_ns: 1 << 70 };
     let name = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
-    let source = |into: &[u8]| Content::Source { into: name(into), file, changed_ns: -3 };
-    for content in [Content::Base { file }, source(b"/a b\nfile: 1 2 3"), source(b"\xff")] {
+    let source_then = |into: &[u8], then| {
+        let (into, changed_ns) = (name(into), -3);
+        Content::Source { into, file, changed_ns, then }
+    };
+    let source = |into: &[u8]| source_then(into, Then::Stays);
+    let dropped = source_then(b"/a b\nfile: 1 2 3", Then::Goes);
+    for content in [Content::Base { file }, source(b"/a b\nfile: 1 2 3"), source(b"\xff"), dropped]
+    {
         let bytes = content.encode();
         assert_eq!(Content::decode(&bytes), Some(content));
         assert!(is_merge_mark(&bytes));
@@ -159,6 +165,7 @@ fn page_says_what_the_code_does() {
         ("SUFFIX", SUFFIX.to_owned()),
         ("NEW_SUFFIX", NEW_SUFFIX.to_owned()),
         ("INTO", text(INTO)),
+        ("DROPPED_INTO", text(DROPPED_INTO)),
         ("BASE", text(BASE)),
         ("FILE", text(FILE)),
     ];

@@ -11,6 +11,7 @@ use crate::nbd::testing::{
 use mica_block::{ExtentKind, LocalFuture};
 use mica_units::GuestRange;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Ranges that begin, end and cross at every kind of border.
 const RANGES: [(u64, u32); 10] = [
@@ -202,6 +203,58 @@ impl Context for Whole {
     fn parts(&self, range: GuestRange) -> LocalFuture<'_, mica_block::Result<Vec<Part>>> {
         Box::pin(std::future::ready(Ok(vec![Part { len: range.len(), flags: 1 }])))
     }
+}
+
+/// Parts of 4 KiB, counted as they are told.
+struct Counted(Arc<AtomicU64>);
+
+impl Context for Counted {
+    fn name(&self) -> &str {
+        "test:counted"
+    }
+
+    fn parts(&self, range: GuestRange) -> LocalFuture<'_, mica_block::Result<Vec<Part>>> {
+        let (mut at, end) = (range.start().bytes(), range.end().bytes());
+        let mut parts = Vec::new();
+        while at < end {
+            let number = at / RUN_BYTES;
+            let len = ((number + 1) * RUN_BYTES).min(end) - at;
+            parts.push(Part { len, flags: u32::try_from(number % 2).expect("small") });
+            at += len;
+        }
+        self.0.fetch_add(parts.len() as u64, Ordering::Relaxed);
+        Box::pin(std::future::ready(Ok(parts)))
+    }
+}
+
+/// The story: QEMU takes one descriptor at a time, and asks about all that is left of the disk. Each
+/// time 4 MiB were surveyed, which are thousands of parts of a fragmented disk.
+#[test]
+fn status_of_one_extent_costs_about_as_much_as_it_tells() {
+    const LEN: u64 = 16 * MIB;
+    let told = Arc::new(AtomicU64::new(0));
+    let contexts: Vec<Arc<dyn Context>> = vec![Arc::new(Counted(Arc::clone(&told)))];
+    simulated_with_contexts(PatternDisk::data(LEN), contexts, async |world| {
+        let mut client = world.connect();
+        client.greet(3).await;
+        client.option(8, &[]).await;
+        client.expect_ack(8).await;
+        client.option(10, &meta_data(b"disk", &[b"test:counted"])).await;
+        assert_eq!(client.option_replies(10).await.len(), 2);
+        client.option(7, &info_data(b"disk", &[])).await;
+        assert_eq!(client.option_replies(7).await.len(), 2);
+        let (mut at, mut count) = (0, 0);
+        while at < LEN {
+            let len = u32::try_from(LEN - at).expect("fits");
+            client.request(command_flag::REQ_ONE, STATUS, 1, at, len).await;
+            let (_, data) = client.chunks(1).await.swap_remove(0);
+            at += u64::from(u32::from_be_bytes([data[4], data[5], data[6], data[7]]));
+            count += 1;
+        }
+        assert_eq!(count, LEN / RUN_BYTES);
+        let told = told.load(Ordering::Relaxed);
+        assert!(told <= 20 * count, "{told} parts were told of for {count}");
+    });
 }
 
 /// As many descriptors as QEMU gives, and the same bytes in each context: virtnbdbackup takes the

@@ -1,0 +1,182 @@
+//! Files of kept states that were dropped, which a server that was killed did not remove any more.
+//!
+//! ```text
+//! drop  the state's layer is marked as dropped into the one above ─▶ it goes there, durably
+//!       ─▶ the chain goes on without it ─▶ its file is removed ─▶ its mark is (`merged.rs`)
+//! ```
+//!
+//! What is left of a drop that did not get to its end is removed with the next state that is
+//! dropped or kept.
+//!
+//! Invariants
+//! - I1 A file is removed only if its mark counts, so that it is the file that was dropped, and
+//!   nobody has written to it since, and leads to a layer of the disk's chain, which the file is no
+//!   layer of.
+//! - I2 Nobody has it open, and no image that can be found stands on it.
+//! - I3 What the disk has is durable without it.
+//! - I4 The mark goes last.
+
+use crate::files::{folder_of, position_of, sync_folder_of};
+use crate::merged;
+use crate::{FileImages, ImageOptions, MayWrite};
+use crate::{check_no_overlays, remove_state, settle_marks};
+use mica_block::{Error, Images, Result};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// Removes files of states that were dropped from the disk whose chain has these `layers`, the last
+/// of which is the active one. Returns which. The caller keeps layers from coming and going meanwhile.
+///
+/// # Errors
+/// The first failure, after all others were tried.
+pub fn remove_dropped(layers: &[PathBuf], options: &ImageOptions) -> Result<Vec<PathBuf>> {
+    let (mut removed, mut failed) = (Vec::new(), None);
+    // States are kept beside the active layer.
+    let Some(folder) = layers.last().map(|active| folder_of(active)) else { return Ok(removed) };
+    let failed_here = |error| Error::from_io(format!("listing {}", folder.display()), error);
+    for entry in std::fs::read_dir(folder).map_err(failed_here)? {
+        let at = entry.map_err(failed_here)?.path();
+        let Some(file) = merged::layer_marked_by(&at) else { continue };
+        match remove_if_dropped(&file, &at, layers, options) {
+            Ok(true) => removed.push(file),
+            Ok(false) => {}
+            Err(error) => failed = failed.or(Some(error)),
+        }
+    }
+    failed.map_or(Ok(removed), Err)
+}
+
+/// The same for the `file`, whose mark would be `at`. Returns whether there was something.
+fn remove_if_dropped(
+    file: &Path,
+    at: &Path,
+    layers: &[PathBuf],
+    options: &ImageOptions,
+) -> Result<bool> {
+    if file.symlink_metadata().is_err() {
+        return merged::remove_lone_mark(at);
+    }
+    if position_of(layers, file).is_some() {
+        return Ok(false);
+    }
+    let Some(into) = merged::dropped_into(file)? else { return Ok(false) };
+    let Some(into) = position_of(layers, &into).map(|into| &layers[into]) else { return Ok(false) };
+    check_no_overlays(&[file.to_owned()], into)?;
+    // Whoever has it open keeps the lock from this.
+    let images = FileImages::to_write(file, options.clone(), MayWrite::to_remove())?;
+    let _locked = images.open_writable(file)?;
+    let synced = File::open(into).and_then(|layer| layer.sync_all());
+    synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
+    sync_folder_of(into)?;
+    merged::settle_base(into)?;
+    settle_marks(layers, &[file.to_owned()])?;
+    remove_state(file)?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MergeMarks;
+    use crate::mark::Mark;
+    use mica_store::Handles;
+    use std::fs::{self, OpenOptions};
+    use std::io::Write;
+    use tempfile::TempDir;
+
+    /// What a server leaves that is killed when the chain of `disk` went on without `disk@a`, and
+    /// `base` is beneath both.
+    struct World {
+        folder: TempDir,
+        layers: [PathBuf; 2],
+        file: PathBuf,
+    }
+
+    const FILE: &str = "disk@a.qcow2";
+
+    impl World {
+        fn new(put: impl FnOnce(&Path, &Path) -> Result<MergeMarks>) -> Self {
+            let folder = tempfile::tempdir().expect("a folder");
+            let at = |name: &str| folder.path().canonicalize().expect("there").join(name);
+            let [base, disk, file] = ["base.qcow2", "disk.qcow2", FILE].map(at);
+            for path in [&base, &disk, &file] {
+                fs::write(path, "image").expect("written");
+            }
+            fs::write(at("disk@a.qcow2.mica-index"), "sidecar").expect("written");
+            Mark::put(&base, &file).expect("marked");
+            Mark::put(&file, &disk).expect("marked");
+            // They stay, as they do if the process dies.
+            std::mem::forget(put(&disk, &file).expect("marked"));
+            Self { folder, layers: [base, disk], file }
+        }
+
+        fn remove(&self) -> Result<Vec<PathBuf>> {
+            remove_dropped(&self.layers, &ImageOptions::new(Handles::new(8)))
+        }
+
+        fn names(&self) -> Vec<String> {
+            let entries = fs::read_dir(self.folder.path()).expect("listed");
+            let name = |entry: fs::DirEntry| entry.file_name().into_string().expect("text");
+            let mut names: Vec<_> = entries.map(|entry| name(entry.expect("listed"))).collect();
+            names.sort();
+            names
+        }
+    }
+
+    #[test]
+    fn file_that_a_killed_drop_left_goes_with_all_that_is_about_it() {
+        let world = World::new(MergeMarks::put_dropped);
+        assert_eq!(world.remove().expect("removed"), std::slice::from_ref(&world.file));
+        assert_eq!(world.names(), ["base.qcow2", "base.qcow2.mica-above", "disk.qcow2"]);
+        let mark = fs::read_to_string(world.folder.path().join("base.qcow2.mica-above"));
+        assert_eq!(mark.expect("there"), "above: disk.qcow2\n");
+        assert!(world.remove().expect("nothing to do").is_empty());
+    }
+
+    #[test]
+    fn mark_that_is_left_of_a_file_that_is_gone_goes() {
+        let world = World::new(MergeMarks::put_dropped);
+        fs::remove_file(&world.file).expect("removed");
+        world.remove().expect("removed");
+        assert!(!world.names().contains(&format!("{FILE}.mica-merged")));
+    }
+
+    #[test]
+    fn file_that_is_not_known_to_be_left_of_a_drop_stays() {
+        // That of a layer that was committed is the user's.
+        let committed = World::new(|disk, file| MergeMarks::put(disk, &[file.to_owned()]));
+        // The merge did not get to its end.
+        let mut under_way = World::new(MergeMarks::put_dropped);
+        under_way.layers[0].clone_from(&under_way.file);
+        let mut elsewhere = World::new(MergeMarks::put_dropped);
+        elsewhere.layers[1] = elsewhere.layers[0].clone();
+        let written = World::new(MergeMarks::put_dropped);
+        let mut file = OpenOptions::new().append(true).open(&written.file).expect("opened");
+        file.write_all(b"more").expect("written");
+        let replaced = World::new(MergeMarks::put_dropped);
+        fs::rename(&replaced.file, replaced.folder.path().join("moved")).expect("moved");
+        fs::write(&replaced.file, "image").expect("written");
+        for (what, world) in [
+            ("committed", &committed),
+            ("under way", &under_way),
+            ("of another disk", &elsewhere),
+            ("written", &written),
+            ("replaced", &replaced),
+        ] {
+            assert!(world.remove().expect("nothing to do").is_empty(), "{what}");
+            assert!(world.file.exists(), "{what}");
+        }
+    }
+
+    #[test]
+    fn file_that_somebody_has_open_stays() {
+        let world = World::new(MergeMarks::put_dropped);
+        let images = FileImages::new(&world.file, ImageOptions::new(Handles::new(8)));
+        let images = images.expect("allowed");
+        let open = images.open(&world.file).expect("opened");
+        world.remove().expect_err("it is in use");
+        assert!(world.file.exists());
+        drop(open);
+        assert_eq!(world.remove().expect("removed").len(), 1);
+    }
+}
