@@ -186,8 +186,8 @@ pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that what is above `layer` still stands on it. Returns the format by which it does, if
-/// that is said.
+/// Makes sure that what is above `layer` still stands on it. Returns the format by which it does,
+/// if that is said.
 async fn check_above(
     images: &FileImages,
     layer: &Path,

@@ -25,7 +25,8 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// Removes files of states that were dropped from the disk whose chain has these `layers`, the last
-/// of which is the active one. Returns which. The caller keeps layers from coming and going meanwhile.
+/// of which is the active one. Returns which. The caller keeps layers from coming and going
+/// meanwhile.
 ///
 /// # Errors
 /// The first failure, after all others were tried.

@@ -13,8 +13,8 @@
 //!
 //! Of two that do so at once at least one sees the other.
 //!
-//! The layer of a kept state that is dropped is marked as going into the one above it; its mark also
-//! says that its file is to be removed after that (`dropped.rs`).
+//! The layer of a kept state that is dropped is marked as going into the one above it; its mark
+//! also says that its file is to be removed after that (`dropped.rs`).
 //!
 //! When the commit is done, the mark of the base goes, and the others stay: they tell the next
 //! commit that nobody needs these images, whose headers still name the base. After one that did not

@@ -85,8 +85,8 @@
 //! were, and in the meantime has overwritten clusters that the log links; and a copy that was begun
 //! in the last moment of the writer's life, when the image had its last name already, and is put
 //! back in place of the image: it gets the log's metadata, which is sound, but the data of clusters
-//! that were new after the copy is missing; and zeros that such a program writes where the file has zeros already, or writes over
-//! with something and makes zeros again, so that no table changes: what the log has there is
+//! that were new after the copy is missing; and zeros that a program which keeps the name writes
+//! where the file has zeros already, or writes over with something and makes zeros again, so that no table changes: what the log has there is
 //! applied, though it is older (the time of the file's last change tells nothing: writes that the
 //! kernel still carries out for a dead process change it, too); and a program that makes the
 //! links of a group that was being written, or replayed, when its process died. The image stays

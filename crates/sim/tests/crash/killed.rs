@@ -249,8 +249,8 @@ fn log_that_went_on_for_a_while_is_not_applied_to_a_copy() {
     });
 }
 
-/// A guest that seldom flushes is killed while, or after, its log gets another name: nothing that it
-/// wrote is lost. A power cut leaves what it flushed.
+/// A guest that seldom flushes is killed while, or after, its log gets another name: nothing that
+/// it wrote is lost. A power cut leaves what it flushed.
 #[test]
 fn log_that_gets_other_names_loses_nothing() {
     scenario(40, |world| async move {

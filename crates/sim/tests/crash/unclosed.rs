@@ -1,5 +1,5 @@
-//! Frozen layers whose writer was killed before it closed them, or lost its power: whoever opens the
-//! chain for writing closes them, and is interrupted while doing so, too.
+//! Frozen layers whose writer was killed before it closed them, or lost its power: whoever opens
+//! the chain for writing closes them, and is interrupted while doing so, too.
 
 use crate::kept::{DISK, Kept, MIB, Step};
 use crate::plain::{Plain, write};

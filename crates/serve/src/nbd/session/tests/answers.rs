@@ -227,8 +227,8 @@ impl Context for Counted {
     }
 }
 
-/// The story: QEMU takes one descriptor at a time, and asks about all that is left of the disk. Each
-/// time 4 MiB were surveyed, which are thousands of parts of a fragmented disk.
+/// The story: QEMU takes one descriptor at a time, and asks about all that is left of the disk.
+/// Each time 4 MiB were surveyed, which are thousands of parts of a fragmented disk.
 #[test]
 fn status_of_one_extent_costs_about_as_much_as_it_tells() {
     const LEN: u64 = 16 * MIB;
