@@ -81,18 +81,19 @@
 //!   cluster is always the same. A replay that was interrupted wrote the first of its pages, in
 //!   their order, and no others.
 //!
-//! Not detected: a program that keeps the name, allocates and frees until the tables are as they
-//! were, and in the meantime has overwritten clusters that the log links; and a copy that was begun
-//! in the last moment of the writer's life, when the image had its last name already, and is put
-//! back in place of the image: it gets the log's metadata, which is sound, but the data of clusters
-//! that were new after the copy is missing; and zeros that a program which keeps the name writes
-//! where the file has zeros already, or writes over with something and makes zeros again, so that no table changes: what the log has there is
-//! applied, though it is older (the time of the file's last change tells nothing: writes that the
-//! kernel still carries out for a dead process change it, too); and a program that makes the
-//! links of a group that was being written, or replayed, when its process died. The image stays
-//! sound in these cases. It does not if a program undoes such a link and gives the cluster to
-//! another place, whose table the log does not have: both places then have it. Nor is an older copy
-//! of the log detected that is written into the log's own file within a second of its last write.
+//! Not detected: a program that keeps the name, allocates and frees until the tables are as
+//! they were, and in the meantime has overwritten clusters that the log links; and a copy that
+//! was begun in the last moment of the writer's life, when the image had its last name already,
+//! and is put back in place of the image: it gets the log's metadata, which is sound, but the
+//! data of clusters that were new after the copy is missing; and zeros that a program which
+//! keeps the name writes where the file has zeros already, or writes over with something and
+//! makes zeros again, so that no table changes: what the log has there is applied, though it is
+//! older (the time of the file's last change tells nothing: writes that the kernel still
+//! carries out for a dead process change it, too); and a program that makes the links of a
+//! group that was being written, or replayed, when its process died. The image stays sound in
+//! these cases. It does not if a program undoes such a link and gives the cluster to another
+//! place, whose table the log does not have: both places then have it. Nor is an older copy of
+//! the log detected that is written into the log's own file within a second of its last write.
 
 mod baseline;
 mod changed;

@@ -20,8 +20,8 @@
 //!   the writing ends: all of them have the claim to write pages, and this waits for no claim.
 //! - I4 The task that waits keeps neither the writer nor its file open.
 //! - I5 If the task is dropped, with the executor of a merge for one, the next change begins
-//!   another. If that is while it writes the name, the log answers to both, and the next group gives
-//!   it the same one.
+//!   another. If that is while it writes the name, the log answers to both, and the next group
+//!   gives it the same one.
 
 use super::Writer;
 use super::pages::PageState;
