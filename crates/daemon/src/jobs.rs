@@ -212,14 +212,29 @@ impl Job {
         if let Merged::Done { dropped, .. } = &merged {
             self.tell_if_unnamed(&disk.layer_paths(), dropped);
         }
-        if let (Merged::Done { .. }, Some(file)) = (&merged, file)
-            && let Err(error) = mica_stack::remove_state(&file)
-        {
-            // The layer has left the chain.
-            let (disk, file) = (&self.disk, file.display());
-            tracing::warn!(disk, %file, %error, "the file of the state has to be removed");
+        if let Merged::Done { dropped, .. } = &merged {
+            self.settle_files(dropped, file.as_deref());
         }
         Ok(merged)
+    }
+
+    /// Layers that were `dropped` have left the chain: the file of a state that is dropped goes,
+    /// those of others stay.
+    fn settle_files(&self, dropped: &[PathBuf], file: Option<&Path>) {
+        let disk = &self.disk;
+        match file {
+            Some(file) => {
+                if let Err(error) = mica_stack::remove_state(file) {
+                    let file = file.display();
+                    tracing::warn!(disk, %file, %error, "the file of the state has to be removed");
+                }
+            }
+            None => {
+                if let Err(error) = mica_stack::forget_drops(dropped) {
+                    tracing::warn!(disk, %error, "the next drop may remove a file that left a chain");
+                }
+            }
+        }
     }
 
     /// Nothing leads from a layer that is `dropped` to those that the disk has now: what it shows

@@ -67,6 +67,9 @@ fn open_image(
     if opened.is_writable() {
         // Nobody has written to it yet.
         mica_stack::settle_names(&image, &opened.layer_paths())?;
+        if let Err(error) = mica_stack::forget_drops(&opened.layer_paths()) {
+            tracing::warn!(%error, "a drop that was cut short is still said to be under way");
+        }
     }
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());

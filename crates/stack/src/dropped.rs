@@ -15,6 +15,8 @@
 //! - I2 Nobody has it open, and no image that can be found stands on it.
 //! - I3 What the disk has is durable without it.
 //! - I4 The mark goes last.
+//! - I5 A mark is of a drop that took its layer out of the chain, or is at work: a layer that is
+//!   there when the disk is opened, or leaves by another merge, is the user's ([`forget_drops`]).
 
 use crate::files::{folder_of, position_of, sync_folder_of};
 use crate::merged;
@@ -22,10 +24,11 @@ use crate::{FileImages, ImageOptions, MayWrite};
 use crate::{check_no_overlays, remove_state, settle_marks};
 use mica_block::{Error, Images, Result};
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Removes files of states that were dropped from the disk whose chain has these `layers`, the last
-/// of which is the active one. Returns which. The caller keeps layers from coming and going
+/// of which is the active one. Returns their paths. The caller keeps layers from coming and going
 /// meanwhile.
 ///
 /// # Errors
@@ -47,6 +50,14 @@ pub fn remove_dropped(layers: &[PathBuf], options: &ImageOptions) -> Result<Vec<
     failed.map_or(Ok(removed), Err)
 }
 
+/// Takes back what is said of `layers` by drops that did not get to their end.
+///
+/// # Errors
+/// As for reading a mark; what the system reports.
+pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
+    layers.iter().try_for_each(|layer| merged::forget_drop(layer))
+}
+
 /// The same for the `file`, whose mark would be `at`. Returns whether there was something.
 fn remove_if_dropped(
     file: &Path,
@@ -54,8 +65,12 @@ fn remove_if_dropped(
     layers: &[PathBuf],
     options: &ImageOptions,
 ) -> Result<bool> {
-    if file.symlink_metadata().is_err() {
-        return merged::remove_lone_mark(at);
+    match file.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return merged::remove_lone_mark(at);
+        }
+        Err(error) => return Err(Error::from_io(format!("looking at {}", file.display()), error)),
+        Ok(_) => {}
     }
     if position_of(layers, file).is_some() {
         return Ok(false);
@@ -69,10 +84,29 @@ fn remove_if_dropped(
     let synced = File::open(into).and_then(|layer| layer.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
     sync_folder_of(into)?;
-    merged::settle_base(into)?;
+    if !leads_there_otherwise(into, at)? {
+        merged::settle_base(into)?;
+    }
     settle_marks(layers, &[file.to_owned()])?;
     remove_state(file)?;
     Ok(true)
+}
+
+/// Whether a mark beside the one `at` leads to the layer `into`: another merge into that one did
+/// not get to its end.
+fn leads_there_otherwise(into: &Path, at: &Path) -> Result<bool> {
+    let folder = folder_of(at);
+    let failed_here = |error| Error::from_io(format!("listing {}", folder.display()), error);
+    for entry in std::fs::read_dir(folder).map_err(failed_here)? {
+        let other = entry.map_err(failed_here)?.path();
+        if other != at
+            && let Some(layer) = merged::layer_marked_by(&other)
+            && merged::leads_to(&layer, into)?
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 #[cfg(test)]
@@ -167,6 +201,27 @@ mod tests {
             assert!(world.remove().expect("nothing to do").is_empty(), "{what}");
             assert!(world.file.exists(), "{what}");
         }
+    }
+
+    /// The story: a drop was killed before its end, and the user took the layer out of the chain by
+    /// another merge, which leaves the file.
+    #[test]
+    fn file_of_a_layer_that_left_by_another_merge_stays() {
+        let world = World::new(MergeMarks::put_dropped);
+        forget_drops(&[world.layers[0].clone(), world.file.clone()]).expect("forgotten");
+        assert!(!world.names().contains(&format!("{FILE}.mica-merged")));
+        assert!(world.remove().expect("nothing to do").is_empty());
+        assert!(world.file.exists());
+    }
+
+    #[test]
+    fn base_of_another_merge_keeps_its_mark() {
+        let world = World::new(MergeMarks::put_dropped);
+        let other = world.folder.path().join("other.qcow2");
+        fs::write(&other, "image").expect("written");
+        std::mem::forget(MergeMarks::put(&world.layers[1], &[other]).expect("marked"));
+        assert_eq!(world.remove().expect("removed").len(), 1);
+        assert!(world.names().contains(&"disk.qcow2.mica-merged".to_owned()));
     }
 
     #[test]

@@ -28,7 +28,7 @@
 //! - I3 An image that was merged does not keep its base from being changed, but images that stand
 //!   on it do.
 
-use crate::files::sync_folder_of;
+use crate::files::{node_of, sync_folder_of};
 use crate::mark::{place, put_whole, read_trusted};
 use mica_block::{Error, ErrorKind, LocalFuture, MergeControl, MergeProgress, Merged, Result};
 use std::ffi::OsString;
@@ -223,6 +223,38 @@ pub(crate) fn dropped_into(path: &Path) -> Result<Option<PathBuf>> {
     })
 }
 
+/// Removes the mark of `layer` if that says that it is dropped.
+///
+/// # Errors
+/// As for reading it; what the system reports.
+pub(crate) fn forget_drop(layer: &Path) -> Result<()> {
+    match dropped_into(layer)? {
+        Some(_) => remove_mark(&place(layer, SUFFIX)?),
+        None => Ok(()),
+    }
+}
+
+/// Whether the mark of `layer` leads to the layer `into`.
+///
+/// # Errors
+/// As for reading it.
+pub(crate) fn leads_to(layer: &Path, into: &Path) -> Result<bool> {
+    Ok(match mark_of(layer)? {
+        Some(Content::Source { into: there, .. }) => node_of(Path::new(&there)) == node_of(into),
+        _ => false,
+    })
+}
+
+/// Removes the mark that is `at`, unless somebody else did.
+fn remove_mark(at: &Path) -> Result<()> {
+    match std::fs::remove_file(at) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Error::from_io(format!("removing {}", at.display()), error))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Removes what is `at` if it is the mark of a state that was dropped, whose file is gone. Returns
 /// whether it is.
 ///
@@ -234,8 +266,7 @@ pub(crate) fn remove_lone_mark(at: &Path) -> Result<bool> {
     let content = content.as_deref().and_then(Content::decode);
     let is_dropped = matches!(content, Some(Content::Source { then: Then::Goes, .. }));
     if is_dropped {
-        std::fs::remove_file(at)
-            .map_err(|error| Error::from_io(format!("removing {}", at.display()), error))?;
+        remove_mark(at)?;
     }
     Ok(is_dropped)
 }
@@ -245,12 +276,10 @@ pub(crate) fn remove_lone_mark(at: &Path) -> Result<bool> {
 /// # Errors
 /// What the system reports.
 pub(crate) fn settle_base(layer: &Path) -> Result<()> {
-    if let Some(Content::Base { .. }) = mark_of(layer)? {
-        let at = place(layer, SUFFIX)?;
-        std::fs::remove_file(&at)
-            .map_err(|error| Error::from_io(format!("removing {}", at.display()), error))?;
+    match mark_of(layer)? {
+        Some(Content::Base { .. }) => remove_mark(&place(layer, SUFFIX)?),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// The marks of the layers of a commit. Dropping this takes those back that it put.

@@ -251,7 +251,7 @@ impl Served {
             );
             Error::new(ErrorKind::Unsupported, what)
         })?;
-        self.remove_dropped(&disk.layer_paths())?;
+        self.remove_dropped(&disk.layer_paths());
         let keeping = Arc::new(Keeping::new(&self.image(), state)?);
         let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
         let executor = Executor::new(Backend::Pool)

@@ -131,8 +131,8 @@ impl Served {
             self.check_no_backup()?;
             self.check_only_state(&layers[at])?;
             let above = at + 1;
+            self.remove_dropped(layers);
             // Whoever makes an image on it sees that, or is found now.
-            self.remove_dropped(layers)?;
             let marks = MergeMarks::put_dropped(&layers[above], &layers[at])?;
             check(&layers[at..=above])?;
             let base = at.checked_sub(1).map(|below| layers[below].clone());
@@ -147,19 +147,22 @@ impl Served {
 
     /// Removes files of states that were dropped from the chain with these `layers`, which a server
     /// that was killed left. If that fails they are only in the way of states of the same name.
-    pub(super) fn remove_dropped(&self, layers: &[PathBuf]) -> Result<()> {
-        let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
-        match mica_stack::remove_dropped(layers, &options) {
+    pub(super) fn remove_dropped(&self, layers: &[PathBuf]) {
+        // Without locks nobody knows who has a file open.
+        if self.images.force_share {
+            return;
+        }
+        let disk = &self.name;
+        let options = self.images.image_options(Arc::clone(&self.resources.handles));
+        match options.and_then(|options| mica_stack::remove_dropped(layers, &options)) {
             Ok(removed) => removed.iter().for_each(|file| {
-                let (disk, file) = (&self.name, file.display());
+                let file = file.display();
                 tracing::info!(disk, %file, "removed what a drop that was cut short had left");
             }),
             Err(error) => {
-                let disk = &self.name;
                 tracing::warn!(disk, %error, "what a drop that was cut short has left stays");
             }
         }
-        Ok(())
     }
 
     /// Makes sure that nothing but a state goes with its `file`.

@@ -403,8 +403,9 @@ impl Log {
     /// # Errors
     /// As [`Self::append`].
     pub(crate) fn take_name(&mut self) -> Result<()> {
-        self.has_news = false;
-        // A name that went unused, because an earlier group found no space, will do.
+        // A name that went unused, because an earlier group found no space, will do; but the image
+        // may have it already.
+        self.has_news = self.next.is_some();
         if self.next.is_none() {
             self.next = Some(name_after(self.name));
             self.write_header()?;
@@ -412,19 +413,24 @@ impl Log {
         Ok(())
     }
 
-    /// The image has the name that [`Self::take_name`] gave, and the log answers to no other.
+    /// The image has the name that [`Self::take_name`] gave: the log answers to no other.
     ///
     /// # Errors
     /// As [`Self::append`].
-    pub(crate) fn leave_name(&mut self) -> Result<()> {
+    pub(crate) fn drop_old_name(&mut self) -> Result<()> {
         self.name = self.name();
         self.next = None;
         self.write_header()
     }
 
-    /// Whether it has changes since it got its last name.
+    /// Whether it has changes since the image got its name.
     pub(crate) fn has_news(&self) -> bool {
         self.has_news
+    }
+
+    /// The image did not get the last name.
+    pub(crate) fn keep_old_name(&mut self) {
+        self.has_news = true;
     }
 
     /// The mark of a log that begins with a group.

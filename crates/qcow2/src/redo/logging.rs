@@ -219,9 +219,14 @@ impl Logging {
     /// The image has the name of [`Self::begin_rename`].
     pub(crate) fn end_rename(&mut self) {
         if let Some(mut log) = self.log.take() {
-            let left = log.leave_name();
-            self.keep(log, left);
+            let dropped = log.drop_old_name();
+            self.keep(log, dropped);
         }
+    }
+
+    /// The image could not be given the name of [`Self::begin_rename`].
+    pub(crate) fn not_renamed(&mut self) {
+        self.log.iter_mut().for_each(Log::keep_old_name);
     }
 
     /// The image could not be given the name of a group. A log that it already names continues
@@ -231,6 +236,7 @@ impl Logging {
             log.remove();
             self.lost(error);
         }
+        self.not_renamed();
     }
 
     /// A group is merged into the next one: a log that builds on it has lost its baseline.
@@ -241,6 +247,7 @@ impl Logging {
             log.remove();
             self.forsake_name();
         }
+        self.not_renamed();
     }
 
     /// Whether there is a log to record what is touched.

@@ -24,8 +24,8 @@
 //! state and not only a writer: an older copy that is put back into the file names a log that no
 //! longer exists. The image gets the new name when the group's pages are in the file, and the log
 //! answers to both names from before that until the group is durable: a writer may die at any
-//! moment in between. If the guest does not flush, the name changes without a group, some time
-//! after a change ([`write`](crate::write), `renaming.rs`), so that a copy that is made meanwhile
+//! moment in between. If the guest does not flush, the name changes without a group, soon after a
+//! change ([`write`](crate::write), `renaming.rs`), so that a copy that is made meanwhile
 //! has no log either.
 //!
 //! ```text

@@ -276,7 +276,7 @@ impl Writer {
     #[inline]
     pub(crate) fn prepare(self: Arc<Self>, under_way: OwnedInFlight) {
         if self.renaming.begin() {
-            drop(mica_rt::spawn(renaming::rename_after_a_while(Arc::downgrade(&self))));
+            drop(mica_rt::spawn(renaming::rename_while_it_changes(Arc::downgrade(&self))));
         }
         let (wants_blocks, flushes) = (self.space.wants_blocks(), self.due.begin());
         if wants_blocks || flushes {

@@ -1,11 +1,12 @@
 //! Another name for a redo log that goes on for long without a flush.
 //!
-//! The name identifies a state of the image, so that a copy of it that is put back in its place has
-//! no log ([`redo`](crate::redo)). Each group of the guest's flushes changes it; a guest that does
-//! not flush would keep it for as long as it likes, and a copy that is made meanwhile would get
-//! links to data that it does not have. So the image gets another name some time after each change
-//! that the log has under the present one. That is one small write to the page cache, a few times a
-//! second at most, for which nobody waits; a power cut ends the log, so nothing is synced.
+//! The name identifies a state of the image, so that a copy of it that is put back in its place
+//! has no log ([`redo`](crate::redo)). Each group of the guest's flushes changes it; a guest
+//! that does not flush would keep it for as long as it likes, and a copy that is made meanwhile
+//! would get links to data that it does not have. So the image gets another name right after a
+//! change that the log has under the present one, but only a few times a second. That is one
+//! small write, for which no write of the guest waits; a power cut ends the log, so nothing is
+//! synced.
 //!
 //! ```text
 //! log: old, new ─▶ image: new ─▶ log: new, with all that it has
@@ -13,15 +14,15 @@
 //!
 //! Invariants
 //! - I1 The log answers to the image's name at any moment.
-//! - I2 A copy of the image that was begun [`RENAME_AFTER`] before the writer died, and before a
-//!   change that the log has, does not have the name of the log. If the file cannot be written or
-//!   syncs take longer, it is later by that.
+//! - I2 A copy of the image that was begun before a change which the log has had for
+//!   [`RENAME_PAUSE`] does not have the name of the log. If the file cannot be written, or a group
+//!   takes longer, it is later by that.
 //! - I3 Nothing gives the image a name while a group does, while its header is replaced, or while
 //!   the writing ends: all of them have the claim to write pages, and this waits for no claim.
 //! - I4 The task that waits keeps neither the writer nor its file open.
 //! - I5 If the task is dropped, with the executor of a merge for one, the next change begins
-//!   another. If that is while it writes the name, the log answers to both, and the next group
-//!   gives it the same one.
+//!   another. If that is while it writes the name, the log answers to both, and one more follows
+//!   the one that may be there already.
 
 use super::Writer;
 use super::pages::PageState;
@@ -32,8 +33,8 @@ use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How long the log goes on under a name after a change.
-pub(super) const RENAME_AFTER: Duration = Duration::from_millis(200);
+/// How long the log keeps a name at least.
+const RENAME_PAUSE: Duration = Duration::from_millis(200);
 
 /// What is known of the need for another name.
 #[derive(Default)]
@@ -52,20 +53,22 @@ impl Renaming {
         }
     }
 
-    /// Whether the caller is to begin [`rename_after_a_while`].
+    /// Whether the caller is to begin [`rename_while_it_changes`].
     #[inline]
     pub(super) fn begin(&self) -> bool {
         self.is_due.load(Ordering::Relaxed) && !self.is_under_way.swap(true, Ordering::Relaxed)
     }
 }
 
-/// Gives the log of `writer` another name after a while, and again for as long as it goes on.
-pub(super) async fn rename_after_a_while(writer: Weak<Writer>) {
+/// Gives the log of `writer` another name, and again for as long as it goes on.
+pub(super) async fn rename_while_it_changes(writer: Weak<Writer>) {
     let mut under_way = UnderWay(Weak::clone(&writer));
     loop {
-        mica_rt::sleep(RENAME_AFTER).await;
+        let Some(writing) = writer.upgrade() else { return };
+        writing.rename_log().await;
+        drop(writing);
+        mica_rt::sleep(RENAME_PAUSE).await;
         let Some(writer) = writer.upgrade() else { return };
-        writer.rename_log().await;
         let pages = writer.metadata.lock();
         if !pages.logging.wants_name() || writer.metadata.failure().is_some() {
             // What is changed from here on is noted under the same lock.
@@ -109,7 +112,9 @@ impl Writer {
                 pages.logging.end_rename();
             }
             // The log answers to both names.
-            Err(error) if error.kind() == ErrorKind::NoSpace => {}
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                metadata.lock().logging.not_renamed();
+            }
             Err(error) => self.fail(&error),
         }
     }

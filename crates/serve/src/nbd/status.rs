@@ -64,7 +64,7 @@ async fn describe(
     (descriptors, charge): (&mut Descriptors, &mut Charge<'_>),
 ) -> Result<(), Failure> {
     let contexts = Contexts(shared.contexts);
-    // What is asked about is about as much as is answered.
+    // A survey takes in about as much as the answer can hold.
     let mut piece_bytes = STATUS_FIRST_BYTES;
     'windows: for window in windows(range, STATUS_WINDOW_BYTES) {
         let mut at = window.start();

@@ -19,7 +19,7 @@ const REQUESTS_MAX: usize = 64;
 const GROWS_AFTER: u32 = 64;
 /// What a call costs that wakes a driver.
 const CALL: Duration = Duration::from_micros(5);
-/// Batches' worth of calls that a queue may lose before they shrink, more than it spent.
+/// How many calls' worth of time a queue may lose beyond what it spent on calls.
 const PATIENCE: u32 = 8;
 /// Looks at an empty ring after which the queue was idle: a few may be due to other queues of the
 /// executor, which are served in between.
@@ -74,8 +74,10 @@ pub(super) struct Batch {
     dry_at: Option<Instant>,
     /// Whether the driver had to be called when it got the last answers: it waited for them.
     called: bool,
-    /// Batches since the size was last considered, and the time that was lost.
+    /// Since the size was last considered: batches, those for which the driver was called, and the
+    /// time that was lost.
     batches: u32,
+    calls: u32,
     lost: Duration,
 }
 
@@ -87,6 +89,7 @@ impl Default for Batch {
             dry_at: None,
             called: false,
             batches: 0,
+            calls: 0,
             lost: Duration::ZERO,
         }
     }
@@ -101,6 +104,13 @@ impl Batch {
     /// The driver got answers, and was called or not.
     pub(super) fn note_answers(&mut self, called: bool) {
         self.called = called;
+        self.batches += 1;
+        self.calls += u32::from(called);
+    }
+
+    /// There was always something to do, for this queue or for others.
+    pub(super) fn note_busy(&mut self) {
+        (self.looks, self.dry_at) = (0, None);
     }
 
     /// The ring was empty at `now`, and is looked at again.
@@ -119,21 +129,21 @@ impl Batch {
     pub(super) fn note_found(&mut self, now: Instant) {
         let was_idle = std::mem::take(&mut self.looks) >= IDLE_LOOKS;
         let dry = self.dry_at.take().map(|dry_at| now.saturating_since(dry_at));
-        self.batches += 1;
         if was_idle && self.called {
             self.lost += dry.filter(|dry| *dry <= DRY_MAX).unwrap_or_default();
         }
-        if self.lost > CALL * (self.batches + PATIENCE) {
+        if self.lost > CALL * (self.calls + PATIENCE) {
             self.resize((self.requests * 3 / 4).max(REQUESTS_MIN));
         } else if self.batches >= GROWS_AFTER {
-            let is_cheap = self.lost <= CALL * self.batches / 2;
+            let is_cheap = self.lost <= CALL * self.calls / 2;
             let step = if is_cheap { 1 + self.requests / 8 } else { 0 };
             self.resize((self.requests + step).min(REQUESTS_MAX));
         }
     }
 
     fn resize(&mut self, requests: usize) {
-        (self.requests, self.batches, self.lost) = (requests, 0, Duration::ZERO);
+        (self.requests, self.batches, self.calls) = (requests, 0, 0);
+        self.lost = Duration::ZERO;
     }
 }
 

@@ -18,8 +18,8 @@
 //! - I6 What the requests in flight take of our own memory is at most what the queue's share of the
 //!   process's budget covers. A request that is larger runs alone, in smaller windows; one for
 //!   which there is no room waits for others of its queue, and for nobody else.
-//! - I7 A queue that has stopped leaves a ring whose driver notifies: the device that takes it over
-//!   may be another program's, which need not look at it unasked.
+//! - I7 A queue that has stopped leaves a ring whose driver notifies of what it adds. What is there
+//!   already the next device finds when it begins, as after a kill, which leaves the ring as it is.
 
 mod begin;
 mod end;
@@ -464,8 +464,9 @@ impl<'a> Running<'a> {
         if !heads.is_empty() {
             self.want_no_kicks();
             self.attention.found(self.turn_at);
-            if !self.busy.are_others() {
-                self.batch.note_found(self.turn_at);
+            match self.busy.are_others() {
+                true => self.batch.note_busy(),
+                false => self.batch.note_found(self.turn_at),
             }
         }
         heads.reverse();

@@ -249,6 +249,34 @@ fn log_that_went_on_for_a_while_is_not_applied_to_a_copy() {
     });
 }
 
+/// The story: the log got another name only some time after a change, however long the copy
+/// had been there by then.
+#[test]
+fn log_of_a_guest_that_was_idle_is_not_applied_to_a_copy() {
+    scenario(4, |world| async move {
+        let image = Plain::packed(&world, &ImageWish::default(), 8, 9).await;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, 0, 1, 4096).await.unwrap();
+        chain.flush().await.unwrap();
+        write(&chain, CLUSTER, 2, 4096).await.unwrap();
+        mica_rt::sleep(Duration::from_secs(1)).await;
+        let copy = world.files().into_iter().find(|(path, _)| *path == Plain::top()).unwrap().1;
+        mica_rt::sleep(Duration::from_secs(100)).await;
+        write(&chain, 2 * CLUSTER, 3, 4096).await.unwrap();
+        mica_rt::sleep(Duration::from_millis(50)).await;
+        drop(chain);
+        world.kill();
+        world.change(Plain::top(), |file| *file = copy);
+        let chain = image.open(Mode::Write).await;
+        for (cluster, byte) in [(0, 1), (1, 9), (2, 9)] {
+            let shown = read(&chain, cluster * CLUSTER, 4096).await.unwrap();
+            assert_eq!(shown, [byte; 4096], "cluster {cluster}");
+        }
+        chain.close().await.unwrap();
+        image.expect_uncorrupted("after the copy").await;
+    });
+}
+
 /// A guest that seldom flushes is killed while, or after, its log gets another name: nothing that
 /// it wrote is lost. A power cut leaves what it flushed.
 #[test]

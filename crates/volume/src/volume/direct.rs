@@ -22,7 +22,7 @@ impl Volume {
         range: GuestRange,
         buf: Buf,
     ) -> std::result::Result<IoFuture, Buf> {
-        // What boots read is noted, and counted as a guest's.
+        // Reads of a volume with a boot record are noted, and counted as a guest's.
         let run = if self.shared.boot.is_none() { self.planned_run(range) } else { None };
         let Some(run) = run else { return Err(buf) };
         let reading = self.shared.tree.begin_plain(run.first, buf)?;
