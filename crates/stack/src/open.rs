@@ -146,8 +146,8 @@ pub async fn open_active(
         if let Some(is) = named_as.filter(|is| *is != format.name()) {
             let stated = format.name();
             tracing::warn!(
-                "{named} is stated to be {stated}, and is a {is} image to {path}, which stands on \
-                 it: state --format {is}"
+                "{named} is opened as {stated}, but {path}, which stands on it, names it as {is}: \
+                 state --format {is}"
             );
         }
     }

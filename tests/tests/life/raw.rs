@@ -227,7 +227,7 @@ fn image_that_goes_on_above_is_warned_of_if_its_format_is_another() {
         world.options = vec!["--format".to_owned(), format.to_owned()];
         world.start();
         let log = world.server.as_ref().expect("it is served").log();
-        assert_eq!(log.contains("is stated to be"), warning.is_some(), "{log}");
+        assert_eq!(log.contains("names it as"), warning.is_some(), "{log}");
         assert!(warning.is_none_or(|warning| log.contains(warning)), "{log}");
     }
     world.stop();

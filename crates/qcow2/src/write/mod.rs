@@ -99,7 +99,7 @@ pub(crate) struct Writer {
     now_ns: i128,
     wrote: AtomicBool,
     due: due::Due,
-    renaming: renaming::Renaming,
+    renaming: renaming::LogRenaming,
     /// Whether a change began since somebody last asked ([`Writer::flush_ahead`]).
     has_begun: AtomicBool,
     beneath: beneath::Beneath,
@@ -170,7 +170,7 @@ impl Writer {
             now_ns,
             wrote: AtomicBool::new(false),
             due: due::Due::default(),
-            renaming: renaming::Renaming::default(),
+            renaming: renaming::LogRenaming::default(),
             has_begun: AtomicBool::new(true),
             beneath: beneath::Beneath::default(),
             inherits: AtomicBool::new(true),

@@ -38,14 +38,14 @@ const RENAME_PAUSE: Duration = Duration::from_millis(200);
 
 /// What is known of the need for another name.
 #[derive(Default)]
-pub(super) struct Renaming {
+pub(super) struct LogRenaming {
     /// Whether the log had changes under its name at the last link.
     is_due: AtomicBool,
     /// Whether a task waits to give it another one.
     is_under_way: AtomicBool,
 }
 
-impl Renaming {
+impl LogRenaming {
     /// Takes note of the `pages` after a change.
     pub(super) fn note(&self, pages: &PageState) {
         if pages.logging.wants_name() {

@@ -126,6 +126,8 @@ pub(super) async fn serve(setup: Setup) {
     })
     .await;
     drop(running);
+    // Whoever waits for the end may be about to close the disk.
+    drop(common);
     if let Some(base) = base {
         control.stopped(base);
     }
