@@ -224,16 +224,24 @@ impl Job {
         let disk = &self.disk;
         match file {
             Some(file) => {
-                if let Err(error) = mica_stack::remove_state(file) {
+                // Another program may have made an image on it meanwhile.
+                if let Err(error) = mica_stack::check_unneeded(file) {
+                    tracing::warn!(disk, %error, "the file of the dropped state stays");
+                    self.forget_drops(dropped);
+                } else if let Err(error) = mica_stack::remove_state(file) {
                     let file = file.display();
                     tracing::warn!(disk, %file, %error, "the file of the state has to be removed");
                 }
             }
-            None => {
-                if let Err(error) = mica_stack::forget_drops(dropped) {
-                    tracing::warn!(disk, %error, "the next drop may remove a file that left a chain");
-                }
-            }
+            None => self.forget_drops(dropped),
+        }
+    }
+
+    /// Their files are the user's.
+    fn forget_drops(&self, dropped: &[PathBuf]) {
+        if let Err(error) = mica_stack::forget_drops(dropped) {
+            let disk = &self.disk;
+            tracing::warn!(disk, %error, "the next drop may remove a file that left a chain");
         }
     }
 

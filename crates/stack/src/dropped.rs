@@ -58,6 +58,17 @@ pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
     layers.iter().try_for_each(|layer| merged::forget_drop(layer))
 }
 
+/// Makes sure that no image that can be found stands on the `file` of a state that was dropped.
+///
+/// # Errors
+/// As [`check_no_overlays`].
+pub fn check_unneeded(file: &Path) -> Result<()> {
+    match merged::dropped_into(file)? {
+        Some(into) => check_no_overlays(&[file.to_owned()], &into),
+        None => Ok(()),
+    }
+}
+
 /// The same for the `file`, whose mark would be `at`. Returns whether there was something.
 fn remove_if_dropped(
     file: &Path,

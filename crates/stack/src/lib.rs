@@ -47,7 +47,7 @@ mod written;
 pub use above::{has_mark, is_frozen, marks_lead, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
-pub use dropped::{forget_drops, remove_dropped};
+pub use dropped::{check_unneeded, forget_drops, remove_dropped};
 pub use encrypted::encrypted_as;
 pub use export::ExportDisk;
 pub use files::{base_name, node_of, position_of, sync_folder_of};

@@ -32,7 +32,8 @@ pub(super) enum BackupVerb {
     ///
     /// While guests write on. The newest goes up into the active layer, any other into the next
     /// state, which shows what it did. What changed since the state cannot be told any more. Copies
-    /// by `mica backup` stay.
+    /// by `mica backup` stay. The file stays, too, if an image in the folder of the disk stands on
+    /// it; images in other folders are not found.
     #[command(after_long_help = sections::CTL_BACKUP_DROP)]
     Drop(DropArgs),
     /// Keep only the newest states: the others are dropped, one after the other.
