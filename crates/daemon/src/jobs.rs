@@ -203,16 +203,14 @@ impl Job {
         };
         let file = merge.dropped_file();
         let merged = executor.block_on(merge.run(chain, self))?;
-        if let Merged::Done { dropped, .. } = &merged
-            && let Err(error) = mica_stack::settle_marks(&disk.layer_paths(), dropped)
-        {
-            // The merge itself is done, and durable.
-            tracing::warn!(disk = self.disk, %error, "the mark of a frozen layer is out of date");
-        }
         if let Merged::Done { dropped, .. } = &merged {
-            self.tell_if_unnamed(&disk.layer_paths(), dropped);
-        }
-        if let Merged::Done { dropped, .. } = &merged {
+            let layers = disk.layer_paths();
+            if let Err(error) = mica_stack::settle_marks(&layers, dropped) {
+                // The merge itself is done, and durable.
+                let disk = &self.disk;
+                tracing::warn!(disk, %error, "the mark of a frozen layer is out of date");
+            }
+            self.tell_if_unnamed(&layers, dropped);
             self.settle_files(dropped, file.as_deref());
         }
         Ok(merged)

@@ -66,8 +66,9 @@ fn open_image(
     let (opened, image) = executor.block_on(open())?;
     if opened.is_writable() {
         // Nobody has written to it yet.
-        mica_stack::settle_names(&image, &opened.layer_paths())?;
-        if let Err(error) = mica_stack::forget_drops(&opened.layer_paths()) {
+        let layers = opened.layer_paths();
+        mica_stack::settle_names(&image, &layers)?;
+        if let Err(error) = mica_stack::forget_drops(&layers) {
             tracing::warn!(%error, "a drop that was cut short is still said to be under way");
         }
     }

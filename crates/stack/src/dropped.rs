@@ -19,6 +19,7 @@
 //!   there when the disk is opened, or leaves by another merge, is the user's ([`forget_drops`]).
 
 use crate::files::{folder_of, position_of, sync_folder_of};
+use crate::keep::may_keep_state;
 use crate::merged;
 use crate::{FileImages, ImageOptions, MayWrite};
 use crate::{check_no_overlays, remove_state, settle_marks};
@@ -37,10 +38,7 @@ pub fn remove_dropped(layers: &[PathBuf], options: &ImageOptions) -> Result<Vec<
     let (mut removed, mut failed) = (Vec::new(), None);
     // States are kept beside the active layer.
     let Some(folder) = layers.last().map(|active| folder_of(active)) else { return Ok(removed) };
-    let failed_here = |error| Error::from_io(format!("listing {}", folder.display()), error);
-    for entry in std::fs::read_dir(folder).map_err(failed_here)? {
-        let at = entry.map_err(failed_here)?.path();
-        let Some(file) = merged::layer_marked_by(&at) else { continue };
+    for (file, at) in marks_in(folder)? {
         match remove_if_dropped(&file, &at, layers, options) {
             Ok(true) => removed.push(file),
             Ok(false) => {}
@@ -50,12 +48,16 @@ pub fn remove_dropped(layers: &[PathBuf], options: &ImageOptions) -> Result<Vec<
     failed.map_or(Ok(removed), Err)
 }
 
-/// Takes back what is said of `layers` by drops that did not get to their end.
+/// Takes back what is said of `layers` by drops that did not get to their end. Only those that may
+/// keep a state, by their names, are looked at: a chain has thousands of others.
 ///
 /// # Errors
 /// As for reading a mark; what the system reports.
 pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
-    layers.iter().try_for_each(|layer| merged::forget_drop(layer))
+    layers
+        .iter()
+        .filter(|layer| may_keep_state(layer))
+        .try_for_each(|layer| merged::forget_drop(layer))
 }
 
 /// Makes sure that no image that can be found stands on the `file` of a state that was dropped.
@@ -106,18 +108,23 @@ fn remove_if_dropped(
 /// Whether a mark beside the one `at` leads to the layer `into`: another merge into that one did
 /// not get to its end.
 fn leads_there_otherwise(into: &Path, at: &Path) -> Result<bool> {
-    let folder = folder_of(at);
-    let failed_here = |error| Error::from_io(format!("listing {}", folder.display()), error);
-    for entry in std::fs::read_dir(folder).map_err(failed_here)? {
-        let other = entry.map_err(failed_here)?.path();
-        if other != at
-            && let Some(layer) = merged::layer_marked_by(&other)
-            && merged::leads_to(&layer, into)?
-        {
+    for (layer, other) in marks_in(folder_of(at))? {
+        if other != at && merged::leads_to(&layer, into)? {
             return Ok(true);
         }
     }
     Ok(false)
+}
+
+/// The layers in `folder` that have marks, by the names of these, and where the marks are.
+fn marks_in(folder: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
+    let failed_here = |error| Error::from_io(format!("listing {}", folder.display()), error);
+    let mut marks = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(failed_here)? {
+        let at = entry.map_err(failed_here)?.path();
+        marks.extend(merged::layer_marked_by(&at).map(|layer| (layer, at)));
+    }
+    Ok(marks)
 }
 
 #[cfg(test)]

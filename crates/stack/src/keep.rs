@@ -44,7 +44,7 @@ use mica_rt::{Access, File};
 use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fsync, linkat, open, renameat, unlinkat};
 use rustix::io::Errno;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -97,6 +97,12 @@ pub fn state_of(image: &Path, path: &Path) -> Option<String> {
     let name = path.file_name()?.to_str()?;
     let state = name.strip_prefix(front.to_str()?)?.strip_suffix(back.to_str()?)?;
     (!state.is_empty()).then(|| state.to_owned())
+}
+
+/// Whether the name of `file` is as that of a state.
+pub(crate) fn may_keep_state(file: &Path) -> bool {
+    let name = file.file_name().map(OsStr::to_string_lossy);
+    name.is_some_and(|name| name.contains(BEFORE_STATE))
 }
 
 /// The states that are kept in the `layers` of a chain, from the base: the position of each, and

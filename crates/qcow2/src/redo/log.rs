@@ -60,8 +60,8 @@ pub(crate) struct Log {
     touched: Vec<Touched>,
     /// What changed since the last mark.
     changed: Changed,
-    /// Whether it has changes that it had not when it got its last name: a copy of the image that
-    /// was made before them has that name, too.
+    /// Whether it has changes that it may not have had when the image got its name: a copy that was
+    /// made before them has that name, too.
     has_news: bool,
     /// Whether there is a mark whose group is not durable.
     is_marked: bool,

@@ -271,8 +271,8 @@ impl Writer {
     }
 
     /// Makes what the next changes will need, in a task of its own, which counts as the change that
-    /// is `under_way`: space for refcount blocks, and a flush that is due. Later, the log gets
-    /// another name.
+    /// is `under_way`: space for refcount blocks, and a flush that is due. The log gets another
+    /// name, too, for which nobody waits.
     #[inline]
     pub(crate) fn prepare(self: Arc<Self>, under_way: OwnedInFlight) {
         if self.renaming.begin() {

@@ -157,11 +157,16 @@ impl World {
 
     /// A client in the transmission phase, with structured replies and block status.
     pub(super) async fn session(&self) -> Client {
+        self.session_with(b"base:allocation").await
+    }
+
+    /// The same with the metadata `context`.
+    pub(super) async fn session_with(&self, context: &[u8]) -> Client {
         let mut client = self.connect();
         client.greet(3).await;
         client.option(8, &[]).await;
         client.expect_ack(8).await;
-        client.option(10, &meta_data(b"disk", &[b"base:allocation"])).await;
+        client.option(10, &meta_data(b"disk", &[context])).await;
         assert_eq!(client.option_replies(10).await.len(), 2);
         client.option(7, &info_data(b"disk", &[])).await;
         assert_eq!(client.option_replies(7).await.len(), 2);

@@ -235,14 +235,7 @@ fn status_of_one_extent_costs_about_as_much_as_it_tells() {
     let told = Arc::new(AtomicU64::new(0));
     let contexts: Vec<Arc<dyn Context>> = vec![Arc::new(Counted(Arc::clone(&told)))];
     simulated_with_contexts(PatternDisk::data(LEN), contexts, async |world| {
-        let mut client = world.connect();
-        client.greet(3).await;
-        client.option(8, &[]).await;
-        client.expect_ack(8).await;
-        client.option(10, &meta_data(b"disk", &[b"test:counted"])).await;
-        assert_eq!(client.option_replies(10).await.len(), 2);
-        client.option(7, &info_data(b"disk", &[])).await;
-        assert_eq!(client.option_replies(7).await.len(), 2);
+        let mut client = world.session_with(b"test:counted").await;
         let (mut at, mut count) = (0, 0);
         while at < LEN {
             let len = u32::try_from(LEN - at).expect("fits");
