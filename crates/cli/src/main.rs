@@ -126,11 +126,14 @@ fn parse() -> Result<Cli, clap::Error> {
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
-/// What is to be known for a command line with this `first` word: the verb that it names, or all,
-/// for a list of them, say.
+/// What is to be known for a command line with this `first` word: the verb that it names, none for
+/// the version, or all, for a list of them, say.
 fn command_for(first: Option<OsString>) -> Command {
     let command = Cli::command();
-    match first.is_some_and(|word| command.find_subcommand(word).is_some()) {
+    let is_enough = |word: OsString| {
+        word == "--version" || word == "-V" || command.find_subcommand(word).is_some()
+    };
+    match first.is_some_and(is_enough) {
         true => command,
         false => whole_command(),
     }
