@@ -6,6 +6,7 @@ mod counters;
 mod discard;
 mod failure_log;
 pub mod fuse;
+mod idle;
 mod latency;
 mod limit;
 mod listener;

@@ -1,10 +1,13 @@
 //! Executors that servers share: a thread each.
 
 use crate::budget::{POOL_BYTES, Pool};
+use crate::idle::IdleTime;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::Signal;
 use mica_rt::{Backend, Executor, Handle};
 use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
@@ -19,6 +22,9 @@ pub struct Workers {
     stop: Arc<Signal>,
     /// Memory for everything that their clients send and request.
     pool: Arc<Pool>,
+    /// Devices so far, each of which begins on another worker.
+    homes: AtomicUsize,
+    idle: Arc<IdleTime>,
 }
 
 impl Workers {
@@ -32,15 +38,46 @@ impl Workers {
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         let (stop, pool) = (Arc::default(), Pool::new(POOL_BYTES));
-        let mut workers = Self { handles: Vec::new(), threads: Vec::new(), stop, pool };
+        let mut workers = Self {
+            handles: Vec::new(),
+            threads: Vec::new(),
+            stop,
+            pool,
+            homes: AtomicUsize::default(),
+            idle: Arc::new(IdleTime::open()),
+        };
+        // Each makes its ring while the others do.
+        let mut starts = Vec::new();
         for index in 0..count {
-            let stop = Arc::clone(&workers.stop);
-            let until = move || async move { stop.raised().await };
-            let (thread, handle) = start_executor(&format!("mica-worker-{index}"), backend, until)?;
-            workers.threads.push(thread);
-            workers.handles.push(handle);
+            let start = workers.begin(format!("mica-worker-{index}"), backend)?;
+            starts.push(start);
+        }
+        for start in starts {
+            workers.handles.push(start.handle()?);
         }
         Ok(Arc::new(workers))
+    }
+
+    /// Starts one more thread, whose executor is still to come.
+    fn begin(&mut self, name: String, backend: Backend) -> Result<Start> {
+        let stop = Arc::clone(&self.stop);
+        let (sender, receiver) = mpsc::channel();
+        let body = move || {
+            let executor = match Executor::new(backend) {
+                Ok(executor) => executor,
+                Err(error) => {
+                    // The starter waits for one answer; if it is gone, nobody needs it.
+                    let _ = sender.send(Err(error));
+                    return;
+                }
+            };
+            let _ = sender.send(Ok(executor.handle()));
+            executor.block_on(async move { stop.raised().await });
+        };
+        let start = Start { name, receiver };
+        let thread = std::thread::Builder::new().name(start.name.clone()).spawn(body);
+        self.threads.push(thread.map_err(|error| Error::from_io(start.context(), error))?);
+        Ok(start)
     }
 
     /// Runs what `make` makes on the first of them, and waits for it. Not to be called on one of
@@ -68,6 +105,16 @@ impl Workers {
         &self.pool
     }
 
+    /// The worker on which the next device begins.
+    pub(crate) fn next_home(&self) -> usize {
+        self.homes.fetch_add(1, Ordering::Relaxed) % self.handles.len()
+    }
+
+    /// A clock of the time that nobody uses.
+    pub(crate) fn idle(&self) -> &Arc<IdleTime> {
+        &self.idle
+    }
+
     /// The handles through which they get work.
     pub fn handles(&self) -> &[Handle] {
         &self.handles
@@ -91,33 +138,23 @@ impl fmt::Debug for Workers {
     }
 }
 
-/// Starts a thread with an executor that runs until what `until` makes is ready.
-pub(crate) fn start_executor<F: Future<Output = ()>>(
-    name: &str,
-    backend: Backend,
-    until: impl FnOnce() -> F + Send + 'static,
-) -> Result<(JoinHandle<()>, Handle)> {
-    let context = || format!("starting {name}");
-    let (sender, receiver) = mpsc::channel();
-    let body = move || {
-        let executor = match Executor::new(backend) {
-            Ok(executor) => executor,
-            Err(error) => {
-                // The starter waits for one answer; if it is gone, nobody needs it.
-                let _ = sender.send(Err(error));
-                return;
-            }
-        };
-        let _ = sender.send(Ok(executor.handle()));
-        executor.block_on(until());
-    };
-    let thread = std::thread::Builder::new()
-        .name(name.to_owned())
-        .spawn(body)
-        .map_err(|error| Error::from_io(context(), error))?;
-    match receiver.recv() {
-        Ok(Ok(handle)) => Ok((thread, handle)),
-        Ok(Err(error)) => Err(Error::from_io(context(), error)),
-        Err(_) => Err(Error::new(ErrorKind::Io, context())),
+/// A thread that is about to have an executor.
+struct Start {
+    name: String,
+    receiver: mpsc::Receiver<io::Result<Handle>>,
+}
+
+impl Start {
+    /// Waits for its executor.
+    fn handle(self) -> Result<Handle> {
+        match self.receiver.recv() {
+            Ok(Ok(handle)) => Ok(handle),
+            Ok(Err(error)) => Err(Error::from_io(self.context(), error)),
+            Err(_) => Err(Error::new(ErrorKind::Io, self.context())),
+        }
+    }
+
+    fn context(&self) -> String {
+        format!("starting {}", self.name)
     }
 }

@@ -2,6 +2,7 @@
 
 use super::back_channel::BackChannel;
 use super::batch::BusyQueues;
+use super::placement::Placement;
 use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
 use crate::budget::Party;
@@ -26,6 +27,7 @@ pub(super) struct Common {
     /// The memory of the process that its queues hold.
     pub(super) party: Arc<Party>,
     pub(super) busy_queues: BusyQueues,
+    pub(super) placement: Placement,
     /// Whether the server ends: what would take long is left off.
     pub(super) is_ending: AtomicBool,
 }

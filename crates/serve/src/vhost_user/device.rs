@@ -1,6 +1,6 @@
 //! A device as its front end sees it: the messages of a session, and what they do to the queues.
 //!
-//! One thread per session takes the messages (`server`); each queue runs on an executor of its own.
+//! One thread per session takes the messages (`server`); the queues run on executors (`placement`).
 //! Whatever changes what a running queue works on (memory, addresses, its kick) stops it, waits
 //! until nothing of it is in flight, and starts it again where it stopped: so a reply promises that
 //! what was taken away is touched no more.
@@ -16,7 +16,6 @@ use super::lost::Lost;
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{self, Setup};
 use super::vring::{self, Vring};
-use mica_rt::Handle;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -38,8 +37,6 @@ pub(super) const QUEUES_MAX: u16 = 64;
 /// One session of a device.
 pub(super) struct Device {
     common: Arc<Common>,
-    /// Executors; queue n runs on one of them.
-    workers: Vec<Handle>,
     features: u64,
     protocol_features: u64,
     /// The descriptor of the current message, if it opens the back channel.
@@ -60,12 +57,11 @@ fn invalid(error: &mica_block::Error) -> Error {
 }
 
 impl Device {
-    pub(super) fn new(common: Arc<Common>, workers: Vec<Handle>) -> Self {
+    pub(super) fn new(common: Arc<Common>) -> Self {
         common.losses.is_broken.store(false, Ordering::Relaxed);
         let vrings = common.stats.iter().map(|_| Vring::default()).collect();
         Self {
             common,
-            workers,
             features: 0,
             protocol_features: 0,
             peeked: None,
@@ -177,7 +173,7 @@ impl Device {
             inflight: self.inflight.as_ref().and_then(|all| all.queue(number, vring.size)),
         };
         self.vrings[index].running = Some(control);
-        self.workers[index % self.workers.len()].spawn_with(move || queue::serve(setup));
+        queue::start(setup);
         Ok(())
     }
 

@@ -4,6 +4,7 @@ use super::batch::BusyQueues;
 use super::chain::{Chain, Table};
 use super::common::Common;
 use super::config::has;
+use super::placement::Placement;
 use super::request::{ID_BYTES, Request, Rules};
 use super::server::session;
 use super::stats::Counters;
@@ -56,13 +57,14 @@ pub fn survive(input: &[u8]) -> Counters {
         losses: Default::default(),
         party: Party::new(workers.pool()),
         busy_queues: BusyQueues::default(),
+        placement: Placement::new(workers),
         is_ending: Default::default(),
         id,
     };
     let common = Arc::new(common);
     let (near, far) = UnixStream::pair().expect("a pair");
     let served = Arc::clone(&common);
-    let server = std::thread::spawn(move || session(far, &served, workers.handles()));
+    let server = std::thread::spawn(move || session(far, &served));
     if talk(&near, image, messages) {
         // The queues poll their rings concurrently.
         pause(Duration::from_micros(300));

@@ -22,6 +22,7 @@ mod inflight;
 mod log;
 mod lost;
 mod memory;
+mod placement;
 mod queue;
 mod request;
 mod server;

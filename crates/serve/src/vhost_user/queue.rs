@@ -18,8 +18,11 @@
 //! - I6 What the requests in flight take of our own memory is at most what the queue's share of the
 //!   process's budget covers. A request that is larger runs alone, in smaller windows; one for
 //!   which there is no room waits for others of its queue, and for nobody else.
-//! - I7 A queue that has stopped leaves a ring whose driver notifies of what it adds. What is there
+//! - I7 A queue that has stopped, or moves, leaves a ring whose driver notifies of what it adds. What is there
 //!   already the next device finds when it begins, as after a kill, which leaves the ring as it is.
+//! - I8 A queue moves to another executor (`placement`) when nothing of it is in flight, so that it
+//!   runs on one at a time. It takes nothing more until then, and does not begin to wait for that
+//!   while something is in flight that may take long.
 
 mod begin;
 mod end;
@@ -33,6 +36,7 @@ use super::config::{F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::InflightQueue;
 use super::lost::Lost;
+use super::placement::Account;
 use super::stats::QueueStats;
 use super::transfer;
 use crate::budget::Share;
@@ -41,7 +45,7 @@ use begin::Begun;
 use mica_block::{Disk, Extent, LocalFuture};
 use mica_rt::{Instant, Sleep, Socket};
 use rustix::io::{Errno, ReadWriteFlags};
-use slot::Slot;
+use slot::{Kind, Slot};
 use std::future::{Future, poll_fn};
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -69,8 +73,24 @@ pub(super) struct Setup {
     pub(super) inflight: Option<InflightQueue>,
 }
 
-/// Serves a queue until it is asked to stop.
-pub(super) async fn serve(setup: Setup) {
+/// Starts a queue on the executor that is to serve it.
+pub(super) fn start(setup: Setup) {
+    let place = setup.common.placement.place_of(setup.index);
+    let common = Arc::clone(&setup.common);
+    common.placement.worker(place).spawn_with(move || serve(setup, place));
+}
+
+/// How a queue ended here.
+enum End {
+    /// Before request `base`.
+    Stopped {
+        base: u16,
+    },
+    Moves,
+}
+
+/// Serves a queue, on the executor at `place`, until it is asked to stop or moves.
+async fn serve(setup: Setup, place: usize) {
     let Setup { common, index, lost, logs, ending, mut queue, features, kick, inflight } = setup;
     let control = &*ending.0;
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
@@ -107,13 +127,16 @@ pub(super) async fn serve(setup: Setup) {
         is_notified: true,
         is_broken: false,
         turn_at: mica_rt::now(),
+        index,
+        place,
+        account: Account::new(index, mica_rt::now()),
         queue,
         kick,
         inflight,
         settings,
     };
     running.recover();
-    let base = poll_fn(|context| {
+    let end = poll_fn(|context| {
         running.wake_set.set_task(context.waker());
         control.set_waker(context.waker());
         // A failure ends this queue, and not the others of this executor.
@@ -125,11 +148,17 @@ pub(super) async fn serve(setup: Setup) {
         })
     })
     .await;
-    drop(running);
-    // Whoever waits for the end may be about to close the disk.
-    drop(common);
-    if let Some(base) = base {
-        control.stopped(base);
+    let (queue, kick, inflight, lost, logs) = running.into_parts();
+    match end {
+        Some(End::Stopped { base }) => {
+            // Whoever waits for the end may be about to close the disk.
+            drop(common);
+            control.stopped(base);
+        }
+        Some(End::Moves) => {
+            start(Setup { common, index, lost, logs, ending, queue, features, kick, inflight });
+        }
+        None => drop(common),
     }
 }
 
@@ -195,11 +224,32 @@ struct Running<'a> {
     is_broken: bool,
     /// When this turn began: the clock is read once for all that a turn begins and ends.
     turn_at: Instant,
+    index: usize,
+    /// The executor that it runs on.
+    place: usize,
+    account: Account,
 }
 
 impl<'a> Running<'a> {
     fn used(&self) -> usize {
         self.slots.len() - self.free.len()
+    }
+
+    /// What it goes on with elsewhere.
+    fn into_parts(
+        mut self,
+    ) -> (Queue, Arc<Socket>, Option<InflightQueue>, Arc<Lost>, Arc<SessionLogs>) {
+        // Heads that were not begun are taken again.
+        self.queue.set_next_avail(self.base());
+        (self.queue, self.kick, self.inflight, self.lost, self.logs)
+    }
+
+    /// Whether it is to move, and may begin to (I8).
+    fn leaves(&self) -> bool {
+        let is_long = |slot: &Slot<'_>| !matches!(slot.kind, Kind::Read | Kind::Write);
+        self.common.placement.place_of(self.index) != self.place
+            && self.recovered == 0
+            && !self.slots.iter().flatten().any(is_long)
     }
 
     /// Recovers what the previous server left.
@@ -219,8 +269,8 @@ impl<'a> Running<'a> {
         self.waiting = heads;
     }
 
-    /// Ready with the index of the next request when the queue has stopped.
-    fn poll(&mut self, control: &Control) -> Poll<u16> {
+    /// Ready when the queue has stopped, or moves.
+    fn poll(&mut self, control: &Control) -> Poll<End> {
         let polled = self.poll_rounds(control);
         let takes = self.settings.enabled && !self.is_broken;
         self.busy.set(self.used() > 0 || takes && !self.waiting.is_empty());
@@ -228,10 +278,11 @@ impl<'a> Running<'a> {
         polled
     }
 
-    fn poll_rounds(&mut self, control: &Control) -> Poll<u16> {
+    fn poll_rounds(&mut self, control: &Control) -> Poll<End> {
         for _ in 0..ROUNDS_MAX {
             self.settings.refresh(control);
             self.turn_at = mica_rt::now();
+            self.account.report_if_due(&self.common.placement, self.place, self.turn_at);
             let ended = self.poll_slots();
             self.poll_timer();
             if self.settings.stop {
@@ -241,7 +292,15 @@ impl<'a> Running<'a> {
                     return Poll::Pending;
                 }
                 self.want_kicks();
-                return Poll::Ready(self.base());
+                return Poll::Ready(End::Stopped { base: self.base() });
+            }
+            if self.leaves() {
+                self.call_if(ended);
+                if self.used() > 0 {
+                    return Poll::Pending;
+                }
+                self.want_kicks();
+                return Poll::Ready(End::Moves);
             }
             self.poll_kick();
             // Otherwise it has not been looked at.
@@ -465,6 +524,7 @@ impl<'a> Running<'a> {
         }
         if !heads.is_empty() {
             self.want_no_kicks();
+            self.account.note(heads.len());
             self.attention.found(self.turn_at);
             match self.busy.are_others() {
                 true => self.batch.note_busy(),

@@ -8,6 +8,7 @@ use super::batch::BusyQueues;
 use super::common::Common;
 use super::config::CONFIG_BYTES;
 use super::device::{Device, QUEUES_MAX};
+use super::placement::Placement;
 use super::request::ID_BYTES;
 use super::stats::Counters;
 use crate::budget::Party;
@@ -17,7 +18,7 @@ use crate::listener::Listener;
 use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
 use mica_rt::sync::{Notify, Signal};
-use mica_rt::{Handle, Socket, sleep};
+use mica_rt::{Socket, sleep};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use std::fmt;
@@ -82,14 +83,11 @@ impl Server {
             losses: Default::default(),
             party: Party::new(workers.pool()),
             busy_queues: BusyQueues::default(),
+            placement: Placement::new(&workers),
             is_ending: Default::default(),
             id,
         });
-        let served = Arc::new(Served {
-            common,
-            workers: workers.handles().to_vec(),
-            sessions: Arc::default(),
-        });
+        let served = Arc::new(Served { common, sessions: Arc::default() });
         Ok(Prepared(Running { served, listener: Some(listener), _workers: workers }))
     }
 }
@@ -107,7 +105,8 @@ impl Prepared {
             let (socket, sessions) = (Arc::clone(&listener.socket), Arc::clone(&served.sessions));
             let weak = Arc::downgrade(served);
             // Accepting takes a moment; what may take long is done on the thread of the session.
-            served.workers[0].spawn_with(move || accept_all(socket, sessions, weak));
+            let home = served.common.placement.home();
+            home.spawn_with(move || accept_all(socket, sessions, weak));
         }
         running
     }
@@ -125,12 +124,15 @@ pub struct Running {
 /// turn, and a worker that has none would keep the disk open.
 struct Served {
     common: Arc<Common>,
-    /// Not the workers themselves: a session must not be what ends them.
-    workers: Vec<Handle>,
     sessions: Arc<Sessions>,
 }
 
 impl Running {
+    #[cfg(test)]
+    pub(super) fn placement(&self) -> &Placement {
+        &self.served.common.placement
+    }
+
     /// Its counters so far.
     pub fn counters(&self) -> Counters {
         self.served.common.counters()
@@ -297,8 +299,7 @@ async fn serve(stream: UnixStream, sessions: &Sessions, served: &Weak<Served>) {
             move || {
                 let work = work.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let Some((stream, session)) = work else { return };
-                let Served { common, workers, .. } = &*session.0;
-                self::session(stream, common, workers);
+                self::session(stream, &session.0.common);
             }
         };
         match std::thread::Builder::new().name("mica-vhost".to_owned()).spawn(body) {
@@ -316,11 +317,10 @@ async fn serve(stream: UnixStream, sessions: &Sessions, served: &Weak<Served>) {
 }
 
 /// Serves a front end until it disconnects.
-pub(super) fn session(stream: UnixStream, common: &Arc<Common>, workers: &[Handle]) {
+pub(super) fn session(stream: UnixStream, common: &Arc<Common>) {
     let serial = common.serial();
     tracing::info!("front end connected to {serial:?}");
-    let device = Device::new(Arc::clone(common), workers.to_vec());
-    let device = Arc::new(Mutex::new(device));
+    let device = Arc::new(Mutex::new(Device::new(Arc::clone(common))));
     let Ok(peeked) = stream.try_clone() else { return };
     let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&device));
     let why = loop {

@@ -147,6 +147,9 @@ impl Disk for TestDisk {
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.memory.flush()
+        Box::pin(async move {
+            self.gate.pass().await;
+            self.memory.flush().await
+        })
     }
 }

@@ -1,6 +1,7 @@
 //! Queues that start, stop, move and are migrated while requests run.
 
 use crate::testing::clock::{now, pause, until};
+use crate::vhost_user::placement::Placement;
 use crate::vhost_user::testing::{
     FrontEnd, Guest, MIB, Ring, TestDisk, Way, World, code, event, memfd,
 };
@@ -95,6 +96,58 @@ fn queue_that_stops_at_work_leaves_a_driver_that_notifies() {
             assert_eq!(rings[0].wait_used(9).len(), 9);
         }
     }
+}
+
+#[test]
+fn queues_move_between_workers_while_requests_run() {
+    for event_idx in [false, true] {
+        let mut disk = TestDisk::new(MIB);
+        disk.is_uneven = true;
+        let world = World::new(disk);
+        let placement = world.server.as_ref().expect("it runs").placement();
+        let (front_end, mut rings) = world.guest(Way { event_idx, ..Way::default() });
+        for round in 0..100 {
+            for ring in &mut rings {
+                for sector in 0..4 {
+                    ring.request(1, sector * 3 + u64::from(ring.index), &[(MIB, 512, false)]);
+                }
+                ring.kick();
+            }
+            placement.set_width(1 + round % 2);
+            for ring in &mut rings {
+                assert_eq!(ring.wait_used(4).len(), 4, "round {round}");
+            }
+        }
+        assert_eq!(world.counters().writes, 800);
+        // Where it is, it can be stopped.
+        assert_eq!((front_end.stop(&rings[0]), front_end.stop(&rings[1])), (400, 400));
+    }
+}
+
+#[test]
+fn queue_does_not_hold_up_requests_to_move_while_a_flush_may_take_long() {
+    let world = World::new(TestDisk::new(MIB));
+    let placement = world.server.as_ref().expect("it runs").placement();
+    let (front_end, mut rings) = world.guest(Way::default());
+    world.disk.close();
+    rings[1].request(4, 0, &[]);
+    rings[1].kick();
+    until("it waits", || world.disk.waiting() == 1);
+    placement.set_width(2);
+    rings[1].request(1, 0, &[(MIB, 512, false)]);
+    rings[1].kick();
+    until("the other waits, too", || world.disk.waiting() == 2);
+    world.disk.open();
+    assert_eq!(rings[1].wait_used(2).len(), 2);
+    assert_eq!(rings[1].write(8, &[7; 512]), 0);
+    assert_eq!(front_end.stop(&rings[1]), 3);
+}
+
+#[test]
+fn devices_begin_on_different_workers() {
+    let world = World::new(TestDisk::new(MIB));
+    let places = (0..4).map(|_| Placement::new(&world.workers).place_of(0));
+    assert_eq!(places.collect::<Vec<_>>(), [1, 0, 1, 0], "the world's own is at 0");
 }
 
 #[test]
