@@ -574,7 +574,8 @@ fn sectors(bytes: u64) -> u32 {
     u32::try_from(bytes / SECTOR_BYTES).expect("a window has few sectors")
 }
 
-fn is_zero(bytes: &[u8]) -> bool {
+/// Whether all of `bytes` are zero.
+pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<64>();
     words.iter().all(|word| word.iter().fold(0, |all, byte| all | byte) == 0)
         && rest.iter().all(|byte| *byte == 0)

@@ -1,8 +1,9 @@
 //! `mica commit` and `mica rebase`.
 
 use crate::chain::{Chain, KINDS, LAYERS};
-use mica_tests::{judge, qemu, tools};
+use mica_tests::{judge, mica, qemu, tools};
 use std::fs;
+use std::os::unix::fs::{FileExt, MetadataExt};
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
 
@@ -63,6 +64,37 @@ fn image_shows_the_same_on_another_backing_file() {
         chain.mica(&["rebase", "-b", "", "top.qcow2"]).ok();
         assert_eq!(chain.names(LAYERS[4]), [LAYERS[4]]);
         chain.judge(&chain.expected());
+    }
+}
+
+/// The story: a gigabyte of holes in a raw base became a gigabyte of zeros on the disk.
+#[test]
+fn holes_and_zeros_of_a_base_take_no_space_in_the_layer_that_takes_it_over() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let at = dir.path();
+    let sparse = fs::File::create(at.join("base.raw")).expect("made");
+    sparse.set_len((64 << 20) + 512).expect("it is sparse");
+    sparse.write_all_at(&[7; 5000], 20 << 20).expect("written");
+    qemu::create(at, "base.qcow2", &[], "64M");
+    qemu::io(at, &[], "base.qcow2", &["write -P 0 0 32M", "write -P 9 12345 100k"]);
+    for (base, format) in [("base.raw", "raw"), ("base.qcow2", "qcow2")] {
+        for options in ["compat=1.1", "extended_l2=on", "cluster_size=4k"] {
+            let args = ["-o", options, "-b", base, "-F", format];
+            qemu::create(at, "top.qcow2", &args, &((64 << 20) + 1024).to_string());
+            qemu::io(at, &[], "top.qcow2", &["write -P 5 21M 4k"]);
+            qemu::flatten(at, "top.qcow2", "before.raw");
+            let top = at.join("top.qcow2").display().to_string();
+            mica::run(["rebase", "-b", "", &top]).ok();
+            qemu::flatten(at, "top.qcow2", "after.raw");
+            let [before, after] = ["before.raw", "after.raw"].map(|flat| fs::read(at.join(flat)));
+            judge::same_bytes(options, &after.expect("flat"), &before.expect("flat"));
+            qemu::img(at, ["check", "top.qcow2"]).ok();
+            let allocated = fs::metadata(at.join("top.qcow2")).expect("there").blocks() * 512;
+            assert!(allocated < 2 << 20, "{base} into {options}: {allocated} bytes");
+        }
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! It is a transaction like a guest's write: under the claims of the clusters it is looked up once
 //! more what shows, and what this layer owns by then is newer and stays. Where a layer that leaves
-//! owns a part of a unit, the unit is filled with what shows in the rest of it.
+//! owns a part of a unit, the unit is filled with what shows in the rest of it. Units that hold
+//! nothing but zeros, as the holes of a raw base do, become zeros by their entries and take no space.
 //!
 //! Invariants
 //! - I1 Nothing that the layer owns is written.
@@ -12,6 +13,7 @@ use super::Writer;
 use super::gather::Guest;
 use super::plan::clusters_of;
 use super::zero::Units;
+use crate::layer::is_zero;
 use crate::layers::Layers;
 use mica_block::{Extent, ExtentKind, Result};
 use mica_qcow2_format::Version;
@@ -131,14 +133,13 @@ impl Writer {
                 },
             }
         }
-        let mut pieces = Vec::new();
-        let mut taken = 0;
+        let (mut pieces, mut units) = (Vec::new(), Vec::new());
         for run in data {
             let range = GuestRange::new(run[0].start, Extent::total_len(&run)).expect("a part");
-            taken += range.len();
-            pieces.push((range, self.map.read_extents(run).await?));
+            let read = self.map.read_extents(run).await?;
+            self.divide_zeros(range, read, (&mut pieces, &mut units));
         }
-        let mut units = Vec::new();
+        let taken = pieces.iter().map(|(range, _)| range.len()).sum();
         for range in zeros {
             let [before, whole, after] = match self.l2.version {
                 Version::V2 => [Some(range), None, None],
@@ -163,6 +164,48 @@ impl Writer {
         match written.await {
             Ok(()) => Ok(taken),
             Err(error) => Err(Box::pin(self.note_corruption(error)).await),
+        }
+    }
+
+    /// Divides `read`, which is of `range`, into pieces of data and whole units of zeros.
+    fn divide_zeros(
+        &self,
+        range: GuestRange,
+        mut read: Buf,
+        (pieces, units): (&mut Vec<(GuestRange, Buf)>, &mut Vec<GuestRange>),
+    ) {
+        let whole = match self.l2.version {
+            Version::V2 => None,
+            Version::V3 => self.whole_units(range, self.map.len()).whole,
+        };
+        let between = |from, to| {
+            GuestRange::between(GuestOffset::new(from), GuestOffset::new(to)).expect("a part")
+        };
+        // What `read` still has begins here.
+        let mut from = range.start().bytes();
+        let (mut at, end) = whole.map_or((0, 0), |all| (all.start().bytes(), all.end().bytes()));
+        while at < end {
+            let next = end.min(at + self.l2.subcluster_bytes());
+            let [before, through] =
+                [at, next].map(|to| usize::try_from(to - from).expect("a step"));
+            if is_zero(&read[before..through]) {
+                let data = read.split_to(before);
+                if !data.is_empty() {
+                    pieces.push((between(from, at), data));
+                }
+                read.advance(through - before);
+                match units.last_mut() {
+                    Some(last) if last.end().bytes() == at => {
+                        *last = between(last.start().bytes(), next);
+                    }
+                    _ => units.push(between(at, next)),
+                }
+                from = next;
+            }
+            at = next;
+        }
+        if !read.is_empty() {
+            pieces.push((between(from, range.end().bytes()), read));
         }
     }
 
