@@ -54,6 +54,8 @@ use std::sync::{Arc, OnceLock};
 const NAME_BYTES_MAX: usize = 240;
 /// What stands before a state in the name of its file.
 const BEFORE_STATE: char = '@';
+/// Ends the names of overlays that are still to become the layer of a kept state.
+pub(crate) const KEPT_NEW: &str = ".new";
 
 /// The files of a disk one of whose states is to be kept.
 pub struct Keeping {
@@ -231,7 +233,7 @@ impl Keeping {
         let name = kept.file_name().unwrap_or_default();
         let mut overlay = OsString::from(".");
         overlay.push(name);
-        overlay.push(".new");
+        overlay.push(KEPT_NEW);
         let opened = open_folder(image.parent().unwrap_or(Path::new("/")))?;
         Ok(Self {
             folder: Arc::new(File::new(opened, Access::Buffered)),

@@ -254,6 +254,9 @@ fn sync_file(path: &Path) -> Result<()> {
     synced.map_err(|error| Error::from_io(format!("syncing {}", path.display()), error))
 }
 
+/// Ends the names of layers that have not got theirs yet.
+pub(crate) const UNNAMED: &str = ".mica-new";
+
 /// A file that has not got its name yet. Dropping it removes it.
 struct Unnamed(PathBuf);
 
@@ -262,7 +265,7 @@ impl Unnamed {
     fn make(path: &Path, mode: u32) -> Result<Self> {
         let mut name = OsString::from(".");
         name.push(path.file_name().unwrap_or_default());
-        name.push(".mica-new");
+        name.push(UNNAMED);
         let unnamed = path.with_file_name(name);
         let made = OpenOptions::new()
             .write(true)

@@ -5,9 +5,11 @@
 
 use super::record::file_of;
 use super::{Outcome, Problem, ScanDepth};
+use crate::keep::KEPT_NEW;
+use crate::new_layer::UNNAMED;
 use mica_block::{Error, Result};
 use std::collections::{HashSet, VecDeque};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -87,6 +89,16 @@ impl Walk {
     }
 }
 
+/// Whether `name` is that of a layer that a server is about to add, or was when it was killed. Who
+/// adds one holds the disk, so that one on a layer of a disk that somebody else holds, to merge it,
+/// say, is of no use any more.
+fn is_unfinished(name: &OsStr) -> bool {
+    let name = name.as_encoded_bytes();
+    name.starts_with(b".")
+        && (name.ends_with(UNNAMED.as_bytes())
+            || name.ends_with(KEPT_NEW.as_bytes()) && name.contains(&b'@'))
+}
+
 fn list(folder: &Path) -> io::Result<Listing> {
     let mut listing = Listing::default();
     for entry in fs::read_dir(folder)? {
@@ -95,7 +107,7 @@ fn list(folder: &Path) -> io::Result<Listing> {
         let Ok(kind) = entry.file_type() else { continue };
         if kind.is_dir() {
             listing.folders.push(entry.file_name());
-        } else if kind.is_file() || kind.is_symlink() {
+        } else if (kind.is_file() || kind.is_symlink()) && !is_unfinished(&entry.file_name()) {
             listing.files.push((entry.file_name(), kind.is_symlink()));
         }
     }

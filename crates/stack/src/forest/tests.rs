@@ -92,6 +92,24 @@ fn chains_are_found_by_relative_and_absolute_names_and_json() {
     assert_eq!(one.virtual_bytes, 1 << 20);
 }
 
+/// The story: after a kill in a snapshot every commit into that layer was refused.
+#[test]
+fn layers_that_a_killed_server_was_about_to_add_are_no_images() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    image(&dir.join("vm.qcow2"), None);
+    for name in [".vm-1.qcow2.mica-new", ".vm@monday.qcow2.new", ".other.qcow2"] {
+        image(&dir.join(name), Some("vm.qcow2"));
+    }
+    let forest = scan(dir);
+    let paths = forest.images().iter().map(|image| image.path().to_owned());
+    let mut paths: Vec<_> = paths.collect();
+    paths.sort();
+    assert_eq!(paths, [dir.join(".other.qcow2"), dir.join("vm.qcow2")]);
+    let on = images_on(&[dir.join("vm.qcow2")], &[dir.to_owned()], ScanDepth::OneLevel);
+    assert_eq!(on.expect("listed").found.len(), 1);
+}
+
 #[test]
 fn names_that_mica_would_not_follow_are_understood_and_named() {
     let dir = tempfile::tempdir().expect("a folder");
