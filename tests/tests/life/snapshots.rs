@@ -294,6 +294,41 @@ fn guest_is_frozen_for_a_snapshot_and_thawed_whatever_becomes_of_it() {
     assert!(!world.folder().join("vm-2.qcow2").exists());
 }
 
+/// The story: a guest that took longer to freeze than mica waited was never told to thaw.
+#[test]
+fn guest_that_freezes_too_slowly_is_told_to_thaw_all_the_same() {
+    let Some(world) = World::new(&[]) else { return };
+    let socket = world.folder().join("agent");
+    let listener = UnixListener::bind(&socket).expect("it listens");
+    let (told, said) = std::thread::scope(|scope| {
+        let told = scope.spawn(|| silent_agent(&listener));
+        let socket = socket.display().to_string();
+        let said = world.snapshot("vm-1.qcow2", &["--quiesce", &socket, "--quiesce-limit", "1"]);
+        (told.join().expect("it reads"), said.refusal())
+    });
+    assert_eq!(told.last().map(String::as_str), Some("guest-fsfreeze-thaw"), "{told:?}");
+    assert!(said.contains("no answer") && said.contains("may still be frozen"), "{said}");
+    assert!(!said.contains("Failure"), "{said}");
+}
+
+/// A guest agent that answers once, and is busy freezing from then on; returns what it was told.
+fn silent_agent(listener: &UnixListener) -> Vec<String> {
+    let (mut stream, _) = listener.accept().expect("a client");
+    let mut told = Vec::new();
+    for line in BufReader::new(stream.try_clone().expect("a clone")).split(b'\n') {
+        let Ok(mut line) = line else { break };
+        line.retain(|byte| *byte != 0xff);
+        let asked: Value = serde_json::from_slice(&line).expect("JSON");
+        if told.is_empty() {
+            let id = &asked["arguments"]["id"];
+            stream.write_all(&[0xff]).expect("written");
+            stream.write_all(format!("{{\"return\": {id}}}\n").as_bytes()).expect("written");
+        }
+        told.push(asked["execute"].as_str().expect("a command").to_owned());
+    }
+    told
+}
+
 #[test]
 fn snapshot_without_space_changes_nothing_and_the_next_one_succeeds() {
     if !tools::present(TOOLS) {

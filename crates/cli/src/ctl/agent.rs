@@ -63,10 +63,25 @@ pub(super) fn while_frozen<T>(
         (acted, None) => acted,
         (Ok(_), Some(failure)) => Err(failure.within("the snapshot was taken, but")),
         (Err(error), Some(failure)) => {
-            tracing::error!("{failure:?}");
-            Err(error)
+            Err(Failure::new(format!("{}; {}", error.message(), failure.message())))
         }
     }
+}
+
+/// What thaws.
+const THAW: &str = "guest-fsfreeze-thaw";
+
+/// A request, as it is sent.
+fn request(command: &str) -> Vec<u8> {
+    format!("{}\n", json!({ "execute": command })).into_bytes()
+}
+
+/// The request for a synchronization.
+fn synchronization() -> Vec<u8> {
+    let id = std::process::id();
+    let ask = json!({ "execute": "guest-sync-delimited", "arguments": { "id": id } });
+    // The agent forgets half a request of somebody before us.
+    [&[DELIMITER], ask.to_string().as_bytes(), b"\n"].concat()
 }
 
 impl<'a> Agent<'a> {
@@ -88,21 +103,32 @@ impl<'a> Agent<'a> {
     }
 
     fn thaw(&mut self) -> Result<(), Failure> {
-        // What it did not answer in time may be answered now.
-        self.synchronize()?;
-        let thawed = self.count("guest-fsfreeze-thaw")?;
+        let thawed = self.told_to_thaw().map_err(|failure| {
+            failure.within("the file systems of the guest may still be frozen")
+        })?;
         if thawed == 0 && self.frozen > 0 {
             return Err(self.failed("the file systems had been thawed before, by somebody else"));
         }
         Ok(())
     }
 
+    /// What it thawed. It is told at once and not only when it has answered what it was asked
+    /// before: it may still be freezing, and nobody else tells it (I1).
+    fn told_to_thaw(&mut self) -> Result<u64, Failure> {
+        self.send(&[synchronization(), request(THAW)].concat())?;
+        self.synchronized()?;
+        self.answer_to(THAW)
+    }
+
     /// Has everything that was asked before answered or forgotten.
     fn synchronize(&mut self) -> Result<(), Failure> {
+        self.send(&synchronization())?;
+        self.synchronized()
+    }
+
+    /// Waits for the answer to a synchronization.
+    fn synchronized(&mut self) -> Result<(), Failure> {
         let id = std::process::id();
-        let ask = json!({ "execute": "guest-sync-delimited", "arguments": { "id": id } });
-        // The agent forgets half a request of somebody before us.
-        self.send(&[&[DELIMITER], ask.to_string().as_bytes(), b"\n"].concat())?;
         let deadline = self.deadline();
         loop {
             let line = self.line(deadline)?;
@@ -116,7 +142,11 @@ impl<'a> Agent<'a> {
 
     /// The number that a command returns.
     fn count(&mut self, command: &str) -> Result<u64, Failure> {
-        self.send(format!("{}\n", json!({ "execute": command })).as_bytes())?;
+        self.send(&request(command))?;
+        self.answer_to(command)
+    }
+
+    fn answer_to(&mut self, command: &str) -> Result<u64, Failure> {
         let line = self.line(self.deadline())?;
         let answer: Value = serde_json::from_slice(&line)
             .map_err(|_| self.failed(&format!("{command}: the answer is no JSON")))?;
