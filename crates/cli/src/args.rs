@@ -87,6 +87,7 @@ pub(crate) enum Verb {
     #[command(after_long_help = sections::SNAPSHOT)]
     Snapshot(SnapshotArgs),
     #[command(after_long_help = sections::CONVERT)]
+    #[command(override_usage = "mica convert [OPTIONS] <SOURCE>... <TARGET>")]
     Convert(ConvertArgs),
     #[command(after_long_help = sections::DD)]
     Dd(DdArgs),

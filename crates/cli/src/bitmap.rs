@@ -28,6 +28,9 @@ pub(crate) struct BitmapArgs {
     /// Merge from a bitmap of this image instead of the same one.
     #[arg(short = 'b', long, value_name = "FILE")]
     source_file: Option<PathBuf>,
+    /// The format of that image, which is qcow2: no other has bitmaps.
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file")]
+    source_format: Option<Format>,
     /// How to print the outcome: human (nothing) or json.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
     #[arg(hide_possible_values = true, hide_default_value = true)]
@@ -119,7 +122,8 @@ pub(crate) fn run(args: &BitmapArgs) -> std::result::Result<ExitCode, Failure> {
     if args.source_file.is_some() && !has(|action| matches!(action, Action::Merge(_))) {
         return usage("-b is for bitmaps that are merged: add --merge, or leave it out");
     }
-    if args.images.format()? != Format::Qcow2 {
+    let source = args.source_format.unwrap_or(Format::Qcow2);
+    if args.images.format()? != Format::Qcow2 || source != Format::Qcow2 {
         return Err(Failure::new("only qcow2 images have dirty bitmaps"));
     }
     let executor = args.images.executor()?;

@@ -6,6 +6,7 @@ mod content;
 mod engine;
 mod existing;
 mod input;
+mod names;
 mod progress;
 mod stream;
 
@@ -29,6 +30,7 @@ use mica_rt::Executor;
 use mica_stack::{Format, ImageOptions, refuse_merged};
 use mica_store::CacheMode;
 use mica_units::{HostOffset, SECTOR_BYTES};
+use names::Names;
 pub(crate) use progress::Progress;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -143,18 +145,8 @@ pub(crate) struct ConvertArgs {
     target_is_zero: bool,
     #[command(flatten)]
     images: ImageArgs,
-    /// The disk to copy: for a chain, its active layer; - for standard input.
-    ///
-    /// With --format raw also standard input, which goes through a temporary file. Or an export of
-    /// an NBD server: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH.
-    #[arg(value_name = "SOURCE", required = true)]
-    sources: Vec<PathBuf>,
-    /// The image, with -O raw also a device or -.
-    ///
-    /// A new file, or with -O raw a block device that is not in use, or - for standard output. Of a
-    /// longer device the rest is not written.
-    #[arg(value_name = "TARGET")]
-    target: PathBuf,
+    #[command(flatten)]
+    names: Names,
 }
 
 /// Zeros to leave out, and pieces in flight, unless stated.
@@ -181,7 +173,8 @@ pub(crate) fn run_from(
     open: impl FnOnce(&Executor) -> Result<Input, Failure>,
 ) -> Result<ExitCode, Failure> {
     let sources = vec![PathBuf::from(source)];
-    let args = ConvertArgs { new, images, sources, target, ..ConvertArgs::default() };
+    let names = Names { sources, target };
+    let args = ConvertArgs { new, images, names, ..ConvertArgs::default() };
     let checked = args.check()?;
     let executor = args.images.executor()?;
     let input = open(&executor)?;
@@ -243,18 +236,18 @@ fn copy(
     let Input { disk: source, files: sources, is_encrypted, spooled: _spooled } = input;
     let len = source.geometry().len;
     let progress = Progress::start(len, args.new.report.progress(args.new.progress));
-    if stream::is_stream(&args.target) {
+    if stream::is_stream(&args.names.target) {
         if is_encrypted {
             warn_of_plain(Path::new("the stream"));
         }
         stream::convert(executor, &*source, &progress)?;
-    } else if args.no_create || format == Format::Raw && is_block_device(&args.target) {
+    } else if args.no_create || format == Format::Raw && is_block_device(&args.names.target) {
         refuse_creation_options(args)?;
         let job = existing::Onto { args, format, executor, sparse };
         job.convert((source, is_encrypted), &sources, &progress)?;
     } else if format == Format::Raw {
         if is_encrypted {
-            warn_of_plain(&args.target);
+            warn_of_plain(&args.names.target);
         }
         convert_to_raw(args, executor, source, &sources, (sparse, &progress))?;
     } else {
@@ -271,7 +264,7 @@ fn copy(
 /// What was made, and the figures of the copy.
 fn described(args: &ConvertArgs, format: Format, len: u64, mut figures: Value) -> Value {
     let mut all = json!({
-        "filename": args.target.display().to_string(),
+        "filename": args.names.target.display().to_string(),
         "format": format.name(),
         "virtual-size": len,
     });
@@ -287,7 +280,7 @@ fn refuse_creation_options(args: &ConvertArgs) -> Result<(), Failure> {
     let has_base = args.backing.is_some() || args.backing_format.is_some();
     if args.new.compress || !args.new.options.is_empty() || has_base {
         let what = "exists and is not created: leave out -c, -o, -B and -F";
-        return Err(Failure::new(format!("{} {what}", args.target.display())));
+        return Err(Failure::new(format!("{} {what}", args.names.target.display())));
     }
     Ok(())
 }
@@ -319,7 +312,7 @@ fn convert_to_raw(
     let size = source.geometry().len;
     let file = executor.block_on(async {
         let (force, options) = (Some(args.new.force), args.target_options()?);
-        let file = NewFile::create_with(&args.target, force, sources, options).await?;
+        let file = NewFile::create_with(&args.names.target, force, sources, options).await?;
         // A fully preallocated image gets its zeros with the data.
         let first = match preallocation {
             Preallocation::Full => Preallocation::Off,
@@ -357,13 +350,13 @@ fn convert_to_qcow2(
     let plan = qcow2_plan(args, &wish, source.geometry().len)?;
     let backing = executor.block_on(open_base(args, &plan, &mut sources))?;
     let base_is_encrypted = backing.as_deref().is_some_and(is_any_encrypted);
-    let place = (&*args.target, base_is_encrypted);
+    let place = (&*args.names.target, base_is_encrypted);
     let plan = encrypt.apply(plan, place, &args.images)?;
     if args.new.compress && plan.encryption().is_some() {
         return Err(Failure::new("Compression and encryption not supported at the same time"));
     }
     if plan.encryption().is_none() && (base_is_encrypted || source_is_encrypted) {
-        warn_of_plain(&args.target);
+        warn_of_plain(&args.names.target);
     }
     let keep_zeros = sparse == 0 || plan.preallocation == Preallocation::Full;
     let rules = ContentRules {
@@ -377,8 +370,9 @@ fn convert_to_qcow2(
     let (image, data) = executor.block_on(async {
         let (force, options) = (args.new.force, args.target_options()?);
         let image =
-            NewFile::create_with(&args.target, Some(force), &sources, options.clone()).await?;
-        let data = new_data_file(&args.target, &plan, force, sources, options).await?;
+            NewFile::create_with(&args.names.target, Some(force), &sources, options.clone())
+                .await?;
+        let data = new_data_file(&args.names.target, &plan, force, sources, options).await?;
         Ok::<_, Failure>((image, data))
     })?;
     let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
@@ -404,13 +398,13 @@ fn convert_to_qcow2(
     })?;
     if let Some(backing) = &wish.backing_name {
         // Now that whoever merges the base can find the new image.
-        refuse_merged(&beside(&args.target, Path::new(backing)))?;
+        refuse_merged(&beside(&args.names.target, Path::new(backing)))?;
     }
     image.keep();
     if let Some(data) = data {
         data.keep();
     }
-    warn_if_refused(&args.target, &wish, &args.images)
+    warn_if_refused(&args.names.target, &wish, &args.images)
 }
 
 fn qcow2_options(args: &ConvertArgs) -> Result<NewImageOptions, Failure> {
@@ -422,7 +416,7 @@ fn qcow2_options(args: &ConvertArgs) -> Result<NewImageOptions, Failure> {
     if let Some(format) = &args.backing_format {
         wish.backing_format = Some(format.clone());
     }
-    plain_names(&args.target, wish);
+    plain_names(&args.names.target, wish);
     Ok(options)
 }
 
@@ -446,7 +440,7 @@ async fn open_base(
     sources: &mut Sources,
 ) -> Result<Option<Arc<dyn Manage>>, Failure> {
     let Some(backing) = &plan.backing else { return Ok(None) };
-    let path = beside(&args.target, Path::new(&backing.name));
+    let path = beside(&args.names.target, Path::new(&backing.name));
     let opened =
         open_backing(&path, backing.format.as_deref(), IndexUse::Read, &args.images).await?;
     sources.add(&path, &*opened);

@@ -7,7 +7,7 @@ pub(crate) mod options;
 mod sources;
 
 pub(crate) use encryption::{EncryptOptions, warn_of_plain};
-pub(crate) use names::{plain_names, warn_if_refused};
+pub(crate) use names::{plain_backing, plain_names, warn_if_refused, warn_of_names};
 pub(crate) use new_file::{NewFile, is_block_device, open_writable, options_of};
 pub(crate) use options::{NewImageOptions, help as options_help, parse as parse_options};
 pub(crate) use sources::Sources;

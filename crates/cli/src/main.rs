@@ -66,7 +66,8 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let is_help = !error.use_stderr();
-            match counterparts::of(&error) {
+            let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+            match counterparts::of(&error, words) {
                 Some(line) => failure::tell(&format!("mica: {line}")),
                 // If stdout or stderr is closed, this cannot be reported.
                 None => drop(error.print()),

@@ -1,6 +1,7 @@
 //! `mica rebase`: gives an image that is not in use another backing file.
 
 use crate::convert::Progress;
+use crate::create::{plain_backing, warn_of_names};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::merging::{Shown, position_of};
@@ -66,6 +67,9 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
         let base = args.new_base()?;
         if args.unsafe_mode {
             args.rename(base.as_ref()).await?;
+            if let Some(base) = &base {
+                warn_of_names(&args.file, &[&base.name.name], &args.images)?;
+            }
             return Ok::<u64, Failure>(0);
         }
         args.rebase(base.as_ref()).await
@@ -90,8 +94,11 @@ impl RebaseArgs {
             return Err(Failure::new("a backing file is a qcow2 or a raw image"));
         }
         let folder = self.file.parent().unwrap_or(std::path::Path::new(""));
-        let name = BackingName { name: self.base.clone(), format: Some(format.name().to_owned()) };
-        Ok(Some(Base { name, path: folder.join(&self.base), format }))
+        let path = folder.join(&self.base);
+        let mut name = self.base.clone();
+        plain_backing(&self.file, &mut name);
+        let name = BackingName { name, format: Some(format.name().to_owned()) };
+        Ok(Some(Base { name, path, format }))
     }
 
     /// Writes into the image what the new base lacks, and names it.

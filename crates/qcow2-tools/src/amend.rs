@@ -79,6 +79,12 @@ impl Amendment {
             let Some(backing) = &mut next.backing else {
                 return Err(invalid("backing_fmt: the image has no backing file"));
             };
+            if let Some(known) = backing.format.as_ref().filter(|known| *known != format) {
+                return Err(invalid(&format!(
+                    "backing_fmt: the image says {known}, and would show something else: if that \
+                     is wrong, `mica rebase -u -b FILE -F {format}` changes it"
+                )));
+            }
             backing.format = Some(format.clone());
         }
         if self.data_file.is_some() || self.data_file_raw == Some(true) {

@@ -106,6 +106,9 @@ fn names_of_other_files_stay_or_are_said_truly() {
     qemu::img(dir, ["rebase", "-u", "-f", "qcow2", "-b", "base.qcow2", "image.qcow2"]);
     mica_in(dir, &["amend", "-o", "backing_fmt=qcow2", "image.qcow2"]).ok();
     assert_eq!(facts(dir, "image.qcow2")["format"], json!("qcow2"));
+    // As raw it would show the header of the base.
+    let said = mica_in(dir, &["amend", "-o", "backing_fmt=raw", "image.qcow2"]).refusal();
+    assert!(said.contains("rebase -u"), "{said}");
     qemu::create(dir, "outer.qcow2", &["-o", "data_file=data.raw,data_file_raw=on"], "20M");
     alike(dir, "outer.qcow2", "data_file_raw=off");
     fs::copy(dir.join("data.raw"), dir.join("moved.raw")).expect("it is there");

@@ -17,10 +17,10 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
         return Ok(());
     }
     let is_qcow2 = format == Format::Qcow2 && args.images.format()? == Format::Qcow2;
-    if !is_qcow2 || is_stream(&args.target) {
+    if !is_qcow2 || is_stream(&args.names.target) {
         return Err(Failure::new("--bitmaps: only qcow2 images have bitmaps"));
     }
-    if args.sources.len() > 1 {
+    if args.names.sources.len() > 1 {
         return Err(Failure::new("--bitmaps: of several sources no bitmaps can be copied"));
     }
     Ok(())
@@ -28,7 +28,7 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
 
 /// Those that are to be copied, before anything else is.
 pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failure> {
-    let source = match (args.bitmaps, args.sources.first()) {
+    let source = match (args.bitmaps, args.names.sources.first()) {
         (true, Some(source)) => source,
         _ => return Ok(Vec::new()),
     };
@@ -50,7 +50,7 @@ pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failu
 
 /// Adds `bitmaps` to the target, which is complete otherwise.
 pub(super) async fn copy(args: &ConvertArgs, bitmaps: Vec<BitmapEntry>) -> Result<(), Failure> {
-    let Some(source) = args.sources.first() else { return Ok(()) };
+    let Some(source) = args.names.sources.first() else { return Ok(()) };
     for bitmap in bitmaps {
         let copied = copy_one(args, source, &bitmap).await;
         copied.map_err(|failure| {
@@ -69,7 +69,7 @@ async fn copy_one(args: &ConvertArgs, source: &Path, bitmap: &BitmapEntry) -> Re
     }
     actions.push(BitmapAction::MergeFrom(found));
     let options = args.target_options()?;
-    let may_write = MayWrite::check(&args.target, &options).await?;
-    let to = FileImages::to_write(&args.target, options, may_write)?;
-    Ok(edit_bitmap(&to, &args.target, &bitmap.name, actions).await?)
+    let may_write = MayWrite::check(&args.names.target, &options).await?;
+    let to = FileImages::to_write(&args.names.target, options, may_write)?;
+    Ok(edit_bitmap(&to, &args.names.target, &bitmap.name, actions).await?)
 }

@@ -36,7 +36,7 @@ impl Onto<'_> {
         sources: &Sources,
         progress: &Progress,
     ) -> std::result::Result<(), Failure> {
-        let path = &self.args.target;
+        let path = &self.args.names.target;
         let _claim = is_block_device(path).then(|| claim(path)).transpose()?;
         sources.check(path)?;
         let target = self.executor.block_on(self.open())?;
@@ -55,7 +55,7 @@ impl Onto<'_> {
     async fn open(&self) -> std::result::Result<Arc<dyn Manage>, Failure> {
         let chain = self.args.images.chain_options(IndexUse::Read)?;
         let images = self.args.target_options()?;
-        Ok(mica_stack::open_writable(&self.args.target, self.format, images, &chain).await?)
+        Ok(mica_stack::open_writable(&self.args.names.target, self.format, images, &chain).await?)
     }
 
     fn fill(
@@ -67,7 +67,7 @@ impl Onto<'_> {
         let Self { args, executor, sparse, .. } = self;
         let needed = source.geometry().len;
         // A raw file may end within a sector, and does not grow.
-        let file = std::fs::metadata(&args.target).ok().filter(std::fs::Metadata::is_file);
+        let file = std::fs::metadata(&args.names.target).ok().filter(std::fs::Metadata::is_file);
         let there = match file {
             Some(file) if self.format == Format::Raw => file.len(),
             _ => target.geometry().len,
@@ -75,7 +75,7 @@ impl Onto<'_> {
         if there < needed {
             return Err(Failure::new(format!(
                 "{} is too small: it holds {there} bytes, and the disk has {needed}",
-                args.target.display()
+                args.names.target.display()
             )));
         }
         let are_zeros_done =

@@ -63,12 +63,12 @@ fn may_be_encrypted(args: &ConvertArgs, format: Format) -> Result<bool, Failure>
 /// If the options ask for something that such a source does not have.
 pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
     check_exports(args)?;
-    let has_stream = args.sources.iter().any(|source| is_stream(source));
+    let has_stream = args.names.sources.iter().any(|source| is_stream(source));
     if has_stream && args.images.format()? != Format::Raw {
         let what = "-: only the bytes of a disk can be read from a pipe: add --format raw";
         return Err(Failure::new(what));
     }
-    if has_stream && is_stream(&args.target) {
+    if has_stream && is_stream(&args.names.target) {
         return Err(Failure::new("-: cat copies standard input to standard output"));
     }
     if has_stream && may_be_encrypted(args, format)? {
@@ -76,7 +76,7 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
                     where nobody reads it, and convert that";
         return Err(Failure::new(what));
     }
-    if args.sources.len() < 2 {
+    if args.names.sources.len() < 2 {
         return Ok(());
     }
     if has_stream {
@@ -93,13 +93,13 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
 
 /// Exports are read by their URIs, and have only bytes.
 fn check_exports(args: &ConvertArgs) -> Result<(), Failure> {
-    if export_uri(&args.target).is_some() || is_old_export(&args.target) {
+    if export_uri(&args.names.target).is_some() || is_old_export(&args.names.target) {
         let what = "mica convert does not write to NBD servers: nbdcopy does, also from a pipe: \
                     mica convert -O raw IMAGE - | nbdcopy - URI";
         return Err(Failure::new(what));
     }
     let is_export = |path: &&PathBuf| export_uri(path).is_some();
-    let Some(export) = args.sources.iter().find(is_export) else { return Ok(()) };
+    let Some(export) = args.names.sources.iter().find(is_export) else { return Ok(()) };
     if args.load_snapshot.is_some() {
         return Err(no_snapshots());
     }
@@ -116,10 +116,10 @@ pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
     chain.snapshot = args.load_snapshot.as_deref().map(plain_snapshot);
     let (options, format) = (args.source_options()?, args.images.format()?);
     let (mut files, mut disks, mut spooled) = (Sources::default(), Vec::new(), None);
-    for source in &args.sources {
+    for source in &args.names.sources {
         let mut path = source.clone();
         if is_stream(source) {
-            path = spool(&args.target, &mut spooled)?;
+            path = spool(&args.names.target, &mut spooled)?;
         }
         let path = &*path;
         let disk = match args.images.open_export(path)? {

@@ -18,7 +18,7 @@ pub(super) fn is_stream(path: &Path) -> bool {
 /// # Errors
 /// If the options ask for something that a stream does not have.
 pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
-    if !is_stream(&args.target) {
+    if !is_stream(&args.names.target) {
         return Ok(());
     }
     if format != Format::Raw {

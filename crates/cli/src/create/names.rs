@@ -13,8 +13,13 @@ use std::path::Path;
 /// Writes the names of files that look like protocols as paths: a:b as ./a:b.
 pub(crate) fn plain_names(image: &Path, wish: &mut ImageWish) {
     // A data file is created, a backing file is there. Without one the name may be a protocol.
-    wish.backing_name.iter_mut().for_each(|name| plain(name, |name| beside(image, name).exists()));
+    wish.backing_name.iter_mut().for_each(|name| plain_backing(image, name));
     wish.data_file.iter_mut().for_each(|name| plain(name, |_| true));
+}
+
+/// Writes the name of a backing file that looks like a protocol, and is there, as a path.
+pub(crate) fn plain_backing(image: &Path, name: &mut OsString) {
+    plain(name, |name| beside(image, name).exists());
 }
 
 fn plain(name: &mut OsString, is_file: impl Fn(&Path) -> bool) {
@@ -34,6 +39,15 @@ pub(crate) fn warn_if_refused(
 ) -> Result<(), Failure> {
     let names = [&wish.backing_name, &wish.data_file];
     let names: Vec<&OsStr> = names.into_iter().flatten().map(OsString::as_os_str).collect();
+    warn_of_names(image, &names, images)
+}
+
+/// The same, of an image that gives these `names`.
+pub(crate) fn warn_of_names(
+    image: &Path,
+    names: &[&OsStr],
+    images: &ImageArgs,
+) -> Result<(), Failure> {
     if names.is_empty() {
         return Ok(());
     }
