@@ -46,9 +46,11 @@ const FEW: f64 = 4.0;
 const GAIN: f64 = 1.15;
 /// Windows of a trial, the first of which does not count.
 const TRIAL_WINDOWS: u32 = 3;
-/// Windows without time left after which queues are spread, and without room after which they are
-/// gathered.
+/// Windows without time left after which queues are spread that find many requests at a time, and
+/// after which that is tried with others: for them it rarely pays.
 const SATURATED_WINDOWS: u32 = 2;
+const TRIED_AFTER_WINDOWS: u32 = 25;
+/// Windows without room after which queues are gathered.
 const TIGHT_WINDOWS: u32 = 10;
 /// Until a spread that brought nothing is tried again.
 const BACKOFF_MIN: Duration = Duration::from_secs(2);
@@ -278,8 +280,11 @@ impl Judge {
             None => idle.is_none(),
         };
         let can_spread = self.width < self.workers.len() && active as usize > self.width;
-        let is_saturated = self.saturated >= SATURATED_WINDOWS;
-        if can_spread && is_saturated && (has_room || found >= MANY) {
+        let is_due = match found >= MANY {
+            true => self.saturated >= SATURATED_WINDOWS,
+            false => has_room && self.saturated >= TRIED_AFTER_WINDOWS,
+        };
+        if can_spread && is_due {
             self.trial = Some(Trial {
                 before: rate,
                 from: self.width,
@@ -424,6 +429,17 @@ mod tests {
             let all = |width: usize| 5000 * u32::try_from(width).expect("small");
             assert_eq!(run.windows(20, DEEP, all).await, 2);
             assert_eq!(run.windows(30, SHALLOW, |_| 1500).await, 1);
+        });
+    }
+
+    #[test]
+    fn few_requests_at_a_time_are_tried_on_more_workers_after_a_while() {
+        simulated(async || {
+            let mut run = Run::new(2);
+            let load = Load { idle: 1.0, ..SHALLOW };
+            let all = |width: usize| 1500 * u32::try_from(width).expect("small");
+            assert_eq!(run.windows(20, load, all).await, 1);
+            assert_eq!(run.windows(40, load, all).await, 2);
         });
     }
 
