@@ -26,7 +26,7 @@ use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
 use mica_rt::Executor;
-use mica_stack::{Format, ImageOptions, refuse_merged};
+use mica_stack::{Format, ImageOptions, announce_overlays};
 use mica_store::CacheMode;
 use mica_units::{HostOffset, SECTOR_BYTES};
 pub(crate) use progress::Progress;
@@ -403,8 +403,8 @@ fn convert_to_qcow2(
         Ok::<_, Failure>(())
     })?;
     if let Some(backing) = &wish.backing_name {
-        // Now that whoever merges the base can find the new image.
-        refuse_merged(&beside(&args.target, Path::new(backing)))?;
+        // Whoever merges the base can find the new image from now on.
+        announce_overlays(&beside(&args.target, Path::new(backing)), &[&args.target])?;
     }
     image.keep();
     if let Some(data) = data {
