@@ -133,23 +133,9 @@ fn remove_if_dropped(
     let synced = File::open(into).and_then(|layer| layer.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
     sync_folder_of(into)?;
-    if !leads_there_otherwise(into, at)? {
-        merged::settle_base(into)?;
-    }
     settle_marks(layers, &[file.to_owned()])?;
     remove_state(file)?;
     Ok(true)
-}
-
-/// Whether a mark beside the one `at` leads to the layer `into`: another merge into that one did
-/// not get to its end.
-fn leads_there_otherwise(into: &Path, at: &Path) -> Result<bool> {
-    for (layer, other) in marks_in(folder_of(at))? {
-        if other != at && merged::leads_to(&layer, into)? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }
 
 /// The layers in `folder` that have marks, by the names of these, and where the marks are.
@@ -268,14 +254,15 @@ mod tests {
         assert!(world.file.exists());
     }
 
+    /// The story: a drop is killed, and the layer above is cloned, which shows what it did.
     #[test]
-    fn base_of_another_merge_keeps_its_mark() {
+    fn layer_that_a_state_goes_into_may_be_cloned_and_keeps_the_mark_of_another_merge() {
         let world = World::new(MergeMarks::put_dropped);
-        let other = world.folder.path().join("other.qcow2");
-        fs::write(&other, "image").expect("written");
-        std::mem::forget(MergeMarks::put(&world.layers[1], &[other]).expect("marked"));
+        crate::refuse_merged(&world.layers[1]).expect("it shows what it did");
+        crate::refuse_merged(&world.file).expect_err("it goes");
+        std::mem::forget(MergeMarks::put(&world.layers[1], &[]).expect("marked"));
         assert_eq!(world.remove().expect("removed").len(), 1);
-        assert!(world.names().contains(&"disk.qcow2.mica-merged".to_owned()));
+        crate::refuse_merged(&world.layers[1]).expect_err("others go into it");
     }
 
     #[test]
