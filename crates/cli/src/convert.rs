@@ -146,7 +146,8 @@ pub(crate) struct ConvertArgs {
     /// The disk to copy: for a chain, its active layer; - for standard input.
     ///
     /// With --format raw also standard input, which goes through a temporary file. Or an export of
-    /// an NBD server: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH.
+    /// an NBD server: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH, or with TLS
+    /// nbds://HOST:PORT/EXPORT?tls-certificates=DIR.
     #[arg(value_name = "SOURCE", required = true)]
     sources: Vec<PathBuf>,
     /// The image, with -O raw also a device or -.
