@@ -156,7 +156,7 @@ fn round(fleet: &mut Fleet<'_>, rng: &mut Rng, server: Server) -> Outcome<Left> 
 fn event(fleet: &Fleet<'_>, rng: &mut Rng) -> Option<Event> {
     let all = [
         (Event::Order, None, 12),
-        (Event::Clone, Some(Kind::Clone), 5),
+        (Event::Clone, Some(Kind::Clone), 2),
         (Event::Grow, Some(Kind::Resize), 2),
         (Event::Takeover, Some(Kind::Takeover), 1),
         (Event::KillTakeover, Some(Kind::KillTakeover), 1),
