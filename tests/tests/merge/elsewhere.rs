@@ -1,4 +1,5 @@
-//! Images in other folders that stand on a layer: found before that is changed, or its file removed.
+//! Images in other folders that stand on a layer: found before that is changed, or its file is
+//! removed.
 
 use crate::chain::{Chain, KINDS};
 use crate::live::{ctl, serve_image, stop};

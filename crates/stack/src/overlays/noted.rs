@@ -7,7 +7,7 @@
 //!
 //! | who | does, in this order |
 //! |---|---|
-//! | a verb that makes an image | writes the image; adds its path; looks for a mark that the layer is merged; makes sure that the path is there |
+//! | a verb that makes an image | writes it; adds its path; looks for a mark; looks for the path |
 //! | a merge | marks its layers; reads their notes; looks at what they name |
 //!
 //! A note is evidence of nothing but where to look. What it names is asked what it stands on; if it

@@ -1,5 +1,5 @@
-//! Overlays of frozen layers, which belong to nobody here: made by several verbs and by QEMU, in the
-//! folder of the disks and in another one, moved within that, and removed.
+//! Overlays of frozen layers, which belong to nobody here: made by several verbs and by QEMU, in
+//! the folder of the disks and in another one, moved within that, and removed.
 
 use super::disk::{Disk, FAR, is_raw};
 use super::fleet::Fleet;

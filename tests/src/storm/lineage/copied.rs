@@ -1,5 +1,5 @@
-//! A copy of one layer of a disk, made while that is served and nobody writes, and put back when its
-//! server was killed, or closed the disk.
+//! A copy of one layer of a disk, made while that is served and nobody writes, and put back when
+//! its server was killed, or closed the disk.
 //!
 //! A copy of a frozen layer changes nothing. One of the active layer is an older disk: what it
 //! shows to QEMU, unless it lacks nothing but what the killed server's log has; then the disk may
