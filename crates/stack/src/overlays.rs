@@ -235,20 +235,13 @@ mod tests {
         assert_eq!(found(), [], "nobody knows of it");
         announce_overlays(&base, &[&clone]).expect("nothing is merged");
         assert_eq!(found(), [overlay(clone.clone(), base.clone())]);
-        let line = format!(
-            "0 {}
-",
-            clone.display()
-        );
+        let line = format!("0 {}\n", clone.display());
         assert_eq!(fs::read_to_string(&note).expect("noted"), line);
         note_overlay(&base, &clone);
         assert_eq!(fs::read_to_string(&note).expect("noted"), line, "it is there already");
-        // A folder that may not be listed would be looked at by its name alone.
-        let renamed = clone.with_file_name("renamed");
-        note_overlay(&base, &{
-            image(&clone.with_file_name("second"), base.to_str());
-            clone.with_file_name("second")
-        });
+        let (renamed, second) = (clone.with_file_name("renamed"), clone.with_file_name("second"));
+        image(&second, base.to_str());
+        note_overlay(&base, &second);
         fs::rename(&clone, &renamed).expect("renamed");
         let there =
             ["renamed", "second"].map(|name| overlay(clone.with_file_name(name), base.clone()));
@@ -256,7 +249,7 @@ mod tests {
         assert_eq!(fs::read_to_string(&note).expect("noted").lines().count(), 1, "one is gone");
         // One that stands on something else now is asked, and is none.
         image(&renamed, Some("/elsewhere"));
-        fs::remove_file(clone.with_file_name("second")).expect("removed");
+        fs::remove_file(&second).expect("removed");
         assert_eq!(found(), []);
         assert!(!note.exists());
         drop(folder);
@@ -273,15 +266,7 @@ mod tests {
         fs::write(&note, "0 /cut").expect("written");
         note_overlay(&base, &clone);
         let now = fs::read_to_string(&note).expect("noted");
-        assert_eq!(
-            now,
-            format!(
-                "0 /cut
-0 {}
-",
-                clone.display()
-            )
-        );
+        assert_eq!(now, format!("0 /cut\n0 {}\n", clone.display()));
         let found = overlays_on(std::slice::from_ref(&base), &base).expect("listed");
         assert_eq!(found.len(), 2, "{found:?}");
     }
@@ -293,30 +278,14 @@ mod tests {
         fs::remove_file(&clone).expect("removed");
         // Another folder is at this place than was there when the image was noted.
         let inode = std::os::unix::fs::MetadataExt::ino(&fs::metadata(&base).expect("there"));
-        fs::write(
-            &note,
-            format!(
-                "{inode} {}
-",
-                clone.display()
-            ),
-        )
-        .expect("written");
+        fs::write(&note, format!("{inode} {}\n", clone.display())).expect("written");
         let said = check_no_overlays(std::slice::from_ref(&base), &base).expect_err("not known");
         assert!(said.to_string().contains("not mounted"), "{said}");
         assert!(note.exists());
         // And now it is that one.
         let folder = fs::metadata(folder_of(&clone)).expect("there");
         let inode = std::os::unix::fs::MetadataExt::ino(&folder);
-        fs::write(
-            &note,
-            format!(
-                "{inode} {}
-",
-                clone.display()
-            ),
-        )
-        .expect("written");
+        fs::write(&note, format!("{inode} {}\n", clone.display())).expect("written");
         check_no_overlays(std::slice::from_ref(&base), &base).expect("it is gone");
         assert!(!note.exists());
     }

@@ -206,7 +206,7 @@ fn mica_reads_over_tls_what_it_trusts() {
     for (uri, why) in [
         (format!("{}&tls-hostname=elsewhere", served.uri("client")), "not valid for name"),
         (format!("nbds://127.0.0.1:{}/?tls-certificates={stranger}", served.port), "Issuer"),
-        (served.uri("nobody"), "ertificate"),
+        (served.uri("nobody"), "server"),
         (plain, "write nbds://"),
     ] {
         let said = mica::run(["info", &uri]).refusal();
