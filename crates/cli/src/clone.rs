@@ -13,7 +13,7 @@ use mica_qcow2::read_header;
 use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_stack::{
-    FileImages, Format, base_name, is_frozen, refuse_merged, sync_folder_of, wait_for_dead,
+    FileImages, Format, announce_overlays, base_name, is_frozen, sync_folder_of, wait_for_dead,
 };
 use mica_units::SECTOR_BYTES;
 use serde_json::{Value, json};
@@ -22,6 +22,8 @@ use std::process::ExitCode;
 
 /// Most clones that are made at once.
 const COUNT_MAX: u32 = 100_000;
+/// As many are announced at once.
+const TOGETHER: usize = 256;
 
 /// Make a disk that begins as an image is, and shares its content.
 ///
@@ -67,8 +69,16 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         let (len, base_is_encrypted) = base_facts(args, format).await?;
         wish.backing_format = Some(format.name().to_owned());
         let names = names(args);
-        for name in &names {
-            make(args, name, len, (&mut wish, &encrypt, base_is_encrypted)).await?;
+        for names in names.chunks(TOGETHER) {
+            let mut files = Vec::with_capacity(names.len());
+            for name in names {
+                let file = make(args, name, len, (&mut wish, &encrypt, base_is_encrypted)).await?;
+                files.push(file);
+            }
+            // Whoever merges the base can find them from now on.
+            let names: Vec<_> = names.iter().map(PathBuf::as_path).collect();
+            announce_overlays(&args.base, &names)?;
+            files.into_iter().for_each(NewFile::keep);
         }
         for name in names.first().into_iter().chain(args.count.and(names.last())) {
             sync_folder_of(name)?;
@@ -110,7 +120,7 @@ async fn make(
     new: &Path,
     len: u64,
     (wish, encrypt, base_is_encrypted): (&mut ImageWish, &EncryptOptions, bool),
-) -> Result<(), Failure> {
+) -> Result<NewFile, Failure> {
     wish.backing_name = Some(base_name(&args.base, new)?);
     let plan = wish.plan(len).map_err(|error| error.wrap(new.display().to_string()))?;
     let plan = encrypt.apply(plan, (new, base_is_encrypted), &args.images)?;
@@ -118,10 +128,7 @@ async fn make(
     sources.add_file(&args.base);
     let file = NewFile::create(new, None, &sources, &args.images).await?;
     create(plan, Stores { image: &**file.store(), data: None }).await?;
-    // Now that whoever merges the base can find it.
-    refuse_merged(&args.base)?;
-    file.keep();
-    Ok(())
+    Ok(file)
 }
 
 /// The names of the clones.

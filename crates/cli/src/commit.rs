@@ -8,7 +8,7 @@ use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
-use mica_stack::{MergeMarks, check_no_overlays, kept_states, settle_marks};
+use mica_stack::{MergeMarks, check_no_overlays, kept_states, note_overlay, settle_marks};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,7 +17,8 @@ use std::process::ExitCode;
 ///
 /// What the image owns, and all layers between it and BASE, is copied into BASE. Then the image is
 /// empty and stands on BASE. The images must not be in use; `mica ctl commit` merges layers of a
-/// disk that is served. Refused if another image in their folders needs one of the layers.
+/// disk that is served. Refused if another image needs one of the layers: in their folders, or in
+/// any other if mica put it there.
 #[derive(Args)]
 pub(crate) struct CommitArgs {
     /// The layer that is written; by default the one that the image names.
@@ -69,6 +70,9 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             let (base, sources) = below.split_first().expect("there is one");
             let marks = MergeMarks::put(base, sources)?;
             check_no_overlays(below, above)?;
+            if !args.keep {
+                note_overlay(base, above);
+            }
             let wanted = args.report.progress(args.progress);
             let shown = Shown::new(Progress::start(disk.geometry().len, wanted));
             let active = if args.keep { ActiveAfter::Kept } else { ActiveAfter::Emptied };

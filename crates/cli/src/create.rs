@@ -20,7 +20,7 @@ use mica_block::{Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_format::{Compression, Version};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores};
-use mica_stack::{Format, ImageOptions, refuse_merged};
+use mica_stack::{Format, ImageOptions, announce_overlays, note_overlay};
 use mica_units::HostOffset;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
@@ -135,9 +135,14 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
-    if let Some(backing) = options.wish.backing_name.as_deref().filter(|_| !args.unsafe_backing) {
-        // Now that whoever merges the base can find the new image.
-        refuse_merged(&beside(&args.file, Path::new(backing)))?;
+    if let Some(backing) = options.wish.backing_name.as_deref() {
+        let backing = beside(&args.file, Path::new(backing));
+        // Whoever merges the base can find the new image from now on.
+        match args.unsafe_backing {
+            false => announce_overlays(&backing, &[&args.file])?,
+            true if backing.exists() => note_overlay(&backing, &args.file),
+            true => {}
+        }
     }
     image.keep();
     if let Some(data) = data {

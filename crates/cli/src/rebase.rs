@@ -11,7 +11,10 @@ use mica_block::{Extent, Images, Manage, Merged, read_extents};
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
-use mica_stack::{FileImages, Format, MayWrite, marks_lead, refuse_merged, settle_marks};
+use mica_stack::{
+    FileImages, Format, MayWrite, announce_overlays, marks_lead, note_overlay, refuse_merged,
+    settle_marks,
+};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use serde_json::json;
 use std::ffi::OsString;
@@ -69,6 +72,9 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
             args.rename(base.as_ref()).await?;
             if let Some(base) = &base {
                 warn_of_names(&args.file, &[&base.name.name], &args.images)?;
+                if base.path.exists() {
+                    note_overlay(&base.path, &args.file);
+                }
             }
             return Ok::<u64, Failure>(0);
         }
@@ -120,8 +126,8 @@ impl RebaseArgs {
         }
         if let Some(base) = base {
             follow(&layers, base)?;
-            // Now that whoever merges the base can find the image. It shows what it did so far.
-            refuse_merged(&base.path)
+            // Whoever merges the base can find the image from now on. It shows what it did so far.
+            announce_overlays(&base.path, &[&self.file])
                 .map_err(|error| Failure::from(error).within("rebase it once more"))?;
         }
         Ok(copied)

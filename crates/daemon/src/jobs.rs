@@ -14,7 +14,7 @@ use mica_block::{
     MergeProgress, Merged, RaiseLayers, Result,
 };
 use mica_rt::{Backend, Executor};
-use mica_stack::MergeMarks;
+use mica_stack::{ImageOptions, MergeMarks};
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,7 +35,6 @@ const UNDER_WAY: [&str; 3] = ["running", "paused", "cancelling"];
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 /// What is merged.
-#[derive(Debug)]
 pub(crate) enum Merge {
     /// The layers above `base` go up into the active layer; with none all layers beneath it. If one
     /// is to be removed afterwards, `marks` keep others from standing on it.
@@ -44,8 +43,27 @@ pub(crate) enum Merge {
     Commit { top: Option<PathBuf>, base: PathBuf, marks: MergeMarks },
     /// The layers beneath `into`, which is frozen, go up into it; it stands on `base` then.
     Raise { into: PathBuf, base: Option<PathBuf>, marks: MergeMarks },
-    /// A kept state goes: its layer leaves as with `how`, and then its `file` is removed.
-    Drop { file: PathBuf, how: Box<Merge> },
+    /// A kept state goes: its layer leaves as with `how`, and then its file is removed.
+    Drop { file: DroppedFile, how: Box<Merge> },
+}
+
+/// The file of a state that is dropped.
+#[derive(Clone)]
+pub(crate) struct DroppedFile {
+    pub(crate) path: PathBuf,
+    /// The layer above, which has what it had.
+    pub(crate) into: PathBuf,
+    /// How it is opened, to find out whether anybody else has it open.
+    pub(crate) options: ImageOptions,
+}
+
+/// What has become of such a file.
+#[derive(Serialize, Clone, Debug)]
+struct FileEnd {
+    path: String,
+    removed: bool,
+    /// Why it is there still.
+    reason: Option<String>,
 }
 
 impl Merge {
@@ -85,7 +103,7 @@ impl Merge {
     }
 
     /// The file to be removed when the layers have left.
-    fn dropped_file(&self) -> Option<PathBuf> {
+    fn dropped_file(&self) -> Option<DroppedFile> {
         match self {
             Self::Drop { file, .. } => Some(file.clone()),
             Self::Stream { .. } | Self::Raise { .. } | Self::Commit { .. } => None,
@@ -115,6 +133,8 @@ struct State {
     /// Time for which it was paused, and since when it is.
     paused: Duration,
     paused_since: Option<Instant>,
+    /// If a state was dropped.
+    file: Option<FileEnd>,
     end: Option<End>,
 }
 
@@ -142,6 +162,8 @@ pub(crate) struct Told {
     pub(crate) failure: Option<String>,
     /// Paths of the layers that are not in the chain any more.
     dropped: Vec<String>,
+    /// What has become of the file of a state that was dropped.
+    file: Option<FileEnd>,
 }
 
 impl Told {
@@ -211,28 +233,26 @@ impl Job {
                 tracing::warn!(disk, %error, "the mark of a frozen layer is out of date");
             }
             self.tell_if_unnamed(&layers, dropped);
-            self.settle_files(dropped, file.as_deref());
+            self.settle_files(dropped, file.as_ref());
         }
         Ok(merged)
     }
 
     /// Layers that were `dropped` have left the chain: the file of a state that is dropped goes,
     /// those of others stay.
-    fn settle_files(&self, dropped: &[PathBuf], file: Option<&Path>) {
-        let disk = &self.disk;
-        match file {
-            Some(file) => {
-                // Another program may have made an image on it meanwhile.
-                if let Err(error) = mica_stack::check_unneeded(file) {
-                    tracing::warn!(disk, %error, "the file of the dropped state stays");
-                    self.forget_drops(dropped);
-                } else if let Err(error) = mica_stack::remove_state(file) {
-                    let file = file.display();
-                    tracing::warn!(disk, %file, %error, "the file of the state has to be removed");
-                }
-            }
-            None => self.forget_drops(dropped),
-        }
+    fn settle_files(&self, dropped: &[PathBuf], file: Option<&DroppedFile>) {
+        let Some(DroppedFile { path, into, options }) = file else {
+            return self.forget_drops(dropped);
+        };
+        // Another program may have made an image on it meanwhile.
+        let removed = mica_stack::remove_dropped_file(path, into, options);
+        let reason = removed.err().map(|error| {
+            tracing::warn!(disk = self.disk, %error, "the file of the dropped state stays");
+            self.forget_drops(dropped);
+            error.in_one_line()
+        });
+        let path = path.to_string_lossy().into_owned();
+        self.lock().file = Some(FileEnd { path, removed: reason.is_none(), reason });
     }
 
     /// Their files are the user's.
@@ -333,6 +353,7 @@ impl Job {
             estimate_ms,
             failure,
             dropped: dropped.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
+            file: state.file.clone(),
         }
     }
 

@@ -12,7 +12,8 @@
 //! - I1 A file is removed only if its mark counts, so that it is the file that was dropped, and
 //!   nobody has written to it since, and leads to a layer of the disk's chain, which the file is no
 //!   layer of.
-//! - I2 Nobody has it open, and no image that can be found stands on it.
+//! - I2 Nobody has it open, be it only to read, and no image that can be found stands on it. Who
+//!   has it open when its drop ends keeps it for good: an image may stand on it that was not found.
 //! - I3 What the disk has is durable without it.
 //! - I4 The mark goes last.
 //! - I5 A mark is of a drop that took its layer out of the chain, or is at work: a layer that is
@@ -20,13 +21,21 @@
 
 use crate::files::{folder_of, position_of, sync_folder_of};
 use crate::keep::may_keep_state;
+use crate::keep::remove_state;
 use crate::merged;
 use crate::{FileImages, ImageOptions, MayWrite};
-use crate::{check_no_overlays, remove_state, settle_marks};
-use mica_block::{Error, Images, Result};
+use crate::{check_no_overlays, settle_marks};
+use mica_block::{Error, Images, OpenImage, Result};
+use mica_store::Locking;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Time for the readers of this process to let go of a layer that has left its chain, and how often
+/// they are asked.
+const LET_GO_LIMIT: Duration = Duration::from_secs(2);
+const LET_GO_LOOK: Duration = Duration::from_millis(20);
 
 /// Removes files of states that were dropped from the disk whose chain has these `layers`, the last
 /// of which is the active one. Returns their paths. The caller keeps layers from coming and going
@@ -60,15 +69,44 @@ pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
         .try_for_each(|layer| merged::forget_drop(layer))
 }
 
-/// Makes sure that no image that can be found stands on the `file` of a state that was dropped.
+/// Removes the `file` of a state that was dropped a moment ago, and whose layer went into the one
+/// at `into`, durably.
 ///
 /// # Errors
-/// As [`check_no_overlays`].
-pub fn check_unneeded(file: &Path) -> Result<()> {
-    match merged::dropped_into(file)? {
-        Some(into) => check_no_overlays(&[file.to_owned()], &into),
-        None => Ok(()),
+/// As [`check_no_overlays`]; `Denied` if somebody has the file open: then it stays. Else what the
+/// system reports.
+pub fn remove_dropped_file(file: &Path, into: &Path, options: &ImageOptions) -> Result<()> {
+    check_no_overlays(&[file.to_owned()], into)?;
+    // Without locks nobody knows who has it open.
+    let _alone = match options.locking {
+        Locking::On => Some(let_go_of(file, options)?),
+        Locking::ForceShare | Locking::Off => None,
+    };
+    remove_state(file)
+}
+
+/// The `file`, which nobody else has open.
+fn alone_with(file: &Path, options: &ImageOptions) -> Result<OpenImage> {
+    let images = FileImages::to_write(file, options.clone(), MayWrite::to_remove())?;
+    images.open_alone(file)
+}
+
+/// The same once what this process began to read of it has been read.
+fn let_go_of(file: &Path, options: &ImageOptions) -> Result<OpenImage> {
+    let mut waited = Duration::ZERO;
+    loop {
+        match alone_with(file, options) {
+            Err(error) if waited == LET_GO_LIMIT => return Err(error),
+            Err(_) => sleep(LET_GO_LOOK),
+            Ok(alone) => return Ok(alone),
+        }
+        waited = (waited + LET_GO_LOOK).min(LET_GO_LIMIT);
     }
+}
+
+#[expect(clippy::disallowed_methods, reason = "a thread that has nothing else to do")]
+fn sleep(time: Duration) {
+    std::thread::sleep(time);
 }
 
 /// The same for the `file`, whose mark would be `at`. Returns whether there was something.
@@ -91,29 +129,13 @@ fn remove_if_dropped(
     let Some(into) = merged::dropped_into(file)? else { return Ok(false) };
     let Some(into) = position_of(layers, &into).map(|into| &layers[into]) else { return Ok(false) };
     check_no_overlays(&[file.to_owned()], into)?;
-    // Whoever has it open keeps the lock from this.
-    let images = FileImages::to_write(file, options.clone(), MayWrite::to_remove())?;
-    let _locked = images.open_writable(file)?;
+    let _alone = alone_with(file, options)?;
     let synced = File::open(into).and_then(|layer| layer.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
     sync_folder_of(into)?;
-    if !leads_there_otherwise(into, at)? {
-        merged::settle_base(into)?;
-    }
     settle_marks(layers, &[file.to_owned()])?;
     remove_state(file)?;
     Ok(true)
-}
-
-/// Whether a mark beside the one `at` leads to the layer `into`: another merge into that one did
-/// not get to its end.
-fn leads_there_otherwise(into: &Path, at: &Path) -> Result<bool> {
-    for (layer, other) in marks_in(folder_of(at))? {
-        if other != at && merged::leads_to(&layer, into)? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }
 
 /// The layers in `folder` that have marks, by the names of these, and where the marks are.
@@ -232,14 +254,15 @@ mod tests {
         assert!(world.file.exists());
     }
 
+    /// The story: a drop is killed, and the layer above is cloned, which shows what it did.
     #[test]
-    fn base_of_another_merge_keeps_its_mark() {
+    fn layer_that_a_state_goes_into_may_be_cloned_and_keeps_the_mark_of_another_merge() {
         let world = World::new(MergeMarks::put_dropped);
-        let other = world.folder.path().join("other.qcow2");
-        fs::write(&other, "image").expect("written");
-        std::mem::forget(MergeMarks::put(&world.layers[1], &[other]).expect("marked"));
+        crate::refuse_merged(&world.layers[1]).expect("it shows what it did");
+        crate::refuse_merged(&world.file).expect_err("it goes");
+        std::mem::forget(MergeMarks::put(&world.layers[1], &[]).expect("marked"));
         assert_eq!(world.remove().expect("removed").len(), 1);
-        assert!(world.names().contains(&"disk.qcow2.mica-merged".to_owned()));
+        crate::refuse_merged(&world.layers[1]).expect_err("others go into it");
     }
 
     #[test]

@@ -5,6 +5,7 @@
 use crate::forest::{Forest, ScanOptions};
 use crate::mark::name_in;
 use crate::merged::is_merge_mark;
+use crate::overlays::read_note;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -29,6 +30,14 @@ pub fn above_mark(bytes: &[u8]) {
 /// If it reads differently when it is written again.
 pub fn merge_mark(bytes: &[u8]) {
     is_merge_mark(bytes);
+}
+
+/// The note of images that stand on a layer in other folders.
+///
+/// # Panics
+/// If it reads differently when it is written again.
+pub fn overlay_note(bytes: &[u8]) {
+    read_note(bytes);
 }
 
 /// Images in `folder`, which is empty and stays so: the first byte says into how many the others
@@ -83,8 +92,12 @@ mod tests {
 
     #[test]
     fn corpus_is_survived_also_with_random_faults() {
-        let targets: [(&str, Survive); 3] =
-            [("above_mark", above_mark), ("merge_mark", merge_mark), ("forest", in_a_folder)];
+        let targets: [(&str, Survive); 4] = [
+            ("above_mark", above_mark),
+            ("merge_mark", merge_mark),
+            ("overlay_note", overlay_note),
+            ("forest", in_a_folder),
+        ];
         let mut drawn = 0;
         let mut below = |bound: usize| {
             drawn += 1;

@@ -180,13 +180,14 @@ pub async fn check_only_state(images: &FileImages, file: &Path) -> Result<()> {
 ///
 /// # Errors
 /// What the system reports.
-pub fn remove_state(file: &Path) -> Result<()> {
+pub(crate) fn remove_state(file: &Path) -> Result<()> {
     let mut sidecar = file.as_os_str().to_owned();
     sidecar.push(crate::sidecars::SUFFIX);
     let merged = crate::merged::place_beside(file)?;
+    let note = crate::overlays::note_beside(file)?;
     // First what is of no use without the file.
     Mark::forget(file)?;
-    for path in [Path::new(&sidecar), file] {
+    for path in [Path::new(&sidecar), &note, file] {
         remove(path).map_err(|error| failed_in(path, "removing", error))?;
     }
     crate::files::sync_folder_of(file)?;

@@ -47,23 +47,21 @@ mod written;
 pub use above::{has_mark, is_frozen, marks_lead, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
-pub use dropped::{check_unneeded, forget_drops, remove_dropped};
+pub use dropped::{forget_drops, remove_dropped, remove_dropped_file};
 pub use encrypted::encrypted_as;
 pub use export::ExportDisk;
 pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use joined::Joined;
-pub use keep::{
-    Keeping, check_only_state, kept_path, kept_states, remove_state, settle_names, state_of,
-};
+pub use keep::{Keeping, check_only_state, kept_path, kept_states, settle_names, state_of};
 pub use layered_raw::LayeredRaw;
 pub use may_write::MayWrite;
 pub use merged::{MergeMarks, refuse_merged};
 pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
-pub use overlays::check_no_overlays;
+pub use overlays::{announce_overlays, check_no_overlays, note_overlay};
 pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;

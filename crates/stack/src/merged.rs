@@ -14,7 +14,8 @@
 //! Of two that do so at once at least one sees the other.
 //!
 //! The layer of a kept state that is dropped is marked as going into the one above it; its mark
-//! also says that its file is to be removed after that (`dropped.rs`).
+//! also says that its file is to be removed after that (`dropped.rs`). The layer above has no mark:
+//! it shows what it did at every instant, so that images may stand on it meanwhile.
 //!
 //! When the commit is done, the mark of the base goes, and the others stay: they tell the next
 //! commit that nobody needs these images, whose headers still name the base. After one that did not
@@ -28,7 +29,7 @@
 //! - I3 An image that was merged does not keep its base from being changed, but images that stand
 //!   on it do.
 
-use crate::files::{node_of, sync_folder_of};
+use crate::files::sync_folder_of;
 use crate::mark::{place, put_whole, read_trusted};
 use mica_block::{Error, ErrorKind, LocalFuture, MergeControl, MergeProgress, Merged, Result};
 use std::ffi::OsString;
@@ -234,17 +235,6 @@ pub(crate) fn forget_drop(layer: &Path) -> Result<()> {
     }
 }
 
-/// Whether the mark of `layer` leads to the layer `into`.
-///
-/// # Errors
-/// As for reading it.
-pub(crate) fn leads_to(layer: &Path, into: &Path) -> Result<bool> {
-    Ok(match mark_of(layer)? {
-        Some(Content::Source { into: there, .. }) => node_of(Path::new(&there)) == node_of(into),
-        _ => false,
-    })
-}
-
 /// Removes the mark that is `at`, unless somebody else did.
 fn remove_mark(at: &Path) -> Result<()> {
     match std::fs::remove_file(at) {
@@ -271,20 +261,9 @@ pub(crate) fn remove_lone_mark(at: &Path) -> Result<bool> {
     Ok(is_dropped)
 }
 
-/// Removes the mark of `layer` as that into which others go: they have done so.
-///
-/// # Errors
-/// What the system reports.
-pub(crate) fn settle_base(layer: &Path) -> Result<()> {
-    match mark_of(layer)? {
-        Some(Content::Base { .. }) => remove_mark(&place(layer, SUFFIX)?),
-        _ => Ok(()),
-    }
-}
-
 /// The marks of the layers of a commit. Dropping this takes those back that it put.
 #[must_use = "the layers are marked until this is dropped"]
-#[derive(Debug)]
+#[derive(Default, Debug)]
 pub struct MergeMarks {
     /// That of the base, if it has one.
     base: Option<Put>,
@@ -332,37 +311,46 @@ impl MergeMarks {
     /// # Errors
     /// What the system reports. Nothing new is marked then.
     pub fn put(base: &Path, sources: &[PathBuf]) -> Result<Self> {
-        Self::put_all(base, sources, Then::Stays)
+        let mut marks = Self::default();
+        marks.base = Put::beside(base, |found| Content::Base { file: FileMark::of(found) })?;
+        marks.add_sources(base, sources, Then::Stays)?;
+        marks.settle()?;
+        Ok(marks)
     }
 
-    /// Marks the layer at `state`, which keeps a state that is dropped, and the one `above`, into
-    /// which it goes before its file is removed.
+    /// Marks the layer at `state`, which keeps a state that is dropped, as going into the one
+    /// `above` before its file is removed.
     ///
     /// # Errors
     /// As [`Self::put`].
     pub fn put_dropped(above: &Path, state: &Path) -> Result<Self> {
-        Self::put_all(above, &[state.to_owned()], Then::Goes)
+        let mut marks = Self::default();
+        marks.add_sources(above, &[state.to_owned()], Then::Goes)?;
+        marks.settle()?;
+        Ok(marks)
     }
 
-    fn put_all(base: &Path, sources: &[PathBuf], then: Then) -> Result<Self> {
-        let mut marks = Self { base: None, sources: Vec::new(), has_begun: AtomicBool::new(false) };
-        marks.base = Put::beside(base, |found| Content::Base { file: FileMark::of(found) })?;
-        let into = base.canonicalize();
-        let into = into.map_err(|error| Error::from_io(base.display().to_string(), error))?;
+    fn add_sources(&mut self, into: &Path, sources: &[PathBuf], then: Then) -> Result<()> {
+        let real = into.canonicalize();
+        let real = real.map_err(|error| Error::from_io(into.display().to_string(), error))?;
         for source in sources {
             let put = Put::beside(source, |found| Content::Source {
-                into: into.clone().into_os_string(),
+                into: real.clone().into_os_string(),
                 file: FileMark::of(found),
                 changed_ns: changed_ns(found),
                 then,
             });
-            marks.sources.extend(put?);
+            self.sources.extend(put?);
         }
-        let mut folders: Vec<_> = marks.all().filter_map(|put| put.at.parent()).collect();
+        Ok(())
+    }
+
+    /// Makes all of them durable.
+    fn settle(&self) -> Result<()> {
+        let mut folders: Vec<_> = self.all().filter_map(|put| put.at.parent()).collect();
         folders.sort_unstable();
         folders.dedup();
-        folders.iter().try_for_each(|folder| sync_folder_of(&folder.join("any")))?;
-        Ok(marks)
+        folders.iter().try_for_each(|folder| sync_folder_of(&folder.join("any")))
     }
 
     fn all(&self) -> impl Iterator<Item = &Put> {

@@ -1,4 +1,14 @@
 //! Whether other images stand on the layers of a chain: asked before a layer is changed or leaves.
+//!
+//! They are looked for in the folders of the layers, where the marks of these lead, and where the
+//! notes beside them say (`noted.rs`). An image that another program made elsewhere is not found.
+
+mod noted;
+
+pub(crate) use noted::note_beside;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use noted::read_note;
+pub use noted::{announce_overlays, note_overlay};
 
 use crate::above::owner_of;
 use crate::files::{folder_of, node_of};
@@ -6,7 +16,8 @@ use crate::forest::{ScanDepth, images_on};
 use crate::mark::{Mark, cure};
 use crate::merged::was_merged;
 use mica_block::{Error, ErrorKind, Result};
-use std::collections::HashSet;
+use noted::{Found, Noted, forget, noted_on};
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 /// Images that are named at most.
@@ -19,16 +30,19 @@ struct Overlay {
     path: PathBuf,
     /// The layer.
     stands_on: PathBuf,
+    /// Whether only the note of the layer says so, because the image may not be read.
+    is_hearsay: bool,
 }
 
-/// The images in the folders of `layers`, in the folder of `above`, and in those to which the marks
-/// of `layers` lead, that name one of `layers` as their backing file, other than `layers`
-/// themselves, and `above`. An image that was merged into another one and is not used any more is
-/// none of them, but those that stand on it are. An image elsewhere is not found, nor one that
-/// cannot be read.
+/// The images in the folders of `layers`, in the folder of `above`, in those to which the marks
+/// of `layers` lead, and where their notes say, that name one of `layers` as their backing file,
+/// other than `layers` themselves, and `above`. An image that was merged into another one and is
+/// not used any more is none of them, but those that stand on it are. An image elsewhere is not
+/// found, nor one that cannot be read, unless it is noted.
 ///
 /// # Errors
-/// If a folder cannot be listed; `Denied` if a mark leads to nothing.
+/// If a folder cannot be listed; `Denied` if a mark leads to nothing, or a note to a folder that
+/// may only not be mounted.
 fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     let mut layers: Vec<_> = layers.iter().filter(|layer| layer.exists()).cloned().collect();
     let marked = marked_above(&layers)?;
@@ -40,12 +54,13 @@ fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     let own = layers.iter().map(PathBuf::as_path).chain([above]).map(node_of);
     let mut own: HashSet<_> = own.collect();
     loop {
-        let mut on = images_on(&layers, &folders, ScanDepth::OneLevel)?.found;
+        let (places, mut found) = noted_places(&layers, &folders, &own)?;
+        let mut on = images_on(&layers, &places, ScanDepth::OneLevel)?.found;
         on.retain(|(path, _)| !own.contains(&node_of(path)));
         let merged: Vec<_> = on.iter().map(|(path, _)| path).filter(|it| was_merged(it)).collect();
         if merged.is_empty() {
-            let mut found: Vec<_> =
-                on.into_iter().map(|(path, stands_on)| Overlay { path, stands_on }).collect();
+            let overlay = |(path, stands_on)| Overlay { path, stands_on, is_hearsay: false };
+            found.extend(on.into_iter().map(overlay));
             found.sort_by(|one, other| one.path.cmp(&other.path));
             return Ok(found);
         }
@@ -53,6 +68,56 @@ fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
         own.extend(merged.iter().map(|path| node_of(path)));
         layers.extend(merged.into_iter().cloned());
     }
+}
+
+/// The `folders`, and those of images that the notes of `layers` name, or these images, if only
+/// they can be read; and which of those that are none of the `own` files cannot be.
+fn noted_places(
+    layers: &[PathBuf],
+    folders: &[PathBuf],
+    own: &HashSet<Option<(u64, u64)>>,
+) -> Result<(Vec<PathBuf>, Vec<Overlay>)> {
+    let mut places: HashSet<PathBuf> = folders.iter().cloned().collect();
+    let mut can_be_listed = HashMap::new();
+    let mut hidden = Vec::new();
+    for layer in layers {
+        let mut gone = HashSet::<Noted>::new();
+        for noted in noted_on(layer)? {
+            let folder = folder_of(&noted.path).to_owned();
+            match noted.find() {
+                Found::Readable => {
+                    let is_listed = can_be_listed
+                        .entry(folder.clone())
+                        .or_insert_with(|| std::fs::read_dir(&folder).is_ok());
+                    places.insert(if *is_listed { folder } else { noted.path });
+                }
+                Found::Hidden if own.contains(&node_of(&noted.path)) => {}
+                Found::Hidden => hidden.push(Overlay {
+                    path: noted.path,
+                    stands_on: layer.clone(),
+                    is_hearsay: true,
+                }),
+                Found::Gone => drop(gone.insert(noted)),
+                Found::Unreachable => return Err(unreachable(layer, &noted.path)),
+            }
+        }
+        if !gone.is_empty() {
+            forget(layer, &gone);
+        }
+    }
+    let mut places: Vec<_> = places.into_iter().collect();
+    places.sort();
+    Ok((places, hidden))
+}
+
+fn unreachable(layer: &Path, image: &Path) -> Error {
+    let what = format!(
+        "{} stood on {}, and its folder is not there, or not mounted; {}",
+        image.display(),
+        layer.display(),
+        noted::cure(layer)
+    );
+    Error::new(ErrorKind::Denied, what)
 }
 
 /// The layers in which the disks of these `layers` went on, as their marks say.
@@ -75,19 +140,26 @@ fn marked_above(layers: &[PathBuf]) -> Result<Vec<PathBuf>> {
 }
 
 /// Makes sure that no other image in the folders of `layers` and of `above`, the one on top of
-/// them, or where marks of `layers` lead, stands on one of `layers`, apart from images that were
-/// merged away.
+/// them, or where marks and notes of `layers` lead, stands on one of `layers`, apart from images
+/// that were merged away.
 ///
 /// # Errors
-/// `Denied`, with names of images that do, or if a mark leads to nothing; else if a folder cannot
-/// be listed.
+/// `Denied`, with names of images that do, or if a mark leads to nothing, or a note to a folder
+/// that may only not be mounted; else if a folder cannot be listed.
 pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
     let overlays = overlays_on(layers, above)?;
     if overlays.is_empty() {
         return Ok(());
     }
     let named = overlays.iter().take(NAMED_MAX).map(|overlay| {
-        format!("{} stands on {}", overlay.path.display(), overlay.stands_on.display())
+        let (path, layer) = (overlay.path.display(), overlay.stands_on.display());
+        match overlay.is_hearsay {
+            false => format!("{path} stands on {layer}"),
+            true => format!(
+                "{path}, which may not be read here, stood on {layer} ({})",
+                noted::cure(&overlay.stands_on)
+            ),
+        }
     });
     let mut named: Vec<_> = named.collect();
     if let more @ 1.. = overlays.len().saturating_sub(NAMED_MAX) {
@@ -117,6 +189,10 @@ mod tests {
         fs::write(path, header.encode().expect("it fits")).expect("there is room");
     }
 
+    fn overlay(path: PathBuf, stands_on: PathBuf) -> Overlay {
+        Overlay { path, stands_on, is_hearsay: false }
+    }
+
     #[test]
     fn images_that_stand_on_a_layer_are_found_by_what_they_name() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -131,11 +207,97 @@ mod tests {
         fs::write(at("empty"), b"").expect("there is room");
         std::os::unix::fs::symlink("missing", at("broken")).expect("a link");
         image(&at("lost"), Some("nowhere"));
-        assert_eq!(found(), [Overlay { path: at("clone"), stands_on: at("base") }]);
+        assert_eq!(found(), [overlay(at("clone"), at("base"))]);
         // A second name of an own image is no other image.
         fs::remove_file(at("clone")).expect("it is there");
         fs::hard_link(at("active"), at("again")).expect("a link");
         assert_eq!(found(), []);
+    }
+
+    /// Two folders: the layer `base` in the first, `clone` on it in the second.
+    fn apart() -> (tempfile::TempDir, PathBuf, PathBuf) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let real = folder.path().canonicalize().expect("there");
+        for name in ["here", "there"] {
+            fs::create_dir(real.join(name)).expect("made");
+        }
+        let (base, clone) = (real.join("here/base"), real.join("there/clone"));
+        image(&base, None);
+        image(&clone, base.to_str());
+        (folder, base, clone)
+    }
+
+    #[test]
+    fn noted_image_in_another_folder_is_found_whatever_it_is_called_there_until_it_is_gone() {
+        let (folder, base, clone) = apart();
+        let note = base.with_file_name("base.mica-overlays");
+        let found = || overlays_on(std::slice::from_ref(&base), &base).expect("listed");
+        assert_eq!(found(), [], "nobody knows of it");
+        announce_overlays(&base, &[&clone]).expect("nothing is merged");
+        assert_eq!(found(), [overlay(clone.clone(), base.clone())]);
+        let line = format!("0 {}\n", clone.display());
+        assert_eq!(fs::read_to_string(&note).expect("noted"), line);
+        note_overlay(&base, &clone);
+        assert_eq!(fs::read_to_string(&note).expect("noted"), line, "it is there already");
+        let (renamed, second) = (clone.with_file_name("renamed"), clone.with_file_name("second"));
+        image(&second, base.to_str());
+        note_overlay(&base, &second);
+        fs::rename(&clone, &renamed).expect("renamed");
+        let there =
+            ["renamed", "second"].map(|name| overlay(clone.with_file_name(name), base.clone()));
+        assert_eq!(found(), there);
+        assert_eq!(fs::read_to_string(&note).expect("noted").lines().count(), 1, "one is gone");
+        // One that stands on something else now is asked, and is none.
+        image(&renamed, Some("/elsewhere"));
+        fs::remove_file(&second).expect("removed");
+        assert_eq!(found(), []);
+        assert!(!note.exists());
+        drop(folder);
+    }
+
+    #[test]
+    fn images_in_the_own_folder_are_not_noted_and_a_note_that_was_cut_short_goes_on() {
+        let (_folder, base, clone) = apart();
+        let note = base.with_file_name("base.mica-overlays");
+        let beside = base.with_file_name("beside");
+        image(&beside, Some("base"));
+        note_overlay(&base, &beside);
+        assert!(!note.exists());
+        fs::write(&note, "0 /cut").expect("written");
+        note_overlay(&base, &clone);
+        let now = fs::read_to_string(&note).expect("noted");
+        assert_eq!(now, format!("0 /cut\n0 {}\n", clone.display()));
+        let found = overlays_on(std::slice::from_ref(&base), &base).expect("listed");
+        assert_eq!(found.len(), 2, "{found:?}");
+    }
+
+    #[test]
+    fn folder_that_may_not_be_mounted_keeps_the_layer_as_it_is() {
+        let (_folder, base, clone) = apart();
+        let note = base.with_file_name("base.mica-overlays");
+        fs::remove_file(&clone).expect("removed");
+        // Another folder is at this place than was there when the image was noted.
+        let inode = std::os::unix::fs::MetadataExt::ino(&fs::metadata(&base).expect("there"));
+        fs::write(&note, format!("{inode} {}\n", clone.display())).expect("written");
+        let said = check_no_overlays(std::slice::from_ref(&base), &base).expect_err("not known");
+        assert!(said.to_string().contains("not mounted"), "{said}");
+        assert!(note.exists());
+        // And now it is that one.
+        let folder = fs::metadata(folder_of(&clone)).expect("there");
+        let inode = std::os::unix::fs::MetadataExt::ino(&folder);
+        fs::write(&note, format!("{inode} {}\n", clone.display())).expect("written");
+        check_no_overlays(std::slice::from_ref(&base), &base).expect("it is gone");
+        assert!(!note.exists());
+    }
+
+    #[test]
+    fn note_that_a_stranger_may_have_written_is_not_followed() {
+        use std::os::unix::fs::PermissionsExt;
+        let (_folder, base, clone) = apart();
+        note_overlay(&base, &clone);
+        let note = base.with_file_name("base.mica-overlays");
+        fs::set_permissions(&note, fs::Permissions::from_mode(0o666)).expect("set");
+        check_no_overlays(std::slice::from_ref(&base), &base).expect_err("not trusted");
     }
 
     #[test]
@@ -147,7 +309,7 @@ mod tests {
         image(&at("two"), Some("one"));
         image(&at("active"), Some("base"));
         let found = || overlays_on(&[at("base")], &at("active")).expect("listed");
-        let named = |name: &str, below: &str| Overlay { path: at(name), stands_on: at(below) };
+        let named = |name: &str, below: &str| overlay(at(name), at(below));
         assert_eq!(found(), [named("one", "base")]);
         let marks = MergeMarks::put(&at("base"), &[at("one"), at("two")]).expect("marked");
         marks.end(Some(&Merged::Done { dropped: Vec::new(), copied: 0 }));

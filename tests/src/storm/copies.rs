@@ -65,7 +65,7 @@ fn put_back(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
 }
 
 /// As `cp` does it: an existing file keeps its inode.
-fn copy_file(from: &Path, to: &Path, keeps_times: bool) -> Outcome {
+pub(super) fn copy_file(from: &Path, to: &Path, keeps_times: bool) -> Outcome {
     let (from, to) = (from.display().to_string(), to.display().to_string());
     let preserve = if keeps_times { "--preserve=timestamps" } else { "--preserve=mode" };
     let said = command::run("cp", ["--sparse=always", preserve, "--", &from, &to]);

@@ -147,6 +147,10 @@ kinds! {
     Backup = "backup", Event;
     /// Clones of frozen layers
     Clone = "clone", Event;
+    /// Clones in another folder, overlays made by other verbs and by QEMU; they move, and go
+    CloneAnywhere = "clone-anywhere", Event;
+    /// A copy of one layer of a served chain is put back once nobody serves it
+    LayerCopy = "layer-copy", Event;
     /// SIGKILL of a verb of volumes
     KillVerb = "kill-verb", Event;
     /// Another host takes a volume, by force or as it was handed it

@@ -4,6 +4,7 @@ use crate::restored::restored;
 use mica_tests::kept::{World, raw};
 use mica_tests::server::Server;
 use mica_tests::{command, judge, mica, qemu, tools};
+use std::path::Path;
 use std::process::Command;
 
 #[test]
@@ -185,4 +186,46 @@ fn dropped_states_leave_the_others_as_they_are() {
     for image in ["base.qcow2", "disk@c.qcow2", "disk@a.qcow2", "disk.qcow2"] {
         qemu::img(world.dir.path(), ["check", image]).ok();
     }
+}
+
+/// Also where only the note of the layer knows of it, and where nothing does but who has it open.
+#[test]
+fn state_that_an_image_in_another_folder_needs_keeps_its_file() {
+    let Some(mut world) = World::new(9, &[tools::QEMU_NBD]) else { return };
+    let keep = |world: &mut World, state: &str| {
+        let mut guest = world.guest();
+        (0..20).for_each(|_| world.change(&mut guest));
+        world.begin(None, state).ok();
+        world.ctl(&["backup", "end", "disk"]).ok();
+        world.path(&format!("disk@{state}.qcow2"))
+    };
+    let file = keep(&mut world, "a");
+    let wanted = world.model.clone();
+    // The sandbox of the server does not let it read there.
+    let far = tempfile::tempdir().expect("a folder");
+    let clone = far.path().join("clone.qcow2");
+    mica::run([Path::new("clone"), &file, &clone]).ok();
+    let needed = world.ctl(&["backup", "drop", "disk", "a"]).refusal();
+    assert!(needed.contains("clone.qcow2") && needed.contains("mica-overlays"), "{needed}");
+    std::fs::remove_file(&clone).expect("it is there");
+    // QEMU tells nobody where it makes images.
+    let file_name = file.display().to_string();
+    qemu::create(far.path(), "own.qcow2", &["-b", &file_name, "-F", "qcow2"], "8M");
+    let reader = Server::start("", |socket| {
+        let mut nbd = Command::new("qemu-nbd");
+        nbd.args(["-r", "-t", "-f", "qcow2", "-k"]).arg(socket).arg(far.path().join("own.qcow2"));
+        nbd
+    });
+    let reader = reader.expect("served");
+    let job = world.ctl(&["backup", "drop", "disk", "a"]).json();
+    assert_eq!((&job["state"], &job["file"]["removed"]), (&"done".into(), &false.into()), "{job}");
+    assert!(job["file"]["reason"].as_str().is_some_and(|why| why.contains("open")), "{job}");
+    drop(reader);
+    let other = keep(&mut world, "b");
+    let job = world.ctl(&["backup", "drop", "disk", "b"]).json();
+    assert_eq!(job["file"]["removed"], true, "{job}");
+    assert_eq!(job["file"]["path"].as_str(), other.to_str(), "{job}");
+    assert!(!other.exists() && file.exists());
+    judge::same_bytes("the overlay", &raw(far.path(), "own.qcow2"), &wanted);
+    world.stop();
 }

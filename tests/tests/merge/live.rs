@@ -9,6 +9,7 @@ use mica_tests::{clock, judge, qemu, tools};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -17,9 +18,15 @@ const SECTOR: usize = 512;
 const LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn serve(chain: &Chain) -> Server {
+    serve_image(chain, &chain.top())
+}
+
+/// Serves an image that may stand on layers of `chain`.
+pub(crate) fn serve_image(chain: &Chain, image: &Path) -> Server {
     let control = chain.path("ctl");
-    let control = control.to_str().expect("UTF-8");
-    Server::mica_writable(&chain.top(), "qcow2", &["--control", control]).expect("served")
+    let words = ["--control", control.to_str().expect("UTF-8"), "--allow-path"];
+    let folder = chain.dir().to_str().expect("UTF-8");
+    Server::mica_writable(image, "qcow2", &[&words[..], &[folder]].concat()).expect("served")
 }
 
 #[track_caller]

@@ -3,5 +3,6 @@
 
 mod beside;
 mod chain;
+mod elsewhere;
 mod live;
 mod offline;

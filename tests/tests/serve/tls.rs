@@ -183,6 +183,71 @@ fn nobody_gets_in_without_tls_or_a_certificate_of_the_right_ca() {
     served.end();
 }
 
+#[test]
+fn mica_reads_over_tls_what_it_trusts() {
+    if !tools::present(&TOOLS) || !tools::present(&[tools::QEMU_NBD]) {
+        return;
+    }
+    let served = Served::start(&[]);
+    let copied = served.folder("copied.raw").display().to_string();
+    let convert = |uri: &str| mica::run(["convert", "-q", "-O", "raw", uri, &copied]);
+    let flat = fs::read(served.folder("flat.raw")).expect("flat");
+    convert(&served.uri("client")).ok();
+    assert!(fs::read(&copied).expect("a copy") == flat);
+
+    // Another name, another CA, no certificate of its own, no TLS.
+    let other = tempfile::tempdir().expect("a folder");
+    certify(other.path());
+    let stranger = other.path().join("client").display().to_string();
+    let nobody = served.folder("nobody");
+    fs::create_dir(&nobody).expect("a folder");
+    fs::copy(served.folder("ca-cert.pem"), nobody.join("ca-cert.pem")).expect("copied");
+    let plain = format!("nbd://127.0.0.1:{}", served.port);
+    for (uri, why) in [
+        (format!("{}&tls-hostname=elsewhere", served.uri("client")), "not valid for name"),
+        (format!("nbds://127.0.0.1:{}/?tls-certificates={stranger}", served.port), "Issuer"),
+        (served.uri("nobody"), "server"),
+        (plain, "write nbds://"),
+    ] {
+        let said = mica::run(["info", &uri]).refusal();
+        assert!(said.contains(why), "{uri}: {said}");
+    }
+    served.server.stop().expect("it stops");
+
+    let socket = served.dir.path().join("socket");
+    let object = format!("tls-creds-x509,id=t,endpoint=server,dir={}", served.dir.path().display());
+    for name in ["server-cert.pem", "server-key.pem"] {
+        fs::copy(served.dir.path().join("server").join(name), served.dir.path().join(name))
+            .expect("copied");
+    }
+    let mut qemu = Command::new("qemu-nbd");
+    qemu.args(["--object", &object, "--tls-creds", "t", "-r", "-t", "-f", "raw", "-k"]);
+    qemu.arg(&socket).arg(served.dir.path().join("flat.raw"));
+    let qemu = Killed(qemu.spawn().expect("started"));
+    let there = || socket.exists().then_some(());
+    clock::poll(Duration::from_secs(60), Duration::from_millis(5), there).expect("it serves");
+    let certificates = served.dir.path().join("client");
+    let uri = format!(
+        "nbds+unix:///?socket={}&tls-certificates={}",
+        socket.display(),
+        certificates.display()
+    );
+    let said = mica::run(["compare", &uri, &copied, "-F", "raw"]);
+    said.ok();
+    drop(qemu);
+}
+
+/// A process that ends with the test.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// Starts TLS at the server for a client that connects here and then talks to the server.
 fn starting_tls(port: u16) -> io::Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0")?;

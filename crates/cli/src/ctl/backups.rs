@@ -1,6 +1,6 @@
 //! `mica ctl backup`: states of a chain that is served are kept, and exported for a backup.
 
-use super::merges::{HowArgs, one};
+use super::merges::{HowArgs, file_of_state, one};
 use super::text;
 use crate::client::{Client, nothing, of_disk};
 use crate::failure::Failure;
@@ -32,8 +32,9 @@ pub(super) enum BackupVerb {
     ///
     /// While guests write on. The newest goes up into the active layer, any other into the next
     /// state, which shows what it did. What changed since the state cannot be told any more. Copies
-    /// by `mica backup` stay. The file stays, too, if an image in the folder of the disk stands on
-    /// it; images in other folders are not found.
+    /// by `mica backup` stay. Refused if another image stands on the state, in the folder of the
+    /// disk or, if mica put it there, in any other. Who else has the file open keeps it from being
+    /// removed; the answer says what became of it.
     #[command(after_long_help = sections::CTL_BACKUP_DROP)]
     Drop(DropArgs),
     /// Keep only the newest states: the others are dropped, one after the other.
@@ -106,15 +107,22 @@ impl PruneArgs {
         let stay = usize::try_from(self.keep).unwrap_or(usize::MAX);
         let mut dropped = Vec::new();
         let mut copied = 0;
+        let mut staying = Vec::new();
         // Each takes what is beneath with it only once.
         for state in states.iter().rev().skip(stay).map(|state| &state["state"]) {
             let body = json!({ "state": state, "rate": how.rate()? });
             let job = how.start(client, &of_disk(&self.disk, "drop-state"), &body)?;
             copied += job["copied_bytes"].as_u64().unwrap_or(0);
             dropped.push(state.clone());
+            staying.extend(Some(&job["file"]).filter(|file| file["removed"] == false).cloned());
         }
         dropped.reverse();
-        Ok(json!({ "disk": self.disk, "dropped": dropped, "copied_bytes": copied }))
+        Ok(json!({
+            "disk": self.disk,
+            "dropped": dropped,
+            "copied_bytes": copied,
+            "files_that_stay": staying,
+        }))
     }
 }
 
@@ -125,7 +133,10 @@ fn pruned(answer: &Value) -> String {
         0 => format!("{disk}: nothing to drop\n"),
         _ => {
             let copied = human_size(answer["copied_bytes"].as_u64().unwrap_or(0));
-            format!("{disk}: dropped {}; {copied} were copied\n", dropped.join(", "))
+            let files = answer["files_that_stay"].as_array().into_iter().flatten();
+            let files: String =
+                files.filter_map(file_of_state).map(|told| format!("{disk}: {told}\n")).collect();
+            format!("{disk}: dropped {}; {copied} were copied\n{files}", dropped.join(", "))
         }
     }
 }
@@ -215,6 +226,9 @@ mod tests {
     fn states_that_were_dropped_are_told_in_a_line() {
         let mut answer = json!({"disk": "web", "dropped": ["mon", "tue"], "copied_bytes": 65536});
         assert_eq!(pruned(&answer), "web: dropped mon, tue; 64 KiB were copied\n");
+        let file = json!({"path": "/a", "removed": false, "reason": "/b stands on it"});
+        answer["files_that_stay"] = json!([file]);
+        assert!(pruned(&answer).ends_with("copied\nweb: /a stays: /b stands on it\n"));
         answer["dropped"] = json!([]);
         assert_eq!(pruned(&answer), "web: nothing to drop\n");
     }

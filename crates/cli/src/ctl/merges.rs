@@ -165,14 +165,26 @@ pub(super) fn one(job: &Value) -> String {
     let [disk, kind, state] = ["disk", "kind", "state"].map(|key| text(&job[key]));
     let copied = human_size(job["copied_bytes"].as_u64().unwrap_or(0));
     let layers = job["dropped"].as_array().map_or(0, Vec::len);
+    let file = file_of_state(&job["file"]).map_or_else(String::new, |told| format!("; {told}"));
     match state.as_str() {
         "done" => match layers {
             0 => format!("{disk}: merged, {copied} were copied\n"),
-            1 => format!("{disk}: merged, a layer has left the chain, {copied} were copied\n"),
+            1 => {
+                format!("{disk}: merged, a layer has left the chain, {copied} were copied{file}\n")
+            }
             _ => format!("{disk}: merged, {layers} layers have left, {copied} were copied\n"),
         },
         _ => format!("{disk}: {kind} is {state}\n"),
     }
+}
+
+/// What has become of the file of a state that was dropped.
+pub(super) fn file_of_state(file: &Value) -> Option<String> {
+    let path = text(file.get("path")?);
+    Some(match file["removed"] == true {
+        true => format!("{path} is removed"),
+        false => format!("{path} stays: {}", text(&file["reason"])),
+    })
 }
 
 /// All of them.
@@ -216,6 +228,14 @@ mod tests {
         let done = json!({"disk": "web", "kind": "stream", "state": "done", "dropped": ["a", "b"],
             "copied_bytes": 1 << 20});
         assert_eq!(one(&done), "web: merged, 2 layers have left, 1 MiB were copied\n");
+        let mut drop = json!({"disk": "web", "kind": "drop", "state": "done", "dropped": ["a"],
+            "copied_bytes": 0, "file": {"path": "/a", "removed": true, "reason": null}});
+        assert_eq!(
+            one(&drop),
+            "web: merged, a layer has left the chain, 0 B were copied; /a is removed\n"
+        );
+        drop["file"] = json!({"path": "/a", "removed": false, "reason": "/b stands on it"});
+        assert!(one(&drop).ends_with("copied; /a stays: /b stands on it\n"));
         assert_eq!(
             one(&json!({"disk": "w", "kind": "commit", "state": "paused"})),
             "w: commit is paused\n"

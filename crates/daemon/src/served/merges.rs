@@ -2,11 +2,11 @@
 
 use super::backup::state_names;
 use super::{Served, State};
-use crate::jobs::{Job, Merge, PAST_MAX, Told};
+use crate::jobs::{DroppedFile, Job, Merge, PAST_MAX, Told};
 use crate::opened::is_raw;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::{Backend, Executor};
-use mica_stack::{FileImages, MergeMarks, position_of};
+use mica_stack::{FileImages, MergeMarks, note_overlay, position_of};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -55,7 +55,11 @@ impl Served {
                 let leaving = base.map_or(0, |base| base + 1)..layers.len().saturating_sub(1);
                 self.check_states_stay(layers.get(leaving).unwrap_or_default())?;
             }
-            Ok(Merge::Stream { base: base.map(|at| layers[at].clone()), marks: None })
+            let base = base.map(|at| layers[at].clone());
+            if let (Some(base), Some(active)) = (&base, layers.last()) {
+                note_overlay(base, active);
+            }
+            Ok(Merge::Stream { base, marks: None })
         })
     }
 
@@ -107,6 +111,7 @@ impl Served {
             // Whoever makes an image on one of them sees that, or is found now.
             let marks = MergeMarks::put(&layers[base], &layers[base + 1..last])?;
             check(&layers[base..=last])?;
+            note_overlay(&layers[base], &layers[last]);
             Ok(Merge::Commit { top, base: layers[base].clone(), marks })
         })
     }
@@ -136,12 +141,17 @@ impl Served {
             let marks = MergeMarks::put_dropped(&layers[above], &layers[at])?;
             check(&layers[at..=above])?;
             let base = at.checked_sub(1).map(|below| layers[below].clone());
+            if let Some(base) = &base {
+                note_overlay(base, &layers[above]);
+            }
             let how = if above == active {
                 Merge::Stream { base, marks: Some(marks) }
             } else {
                 Merge::Raise { into: layers[above].clone(), base, marks }
             };
-            Ok(Merge::Drop { file: layers[at].clone(), how: Box::new(how) })
+            let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
+            let (path, into) = (layers[at].clone(), layers[above].clone());
+            Ok(Merge::Drop { file: DroppedFile { path, into, options }, how: Box::new(how) })
         })
     }
 

@@ -3,6 +3,7 @@
 //! ```text
 //! uri          what the user named
 //!   └▶ greeting    options, until an export is chosen; waits for each answer
+//!        ├▶ secure     what is under all that follows, if the URI says nbds://
 //!        └▶ link       requests of any task ─▶ the socket ─▶ a thread that takes the answers
 //!             ├ reply      what came of one request so far
 //!             └ parts      what the contexts say, put together
@@ -27,11 +28,13 @@ mod greeting;
 mod link;
 mod parts;
 mod reply;
+mod secure;
 mod uri;
 
 #[cfg(test)]
 mod tests;
 
+pub use crate::tls::Trust;
 pub use greeting::Greeting;
 pub use parts::Part;
 pub use uri::{Place, Uri};

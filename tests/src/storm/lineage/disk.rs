@@ -65,6 +65,9 @@ pub(super) struct Disk {
     made: u64,
 }
 
+/// The folder, among the images, of clones that are in another one.
+pub(super) const FAR: &str = "far";
+
 impl Disk {
     /// Number `number` of the run, with a chain of its own.
     pub(super) fn create(world: &World<'_>, rng: &mut Rng, number: u64) -> Outcome<Self> {

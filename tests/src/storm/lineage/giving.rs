@@ -1,7 +1,6 @@
 //! A command is given: alone, as a merge that rests and may be cancelled, or while its server is
 //! killed or taken over from.
 
-use super::disk::is_raw;
 use super::fleet::Fleet;
 use super::order::{Ending, Order, What};
 use super::server::{Left, Server};
@@ -9,7 +8,7 @@ use crate::clock;
 use crate::command;
 use crate::storm::kinds::Kind;
 use crate::storm::parties::Party;
-use crate::storm::story::{Fault, Outcome, Wrong, trouble};
+use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::text;
 use mica_units::Rng;
 use std::fs::File;
@@ -231,39 +230,6 @@ fn interrupt(fleet: &mut Fleet<'_>, number: usize) -> Outcome {
         fleet.ctl_json(&["backup", "end", &name])?;
     }
     fleet.disks[number].exported = None;
-    Ok(())
-}
-
-/// Makes an overlay of a frozen layer.
-pub(super) fn clone(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
-    let number = usize::try_from(rng.below(fleet.disks.len() as u64)).map_err(trouble)?;
-    let Fleet { world, disks, .. } = fleet;
-    let disk = &mut disks[number];
-    let frozen: Vec<_> = (0..disk.chain.len() - 1)
-        .filter(|at| disk.frozen.contains_key(&disk.chain[*at]) && !is_raw(&disk.chain[*at]))
-        .collect();
-    if frozen.is_empty() || disk.clones.len() > 2 {
-        return Ok(());
-    }
-    let base = disk.chain[rng.choose(&frozen)].clone();
-    // What it begins as is decided before anybody may change it.
-    disk.look_at(world, &base, "before it is cloned")?;
-    let name = disk.new_name("clone");
-    world.story.tell(format_args!("  {name} is a clone of {base}"));
-    let said = world.mica_alone(&["clone", "-q", &base, &name])?;
-    if !said.status.success() {
-        // A merge of it was killed, and is not ended yet: its mark says so.
-        let is_merged = world.images.join(format!("{base}.mica-merged")).exists();
-        return match is_merged && said.stderr.contains("is being merged") {
-            true => Ok(()),
-            false => Err(Fault::new(Wrong::Failed, format!("a clone: {said}"))),
-        };
-    }
-    world.counts.clones.add();
-    if let Some(content) = disk.frozen.get(&base).cloned() {
-        disk.frozen.insert(name.clone(), content);
-    }
-    disk.clones.push(name);
     Ok(())
 }
 

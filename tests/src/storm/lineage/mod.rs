@@ -3,9 +3,10 @@
 //!
 //! Layers come by snapshots of one disk or of all at one instant, and by states that are kept for
 //! backups and exported; they go by merges up and down, which rest or are cancelled on their way,
-//! and by states that are dropped. Clones stand on frozen layers meanwhile, and disks grow. Between
-//! two servers QEMU reads all of it, writes, and merges the active layer down; mica's verbs merge
-//! layers then, and are killed while they do.
+//! and by states that are dropped. Clones stand on frozen layers meanwhile, in the same folder and
+//! in another one, and disks grow. Between two servers QEMU reads all of it, writes, and merges the
+//! active layer down; copies of single layers are put back; mica's verbs merge layers then, and are
+//! killed while they do.
 //!
 //! Judged: which layers a disk has after each command; that it shows what was acknowledged; that
 //! each frozen layer and each clone holds what its disk held at an instant while the command was
@@ -13,6 +14,8 @@
 //! that what has changed since another one is told.
 
 mod apart;
+mod clones;
+mod copied;
 mod disk;
 mod exported;
 mod fleet;
@@ -26,6 +29,7 @@ use super::parties::{self, Of, Party};
 use super::story::Outcome;
 use super::world::World;
 use apart::Ended;
+use copied::Copied;
 use fleet::Fleet;
 use giving::Amid;
 use mica_units::Rng;
@@ -70,20 +74,22 @@ pub(super) fn storm(world: World<'_>, rng: &mut Rng) -> Outcome {
 fn live(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
     fleet.world.counts.lives.add();
     let mut server = Server::start(fleet)?;
+    let mut copied = copied::aside(fleet, rng)?;
     for _ in 0..1 + rng.below(4) {
         match round(fleet, rng, server)? {
             Left::Serving(still) => server = still,
-            Left::Killed => return rest(fleet, rng, Ended::Killed),
+            Left::Killed => return rest(fleet, rng, (Ended::Killed, copied)),
         }
         server.look()?;
         if rng.percent(60) {
             fleet.judge("after a round")?;
         }
         exported::judge(fleet)?;
+        copied = copied::aside(fleet, rng)?.or(copied);
     }
     if fleet.world.does(rng, Kind::Kill, 30) {
         server.kill(fleet, &[])?;
-        return rest(fleet, rng, Ended::Killed);
+        return rest(fleet, rng, (Ended::Killed, copied));
     }
     server.close(fleet)?;
     if rng.percent(70) {
@@ -95,17 +101,27 @@ fn live(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
             disk.write_by_qemu(world, rng)?;
             disk.write_to_clone(world, rng)?;
         }
+        copied = None;
     }
-    rest(fleet, rng, Ended::Closed)
+    rest(fleet, rng, (Ended::Closed, copied))
 }
 
 /// Nobody serves the disks.
-fn rest(fleet: &mut Fleet<'_>, rng: &mut Rng, ended: Ended) -> Outcome {
-    match &fleet.open {
-        // Only the next server tells what became of it.
-        Some(_) => Ok(()),
-        None => apart::change(fleet, rng, ended),
+fn rest(
+    fleet: &mut Fleet<'_>,
+    rng: &mut Rng,
+    (mut ended, copied): (Ended, Option<Copied>),
+) -> Outcome {
+    // Only the next server tells what became of it.
+    if fleet.open.is_some() {
+        return Ok(());
     }
+    if let Some(copied) = copied
+        && copied.put_back(fleet, rng)?
+    {
+        ended = Ended::Killed;
+    }
+    apart::change(fleet, rng, ended)
 }
 
 /// Clients of all disks work, and something happens meanwhile, once or more often.
@@ -190,7 +206,7 @@ fn happen(
             }
             Ok(left)
         }
-        Event::Clone => giving::clone(fleet, rng).map(|()| Left::Serving(server)),
+        Event::Clone => clones::change(fleet, rng).map(|()| Left::Serving(server)),
         Event::Grow => apart::grow_served(fleet, rng, parties).map(|()| Left::Serving(server)),
         Event::Takeover => server.take_over(fleet, parties).map(Left::Serving),
         Event::KillTakeover => server.take_over_and_kill(fleet, rng, parties),

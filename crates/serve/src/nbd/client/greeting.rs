@@ -1,7 +1,8 @@
 //! The first part of a connection: options, until an export is chosen. Waits for each answer.
 
 use super::link::{Connection, Input, Link, SILENCE, lost};
-use super::{Client, Export, Place, Uri, broken, plain};
+use super::secure::Secure;
+use super::{Client, Export, Place, Trust, Uri, broken, plain};
 use crate::nbd::limits::PAYLOAD_BYTES_MAX;
 use crate::nbd::protocol::peer::{
     Info, OPTION_ERROR, OptionReply, decode_context, decode_greeting, decode_listed, info_request,
@@ -11,6 +12,7 @@ use crate::nbd::protocol::{handshake, info, option, option_reply};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustls::ClientConnection;
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
@@ -55,15 +57,21 @@ impl Greeting {
     /// Connects to the server of `uri`.
     ///
     /// # Errors
-    /// If there is none, if it speaks another protocol, or wants TLS.
+    /// If there is none, if it speaks another protocol, or wants TLS and the URI does not, or the
+    /// other way round; if they do not trust each other.
     pub fn connect(uri: &Uri) -> Result<Self> {
+        let session = uri.trust.as_ref().map(Trust::session).transpose()?;
         let connection = connect(&uri.place, GREETING_SILENCE);
         let connection =
             connection.map_err(|error| Error::from_io("connecting to the server", error))?;
-        Self::over(connection, uri.export.clone())
+        Self::over(connection, uri.export.clone(), session)
     }
 
-    pub(super) fn over(connection: Arc<dyn Connection>, export: String) -> Result<Self> {
+    pub(super) fn over(
+        connection: Arc<dyn Connection>,
+        export: String,
+        session: Option<ClientConnection>,
+    ) -> Result<Self> {
         let input = Input::new(Arc::clone(&connection));
         let contexts = Vec::new();
         let mut greeting = Self { connection, input, export, is_structured: false, contexts };
@@ -73,16 +81,32 @@ impl Greeting {
             return Err(broken("the server is too old: it lacks fixed newstyle"));
         }
         greeting.send(&u32::from(flags).to_be_bytes())?;
+        if let Some(session) = session {
+            greeting.start_tls(session)?;
+        }
         match greeting.ask(option::STRUCTURED_REPLY, &[])? {
             Answer::Given(_) => greeting.is_structured = true,
             Answer::Refused { kind: option_reply::ERR_TLS_REQD, .. } => {
-                let what = "the server wants TLS, and mica is no client of that: export it at a \
-                            unix socket, and bring that here with ssh -L";
+                let what = "the server wants TLS: write nbds:// and ?tls-certificates=DIRECTORY";
                 return Err(Error::new(ErrorKind::Unsupported, what));
             }
             Answer::Refused { .. } => {}
         }
         Ok(greeting)
+    }
+
+    /// All that follows is encrypted.
+    fn start_tls(&mut self, session: ClientConnection) -> Result<()> {
+        if let Answer::Refused { text, .. } = self.ask(option::STARTTLS, &[])? {
+            return Err(refused("the server has no TLS", &text));
+        }
+        // Whoever is between the two could have put it there.
+        if !self.input.is_empty() {
+            return Err(broken("the server says something between its consent to TLS and that"));
+        }
+        self.connection = Secure::begin(Arc::clone(&self.connection), session)?;
+        self.input = Input::new(Arc::clone(&self.connection));
+        Ok(())
     }
 
     /// Whether the server can tell what contexts say.
@@ -326,7 +350,7 @@ mod tests {
         drop((listener.accept().expect("it waits"), waits));
         let taken = connect(&Place::Unix(path), limit).expect("a place again");
         // Nobody greets: that is limited, too.
-        let refused = Greeting::over(taken, String::new()).err().expect("no greeting");
+        let refused = Greeting::over(taken, String::new(), None).err().expect("no greeting");
         assert!(refused.to_string().contains("does not answer"), "{refused}");
     }
 }

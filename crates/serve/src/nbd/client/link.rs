@@ -84,6 +84,11 @@ impl Input {
         Self(BufReader::new(Incoming(connection)))
     }
 
+    /// Whether nothing came that was not taken.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.buffer().is_empty()
+    }
+
     pub(super) fn take<const LEN: usize>(&mut self) -> Result<[u8; LEN]> {
         let mut bytes = [0; LEN];
         self.fill(&mut bytes)?;

@@ -139,7 +139,7 @@ fn range(at: u64, len: u64) -> GuestRange {
 
 /// What is understood of what a server says.
 fn talk(said: Vec<u8>) -> Result<(Vec<Part>, Vec<Buf>)> {
-    let mut greeting = Greeting::over(parrot(said), "web".to_owned())?;
+    let mut greeting = Greeting::over(parrot(said), "web".to_owned(), None)?;
     let missing = greeting.select(&[BASE_ALLOCATION, BITMAP])?;
     if missing.is_some() {
         return Err(broken("missing"));
@@ -211,7 +211,7 @@ fn answers_without_bytes_come_to_an_end() {
         let empty = option_reply(7, 3, &[0, 9]);
         let greeting = b"NBDMAGICIHAVEOPT\x00\x03".to_vec();
         let said = [greeting, option_reply(8, 1, &[]), empty.repeat(count)].concat();
-        Greeting::over(parrot(said), String::new()).expect("a greeting").choose()
+        Greeting::over(parrot(said), String::new(), None).expect("a greeting").choose()
     };
     let ended = asked(1000).unwrap_err().to_string();
     assert!(ended.contains("ended the connection"), "{ended}");
@@ -307,7 +307,7 @@ fn a_server_that_refuses_contexts_has_none() {
         let greeting = b"NBDMAGICIHAVEOPT\x00\x03".to_vec();
         let refusal = option_reply(10, 1 << 31 | kind, b"not here");
         let said = [greeting, option_reply(8, 1, &[]), refusal].concat();
-        let mut greeting = Greeting::over(parrot(said), String::new()).expect("a greeting");
+        let mut greeting = Greeting::over(parrot(said), String::new(), None).expect("a greeting");
         greeting.select(&[BASE_ALLOCATION]).map(|missing| missing.map(str::to_owned))
     };
     for kind in [1, 2] {

@@ -1,5 +1,6 @@
 //! URIs of NBD exports, as clients write them.
 
+use crate::tls::Trust;
 use mica_block::{Error, ErrorKind, Result};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -13,6 +14,8 @@ pub struct Uri {
     pub place: Place,
     /// Its name; the default one has none.
     pub export: String,
+    /// Whom to trust, if the connection is to be encrypted.
+    pub trust: Option<Trust>,
 }
 
 /// Where a server listens.
@@ -47,38 +50,73 @@ impl FromStr for Uri {
         let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (host, export) = path.split_once('/').unwrap_or((path, ""));
         let Some(export) = decoded(export) else { return refuse("the export's name is no text") };
-        match scheme {
-            "nbd+unix" => {
-                let socket = query.split('&').find_map(|part| part.strip_prefix("socket="));
-                let socket = socket.and_then(decoded).filter(|socket| !socket.is_empty());
-                match (socket, host) {
-                    (Some(socket), "") => {
-                        Ok(Self { place: Place::Unix(PathBuf::from(socket)), export })
-                    }
-                    _ => refuse("write nbd+unix:///EXPORT?socket=PATH"),
-                }
-            }
-            "nbd" => {
-                let (host, port) = match host.rsplit_once(':') {
-                    Some((host, port)) if !port.ends_with(']') => match port.parse() {
-                        Ok(port) => (host, port),
-                        Err(_) => return refuse("write nbd://HOST:PORT/EXPORT"),
-                    },
-                    _ => (host, PORT),
+        let (scheme, is_secure) = match scheme {
+            "nbds" => ("nbd", true),
+            "nbds+unix" => ("nbd+unix", true),
+            scheme => (scheme, false),
+        };
+        let place = match scheme {
+            "nbd+unix" => match (value_in(query, "socket"), host) {
+                (Some(socket), "") => Place::Unix(PathBuf::from(socket)),
+                _ => return refuse("write nbd+unix:///EXPORT?socket=PATH"),
+            },
+            "nbd" => match tcp(host) {
+                Some(place) => place,
+                None => return refuse("write nbd://HOST:PORT/EXPORT"),
+            },
+            _ => return refuse("only nbd://, nbd+unix://, nbds:// and nbds+unix:// are known"),
+        };
+        let trust = match (is_secure, value_in(query, CERTIFICATES)) {
+            (false, None) => None,
+            (false, Some(_)) => return refuse("with certificates, write nbds:// or nbds+unix://"),
+            (true, Some(directory)) => {
+                let server = match &place {
+                    Place::Tcp { host, .. } => host,
+                    Place::Unix(_) => "localhost",
                 };
-                let host = host.trim_start_matches('[').trim_end_matches(']');
-                if host.is_empty() {
-                    return refuse("write nbd://HOST:PORT/EXPORT");
-                }
-                Ok(Self { place: Place::Tcp { host: host.to_owned(), port }, export })
+                let server = value_in(query, HOST_NAME).unwrap_or_else(|| server.to_owned());
+                Some(Trust { directory: directory.into(), server })
             }
-            "nbds" | "nbds+unix" => refuse(
-                "mica is no client of TLS: export it at a unix socket, and bring that here with \
-                 ssh -L, or run mica where the server is",
-            ),
-            _ => refuse("only nbd:// and nbd+unix:// are known"),
+            (true, None) => {
+                return refuse("add tls-certificates=DIRECTORY to the part behind the ?");
+            }
+        };
+        if let Some(unknown) = query.split('&').find(|part| is_unknown_tls(part)) {
+            return refuse(&format!(
+                "{unknown:?} is not known: only {CERTIFICATES} and {HOST_NAME}"
+            ));
         }
+        Ok(Self { place, export, trust })
     }
+}
+
+/// The directory of certificates, as libnbd calls it.
+const CERTIFICATES: &str = "tls-certificates";
+/// The name that the server's certificate has to have, if it is another one than in the URI.
+const HOST_NAME: &str = "tls-hostname";
+
+/// Whether a part of a query asks for something of TLS that is not done: not to do it might be
+/// less safe than what was wanted.
+fn is_unknown_tls(part: &str) -> bool {
+    let key = part.split('=').next().unwrap_or(part);
+    key.starts_with("tls-") && key != CERTIFICATES && key != HOST_NAME
+}
+
+/// What a query says of `key`, unless that is nothing.
+fn value_in(query: &str, key: &str) -> Option<String> {
+    let values = query.split('&').filter_map(|part| part.split_once('='));
+    let value = values.filter(|(its, _)| *its == key).find_map(|(_, value)| decoded(value));
+    value.filter(|value| !value.is_empty())
+}
+
+/// The place at `host`, perhaps with a port.
+fn tcp(host: &str) -> Option<Place> {
+    let (host, port) = match host.rsplit_once(':') {
+        Some((host, port)) if !port.ends_with(']') => (host, port.parse().ok()?),
+        _ => (host, PORT),
+    };
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    (!host.is_empty()).then(|| Place::Tcp { host: host.to_owned(), port })
 }
 
 /// A part of a URI without its escapes; `None` if that is no text.
@@ -114,10 +152,29 @@ mod tests {
             ("nbd://[::1]:1234/x", tcp("::1", 1234), "x"),
             ("nbd://[::1]/x", tcp("::1", 10809), "x"),
         ] {
-            assert_eq!(uri(text), Ok(Uri { place, export: export.to_owned() }), "{text}");
+            let wanted = Uri { place, export: export.to_owned(), trust: None };
+            assert_eq!(uri(text), Ok(wanted), "{text}");
         }
         for bad in ["nbd+unix:///web", "nbd://", "nbd://:1/", "nbd://h:x/", "nbds://h/", "nbd:x"] {
             assert!(uri(bad).is_err(), "{bad}");
+        }
+        let secure = [
+            ("nbds://h:1/web?tls-certificates=/p%20q", tcp("h", 1), "h"),
+            ("nbds://h/web?tls-certificates=/p%20q&tls-hostname=x.y", tcp("h", 10809), "x.y"),
+            ("nbds+unix:///web?socket=/s&tls-certificates=/p%20q", unix("/s"), "localhost"),
+        ];
+        for (text, place, server) in secure {
+            let trust = Trust { directory: "/p q".into(), server: server.to_owned() };
+            let wanted = Uri { place, export: "web".to_owned(), trust: Some(trust) };
+            assert_eq!(uri(text), Ok(wanted), "{text}");
+        }
+        for less_safe in [
+            "nbd://h/?tls-certificates=/p",
+            "nbds://h/?tls-certificates=",
+            "nbds://h/?tls-certificates=/p&tls-psk-file=/f",
+            "nbd://h/?tls-verify-peer=true",
+        ] {
+            assert!(uri(less_safe).is_err(), "{less_safe}");
         }
         assert!(Uri::is_meant("nbd+unix:///web?socket=/s") && Uri::is_meant("nbds://host"));
         assert!(!Uri::is_meant("/nbd://") && !Uri::is_meant("nbd:host:10809"));

@@ -1,0 +1,384 @@
+//! Which images in other folders stand on a layer: the note beside it.
+//!
+//! Images in a layer's own folder are found by looking there. Where others are nobody can tell from
+//! the layer, so whoever makes an image that stands on a layer in another folder, or has one stand
+//! on another layer from now on, adds its path to `LAYER.mica-overlays`. docs/formats/overlays.md
+//! has its bytes.
+//!
+//! | who | does, in this order |
+//! |---|---|
+//! | a verb that makes an image | writes it; adds its path; looks for a mark; looks for the path |
+//! | a merge | marks its layers; reads their notes; looks at what they name |
+//!
+//! A note is evidence of nothing but where to look. What it names is asked what it stands on; if it
+//! may not be read, it counts as standing on the layer.
+//!
+//! Invariants
+//! - I1 A note is read only if [`read_trusted`] trusts it: it decides which files are looked at.
+//! - I2 What is not known keeps a layer from being changed: an image that may not be read, or whose
+//!   folder may only not be mounted now. What is gone does not.
+//! - I3 A path leaves a note only if its image is gone. One that is added while a note is written
+//!   anew stays: who writes it anew copies what came after, and who adds one looks for it.
+//! - I4 An image is made also where the note cannot be written; that is said.
+
+use crate::files::{folder_of, sync_folder_of};
+use crate::mark::{place, put_whole, read_trusted};
+use crate::merged::refuse_merged;
+use mica_block::{Error, ErrorKind, Result};
+use rustix::fs::{Gid, OFlags, Uid, fchown};
+use std::collections::HashSet;
+use std::ffi::OsString;
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// The ending of a note's name.
+const SUFFIX: &str = ".mica-overlays";
+/// The ending of its name while it is being written anew.
+const NEW_SUFFIX: &str = ".mica-overlays.tmp";
+/// Longest note, in bytes: the paths of some 200,000 images.
+const CONTENT_BYTES_MAX: u64 = 16 << 20;
+/// How often a path is added, at most: it is lost if the note is written anew at that instant.
+const TIMES_MAX: usize = 8;
+
+/// An image that stood on a layer when it was noted.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Noted {
+    /// The inode of its folder, or 0 if that is on the file system of the layer, and so there
+    /// whenever the layer is.
+    folder_inode: u64,
+    /// An absolute path.
+    pub(super) path: PathBuf,
+}
+
+/// What has become of a noted image.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Found {
+    /// It can be asked what it stands on.
+    Readable,
+    /// It is there, or may be, and may not be read.
+    Hidden,
+    /// It is not there any more.
+    Gone,
+    /// Nor is its folder, which may not be mounted.
+    Unreachable,
+}
+
+impl Noted {
+    /// Of the image at `image` for a layer in `folder`; `None` if it is in that folder itself.
+    fn of(image: &Path, folder: &Metadata) -> io::Result<Option<Self>> {
+        let path = std::path::absolute(image)?;
+        let its = fs::metadata(folder_of(&path))?;
+        if (its.dev(), its.ino()) == (folder.dev(), folder.ino()) {
+            return Ok(None);
+        }
+        let folder_inode = if its.dev() == folder.dev() { 0 } else { its.ino() };
+        Ok(Some(Self { folder_inode, path }))
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut line = format!("{} ", self.folder_inode).into_bytes();
+        for byte in self.path.as_os_str().as_bytes() {
+            match byte {
+                b'\n' => line.extend(b"\\n"),
+                b'\\' => line.extend(b"\\\\"),
+                byte => line.push(*byte),
+            }
+        }
+        line.push(b'\n');
+        line
+    }
+
+    /// `None` if this `line`, which has no newline, names no image: its writer was killed.
+    fn decode(line: &[u8]) -> Option<Self> {
+        let at = line.iter().position(|byte| *byte == b' ')?;
+        let folder_inode = std::str::from_utf8(&line[..at]).ok()?.parse().ok()?;
+        let mut path = Vec::with_capacity(line.len());
+        let mut bytes = line[at + 1..].iter();
+        while let Some(byte) = bytes.next() {
+            path.push(match byte {
+                b'\\' => match bytes.next()? {
+                    b'n' => b'\n',
+                    b'\\' => b'\\',
+                    _ => return None,
+                },
+                0 => return None,
+                byte => *byte,
+            });
+        }
+        let path = PathBuf::from(OsString::from_vec(path));
+        path.is_absolute().then_some(Self { folder_inode, path })
+    }
+
+    pub(super) fn find(&self) -> Found {
+        let is_absent = |error: &io::Error| {
+            matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+        };
+        // Only this is allowed in a sandbox.
+        match fs::metadata(&self.path) {
+            Ok(_) => {}
+            Err(error) if is_absent(&error) => {
+                let folder = fs::metadata(folder_of(&self.path));
+                let is_same = || folder.is_ok_and(|its| its.ino() == self.folder_inode);
+                return match self.folder_inode == 0 || is_same() {
+                    true => Found::Gone,
+                    false => Found::Unreachable,
+                };
+            }
+            Err(_) => return Found::Hidden,
+        }
+        let flags = OFlags::NONBLOCK.bits().cast_signed();
+        match OpenOptions::new().read(true).custom_flags(flags).open(&self.path) {
+            Ok(_) => Found::Readable,
+            Err(_) => Found::Hidden,
+        }
+    }
+}
+
+/// The images that the bytes of a note name.
+fn decode(bytes: &[u8]) -> impl Iterator<Item = Noted> {
+    bytes.split(|byte| *byte == b'\n').filter_map(Noted::decode)
+}
+
+/// Reads `bytes` as what a note has in it; for those who test what it makes of anything.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn read_note(bytes: &[u8]) {
+    let all: Vec<_> = decode(bytes).collect();
+    let again: Vec<u8> = all.iter().flat_map(Noted::encode).collect();
+    assert!(decode(&again).eq(all), "it reads as written");
+}
+
+/// The images that the note of `layer` names.
+///
+/// # Errors
+/// `Denied` if a stranger may have written it; else what the system reports.
+pub(super) fn noted_on(layer: &Path) -> Result<HashSet<Noted>> {
+    let Some((_, content)) = content_of(layer)? else { return Ok(HashSet::new()) };
+    Ok(decode(&content).collect())
+}
+
+/// Where the note of `layer` is, and what it has in it, if the layer has one.
+fn content_of(layer: &Path) -> Result<Option<(PathBuf, Vec<u8>)>> {
+    let found =
+        fs::metadata(layer).map_err(|error| Error::from_io(layer.display().to_string(), error))?;
+    // Beside a device nothing outlives a restart.
+    if !found.is_file() {
+        return Ok(None);
+    }
+    let at = place(layer, SUFFIX)?;
+    let content = read_trusted(&at, found.uid(), CONTENT_BYTES_MAX)?;
+    Ok(content.map(|content| (at, content)))
+}
+
+/// What to do about the note of `layer` if it keeps that from being changed for nothing.
+pub(super) fn cure(layer: &Path) -> String {
+    let at = place(layer, SUFFIX).unwrap_or_else(|_| layer.to_owned());
+    format!("{} says so, and its line is to be removed if it is out of date", at.display())
+}
+
+/// Makes sure that whoever is about to merge the layer at `base` finds the `images`, which exist
+/// and stand on it; refuses that if the layer is being merged.
+///
+/// # Errors
+/// As [`refuse_merged`].
+pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
+    for _ in 0..TIMES_MAX {
+        let is_noted = note(base, images);
+        refuse_merged(base)?;
+        match is_noted.and_then(|noted| are_there(base, &noted)) {
+            Ok(true) => return Ok(()),
+            // Somebody wrote it anew meanwhile.
+            Ok(false) => {}
+            Err(error) => {
+                tell(base, images, &error);
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The `image`, which exists, is about to stand on the layer at `base`: from now on whoever would
+/// merge that finds it.
+pub fn note_overlay(base: &Path, image: &Path) {
+    for _ in 0..TIMES_MAX {
+        match note(base, &[image]).and_then(|noted| are_there(base, &noted)) {
+            Ok(true) => return,
+            Ok(false) => {}
+            Err(error) => return tell(base, &[image], &error),
+        }
+    }
+}
+
+/// The image is made all the same (I4).
+fn tell(base: &Path, images: &[&Path], error: &Error) {
+    let (base, image) = (base.display(), images.first().map_or(Path::new(""), |image| image));
+    tracing::warn!(
+        "{}: nothing says beside {base} that it stands on that ({}): a merge of that layer will \
+         not find it",
+        image.display(),
+        error.in_one_line()
+    );
+}
+
+fn are_there(base: &Path, noted: &[Noted]) -> Result<bool> {
+    if noted.is_empty() {
+        return Ok(true);
+    }
+    let there = noted_on(base)?;
+    Ok(noted.iter().all(|one| there.contains(one)))
+}
+
+/// Adds what of `images` is in other folders to the note of `base`, durably. Returns what that
+/// should have in it now.
+fn note(base: &Path, images: &[&Path]) -> Result<Vec<Noted>> {
+    let failed =
+        |error: io::Error| Error::from_io(format!("noting it of {}", base.display()), error);
+    let layer = fs::metadata(base).map_err(failed)?;
+    let real = base.canonicalize().map_err(failed)?;
+    if !layer.is_file() {
+        return Ok(Vec::new());
+    }
+    let folder = fs::metadata(folder_of(&real)).map_err(failed)?;
+    let mut wanted = Vec::new();
+    for image in images {
+        wanted.extend(Noted::of(image, &folder).map_err(failed)?);
+    }
+    if wanted.is_empty() {
+        return Ok(wanted);
+    }
+    let content = content_of(base)?.map(|(_, content)| content).unwrap_or_default();
+    let there: HashSet<_> = decode(&content).collect();
+    let mut lines: Vec<u8> =
+        wanted.iter().filter(|one| !there.contains(one)).flat_map(Noted::encode).collect();
+    if lines.is_empty() {
+        return Ok(wanted);
+    }
+    if content.last().is_some_and(|byte| *byte != b'\n') {
+        lines.insert(0, b'\n');
+    }
+    if (content.len() + lines.len()) as u64 > CONTENT_BYTES_MAX {
+        return Err(Error::new(ErrorKind::Limit, "its note is as long as it may be"));
+    }
+    match append(&place(base, SUFFIX)?, &layer, &lines) {
+        Ok(()) => Ok(wanted),
+        // Nor can anybody change the layer there.
+        Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(Vec::new()),
+        Err(error) => Err(failed(error)),
+    }
+}
+
+fn append(at: &Path, layer: &Metadata, lines: &[u8]) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    options.append(true).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());
+    // Whoever may write the layer may write this, but for everyone.
+    let mode = layer.mode() & 0o664 | 0o600;
+    let (mut file, is_new) = match options.clone().create_new(true).mode(mode).open(at) {
+        Ok(file) => (file, true),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => (options.open(at)?, false),
+        Err(error) => return Err(error),
+    };
+    if is_new && rustix::process::geteuid().is_root() {
+        let owner = (Uid::from_raw(layer.uid()), Gid::from_raw(layer.gid()));
+        // If it stays root's, it is trusted, too.
+        let _ = fchown(&file, Some(owner.0), Some(owner.1));
+    }
+    file.write_all(lines)?;
+    file.sync_data()?;
+    match is_new {
+        true => File::open(folder_of(at))?.sync_all(),
+        false => Ok(()),
+    }
+}
+
+/// Removes what is `gone` from the note of `layer` (I3). What fails is tried again another time.
+pub(super) fn forget(layer: &Path, gone: &HashSet<Noted>) {
+    if let Err(error) = forget_amid(layer, gone, || ()) {
+        tracing::debug!(layer = %layer.display(), %error, "a note keeps images that are gone");
+    }
+}
+
+/// The same; `amid` is called once the new one is there, for those who test what comes meanwhile.
+fn forget_amid(layer: &Path, gone: &HashSet<Noted>, amid: impl FnOnce()) -> Result<()> {
+    let Some((at, _)) = content_of(layer)? else { return Ok(()) };
+    let failed = |error: io::Error| Error::from_io(at.display().to_string(), error);
+    let flags = OFlags::NOFOLLOW.bits().cast_signed();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(&at);
+    let mut file = file.map_err(failed)?;
+    let mut content = Vec::new();
+    (&file).take(CONTENT_BYTES_MAX).read_to_end(&mut content).map_err(failed)?;
+    let stay: Vec<_> = decode(&content).filter(|noted| !gone.contains(noted)).collect();
+    if stay.is_empty() {
+        fs::remove_file(&at).map_err(failed)?;
+    } else {
+        let lines: Vec<u8> = stay.iter().flat_map(Noted::encode).collect();
+        put_whole(&at, &place(layer, NEW_SUFFIX)?, &lines)?;
+    }
+    amid();
+    // What was added to the old one since it was read.
+    file.seek(SeekFrom::Start(content.len() as u64)).map_err(failed)?;
+    let mut late = Vec::new();
+    file.take(CONTENT_BYTES_MAX).read_to_end(&mut late).map_err(failed)?;
+    if !late.is_empty() {
+        let layer = fs::metadata(layer).map_err(failed)?;
+        append(&at, &layer, &late).map_err(failed)?;
+    }
+    sync_folder_of(&at)
+}
+
+/// Where the note of `layer` would be.
+///
+/// # Errors
+/// If the layer is not there.
+pub(crate) fn note_beside(layer: &Path) -> Result<PathBuf> {
+    place(layer, SUFFIX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_says_what_the_code_does() {
+        const PAGE: &str = include_str!("../../../../docs/formats/overlays.md");
+        for (name, value) in [("SUFFIX", SUFFIX), ("NEW_SUFFIX", NEW_SUFFIX)] {
+            assert!(PAGE.contains(&format!("| `{name}` | `{value}` |")), "{name}");
+        }
+        assert!(PAGE.contains(&format!("| `CONTENT_BYTES_MAX` | {CONTENT_BYTES_MAX} |")));
+    }
+
+    #[test]
+    fn any_path_reads_as_it_was_written() {
+        for path in ["/a", "/a b", "/a\\nb", "/a\nb", "/ends in \\"] {
+            let noted = Noted { folder_inode: 7, path: path.into() };
+            let line = noted.encode();
+            assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1, "{path:?}");
+            assert_eq!(decode(&line).collect::<Vec<_>>(), [noted]);
+        }
+        for line in ["", "7", "7 ", "7 relative", "x /a", "7 /a\0b", "7 /a\\", "7 /a\\x"] {
+            assert_eq!(Noted::decode(line.as_bytes()), None, "{line:?}");
+        }
+    }
+
+    /// The story: a note is written anew, and somebody adds to the old file just before its end.
+    #[test]
+    fn what_is_added_while_a_note_is_written_anew_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let base = folder.path().join("base");
+        fs::write(&base, "layer").expect("written");
+        let at = note_beside(&base).expect("there");
+        let of = |name: &str| Noted { folder_inode: 0, path: name.into() };
+        let all: Vec<u8> = [of("/gone"), of("/stays")].iter().flat_map(Noted::encode).collect();
+        fs::write(&at, all).expect("written");
+        let mut late = OpenOptions::new().append(true).open(&at).expect("it opens");
+        forget_amid(&base, &HashSet::from([of("/gone")]), || {
+            late.write_all(&of("/late").encode()).expect("written");
+        })
+        .expect("it is written anew");
+        assert_eq!(noted_on(&base).expect("read"), HashSet::from([of("/stays"), of("/late")]));
+        forget(&base, &HashSet::from([of("/stays"), of("/late")]));
+        assert!(!at.exists());
+    }
+}

@@ -1,0 +1,113 @@
+//! Overlays of frozen layers, which belong to nobody here: made by several verbs and by QEMU, in
+//! the folder of the disks and in another one, moved within that, and removed.
+
+use super::disk::{Disk, FAR, is_raw};
+use super::fleet::Fleet;
+use crate::storm::foreign;
+use crate::storm::kinds::Kind;
+use crate::storm::stamp::SECTOR;
+use crate::storm::story::{Fault, Outcome, Wrong, trouble};
+use crate::storm::world::{World, text};
+use mica_units::Rng;
+use std::fs;
+
+/// Clones of a disk, at most.
+const CLONES_MAX: usize = 3;
+
+/// Who makes an overlay.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Maker {
+    Clone,
+    Create,
+    /// It tells nobody, so that it is found only in the folder of its base.
+    Qemu,
+}
+
+/// A disk gets a clone, or something happens to one.
+pub(super) fn change(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
+    let number = usize::try_from(rng.below(fleet.disks.len() as u64)).map_err(trouble)?;
+    let Fleet { world, disks, .. } = fleet;
+    let disk = &mut disks[number];
+    let is_anywhere = world.kinds.has(Kind::CloneAnywhere);
+    if is_anywhere && !disk.clones.is_empty() && rng.percent(30) {
+        return shift(world, rng, disk);
+    }
+    if disk.clones.len() == CLONES_MAX {
+        return Ok(());
+    }
+    let frozen: Vec<_> = (0..disk.chain.len() - 1)
+        .filter(|at| disk.frozen.contains_key(&disk.chain[*at]) && !is_raw(&disk.chain[*at]))
+        .collect();
+    if frozen.is_empty() {
+        return Ok(());
+    }
+    let base = disk.chain[rng.choose(&frozen)].clone();
+    // What it begins as is decided before anybody may change it.
+    disk.look_at(world, &base, "before it is cloned")?;
+    let maker = match is_anywhere {
+        true => rng.choose(&[Maker::Clone, Maker::Clone, Maker::Create, Maker::Qemu]),
+        false => Maker::Clone,
+    };
+    let mut name = disk.new_name("clone");
+    if is_anywhere && maker != Maker::Qemu && rng.percent(60) {
+        fs::create_dir_all(world.images.join(FAR))?;
+        name = format!("{FAR}/{name}");
+    }
+    world.story.tell(format_args!("  {name} is a clone of {base}, made by {maker:?}"));
+    if !make(world, disk, maker, (&base, &name))? {
+        return Ok(());
+    }
+    world.counts.clones.add();
+    if let Some(content) = disk.frozen.get(&base).cloned() {
+        disk.frozen.insert(name.clone(), content);
+    }
+    disk.clones.push(name);
+    Ok(())
+}
+
+/// Whether it is made: a merge that was killed may keep it from that.
+fn make(world: &World<'_>, disk: &Disk, maker: Maker, (base, name): (&str, &str)) -> Outcome<bool> {
+    let path = world.images.join(base);
+    let path = text(&path)?;
+    let said = match maker {
+        Maker::Clone => world.mica_alone(&["clone", "-q", path, name])?,
+        Maker::Create => world.mica(&["create", "-q", "-b", path, "-F", "qcow2", name])?,
+        Maker::Qemu => {
+            let len = disk.frozen.get(base).map_or(0, |frozen| frozen.len() * SECTOR as u64);
+            let len = len.to_string();
+            let args = ["create", "-q", "-f", "qcow2", "-u", "-b", base, "-F", "qcow2", name, &len];
+            foreign::img(&world.images, &args)?;
+            return Ok(true);
+        }
+    };
+    if said.status.success() {
+        return Ok(true);
+    }
+    let is_merged = world.images.join(format!("{base}.mica-merged")).exists();
+    match is_merged && said.stderr.contains("being merged") {
+        true => Ok(false),
+        false => Err(Fault::new(Wrong::Failed, format!("a clone: {said}"))),
+    }
+}
+
+/// A clone goes, or gets another name in its folder.
+fn shift(world: &World<'_>, rng: &mut Rng, disk: &mut Disk) -> Outcome {
+    let at = usize::try_from(rng.below(disk.clones.len() as u64)).map_err(trouble)?;
+    let clone = disk.clones.swap_remove(at);
+    let content = disk.frozen.remove(&clone);
+    let path = world.images.join(&clone);
+    if rng.percent(60) {
+        world.story.tell(format_args!("  the clone {clone} is removed"));
+        fs::remove_file(path)?;
+        return Ok(());
+    }
+    let mut name = disk.new_name("moved");
+    if clone.starts_with(FAR) {
+        name = format!("{FAR}/{name}");
+    }
+    world.story.tell(format_args!("  the clone {clone} is called {name} from now on"));
+    fs::rename(path, world.images.join(&name))?;
+    disk.frozen.extend(content.map(|content| (name.clone(), content)));
+    disk.clones.push(name);
+    Ok(())
+}

@@ -1,0 +1,129 @@
+//! A copy of one layer of a disk, made while that is served and nobody writes, and put back when
+//! its server was killed, or closed the disk.
+//!
+//! A copy of a frozen layer changes nothing. One of the active layer is an older disk: what it
+//! shows to QEMU, unless it lacks nothing but what the killed server's log has; then the disk may
+//! be as it was. Anything between the two is wrong. A server that does nothing visible may write at
+//! that moment, so that a copy may be torn: one that shows what the disk cannot have held is left
+//! alone.
+
+use super::disk::{Disk, is_raw};
+use super::fleet::Fleet;
+use crate::storm::copies::copy_file;
+use crate::storm::foreign;
+use crate::storm::kinds::Kind;
+use crate::storm::model::{Model, View};
+use crate::storm::story::{Fault, Outcome, Wrong};
+use crate::storm::world::{World, text};
+use mica_units::Rng;
+use std::fs;
+use std::path::PathBuf;
+
+/// A copy of a layer.
+#[derive(Debug)]
+pub(super) struct Copied {
+    number: usize,
+    file: String,
+    /// The disk, when it was made.
+    chain: Vec<String>,
+    model: Model,
+    kept: PathBuf,
+}
+
+/// Perhaps copies a layer of a disk.
+pub(super) fn aside(fleet: &Fleet<'_>, rng: &mut Rng) -> Outcome<Option<Copied>> {
+    if !fleet.world.does(rng, Kind::LayerCopy, 35) {
+        return Ok(None);
+    }
+    let number = usize::try_from(rng.below(fleet.disks.len() as u64)).expect("few");
+    let disk = &fleet.disks[number];
+    let frozen = disk.chain.len() as u64 - 1;
+    let at = match frozen {
+        1.. if rng.percent(35) => usize::try_from(rng.below(frozen)).expect("few"),
+        _ => disk.chain.len() - 1,
+    };
+    let file = disk.chain[at].clone();
+    fleet.tell(format_args!("  a copy of {file}"));
+    let kept = fleet.world.run.join("copied");
+    copy_file(&fleet.world.images.join(&file), &kept, true)?;
+    let (chain, model) = (disk.chain.clone(), disk.model.clone());
+    Ok(Some(Copied { number, file, chain, model, kept }))
+}
+
+impl Copied {
+    /// Puts it back, if it is of the disk as that is now. Nobody serves it.
+    pub(super) fn put_back(self, fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome<bool> {
+        let Fleet { world, disks, .. } = fleet;
+        let disk = &mut disks[self.number];
+        if disk.chain != self.chain || disk.model.len() != self.model.len() {
+            return Ok(false);
+        }
+        let is_active = self.file == disk.active();
+        let view = match is_active {
+            true if is_raw(&self.file) => return Ok(false),
+            true => match self.view(world, disk)? {
+                Some(view) => Some(view),
+                None => return Ok(false),
+            },
+            // A merge may have begun to change it.
+            false if !disk.frozen.contains_key(&self.file) => return Ok(false),
+            false => None,
+        };
+        let (is_renamed, keeps_times) = (rng.percent(50), rng.percent(50));
+        world.story.tell(format_args!(
+            "  the copy of {} is put back; renamed {is_renamed}, with times {keeps_times}",
+            self.file
+        ));
+        world.counts.copies.add();
+        let target = world.images.join(&self.file);
+        if is_renamed {
+            let new = world.images.join("renamed");
+            copy_file(&self.kept, &new, keeps_times)?;
+            fs::rename(&new, &target)?;
+        } else {
+            copy_file(&self.kept, &target, keeps_times)?;
+        }
+        let shown = shown_by_mica(world, disk)?;
+        match view.filter(|view| *view == shown) {
+            None => disk.judge(&shown, "after a copy was put back")?,
+            Some(view) => {
+                let content = self.model.judge(0, &view, View::Lossy);
+                disk.model = self.model;
+                disk.model.settle(&content.map_err(|bad| {
+                    Fault::new(Wrong::Trouble, format!("it was judged before: {bad:?}"))
+                })?);
+            }
+        }
+        Ok(true)
+    }
+
+    /// What QEMU reads from the copy of an active layer; `None` if it is torn.
+    fn view(&self, world: &World<'_>, disk: &Disk) -> Outcome<Option<Vec<u8>>> {
+        // It finds what it stands on from there.
+        let name = format!("{}-copied.qcow2", disk.name);
+        let place = world.images.join(&name);
+        copy_file(&self.kept, &place, true)?;
+        let raw = world.run.join("copied.raw");
+        let is_whole = matches!(foreign::check(&world.images, &name), Ok((0, _)));
+        let read = foreign::flatten(&world.images, &name, &["-U"], &raw);
+        fs::remove_file(&place)?;
+        let Ok(bytes) = read else { return Ok(None) };
+        let is_known = self.model.judge(0, &bytes, View::Lossy).is_ok();
+        Ok((is_whole && is_known).then_some(bytes))
+    }
+}
+
+/// What mica reads from the disk, which nobody serves.
+fn shown_by_mica(world: &World<'_>, disk: &Disk) -> Outcome<Vec<u8>> {
+    let raw = world.run.join("shown.raw");
+    let format = if is_raw(disk.active()) { "raw" } else { "qcow2" };
+    let args = ["convert", "-q", "-f", format, "-O", "raw", disk.active(), text(&raw)?];
+    let said = world.mica(&args)?;
+    if !said.status.success() {
+        return Err(Fault::new(Wrong::Unusable, said.to_string()));
+    }
+    world.counts.reads.add();
+    let bytes = fs::read(&raw)?;
+    fs::remove_file(&raw)?;
+    Ok(bytes)
+}

@@ -1,0 +1,83 @@
+//! Images in other folders that stand on a layer: found before that is changed, or its file is
+//! removed.
+
+use crate::chain::{Chain, KINDS};
+use crate::live::{ctl, serve_image, stop};
+use mica_tests::{qemu, tools};
+use std::fs;
+use std::os::unix::fs::symlink;
+
+const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
+
+/// Whatever puts an image in another folder on a layer, a commit into that finds it.
+#[test]
+fn layers_that_images_in_other_folders_need_are_not_changed() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    fs::create_dir(chain.path("far")).expect("made");
+    symlink("far", chain.path("link")).expect("made");
+    let layer = chain.path("three.qcow2").display().to_string();
+    let layer = &*layer;
+    let makers: [(&str, &[&[&str]]); 5] = [
+        ("far/new.qcow2", &[&["clone", "three.qcow2", "far/new.qcow2"]]),
+        ("far/new.qcow2", &[&["create", "-q", "-b", layer, "-F", "qcow2", "link/new.qcow2"]]),
+        (
+            "far/new.qcow2",
+            &[&["convert", "-O", "qcow2", "-B", layer, "-F", "qcow2", layer, "far/new.qcow2"]],
+        ),
+        (
+            "far/new.qcow2",
+            &[
+                &["create", "-q", "far/new.qcow2", "24M"],
+                &["rebase", "-b", layer, "-F", "qcow2", "far/new.qcow2"],
+            ],
+        ),
+        ("far/new-2.qcow2", &[&["clone", "--count", "2", "three.qcow2", "far/new.qcow2"]]),
+    ];
+    for (found, verbs) in makers {
+        verbs.iter().for_each(|verb| drop(chain.mica(verb).ok()));
+        let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
+        assert!(refused.contains(found) && refused.contains("three.qcow2"), "{refused}");
+        fs::rename(chain.path(found), chain.path("far/moved.qcow2")).expect("renamed");
+        if found.ends_with("-2.qcow2") {
+            let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
+            assert!(refused.contains("far/moved.qcow2"), "{refused}");
+        }
+        for gone in ["far/moved.qcow2", "far/new-1.qcow2"] {
+            let _ = fs::remove_file(chain.path(gone));
+        }
+    }
+    chain.mica(&["commit", "top.qcow2"]).ok();
+    chain.judge(&chain.expected());
+    let note = chain.path("three.qcow2.mica-overlays");
+    assert!(!note.exists(), "nothing is left of them");
+}
+
+/// A merge may have an image stand on a layer in another folder, too.
+#[test]
+fn image_that_a_merge_puts_on_a_layer_in_another_folder_is_found() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    let far = chain.path("far");
+    fs::create_dir(&far).expect("made");
+    let three = chain.path("three.qcow2").display().to_string();
+    // A chain of its own on the same layers, which QEMU made.
+    qemu::create(&far, "upper.qcow2", &["-b", &three, "-F", "qcow2"], "24M");
+    qemu::io(&far, &[], "upper.qcow2", &["write -P 9 0 1M"]);
+    let served = serve_image(&chain, &far.join("upper.qcow2"));
+    let two = chain.path("two.qcow2").display().to_string();
+    ctl(&chain, &["stream", "upper", "--base", &two]).ok();
+    stop(served);
+    let refused = chain.mica(&["commit", "-b", "two.qcow2", "top.qcow2"]).refusal();
+    assert!(refused.contains("far/upper.qcow2"), "{refused}");
+    // The same without a server.
+    fs::remove_file(far.join("upper.qcow2")).expect("removed");
+    qemu::create(&far, "upper.qcow2", &["-b", &three, "-F", "qcow2"], "24M");
+    chain.mica(&["rebase", "-u", "-b", &two, "-F", "qcow2", "far/upper.qcow2"]).ok();
+    let refused = chain.mica(&["commit", "-b", "two.qcow2", "top.qcow2"]).refusal();
+    assert!(refused.contains("far/upper.qcow2"), "{refused}");
+}
