@@ -45,7 +45,9 @@ pub use manage_chain::{
 };
 pub use manage_volume::{BootStats, LogStats, ManageVolume, Times, VolumeStats};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
-pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};
+pub use objects::{
+    EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture, PutPartsFuture,
+};
 pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
 pub use secret::Passphrase;

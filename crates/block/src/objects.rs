@@ -5,7 +5,7 @@
 //! that promise under a race.
 
 use crate::{Error, ErrorKind, IoFuture, LocalFuture, Result};
-use mica_rt::Buf;
+use mica_rt::{Buf, Parts};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,6 +71,9 @@ pub enum Put {
 /// A put in flight. Resolves to the outcome and the buffer, so that it can be tried again. The put
 /// goes on if this is dropped.
 pub type PutFuture = LocalFuture<'static, (Result<Put>, Buf)>;
+
+/// As [`PutFuture`], of what several buffers have.
+pub type PutPartsFuture = LocalFuture<'static, Result<Put>>;
 
 /// A read of an object's end in flight. Resolves to the object's length and the buffer.
 pub type EndFuture = LocalFuture<'static, (Result<u64>, Buf)>;
@@ -144,6 +147,12 @@ pub trait Objects: Send + Sync {
     /// Errors: what the store reports. The object may then be there or not, or come to be there
     /// later: only reading it, or a put of one's own that is answered, decides.
     fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture;
+
+    /// As [`Objects::put_if_absent`], of content in several buffers, which are not copied together;
+    /// `None` if the store takes it in one piece only.
+    fn put_parts(&self, _name: &ObjectName, _content: &Arc<Parts>) -> Option<PutPartsFuture> {
+        None
+    }
 
     /// As [`Objects::put_if_absent`], of an object that is of no use without another, which the
     /// same process puts into the same folder next: all see it at once, and it is durable when that

@@ -1,7 +1,7 @@
 //! What bytes are stored in: a file, an object, memory. Knows addresses and nothing of formats.
 
 use crate::{Error, ErrorKind, LocalFuture, Result};
-use mica_rt::{Buf, Op};
+use mica_rt::{Buf, Op, Parts};
 use mica_units::HostOffset;
 use std::any::Any;
 use std::future::Future;
@@ -165,6 +165,17 @@ pub trait Store: Send + Sync {
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
         let _ = offset;
         IoFuture::Ready(Some((Err(self.opened_for_reading()), buf)))
+    }
+
+    /// As [`Store::write_at`], of bytes in several buffers, which are not copied together. Gives
+    /// them back if they cannot be written so.
+    fn write_parts(
+        &self,
+        parts: Parts,
+        offset: HostOffset,
+    ) -> std::result::Result<ChangeFuture, Parts> {
+        let _ = offset;
+        Err(parts)
     }
 
     /// Makes durable what was completed before the call: bytes, space and length. A file that was

@@ -145,24 +145,8 @@ pub(crate) struct ConvertArgs {
     target_is_zero: bool,
     #[command(flatten)]
     images: ImageArgs,
-<<<<<<< HEAD
     #[command(flatten)]
     names: Names,
-=======
-    /// The disk to copy: for a chain, its active layer; - for standard input.
-    ///
-    /// With --format raw also standard input, which goes through a temporary file. Or an export of
-    /// an NBD server: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH, or with TLS
-    /// nbds://HOST:PORT/EXPORT?tls-certificates=DIR.
-    #[arg(value_name = "SOURCE", required = true)]
-    sources: Vec<PathBuf>,
-    /// The image, with -O raw also a device or -.
-    ///
-    /// A new file, or with -O raw a block device that is not in use, or - for standard output. Of a
-    /// longer device the rest is not written.
-    #[arg(value_name = "TARGET")]
-    target: PathBuf,
->>>>>>> 657639a03b612e49490993ed4212d69d06d340b4
 }
 
 /// Zeros to leave out, and pieces in flight, unless stated.
@@ -413,13 +397,8 @@ fn convert_to_qcow2(
         Ok::<_, Failure>(())
     })?;
     if let Some(backing) = &wish.backing_name {
-<<<<<<< HEAD
-        // Now that whoever merges the base can find the new image.
-        refuse_merged(&beside(&args.names.target, Path::new(backing)))?;
-=======
         // Whoever merges the base can find the new image from now on.
-        announce_overlays(&beside(&args.target, Path::new(backing)), &[&args.target])?;
->>>>>>> 657639a03b612e49490993ed4212d69d06d340b4
+        announce_overlays(&beside(&args.names.target, Path::new(backing)), &[&args.names.target])?;
     }
     image.keep();
     if let Some(data) = data {

@@ -37,6 +37,7 @@ mod editor;
 mod node;
 #[cfg(test)]
 mod page;
+mod sum;
 #[cfg(test)]
 mod testing;
 mod walk;
@@ -44,9 +45,10 @@ mod walk;
 pub use diff::{Change, Diff, DiffStep};
 pub use editor::{Editor, Slot};
 pub use node::{
-    Directory, FANOUT, FANOUT_BITS, NODE_HEADER_BYTES, NodeError, crc32c, crc32c_of,
-    directory_bytes_max, encode_node, node_len, open_node,
+    Directory, FANOUT, FANOUT_BITS, NODE_HEADER_BYTES, NodeError, directory_bytes_max, encode_node,
+    node_len, open_node,
 };
+pub use sum::{RunningSum, Shift, crc32c, crc32c_of};
 pub use walk::{Walk, WalkStep};
 
 use std::fmt::Debug;

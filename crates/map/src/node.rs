@@ -1,6 +1,7 @@
 //! The bytes of nodes.
 
 use crate::Reference;
+use crate::sum::crc32c_of;
 use std::fmt;
 
 /// Bits of a key that one directory decides.
@@ -68,19 +69,6 @@ pub fn open_node<R: Reference>(bytes: &[u8], at: R) -> Result<&[u8], NodeError> 
         return Err(NodeError::Checksum);
     }
     Ok(payload)
-}
-
-/// CRC-32C of `bytes`.
-pub fn crc32c(bytes: &[u8]) -> u32 {
-    let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes);
-    u32::try_from(sum).expect("a 32-bit sum")
-}
-
-/// CRC-32C of several pieces, one after the other.
-pub fn crc32c_of(pieces: &[&[u8]]) -> u32 {
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    pieces.iter().for_each(|piece| digest.update(piece));
-    u32::try_from(digest.finalize()).expect("a 32-bit sum")
 }
 
 /// Covers the reference, so that a good node at the wrong place is refused too.

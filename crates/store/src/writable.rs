@@ -23,7 +23,7 @@ use mica_block::{
     StoreIdentity, Witness, ready,
 };
 use mica_rt::sync::{Claim, Claims, Mode};
-use mica_rt::{Buf, FallocateFlags, File};
+use mica_rt::{Buf, FallocateFlags, File, Parts};
 use mica_units::HostOffset;
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 use std::io;
@@ -234,6 +234,23 @@ impl Store for WritableFile {
         IoFuture::boxed(in_own_task(async move {
             let result = inner.write_parts(&buf, offset.bytes()).await;
             (result, buf)
+        }))
+    }
+
+    fn write_parts(
+        &self,
+        parts: Parts,
+        offset: HostOffset,
+    ) -> std::result::Result<ChangeFuture, Parts> {
+        let inner = Arc::clone(&self.inner);
+        // Of a device the system writes single bytes no better.
+        let is_simple = inner.kind == FileKind::Regular && inner.align == Alignment::NONE;
+        if !is_simple || end_of(offset, parts.len() as u64).is_none() {
+            return Err(parts);
+        }
+        Ok(Box::pin(async move {
+            let written = mica_rt::write_parts(&inner.file, parts, offset.bytes()).await;
+            written.map_err(|error| inner.failed("writing", error))
         }))
     }
 

@@ -24,7 +24,7 @@ use crate::state::State;
 use crate::tree::{Tree, decode_node};
 use mica_block::Result;
 use mica_map::{Directory, Editor, HEIGHT_MAX, crc32c, encode_node};
-use mica_rt::{Buf, Pace};
+use mica_rt::{Buf, Pace, Part, Parts};
 use std::sync::Arc;
 
 /// Directories of the map that are held unchanged.
@@ -40,8 +40,6 @@ const _: () = assert!(
 );
 /// Blocks or nodes that are gone through before other tasks have their turn.
 const STEPS_AT_ONCE: u64 = 64;
-/// Bytes that are copied at once.
-const BYTES_AT_ONCE: usize = 256 << 10;
 /// Bytes that a directory takes in an extent, at most.
 const NODE_ROOM_BYTES: usize =
     mica_map::directory_bytes_max::<Place>().next_multiple_of(Place::UNIT_BYTES);
@@ -76,7 +74,7 @@ pub(crate) struct Built {
     /// The state with it.
     pub(crate) state: State,
     /// The object.
-    pub(crate) content: Buf,
+    pub(crate) content: Arc<Parts>,
     /// Blocks with data in it, and bytes that they take.
     pub(crate) blocks: usize,
     /// See `blocks`.
@@ -138,7 +136,7 @@ impl Builder {
             // As when a snapshot was dropped by somebody who was faster. A header alone is a fence.
             content.entries.push(Entry::Length { bytes: self.state.len });
         }
-        Ok(content.finish(self.signature, nonce, self.state, &mut self.pace).await)
+        Ok(content.finish(self.signature, nonce, self.state))
     }
 
     /// Adds the nodes of the map that changed.
@@ -157,7 +155,7 @@ impl Builder {
             self.pace.steps(1).await;
             match data {
                 Some(data) => {
-                    let place = content.push(start, data);
+                    let place = content.push(start, &data);
                     self.map.grow_for(start);
                     feed(&mut self.map, tree, content, start).await?;
                     self.map.set(start, Some(place));
@@ -228,7 +226,7 @@ impl Content {
             Data::Blocks(blocks) => {
                 let offset = HEADER_BYTES + blocks.len() * BLOCK_BYTES;
                 blocks.push(data.clone());
-                Place::new(self.id, offset, crc32c(&data[..]))
+                Place::new(self.id, offset, data.sum())
             }
             Data::Packed(packed) => {
                 let spot = packed.spots.pop_front().expect("all blocks were packed (I2)");
@@ -275,7 +273,7 @@ impl Content {
         self.nodes.get(usize::try_from(at.offset()).ok()?.checked_sub(self.nodes_at)?..)
     }
 
-    async fn finish(self, signature: Signature, nonce: Id, state: State, pace: &mut Pace) -> Built {
+    fn finish(self, signature: Signature, nonce: Id, state: State) -> Built {
         let (blocks, frames_len) = match &self.data {
             Data::Blocks(blocks) => (blocks.len(), 0),
             Data::Packed(packed) => (packed.blocks, packed.frames_len),
@@ -301,25 +299,20 @@ impl Content {
             entries: entries.len(),
             table_sum: crc32c(&table),
         };
-        let mut content = Buf::new(header.len());
-        content.put(0, &header.encode());
-        match &self.data {
-            Data::Packed(packed) => {
-                let pieces = packed.area.chunks(BYTES_AT_ONCE);
-                for (index, piece) in pieces.enumerate() {
-                    content.put(HEADER_BYTES + index * BYTES_AT_ONCE, piece);
-                    pace.steps(STEPS_AT_ONCE).await;
-                }
-            }
-            Data::Blocks(blocks) => {
-                for (index, block) in blocks.iter().enumerate() {
-                    content.put(HEADER_BYTES + index * BLOCK_BYTES, &block[..]);
-                    pace.steps(1).await;
-                }
-            }
+        let mut content = Parts::default();
+        let mut push = |buf: Buf| {
+            let len = buf.len();
+            content.push(Part::new(Arc::new(buf), 0..len));
+        };
+        push(Buf::from_slice(&header.encode()));
+        match self.data {
+            Data::Packed(packed) => push(packed.area),
+            Data::Blocks(blocks) => blocks.iter().for_each(|block| content.push(block.part())),
         }
-        content.put(header.nodes_at(), &self.nodes);
-        content.put(header.table_at(), &table);
+        let end = [&self.nodes[..], &table].concat();
+        content.push(Part::new(Arc::new(Buf::from_slice(&end)), 0..end.len()));
+        assert_eq!(content.len(), header.len(), "as its header says");
+        let content = Arc::new(content);
         let (blocks, nodes_at) = (self.blocks, header.nodes_at());
         Built { state, content, blocks, data_len, nodes: self.nodes, nodes_at }
     }

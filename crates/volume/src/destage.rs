@@ -21,11 +21,11 @@
 
 use crate::build::Built;
 use crate::place::ExtentId;
-use crate::put::{Putting, Tries};
+use crate::put::{Content, Putting, Tries};
 use crate::segment::Segment;
 use crate::shared::{Putter, Shared, Trouble, lock};
 use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
-use mica_rt::{Buf, Handle, now, sleep, spawn, timeout};
+use mica_rt::{Handle, Parts, now, sleep, spawn, timeout};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -166,7 +166,7 @@ impl Shared {
     }
 
     /// Puts an extent in a task of its own: with so many blocks, which take so many bytes.
-    fn put_extent(self: &Arc<Self>, id: ExtentId, data: (u64, u64), content: Buf) {
+    fn put_extent(self: &Arc<Self>, id: ExtentId, data: (u64, u64), content: Arc<Parts>) {
         let task = CompletionGuard::new(self);
         drop(spawn(async move {
             let this = Arc::clone(&task.shared);
@@ -192,7 +192,11 @@ impl Shared {
     /// # Errors
     /// `Denied` if somebody else has the volume by now; why it is latched; what the store reports
     /// if nobody waits for it any longer.
-    pub(crate) async fn put_until_answered(&self, name: ObjectName, content: Buf) -> Result<()> {
+    pub(crate) async fn put_until_answered(
+        &self,
+        name: ObjectName,
+        content: impl Into<Content>,
+    ) -> Result<()> {
         let putter = self.putter()?;
         let objects = &*self.heads.objects;
         let mut putting = Putting::new(name.clone(), content);

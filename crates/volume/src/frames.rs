@@ -68,7 +68,7 @@ impl FrameMaker {
     ///
     /// # Panics
     /// If there are none, or too many.
-    pub(crate) fn make(&mut self, blocks: &[&Block]) -> Option<Vec<u8>> {
+    pub(crate) fn make(&mut self, blocks: &[Block]) -> Option<Vec<u8>> {
         assert!((1..=FRAME_BLOCKS_MAX).contains(&blocks.len()), "blocks for one frame");
         if looks_random(blocks) {
             return None;
@@ -101,7 +101,7 @@ fn stored_len(len: usize) -> usize {
 
 /// Whether the values of bytes are so evenly spread that no code of them saves an eighth: as what
 /// is encrypted, or compressed already. What is spread like that, but repeats itself, is missed.
-fn looks_random(blocks: &[&Block]) -> bool {
+fn looks_random(blocks: &[Block]) -> bool {
     let mut counts = [0_u32; 256];
     let part = SAMPLE_BYTES / blocks.len();
     for (index, block) in blocks.iter().enumerate() {

@@ -117,6 +117,9 @@ struct UnderWay {
 pub(crate) enum Change {
     /// The block has these bytes.
     Data(u64, Block),
+    /// So many blocks from the first on have the bytes of those from this one on, of one buffer:
+    /// each is a record of its own.
+    Run(u64, Block, u64),
     /// These blocks have nothing.
     Nothing(Range<u64>),
     /// The disk is at least this long.
@@ -215,6 +218,11 @@ impl Now {
         }
         match change {
             Change::Data(block, data) => self.filling.put(block, data),
+            Change::Run(first, data, count) => {
+                self.filling.put_run(first, data, count);
+                // One is counted below.
+                self.records += count - 1;
+            }
             Change::Nothing(blocks) => self.filling.clear(blocks),
             Change::Length(len) => self.len = self.len.max(len),
             Change::Cut(cut) => return self.cut(cut, environment),

@@ -19,7 +19,7 @@ use crate::recent::Block;
 use crate::segment::Segment;
 use mica_block::{Error, Result};
 use mica_map::crc32c;
-use mica_rt::Pace;
+use mica_rt::{Buf, Pace};
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ pub(crate) struct Packer {
 /// The blocks of an extent as they are stored.
 pub(crate) struct Packed {
     /// All of them: from the header on.
-    pub(crate) area: Vec<u8>,
+    pub(crate) area: Buf,
     /// How many are as they are, or encrypted.
     pub(crate) blocks: usize,
     /// Bytes of the frames, which follow.
@@ -50,8 +50,8 @@ pub(crate) struct Spot {
 }
 
 /// Blocks beside each other.
-struct Run<'a> {
-    blocks: Vec<&'a Block>,
+struct Run {
+    blocks: Vec<Block>,
     frame: Option<Vec<u8>>,
 }
 
@@ -82,7 +82,7 @@ impl Packer {
         segments: &[Segment],
         pace: &mut Pace,
     ) -> Result<Packed> {
-        let mut runs: Vec<Run<'_>> = segments.iter().flat_map(runs_of).collect();
+        let mut runs: Vec<Run> = segments.iter().flat_map(runs_of).collect();
         if !runs.is_empty() {
             self.access.check()?;
         }
@@ -96,7 +96,7 @@ impl Packer {
         let plain = runs.iter().filter(|run| run.frame.is_none());
         let blocks = plain.map(|run| run.blocks.len()).sum();
         let frames_len = runs.iter().flat_map(|run| &run.frame).map(Vec::len).sum();
-        let area = vec![0; blocks * BLOCK_BYTES + frames_len];
+        let area = Buf::new(blocks * BLOCK_BYTES + frames_len);
         let packed = Packed { area, blocks, frames_len, spots: VecDeque::new() };
         let mut layout = Layout { id, packed, plain_at: 0, frame_at: blocks * BLOCK_BYTES };
         for run in runs {
@@ -113,8 +113,8 @@ impl Packer {
 }
 
 /// The blocks of a segment: those of one frame together.
-fn runs_of(segment: &Segment) -> Vec<Run<'_>> {
-    let mut runs: Vec<Run<'_>> = Vec::new();
+fn runs_of(segment: &Segment) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
     let mut next = None;
     for (number, _, data) in segment.batch.pieces() {
         let Some(block) = data else { continue };
@@ -143,7 +143,7 @@ struct Layout {
 impl Layout {
     fn put_block(&mut self, block: &Block, cipher: Option<&Cipher>) {
         let range = take(&mut self.plain_at, BLOCK_BYTES);
-        let bytes = &mut self.packed.area[range.clone()];
+        let bytes = &mut self.packed.area.own_bytes()[range.clone()];
         bytes.copy_from_slice(&block[..]);
         let place = |sum| Place::new(self.id, HEADER_BYTES + range.start, sum);
         if let Some(cipher) = cipher {
@@ -155,7 +155,7 @@ impl Layout {
 
     fn put_frame(&mut self, frame: &[u8], blocks: usize, cipher: Option<&Cipher>) {
         let range = take(&mut self.frame_at, frame.len());
-        let bytes = &mut self.packed.area[range.clone()];
+        let bytes = &mut self.packed.area.own_bytes()[range.clone()];
         bytes.copy_from_slice(frame);
         let offset = (HEADER_BYTES + range.start) as u64;
         let class = FramePart::class_of(frame.len()).expect("a frame of this length");

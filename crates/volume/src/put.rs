@@ -13,8 +13,9 @@ use crate::format::head::Head;
 use crate::place::ExtentId;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
 use mica_map::crc32c;
-use mica_rt::{Buf, Instant, now, sleep};
+use mica_rt::{Buf, Instant, Parts, now, sleep, yield_now};
 use mica_units::random_at;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes of the beginning of an object that make it another one than everybody else's: a header
@@ -99,17 +100,54 @@ pub(crate) enum Durable {
     WithNext,
 }
 
+/// What is put.
+pub(crate) enum Content {
+    Whole(Buf),
+    Parts(Arc<Parts>),
+}
+
+impl From<Buf> for Content {
+    fn from(buf: Buf) -> Self {
+        Self::Whole(buf)
+    }
+}
+
+impl From<Arc<Parts>> for Content {
+    fn from(parts: Arc<Parts>) -> Self {
+        Self::Parts(parts)
+    }
+}
+
+/// Bytes that are copied at once.
+const BYTES_AT_ONCE: usize = 256 << 10;
+
+/// A copy in one piece.
+async fn in_one(parts: &Parts) -> Buf {
+    let mut buf = Buf::new(parts.len());
+    for start in (0..parts.len()).step_by(BYTES_AT_ONCE) {
+        let (mut at, end) = (start, parts.len().min(start + BYTES_AT_ONCE));
+        for piece in parts.pieces(start..end) {
+            buf.put(at, piece);
+            at += piece.len();
+        }
+        if end < buf.len() {
+            yield_now().await;
+        }
+    }
+    buf
+}
+
 /// A put that is tried until it is answered.
 pub(crate) struct Putting {
     name: ObjectName,
-    content: Option<Buf>,
+    content: Option<Content>,
     durable: Durable,
 }
 
 impl Putting {
     /// Of `content`, whose first bytes nobody else ever puts.
-    pub(crate) fn new(name: ObjectName, content: Buf) -> Self {
-        Self { name, content: Some(content), durable: Durable::Now }
+    pub(crate) fn new(name: ObjectName, content: impl Into<Content>) -> Self {
+        Self { name, content: Some(content.into()), durable: Durable::Now }
     }
 
     /// Tries once. [`Put::Exists`] says that somebody else's object is there, or was.
@@ -121,16 +159,16 @@ impl Putting {
     /// If the future of an earlier try was dropped.
     pub(crate) async fn attempt(&mut self, objects: &dyn Objects) -> Result<Put> {
         let content = self.content.take().expect("one try at a time");
-        let (result, content) = match self.durable {
-            Durable::Now => objects.put_if_absent(&self.name, content).await,
-            Durable::WithNext => objects.put_early(&self.name, content).await,
-        };
+        let (result, content) = self.send(objects, content).await;
         let content = self.content.insert(content);
         if result? == Put::Done {
             return Ok(Put::Done);
         }
         // It may be our own, of an earlier try or of one that the store repeated.
-        let ours = &content[..SIGNED_BYTES.min(content.len())];
+        let ours = match content {
+            Content::Whole(buf) => Buf::from_slice(&buf[..SIGNED_BYTES.min(buf.len())]),
+            Content::Parts(parts) => parts.to_buf(0..SIGNED_BYTES.min(parts.len())),
+        };
         match objects.open(&self.name).read_at(Buf::new(ours.len()), 0).await {
             (Ok(()), there) if *there == *ours => Ok(Put::Done),
             (Ok(()), _) => Ok(Put::Exists),
@@ -138,6 +176,23 @@ impl Putting {
             (Err(error), _) if error.kind() == ErrorKind::NotFound => Ok(Put::Exists),
             (Err(error), _) => Err(error),
         }
+    }
+
+    async fn send(&self, objects: &dyn Objects, content: Content) -> (Result<Put>, Content) {
+        let buf = match content {
+            Content::Whole(buf) => buf,
+            Content::Parts(parts) => {
+                if let Some(put) = objects.put_parts(&self.name, &parts) {
+                    return (put.await, Content::Parts(parts));
+                }
+                in_one(&parts).await
+            }
+        };
+        let (result, buf) = match self.durable {
+            Durable::Now => objects.put_if_absent(&self.name, buf).await,
+            Durable::WithNext => objects.put_early(&self.name, buf).await,
+        };
+        (result, Content::Whole(buf))
     }
 }
 

@@ -2,39 +2,93 @@
 //!
 //! Invariants
 //! - I1 Pieces do not overlap: for every block the last that was done to it counts.
-//! - I2 A range without data is one piece, however long it is.
+//! - I2 A range without data is one piece, however long it is; and so are blocks of one buffer that
+//!   follow each other in it and on the disk.
 //! - I3 Blocks that were written together share a buffer, which stays as long as one of them. So
 //!   what a batch keeps in memory is bounded by what was ever put into it ([`Batch::is_bulky`]).
 
 use crate::place::BLOCK_BYTES;
-use mica_rt::Buf;
+use mica_map::crc32c;
+use mica_rt::{Buf, Part};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The bytes of a block: a part of the buffer that it was written with.
 #[derive(Clone)]
 pub(crate) struct Block {
-    of: Arc<Buf>,
+    of: Arc<Written>,
     at: usize,
 }
+
+/// What was written at once.
+struct Written {
+    bytes: Arc<Buf>,
+    /// The sum of each block, once somebody asked: above, whether it is known.
+    sums: Box<[AtomicU64]>,
+}
+
+/// Bytes of the shortest buffer that is worth writing without copying it.
+const LONG_BYTES: usize = 64 << 10;
+const IS_KNOWN: u64 = 1 << 32;
 
 impl Block {
     /// A block of its own.
     pub(crate) fn new(bytes: &[u8; BLOCK_BYTES]) -> Self {
-        Self { of: Arc::new(Buf::from_slice(bytes)), at: 0 }
+        Self { of: Written::of(Buf::from_slice(bytes)), at: 0 }
     }
 
     /// The blocks of `buf` from `at` on. Nobody changes them: `buf` is not foreign.
     pub(crate) fn all_of(buf: Buf, at: usize) -> impl Iterator<Item = Self> {
         debug_assert!(!buf.is_foreign(), "its other owner may change it");
-        let (count, of) = (buf.len().saturating_sub(at) / BLOCK_BYTES, Arc::new(buf));
+        let (count, of) = (buf.len().saturating_sub(at) / BLOCK_BYTES, Written::of(buf));
         (0..count).map(move |index| Self { of: Arc::clone(&of), at: at + index * BLOCK_BYTES })
     }
 
+    /// The block that is so many behind it in its buffer.
+    pub(crate) fn nth(&self, count: u64) -> Self {
+        let count = usize::try_from(count).expect("within a buffer");
+        Self { of: Arc::clone(&self.of), at: self.at + count * BLOCK_BYTES }
+    }
+
+    /// Whether it is the same part of the same buffer.
+    fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.of, &other.of) && self.at == other.at
+    }
+
     fn has_others(&self) -> bool {
-        self.of.len() >= 2 * BLOCK_BYTES
+        self.of.bytes.len() >= 2 * BLOCK_BYTES
+    }
+
+    /// Whether it was written with many others: then it is not copied more often than necessary.
+    pub(crate) fn is_of_many(&self) -> bool {
+        self.of.bytes.len() >= LONG_BYTES
+    }
+
+    /// Its bytes, to be written with others.
+    pub(crate) fn part(&self) -> Part {
+        Part::new(Arc::clone(&self.of.bytes), self.at..self.at + BLOCK_BYTES)
+    }
+
+    /// The CRC-32C of its bytes, which are summed up once.
+    pub(crate) fn sum(&self) -> u32 {
+        let known = &self.of.sums[self.at / BLOCK_BYTES];
+        let value = known.load(Ordering::Relaxed);
+        if value & IS_KNOWN != 0 {
+            return u32::try_from(value & !IS_KNOWN).expect("a 32-bit sum");
+        }
+        let sum = crc32c(&self[..]);
+        known.store(IS_KNOWN | u64::from(sum), Ordering::Relaxed);
+        sum
+    }
+}
+
+impl Written {
+    fn of(bytes: Buf) -> Arc<Self> {
+        let sums = (0..bytes.len() / BLOCK_BYTES).map(|_| AtomicU64::new(0)).collect();
+        Arc::new(Self { bytes: Arc::new(bytes), sums })
     }
 }
 
@@ -42,7 +96,7 @@ impl Deref for Block {
     type Target = [u8; BLOCK_BYTES];
 
     fn deref(&self) -> &Self::Target {
-        self.of[self.at..].first_chunk().expect("a block is within its buffer")
+        self.of.bytes[self.at..].first_chunk().expect("a block is within its buffer")
     }
 }
 
@@ -72,7 +126,8 @@ pub(crate) enum Known {
 /// A run of blocks that are alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Piece {
-    Data(Block),
+    /// This many blocks of one buffer; the first.
+    Data(Block, u64),
     /// This many blocks.
     Nothing(u64),
 }
@@ -80,8 +135,24 @@ enum Piece {
 impl Piece {
     fn count(&self) -> u64 {
         match self {
-            Self::Data(_) => 1,
-            Self::Nothing(count) => *count,
+            Self::Data(_, count) | Self::Nothing(count) => *count,
+        }
+    }
+
+    /// Its blocks `range`.
+    fn part(&self, range: Range<u64>) -> Self {
+        let count = range.end - range.start;
+        match self {
+            Self::Data(first, _) => Self::Data(first.nth(range.start), count),
+            Self::Nothing(_) => Self::Nothing(count),
+        }
+    }
+
+    /// Whether `next` goes on where it ends, in the same buffer.
+    fn is_followed_by(&self, next: &Self) -> bool {
+        match (self, next) {
+            (Self::Data(first, count), Self::Data(next, _)) => first.nth(*count).is_same(next),
+            _ => false,
         }
     }
 }
@@ -90,7 +161,9 @@ impl Piece {
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Batch {
     pieces: BTreeMap<u64, Piece>,
-    data: usize,
+    /// Blocks with data, and pieces without.
+    data: u64,
+    cleared: usize,
     /// Blocks that were put and share a buffer with others, whether they are still there or not.
     shared: usize,
 }
@@ -98,12 +171,12 @@ pub(crate) struct Batch {
 impl Batch {
     /// Blocks with data.
     pub(crate) fn data_blocks(&self) -> usize {
-        self.data
+        usize::try_from(self.data).expect("all of them are in memory")
     }
 
     /// Blocks with data, and ranges without: as `WEIGHT_MAX` counts them.
     pub(crate) fn weight(&self) -> usize {
-        self.pieces.len()
+        self.data_blocks() + self.cleared
     }
 
     /// Whether it may keep far more in memory than it has (I3): `limit` blocks or more.
@@ -114,11 +187,11 @@ impl Batch {
     /// What `block` is; `None` if nothing was done to it.
     pub(crate) fn get(&self, block: u64) -> Option<Known> {
         let (start, piece) = self.pieces.range(..=block).next_back()?;
-        match piece {
-            Piece::Data(data) if *start == block => Some(Known::Data(data.clone())),
-            Piece::Nothing(count) if block - start < *count => Some(Known::Nothing),
-            _ => None,
-        }
+        let index = block - start;
+        (index < piece.count()).then(|| match piece {
+            Piece::Data(first, _) => Known::Data(first.nth(index)),
+            Piece::Nothing(_) => Known::Nothing,
+        })
     }
 
     /// Whether anything was done to one of `blocks`.
@@ -129,10 +202,26 @@ impl Batch {
 
     /// `block` has these bytes now.
     pub(crate) fn put(&mut self, block: u64, data: Block) {
-        self.cut(block..block + 1);
-        self.shared += usize::from(data.has_others());
-        self.pieces.insert(block, Piece::Data(data));
-        self.data += 1;
+        self.put_run(block, data, 1);
+    }
+
+    /// `count` blocks from `first` on have the bytes of those from `data` on, of one buffer.
+    pub(crate) fn put_run(&mut self, first: u64, data: Block, count: u64) {
+        self.cut(first..first + count);
+        if data.has_others() {
+            self.shared = self.shared.saturating_add(usize::try_from(count).unwrap_or(usize::MAX));
+        }
+        let piece = Piece::Data(data, count);
+        match self.pieces.range_mut(..first).next_back() {
+            Some((start, before))
+                if start + before.count() == first && before.is_followed_by(&piece) =>
+            {
+                let Piece::Data(_, longer) = before else { unreachable!("data follow data") };
+                *longer += count;
+                self.data += count;
+            }
+            _ => self.insert(first, piece),
+        }
     }
 
     /// `blocks` have nothing now.
@@ -147,38 +236,56 @@ impl Batch {
             && before + count == start
         {
             start = *before;
+            self.remove(start);
         }
         if let Some(Piece::Nothing(count)) = self.pieces.get(&end) {
             let count = *count;
-            self.pieces.remove(&end);
+            self.remove(end);
             end += count;
         }
-        self.pieces.insert(start, Piece::Nothing(end - start));
+        self.insert(start, Piece::Nothing(end - start));
     }
 
     /// Forgets what is known of `blocks`.
     fn cut(&mut self, blocks: Range<u64>) {
-        if let Some((&start, &Piece::Nothing(count))) =
-            self.pieces.range(..blocks.start).next_back()
-        {
-            let end = start + count;
-            if end > blocks.start {
-                self.pieces.insert(start, Piece::Nothing(blocks.start - start));
+        let before = self.pieces.range(..blocks.start).next_back();
+        let before = before.filter(|(start, piece)| *start + piece.count() > blocks.start);
+        let mut next = before.map(|(start, _)| *start).or_else(|| self.first_in(&blocks));
+        while let Some(start) = next {
+            let piece = self.remove(start);
+            let end = start + piece.count();
+            if start < blocks.start {
+                self.insert(start, piece.part(0..blocks.start - start));
             }
             if end > blocks.end {
-                self.pieces.insert(blocks.end, Piece::Nothing(end - blocks.end));
+                self.insert(blocks.end, piece.part(blocks.end - start..end - start));
             }
+            next = self.first_in(&blocks);
         }
-        while let Some((&start, piece)) = self.pieces.range(blocks.clone()).next() {
-            let end = start + piece.count();
-            match self.pieces.remove(&start) {
-                Some(Piece::Data(_)) => self.data -= 1,
-                Some(Piece::Nothing(_)) if end > blocks.end => {
-                    self.pieces.insert(blocks.end, Piece::Nothing(end - blocks.end));
-                }
-                _ => {}
-            }
+    }
+
+    /// Where the first piece begins that begins in `blocks`.
+    fn first_in(&self, blocks: &Range<u64>) -> Option<u64> {
+        self.pieces.range(blocks.clone()).next().map(|(start, _)| *start)
+    }
+
+    /// Adds a piece, where there is none.
+    fn insert(&mut self, start: u64, piece: Piece) {
+        match &piece {
+            Piece::Data(_, count) => self.data += count,
+            Piece::Nothing(_) => self.cleared += 1,
         }
+        self.pieces.insert(start, piece);
+    }
+
+    /// Takes the piece that begins at `start` away.
+    fn remove(&mut self, start: u64) -> Piece {
+        let piece = self.pieces.remove(&start).expect("it was found");
+        match &piece {
+            Piece::Data(_, count) => self.data -= count,
+            Piece::Nothing(_) => self.cleared -= 1,
+        }
+        piece
     }
 
     /// What was done to `blocks`.
@@ -200,16 +307,22 @@ impl Batch {
         let part = start.max(blocks.start)..(start + piece.count()).min(blocks.end);
         match piece {
             _ if part.is_empty() => {}
-            Piece::Data(data) => self.put(start, data.clone()),
+            Piece::Data(first, _) => {
+                self.put_run(part.start, first.nth(part.start - start), part.end - part.start);
+            }
             Piece::Nothing(_) => self.clear(part),
         }
     }
 
-    /// Everything in it, by block: the first, how many, and their bytes if it is one with data.
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = (u64, u64, Option<&Block>)> {
-        self.pieces.iter().map(|(start, piece)| match piece {
-            Piece::Data(data) => (*start, 1, Some(data)),
-            Piece::Nothing(count) => (*start, *count, None),
+    /// Everything in it, by block: the first, how many, and the bytes if it is one with data.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = (u64, u64, Option<Block>)> {
+        self.pieces.iter().flat_map(|(start, piece)| {
+            let (first, blocks, cleared) = match piece {
+                Piece::Data(first, count) => (Some(first), 0..*count, None),
+                Piece::Nothing(count) => (None, 0..0, Some((*start, *count, None))),
+            };
+            let one = move |index| (start + index, 1, first.map(|first| first.nth(index)));
+            blocks.map(one).chain(cleared)
         })
     }
 }
@@ -262,9 +375,21 @@ mod tests {
             let (mut batch, mut model) = (Batch::default(), BTreeMap::new());
             for step in 0..60 {
                 let start = rng.below(40);
-                if rng.percent(50) {
+                if rng.percent(40) {
                     batch.put(start, block(step));
                     model.insert(start, Known::Data(block(step)));
+                } else if rng.percent(50) {
+                    // Some at a time, as of a long write.
+                    let (mut at, count) = (start, 1 + rng.below(20));
+                    let blocks = (0..count).map(|index| block(step << 8 | index));
+                    let bytes = blocks.flat_map(|block| block.to_vec()).collect::<Vec<_>>();
+                    let mut data = Block::all_of(Buf::from_slice(&bytes), 0).collect::<Vec<_>>();
+                    model.extend((start..).zip(data.iter().cloned().map(Known::Data)));
+                    while !data.is_empty() {
+                        let count = data.len().min(1 + rng.below(8) as usize);
+                        batch.put_run(at, data[0].clone(), count as u64);
+                        (at, data) = (at + count as u64, data.split_off(count));
+                    }
                 } else {
                     let blocks = start..start + rng.below(20);
                     batch.clear(blocks.clone());
@@ -280,6 +405,12 @@ mod tests {
                 }
                 let data = model.values().filter(|known| **known != Known::Nothing).count();
                 assert_eq!(batch.data_blocks(), data);
+                assert_eq!(batch.weight(), batch.pieces().count(), "seed {seed}");
+                let part = batch.part(&(start..start + 9));
+                for block in 0..70 {
+                    let known = model.get(&block).filter(|_| (start..start + 9).contains(&block));
+                    assert_eq!(part.get(block), known.cloned(), "seed {seed}");
+                }
                 let mut end = 0;
                 for (start, count, data) in batch.pieces() {
                     assert!(start >= end && count > 0, "seed {seed}: pieces overlap");

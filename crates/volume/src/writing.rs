@@ -27,7 +27,7 @@ use std::time::Duration;
 const DELAY_MAX: Duration = Duration::from_millis(100);
 
 /// Blocks of a write that are recorded under one lock.
-const BLOCKS_AT_ONCE: usize = 64;
+const BLOCKS_AT_ONCE: u64 = 64;
 
 /// Why a change was not done yet.
 enum NotYet {
@@ -46,32 +46,70 @@ enum NotYet {
 impl Shared {
     /// Does `change` now, if there is room.
     fn record(&self, now: &mut Now, change: Change) -> std::result::Result<Option<Ticket>, NotYet> {
+        self.may_record(now, matches!(change, Change::Cut(_)))?;
+        let ticket = match self.log() {
+            None => None,
+            Some(log) => Some(push(log, &change)?),
+        };
+        debug_assert!(ticket.is_none_or(|ticket| ticket.number() == now.records), "one order");
+        self.apply(now, change);
+        Ok(ticket)
+    }
+
+    /// As [`Self::record`], of up to `count` blocks from `first` on, which become those from `data`
+    /// on: returns how many there was room for, and why not for more.
+    fn record_run(
+        &self,
+        now: &mut Now,
+        (first, data, count): (u64, &Block, u64),
+        last: &mut Option<Ticket>,
+    ) -> (u64, Option<NotYet>) {
+        if let Err(why) = self.may_record(now, false) {
+            return (0, Some(why));
+        }
+        let (mut done, mut not_yet) = (0, None);
+        match self.log() {
+            None => done = count,
+            Some(log) => {
+                while done < count && not_yet.is_none() {
+                    match log.push_block(first + done, &data.nth(done)) {
+                        Ok(ticket) => {
+                            debug_assert_eq!(ticket.number(), now.records + done, "one order");
+                            (*last, done) = (Some(ticket), done + 1);
+                        }
+                        Err(why) => not_yet = Some(why.into()),
+                    }
+                }
+            }
+        }
+        if done > 0 {
+            self.apply(now, Change::Run(first, data.clone(), done));
+        }
+        (done, not_yet)
+    }
+
+    /// Makes room for a change, unless none is accepted now.
+    fn may_record(&self, now: &mut Now, is_cut: bool) -> std::result::Result<(), NotYet> {
         if let Some(error) = self.refusal(now) {
             return Err(NotYet::Refused(error));
         }
-        let environment = &self.heads.environment;
-        let is_cut = matches!(change, Change::Cut(_));
         if now.holds > 0 && !is_cut {
             return Err(NotYet::Held);
         }
-        if !now.make_room(is_cut, environment) {
-            return Err(NotYet::Batches { is_cut });
+        match now.make_room(is_cut, &self.heads.environment) {
+            true => Ok(()),
+            false => Err(NotYet::Batches { is_cut }),
         }
-        let ticket = match self.log() {
-            None => None,
-            Some(log) => match log.push(as_record(&change)) {
-                Ok(ticket) => Some(ticket),
-                Err(NotPushed::NoRoom) => return Err(NotYet::Log),
-                Err(NotPushed::Failed(error)) => return Err(NotYet::Failed(error)),
-            },
-        };
-        debug_assert!(ticket.is_none_or(|ticket| ticket.number() == now.records), "one order");
+    }
+
+    /// Does `change`, which the log has.
+    fn apply(&self, now: &mut Now, change: Change) {
+        let is_cut = matches!(change, Change::Cut(_));
         let is_awaited = std::mem::take(&mut now.is_awaited) || now.waiting().is_none();
-        now.apply(change, environment);
+        now.apply(change, &self.heads.environment);
         if is_awaited || is_cut {
             self.progress.wake_all();
         }
-        Ok(ticket)
     }
 
     /// Waits until the volume has another number of records than `seen`.
@@ -203,23 +241,16 @@ impl Shared {
     /// Writes whole blocks, some at a time: others have the lock in between.
     async fn write_blocks(self: &Arc<Self>, first: u64, bytes: Buf) -> Result<()> {
         let mut last = None;
-        let mut blocks = (first..).zip(Block::all_of(bytes, 0)).peekable();
-        while blocks.peek().is_some() {
-            let mut left = BLOCKS_AT_ONCE;
+        let (count, mut done) = ((bytes.len() / BLOCK_BYTES) as u64, 0);
+        let data = Block::all_of(bytes, 0).next().expect("whole blocks");
+        while done < count {
+            let end = count.min(done + BLOCKS_AT_ONCE);
             let record_some = |recorder: &mut Recorder<'_>| {
-                while left > 0
-                    && let Some((block, data)) = blocks.peek()
-                {
-                    if !recorder.record(Change::Data(*block, data.clone())) {
-                        return Step::Again;
-                    }
-                    blocks.next();
-                    left -= 1;
-                }
-                Step::Done(())
+                done += recorder.record_run(first + done, &data.nth(done), end - done);
+                if done < end { Step::Again } else { Step::Done(()) }
             };
             self.make_changes(&mut last, record_some).await?;
-            if blocks.peek().is_some() {
+            if done < count {
                 yield_now().await;
             }
         }
@@ -379,6 +410,15 @@ impl Recorder<'_> {
             }
         }
     }
+
+    /// How many of `count` blocks from `first` on have become those from `data` on; if not all, the
+    /// step ends.
+    fn record_run(&mut self, first: u64, data: &Block, count: u64) -> u64 {
+        let run = (first, data, count);
+        let (done, not_yet) = self.shared.record_run(self.now, run, self.last);
+        self.not_yet = not_yet;
+        done
+    }
 }
 
 /// Whether changes wait for the log or the store now.
@@ -395,6 +435,22 @@ fn delay(log: &Log) -> Option<Duration> {
     (over > 0).then(|| DELAY_MAX.mul_f64((part * part).min(1.0)))
 }
 
+impl From<NotPushed> for NotYet {
+    fn from(why: NotPushed) -> Self {
+        match why {
+            NotPushed::NoRoom => Self::Log,
+            NotPushed::Failed(error) => Self::Failed(error),
+        }
+    }
+}
+
+fn push(log: &Log, change: &Change) -> std::result::Result<Ticket, NotPushed> {
+    match change {
+        Change::Data(block, bytes) => log.push_block(*block, bytes),
+        change => log.push(as_record(change)),
+    }
+}
+
 fn as_record(change: &Change) -> Record<'_> {
     match change {
         Change::Data(block, bytes) => Record::Data { block: *block, bytes },
@@ -407,6 +463,7 @@ fn as_record(change: &Change) -> Record<'_> {
         }
         Change::Cut(Cut::Drop { number }) => Record::Drop { number: *number },
         Change::Cut(Cut::Label { number, label }) => Record::Label { number: *number, label },
+        Change::Run(..) => unreachable!("its blocks are records of their own"),
         Change::Cut(Cut::Rollback { .. } | Cut::Take { origin: Some(_), .. }) => {
             unreachable!("a volume with a log is not rolled back, and receives nothing")
         }

@@ -20,8 +20,8 @@ const LONG_HELP: &str = "\
 The disks to copy, for a chain its active layer, and the image, last.
 
 A source may be standard input (-) with --format raw, which goes through a temporary file, or an \
-export of an NBD server: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH. The target is a new \
-file, or with -O raw a block device that is not in use, or - for standard output. Of a longer device \
+export of an NBD server: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH, or with TLS \
+nbds://HOST:PORT/EXPORT?tls-certificates=DIR. The target is a new file, or with -O raw a block device that is not in use, or - for standard output. Of a longer device \
 the rest is not written.";
 
 impl Args for Names {

@@ -29,10 +29,12 @@ use crate::file::FileStore;
 use crate::handles::Handles;
 use early::EarlyNames;
 use mica_block::{
-    EndFuture, Entry, IoFuture, LocalFuture, Object, ObjectName, Objects, PutFuture, Result, Store,
+    EndFuture, Entry, IoFuture, LocalFuture, Object, ObjectName, Objects, PutFuture,
+    PutPartsFuture, Result, Store,
 };
-use mica_rt::{Buf, on_thread};
+use mica_rt::{Buf, Parts, on_thread};
 use mica_units::HostOffset;
+use new::Content;
 use requests::Names;
 use root::Root;
 use std::ops::Range;
@@ -85,12 +87,25 @@ impl Objects for DirectoryObjects {
 
     fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
         let (name, early) = (name.clone(), Arc::clone(&self.early));
-        self.on_thread(move |root| (root.put(&name, &content, Names::Now(&early)), content))
+        self.on_thread(move |root| {
+            (root.put(&name, Content::Whole(&content), Names::Now(&early)), content)
+        })
+    }
+
+    fn put_parts(&self, name: &ObjectName, content: &Arc<Parts>) -> Option<PutPartsFuture> {
+        let (name, early, content) = (name.clone(), Arc::clone(&self.early), Arc::clone(content));
+        // The parts come back, so that buffers are freed where they are made.
+        let put = self.on_thread(move |root| {
+            (root.put(&name, Content::Parts(&content), Names::Now(&early)), content)
+        });
+        Some(Box::pin(async move { put.await.0 }))
     }
 
     fn put_early(&self, name: &ObjectName, content: Buf) -> PutFuture {
         let (name, early) = (name.clone(), Arc::clone(&self.early));
-        self.on_thread(move |root| (root.put(&name, &content, Names::Later(&early)), content))
+        self.on_thread(move |root| {
+            (root.put(&name, Content::Whole(&content), Names::Later(&early)), content)
+        })
     }
 
     fn list(

@@ -3,7 +3,7 @@
 use crate::judged::Judged;
 use crate::{on_each_backend, open, pattern, read};
 use mica_block::{ErrorKind, Space, Store, write_all};
-use mica_rt::{Backend, Buf, Executor, join_all};
+use mica_rt::{Backend, Buf, Executor, Part, Parts, join_all};
 use mica_store::{CacheMode, FileKind, Handles, Located, Locking, MemoryStore, WritableFile};
 use mica_units::HostOffset;
 use std::path::Path;
@@ -370,4 +370,35 @@ fn sync_of_what_was_written_leaves_the_bytes_and_a_working_store() {
             store.sync().await.unwrap();
         });
     }
+}
+
+#[test]
+fn parts_are_written_one_after_the_other_or_given_back() {
+    on_each_backend(async || {
+        for cache in MODES {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("image");
+            std::fs::write(&path, [9; 100]).unwrap();
+            let Ok(mut located) = Located::find(&path) else { panic!("it is there") };
+            let opened = WritableFile::open(&mut located, cache, Locking::On, &Handles::new(4));
+            // Not every file system can be written past the page cache.
+            let Ok(store) = opened else { continue };
+            let (bytes, mut parts) = (Arc::new(Buf::from_slice(&pattern(5000))), Parts::default());
+            for range in [4000..5000, 0..1, 7..4000] {
+                parts.push(Part::new(Arc::clone(&bytes), range));
+            }
+            match store.write_parts(parts, HostOffset::new(50)) {
+                Ok(written) => {
+                    written.await.unwrap();
+                    let wanted = [&[9; 50], &bytes[4000..], &bytes[..1], &bytes[7..4000]].concat();
+                    assert_eq!(std::fs::read(&path).unwrap(), wanted);
+                    assert_eq!(cache, CacheMode::Writeback);
+                }
+                Err(parts) => {
+                    assert_eq!((parts.len(), cache), (4994, CacheMode::None));
+                    assert_eq!(std::fs::read(&path).unwrap(), [9; 100]);
+                }
+            }
+        }
+    });
 }

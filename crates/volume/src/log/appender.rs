@@ -207,12 +207,12 @@ impl Writing {
         let (place, next) = (group.place, group.next());
         let begun = group.begins_segment().then_some(place.slot);
         let cipher = of.cipher.get().map(|(_, of_records)| of_records);
-        let buf = group.finish(&device.header.id, &device.session, cipher);
-        let (result, _) = device.write(buf, place.slot, place.at).await;
+        let bytes = group.finish(&device.header.id, &device.session, cipher);
+        let result = device.write(bytes, place.slot, place.at).await;
         let result = result.map_err(|error| error.wrap(device.file.name()));
         let written = device.after_write(result, begun);
         if begun.is_some() && written.is_ok() {
-            device.sync_headers(of.key, place.segment).await;
+            device.sync_headers(of.key, place.segment);
         }
         *is_under_way = false;
         let Ok(change) = written else { return false };

@@ -92,7 +92,9 @@ pub(super) async fn allocate(file: &dyn Store, header: &DeviceHeader) -> Result<
 }
 
 /// Writes zeros over the log: space that was only allocated takes twice as long to be synced when
-/// it is written for the first time, as the file system has to note that it was.
+/// it is written for the first time, as the file system has to note that it was. The headers of
+/// long segments are written by themselves: what the page cache has of a write is synced as a
+/// whole, and of a segment the header alone is, again and again.
 async fn fill(file: &dyn Store, header: &DeviceHeader) -> Result<()> {
     if is_device(file) {
         return Ok(());
@@ -101,14 +103,26 @@ async fn fill(file: &dyn Store, header: &DeviceHeader) -> Result<()> {
     let mut zeros = Buf::zeroed(usize::try_from(LOOK_LEN).expect("a small piece"));
     let mut at = 0;
     while at < len {
-        let left = usize::try_from(len - at).unwrap_or(usize::MAX);
-        zeros.truncate(left.min(zeros.len()));
-        let written = zeros.len() as u64;
-        let (result, back) = file.write_at(zeros, HostOffset::new(at)).await;
+        let written = (len - at).min(fill_len(header, at));
+        let rest = zeros.split_to(usize::try_from(written).expect("a small piece"));
+        let (result, mut back) = file.write_at(rest, HostOffset::new(at)).await;
         result.map_err(|error| error.wrap(format!("making the log {}", file.name())))?;
+        back.join(zeros);
         (zeros, at) = (back, at + written);
     }
     Ok(())
+}
+
+/// Bytes that are filled at once from `at` on, at most.
+fn fill_len(header: &DeviceHeader, at: u64) -> u64 {
+    if header.segment_bytes < LOOK_LEN {
+        return LOOK_LEN;
+    }
+    let Some(behind) = at.checked_sub(BLOCK_LEN) else { return BLOCK_LEN };
+    match behind % header.segment_bytes {
+        0 => BLOCK_LEN,
+        within => LOOK_LEN.min(header.segment_bytes - within),
+    }
 }
 
 pub(super) fn is_device(file: &dyn Store) -> bool {

@@ -2,13 +2,14 @@
 
 use super::create::{self, Beginning};
 use super::format::{BLOCK, DeviceHeader, Kind, Remains, SegmentHeader, WRITERS_MAX};
+use super::group::Bytes;
 use super::slots::{LogKey, Phase, Purpose, Slots};
 use crate::format::Id;
 use crate::format::frame::Malformed;
 use crate::place::Writer;
-use mica_block::{Error, ErrorKind, GroupSync, IoFuture, Result, Store, read_exact, write_all};
+use mica_block::{Error, ErrorKind, GroupSync, Result, Store, read_exact, write_all};
 use mica_rt::sync::Waiters;
-use mica_rt::{Buf, join_all, spawn};
+use mica_rt::{Buf, Parts, join_all, spawn};
 use mica_units::HostOffset;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -236,10 +237,18 @@ impl LogDevice {
         }
     }
 
-    /// Begins a write of a log.
-    pub(super) fn write(&self, buf: Buf, slot: usize, at: u64) -> IoFuture {
+    /// Writes a part of a log.
+    pub(super) async fn write(&self, bytes: Bytes, slot: usize, at: u64) -> Result<()> {
+        let offset = HostOffset::new(self.header.at(slot) + at);
+        let buf = match bytes {
+            Bytes::Whole(buf) => buf,
+            Bytes::Parts(parts) => {
+                self.unsynced.fetch_add(parts.len() as u64, Ordering::Relaxed);
+                return write_parts(&*self.file, parts, offset).await;
+            }
+        };
         self.unsynced.fetch_add(buf.len() as u64, Ordering::Relaxed);
-        self.file.write_at(buf, HostOffset::new(self.header.at(slot) + at))
+        self.file.write_at(buf, offset).await.0
     }
 
     /// Makes durable what is written, together with all who want that; goes on if its caller does
@@ -261,15 +270,13 @@ impl LogDevice {
     }
 
     /// Makes the headers of the log `key` durable that are older than segment `below`, and nothing
-    /// else. A segment is held until that is done: for good if that fails, or the caller is gone
-    /// before. Nothing is acknowledged any more then.
-    pub(super) async fn sync_headers(&self, key: LogKey, below: u64) {
-        loop {
-            let Some((at, header)) = self.slots().hold_unsynced(key, below) else { return };
-            if self.sync_header(at, &header).await.is_err() {
-                return;
-            }
-        }
+    /// else, unless somebody does that already; in the background, as nobody waits for it before
+    /// the log is full. A segment is held until that is done: for good if it fails. Nothing is
+    /// acknowledged any more then.
+    pub(super) fn sync_headers(self: &Arc<Self>, key: LogKey, below: u64) {
+        let Some(held) = self.slots().hold_unsynced(key, below) else { return };
+        let guard = Headers { device: Arc::clone(self), is_done: false };
+        drop(spawn(async move { guard.sync(key, below, held).await }));
     }
 
     /// Makes a header durable that was written, and nothing else.
@@ -359,6 +366,43 @@ impl LogDevice {
             self.name()
         );
         Error::new(ErrorKind::NoSpace, what)
+    }
+}
+
+/// Headers that are becoming durable. If nobody sees to that any more, nothing is acknowledged:
+/// whether they are being written is not known, and so nobody may take their segments.
+struct Headers {
+    device: Arc<LogDevice>,
+    is_done: bool,
+}
+
+impl Headers {
+    async fn sync(mut self, key: LogKey, below: u64, first: (usize, SegmentHeader)) {
+        let mut held = Some(first);
+        while let Some((at, header)) = held {
+            if self.device.sync_header(at, &header).await.is_err() {
+                break;
+            }
+            self.device.room.wake_all();
+            held = self.device.slots().hold_unsynced(key, below);
+        }
+        self.is_done = true;
+    }
+}
+
+impl Drop for Headers {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.device.give_up();
+        }
+    }
+}
+
+/// Writes all of `parts`: as they are, if the file can do that.
+async fn write_parts(file: &dyn Store, parts: Parts, offset: HostOffset) -> Result<()> {
+    match file.write_parts(parts, offset) {
+        Ok(written) => written.await,
+        Err(parts) => file.write_at(parts.to_buf(0..parts.len()), offset).await.0,
     }
 }
 

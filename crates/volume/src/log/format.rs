@@ -5,7 +5,7 @@
 use crate::format::Id;
 use crate::format::frame::{Frame, Malformed};
 use crate::place::Writer;
-use mica_map::crc32c_of;
+use mica_map::RunningSum;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -324,14 +324,14 @@ impl GroupHead {
         (GROUP_HEAD_BYTES + self.len).next_multiple_of(BLOCK)
     }
 
-    /// Of the group with these `records` in a segment of this device and session.
+    /// As it is in a segment of this device and session; `add` adds the records to the sum, which
+    /// has all that is before them.
     pub(super) fn encode(
         &self,
         device: &Id,
         session: &Id,
-        records: &[u8],
+        add: impl FnOnce(&mut RunningSum),
     ) -> [u8; GROUP_HEAD_BYTES] {
-        assert_eq!(self.len, records.len(), "the group is what it says");
         let mut raw = RawGroup {
             len: u32::try_from(self.len).expect("groups are small").into(),
             count: self.count.into(),
@@ -340,7 +340,9 @@ impl GroupHead {
             reserved: 0.into(),
             sum: 0.into(),
         };
-        raw.sum = sum_of(device, session, raw.as_bytes(), records).into();
+        let mut sum = sum_before(device, session, raw.as_bytes());
+        add(&mut sum);
+        raw.sum = sum.finish().into();
         let mut bytes = [0; GROUP_HEAD_BYTES];
         bytes.copy_from_slice(raw.as_bytes());
         bytes
@@ -370,13 +372,18 @@ impl GroupHead {
     ) -> Option<&'a [u8]> {
         let (head, rest) = bytes.split_at_checked(GROUP_HEAD_BYTES)?;
         let records = rest.get(..self.len)?;
-        let (_, sum) = head.split_at(SUMMED_BYTES);
-        (*sum == sum_of(device, session, head, records).to_le_bytes()).then_some(records)
+        let (_, there) = head.split_at(SUMMED_BYTES);
+        let mut sum = sum_before(device, session, head);
+        sum.add(records);
+        (*there == sum.finish().to_le_bytes()).then_some(records)
     }
 }
 
-fn sum_of(device: &Id, session: &Id, head: &[u8], records: &[u8]) -> u32 {
-    crc32c_of(&[device, session, &head[..SUMMED_BYTES], records])
+/// The sum of a group up to its records.
+fn sum_before(device: &Id, session: &Id, head: &[u8]) -> RunningSum {
+    let mut sum = RunningSum::default();
+    [device, session, &head[..SUMMED_BYTES]].iter().for_each(|piece| sum.add(piece));
+    sum
 }
 
 #[cfg(test)]

@@ -8,12 +8,14 @@ use super::appender::{Appender, NotPushed};
 use super::chain::Part;
 use super::device::LogDevice;
 use super::format::{Kind, SegmentHeader};
+use super::group::Group;
 use super::record::{RECORD_BYTES_MAX, Record};
 use super::scan::scan;
 use super::slots::{LogKey, Phase, Usage};
 use super::tail::Tail;
 use crate::crypt::Cipher;
 use crate::place::Writer;
+use crate::recent::Block;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::spawn;
 use std::ops::Range;
@@ -106,14 +108,36 @@ impl Log {
     /// # Panics
     /// If the record cannot be one of a volume.
     pub fn push(&self, record: Record<'_>) -> std::result::Result<Ticket, NotPushed> {
+        self.push_with(&record, |group| group.push(&record))
+    }
+
+    /// As [`Self::push`], of `block`, which becomes `data`. That is not copied if it is one of many
+    /// that were written at once.
+    pub(crate) fn push_block(
+        &self,
+        block: u64,
+        data: &Block,
+    ) -> std::result::Result<Ticket, NotPushed> {
+        let record = Record::Data { block, bytes: data };
+        // What is encrypted is changed, in a copy.
+        match data.is_of_many() && self.inner.cipher.get().is_none() {
+            true => self.push_with(&record, |group| group.push_block(block, data)),
+            false => self.push(record),
+        }
+    }
+
+    fn push_with(
+        &self,
+        record: &Record<'_>,
+        push: impl FnOnce(&mut Group),
+    ) -> std::result::Result<Ticket, NotPushed> {
         assert!(record.is_valid(), "{record:?} is not a record of a volume");
-        let len = record.encoded_len();
         let mut tail = self.inner.tail();
+        let len = record.encoded_len();
         if !tail.filling.as_ref().is_some_and(|group| group.has_room(len)) {
             self.inner.begin_group(&mut tail)?;
         }
-        let group = tail.filling.as_mut().expect("there is one now");
-        group.push(&record);
+        push(tail.filling.as_mut().expect("there is one now"));
         let ticket = Ticket(tail.next);
         tail.next += 1;
         Ok(ticket)
@@ -131,23 +155,27 @@ impl Log {
                 slots.check()?;
                 slots.room_made
             };
-            let (has_room, next, may_sync) = {
+            let (has_room, next, may_sync, is_coming) = {
                 let tail = self.inner.tail();
                 let slots = device.slots();
                 let has_room = self.inner.room_for_group(&tail, &slots).is_some();
                 let fills =
                     tail.filling.as_ref().is_some_and(|group| group.has_room(RECORD_BYTES_MAX));
                 let unwritten = (tail.written < tail.next).then_some(tail.next);
-                (has_room || fills, unwritten, slots.may_sync())
+                let is_coming = slots.has_held(self.inner.key);
+                (has_room || fills, unwritten, slots.may_sync(), is_coming)
             };
             if has_room {
                 return Ok(());
             }
             if let Some(next) = next {
                 self.inner.wait_until(|tail| tail.written >= next).await?;
-            } else if may_sync {
+                continue;
+            }
+            // What frees segments may be on its way, with less than a sync of everything.
+            if !is_coming && may_sync {
                 device.sync().await?;
-            } else if !device.erase().await? {
+            } else if is_coming || !device.erase().await? {
                 let changed = || {
                     let slots = device.slots();
                     (slots.latch.is_some() || slots.room_made != room_made).then_some(())
@@ -281,6 +309,12 @@ impl Log {
         spawn(async move {
             let next = inner.tail().next;
             inner.wait_until(|tail| tail.written >= next).await?;
+            // Nothing of it is written behind its back.
+            let is_still = || {
+                let slots = inner.device.slots();
+                (slots.latch.is_some() || !slots.has_held(inner.key)).then_some(())
+            };
+            inner.device.room.until(is_still).await;
             let writers = inner.tail().writers.clone();
             let header = inner.device.segment(inner.store, inner.key, next, writers);
             inner.device.end_log(Kind::Ended, header).await

@@ -89,8 +89,8 @@ impl<'a> Record<'a> {
         }
     }
 
-    /// Puts it at the start of `out`.
-    pub(super) fn encode(&self, out: &mut [u8]) {
+    /// What it has before its content.
+    pub(super) fn head(&self) -> [u8; RECORD_HEAD_BYTES] {
         let (kind, value) = match *self {
             Self::Data { block, .. } => (KIND_DATA, block),
             Self::Nothing { first, .. } => (2, first),
@@ -100,11 +100,18 @@ impl<'a> Record<'a> {
             Self::Label { number, .. } => (6, number),
             Self::Encrypted { block, .. } => (KIND_ENCRYPTED, block),
         };
-        let (head, rest) = out.split_at_mut(RECORD_HEAD_BYTES);
         let len = u32::try_from(self.encoded_len() - RECORD_HEAD_BYTES).expect("at most a block");
+        let mut head = [0; RECORD_HEAD_BYTES];
         head[..4].copy_from_slice(&u32::to_le_bytes(kind));
         head[4..8].copy_from_slice(&len.to_le_bytes());
         head[8..].copy_from_slice(&u64::to_le_bytes(value));
+        head
+    }
+
+    /// Puts it at the start of `out`.
+    pub(super) fn encode(&self, out: &mut [u8]) {
+        let (head, rest) = out.split_at_mut(RECORD_HEAD_BYTES);
+        head.copy_from_slice(&self.head());
         match *self {
             Self::Data { bytes, .. } | Self::Encrypted { bytes, .. } => {
                 rest[..BLOCK_BYTES].copy_from_slice(bytes)

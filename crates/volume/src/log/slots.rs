@@ -17,8 +17,9 @@
 //! so when its log begins another one, whose header says so, or when its header is erased.
 //!
 //! That a segment's header is durable says nothing of the records behind it, and it is made durable
-//! without them when the next segment is begun: what S1 asks for must not cost a sync of everything
-//! that was written, most of which is in the store by then.
+//! without them once the next segment is begun, while that is written: what S1 asks for must not cost
+//! a sync of everything that was written, most of which is in the store by then, nor a wait of
+//! writers before the log is full.
 //!
 //! - S3 A segment whose header is damaged stays as it is until somebody says otherwise: it may have
 //!   what a log needs.
@@ -427,6 +428,11 @@ impl Slots {
         }
         self.slots[at].is_held = true;
         Some((at, self.slots[at].header.clone()?))
+    }
+
+    /// Whether a header of the log `key` is becoming durable.
+    pub(super) fn has_held(&self, key: LogKey) -> bool {
+        self.all_of(key).into_iter().any(|at| self.slots[at].is_held)
     }
 
     /// The header of the segment that was held is durable; what is behind it may not be.

@@ -6,6 +6,7 @@
 
 use super::root::Root;
 use mica_block::{Error, Result};
+use mica_rt::Parts;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{
     AtFlags, Dir, FallocateFlags, FileType, Mode, OFlags, fallocate, fdatasync, fstat, linkat,
@@ -15,7 +16,9 @@ use rustix::io::Errno;
 use std::ffi::CString;
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
-use std::io::{self, Write};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -43,6 +46,31 @@ pub(super) struct NewFile {
     is_kept: bool,
 }
 
+/// What an object has.
+#[derive(Clone, Copy)]
+pub(super) enum Content<'a> {
+    Whole(&'a [u8]),
+    Parts(&'a Parts),
+}
+
+impl Content<'_> {
+    fn len(self) -> usize {
+        match self {
+            Self::Whole(bytes) => bytes.len(),
+            Self::Parts(parts) => parts.len(),
+        }
+    }
+
+    /// Writes its bytes `range` into `file`, where they belong.
+    fn write(self, file: &File, range: Range<usize>) -> io::Result<()> {
+        let at = range.start as u64;
+        match self {
+            Self::Whole(bytes) => file.write_all_at(&bytes[range], at),
+            Self::Parts(parts) => parts.write(file, range, at),
+        }
+    }
+}
+
 impl NewFile {
     /// Creates an empty one.
     pub(super) fn create(root: &Root) -> Result<Self> {
@@ -62,17 +90,17 @@ impl NewFile {
     }
 
     /// Writes `content`, and makes it durable.
-    pub(super) fn fill(&mut self, content: &[u8]) -> io::Result<()> {
-        if content.len() >= ALLOCATED_MIN {
-            self.allocate(content.len())?;
+    pub(super) fn fill(&mut self, content: Content<'_>) -> io::Result<()> {
+        let len = content.len();
+        if len >= ALLOCATED_MIN {
+            self.allocate(len)?;
         }
-        let mut at = 0;
-        for step in content.chunks(STEP_BYTES) {
-            self.file.write_all(step)?;
-            if content.len() >= ALLOCATED_MIN {
-                self.give_to_device(at, step.len() as u64);
+        for start in (0..len).step_by(STEP_BYTES) {
+            let step = start..len.min(start + STEP_BYTES);
+            content.write(&self.file, step.clone())?;
+            if len >= ALLOCATED_MIN {
+                self.give_to_device(start as u64, step.len() as u64);
             }
-            at += step.len() as u64;
         }
         Ok(fdatasync(&self.file)?)
     }

@@ -1,7 +1,7 @@
 //! What is asked of a store in a directory, apart from listings.
 
 use super::early::EarlyNames;
-use super::new::NewFile;
+use super::new::{Content, NewFile};
 use super::root::Root;
 use crate::file::{CacheMode, FileStore};
 use crate::kind::FileKind;
@@ -26,7 +26,12 @@ pub(super) enum Names<'a> {
 
 impl Root {
     /// See [`mica_block::Objects::put_if_absent`] and [`mica_block::Objects::put_early`].
-    pub(super) fn put(&self, name: &ObjectName, content: &[u8], names: Names<'_>) -> Result<Put> {
+    pub(super) fn put(
+        &self,
+        name: &ObjectName,
+        content: Content<'_>,
+        names: Names<'_>,
+    ) -> Result<Put> {
         let failed = |error| self.failed("putting", name.as_str(), error);
         // The new file, the folder of new files, and the folder of the object.
         let _descriptors = self.handles.set_aside(3);

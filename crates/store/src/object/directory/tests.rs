@@ -4,7 +4,7 @@ use super::new::FOLDER as TMP;
 use super::*;
 use crate::object::testing::conform;
 use mica_block::{ErrorKind, Put};
-use mica_rt::{Backend, Executor, join_all};
+use mica_rt::{Backend, Executor, Part, join_all};
 use rustix::fs::{Timespec, Timestamps, UTIME_OMIT};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -65,6 +65,29 @@ fn directory_keeps_the_promises_of_a_store() {
         run(crate::object::probe(&place.open(), 1)).expect("it passes the probe");
         assert!(place.handles.open_count() <= 8);
     }
+}
+
+#[test]
+fn object_of_parts_has_them_one_after_the_other() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        // Longer than what is written at once, in pieces that do not end where that does.
+        let bytes = (0..3_000_000_u32).map(|at| (at / 7) as u8).collect::<Vec<_>>();
+        let (buf, mut content) = (Arc::new(Buf::from_slice(&bytes)), Parts::default());
+        for start in (0..bytes.len()).step_by(100_000).rev() {
+            content.push(Part::new(Arc::clone(&buf), start..start + 100_000));
+        }
+        let (content, object) = (Arc::new(content), name("v/e/0"));
+        let put = objects.put_parts(&object, &content).expect("it takes parts");
+        assert_eq!(put.await.expect("put"), Put::Done);
+        let there = fs::read(place.at("v/e/0")).expect("read");
+        let wanted = bytes.chunks(100_000).rev().flatten().copied().collect::<Vec<_>>();
+        assert!(there == wanted, "other bytes");
+        let again = objects.put_parts(&object, &content).expect("it takes parts");
+        assert_eq!(again.await.expect("put"), Put::Exists);
+        assert!(place.new_files().is_empty(), "{:?}", place.new_files());
+    });
 }
 
 /// The story: a clone made its first head durable by itself, and then the second beside it.
