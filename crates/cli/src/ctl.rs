@@ -245,7 +245,10 @@ fn only(answer: &mut Value, disk: &str) -> Result<(), Failure> {
     let names: Vec<_> = disks.iter().map(|found| text(&found["name"])).collect();
     let found = disks.into_iter().find(|found| found["name"] == disk);
     let found = found.ok_or_else(|| {
-        Failure::new(format!("no disk {disk:?}; disks are: {}", names.join(", ")))
+        Failure::new(match names.is_empty() {
+            true => format!("no disk {disk:?}: this server has no disks"),
+            false => format!("no disk {disk:?}; disks are: {}", names.join(", ")),
+        })
     })?;
     answer["disks"] = json!([found]);
     Ok(())
@@ -453,7 +456,8 @@ fn members(answer: &Value) -> String {
         list(key).for_each(|name| said += &format!("{}: {what}\n", text(name)));
     }
     for refused in list("refused") {
-        said += &format!("{}: {}\n", text(&refused["disk"]), text(&refused["error"]));
+        let at = refused["at"].as_str().map(|at| format!("{at}: ")).unwrap_or_default();
+        said += &format!("{at}{}: {}\n", text(&refused["disk"]), text(&refused["error"]));
     }
     for folder in certificates(answer) {
         let addresses = folder["addresses"].as_array().into_iter().flatten();
