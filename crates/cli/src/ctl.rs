@@ -158,7 +158,7 @@ enum CtlVerb {
     },
     /// Serve a disk again.
     ///
-    /// One that was drained, or that could not be served when the server started.
+    /// One that was drained, or that could not be served until now.
     #[command(after_long_help = sections::CTL_UNDRAIN)]
     Undrain {
         /// The disk.
@@ -167,8 +167,9 @@ enum CtlVerb {
     },
     /// Read the configuration file and certificates again.
     ///
-    /// Add the disks that are new in it, and remove those that it no longer has. A disk whose
-    /// settings have changed is left as it is, and named. New clients get the certificates that are
+    /// Add the disks that are new in it, and remove those that it no longer has. One that cannot be
+    /// served is failed, until it can. A disk whose settings have changed is left as it is, and
+    /// named, unless it is closed: failed or drained. New clients get the certificates that are
     /// there now; connections that there are go on.
     #[command(after_long_help = sections::CTL_RELOAD)]
     Reload,
