@@ -158,7 +158,7 @@ enum CtlVerb {
     },
     /// Serve a disk again.
     ///
-    /// One that was drained, or that could not be served when the server started.
+    /// One that was drained, or that could not be served until now.
     #[command(after_long_help = sections::CTL_UNDRAIN)]
     Undrain {
         /// The disk.
@@ -167,8 +167,9 @@ enum CtlVerb {
     },
     /// Read the configuration file and certificates again.
     ///
-    /// Add the disks that are new in it, and remove those that it no longer has. A disk whose
-    /// settings have changed is left as it is, and named. New clients get the certificates that are
+    /// Add the disks that are new in it, and remove those that it no longer has. One that cannot be
+    /// served is failed, until it can. A disk whose settings have changed is left as it is, and
+    /// named, unless it is closed: failed or drained. New clients get the certificates that are
     /// there now; connections that there are go on.
     #[command(after_long_help = sections::CTL_RELOAD)]
     Reload,
@@ -245,7 +246,10 @@ fn only(answer: &mut Value, disk: &str) -> Result<(), Failure> {
     let names: Vec<_> = disks.iter().map(|found| text(&found["name"])).collect();
     let found = disks.into_iter().find(|found| found["name"] == disk);
     let found = found.ok_or_else(|| {
-        Failure::new(format!("no disk {disk:?}; disks are: {}", names.join(", ")))
+        Failure::new(match names.is_empty() {
+            true => format!("no disk {disk:?}: this server has no disks"),
+            false => format!("no disk {disk:?}; disks are: {}", names.join(", ")),
+        })
     })?;
     answer["disks"] = json!([found]);
     Ok(())
@@ -453,7 +457,8 @@ fn members(answer: &Value) -> String {
         list(key).for_each(|name| said += &format!("{}: {what}\n", text(name)));
     }
     for refused in list("refused") {
-        said += &format!("{}: {}\n", text(&refused["disk"]), text(&refused["error"]));
+        let at = refused["at"].as_str().map(|at| format!("{at}: ")).unwrap_or_default();
+        said += &format!("{at}{}: {}\n", text(&refused["disk"]), text(&refused["error"]));
     }
     for folder in certificates(answer) {
         let addresses = folder["addresses"].as_array().into_iter().flatten();

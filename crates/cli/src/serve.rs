@@ -4,17 +4,18 @@
 
 use crate::captive;
 use crate::client::plain;
-use crate::failure::Failure;
+use crate::failure::{Failure, tell};
 use crate::fork::{Fork, end_with_parent};
 use crate::images::ImageArgs;
 use crate::log::Log;
-use crate::output::print;
+use crate::output::{OutputFormat, print, print_json};
 use crate::pid_file::PidFile;
 use clap::{Args, Command, Id};
 use mica_daemon::{
     Config, Daemon, DiskConfig, DiskSettings, ProcessSettings, StatsSettings, VolumeSettings,
     check_config, has_inherited_sockets,
 };
+use serde_json::json;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -37,6 +38,11 @@ pub(crate) struct ServeArgs {
     /// All of it; the images are opened for reading.
     #[arg(long, requires = "config")]
     check_config: bool,
+    /// How --check-config prints what it finds: human or json.
+    #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
+    #[arg(requires = "check_config", hide_short_help = true)]
+    #[arg(hide_possible_values = true, hide_default_value = true)]
+    output: OutputFormat,
     /// Take over from the server at --control.
     ///
     /// Its sockets, and its disks once it has closed them. Virtual machines only pause; NBD clients
@@ -90,7 +96,7 @@ fn of_one_disk() -> Vec<Id> {
 
 pub(crate) fn run(args: ServeArgs, log: &Arc<Log>) -> Result<ExitCode, Failure> {
     if let (true, Some(file)) = (args.check_config, &args.config) {
-        return check(file, args.process);
+        return check(file, args.process, args.output);
     }
     if args.exit_with_parent {
         end_with_parent()?;
@@ -115,17 +121,26 @@ pub(crate) fn run(args: ServeArgs, log: &Arc<Log>) -> Result<ExitCode, Failure> 
 }
 
 /// Says all that is wrong with a configuration.
-fn check(file: &Path, process: ProcessSettings) -> Result<ExitCode, Failure> {
-    let mut config = Config::read(file)?;
-    config.process = process.or(config.process);
-    let problems = check_config(&config)?;
-    for problem in &problems {
-        eprintln!("mica: {}: {}", file.display(), plain(&problem.in_one_line()));
+fn check(file: &Path, process: ProcessSettings, output: OutputFormat) -> Result<ExitCode, Failure> {
+    let (problems, disks) = match Config::read_all(file) {
+        Ok(mut config) => {
+            config.process = process.or(config.process);
+            (check_config(&config)?, config.disks.len())
+        }
+        Err(problems) => (problems, 0),
+    };
+    let said: Vec<_> = problems.iter().map(|problem| plain(&problem.in_one_line())).collect();
+    match output {
+        OutputFormat::Json => {
+            let file = file.to_string_lossy();
+            print_json(&json!({ "file": file, "disks": disks, "problems": said }))?;
+        }
+        OutputFormat::Human if said.is_empty() => {
+            print(&format!("{}: {disks} disks, nothing wrong\n", file.display()))?;
+        }
+        OutputFormat::Human => said.iter().for_each(|problem| tell(&format!("mica: {problem}"))),
     }
-    if problems.is_empty() {
-        print(&format!("{}: {} disks, nothing wrong\n", file.display(), config.disks.len()))?;
-    }
-    Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if said.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Serves everything; on failure, nothing.
@@ -167,8 +182,8 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
     config.takeover = args.takeover;
     // This very program, even if its file has been replaced since.
     config.helper = Some(PathBuf::from("/proc/self/exe"));
-    if let Some(file) = &args.config {
-        config.check().map_err(|error| error.wrap(file.display().to_string()))?;
+    if args.config.is_some() {
+        config.check()?;
     }
     Ok(config)
 }

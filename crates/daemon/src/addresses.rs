@@ -105,8 +105,7 @@ impl Addresses {
         let more: Vec<_> = named.iter().filter_map(|held| Address::of(&held.listener)).collect();
         table.places.add(disk.resident(), &more).map_err(|conflict| {
             let shown = format!("the disk {:?}", conflict.with);
-            let what = format!("disk {:?}: {}", disk.name, conflict.describe(&shown));
-            Error::new(ErrorKind::Invalid, what)
+            Error::new(ErrorKind::Invalid, conflict.describe(&shown))
         })?;
         let mut all = Memberships {
             addresses: Arc::clone(self),
@@ -133,7 +132,7 @@ impl Addresses {
                 Err(error) => {
                     // Leaving takes the lock.
                     drop(table);
-                    return Err(error.wrap(format!("disk {:?}", disk.name)));
+                    return Err(error);
                 }
             }
         }

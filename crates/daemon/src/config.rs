@@ -47,6 +47,8 @@ pub struct Config {
     pub takeover: bool,
     /// The file that it was read from.
     pub(crate) file: Option<PathBuf>,
+    /// The same, as it was named.
+    pub(crate) named: Option<PathBuf>,
     /// What that file says of the process: the command line may say otherwise.
     pub(crate) process_in_file: ProcessSettings,
     /// Of the disks, those that somebody added by command to the process that is taken over.
@@ -122,25 +124,60 @@ impl Config {
         Self::parse(file, &text)
     }
 
+    /// The same, with everything that is not understood.
+    ///
+    /// # Errors
+    /// As [`Self::read`]: at least one.
+    pub fn read_all(file: &Path) -> std::result::Result<Self, Vec<Error>> {
+        let text = std::fs::read_to_string(file)
+            .map_err(|error| vec![Error::from_io(file.display().to_string(), error)])?;
+        Self::parse_all(file, &text)
+    }
+
     /// Understands the `text` of a configuration file.
     ///
     /// # Errors
     /// As [`Self::read`].
     pub(crate) fn parse(file: &Path, text: &str) -> Result<Self> {
+        Self::parse_all(file, text).map_err(|errors| {
+            let nothing = || Error::new(ErrorKind::Invalid, file.display().to_string());
+            errors.into_iter().next().unwrap_or_else(nothing)
+        })
+    }
+
+    /// The same, with everything that is not understood.
+    ///
+    /// # Errors
+    /// At least one.
+    pub(crate) fn parse_all(file: &Path, text: &str) -> std::result::Result<Self, Vec<Error>> {
         let named = || file.display().to_string();
-        let mut config = read::config(text).map_err(|error| {
-            // The parser's own message quotes the file on several lines; ours is one line.
-            let read::Misread { disk, error } = error;
-            let at = error.span().map_or(0, |span| read::line(text, span.start));
-            let disk = disk.map(|name| format!("disk {name:?}: ")).unwrap_or_default();
-            let context = format!("{}: line {at}: {disk}{}", named(), error.message());
-            Error::new(ErrorKind::Invalid, context)
+        let mut config = read::config(text).map_err(|misread| {
+            let said = |misread: &read::Misread| {
+                Error::new(ErrorKind::Invalid, format!("{}: {}", named(), misread.said(text)))
+            };
+            misread.iter().map(said).collect::<Vec<_>>()
         })?;
-        let folder = std::path::absolute(file).map_err(|error| Error::from_io(named(), error))?;
+        let folder =
+            std::path::absolute(file).map_err(|error| vec![Error::from_io(named(), error)])?;
         config.resolve(folder.parent().unwrap_or(Path::new("/")));
-        config.file = Some(folder);
+        (config.file, config.named) = (Some(folder), Some(file.to_owned()));
         config.process_in_file = config.process.clone();
         Ok(config)
+    }
+
+    /// The file, and the line at which the table of a disk begins there, if it is from a file.
+    pub(crate) fn line(&self, index: usize) -> Option<String> {
+        let file = self.named.as_deref()?.display();
+        self.lines.get(index).map(|line| format!("{file}: line {line}"))
+    }
+
+    /// A disk as messages name it: with file and line, if it is from a file.
+    pub fn place(&self, index: usize) -> String {
+        let name = self.disks.get(index).map_or("", |disk| &disk.name);
+        match self.line(index) {
+            Some(line) => format!("{line}: disk {name:?}"),
+            None => format!("disk {name:?}"),
+        }
     }
 
     /// Takes over what was done by command in another process.
@@ -225,7 +262,10 @@ impl Config {
     /// may be served at sockets that their settings do not name.
     pub(crate) fn problems(&self, has_sockets: bool) -> Vec<Error> {
         let mut all = Vec::new();
-        let mut invalid = |what: &str| all.push(Error::new(ErrorKind::Invalid, what));
+        let file = self.named.as_ref().map(|file| format!("{}: ", file.display()));
+        let file = file.unwrap_or_default();
+        let mut invalid =
+            |what: &str| all.push(Error::new(ErrorKind::Invalid, format!("{file}{what}")));
         if self.disks.is_empty() && self.process.control.is_none() {
             invalid("no disk to serve, and no control socket to add one");
         }
@@ -233,15 +273,11 @@ impl Config {
             invalid("stats-file covers a single disk; use `mica ctl stats`");
         }
         let (mut names, mut places) = (BTreeMap::new(), Places::default());
-        let line = |index: usize| self.lines.get(index).map(|line| format!("line {line}"));
         for (index, disk) in self.disks.iter().enumerate() {
             let name = &disk.name;
             let mut invalid = |what: String| {
-                let what = match line(index) {
-                    Some(line) => format!("{line}: disk {name:?}: {what}"),
-                    None => format!("disk {name:?}: {what}"),
-                };
-                all.push(Error::new(ErrorKind::Invalid, what));
+                let place = self.place(index);
+                all.push(Error::new(ErrorKind::Invalid, format!("{place}: {what}")));
             };
             disk.problem(has_sockets).into_iter().for_each(&mut invalid);
             if disk.volume.is_in_pool() && self.process.sandbox() != SandboxMode::Off {
@@ -260,8 +296,8 @@ impl Config {
             names.insert(name, index);
             if let Err(conflict) = places.add(disk.resident(), &[]) {
                 let with = format!("the disk {:?}", conflict.with);
-                let other = names.get(&conflict.with).and_then(|index| line(*index));
-                let shown = other.map_or(with.clone(), |line| format!("{with} ({line})"));
+                let other = names.get(&conflict.with).and_then(|index| self.lines.get(*index));
+                let shown = other.map_or(with.clone(), |line| format!("{with} (line {line})"));
                 invalid(conflict.describe(&shown));
             }
         }
@@ -316,7 +352,8 @@ impl DiskConfig {
     /// `Invalid` with what is not understood.
     pub fn from_table(table: &Map<String, Value>) -> Result<Self> {
         read::disk::<serde_json::Error>(&Value::Object(table.clone())).map_err(|error| {
-            Error::new(ErrorKind::Invalid, format!("the table of a disk: {error}"))
+            let what = read::in_plain_words(&error.to_string());
+            Error::new(ErrorKind::Invalid, format!("the table of a disk: {what}"))
         })
     }
 

@@ -154,7 +154,7 @@ pub(crate) struct Told {
     pub(crate) done: u64,
     pub(crate) total: u64,
     pub(crate) copied_bytes: u64,
-    /// Bytes of the disk in a second, on average.
+    /// Bytes that are copied in a second, on average.
     rate: u64,
     elapsed_ms: u64,
     /// Until the end, as far as can be told.
@@ -335,7 +335,7 @@ impl Job {
         let resting = state.paused + state.paused_since.map_or(Duration::ZERO, |at| at.elapsed());
         let worked = until.duration_since(self.began).saturating_sub(resting);
         let worked_ms = u64::try_from(worked.as_millis()).unwrap_or(u64::MAX).max(1);
-        let rate = u128::from(done) * 1000 / u128::from(worked_ms);
+        let rate = u128::from(copied) * 1000 / u128::from(worked_ms);
         let estimate_ms = match state.end {
             None => estimate_ms(state.progress, worked_ms),
             Some(_) => None,

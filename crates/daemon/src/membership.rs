@@ -8,9 +8,12 @@
 //!   the process, too.
 //! - I3 A configuration that is not understood changes nothing, and one that is never touches a
 //!   disk that somebody else has added. Certificates that cannot be used change nothing, either.
+//! - I4 A disk that the configuration names is in the set, whether it can be served or not: as at
+//!   the start of the process, it is `failed` until it can. Except if another disk is in its place.
+//! - I5 The settings of a disk change only while it is closed.
 
 use crate::certificates::{self, Renewed};
-use crate::config::{Config, DiskConfig, GoneDisk, GoneDisks};
+use crate::config::{Config, DiskConfig, GoneDisk, GoneDisks, LeftClosed};
 use crate::served::{Served, Source};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
@@ -20,6 +23,7 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
@@ -31,36 +35,51 @@ impl Shared {
     /// # Errors
     /// Whatever prevents it from being served: then it is not added.
     pub(crate) fn add(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
+        self.check_addable(&disk, false)?;
         let served = self.admit(disk, source)?;
-        let prepared = served.prepare(Duration::ZERO).and_then(|()| match self.is_stopping() {
-            true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
-            false => Ok(()),
-        });
-        if let Err(error) = prepared {
-            // Nobody has used it, and the first failure is the one to report.
-            let _ = served.remove();
-            self.disks.remove(&served);
-            return Err(error);
+        self.begin(&served).inspect_err(|_| self.discard(&served))?;
+        Ok(served)
+    }
+
+    /// Adds a disk of the configuration and serves it. If that fails, it is one of the disks all
+    /// the same (I4).
+    fn add_configured(&self, disk: DiskConfig) -> Result<()> {
+        let addable = self.check_addable(&disk, false);
+        let served = self.admit(disk, Source::Configuration)?;
+        let begun = match addable {
+            Ok(()) => self.begin(&served),
+            Err(error) => {
+                served.fail(error.clone());
+                Err(error)
+            }
+        };
+        begun.inspect_err(|_| match self.is_stopping() {
+            true => self.discard(&served),
+            false => served.give_up_sockets(),
+        })
+    }
+
+    /// Opens a new disk and serves it.
+    fn begin(&self, served: &Arc<Served>) -> Result<()> {
+        served.prepare(Duration::ZERO).map_err(|error| self.explained(served, error))?;
+        if self.is_stopping() {
+            return Err(Error::new(ErrorKind::Denied, "the server is stopping"));
         }
         served.start();
-        Self::own_sockets(&served);
+        Self::own_sockets(served);
         served.announce();
-        Ok(served)
+        Ok(())
+    }
+
+    /// Forgets a disk that nobody has used.
+    fn discard(&self, served: &Arc<Served>) {
+        // The first failure is the one to report.
+        let _ = served.remove();
+        self.disks.remove(served);
     }
 
     /// Makes a disk one of the set, which is not open yet.
     fn admit(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
-        let invalid =
-            |what: String| Error::new(ErrorKind::Invalid, format!("disk {:?}: {what}", disk.name));
-        if let Some(what) = disk.problem(false) {
-            return Err(invalid(what));
-        }
-        if disk.settings.ephemeral {
-            // The folder of its overlay would have to be made outside of the sandbox.
-            let what = "ephemeral is for disks that a server begins with: leave it out";
-            return Err(invalid(what.to_owned()));
-        }
-        self.check_sandbox(&disk)?;
         // What else is wrong with a second one of this name matters less.
         self.disks.check_name(&disk.name)?;
         // Another disk would wait for its writes.
@@ -71,10 +90,41 @@ impl Shared {
         Ok(served)
     }
 
-    /// Refuses a disk that the sandbox would not let be served whole: with its redo log, for one.
-    fn check_sandbox(&self, disk: &DiskConfig) -> Result<()> {
-        let Some(granted) = &self.granted else { return Ok(()) };
-        granted.check(disk).map_err(|error| error.wrap(format!("disk {:?}", disk.name)))
+    /// Refuses a disk that this process cannot serve, or not whole: with its redo log, for one.
+    fn check_addable(&self, disk: &DiskConfig, has_sockets: bool) -> Result<()> {
+        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        if let Some(what) = disk.problem(has_sockets) {
+            return invalid(what);
+        }
+        if disk.settings.ephemeral && disk.settings.overlay_folder.is_none() {
+            // The folder of its overlay would have to be made outside of the sandbox.
+            let what = "ephemeral is for disks that a server begins with: leave it out";
+            return invalid(what.to_owned());
+        }
+        self.granted.as_ref().map_or(Ok(()), |granted| granted.check(disk))
+    }
+
+    /// What keeps `served` from being opened, with the disk of this process that has its image: the
+    /// system only knows that this process has it.
+    pub(crate) fn explained(&self, served: &Served, error: Error) -> Error {
+        let said = error.in_one_line();
+        if error.kind() != ErrorKind::Denied || !said.contains(HELD) {
+            return error;
+        }
+        let file = |path: &Path| path.metadata().ok().map(|found| (found.dev(), found.ino()));
+        let own = served.image();
+        let has_it = |other: &Arc<Served>| {
+            let image = other.image();
+            let is_same = file(&own).is_some_and(|own| file(&image) == Some(own));
+            let writes = other.is_open() && other.image_figures().is_writable;
+            let is_named = || said.contains(&*image.to_string_lossy());
+            other.name != served.name && writes && (is_same || is_named())
+        };
+        let Some(other) = self.disks.all().into_iter().find(has_it) else { return error };
+        let what = format!("the disk {:?} of this server writes it", other.name);
+        let error = Error::new(ErrorKind::Denied, format!("{}: {what}", other.image().display()));
+        served.set_failure(&error);
+        error
     }
 
     /// Stops serving a disk and forgets it. The caller holds [`Self::hold`].
@@ -108,9 +158,11 @@ impl Shared {
     /// # Errors
     /// Whatever prevents that; `Denied` if it is served.
     pub(crate) fn undrain(&self, served: &Served) -> Result<()> {
+        let has_sockets = served.doors().device().is_some() || !served.doors().seats().is_empty();
         // Its folder of redo logs may be another by now than the sandbox was made for.
-        self.check_sandbox(&served.config())?;
-        served.undrain(&|| self.is_stopping())?;
+        self.check_addable(&served.config(), has_sockets)?;
+        let undrained = served.undrain(&|| self.is_stopping());
+        undrained.map_err(|error| self.explained(served, error))?;
         Self::own_sockets(served);
         served.announce();
         Ok(())
@@ -191,10 +243,7 @@ impl Shared {
         }
         let config = Config::parse(file, &text)?;
         // A disk that is new is checked for a place of its own when it is added.
-        if let Some(error) = config.problems(true).into_iter().next() {
-            return Err(error.wrap(file.display().to_string()));
-        }
-        Ok(config)
+        config.problems(true).into_iter().next().map_or(Ok(config), Err)
     }
 
     /// Adds and removes disks, so that they are those of `config`.
@@ -214,10 +263,11 @@ impl Shared {
             }
             match self.forget(&served) {
                 Ok(()) => outcome.removed.push(served.name.clone()),
-                Err(error) => outcome.refuse(&served.name, &error),
+                Err(error) => outcome.refuse(&served.name, None, &error),
             }
         }
-        for disk in config.disks {
+        let places: Vec<_> = (0..config.disks.len()).map(|index| config.line(index)).collect();
+        for (disk, at) in config.disks.into_iter().zip(places) {
             let name = disk.name.clone();
             match self.apply(disk, &gone) {
                 Ok(Applied::Added) => outcome.added.push(name),
@@ -225,8 +275,12 @@ impl Shared {
                     "disk {name:?} has the image of {before:?}, which was drained: it stays drained \
                      until `mica ctl undrain {name}`"
                 )),
+                Ok(Applied::ChangedClosed) => outcome.notes.push(format!(
+                    "disk {name:?} has new settings, and stays drained until \
+                     `mica ctl undrain {name}`"
+                )),
                 Ok(Applied::Unchanged) => outcome.unchanged += 1,
-                Err(error) => outcome.refuse(&name, &error),
+                Err(error) => outcome.refuse(&name, at, &error),
             }
         }
     }
@@ -240,9 +294,12 @@ impl Shared {
             return Ok(Applied::LeftClosed { before: gone.name.clone() });
         }
         let Some(served) = known else {
-            return self.add(disk, Source::Configuration).map(|_| Applied::Added);
+            return self.add_configured(disk).map(|()| Applied::Added);
         };
         let differences = disk.differences(&served.config())?;
+        if !differences.is_empty() && (served.is_drained() || served.could_not_be_served()) {
+            return self.replace(&served, disk);
+        }
         if !differences.is_empty() {
             let what = format!(
                 "it is served with other settings ({}): remove it, then reload",
@@ -257,6 +314,25 @@ impl Shared {
         Ok(Applied::Unchanged)
     }
 
+    /// Puts `disk` in the place of one of its name that is closed (I5). One that was drained stays
+    /// so.
+    fn replace(&self, closed: &Arc<Served>, disk: DiskConfig) -> Result<Applied> {
+        let is_same_image = disk.image == closed.config().image;
+        let left = closed.is_drained().then(|| match is_same_image {
+            true => closed.left_closed(),
+            false => LeftClosed::default(),
+        });
+        // What it has lost is reported at the end.
+        let _ = self.forget(closed);
+        match left {
+            None => self.add_configured(disk).map(|()| Applied::Added),
+            Some(left) => {
+                self.admit(disk, Source::Configuration)?.leave_closed(left);
+                Ok(Applied::ChangedClosed)
+            }
+        }
+    }
+
     /// What a running process cannot change of itself is said.
     fn note_process_settings(&self, config: &Config, outcome: &mut Reloaded) {
         if config.process != self.process {
@@ -267,12 +343,16 @@ impl Shared {
     }
 }
 
+/// How the system says that somebody has an image.
+const HELD: &str = "another process";
 /// Longest configuration file, in bytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
 
 enum Applied {
     Added,
     Unchanged,
+    /// It has other settings, and stays drained.
+    ChangedClosed,
     /// It stays closed, as the disk of its image was `before`.
     LeftClosed {
         before: String,
@@ -297,12 +377,15 @@ pub(crate) struct Reloaded {
 #[derive(Serialize, Debug)]
 pub(crate) struct Refused {
     pub(crate) disk: String,
+    /// Where the configuration names it: file and line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) at: Option<String>,
     pub(crate) error: String,
 }
 
 impl Reloaded {
-    fn refuse(&mut self, disk: &str, error: &Error) {
-        self.refused.push(Refused { disk: disk.to_owned(), error: error.in_one_line() });
+    fn refuse(&mut self, disk: &str, at: Option<String>, error: &Error) {
+        self.refused.push(Refused { disk: disk.to_owned(), at, error: error.in_one_line() });
     }
 
     /// Logs it.
@@ -311,8 +394,9 @@ impl Reloaded {
         if self.is_config_read {
             tracing::info!("the configuration was read again: {}", self.changes());
         }
-        for Refused { disk, error } in refused {
-            tracing::error!("disk {disk:?}: {error}");
+        for Refused { disk, at, error } in refused {
+            let at = at.as_ref().map(|at| format!("{at}: ")).unwrap_or_default();
+            tracing::error!("{at}disk {disk:?}: {error}");
         }
         for Renewed { folder, addresses, error } in certificates {
             let at = addresses.join(", ");

@@ -257,6 +257,19 @@ impl Served {
         *self.lock() = State::ended(End::Closed(outcome));
     }
 
+    /// Leaves a new disk closed, because it cannot be served for this reason.
+    pub(crate) fn fail(&self, error: Error) {
+        self.doors.close(FAILED);
+        *self.lock() = State::ended(End::NotServed(error));
+    }
+
+    /// Says better why it could not be served, if that is how it ended.
+    pub(crate) fn set_failure(&self, better: &Error) {
+        if let State::Ended(_, End::NotServed(error)) = &mut *self.lock() {
+            *error = better.clone();
+        }
+    }
+
     /// Stops it for good: it cannot be opened again.
     ///
     /// # Errors

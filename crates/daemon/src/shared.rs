@@ -43,6 +43,8 @@ pub(crate) struct Surroundings {
 /// A disk that is about to be opened.
 struct Opening {
     served: Arc<Served>,
+    /// How messages name it.
+    place: String,
     /// Whether the process ends if it cannot be served.
     is_required: bool,
 }
@@ -132,9 +134,12 @@ impl Shared {
     ) -> Result<Sockets> {
         let is_alone = config.disks.len() == 1;
         let mut disks = Vec::new();
-        for disk in std::mem::take(&mut config.disks) {
+        let is_from_file = config.named.is_some();
+        let places: Vec<_> = (0..config.disks.len()).map(|index| config.place(index)).collect();
+        for (disk, place) in std::mem::take(&mut config.disks).into_iter().zip(places) {
             let name = disk.name.clone();
-            let served = Arc::new(Served::new(disk, &mut inherited, &self.resources)?);
+            let served = Served::new(disk, &mut inherited, &self.resources);
+            let served = Arc::new(served.map_err(|error| error.wrap(place.clone()))?);
             if config.added.contains(&name) {
                 served.set_source(Source::Command);
             }
@@ -144,11 +149,11 @@ impl Shared {
                     tracing::warn!("disk {name:?} stays closed, as the other process left it");
                     served.leave_closed(left);
                 }
-                None => disks.push(Opening { served, is_required: false }),
+                None => disks.push(Opening { served, place, is_required: false }),
             }
         }
         let tells_served = !config.served.is_empty();
-        for Opening { served, is_required } in &mut disks {
+        for Opening { served, is_required, .. } in &mut disks {
             // The other process served it, and can go on.
             let was_served =
                 config.served.contains(&served.name) || served.doors().has_inherited(tells_served);
@@ -161,16 +166,17 @@ impl Shared {
         *self.control_sockets() =
             ControlSockets::take(control.as_deref(), *metrics, *metrics_public, &mut inherited)?;
         let mut failures = Vec::new();
-        for (Opening { served, is_required }, opened) in
+        for (Opening { served, place, is_required }, opened) in
             disks.iter().zip(self.open_all(&disks, patience, begin))
         {
             // What was not tried is no reason: that is the end of the process, or another disk.
             let Some(Err(error)) = opened else { continue };
+            let error = self.explained(served, error);
             match is_required {
-                true if is_alone => return Err(error),
-                true => return Err(error.wrap(format!("disk {:?}", served.name))),
+                true if is_alone && !is_from_file => return Err(error),
+                true => return Err(error.wrap(place.clone())),
                 false => {
-                    failures.push(error.wrap(format!("disk {:?}", served.name)));
+                    failures.push(error.wrap(place.clone()));
                     served.give_up_sockets();
                 }
             }
@@ -192,7 +198,7 @@ impl Shared {
         begin: Begin,
     ) -> Vec<Option<Result<()>>> {
         let is_given_up = AtomicBool::new(false);
-        open_each(disks, |Opening { served, is_required }| {
+        open_each(disks, |Opening { served, is_required, .. }| {
             if self.is_stopping() || is_given_up.load(Ordering::Relaxed) {
                 return None;
             }

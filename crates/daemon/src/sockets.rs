@@ -13,7 +13,7 @@ use crate::places::socket_addresses;
 use crate::settings::DiskSettings;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::{Listener, SocketUsers};
+use mica_serve::{ANOTHER_LISTENS, Listener, SocketUsers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::Permissions;
 use std::net::SocketAddr;
@@ -98,6 +98,12 @@ impl Sockets {
     /// # Errors
     /// As [`Listener::clear_place`].
     pub(crate) fn clear_places(&self, config: &Config) -> Result<()> {
+        // A server that has this has the others, too, and this says what to do about it.
+        config
+            .process
+            .control
+            .iter()
+            .try_for_each(|path| self.clear_place(path).map_err(|error| with_cure(path, error)))?;
         let of_disk = |disk: &DiskConfig| {
             let DiskSettings { nbd, vhost_user, .. } = &disk.settings;
             let nbd = nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
@@ -112,7 +118,6 @@ impl Sockets {
                 cleared => cleared?,
             }
         }
-        config.process.control.iter().try_for_each(|path| self.clear_place(path))?;
         let Some(control) = &config.process.control else { return Ok(()) };
         match Address::unix(control).and_then(|address| self.by_address.get(&address)) {
             None => Ok(()),
@@ -211,7 +216,8 @@ impl ControlSockets {
     ) -> Result<Self> {
         let mut sockets = Self::default();
         if let Some(path) = control {
-            sockets.control = Some(inherited.unix(CONTROL.to_owned(), path, SocketUsers::Own)?);
+            let held = inherited.unix(CONTROL.to_owned(), path, SocketUsers::Own);
+            sockets.control = Some(held.map_err(|error| with_cure(path, error))?);
         }
         if let Some(address) = metrics {
             check_metrics(address, metrics_public)?;
@@ -236,7 +242,21 @@ impl ControlSockets {
     }
 }
 
-fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> {
+/// The error of listening at the control socket `path`, with what to do if a server has it.
+fn with_cure(path: &Path, error: Error) -> Error {
+    if !error.to_string().ends_with(ANOTHER_LISTENS) {
+        return error;
+    }
+    let what = format!(
+        "{error}: change what it serves with `mica ctl --control {}`, or put this server in its \
+         place with --takeover",
+        path.display()
+    );
+    Error::new(error.kind(), what)
+}
+
+/// Refuses to show the figures beyond the loopback, unless that is permitted.
+pub(crate) fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> {
     let context = || format!("--metrics {address}");
     if !is_public && !address.ip().to_canonical().is_loopback() {
         let what = "metrics are served only on loopback addresses without --metrics-public";

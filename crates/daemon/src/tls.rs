@@ -77,6 +77,15 @@ impl<'a> Security<'a> {
         Ok(Held { listener, ..held })
     }
 
+    /// Checks whether NBD clients could be let in at `place`, as [`Self::listen`] does.
+    ///
+    /// # Errors
+    /// If they could not be.
+    pub(crate) fn check(&self, place: &str, open: OpenFile<'_>) -> Result<()> {
+        let tls = self.tls(open)?;
+        self.address(place, tls.is_some()).map(drop)
+    }
+
     fn tls(&self, open: OpenFile<'_>) -> Result<Option<Tls>> {
         let clients = match self.verify_peer {
             VerifyPeer::On => Clients::Verified,

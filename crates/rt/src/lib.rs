@@ -12,6 +12,7 @@ mod backend;
 mod buf;
 mod clock;
 mod core;
+pub mod descriptors;
 mod doorbell;
 mod executor;
 mod file;

@@ -1,6 +1,7 @@
 //! Stream sockets, and their stand-in in memory for tests and the simulator.
 
 use crate::buf::Buf;
+use crate::descriptors;
 use crate::op::OpKind;
 use crate::send::SendParts;
 use crate::socket::Socket;
@@ -25,13 +26,13 @@ impl Socket {
         RawOp::start(OpKind::Readable { socket: Arc::clone(self) }).outcome().await
     }
 
-    /// Accepts one connection from a listening socket.
+    /// Accepts one connection from a listening socket. Holders of descriptors give way for it.
     ///
     /// # Errors
     /// Any error of the system; connections that were aborted in the meantime are skipped.
     pub async fn accept(self: &Arc<Self>) -> io::Result<Self> {
         loop {
-            match rustix::net::accept_with(self.as_fd(), rustix::net::SocketFlags::CLOEXEC) {
+            match descriptors::accept(self.as_fd()) {
                 Ok(fd) => return Self::new(fd),
                 Err(rustix::io::Errno::AGAIN) => self.readable().await?,
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => {}

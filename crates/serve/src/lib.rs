@@ -12,6 +12,7 @@ mod limit;
 mod listener;
 pub mod nbd;
 mod prepared;
+mod scarce;
 mod sectors;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
@@ -25,8 +26,11 @@ mod workers;
 pub use discard::Discard;
 pub use latency::{Latencies, Latency};
 pub use limit::{Limiter, Rates};
-pub use listener::{Listener, SocketUsers, find_dead_sockets_with};
+pub use listener::{
+    ANOTHER_LISTENS, Listener, SocketUsers, check_socket_place, find_dead_sockets_with,
+};
 pub use prepared::Prepared;
+pub use scarce::warn_of_lack;
 pub use throttled::Throttled;
 pub use tls::{CERTIFICATE_FILES, CertificateSource, Clients, OpenFile, Tls, TlsPolicy};
 pub use workers::Workers;

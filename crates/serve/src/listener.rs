@@ -361,8 +361,39 @@ fn listening_on(path: &Path) -> String {
     format!("listening on {}", path.display())
 }
 
+/// What is said of the socket of a living server.
+pub const ANOTHER_LISTENS: &str = "another server listens there";
+
+/// Checks that a server can have its socket at `path`, as far as that is known without connecting to
+/// what is there: it may be the server's own.
+///
+/// # Errors
+/// `NotFound` if there is no folder for it; `Denied` if something that is not a socket is there;
+/// `Invalid` if the name is too long.
+pub fn check_socket_place(path: &Path) -> Result<()> {
+    let failed = |error| Error::from_io(listening_on(path), error);
+    if path.as_os_str().len() > NAME_BYTES_MAX {
+        return Err(failed(Errno::NAMETOOLONG.into()));
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    match folder.metadata() {
+        Ok(found) if found.is_dir() => {}
+        Ok(_) => return Err(failed(Errno::NOTDIR.into())),
+        Err(error) => {
+            let folder = folder.display();
+            let what = format!("{}: looking for the folder {folder}", listening_on(path));
+            return Err(Error::from_io(what, error));
+        }
+    }
+    match path.symlink_metadata() {
+        Ok(there) if !there.file_type().is_socket() => Err(failed(Errno::EXIST.into())),
+        _ => Ok(()),
+    }
+}
+
 fn is_taken(path: &Path) -> Error {
-    let what = format!("{}: another server listens there", listening_on(path));
+    let what = format!("{}: {ANOTHER_LISTENS}", listening_on(path));
     Error::new(ErrorKind::Denied, what)
 }
 

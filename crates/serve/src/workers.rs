@@ -28,15 +28,24 @@ pub struct Workers {
 }
 
 impl Workers {
+    /// Whether a process may have `count` of them.
+    ///
+    /// # Errors
+    /// `Invalid` for none or too many.
+    pub fn check_count(count: usize) -> Result<()> {
+        if (1..=WORKERS_MAX).contains(&count) {
+            return Ok(());
+        }
+        let context = format!("queues {count}: a server has 1 to {WORKERS_MAX} worker threads");
+        Err(Error::new(ErrorKind::Invalid, context))
+    }
+
     /// Starts `count` of them.
     ///
     /// # Errors
     /// `Invalid` for none or too many; else any error of the backend or the system.
     pub fn start(count: usize, backend: Backend) -> Result<Arc<Self>> {
-        if !(1..=WORKERS_MAX).contains(&count) {
-            let context = format!("queues {count}: a server has 1 to {WORKERS_MAX} worker threads");
-            return Err(Error::new(ErrorKind::Invalid, context));
-        }
+        Self::check_count(count)?;
         let (stop, pool) = (Arc::default(), Pool::new(POOL_BYTES));
         let mut workers = Self {
             handles: Vec::new(),

@@ -43,6 +43,7 @@ use crate::located::Located;
 use handle::OpenFailure;
 use known::Known;
 use mica_block::{Error, Result};
+use mica_rt::descriptors::{Holder, add_holder};
 use mica_rt::{Access, File};
 use reopened::Proving;
 use ring::Ring;
@@ -53,7 +54,7 @@ use slot::Slot;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// A bounded cache of open descriptors, shared by all stores of a process.
 pub struct Handles {
@@ -98,10 +99,15 @@ impl Handles {
         })
     }
 
-    /// A cache of all descriptors that the process may open, except `reserve` that are left for
-    /// sockets, rings and everything else.
+    /// A cache of all descriptors that the process may open, except those that are left for
+    /// sockets, rings and everything else: at least `reserve`, and a quarter of all. Connections
+    /// that find no room all the same take some of it.
     pub fn for_process(reserve: usize) -> Arc<Self> {
-        Self::new(open_files_limit().saturating_sub(reserve))
+        let limit = open_files_limit();
+        let handles = Self::new(limit.saturating_sub(reserve.max(limit / 4)));
+        let holder: Weak<dyn Holder> = Arc::<Self>::downgrade(&handles);
+        add_holder(holder, limit);
+        handles
     }
 
     /// Sets whether executors may make small writes by themselves, where that is faster. If such a
@@ -165,7 +171,7 @@ impl Handles {
         loop {
             match located.open_reader(access) {
                 Ok(file) => return Ok(file),
-                Err(Errno::MFILE | Errno::NFILE) if self.give_way() => {}
+                Err(Errno::MFILE | Errno::NFILE) if self.close_idle() => {}
                 Err(Errno::INVAL) if access == Access::Direct => {
                     return Err(no_direct(located.path()));
                 }
@@ -185,14 +191,14 @@ impl Handles {
         };
         loop {
             match located.open_writable(access) {
-                Err(error) if is_lack(&error) && self.give_way() => {}
+                Err(error) if is_lack(&error) && self.close_idle() => {}
                 opened => return opened,
             }
         }
     }
 
     /// Closes one descriptor that nobody uses; false if there is none.
-    fn give_way(&self) -> bool {
+    fn close_idle(&self) -> bool {
         let mut ring = self.ring();
         let idle = ring.find_idle(None);
         idle.map(|position| ring.remove_at(position)).is_some()
@@ -263,6 +269,12 @@ impl Handles {
 
     fn ring(&self) -> MutexGuard<'_, Ring> {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Holder for Handles {
+    fn give_way(&self, count: usize) -> usize {
+        (0..count).take_while(|_| self.close_idle()).count()
     }
 }
 

@@ -8,6 +8,8 @@ use mica_rt::{Backend, Executor};
 use mica_store::{CacheMode, FileStore, Handles, Located, raise_open_files_limit};
 use mica_units::HostOffset;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::sync::Arc;
 
 const LAYERS: u16 = 1000;
@@ -19,6 +21,21 @@ async fn read_all(stores: &[Arc<FileStore>]) {
         assert_eq!(*buf, number.to_le_bytes());
     };
     mica_rt::join_all((0..LAYERS).map(read)).await;
+}
+
+/// The story: idle layers and the rest of the process took all descriptors, and nobody could
+/// connect, though any of the layers could have been opened again.
+fn connections_find_room(handles: &Handles, file: &Path) {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let clients: Vec<_> = (0..20).map(|_| UnixStream::connect(&socket).unwrap()).collect();
+    let others: Vec<_> =
+        std::iter::repeat_with(|| std::fs::File::open(file)).map_while(Result::ok).collect();
+    let accepted: Vec<_> =
+        clients.iter().map(|_| mica_rt::descriptors::accept(&listener).unwrap()).collect();
+    assert!(handles.open_count() <= 192 - 64, "room for what comes with a connection");
+    drop((accepted, others));
 }
 
 #[test]
@@ -51,6 +68,8 @@ fn thousand_layers_are_read_at_once_under_256_descriptors() {
             sockets.truncate(sockets.len() - 2);
             executor.block_on(read_all(&stores));
             drop(sockets);
+            executor.block_on(read_all(&stores));
+            connections_find_room(&handles, &path(0));
             executor.block_on(read_all(&stores));
         }
     }

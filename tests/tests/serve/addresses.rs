@@ -295,7 +295,7 @@ fn what_cannot_share_an_address_is_refused_with_both_disks() {
         assert!(said.contains(part), "{part}: {said}");
     }
     more("tls-certificates = \"pki\"\n");
-    let said = check().refusal();
+    let said = check().stderr;
     for part in ["line 7: disk \"b\"", "the disk \"a\" (line 2)", "settings of TLS"] {
         assert!(said.contains(part), "{part}: {said}");
     }

@@ -13,6 +13,7 @@ mod life;
 mod locks;
 mod many;
 mod membership;
+mod mistakes;
 mod monitoring;
 mod parts;
 mod renewal;

@@ -109,20 +109,22 @@ fn descriptors_of(process: u32) -> usize {
     fs::read_dir(format!("/proc/{process}/fd")).map_or(0, Iterator::count)
 }
 
+/// Makes a chain of so many layers in a folder, and returns the name of the last.
+fn chain(folder: &Path, layers: usize) -> String {
+    let (layers, text) = (layers.to_string(), folder.display().to_string());
+    let chain = ["gen", "chain", "-n", &layers, "-s", "1M", "-c", "4k", "--fill", "0.5", &text];
+    mica::run(chain).ok();
+    let entries = fs::read_dir(folder).expect("there");
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    names.filter(|name| name.ends_with(".qcow2")).max().expect("layers")
+}
+
 /// The story: each clone had a descriptor for each of its layers and sidecars.
 #[test]
 fn two_hundred_disks_of_300_layers_on_40_bases_are_served_under_4096_open_files() {
     let mut world = World::new();
     let first = world.at("base0");
-    let (layers, text) = ((LAYERS - 1).to_string(), first.display().to_string());
-    let chain = ["gen", "chain", "-n", &layers, "-s", "1M", "-c", "4k", "--fill", "0.5", &text];
-    mica::run(chain).ok();
-    let manifest = fs::read_dir(&first).expect("there");
-    let mut names: Vec<_> =
-        manifest.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-    names.retain(|name| name.ends_with(".qcow2"));
-    names.sort_unstable();
-    let top = names.last().expect("layers").clone();
+    let top = chain(&first, LAYERS - 1);
     for base in 1..BASES {
         copy_folder(&first, &world.at(&format!("base{base}")));
     }
@@ -165,6 +167,22 @@ fn two_hundred_disks_of_300_layers_on_40_bases_are_served_under_4096_open_files(
     let refused = world.ctl(&["add", &image, "--nbd", &socket]).refusal();
     assert!(refused.contains("allows nobody to write it"), "{refused}");
     drop(clients);
+}
+
+/// The story: the idle layers of one chain took all descriptors, and neither clients nor `mica ctl`
+/// were let in.
+#[test]
+fn idle_layers_make_room_for_clients_and_for_control() {
+    let mut world = World::new();
+    let top = chain(&world.at("chain"), LAYERS);
+    world.add("a", &format!("image = \"chain/{top}\"\nnbd = [\"a.sock\"]\n"));
+    let server = world.serve(400, "a.sock");
+    world.connect("a.sock").read_all().expect("read");
+    let clients: Vec<_> = (0..200).map(|_| world.connect("a.sock")).collect();
+    assert!(descriptors_of(server.0.id()) > clients.len());
+    world.ctl(&["status"]).ok();
+    let log = world.log();
+    assert!(!log.contains("WARN") && !log.contains("ERROR"), "{log}");
 }
 
 #[test]

@@ -15,10 +15,10 @@ use tempfile::TempDir;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A folder with images a.qcow2, b.qcow2 and c.qcow2, and a configuration.
-struct World(TempDir);
+pub(crate) struct World(TempDir);
 
 impl World {
-    fn new() -> Option<Self> {
+    pub(crate) fn new() -> Option<Self> {
         if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
             return None;
         }
@@ -30,22 +30,22 @@ impl World {
         Some(world)
     }
 
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub(crate) fn at(&self, name: &str) -> PathBuf {
         self.path().join(name)
     }
 
     /// Writes the configuration: disks of the images of these names.
-    fn configure(&self, names: &[&str]) {
+    pub(crate) fn configure(&self, names: &[&str]) {
         let disks: String = names.iter().map(|name| table(name)).collect();
         fs::write(self.at("mica.toml"), format!("control = \"control\"\n{disks}"))
             .expect("written");
     }
 
-    fn serve(&self, options: &[&str]) -> Process {
+    pub(crate) fn serve(&self, options: &[&str]) -> Process {
         let config = self.at("mica.toml").display().to_string();
         let options = [&["--config", &config], options].concat();
         let process = Process::start(self.path(), "log", &options);
@@ -56,12 +56,12 @@ impl World {
     }
 
     /// `mica ctl VERB…`
-    fn ctl(&self, verb: &[&str]) -> Finished {
+    pub(crate) fn ctl(&self, verb: &[&str]) -> Finished {
         let control = self.at("control").display().to_string();
         mica::run(["ctl"].iter().chain(verb).copied().chain(["--control", &control]))
     }
 
-    fn json(&self, verb: &[&str]) -> Value {
+    pub(crate) fn json(&self, verb: &[&str]) -> Value {
         self.ctl(&[verb, &["--output", "json"]].concat()).json()
     }
 
@@ -79,20 +79,20 @@ impl World {
         disks.iter().map(|disk| (text(&disk["name"]), text(&disk["state"]))).collect()
     }
 
-    fn is(&self, wanted: &[(&str, &str)]) {
+    pub(crate) fn is(&self, wanted: &[(&str, &str)]) {
         let states = self.states();
         let states: Vec<_> = states.iter().map(|(name, state)| (&**name, &**state)).collect();
         assert_eq!(states, wanted);
     }
 
     /// The length of a disk, as a client sees it.
-    fn len(&self, name: &str) -> u64 {
+    pub(crate) fn len(&self, name: &str) -> u64 {
         let socket = self.at(&format!("{name}.sock"));
         nbd::Connection::open(&socket, "", &nbd::Wish::default()).expect("served").len
     }
 }
 
-fn table(name: &str) -> String {
+pub(crate) fn table(name: &str) -> String {
     format!("[[disk]]\nname = \"{name}\"\nimage = \"{name}.qcow2\"\nnbd = [\"{name}.sock\"]\n")
 }
 
@@ -108,7 +108,7 @@ fn disks_are_added_removed_drained_and_undrained_while_others_are_served() {
     let same_name = world.add("c", &[]).refusal();
     assert!(same_name.contains("there is a disk named \"c\" already"), "{same_name}");
     let same_image = world.add("a", &["--name", "d"]).refusal();
-    assert!(same_image.contains("another process holds the image"), "{same_image}");
+    assert!(same_image.contains("the disk \"a\" of this server writes it"), "{same_image}");
     let socket = world.at("e.sock").display().to_string();
     let image = world.at("missing.qcow2").display().to_string();
     let missing = world.ctl(&["add", &image, "--nbd", &socket]).refusal();

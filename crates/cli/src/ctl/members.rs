@@ -5,7 +5,7 @@ use crate::client::{Client, disk_path};
 use crate::failure::Failure;
 use crate::serve::named;
 use clap::{Args, Command, Id};
-use mica_daemon::{Config, DiskConfig, DiskSettings, ImageSettings, VolumeSettings};
+use mica_daemon::{Config, DiskSettings, ImageSettings, VolumeSettings};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -68,15 +68,20 @@ fn of_one_disk() -> Vec<Id> {
 impl AddArgs {
     /// Adds the disks one after the other, until one is refused.
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
-        let disks = self.disks()?;
+        let config = self.config()?;
+        let disks = &config.disks;
         let saved = self.save.then(|| Saved::of(client)).transpose()?;
         let mut names = Vec::new();
         let mut saving = saved.iter().flat_map(|saved| disks.iter().map(move |disk| (saved, disk)));
         saving.try_for_each(|(saved, disk)| saved.refuse_another(&disk.kept()))?;
-        for disk in &disks {
+        for (index, disk) in disks.iter().enumerate() {
             let added = disk.to_table().map_err(Failure::from).and_then(|table| {
                 client.post("/v1/disks", &Value::Object(table))?;
                 saved.as_ref().map_or(Ok(()), |saved| saved.add(&disk.kept().to_table()?))
+            });
+            let added = added.map_err(|failure| match self.config.is_some() {
+                true => failure.within(config.place(index)),
+                false => failure,
             });
             added.map_err(|failure| match names.is_empty() {
                 true => failure,
@@ -91,10 +96,11 @@ impl AddArgs {
         Ok(answer)
     }
 
-    fn disks(&self) -> Result<Vec<DiskConfig>, Failure> {
+    /// What is added, as a configuration.
+    fn config(&self) -> Result<Config, Failure> {
         let DiskArgs { name, settings, images, volume, image } = &self.disk;
         match &self.config {
-            Some(file) => Ok(Config::read(file)?.disks),
+            Some(file) => Ok(Config::read(file)?),
             None => {
                 let mut disk = named(name.clone(), image.clone(), volume.clone())?;
                 (disk.settings, disk.images) = (settings.clone(), images.clone());
@@ -102,7 +108,9 @@ impl AddArgs {
                 disk.settings.normalize()?;
                 // The server has a working directory of its own.
                 disk.resolve(&here);
-                Ok(vec![disk])
+                let mut config = Config::default();
+                config.disks = vec![disk];
+                Ok(config)
             }
         }
     }

@@ -191,7 +191,9 @@ pub(super) fn file_of_state(file: &Value) -> Option<String> {
 pub(super) fn listed(jobs: &Value) -> String {
     let rows = jobs.as_array().into_iter().flatten().map(|job| {
         let number = |key: &str| job[key].as_u64().unwrap_or(0);
-        let percent = (number("done") * 100).checked_div(number("total")).unwrap_or(0);
+        let percent = (number("done") * 100).checked_div(number("total"));
+        // One that had nothing to copy is as done as any.
+        let percent = percent.unwrap_or(if job["state"] == "done" { 100 } else { 0 });
         let left = job["estimate_ms"].as_u64().map_or("-".to_owned(), |ms| duration(ms / 1000));
         vec![
             text(&job["disk"]),
@@ -218,12 +220,14 @@ mod tests {
             {"disk": "web", "kind": "stream", "state": "running", "done": 1 << 30,
              "total": 4_u64 << 30, "copied_bytes": 5 << 20, "rate": 1 << 20, "estimate_ms": 61_000},
             {"disk": "db", "kind": "commit", "state": "failed", "failure": "no room"},
+            {"disk": "old", "kind": "commit", "state": "done", "done": 0, "total": 0},
         ]);
         assert_eq!(
             listed(&jobs),
             "DISK  KIND    STATE    DONE  COPIED     RATE       LEFT  FAILURE\n\
              web   stream  running  25 %   5 MiB  1 MiB/s  1 min 1 s  -\n\
-             db    commit  failed    0 %     0 B    0 B/s          -  no room\n"
+             db    commit  failed    0 %     0 B    0 B/s          -  no room\n\
+             old   commit  done    100 %     0 B    0 B/s          -  -\n"
         );
         let done = json!({"disk": "web", "kind": "stream", "state": "done", "dropped": ["a", "b"],
             "copied_bytes": 1 << 20});

@@ -22,22 +22,34 @@ const DISK: &str = "disk";
 /// Reads the text of a TOML file.
 ///
 /// # Errors
-/// What is not understood, and where.
-pub(super) fn config(text: &str) -> Result<Config, Misread> {
-    let mut table = DeTable::parse(text)?;
+/// All that is not understood, and where: at least one.
+pub(super) fn config(text: &str) -> Result<Config, Vec<Misread>> {
+    let mut table = DeTable::parse(text).map_err(|error| vec![Misread::from(error)])?;
     let disks = table.get_mut().remove(DISK);
+    let mut misread = Vec::new();
+    let (lines, disks) = match disks.map(|disks| all(text, disks)) {
+        None => (Vec::new(), Vec::new()),
+        Some(Ok(disks)) => disks.into_iter().unzip(),
+        Some(Err(of_disks)) => {
+            misread = of_disks;
+            (Vec::new(), Vec::new())
+        }
+    };
+    match of_process(&table) {
+        Ok(config) if misread.is_empty() => Ok(Config { disks, lines, ..config }),
+        Ok(_) => Err(misread),
+        Err(error) => {
+            misread.insert(0, Misread::from(error));
+            Err(misread)
+        }
+    }
+}
+
+/// Everything but the disks.
+fn of_process(table: &Spanned<DeTable<'_>>) -> Result<Config, Error> {
     let options = [keys::<ProcessSettings>(), keys::<IoSettings>(), keys::<StatsSettings>()];
     check_keys(table.clone(), &[&[DISK.to_owned()], &*options.concat()].concat())?;
-    let disks = disks.map(all).transpose()?.unwrap_or_default();
-    let (lines, disks) = disks.into_iter().map(|(at, disk)| (line(text, at), disk)).unzip();
-    Ok(Config {
-        disks,
-        lines,
-        process: part(&table)?,
-        io: part(&table)?,
-        stats: part(&table)?,
-        ..Config::default()
-    })
+    Ok(Config { process: part(table)?, io: part(table)?, stats: part(table)?, ..Config::default() })
 }
 
 /// The line of the byte at `at`.
@@ -47,35 +59,85 @@ pub(super) fn line(text: &str, at: usize) -> usize {
 
 /// What is not understood, and in which disk.
 pub(super) struct Misread {
-    pub(super) disk: Option<String>,
-    pub(super) error: Error,
+    disk: Option<String>,
+    /// Where the table of the disk begins, in bytes.
+    table: Option<usize>,
+    error: Error,
+}
+
+impl Misread {
+    /// It and its place in `text`, in one line. (The parser's own message quotes the file on
+    /// several.)
+    pub(super) fn said(&self, text: &str) -> String {
+        let at = self.error.span().map(|span| span.start).or(self.table);
+        let at = at.map(|at| format!("line {}: ", line(text, at))).unwrap_or_default();
+        let disk = self.disk.as_ref().map(|name| format!("disk {name:?}: ")).unwrap_or_default();
+        format!("{at}{disk}{}", in_plain_words(self.error.message()))
+    }
 }
 
 impl From<Error> for Misread {
     fn from(error: Error) -> Self {
-        Self { disk: None, error }
+        Self { disk: None, table: None, error }
     }
 }
 
-/// The disks, and where each of them begins.
-fn all(disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig)>, Misread> {
+/// The disks, and the line where each of them begins.
+fn all(text: &str, disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig)>, Vec<Misread>> {
     let disks = match disks.as_ref() {
         DeValue::Array(disks) => disks.clone(),
-        // serde says what it is instead.
-        _ => return Ok(part::<Vec<IgnoredAny>, _>(&disks).map(|_| Vec::new())?),
+        _ => {
+            let what = "write [[disk]], with two brackets, above the keys of each disk";
+            let table = Some(disks.span().start);
+            return Err(vec![Misread { disk: None, table, error: de::Error::custom(what) }]);
+        }
     };
     let checked = |table: &Spanned<DeValue<'_>>| {
         table.as_ref().get(FORCE).map_or(Ok(()), |force| part::<ForOnce, _>(force).map(drop))?;
         disk(table)
     };
-    let read = |table: Spanned<DeValue<'_>>| match checked(&table) {
-        Ok(disk) => Ok((table.span().start, disk)),
-        Err(error) => {
-            let name = table.as_ref().get("name").and_then(|name| name.as_ref().as_str());
-            Err(Misread { disk: name.map(str::to_owned), error })
+    let (mut read, mut misread) = (Vec::new(), Vec::new());
+    for table in disks {
+        let at = table.span().start;
+        match checked(&table) {
+            Ok(disk) => read.push((line(text, at), disk)),
+            Err(error) => {
+                let name = table.as_ref().get("name").and_then(|name| name.as_ref().as_str());
+                misread.push(Misread { disk: name.map(str::to_owned), table: Some(at), error });
+            }
         }
-    };
-    disks.into_iter().map(read).collect()
+    }
+    if misread.is_empty() { Ok(read) } else { Err(misread) }
+}
+
+/// serde's words for what it found and expected, as somebody says them who writes the file.
+pub(super) fn in_plain_words(message: &str) -> String {
+    let rest = message.strip_prefix("invalid type: ");
+    let rest = rest.or_else(|| message.strip_prefix("invalid value: "));
+    if let Some((found, expected)) = rest.and_then(|rest| rest.rsplit_once(", expected ")) {
+        let expected = match expected {
+            "u8" | "u16" | "u32" | "u64" | "usize" => "a number from 0 on",
+            "i32" | "i64" | "isize" | "f32" | "f64" => "a number",
+            "a sequence" => "a list",
+            "a map" => "a table",
+            "path string" => "a path in quotes",
+            "a string" => "a text in quotes",
+            "a boolean" => "true or false",
+            other => other,
+        };
+        let found = match found.split_once(' ') {
+            None if found == "map" => "a table",
+            None if found == "sequence" => "a list",
+            Some(("string" | "integer" | "boolean", value)) => value.trim_matches('`'),
+            Some(("floating", value)) => value.trim_start_matches("point ").trim_matches('`'),
+            _ => found,
+        };
+        return format!("{expected} is expected, and not {found}");
+    }
+    match message.starts_with("data did not match any variant") {
+        true => "a text in quotes, or a list of such, is expected".to_owned(),
+        false => message.to_owned(),
+    }
 }
 
 /// What is said once, to a server that begins with the disk or to which it is added.
@@ -191,10 +253,37 @@ impl de::Visitor<'_> for KnownKey<'_> {
         if self.0.iter().any(|known| known == key) {
             return Ok(());
         }
-        let known: Vec<_> = self.0.iter().map(|known| format!("`{known}`")).collect();
-        let known = known.join(", ");
-        Err(E::custom(format_args!("unknown field `{key}`, expected one of {known}")))
+        Err(match similar(key, self.0) {
+            Some(known) => E::custom(format_args!("unknown key `{key}`: it is `{known}`")),
+            None => E::custom(format_args!(
+                "unknown key `{key}`: the keys are the long options of `mica serve`"
+            )),
+        })
     }
+}
+
+/// The one of `known` that somebody means who writes `key`.
+fn similar<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
+    let key = key.to_lowercase().replace('_', "-");
+    let near = known.iter().map(|known| (edits(&key, known), &**known)).min()?;
+    (3 * near.0 < key.len().max(4)).then_some(near.1)
+}
+
+/// How many letters have to be changed, added or left out to get from `one` to `other`.
+fn edits(one: &str, other: &str) -> usize {
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (number, letter) in one.bytes().enumerate() {
+        let mut before = number;
+        let mut left = number + 1;
+        for (other_letter, above) in other.bytes().zip(row.iter_mut().skip(1)) {
+            let changed = before + usize::from(letter != other_letter);
+            before = *above;
+            left = changed.min(before + 1).min(left + 1);
+            *above = left;
+        }
+        row.first_mut().into_iter().for_each(|first| *first = number + 1);
+    }
+    row.last().copied().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -231,7 +320,7 @@ mod tests {
         assert_eq!((&*config.name, config.settings.bps.0), ("a", 1 << 20));
         assert_eq!(config.images.names, [PathBuf::from("none")]);
         let error = read(&json!({"name": "a", "image": "/i", "x": 1})).expect_err("unknown");
-        assert!(error.to_string().contains("unknown field `x`, expected one of `name`"), "{error}");
+        assert!(error.to_string().contains("unknown key `x`: the keys are"), "{error}");
         assert!(read(&json!({"name": "a"})).expect_err("no image").to_string().contains("`image`"));
         let volume = json!({"name": "a", "volume": "file:///d/a", "force": true});
         let config = read(&volume).expect("understood");
@@ -241,5 +330,51 @@ mod tests {
         assert!(!kept.contains_key("force"), "it counts once: {kept:?}");
         let both = json!({"name": "a", "volume": "file:///d/a", "image": "/i"});
         assert!(read(&both).expect_err("both").to_string().contains("`volume`"));
+    }
+
+    #[test]
+    fn key_that_is_almost_known_is_named() {
+        let known = ["read-only", "nbd", "image", "num-queues"].map(str::to_owned);
+        for (key, meant) in [
+            ("read_only", Some("read-only")),
+            ("readonly", Some("read-only")),
+            ("Image", Some("image")),
+            ("ndb", None),
+            ("num_queue", Some("num-queues")),
+            ("colour", None),
+        ] {
+            assert_eq!(similar(key, &known), meant, "{key}");
+        }
+        assert_eq!([edits("", "abc"), edits("abc", ""), edits("kitten", "sitting")], [3, 3, 3]);
+    }
+
+    #[test]
+    fn what_is_misread_is_said_in_plain_words_and_for_all_disks() {
+        let said = |text: &str| {
+            let misread = config(text).map(drop).expect_err("not understood");
+            misread.iter().map(|misread| misread.said(text)).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            said("[disk]\nname = 'a'\n"),
+            ["line 1: write [[disk]], with two brackets, above the keys of each disk"]
+        );
+        assert_eq!(
+            said("[[disk]]\nname = 'a'\n"),
+            ["line 1: disk \"a\": missing field `image`, or `volume`"]
+        );
+        let text = "queues = 'x'\n\n[[disk]]\nname = 'a'\nimage = 'i'\nshared = 'x'\n\
+                    [[disk]]\nname = 'b'\nimage = 'i'\nread_only = true\n";
+        assert_eq!(
+            said(text),
+            [
+                "line 1: a number from 0 on is expected, and not \"x\"",
+                "line 6: disk \"a\": a number from 0 on is expected, and not \"x\"",
+                "line 10: disk \"b\": unknown key `read_only`: it is `read-only`",
+            ]
+        );
+        assert_eq!(
+            said("[[disk]]\nname = 1\n"),
+            ["line 2: a text in quotes is expected, and not 1"]
+        );
     }
 }

@@ -49,8 +49,10 @@ use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use mica_block::{Error, Result};
-use mica_serve::Listener;
+use mica_rt::descriptors::{keep_headroom, make_room};
+use mica_serve::{Listener, warn_of_lack};
 use room::{Place, Room};
+use rustix::io::Errno;
 use sources::Sources;
 use std::net::TcpListener as StdTcpListener;
 use std::os::fd::AsFd;
@@ -212,6 +214,7 @@ impl Accept for UnixAccept {
 
     async fn accept(&self) -> std::io::Result<(UnixStream, Router)> {
         let (stream, _) = self.listener.accept().await?;
+        keep_headroom(stream.as_fd());
         let user = stream.peer_cred().map(|credentials| credentials.uid());
         let is_authorized_peer = user.as_ref().is_ok_and(|user| is_authorized(*user));
         if !is_authorized_peer {
@@ -243,7 +246,9 @@ impl Accept for TcpAccept {
     const WAIT: Duration = READER_WAIT;
 
     async fn accept(&self) -> std::io::Result<(Self::Stream, Router)> {
-        Ok((self.listener.accept().await?.0, self.routes.clone()))
+        let (stream, _) = self.listener.accept().await?;
+        keep_headroom(stream.as_fd());
+        Ok((stream, self.routes.clone()))
     }
 }
 
@@ -261,8 +266,9 @@ async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
                         first(served, place.dismissed()).await;
                     });
                 }
+                Err(error) if is_lack(&error) && make_room() => {}
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a control client");
+                    warn_of_lack("a control client", &error);
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
@@ -272,6 +278,11 @@ async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
     let stopped = stopping.wait_for(|stop| *stop);
     first(accepting, stopped).await;
     let _ = tokio::time::timeout(LAST_ANSWERS_WAIT, room.empty()).await;
+}
+
+/// Whether descriptors are all that it lacks.
+fn is_lack(error: &std::io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
 /// Waits for either future.

@@ -17,7 +17,10 @@ pub(super) fn find(shared: &Shared, name: &str) -> Result<Arc<Served>, Refusal> 
     shared.disks.named(name).ok_or_else(|| {
         let all = shared.disks.all();
         let there: Vec<_> = all.iter().map(|served| &*served.name).collect();
-        let what = format!("no disk {name:?}; disks are: {}", there.join(", "));
+        let what = match there.is_empty() {
+            true => format!("no disk {name:?}: this server has no disks"),
+            false => format!("no disk {name:?}; disks are: {}", there.join(", ")),
+        };
         Refusal::new(StatusCode::NOT_FOUND, what)
     })
 }

@@ -76,7 +76,7 @@ impl Doors {
     }
 
     /// Its seats in the tables of exports.
-    pub(super) fn seats(&self) -> Vec<Arc<Seat>> {
+    pub(crate) fn seats(&self) -> Vec<Arc<Seat>> {
         self.memberships().as_ref().map(Memberships::seats).unwrap_or_default()
     }
 

@@ -28,6 +28,7 @@ mod stats;
 mod tests;
 
 pub use attributes::AllowOther;
+pub use mount::check_file;
 pub use mounts::{MountRequest, Mounted, Mounts, MountsHere};
 pub use server::{Running, Server, ServerConfig};
 pub use stats::Counters;

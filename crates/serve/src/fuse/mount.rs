@@ -66,13 +66,21 @@ pub(super) fn prepare(file: &Path) -> Result<(PathBuf, usize)> {
         MountPoint { path: path.clone(), id: Some(entry.id) }.unmount()?;
         cleared += 1;
     }
-    let found = path.metadata().map_err(|error| check_failed(&path, error))?;
-    if !found.is_file() {
-        let context =
-            format!("{} is not a regular file, so it cannot be mounted over", path.display());
-        return Err(Error::new(ErrorKind::Invalid, context));
-    }
+    check_file(&path)?;
     Ok((path, cleared))
+}
+
+/// Checks that a disk can be served as `path`, as far as that is known without a mount.
+///
+/// # Errors
+/// If there is no regular file.
+pub fn check_file(path: &Path) -> Result<()> {
+    let found = path.metadata().map_err(|error| check_failed(path, error))?;
+    if found.is_file() {
+        return Ok(());
+    }
+    let context = format!("{} is not a regular file, so it cannot be mounted over", path.display());
+    Err(Error::new(ErrorKind::Invalid, context))
 }
 
 fn check_failed(path: &Path, error: io::Error) -> Error {

@@ -9,6 +9,7 @@ use super::exports::Exports;
 use super::handshake::Handshake;
 use super::limits::Limits;
 use crate::listener::{Family, Listener, tune};
+use crate::scarce::warn_of_lack;
 use crate::workers::Workers;
 use mica_block::Result;
 use mica_rt::sync::Signal;
@@ -87,7 +88,7 @@ impl Hall {
                 match accepted {
                     Ok(socket) => self.hand_over(socket, family, &dismissed),
                     Err(error) => {
-                        tracing::warn!(%error, "cannot accept a connection");
+                        warn_of_lack("an NBD client", &error);
                         sleep(ACCEPT_PAUSE).await;
                     }
                 }

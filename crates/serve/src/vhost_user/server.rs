@@ -15,12 +15,12 @@ use crate::budget::Party;
 use crate::discard::Discard;
 use crate::limit::Limiter;
 use crate::listener::Listener;
+use crate::scarce::warn_of_lack;
 use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
 use mica_rt::sync::{Notify, Signal};
 use mica_rt::{Socket, sleep};
 use rustix::io::Errno;
-use rustix::net::SocketFlags;
 use std::fmt;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -270,14 +270,13 @@ impl Drop for Session {
 async fn accept_all(socket: Arc<Socket>, sessions: Arc<Sessions>, served: Weak<Served>) {
     while let Some(ready) = sessions.stop.unless_raised(socket.readable()).await {
         let accepted = ready.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));
-        let accepted =
-            accepted.and_then(|()| rustix::net::accept_with(&*socket, SocketFlags::CLOEXEC));
+        let accepted = accepted.and_then(|()| mica_rt::descriptors::accept(&*socket));
         match accepted {
             Ok(fd) => serve(UnixStream::from(fd), &sessions, &served).await,
             // It has gone, or another process that listens here was faster.
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => {}
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a front end");
+                warn_of_lack("a front end", &error.into());
                 // For lack of descriptors or memory. It is still there after a while.
                 let _ = sessions.stop.unless_raised(sleep(ACCEPT_PAUSE)).await;
             }
