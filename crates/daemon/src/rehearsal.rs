@@ -1,6 +1,6 @@
 //! Checks a configuration as far as that goes without serving it: everything that the start of the
-//! process does, but it writes nothing, takes no locks and listens nowhere, so that this can be done
-//! beside a server.
+//! process does, but it writes nothing, takes no locks and listens nowhere, so that this can be
+//! done beside a server.
 
 use crate::address::Address;
 use crate::config::{Config, DiskConfig};

@@ -3,7 +3,8 @@
 //! It is a transaction like a guest's write: under the claims of the clusters it is looked up once
 //! more what shows, and what this layer owns by then is newer and stays. Where a layer that leaves
 //! owns a part of a unit, the unit is filled with what shows in the rest of it. Units that hold
-//! nothing but zeros, as the holes of a raw base do, become zeros by their entries and take no space.
+//! nothing but zeros, as the holes of a raw base do, become zeros by their entries and take no
+//! space.
 //!
 //! Invariants
 //! - I1 Nothing that the layer owns is written.

@@ -1,11 +1,12 @@
 //! Which workers serve the queues of a device.
 //!
-//! As few as do. A worker with several queues takes what is there for all of them in one turn, wakes
-//! once for it, and has the redo log for itself; a worker of its own leaves a queue with few
+//! As few as do. A worker with several queues takes what is there for all of them in one turn,
+//! wakes once for it, and has the redo log for itself; a worker of its own leaves a queue with few
 //! requests alone with the whole cost of each. So the queues of a device begin on one worker. If
-//! that has no time left while a processor of the machine has, or has many requests at a time, they
-//! are spread over twice as many workers, and gathered again if that brought nothing, or once the
-//! workers find few requests at a time and take processors from others.
+//! that has no time left and finds many requests at a time, they are spread over twice as many
+//! workers; if it finds few, that is tried after a while, if a processor of the machine is idle.
+//! They are gathered again if it brought nothing, or once the workers find few requests at a time
+//! and take processors from others.
 //!
 //! A queue moves between two requests; see `queue`. Devices begin on different workers.
 //!

@@ -18,8 +18,9 @@
 //! - I6 What the requests in flight take of our own memory is at most what the queue's share of the
 //!   process's budget covers. A request that is larger runs alone, in smaller windows; one for
 //!   which there is no room waits for others of its queue, and for nobody else.
-//! - I7 A queue that has stopped, or moves, leaves a ring whose driver notifies of what it adds. What is there
-//!   already the next device finds when it begins, as after a kill, which leaves the ring as it is.
+//! - I7 A queue that has stopped, or moves, leaves a ring whose driver notifies of what it adds.
+//!   What is there already the next device finds when it begins, as after a kill, which leaves the
+//!   ring as it is.
 //! - I8 A queue moves to another executor (`placement`) when nothing of it is in flight, so that it
 //!   runs on one at a time. It takes nothing more until then, and does not begin to wait for that
 //!   while something is in flight that may take long.
@@ -82,10 +83,8 @@ pub(super) fn start(setup: Setup) {
 
 /// How a queue ended here.
 enum End {
-    /// Before request `base`.
-    Stopped {
-        base: u16,
-    },
+    /// Before the request of this index.
+    Stopped(u16),
     Moves,
 }
 
@@ -149,16 +148,14 @@ async fn serve(setup: Setup, place: usize) {
     })
     .await;
     let (queue, kick, inflight, lost, logs) = running.into_parts();
-    match end {
-        Some(End::Stopped { base }) => {
-            // Whoever waits for the end may be about to close the disk.
-            drop(common);
-            control.stopped(base);
-        }
-        Some(End::Moves) => {
-            start(Setup { common, index, lost, logs, ending, queue, features, kick, inflight });
-        }
-        None => drop(common),
+    if let Some(End::Moves) = end {
+        start(Setup { common, index, lost, logs, ending, queue, features, kick, inflight });
+        return;
+    }
+    // Whoever waits for the end may be about to close the disk.
+    drop(common);
+    if let Some(End::Stopped(base)) = end {
+        control.stopped(base);
     }
 }
 
@@ -292,7 +289,7 @@ impl<'a> Running<'a> {
                     return Poll::Pending;
                 }
                 self.want_kicks();
-                return Poll::Ready(End::Stopped { base: self.base() });
+                return Poll::Ready(End::Stopped(self.base()));
             }
             if self.leaves() {
                 self.call_if(ended);
