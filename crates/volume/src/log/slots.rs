@@ -17,8 +17,8 @@
 //! so when its log begins another one, whose header says so, or when its header is erased.
 //!
 //! That a segment's header is durable says nothing of the records behind it, and it is made durable
-//! without them once the next segment is begun, while that is written: what S1 asks for must not cost
-//! a sync of everything that was written, most of which is in the store by then, nor a wait of
+//! without them once the next segment is begun, while that is written: what S1 asks for must not
+//! cost a sync of everything that was written, most of which is in the store by then, nor a wait of
 //! writers before the log is full.
 //!
 //! - S3 A segment whose header is damaged stays as it is until somebody says otherwise: it may have
