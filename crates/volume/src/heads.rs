@@ -126,7 +126,8 @@ impl Heads {
             let Some(bytes) = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await? else {
                 continue;
             };
-            let head = decode_head(&*self.objects, &last, (self.store, number), &bytes)?;
+            let head =
+                decode_head(&*self.objects, &self.name, (self.store, number), &bytes).await?;
             return Ok(Some(head));
         }
         Err(self.too_busy())
@@ -406,6 +407,7 @@ impl Heads {
                 Life::Open { .. } => self.objects.client(),
                 _ => None,
             },
+            name_sum: Some(self.name.sum()),
             time_ns: self.environment.now_ns(),
             host: host_name(self.environment.host()),
             heir: String::new(),

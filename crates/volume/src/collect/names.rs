@@ -111,7 +111,7 @@ pub(crate) async fn read_name(
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             Err(error) => return Err(error),
         };
-        let head = decode_head(&*client.objects, &object, (store, number), &bytes)?;
+        let head = decode_head(&*client.objects, name, (store, number), &bytes).await?;
         return Ok(Some(Arc::new(Named { name: name.clone(), head, lower })));
     }
     let what = format!("the heads of volume {} change all the time", name.as_str());

@@ -63,6 +63,11 @@ pub(crate) struct Head {
     pub(crate) image: Option<Id>,
     /// What the store calls the client of the writer, if it can shut one out.
     pub(crate) client: Option<String>,
+    /// Of the name of the volume ([`VolumeName::sum`]): a head that got among those of another
+    /// volume is not taken for one of its own. `None` in what older versions of mica put.
+    ///
+    /// [`VolumeName::sum`]: crate::names::VolumeName::sum
+    pub(crate) name_sum: Option<Id>,
     /// When it was put, in nanoseconds since 1970: for people.
     pub(crate) time_ns: u64,
     /// The host that put it: for people.
@@ -97,7 +102,9 @@ pub(super) struct RawHead {
     pub(super) image: Id,
     /// Text, with zeros after it.
     pub(super) client: [u8; CLIENT_LEN_MAX],
-    pub(super) padding: [u8; 184],
+    /// Zeros in what older versions of mica put.
+    pub(super) name_sum: Id,
+    pub(super) padding: [u8; 168],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -156,7 +163,8 @@ impl Head {
             properties: RawProperties::encode(&self.properties),
             image: self.image.unwrap_or_default(),
             client: padded_client(self.client.as_deref()),
-            padding: [0; 184],
+            name_sum: self.name_sum.unwrap_or_default(),
+            padding: [0; 168],
             checksum: 0.into(),
         };
         let mut bytes = raw.as_bytes().to_vec();
@@ -203,6 +211,7 @@ impl Head {
             properties: raw.properties.decode()?,
             client: client_of(&raw.client),
             image: Some(raw.image).filter(|image| *image != Id::default()),
+            name_sum: Some(raw.name_sum).filter(|sum| *sum != Id::default()),
             time_ns: raw.time_ns.get(),
             host: text(&raw.host, raw.host_len)?,
             heir: text(&raw.heir, raw.heir_len)?,
@@ -251,6 +260,7 @@ mod tests {
             properties: Properties::default(),
             image: None,
             client: None,
+            name_sum: None,
             time_ns: 99,
             host: "host-1".to_owned(),
             heir: String::new(),
@@ -285,6 +295,9 @@ mod tests {
         let client = "x".repeat(CLIENT_LEN_MAX);
         let with_client = Head { client: Some(client), ..head() };
         assert_eq!(Head::decode(&with_client.encode()), Ok(with_client));
+        let with_name = Head { name_sum: Some([4; 16]), ..head() };
+        assert_eq!(with_name.encode()[8], 1, "older versions read it");
+        assert_eq!(Head::decode(&with_name.encode()), Ok(with_name));
         let named = Head { host: "h".repeat(HOST_LEN_MAX), ..head() };
         assert_eq!(Head::decode(&named.encode()), Ok(named));
     }
