@@ -89,9 +89,14 @@ impl Group {
         }
     }
 
-    /// What is to be written at its place: a multiple of blocks. The blocks in it are encrypted if
-    /// there is a cipher.
-    pub(super) fn finish(mut self, device: &Id, session: &Id, cipher: Option<&LogCipher>) -> Buf {
+    /// What is to be written at its place: a multiple of blocks, which say that records below
+    /// `durable` are. The blocks in it are encrypted if there is a cipher.
+    pub(super) fn finish(
+        mut self,
+        (device, session): (&Id, &Id),
+        durable: u64,
+        cipher: Option<&LogCipher>,
+    ) -> Buf {
         let len = self.padded_len();
         if self.count > 0 {
             let (head_at, records_at) = (self.head_at, self.head_at + GROUP_HEAD_BYTES);
@@ -108,6 +113,7 @@ impl Group {
                 count: self.count,
                 segment: self.place.segment,
                 first: self.first,
+                durable: Some(durable),
             };
             let head = head.encode(device, session, records);
             self.buf.put(head_at, &head);
