@@ -53,7 +53,10 @@ pub struct VolumeInfo {
     pub open_on: Option<String>,
     /// What it was made with.
     pub properties: Properties,
-    /// Whether it can be opened: a clone cannot before it is finished.
+    /// The host that it was handed to, and which has not opened it yet.
+    pub heir: Option<String>,
+    /// Whether it can be opened: a clone cannot before it is finished, nor can what gets the content
+    /// of an image or a stream, which is open meanwhile.
     pub is_ready: bool,
 }
 
@@ -267,9 +270,10 @@ impl Volumes {
     pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
-        let is_ready = head.life != Life::Pinned;
+        let is_ready = head.life != Life::Pinned && !head.is_unfinished;
+        let heir = Some(head.heir).filter(|_| head.life == Life::HandedOver);
         let (name, volume, properties) = (name.clone(), head.volume, head.properties);
-        Ok(VolumeInfo { name, volume, state: head.state, open_on, properties, is_ready })
+        Ok(VolumeInfo { name, volume, state: head.state, open_on, properties, heir, is_ready })
     }
 
     /// Opens a volume for reading and writing. What the log of this machine has of it, and the

@@ -105,8 +105,9 @@ pub(super) fn described(store: &StoreUrl, info: &VolumeInfo) -> Map<String, Valu
     set("name", info.name.as_str().into());
     set("url", url_in(store, &info.name).into());
     set("virtual-size", info.state.len.into());
-    set("state", if info.open_on.is_some() { "open" } else { "closed" }.into());
+    set("state", state_word(info).into());
     set("open-on", json!(info.open_on));
+    set("handed-to", json!(info.heir));
     set("time", json!((info.state.time_ns > 0).then(|| instant(info.state.time_ns))));
     add_properties(&mut all, &info.properties);
     all
@@ -127,10 +128,25 @@ pub(super) fn time_text(time_ns: u64) -> String {
     }
 }
 
-/// Whether somebody has a volume open, for people.
+/// Whether somebody has a volume open, for programs.
+fn state_word(info: &VolumeInfo) -> &'static str {
+    match (&info.open_on, &info.heir, info.is_ready) {
+        (Some(_), _, true) => "open",
+        (Some(_), _, false) => "importing",
+        (None, _, false) => "cloning",
+        (None, Some(_), true) => "handed-over",
+        (None, None, true) => "closed",
+    }
+}
+
+/// The same for people.
 pub(super) fn state_text(info: &VolumeInfo) -> String {
-    match &info.open_on {
-        Some(host) => format!("open on {}", crate::client::plain(host)),
-        None => "closed".to_owned(),
+    let on = |host: &str| crate::client::plain(host);
+    match (&info.open_on, &info.heir, info.is_ready) {
+        (Some(host), _, true) => format!("open on {}", on(host)),
+        (Some(host), _, false) => format!("being imported on {}", on(host)),
+        (None, _, false) => "a clone that is not finished".to_owned(),
+        (None, Some(heir), true) => format!("handed to {}", on(heir)),
+        (None, None, true) => "closed".to_owned(),
     }
 }

@@ -56,7 +56,11 @@ pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
         };
         let mut branches = Vec::new();
         for volume in volumes {
-            let snapshots = store.volumes().snapshots(&volume.name).await?;
+            let snapshots = match volume.is_ready {
+                true => store.volumes().snapshots(&volume.name).await?,
+                // Nobody can do anything with them yet.
+                false => Vec::new(),
+            };
             let snapshots = snapshots.into_iter().map(SnapshotRow::from).collect();
             branches.push(Branch { volume, snapshots });
         }

@@ -22,6 +22,9 @@ const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: HEAD_BYTES };
 /// Longest name of a host, in bytes.
 pub(crate) const HOST_LEN_MAX: usize = 255;
 
+/// The flag of [`Head::is_unfinished`].
+const UNFINISHED: u8 = 1;
+
 /// What a volume is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Life {
@@ -56,6 +59,9 @@ pub(crate) struct Head {
     /// Differs from put to put, so that a put whose answer was lost can be recognised.
     pub(crate) nonce: Id,
     pub(crate) life: Life,
+    /// Whether the volume is open for the first time, for content that follows: nobody takes it for
+    /// a whole one before it is closed. Older versions see only that it is open.
+    pub(crate) is_unfinished: bool,
     pub(crate) state: State,
     /// What the volume was made with.
     pub(crate) properties: Properties,
@@ -84,7 +90,7 @@ pub(super) struct RawHead {
     pub(super) life: u8,
     pub(super) host_len: u8,
     pub(super) heir_len: u8,
-    pub(super) reserved: [u8; 1],
+    pub(super) flags: u8,
     pub(super) number: U64,
     pub(super) store: Id,
     pub(super) volume: Id,
@@ -148,7 +154,7 @@ impl Head {
             life,
             host_len,
             heir_len,
-            reserved: [0; 1],
+            flags: if self.is_unfinished { UNFINISHED } else { 0 },
             number: self.number.into(),
             store: self.store,
             volume: self.volume,
@@ -207,6 +213,11 @@ impl Head {
                 4 => Life::HandedOver,
                 _ => return None,
             },
+            is_unfinished: match (raw.flags, raw.life) {
+                (0, _) => false,
+                (UNFINISHED, 1) => true,
+                _ => return None,
+            },
             state: raw.state.decode()?,
             properties: raw.properties.decode()?,
             client: client_of(&raw.client),
@@ -256,6 +267,7 @@ mod tests {
             volume: [2; 16],
             nonce: [3; 16],
             life: Life::Open { writer, sequence: 5 },
+            is_unfinished: false,
             state: State::empty(10 << 30),
             properties: Properties::default(),
             image: None,
@@ -271,6 +283,8 @@ mod tests {
     fn head_survives_in_each_life() {
         let heads = [Life::Closed, head().life, Life::Deleted, Life::Pinned]
             .map(|life| Head { life, ..head() });
+        let unfinished = Head { is_unfinished: true, ..head() };
+        assert_eq!(Head::decode(&unfinished.encode()), Ok(unfinished));
         let heir = "host-2".to_owned();
         let handed = Head { life: Life::HandedOver, heir, ..head() };
         for head in heads.into_iter().chain([handed]) {
@@ -337,7 +351,10 @@ mod tests {
     fn head_that_contradicts_itself_is_refused() {
         // A life that there is not, a host that is not text, a writer without a number.
         // Properties in a head that has none by its version, or the other way round.
-        for (at, byte) in [(12, 9), (24 + 48 + 16 + 72 + 8, 0xff), (680, 1), (681, 1), (8, 2)] {
+        // A flag that there is not.
+        for (at, byte) in
+            [(12, 9), (15, 2), (24 + 48 + 16 + 72 + 8, 0xff), (680, 1), (681, 1), (8, 2)]
+        {
             let mut bad = head().encode();
             bad[at] = byte;
             FRAME.seal(&mut bad);
