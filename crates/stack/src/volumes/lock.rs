@@ -86,6 +86,17 @@ pub(super) struct Writer {
     machine: Option<Machine>,
 }
 
+impl Writer {
+    /// Whether it was on this machine, if it is the one whose head names `host`.
+    pub(super) fn was_here_as(&self, host: &str) -> bool {
+        let here = Machine::here();
+        match &self.machine {
+            Some(machine) => machine.host == host && here.proves_end_on(machine),
+            None => here.host == host,
+        }
+    }
+}
+
 impl VolumeLock {
     /// Takes the lock of `name` in the store at `directory`.
     ///
@@ -123,10 +134,15 @@ impl VolumeLock {
         Err(Error::new(ErrorKind::Denied, what))
     }
 
-    /// What the file of a lock says that is not taken: it may be another's.
-    pub(super) fn look(directory: &Path, name: &VolumeName) -> Writer {
-        let file = File::open(path_of(directory, name)).ok();
-        file.map_or_else(Writer::default, |file| Note::read(&file).writer)
+    /// What the file of a lock says that is not taken: it may be another's, which is said, too.
+    pub(super) fn look(directory: &Path, name: &VolumeName) -> (Writer, bool) {
+        let Ok(file) = File::open(path_of(directory, name)) else {
+            return (Writer::default(), false);
+        };
+        // Whoever wants it in this moment tries again.
+        let tried = flock(&file, FlockOperation::NonBlockingLockShared);
+        let is_held = tried == Err(Errno::WOULDBLOCK);
+        (Note::read(&file).writer, is_held)
     }
 
     /// Removes the lock of a volume that is no more.
@@ -142,11 +158,7 @@ impl VolumeLock {
 
     /// Whether this lock proves that the last writer, which was on `host`, is dead.
     pub(super) fn proves_end_on(&self, host: &str) -> bool {
-        let here = Machine::here();
-        match &self.found.machine {
-            Some(machine) => machine.host == host && here.proves_end_on(machine),
-            None => here.host == host,
-        }
+        self.found.was_here_as(host)
     }
 
     /// Says in the file that this process is the last writer, with `log`; durably if there is one,

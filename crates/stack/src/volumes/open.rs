@@ -67,6 +67,8 @@ enum Standing {
 struct Locked {
     lock: Option<VolumeLock>,
     standing: Standing,
+    /// Which volume it is.
+    volume: [u8; 16],
 }
 
 impl Locked {
@@ -113,7 +115,7 @@ impl Stores {
             return Ok(Arc::new(volumes.open_snapshot(&url.name, &which).await?));
         }
         if options.access == VolumeAccess::Read {
-            store.check_whole(&url.name).await?;
+            store.check_readable(&url.name).await?;
             return Ok(Arc::new(volumes.open_readable(&url.name).await?));
         }
         if store.is_remote() {
@@ -163,6 +165,12 @@ async fn open_locked(
         }
         (_, Standing::Abandoned, Some(left), None) => return Err(needs_log(name, left)),
     };
+    if let (Some(left), Some(log), false) = (locked.left(), &log, options.force)
+        && log.found(locked.volume).is_none()
+    {
+        let place = options.log.as_ref().map_or(left, |place| &*place.path);
+        return Err(lacks_records(name, left, place));
+    }
     let usual = if log.is_some() { Durability::Host } else { Durability::Store };
     let durability = options.durability.unwrap_or(usual);
     let opening = Opening { claimed, log, durability, snapshot_per: options.snapshot_per };
@@ -317,17 +325,29 @@ impl Store {
             Some(host) if is_dead(host) => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        Ok(Locked { lock, standing })
+        Ok(Locked { lock, standing, volume: info.volume })
     }
 
-    /// That a volume which is only read is all of something.
-    async fn check_whole(&self, name: &VolumeName) -> Result<()> {
+    /// That a volume which is only read is all of something, and that the store has what its last
+    /// writer acknowledged, if that one was killed on this machine. Of a writer that may be alive,
+    /// what it has put is read.
+    ///
+    /// # Errors
+    /// `Denied` if it is a part of an image, or a log may have what the store has not; otherwise
+    /// what the store reports.
+    pub async fn check_readable(&self, name: &VolumeName) -> Result<()> {
         let Some(directory) = self.directory() else { return Ok(()) };
-        let is_import = VolumeLock::look(directory, name).is_import;
-        if is_import && self.volumes().info(name).await?.open_on.is_some() {
-            return Err(part_of_image(name));
+        let (last, is_held) = VolumeLock::look(directory, name);
+        let left = last.log.as_deref().filter(|_| !is_held);
+        if !last.is_import && left.is_none() {
+            return Ok(());
         }
-        Ok(())
+        let Some(host) = self.volumes().info(name).await?.open_on else { return Ok(()) };
+        match left {
+            _ if last.is_import => Err(part_of_image(name)),
+            Some(left) if last.was_here_as(&host) => Err(needs_log_to_read(name, left)),
+            Some(_) | None => Ok(()),
+        }
     }
 }
 
@@ -337,6 +357,26 @@ fn part_of_image(name: &VolumeName) -> Error {
         "volume {} has a part of an image, whose import has not ended: wait for it, or delete the \
          volume and import again",
         name.as_str()
+    );
+    Error::new(ErrorKind::Denied, what)
+}
+
+/// Why a volume is not read whose writer was killed: it would be older than what was acknowledged.
+fn needs_log_to_read(name: &VolumeName, log: &Path) -> Error {
+    let (name, log) = (name.as_str(), log.display());
+    let what = format!(
+        "volume {name} was not closed, and its log {log} may have what the store has not: serve it \
+         once with --log-device {log}, or by --force without that, or name one of its snapshots"
+    );
+    Error::new(ErrorKind::Denied, what)
+}
+
+/// Why a volume is left alone whose writer was killed: the log that was named is not the one.
+fn lacks_records(name: &VolumeName, left: &Path, log: &Path) -> Error {
+    let (name, left, log) = (name.as_str(), left.display(), log.display());
+    let what = format!(
+        "volume {name} was not closed, and the log {log} has nothing of it: what the store lacks \
+         was in {left}; serve it with --log-device {left} as that was, or by --force without it"
     );
     Error::new(ErrorKind::Denied, what)
 }
