@@ -212,7 +212,12 @@ impl Heads {
     /// `Denied` if it is open, or meant for another host, and that is to be left.
     pub(crate) async fn delete(&self, claimed: Claimed) -> Result<()> {
         for _ in 0..ROUNDS_MAX {
-            let before = self.newest().await?;
+            let before = match self.newest().await {
+                Err(error) if claimed != Claimed::Refuse && error.kind() == ErrorKind::Corrupt => {
+                    self.in_place_of_damaged(error).await?
+                }
+                newest => newest?,
+            };
             if claimed == Claimed::Refuse {
                 self.check_free(&before)?;
             }
@@ -231,6 +236,18 @@ impl Heads {
             }
         }
         Err(self.too_busy())
+    }
+
+    /// What a head that cannot be read may have been, for one that deletes the volume: only its
+    /// number counts for that. `error` is what is wrong with it.
+    async fn in_place_of_damaged(&self, error: Error) -> Result<Head> {
+        let number = match self.highest().await? {
+            Some(last) => self.number_of(&last)?,
+            None => return Err(error),
+        };
+        let what = error.in_one_line();
+        tracing::warn!(volume = self.name.as_str(), error = what, "what is deleted is damaged");
+        Ok(self.head(number, self.environment.random(), Life::Closed, State::default()))
     }
 
     /// Deletes a volume that was just made, unless somebody has put a head after `made`, its first.

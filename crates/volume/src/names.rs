@@ -41,8 +41,8 @@ impl VolumeName {
         self.0.as_str()
     }
 
-    /// What its heads say of it: the first bytes of SHA-256. It is that of the name in the store, so
-    /// that a store may be anywhere.
+    /// What its heads say of it: the first bytes of SHA-256. It is that of the name in the store,
+    /// which may be anywhere.
     pub(crate) fn sum(&self) -> Id {
         let digest = digest::digest(&digest::SHA256, self.as_str().as_bytes());
         *digest.as_ref().first_chunk().expect("it is longer")

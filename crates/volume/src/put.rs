@@ -297,7 +297,8 @@ pub(crate) fn decode_header(objects: &dyn Objects, id: ExtentId, bytes: &[u8]) -
     }
 }
 
-/// The head of volume `name` that `bytes`, which were read in the place of head `number`, begin with.
+/// The head of volume `name` that `bytes`, which were read in the place of head `number`, begin
+/// with.
 ///
 /// # Errors
 /// As [`read_header`].

@@ -1,7 +1,7 @@
 //! What all verbs about volumes share: how a store is reached, and what is said of a volume.
 
 use super::keys::add_properties;
-use crate::failure::Failure;
+use crate::failure::{Failure, tell};
 use clap::Args;
 use mica_block::{Error, ErrorKind};
 use mica_daemon::{ImageSettings, IoSettings};
@@ -9,6 +9,7 @@ use mica_rt::Executor;
 use mica_stack::{Patience, Store, StoreUrl, Stores, VolumeUrl};
 use mica_volume::{VolumeInfo, VolumeName, Volumes};
 use serde_json::{Map, Value, json};
+use std::process::ExitCode;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -30,6 +31,9 @@ pub(super) enum Subject {
     Store(Arc<Store>),
     Volume(Arc<Store>, VolumeName),
 }
+
+/// Something is damaged, as with `mica check`.
+pub(super) const EXIT_DAMAGED: u8 = 2;
 
 /// Memory for what is read of maps.
 const CACHE_BYTES: u64 = 32 << 20;
@@ -111,6 +115,30 @@ pub(super) fn described(store: &StoreUrl, info: &VolumeInfo) -> Map<String, Valu
     set("time", json!((info.state.time_ns > 0).then(|| instant(info.state.time_ns))));
     add_properties(&mut all, &info.properties);
     all
+}
+
+/// A volume whose newest head is damaged, as JSON.
+pub(super) fn described_damage(
+    store: &StoreUrl,
+    name: &VolumeName,
+    error: &Error,
+) -> Map<String, Value> {
+    let mut all = Map::new();
+    let mut set = |key: &str, value: Value| all.insert(key.to_owned(), value);
+    set("name", name.as_str().into());
+    set("url", url_in(store, name).into());
+    set("state", "damaged".into());
+    set("error", error.in_one_line().into());
+    all
+}
+
+/// Says what is wrong with damaged volumes, and how a verb ends that has told all of the others.
+pub(super) fn exit_code_of(damaged: &[(VolumeName, Error)]) -> ExitCode {
+    for (name, error) in damaged {
+        let (name, error) = (name.as_str(), error.in_one_line());
+        tell(&format!("mica: volume {name} is damaged: {error}"));
+    }
+    if damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_DAMAGED) }
 }
 
 /// A time, by ISO 8601.
