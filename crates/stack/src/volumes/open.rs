@@ -88,6 +88,10 @@ impl Locked {
         }
     }
 
+    fn give_back(&mut self) {
+        self.lock.iter_mut().for_each(VolumeLock::give_back);
+    }
+
     fn sign(&self, log: Option<&Path>, is_import: bool) -> Result<()> {
         self.lock.as_ref().map_or(Ok(()), |lock| lock.sign(log, is_import))
     }
@@ -121,15 +125,17 @@ impl Stores {
         if store.is_remote() {
             store.probe().await?;
         }
-        let locked = store.locked(&url.name).await?;
+        let mut locked = store.locked(&url.name, options.force).await?;
         if options.access != VolumeAccess::Import {
-            locked.check_whole(&url.name)?;
+            locked.check_whole(&url.name).inspect_err(|_| locked.give_back())?;
         }
         let log = match &options.log {
-            Some(place) => Some(self.log(place).await?),
+            Some(place) => Some(self.log(place).await.inspect_err(|_| locked.give_back())?),
             None => None,
         };
-        let volume = open_locked(&volumes, &url.name, &locked, options, log).await?;
+        let volume = open_locked(&volumes, &url.name, &locked, options, log).await;
+        let volume = volume.inspect_err(|_| locked.give_back())?;
+        locked.lock.iter_mut().for_each(VolumeLock::keep);
         let (volume, keep) = (Arc::new(volume), options.keep.clone());
         let keep = keep.map(|rules| (rules, options.snapshot_per));
         store.is_written(&url.name, &volume);
@@ -210,7 +216,7 @@ impl Store {
     /// `Denied` if another process of this machine has it open, or it is part of an image;
     /// otherwise what the store reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
-        let locked = self.locked(name).await?;
+        let locked = self.locked(name, false).await?;
         locked.check_whole(name)?;
         if locked.standing == Standing::Abandoned {
             if let Some(left) = locked.left() {
@@ -261,12 +267,20 @@ impl Store {
     /// writer is fenced first.
     ///
     /// # Errors
-    /// `NotFound` if there is none; `Denied` if somebody has it open.
+    /// `NotFound` if there is none; `Denied` if somebody has it open; `Corrupt` if its newest head
+    /// is damaged, without force.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
-        let locked = self.locked(name).await?;
+        let mut locked = match self.locked(name, force).await {
+            // Nobody can say who has it, and nobody can go on with it.
+            Err(error) if force && error.kind() == ErrorKind::Corrupt => {
+                return self.volumes().delete(name, Claimed::TakeOver).await;
+            }
+            locked => locked?,
+        };
         let is_ours = locked.standing == Standing::Abandoned && locked.left().is_none();
         let claimed = if force || is_ours { Claimed::TakeOver } else { Claimed::Refuse };
-        self.volumes().delete(name, claimed).await?;
+        let deleted = self.volumes().delete(name, claimed).await;
+        deleted.inspect_err(|_| locked.give_back())?;
         if let Some(lock) = locked.lock {
             lock.remove();
         }
@@ -290,7 +304,7 @@ impl Store {
         if self.volumes().info(name).await?.open_on.is_some() {
             return Err(open());
         }
-        let locked = self.locked(name).await?;
+        let locked = self.locked(name, false).await?;
         if locked.standing != Standing::Closed {
             return Err(open());
         }
@@ -304,22 +318,28 @@ impl Store {
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.
     ///
     /// # Errors
-    /// `Denied` if another process of this machine has it open; `NotFound` if there is none.
-    async fn locked(&self, name: &VolumeName) -> Result<Locked> {
-        let lock = match self.directory() {
+    /// `Denied` if another process of this machine has it open, and that is to be left; `NotFound`
+    /// if there is none.
+    async fn locked(&self, name: &VolumeName, force: bool) -> Result<Locked> {
+        let mut lock = match self.directory() {
+            Some(directory) if force => Some(VolumeLock::take_by_force(directory, name).await?),
             Some(directory) => Some(VolumeLock::take(directory, name).await?),
             None => None,
         };
         let info = match self.volumes().info(name).await {
             Ok(info) => info,
             Err(error) => {
+                lock.iter_mut().for_each(VolumeLock::give_back);
                 if let Some(lock) = lock.filter(|_| error.kind() == ErrorKind::NotFound) {
                     lock.remove();
                 }
                 return Err(error);
             }
         };
-        let is_dead = |host: &str| lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
+        // A lock that was passed by proves nothing.
+        let was_held = lock.as_ref().is_some_and(VolumeLock::was_held);
+        let is_dead =
+            |host: &str| !was_held && lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
         let standing = match &info.open_on {
             None => Standing::Closed,
             Some(host) if is_dead(host) => Standing::Abandoned,
