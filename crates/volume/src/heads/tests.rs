@@ -1,10 +1,13 @@
 //! What becomes of the client of a writer that is fenced.
 
 use super::Claimed;
+use crate::collect::CollectOptions;
+use crate::format::head::Head;
 use crate::testing::{memory, name, read, run, volumes, write};
 use crate::volumes::Volumes;
 use mica_block::{
-    Entry, Error, ErrorKind, LocalFuture, Manage, Object, ObjectName, Objects, PutFuture, Result,
+    Disk, Entry, Error, ErrorKind, LocalFuture, Manage, Object, ObjectName, Objects, PutFuture,
+    Result,
 };
 use mica_rt::Buf;
 use mica_store::object::MemoryObjects;
@@ -125,7 +128,7 @@ fn head_of_another_volume_is_refused_by_all_who_read_it() {
             let opened = volumes.open_volume(&name("web"), Claimed::TakeOver).await;
             is_refused(opened.map(drop).expect_err("it is another's"));
             is_refused(volumes.open_readable(&name("web")).await.map(drop).expect_err("as well"));
-            let plan = volumes.plan_collection(Default::default()).await;
+            let plan = volumes.collect(CollectOptions::default(), &mut |_| ()).await;
             is_refused(plan.map(drop).expect_err("nothing is collected"));
             volumes.open_readable(&name("mail")).await.map(drop).expect("it is its own");
             // What older versions put is opened, as long as nothing contradicts it.
@@ -139,4 +142,42 @@ fn head_of_another_volume_is_refused_by_all_who_read_it() {
             assert!(web.newest().await.expect("a head").name_sum.is_some());
         });
     }
+}
+
+/// The story: an import into a bucket was killed, and what it had copied was exported as the image.
+#[test]
+fn part_of_what_a_volume_is_to_have_is_only_deleted() {
+    run(1, async {
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let (one, two) = (volumes(&objects, "one").await, volumes(&objects, "two").await);
+        let web = name("web");
+        let is_part = |error: Error| {
+            assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+            assert!(error.to_string().contains("part of an image"), "{error}");
+        };
+        for is_killed in [true, false] {
+            one.create_unfinished(&web, 1 << 20, Default::default()).await.expect("made");
+            let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+            write(&volume, 0, &[1; 4096]).await;
+            volume.flush().await.expect("it is in the store");
+            let info = two.info(&web).await.expect("there");
+            assert_eq!((info.open_on.as_deref(), info.is_ready), (Some("one"), false));
+            is_part(two.open_readable(&web).await.map(drop).expect_err("a part"));
+            is_part(two.clone_volume(&web, None, &name("copy")).await.expect_err("a part"));
+            for claimed in [Claimed::Refuse, Claimed::TakeOver] {
+                is_part(two.open_volume(&web, claimed).await.map(drop).expect_err("a part"));
+            }
+            is_part(two.delete(&web, Claimed::Refuse).await.expect_err("it may go on"));
+            if is_killed {
+                drop(volume);
+                two.delete(&web, Claimed::TakeOver).await.expect("deleted");
+            } else {
+                volume.close().await.expect("closed");
+                assert!(two.info(&web).await.expect("there").is_ready);
+                let volume = two.open_volume(&web, Claimed::Refuse).await.expect("all of it");
+                assert_eq!(read(&volume, 0, 4096).await, [1; 4096]);
+                volume.close().await.expect("closed");
+            }
+        }
+    });
 }
