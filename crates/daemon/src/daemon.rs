@@ -45,6 +45,8 @@ use std::time::Duration;
 
 /// How long the end may take once no store is waited for.
 const AT_ONCE_LIMIT: Duration = Duration::from_secs(5);
+/// A signal that comes sooner after the first says nothing more than that one.
+const SAME_WISH: Duration = Duration::from_secs(2);
 /// How often to look whether there are clients, where the server ends with the last.
 const LAST_CLIENT_PAUSE: Duration = Duration::from_millis(50);
 /// Upper bound on the default number of worker threads.
@@ -149,7 +151,8 @@ impl Daemon {
     }
 
     /// Serves until SIGTERM or SIGINT, and ends. On SIGHUP it reads its configuration again, but
-    /// ends if it has a terminal, which is gone then. At a second signal no store is waited for.
+    /// ends if it has a terminal, which is gone then. At a second signal, some
+    /// seconds later, no store is waited for.
     ///
     /// # Errors
     /// If some acknowledged writes are not in the images; otherwise if the figures cannot be
@@ -226,10 +229,14 @@ fn end_after_last(shared: &Arc<Shared>) -> Result<()> {
     thread.map(drop).map_err(|error| Error::from_io("waiting for the last client", error))
 }
 
-/// Hears a second signal while the process ends. The first one that ends it was heard.
+/// Hears a second signal while the process ends. The first one that ends it was heard. One that
+/// follows it closely is the same wish, sent twice: timeout(1) signals its child and then its whole
+/// group, and a service manager may signal all processes of a group, one of which passes it on.
 fn hear_again(mut signals: Signals, shared: Arc<Shared>) {
+    let since_first = stopwatch();
+    let is_impatience = move |signal| signal != SIGHUP && since_first() >= SAME_WISH;
     let body = move || {
-        if !signals.forever().any(|signal| signal != SIGHUP) {
+        if !signals.forever().any(is_impatience) {
             return;
         }
         if !shared.hasten(Haste::AtOnce) {

@@ -225,7 +225,8 @@ impl Volumes {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<AllMarked<'a>> {
         for _ in 0..ROUNDS_MAX {
-            let names = names::stable_names(client, self.store).await?;
+            let names = names::stable_names(client, self.store, &BTreeSet::new()).await;
+            let names = names.map_err(without_head)?;
             at.names = names.len() as u64;
             let mut mark = begin(&names)?;
             let mut plan = Plan::new(listed, &names, punch);
@@ -257,6 +258,19 @@ pub(crate) struct AllMarked<'a> {
     pub(crate) plan: Plan<'a>,
     pub(crate) names: Vec<Arc<Named>>,
     pub(crate) mark: Mark,
+}
+
+/// Why nothing is collected if a head cannot be read.
+fn without_head(error: Error) -> Error {
+    if error.kind() != ErrorKind::Corrupt {
+        return error;
+    }
+    let what = format!(
+        "{}; so it is unknown what its volume needs, and nothing may be deleted: restore the head \
+         from a copy, or give the volume up: mica volume delete --force",
+        error.in_one_line()
+    );
+    Error::new(ErrorKind::Corrupt, what)
 }
 
 /// Why nothing is collected.

@@ -126,7 +126,8 @@ impl Heads {
             let Some(bytes) = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await? else {
                 continue;
             };
-            let head = decode_head(&*self.objects, &last, (self.store, number), &bytes)?;
+            let head =
+                decode_head(&*self.objects, &self.name, (self.store, number), &bytes).await?;
             return Ok(Some(head));
         }
         Err(self.too_busy())
@@ -137,7 +138,8 @@ impl Heads {
     /// # Errors
     /// `Invalid` if there is one of this name; otherwise what the store reports.
     pub(crate) async fn create(&self, state: State, properties: Properties) -> Result<Head> {
-        self.begin(self.environment.random(), Life::Closed, state, (properties, None)).await
+        let head = self.head(0, self.environment.random(), Life::Closed, state);
+        self.begin(Head { properties, ..head }).await
     }
 
     /// As [`Self::create`], of a volume whose content follows: it is open from the beginning, under
@@ -152,17 +154,12 @@ impl Heads {
     ) -> Result<Head> {
         let volume = self.environment.random();
         let life = Life::Open { writer: self.claim(volume, Named::Nowhere).await?, sequence: 0 };
-        self.begin(volume, life, state, (properties, None)).await
+        let head = self.head(0, volume, life, state);
+        self.begin(Head { properties, is_unfinished: true, ..head }).await
     }
 
-    /// Makes the volume with this identity, whose first head is as said.
-    async fn begin(
-        &self,
-        volume: Id,
-        life: Life,
-        state: State,
-        (properties, image): (Properties, Option<Id>),
-    ) -> Result<Head> {
+    /// Makes the volume with this head as its first, which gets a number.
+    async fn begin(&self, mut head: Head) -> Result<Head> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
             if before.as_ref().is_some_and(|head| head.life != Life::Deleted) {
@@ -170,8 +167,9 @@ impl Heads {
                 let what = format!("there is a volume {name} in {store} already");
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
-            let number = before.map_or(Ok(0), |head| self.number_after(&head))?;
-            let head = Head { properties, image, ..self.head(number, volume, life, state) };
+            head.number = before.map_or(Ok(0), |head| self.number_after(&head))?;
+            // Of a put that lost nobody must take the next one for it.
+            head.nonce = self.environment.random();
             if self.put_highest(&head).await? {
                 return Ok(head);
             }
@@ -186,7 +184,10 @@ impl Heads {
     /// otherwise what `log` or the store reports.
     pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
-            let before = self.ready().await?;
+            let before = self.newest().await?;
+            if claimed != Claimed::JustMade || before.life == Life::Pinned {
+                self.check_ready(&before)?;
+            }
             if claimed == Claimed::Refuse && !log.is_of(&before) {
                 self.check_free(&before)?;
             }
@@ -211,7 +212,12 @@ impl Heads {
     /// `Denied` if it is open, or meant for another host, and that is to be left.
     pub(crate) async fn delete(&self, claimed: Claimed) -> Result<()> {
         for _ in 0..ROUNDS_MAX {
-            let before = self.newest().await?;
+            let before = match self.newest().await {
+                Err(error) if claimed != Claimed::Refuse && error.kind() == ErrorKind::Corrupt => {
+                    self.in_place_of_damaged(error).await?
+                }
+                newest => newest?,
+            };
             if claimed == Claimed::Refuse {
                 self.check_free(&before)?;
             }
@@ -230,6 +236,18 @@ impl Heads {
             }
         }
         Err(self.too_busy())
+    }
+
+    /// What a head that cannot be read may have been, for one that deletes the volume: only its
+    /// number counts for that. `error` is what is wrong with it.
+    async fn in_place_of_damaged(&self, error: Error) -> Result<Head> {
+        let number = match self.highest().await? {
+            Some(last) => self.number_of(&last)?,
+            None => return Err(error),
+        };
+        let what = error.in_one_line();
+        tracing::warn!(volume = self.name.as_str(), error = what, "what is deleted is damaged");
+        Ok(self.head(number, self.environment.random(), Life::Closed, State::default()))
     }
 
     /// Deletes a volume that was just made, unless somebody has put a head after `made`, its first.
@@ -381,8 +399,9 @@ impl Heads {
             _ => before.properties,
         };
         let image = before.image;
+        let is_unfinished = before.is_unfinished && matches!(life, Life::Open { .. });
         let head = self.head(self.number_after(before)?, before.volume, life, state);
-        Ok(Head { properties, image, ..head })
+        Ok(Head { properties, image, is_unfinished, ..head })
     }
 
     fn number_after(&self, before: &Head) -> Result<u64> {
@@ -399,6 +418,7 @@ impl Heads {
             volume,
             nonce: self.environment.random(),
             life,
+            is_unfinished: false,
             state,
             properties: Properties::default(),
             image: None,
@@ -406,6 +426,7 @@ impl Heads {
                 Life::Open { .. } => self.objects.client(),
                 _ => None,
             },
+            name_sum: Some(self.name.sum()),
             time_ns: self.environment.now_ns(),
             host: host_name(self.environment.host()),
             heir: String::new(),
@@ -415,6 +436,7 @@ impl Heads {
     /// That nobody has the volume, and it is not meant for another host.
     pub(crate) fn check_free(&self, head: &Head) -> Result<()> {
         match head.life {
+            Life::Open { .. } if head.is_unfinished => self.check_ready(head),
             Life::Open { writer, .. } => Err(self.in_use(head, writer)),
             Life::HandedOver if head.heir != host_name(self.environment.host()) => {
                 let (name, heir) = (self.name.as_str(), &head.heir);

@@ -90,4 +90,4 @@ pub use state::{Root, State};
 pub use stream::{ReceiveOptions, Received, Sent};
 pub use usage::{Held, SnapshotUsage, Usage, VolumeUsage};
 pub use volume::Volume;
-pub use volumes::{VolumeInfo, Volumes};
+pub use volumes::{Listed, VolumeInfo, Volumes};

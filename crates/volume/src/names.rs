@@ -12,6 +12,7 @@
 use crate::format::Id;
 use crate::place::{ExtentId, Writer};
 use mica_block::{Error, ErrorKind, ObjectName, Result};
+use ring::digest;
 
 /// A volume's name: a part of an object's name.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -38,6 +39,13 @@ impl VolumeName {
     /// As text.
     pub fn as_str(&self) -> &str {
         self.0.as_str()
+    }
+
+    /// What its heads say of it: the first bytes of SHA-256. It is that of the name in the store,
+    /// which may be anywhere.
+    pub(crate) fn sum(&self) -> Id {
+        let digest = digest::digest(&digest::SHA256, self.as_str().as_bytes());
+        *digest.as_ref().first_chunk().expect("it is longer")
     }
 
     /// The folder of its heads.

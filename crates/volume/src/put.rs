@@ -9,7 +9,8 @@
 
 use crate::format::Id;
 use crate::format::extent::{HEADER_BYTES, Header};
-use crate::format::head::Head;
+use crate::format::head::{HEAD_BYTES, Head, Life};
+use crate::names::VolumeName;
 use crate::place::ExtentId;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
 use mica_map::crc32c;
@@ -351,21 +352,37 @@ pub(crate) fn decode_header(objects: &dyn Objects, id: ExtentId, bytes: &[u8]) -
     }
 }
 
-/// The head that `bytes`, which were read in the place of head `number` as `name`, begin with.
+/// The head of volume `name` that `bytes`, which were read in the place of head `number`, begin
+/// with.
 ///
 /// # Errors
 /// As [`read_header`].
-pub(crate) fn decode_head(
+pub(crate) async fn decode_head(
     objects: &dyn Objects,
-    name: &ObjectName,
+    name: &VolumeName,
     (store, number): (Id, u64),
     bytes: &[u8],
 ) -> Result<Head> {
-    let head = Head::decode(bytes).map_err(|why| why.explain(name, objects))?;
-    match (head.store, head.number) == (store, number) {
+    let object = name.head(number);
+    let head = Head::decode(bytes).map_err(|why| why.explain(&object, objects))?;
+    let is_own = (head.store, head.number) == (store, number)
+        && match head.name_sum {
+            Some(sum) => sum == name.sum(),
+            None => follows(objects, name, &head).await?,
+        };
+    match is_own {
         true => Ok(head),
-        false => Err(elsewhere(name, objects)),
+        false => Err(elsewhere(&object, objects)),
     }
+}
+
+/// Whether a head that does not say whose it is may follow the one before it among those of volume
+/// `name`, as far as that is still there: a volume keeps its identity until it is deleted.
+async fn follows(objects: &dyn Objects, name: &VolumeName, head: &Head) -> Result<bool> {
+    let Some(before) = head.number.checked_sub(1) else { return Ok(true) };
+    let bytes = read(objects, &name.head(before), HEAD_BYTES, Patience::VERB).await?;
+    let before = bytes.and_then(|bytes| Head::decode(&bytes).ok());
+    Ok(before.is_none_or(|before| before.life == Life::Deleted || before.volume == head.volume))
 }
 
 /// That an object was found which another name, volume or store should have.

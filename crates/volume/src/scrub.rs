@@ -41,7 +41,7 @@ impl Volumes {
     /// have lost what.
     ///
     /// # Errors
-    /// What the store reports, but damage; `Corrupt` if a head is damaged.
+    /// What the store reports, but damage.
     pub async fn scrub(
         &self,
         speed: Speed,
@@ -52,8 +52,15 @@ impl Volumes {
             progress(Progress { extents, ..Progress::default() });
         });
         let listed = listed.await?;
-        let names = stable_names(&client, self.store).await?;
-        self.read_all(&client, &names, &listed, None, progress).await
+        let damaged = self.list_with_damaged().await?.damaged;
+        let without = damaged.iter().map(|(name, _)| name.clone()).collect();
+        let names = stable_names(&client, self.store, &without).await?;
+        let which = Whose::All { without };
+        let mut findings = self.read_all(&client, &names, &listed, which, progress).await?;
+        for (name, error) in damaged {
+            findings.add(|| damaged_head(&name, &error));
+        }
+        Ok(findings)
     }
 
     /// As [`Self::scrub`], of one volume with its snapshots.
@@ -65,17 +72,22 @@ impl Volumes {
         name: &VolumeName,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Findings> {
-        self.info(name).await?;
+        let mut findings = Findings::default();
+        let info = findings.note(self.info(name).await, |error| damaged_head(name, error))?;
+        if info.is_none() {
+            return Ok(findings);
+        }
         let client = Client::new(Arc::clone(&self.objects), Speed::default());
-        let names = self.names(&client, Some(name)).await?;
-        self.read_all(&client, &names, &[], Some(name), progress).await
+        let which = Whose::Of(name);
+        let names = self.names(&client, &which).await?;
+        self.read_all(&client, &names, &[], which, progress).await
     }
 
-    /// The highest head of `only`, or of all names.
-    async fn names(&self, client: &Client, only: Option<&VolumeName>) -> Result<Vec<Arc<Named>>> {
-        match only {
-            None => stable_names(client, self.store).await,
-            Some(name) => {
+    /// The highest heads of these names.
+    async fn names(&self, client: &Client, which: &Whose<'_>) -> Result<Vec<Arc<Named>>> {
+        match which {
+            Whose::All { without } => stable_names(client, self.store, without).await,
+            Whose::Of(name) => {
                 let found = crate::collect::names::read_name(client, self.store, name, None);
                 Ok(found.await?.into_iter().collect())
             }
@@ -87,7 +99,7 @@ impl Volumes {
         client: &Client,
         names: &[Arc<Named>],
         listed: &[Listed],
-        only: Option<&VolumeName>,
+        which: Whose<'_>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Findings> {
         let mut scrub = Scrub {
@@ -123,11 +135,23 @@ impl Volumes {
         scrub.findings.snapshots = mark.snapshots;
         scrub.bad.extend(mark.damage.iter().map(|damage| damage.at.extent()));
         if !scrub.bad.is_empty() {
-            let names = self.names(client, only).await?;
+            let names = self.names(client, &which).await?;
             lost::find(&self.tree, &names, &scrub.bad, &mut scrub.findings).await?;
         }
         Ok(scrub.findings)
     }
+}
+
+/// Whose extents are read.
+enum Whose<'a> {
+    /// Those of all volumes but these, whose heads are damaged.
+    All { without: BTreeSet<VolumeName> },
+    /// Those of this one.
+    Of(&'a VolumeName),
+}
+
+fn damaged_head(name: &VolumeName, error: &Error) -> String {
+    format!("the newest head of volume {}: {}", name.as_str(), error.in_one_line())
 }
 
 /// See the module.

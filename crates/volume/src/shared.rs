@@ -176,9 +176,12 @@ impl Shared {
     /// As [`Self::view`], of a range that may be beyond the end.
     ///
     /// # Errors
-    /// `Invalid` if it is.
+    /// `Invalid` if it is; `Denied` if the volume is another writer's by now: what is here is old.
     pub(crate) fn checked_view(&self, range: GuestRange) -> Result<View> {
         let now = self.now();
+        if let Some(why) = now.latch.as_ref().filter(|why| why.kind() == ErrorKind::Denied) {
+            return Err(why.clone());
+        }
         check_range(range, now.len)?;
         Ok(View::new(&now, blocks_of(range)))
     }

@@ -156,7 +156,7 @@ impl Disk for Volume {
 
     fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
         Box::pin(async move {
-            check_range(range, self.shared.len())?;
+            self.shared.checked_view(range).map(drop)?;
             let blocks = reader::blocks_of(range);
             let surveyed = self.shared.reading(async || {
                 let (generation, map, recent) = {

@@ -53,8 +53,20 @@ pub struct VolumeInfo {
     pub open_on: Option<String>,
     /// What it was made with.
     pub properties: Properties,
-    /// Whether it can be opened: a clone cannot before it is finished.
+    /// The host that it was handed to, and which has not opened it yet.
+    pub heir: Option<String>,
+    /// Whether it can be opened: a clone cannot before it is finished, nor can what gets the
+    /// content of an image or a stream, which is open meanwhile.
     pub is_ready: bool,
+}
+
+/// The volumes of a store.
+#[derive(Clone, Default, Debug)]
+pub struct Listed {
+    /// Those whose newest heads can be read, by name.
+    pub volumes: Vec<VolumeInfo>,
+    /// The others, by name, and what is wrong with their newest heads.
+    pub damaged: Vec<(VolumeName, Error)>,
 }
 
 impl Volumes {
@@ -226,7 +238,8 @@ impl Volumes {
     }
 
     /// Deletes a volume. The space comes back with the next collection. With [`Claimed::TakeOver`]
-    /// its writer, if it has one, is fenced first.
+    /// its writer, if it has one, is fenced first. One whose newest head is damaged is deleted so,
+    /// too: a writer that it may have learns it when it puts its next head.
     ///
     /// # Errors
     /// `NotFound` if there is none; `Denied` if it is open, or meant for another host, and that is
@@ -240,15 +253,31 @@ impl Volumes {
     /// # Errors
     /// What the store reports; `Corrupt` if the newest head of one is damaged.
     pub async fn list(&self) -> Result<Vec<VolumeInfo>> {
+        let listed = self.list_with_damaged().await?;
+        match listed.damaged.into_iter().next() {
+            Some((_, error)) => Err(error),
+            None => Ok(listed.volumes),
+        }
+    }
+
+    /// As [`Self::list`], but a volume whose newest head is damaged is no obstacle to the others.
+    ///
+    /// # Errors
+    /// What the store reports.
+    pub async fn list_with_damaged(&self) -> Result<Listed> {
         let folder = names::volumes();
-        let (mut all, mut after) = (Vec::new(), None);
+        let (mut all, mut after) = (Listed::default(), None);
         loop {
             let page = list(&*self.objects, &folder, after.as_ref(), Patience::VERB).await?;
             for entry in &page {
                 let Entry::Folder(folder) = entry else { continue };
                 let Some((_, name)) = folder.as_str().rsplit_once('/') else { continue };
-                match self.info(&VolumeName::new(name)?).await {
-                    Ok(info) => all.push(info),
+                let name = VolumeName::new(name)?;
+                match self.info(&name).await {
+                    Ok(info) => all.volumes.push(info),
+                    Err(error) if error.kind() == ErrorKind::Corrupt => {
+                        all.damaged.push((name, error));
+                    }
                     Err(error) if error.kind() == ErrorKind::NotFound => {}
                     Err(error) => return Err(error),
                 }
@@ -267,9 +296,10 @@ impl Volumes {
     pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
-        let is_ready = head.life != Life::Pinned;
+        let is_ready = head.life != Life::Pinned && !head.is_unfinished;
+        let heir = Some(head.heir).filter(|_| head.life == Life::HandedOver);
         let (name, volume, properties) = (name.clone(), head.volume, head.properties);
-        Ok(VolumeInfo { name, volume, state: head.state, open_on, properties, is_ready })
+        Ok(VolumeInfo { name, volume, state: head.state, open_on, properties, heir, is_ready })
     }
 
     /// Opens a volume for reading and writing. What the log of this machine has of it, and the

@@ -98,3 +98,138 @@ fn rules_keep_snapshots_with_a_label() {
     assert_eq!(finished.status.code(), Some(1), "{finished}");
     assert!(finished.stderr.contains("a rule has a '/'"), "{finished}");
 }
+
+/// The story: a server was killed before the store had what its log had, and exports, differences
+/// and clones were of what the store had, without a word.
+#[test]
+fn volume_whose_log_has_what_the_store_lacks_is_not_read_as_it_was() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "64M");
+    let url = store.volume("web");
+    run(["snapshot", "-q", &url, "old"]).ok();
+    let log = store.folder().join("log").display().to_string();
+    let options = ["--log-device", &log, "--log-size", "64M", "--inject", "delay=500ms,op=put"];
+    let copy = store.folder().join("copy").display().to_string();
+    let server = store.serve("web", &options).expect("served");
+    let acts = ["-f", "raw", "-c", "write -P 7 0 64k", "-c", "flush"];
+    command::run("qemu-io", acts.into_iter().chain([&*server.uri()])).ok();
+    let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::KILL).expect("killed");
+    drop(server);
+    let (old, clone) = (format!("{url}@old"), store.volume("copy"));
+    for verb in [
+        &["export", "-O", "raw", &url, &copy][..],
+        &["diff", &old, &url],
+        &["clone", &url, &clone],
+        &["snapshot", &url, "new"],
+    ] {
+        let refusal = run(verb.iter().copied()).refusal();
+        assert!(refusal.contains(&log), "{verb:?}: {refusal}");
+    }
+    let refused = store.serve("web", &["--read-only"]).expect_err("it would be old");
+    assert!(refused.to_string().contains(&log), "{refused}");
+    run(["export", "-q", "-O", "raw", &old, &copy]).ok();
+    // Another log has nothing of it.
+    let other = store.folder().join("other").display().to_string();
+    let refused = store.serve("web", &["--log-device", &other, "--log-size", "64M"]);
+    let refused = refused.expect_err("what is acknowledged would be lost").to_string();
+    assert!(refused.contains(&format!("was in {log}")), "{refused}");
+    let server = store.serve("web", &["--log-device", &log]).expect("served");
+    let acts = ["-r", "-f", "raw", "-c", "read -P 7 0 64k"];
+    command::run("qemu-io", acts.into_iter().chain([&*server.uri()])).ok();
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    let changed = json(&run(["diff", "--output", "json", &old, &url]).ok());
+    assert_eq!(changed[0]["length"], 64 << 10, "{changed}");
+}
+
+/// The story: `info` and `list` said of a volume that was handed over that it was closed.
+#[test]
+fn volume_that_was_handed_over_says_to_whom() {
+    let store = Store::new();
+    store.create("web", "64M");
+    let url = store.volume("web");
+    run(["handover", &url, "web2"]).ok();
+    let info = json(&run(["info", "--output", "json", &url]).ok());
+    let said = (&info["state"], &info["handed-to"], &info["open-on"]);
+    assert_eq!(said, (&"handed-over".into(), &"web2".into(), &Value::Null));
+    for words in [["info", &url], ["list", &store.url()], ["tree", &store.url()]] {
+        let said = run(words).ok();
+        assert!(said.contains("handed to web2"), "{words:?}: {said}");
+    }
+}
+
+/// The newest head of a volume, of which a bit is wrong from now on.
+fn damage_head(store: &Store, name: &str) {
+    let folder = store.folder().join("store/volumes").join(name);
+    let heads = std::fs::read_dir(folder).expect("a volume");
+    let newest = heads.map(|head| head.expect("a head").path()).max().expect("there is one");
+    let mut bytes = std::fs::read(&newest).expect("read");
+    bytes[100] ^= 1;
+    std::fs::remove_file(&newest).expect("removed");
+    std::fs::write(&newest, bytes).expect("written");
+}
+
+/// The story: one damaged head stopped all verbs about the whole store, and could not be deleted.
+#[test]
+fn volume_whose_head_is_damaged_is_no_obstacle_to_others_and_can_be_deleted() {
+    let store = Store::new();
+    for name in ["db", "web"] {
+        store.create(name, "64M");
+        run(["snapshot", "-q", &store.volume(name), "one"]).ok();
+    }
+    damage_head(&store, "db");
+    let (url, db) = (store.url(), store.volume("db"));
+    for verb in ["list", "tree", "check"] {
+        let finished = run([verb, "--output", "json", &url]);
+        assert_eq!(finished.status.code(), Some(2), "{verb}: {finished}");
+        assert!(finished.stderr.contains("db"), "{verb}: {finished}");
+        let all = json(&finished.stdout);
+        assert_eq!(all.as_array().map(Vec::len), Some(2), "{verb}: {all}");
+    }
+    let finished = run(["scrub", &url]);
+    assert_eq!(finished.status.code(), Some(2), "{finished}");
+    assert!(finished.stderr.contains("head of volume db"), "{finished}");
+    assert!(run(["gc", &url]).refusal().contains("volume delete --force"));
+    run(["delete", &db]).refusal();
+    run(["delete", "--force", &db]).ok();
+    for verb in ["list", "tree", "check", "scrub", "gc"] {
+        run([verb, &url]).ok();
+    }
+    store.create("db", "64M");
+}
+
+/// The story: the server of the old host went on behind a lock that another process could not take.
+#[test]
+fn server_that_hangs_is_taken_over_by_force_on_its_own_machine() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "64M");
+    let old = store.serve("web", &[]).expect("served");
+    let acts = ["-f", "raw", "-c", "write -P 7 0 64k", "-c", "flush"];
+    command::run("qemu-io", acts.into_iter().chain([&*old.uri()])).ok();
+    let pid = i32::try_from(old.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::STOP).expect("stopped");
+    let refused = store.serve("web", &[]).expect_err("it is open").to_string();
+    assert!(refused.contains(&format!("process {}", old.pid())), "{refused}");
+    let new = store.serve("web", &["--force"]).expect("served");
+    assert!(new.log().contains(&format!("process {}", old.pid())), "{}", new.log());
+    let acts = ["-f", "raw", "-c", "read -P 7 0 64k", "-c", "write -P 8 0 64k", "-c", "flush"];
+    command::run("qemu-io", acts.into_iter().chain([&*new.uri()])).ok();
+    kill_process(pid, Signal::CONT).expect("it goes on");
+    let acts = ["-f", "raw", "-c", "write -P 9 0 64k", "-c", "flush"];
+    let late = command::run("qemu-io", acts.into_iter().chain([&*old.uri()]));
+    assert!(!late.status.success(), "{late}");
+    // Once it knows, it reads nothing that is old.
+    let late = command::run("qemu-io", ["-r", "-f", "raw", "-c", "read 0 64k", &*old.uri()]);
+    assert!(!late.status.success(), "{late}");
+    drop(old);
+    assert_eq!(new.stop().expect("it stops").status.code(), Some(0));
+    let server = store.serve("web", &["--read-only"]).expect("served");
+    let acts = ["-r", "-f", "raw", "-c", "read -P 8 0 64k"];
+    command::run("qemu-io", acts.into_iter().chain([&*server.uri()])).ok();
+}

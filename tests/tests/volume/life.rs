@@ -3,10 +3,12 @@
 use mica_tests::guest::{Answer, Guest, Request};
 use mica_tests::server::Server;
 use mica_tests::volume::{Store, run};
-use mica_tests::{command, mica, nbd, tools};
+use mica_tests::{clock, command, mica, nbd, tools};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 /// What has to be installed.
 const TOOLS: &[tools::Tool] = &[tools::NBDCOPY, tools::QEMU_IO, tools::QEMU_IMG];
@@ -199,4 +201,32 @@ fn volume_that_was_handed_to_another_host_is_left_to_it() {
     let refused = format!("{:#}", store.serve("web", &[]).map(drop).expect_err("not ours"));
     assert!(refused.contains("host-2"), "{refused}");
     stop(store.serve("web", &["--force"]).expect("by force"));
+}
+
+/// The story: timeout(1) signals its child and then its whole group, of which the child is one. The
+/// server took the second signal for impatience, and gave up what it had acknowledged.
+#[test]
+fn signal_that_comes_twice_at_once_is_one() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "64M");
+    let slow = ["--inject", "delay=300ms,op=put", "--log-level", "info"];
+    let server = store.serve("web", &slow).expect("served");
+    let mut guest = Guest::connect(&server).expect("connected");
+    let write = Request::Write { offset: 0, bytes: vec![7; 64 << 10], fua: false };
+    assert_eq!(guest.ask(&write).expect("an answer").errno(), 0);
+    let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::TERM).expect("signalled");
+    // Two that wait at one time are one for the system; this one comes when the first was heard.
+    let (limit, pause) = (Duration::from_secs(10), Duration::from_millis(5));
+    let heard = || server.log().contains("stopping on SIGTERM").then_some(());
+    clock::poll(limit, pause, heard).expect("it was heard");
+    kill_process(pid, Signal::TERM).expect("signalled");
+    drop(guest);
+    stop(server);
+    let server = store.serve("web", &["--read-only"]).expect("served");
+    io(&server, &["read -P 7 0 64k"]);
+    stop(server);
 }

@@ -1,6 +1,6 @@
 //! `mica volume check`, with the exit codes of `mica check`.
 
-use super::session::{SessionArgs, Subject, url_in};
+use super::session::{EXIT_DAMAGED, SessionArgs, Subject, url_in};
 use crate::failure::{Failure, tell};
 use crate::output::{ReportArgs, human_size};
 use clap::Args;
@@ -22,9 +22,6 @@ pub(super) struct CheckArgs {
     url: String,
 }
 
-/// Something is damaged, as with `mica check`.
-pub(super) const EXIT_DAMAGED: u8 = 2;
-
 pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let (mut all, mut text, mut damaged) = (Vec::new(), String::new(), 0);
@@ -32,8 +29,12 @@ pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
         let (store, names) = match session.subject(&args.url, "volume check").await? {
             Subject::Volume(store, name) => (store, vec![name]),
             Subject::Store(store) => {
-                let listed = store.volumes().list().await?;
-                (store, listed.into_iter().map(|info| info.name).collect())
+                let listed = store.volumes().list_with_damaged().await?;
+                let whole = listed.volumes.into_iter().map(|info| info.name);
+                let damaged = listed.damaged.into_iter().map(|(name, _)| name);
+                let mut names: Vec<_> = whole.chain(damaged).collect();
+                names.sort();
+                (store, names)
             }
         };
         for name in names {

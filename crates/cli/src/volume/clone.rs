@@ -40,6 +40,9 @@ pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     session.executor.block_on(async {
         let store = session.stores.open(&source.store).await?;
+        if source.snapshot.is_none() {
+            store.check_readable(&source.name).await?;
+        }
         store.volumes().clone_volume(&source.name, source.which().as_ref(), &target.name).await
     })?;
     let json = json!({

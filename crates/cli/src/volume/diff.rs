@@ -41,6 +41,11 @@ pub(super) fn run(args: &DiffArgs) -> Result<ExitCode, Failure> {
     let mut found: Vec<(u64, u64)> = Vec::new();
     session.executor.block_on(async {
         let store = session.stores.open(&first.store).await?;
+        for side in [&first, &second] {
+            if side.snapshot.is_none() {
+                store.check_readable(&side.name).await?;
+            }
+        }
         let [first_which, second_which] = [first.which(), second.which()];
         let add = |range: GuestRange| match found.last_mut() {
             Some((start, len)) if *start + *len == range.start().bytes() => *len += range.len(),

@@ -59,20 +59,42 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
         };
         let mut collected = store.volumes().collect(options, &mut show).await?;
         // A server that starts has precedence only where a lock proves who is dead.
-        let compacts = !args.dry_run && (args.compact || !store.is_remote());
-        if !compacts || !compact(&store, &collected, key.as_ref()).await? {
-            return Ok::<_, Failure>(collected);
+        let compacts = args.compact || !store.is_remote();
+        if args.dry_run {
+            let sparse_bytes = if compacts { sparse_bytes(&store, &collected).await? } else { 0 };
+            return Ok::<_, Failure>((collected, sparse_bytes));
         }
-        collected += store.volumes().collect(options, &mut show).await?;
-        Ok(collected)
+        if compacts && compact(&store, &collected, key.as_ref()).await? {
+            collected += store.volumes().collect(options, &mut show).await?;
+        }
+        Ok((collected, 0))
     });
     bar.finish_and_clear();
-    let collected = collected?;
+    let (collected, sparse_bytes) = collected?;
     if let Some(error) = &collected.failure {
         tell(&format!("mica: {} objects stay: {}", collected.failed, error.in_one_line()));
     }
-    args.report.print(&human(args, &collected), &described(args, &collected))?;
+    let mut described = described(args, &collected);
+    if args.dry_run {
+        described["sparse-bytes"] = sparse_bytes.into();
+    }
+    args.report.print(&human(args, &collected, sparse_bytes), &described)?;
     Ok(if collected.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What writing sparse extents again would free, about: new ones have headers, too.
+async fn sparse_bytes(store: &Store, collected: &Collected) -> Result<u64, Failure> {
+    let mut bytes = 0;
+    for sparse in &collected.sparse {
+        match store.volumes().info(&sparse.name).await {
+            Ok(info) if info.open_on.is_none() => bytes += sparse.bytes - sparse.live_bytes,
+            // It is left to its server; or it went meanwhile.
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(bytes)
 }
 
 /// Writes again what is in sparse extents of volumes that nobody has open; whether there was any.
@@ -111,14 +133,18 @@ fn described(args: &GcArgs, collected: &Collected) -> Value {
     })
 }
 
-fn human(args: &GcArgs, collected: &Collected) -> String {
+fn human(args: &GcArgs, collected: &Collected, sparse_bytes: u64) -> String {
     let would = if args.dry_run { "would free" } else { "freed" };
     let freed = human_size(collected.freed_bytes + collected.punched_bytes);
     let (all, live) = (human_size(collected.bytes), human_size(collected.live_bytes));
     let counted =
         |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
+    let sparse = match sparse_bytes {
+        0 => String::new(),
+        bytes => format!(", and about {} within sparse ones", human_size(bytes)),
+    };
     format!(
-        "{would} {freed} in {}; {all} were there, {live} of them needed by {} with {}\n",
+        "{would} {freed} in {}{sparse}; {all} were there, {live} of them needed by {} with {}\n",
         counted(collected.freed_extents, "extent"),
         counted(collected.volumes, "volume"),
         counted(collected.snapshots, "snapshot"),

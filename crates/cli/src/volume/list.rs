@@ -1,16 +1,20 @@
 //! `mica volume list`.
 
 use super::keys::properties_text;
-use super::session::{SessionArgs, described, state_text, store, time_text};
+use super::session::{
+    SessionArgs, described, described_damage, exit_code_of, state_text, store, time_text,
+};
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
 use crate::table::table;
 use clap::Args;
+use mica_volume::Listed;
 use std::process::ExitCode;
 
 /// List the volumes of a store.
 ///
-/// Of one that is open somewhere, what its host has said of it last.
+/// Of one that is open somewhere, what its host has said of it last. If the head of one is damaged,
+/// the exit code is 2, as of `mica volume check`.
 #[derive(Args)]
 pub(super) struct ListArgs {
     #[command(flatten)]
@@ -27,11 +31,14 @@ pub(super) fn run(args: &ListArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let all = session.executor.block_on(async {
         let store = session.stores.open(&url).await?;
-        store.volumes().list().await
+        store.volumes().list_with_damaged().await
     })?;
+    let Listed { volumes: all, damaged } = all;
     match args.output.output {
         OutputFormat::Json => {
-            print_json(&all.iter().map(|info| described(&url, info)).collect::<Vec<_>>())?;
+            let whole = all.iter().map(|info| described(&url, info));
+            let damaged = damaged.iter().map(|(name, error)| described_damage(&url, name, error));
+            print_json(&whole.chain(damaged).collect::<Vec<_>>())?;
         }
         OutputFormat::Human => {
             let rows = all.iter().map(|info| {
@@ -43,9 +50,15 @@ pub(super) fn run(args: &ListArgs) -> Result<ExitCode, Failure> {
                 };
                 vec![name, size, state_text(info), time_text(info.state.time_ns), data]
             });
+            let unknown = || "-".to_owned();
+            let damaged = damaged.iter().map(|(name, _)| {
+                let (name, state) = (name.as_str().to_owned(), "damaged".to_owned());
+                vec![name, unknown(), state, unknown(), unknown()]
+            });
+            let rows = rows.chain(damaged);
             let titles = ["VOLUME", "SIZE", "STATE", "WRITTEN (UTC)", "DATA"];
             print(&table(&titles, &[1], rows.collect()))?;
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(exit_code_of(&damaged))
 }

@@ -1,7 +1,7 @@
 //! `mica volume scrub`, with the exit codes of `mica volume check`.
 
-use super::check::{EXIT_DAMAGED, described, human};
-use super::session::{SessionArgs, Subject, url_in};
+use super::check::{described, human};
+use super::session::{EXIT_DAMAGED, SessionArgs, Subject, url_in};
 use crate::failure::{Failure, tell};
 use crate::output::{ReportArgs, progress_bar};
 use clap::Args;

@@ -1,7 +1,7 @@
 //! What all verbs about volumes share: how a store is reached, and what is said of a volume.
 
 use super::keys::add_properties;
-use crate::failure::Failure;
+use crate::failure::{Failure, tell};
 use clap::Args;
 use mica_block::{Error, ErrorKind};
 use mica_daemon::{ImageSettings, IoSettings};
@@ -9,6 +9,7 @@ use mica_rt::Executor;
 use mica_stack::{Patience, Store, StoreUrl, Stores, VolumeUrl};
 use mica_volume::{VolumeInfo, VolumeName, Volumes};
 use serde_json::{Map, Value, json};
+use std::process::ExitCode;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -30,6 +31,9 @@ pub(super) enum Subject {
     Store(Arc<Store>),
     Volume(Arc<Store>, VolumeName),
 }
+
+/// Something is damaged, as with `mica check`.
+pub(super) const EXIT_DAMAGED: u8 = 2;
 
 /// Memory for what is read of maps.
 const CACHE_BYTES: u64 = 32 << 20;
@@ -105,11 +109,36 @@ pub(super) fn described(store: &StoreUrl, info: &VolumeInfo) -> Map<String, Valu
     set("name", info.name.as_str().into());
     set("url", url_in(store, &info.name).into());
     set("virtual-size", info.state.len.into());
-    set("state", if info.open_on.is_some() { "open" } else { "closed" }.into());
+    set("state", state_word(info).into());
     set("open-on", json!(info.open_on));
+    set("handed-to", json!(info.heir));
     set("time", json!((info.state.time_ns > 0).then(|| instant(info.state.time_ns))));
     add_properties(&mut all, &info.properties);
     all
+}
+
+/// A volume whose newest head is damaged, as JSON.
+pub(super) fn described_damage(
+    store: &StoreUrl,
+    name: &VolumeName,
+    error: &Error,
+) -> Map<String, Value> {
+    let mut all = Map::new();
+    let mut set = |key: &str, value: Value| all.insert(key.to_owned(), value);
+    set("name", name.as_str().into());
+    set("url", url_in(store, name).into());
+    set("state", "damaged".into());
+    set("error", error.in_one_line().into());
+    all
+}
+
+/// Says what is wrong with damaged volumes, and how a verb ends that has told all of the others.
+pub(super) fn exit_code_of(damaged: &[(VolumeName, Error)]) -> ExitCode {
+    for (name, error) in damaged {
+        let (name, error) = (name.as_str(), error.in_one_line());
+        tell(&format!("mica: volume {name} is damaged: {error}"));
+    }
+    if damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_DAMAGED) }
 }
 
 /// A time, by ISO 8601.
@@ -127,10 +156,25 @@ pub(super) fn time_text(time_ns: u64) -> String {
     }
 }
 
-/// Whether somebody has a volume open, for people.
+/// Whether somebody has a volume open, for programs.
+fn state_word(info: &VolumeInfo) -> &'static str {
+    match (&info.open_on, &info.heir, info.is_ready) {
+        (Some(_), _, true) => "open",
+        (Some(_), _, false) => "importing",
+        (None, _, false) => "cloning",
+        (None, Some(_), true) => "handed-over",
+        (None, None, true) => "closed",
+    }
+}
+
+/// The same for people.
 pub(super) fn state_text(info: &VolumeInfo) -> String {
-    match &info.open_on {
-        Some(host) => format!("open on {}", crate::client::plain(host)),
-        None => "closed".to_owned(),
+    let on = |host: &str| crate::client::plain(host);
+    match (&info.open_on, &info.heir, info.is_ready) {
+        (Some(host), _, true) => format!("open on {}", on(host)),
+        (Some(host), _, false) => format!("being imported on {}", on(host)),
+        (None, _, false) => "a clone that is not finished".to_owned(),
+        (None, Some(heir), true) => format!("handed to {}", on(heir)),
+        (None, None, true) => "closed".to_owned(),
     }
 }

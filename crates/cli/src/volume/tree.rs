@@ -1,13 +1,15 @@
 //! `mica volume tree`.
 
 use super::rows::{SnapshotRow, snapshot_json};
-use super::session::{SessionArgs, Subject, described, state_text, time_text};
+use super::session::{
+    SessionArgs, Subject, described, described_damage, exit_code_of, state_text, time_text,
+};
 use crate::client::plain;
 use crate::failure::Failure;
 use crate::output::{human_size, print, print_json};
 use clap::{Args, ValueEnum};
 use mica_stack::Store;
-use mica_volume::VolumeInfo;
+use mica_volume::{Listed, VolumeInfo};
 use serde_json::Value;
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -43,31 +45,42 @@ struct Branch {
 
 pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
-    let (store, branches) = session.executor.block_on(async {
-        let (store, volumes) = match session.subject(&args.url, "volume tree").await? {
-            Subject::Volume(store, name) => {
-                let info = store.volumes().info(&name).await?;
-                (store, vec![info])
-            }
-            Subject::Store(store) => {
-                let all = store.volumes().list().await?;
-                (store, all)
-            }
-        };
+    let (store, branches, damaged) = session.executor.block_on(async {
+        let (store, Listed { volumes, damaged }) =
+            match session.subject(&args.url, "volume tree").await? {
+                Subject::Volume(store, name) => {
+                    let info = store.volumes().info(&name).await?;
+                    (store, Listed { volumes: vec![info], ..Listed::default() })
+                }
+                Subject::Store(store) => {
+                    let all = store.volumes().list_with_damaged().await?;
+                    (store, all)
+                }
+            };
         let mut branches = Vec::new();
         for volume in volumes {
-            let snapshots = store.volumes().snapshots(&volume.name).await?;
+            let snapshots = match volume.is_ready {
+                true => store.volumes().snapshots(&volume.name).await?,
+                // Nobody can do anything with them yet.
+                false => Vec::new(),
+            };
             let snapshots = snapshots.into_iter().map(SnapshotRow::from).collect();
             branches.push(Branch { volume, snapshots });
         }
-        Ok::<_, Failure>((store, branches))
+        Ok::<_, Failure>((store, branches, damaged))
     })?;
     match args.output {
         TreeFormat::Human => print(&human(&store, &branches))?,
-        TreeFormat::Json => print_json(&json(&store, &branches))?,
+        TreeFormat::Json => {
+            let mut all = json(&store, &branches);
+            let damaged =
+                damaged.iter().map(|(name, error)| described_damage(store.url(), name, error));
+            all.extend(damaged.map(Value::Object));
+            print_json(&all)?;
+        }
         TreeFormat::Dot => print(&dot(&branches))?,
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(exit_code_of(&damaged))
 }
 
 fn human(store: &Store, branches: &[Branch]) -> String {

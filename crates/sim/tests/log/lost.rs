@@ -141,3 +141,45 @@ fn what_is_in_damaged_segments_can_be_given_up() {
         assert!(device.damaged_segments().is_empty());
     });
 }
+
+/// Three records of one segment, each in a group of its own, and synced or not; a bit of the second
+/// is wrong.
+async fn with_damage_in_the_newest_segment(is_synced: bool) -> Arc<LogDevice> {
+    let file: Arc<dyn Store> = Arc::new(MemoryStore::new_writable("log", vec![0; LEN]));
+    let device = LogDevice::open(Arc::clone(&file), [1; 16]).await.unwrap();
+    let log = device.start([2; 16], VOLUME, writer(1), 0).await.unwrap();
+    for number in 0..3 {
+        let ticket = log.push(Record::Drop { number }).unwrap();
+        log.written(ticket).await.unwrap();
+        if is_synced {
+            log.sync().await.unwrap();
+        }
+    }
+    drop((log, device));
+    let mut bytes = read_exact(&*file, HostOffset::ZERO, LEN).await.unwrap().to_vec();
+    bytes[3 * 4096 + 40] ^= 1;
+    let file: Arc<dyn Store> = Arc::new(MemoryStore::new_writable("log", bytes));
+    LogDevice::open(file, [9; 16]).await.unwrap()
+}
+
+/// The story: a bit of a record in the newest segment was wrong, and what had been synced behind it
+/// was gone without a word. What a power cut leaves looks alike, except for what was synced.
+#[test]
+fn gap_before_what_says_that_it_was_durable_is_damage() {
+    simulated(async || {
+        let device = with_damage_in_the_newest_segment(true).await;
+        let error = device.go_on(VOLUME, writer(3), 0).await.err().unwrap();
+        is_corrupt(&error, &["records 1 to 1", "segment at 4096", "by force"]);
+        let log = device.go_on(VOLUME, writer(3), 3).await.unwrap();
+        assert_eq!(log.recovered(), 3..3, "the store has all of it");
+    });
+}
+
+#[test]
+fn gap_before_what_was_under_way_with_it_ends_the_log() {
+    simulated(async || {
+        let device = with_damage_in_the_newest_segment(false).await;
+        let log = device.go_on(VOLUME, writer(3), 0).await.unwrap();
+        assert_eq!(log.recovered(), 0..1);
+    });
+}

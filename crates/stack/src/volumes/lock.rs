@@ -22,12 +22,17 @@
 //!   what the store may lack, durably. Nobody goes on without that log unless somebody wants it by
 //!   force.
 //! - I4 A volume whose import did not end is not opened: it is part of an image.
+//! - I5 By force, a lock that another process has is passed by: the file is moved aside, and a new
+//!   one is made in its place, which says what the old one did. By I2 the other process has none
+//!   then. Whose the volume is, the fence decides; if that fails, the file is moved back.
 
 use super::machine::Machine;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sleep;
 use mica_volume::VolumeName;
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, fstat, mkdirat, openat, stat, unlink};
+use rustix::fs::{
+    CWD, FlockOperation, Mode, OFlags, flock, fstat, mkdirat, openat, rename, stat, unlink,
+};
 use rustix::io::Errno;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -60,6 +65,8 @@ pub(super) struct VolumeLock {
     path: PathBuf,
     /// What the file said of the last writer.
     found: Writer,
+    /// The file of a lock that was passed by (I5).
+    passed_by: Option<PathBuf>,
 }
 
 /// The right to collect a store in a directory, among processes that see each other's locks.
@@ -86,12 +93,87 @@ pub(super) struct Writer {
     machine: Option<Machine>,
 }
 
+impl Writer {
+    /// Whether it was on this machine, if it is the one whose head names `host`.
+    pub(super) fn was_here_as(&self, host: &str) -> bool {
+        let here = Machine::here();
+        match &self.machine {
+            Some(machine) => machine.host == host && here.proves_end_on(machine),
+            None => here.host == host,
+        }
+    }
+}
+
 impl VolumeLock {
     /// Takes the lock of `name` in the store at `directory`.
     ///
     /// # Errors
     /// `Denied` if another process has it; any error of the system.
     pub(super) async fn take(directory: &Path, name: &VolumeName) -> Result<Self> {
+        Self::try_take(directory, name).await?.map_err(|holder| {
+            let (name, holder) = (name.as_str(), holder_text(holder));
+            let what = format!("volume {name} is open: {holder} has it; end that first");
+            Error::new(ErrorKind::Denied, what)
+        })
+    }
+
+    /// As [`Self::take`], by force: if another process has it, that one has it no more (I5).
+    ///
+    /// # Errors
+    /// Any error of the system.
+    pub(super) async fn take_by_force(directory: &Path, name: &VolumeName) -> Result<Self> {
+        let holder = match Self::try_take(directory, name).await? {
+            Ok(lock) => return Ok(lock),
+            Err(holder) => holder,
+        };
+        let (path, volume) = (path_of(directory, name), name.as_str());
+        // No volume has a name that begins with a dot.
+        let aside = path.with_file_name(format!(".{volume}.{}", std::process::id()));
+        rename(&path, &aside).map_err(|error| {
+            Error::from_io(format!("passing by the lock {}", path.display()), error.into())
+        })?;
+        let holder = holder_text(holder);
+        tracing::warn!(volume, "{holder} has it open: by force, it is taken from there");
+        match Self::try_take(directory, name).await? {
+            Ok(mut lock) => {
+                if let Ok(file) = File::open(&aside) {
+                    lock.found = Note::read(&file).writer;
+                }
+                lock.restore();
+                lock.passed_by = Some(aside);
+                Ok(lock)
+            }
+            // Another process was faster.
+            Err(_) => {
+                let what = format!("volume {volume} was just taken by another process");
+                Err(Error::new(ErrorKind::Denied, what))
+            }
+        }
+    }
+
+    /// The process whose lock was passed by, if there is one, has it again: the volume was not
+    /// taken from it.
+    pub(super) fn give_back(&mut self) {
+        if let Some(aside) = self.passed_by.take()
+            && let Err(error) = rename(&aside, &self.path)
+        {
+            tracing::warn!(%error, "cannot move {} back", aside.display());
+        }
+    }
+
+    /// The process whose lock was passed by, if there is one, writes the volume no more.
+    pub(super) fn keep(&mut self) {
+        if let Some(aside) = self.passed_by.take() {
+            // If it cannot be removed, it is a small file too many.
+            let _ = unlink(&aside);
+        }
+    }
+
+    /// The lock, or the process that has it, as far as its file says.
+    async fn try_take(
+        directory: &Path,
+        name: &VolumeName,
+    ) -> Result<std::result::Result<Self, Option<u32>>> {
         let path = path_of(directory, name);
         let failed = |error: Errno| {
             Error::from_io(format!("locking the volume: {}", path.display()), error.into())
@@ -102,9 +184,9 @@ impl VolumeLock {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) if has_name(&file, &path) => {
                     let Note { writer: found, .. } = Note::read(&file);
-                    let lock = Self { file, path, found };
+                    let lock = Self { file, path, found, passed_by: None };
                     lock.restore();
-                    return Ok(lock);
+                    return Ok(Ok(lock));
                 }
                 // Removed meanwhile.
                 Ok(()) => {}
@@ -115,24 +197,34 @@ impl VolumeLock {
                 Err(error) => return Err(failed(error)),
             }
         }
-        let by = match holder {
-            Some(number) => format!("process {number} of this machine"),
-            None => "another process".to_owned(),
-        };
-        let what = format!("volume {} is open: {by} has it; end that first", name.as_str());
-        Err(Error::new(ErrorKind::Denied, what))
+        Ok(Err(holder))
     }
 
-    /// What the file of a lock says that is not taken: it may be another's.
-    pub(super) fn look(directory: &Path, name: &VolumeName) -> Writer {
-        let file = File::open(path_of(directory, name)).ok();
-        file.map_or_else(Writer::default, |file| Note::read(&file).writer)
+    /// What the file of a lock says that is not taken: it may be another's, which is said, too.
+    pub(super) fn look(directory: &Path, name: &VolumeName) -> (Writer, bool) {
+        let Ok(file) = File::open(path_of(directory, name)) else {
+            return (Writer::default(), false);
+        };
+        // Whoever wants it in this moment tries again.
+        let tried = flock(&file, FlockOperation::NonBlockingLockShared);
+        let is_held = tried == Err(Errno::WOULDBLOCK);
+        (Note::read(&file).writer, is_held)
     }
 
     /// Removes the lock of a volume that is no more.
     pub(super) fn remove(self) {
         // If it cannot be removed, it is a small file too many.
-        let _ = unlink(&self.path);
+        if has_name(&self.file, &self.path) {
+            let _ = unlink(&self.path);
+        }
+        if let Some(aside) = &self.passed_by {
+            let _ = unlink(aside);
+        }
+    }
+
+    /// Whether another process had it, and was passed by.
+    pub(super) fn was_held(&self) -> bool {
+        self.passed_by.is_some()
     }
 
     /// What the file said of the last writer.
@@ -142,11 +234,7 @@ impl VolumeLock {
 
     /// Whether this lock proves that the last writer, which was on `host`, is dead.
     pub(super) fn proves_end_on(&self, host: &str) -> bool {
-        let here = Machine::here();
-        match &self.found.machine {
-            Some(machine) => machine.host == host && here.proves_end_on(machine),
-            None => here.host == host,
-        }
+        self.found.was_here_as(host)
     }
 
     /// Says in the file that this process is the last writer, with `log`; durably if there is one,
@@ -255,6 +343,13 @@ impl Note {
         let log = value(LOG).map(|log| PathBuf::from(OsStr::from_bytes(log)));
         let is_import = lines.contains(&IMPORT);
         Self { process, writer: Writer { log, is_import, machine } }
+    }
+}
+
+fn holder_text(holder: Option<u32>) -> String {
+    match holder {
+        Some(number) => format!("process {number} of this machine"),
+        None => "another process".to_owned(),
     }
 }
 

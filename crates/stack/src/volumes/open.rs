@@ -67,6 +67,8 @@ enum Standing {
 struct Locked {
     lock: Option<VolumeLock>,
     standing: Standing,
+    /// Which volume it is.
+    volume: [u8; 16],
 }
 
 impl Locked {
@@ -84,6 +86,10 @@ impl Locked {
         } else {
             Ok(())
         }
+    }
+
+    fn give_back(&mut self) {
+        self.lock.iter_mut().for_each(VolumeLock::give_back);
     }
 
     fn sign(&self, log: Option<&Path>, is_import: bool) -> Result<()> {
@@ -113,21 +119,23 @@ impl Stores {
             return Ok(Arc::new(volumes.open_snapshot(&url.name, &which).await?));
         }
         if options.access == VolumeAccess::Read {
-            store.check_whole(&url.name).await?;
+            store.check_readable(&url.name).await?;
             return Ok(Arc::new(volumes.open_readable(&url.name).await?));
         }
         if store.is_remote() {
             store.probe().await?;
         }
-        let locked = store.locked(&url.name).await?;
+        let mut locked = store.locked(&url.name, options.force).await?;
         if options.access != VolumeAccess::Import {
-            locked.check_whole(&url.name)?;
+            locked.check_whole(&url.name).inspect_err(|_| locked.give_back())?;
         }
         let log = match &options.log {
-            Some(place) => Some(self.log(place).await?),
+            Some(place) => Some(self.log(place).await.inspect_err(|_| locked.give_back())?),
             None => None,
         };
-        let volume = open_locked(&volumes, &url.name, &locked, options, log).await?;
+        let volume = open_locked(&volumes, &url.name, &locked, options, log).await;
+        let volume = volume.inspect_err(|_| locked.give_back())?;
+        locked.lock.iter_mut().for_each(VolumeLock::keep);
         let (volume, keep) = (Arc::new(volume), options.keep.clone());
         let keep = keep.map(|rules| (rules, options.snapshot_per));
         store.is_written(&url.name, &volume);
@@ -163,6 +171,12 @@ async fn open_locked(
         }
         (_, Standing::Abandoned, Some(left), None) => return Err(needs_log(name, left)),
     };
+    if let (Some(left), Some(log), false) = (locked.left(), &log, options.force)
+        && log.found(locked.volume).is_none()
+    {
+        let place = options.log.as_ref().map_or(left, |place| &*place.path);
+        return Err(lacks_records(name, left, place));
+    }
     let usual = if log.is_some() { Durability::Host } else { Durability::Store };
     let durability = options.durability.unwrap_or(usual);
     let opening = Opening { claimed, log, durability, snapshot_per: options.snapshot_per };
@@ -202,7 +216,7 @@ impl Store {
     /// `Denied` if another process of this machine has it open, or it is part of an image;
     /// otherwise what the store reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
-        let locked = self.locked(name).await?;
+        let locked = self.locked(name, false).await?;
         locked.check_whole(name)?;
         if locked.standing == Standing::Abandoned {
             if let Some(left) = locked.left() {
@@ -253,12 +267,20 @@ impl Store {
     /// writer is fenced first.
     ///
     /// # Errors
-    /// `NotFound` if there is none; `Denied` if somebody has it open.
+    /// `NotFound` if there is none; `Denied` if somebody has it open; `Corrupt` if its newest head
+    /// is damaged, without force.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
-        let locked = self.locked(name).await?;
+        let mut locked = match self.locked(name, force).await {
+            // Nobody can say who has it, and nobody can go on with it.
+            Err(error) if force && error.kind() == ErrorKind::Corrupt => {
+                return self.volumes().delete(name, Claimed::TakeOver).await;
+            }
+            locked => locked?,
+        };
         let is_ours = locked.standing == Standing::Abandoned && locked.left().is_none();
         let claimed = if force || is_ours { Claimed::TakeOver } else { Claimed::Refuse };
-        self.volumes().delete(name, claimed).await?;
+        let deleted = self.volumes().delete(name, claimed).await;
+        deleted.inspect_err(|_| locked.give_back())?;
         if let Some(lock) = locked.lock {
             lock.remove();
         }
@@ -282,7 +304,7 @@ impl Store {
         if self.volumes().info(name).await?.open_on.is_some() {
             return Err(open());
         }
-        let locked = self.locked(name).await?;
+        let locked = self.locked(name, false).await?;
         if locked.standing != Standing::Closed {
             return Err(open());
         }
@@ -296,38 +318,56 @@ impl Store {
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.
     ///
     /// # Errors
-    /// `Denied` if another process of this machine has it open; `NotFound` if there is none.
-    async fn locked(&self, name: &VolumeName) -> Result<Locked> {
-        let lock = match self.directory() {
+    /// `Denied` if another process of this machine has it open, and that is to be left; `NotFound`
+    /// if there is none.
+    async fn locked(&self, name: &VolumeName, force: bool) -> Result<Locked> {
+        let mut lock = match self.directory() {
+            Some(directory) if force => Some(VolumeLock::take_by_force(directory, name).await?),
             Some(directory) => Some(VolumeLock::take(directory, name).await?),
             None => None,
         };
         let info = match self.volumes().info(name).await {
             Ok(info) => info,
             Err(error) => {
+                lock.iter_mut().for_each(VolumeLock::give_back);
                 if let Some(lock) = lock.filter(|_| error.kind() == ErrorKind::NotFound) {
                     lock.remove();
                 }
                 return Err(error);
             }
         };
-        let is_dead = |host: &str| lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
+        // A lock that was passed by proves nothing.
+        let was_held = lock.as_ref().is_some_and(VolumeLock::was_held);
+        let is_dead =
+            |host: &str| !was_held && lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
         let standing = match &info.open_on {
             None => Standing::Closed,
             Some(host) if is_dead(host) => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        Ok(Locked { lock, standing })
+        Ok(Locked { lock, standing, volume: info.volume })
     }
 
-    /// That a volume which is only read is all of something.
-    async fn check_whole(&self, name: &VolumeName) -> Result<()> {
+    /// That a volume which is only read is all of something, and that the store has what its last
+    /// writer acknowledged, if that one was killed on this machine. Of a writer that may be alive,
+    /// what it has put is read.
+    ///
+    /// # Errors
+    /// `Denied` if it is a part of an image, or a log may have what the store has not; otherwise
+    /// what the store reports.
+    pub async fn check_readable(&self, name: &VolumeName) -> Result<()> {
         let Some(directory) = self.directory() else { return Ok(()) };
-        let is_import = VolumeLock::look(directory, name).is_import;
-        if is_import && self.volumes().info(name).await?.open_on.is_some() {
-            return Err(part_of_image(name));
+        let (last, is_held) = VolumeLock::look(directory, name);
+        let left = last.log.as_deref().filter(|_| !is_held);
+        if !last.is_import && left.is_none() {
+            return Ok(());
         }
-        Ok(())
+        let Some(host) = self.volumes().info(name).await?.open_on else { return Ok(()) };
+        match left {
+            _ if last.is_import => Err(part_of_image(name)),
+            Some(left) if last.was_here_as(&host) => Err(needs_log_to_read(name, left)),
+            Some(_) | None => Ok(()),
+        }
     }
 }
 
@@ -337,6 +377,26 @@ fn part_of_image(name: &VolumeName) -> Error {
         "volume {} has a part of an image, whose import has not ended: wait for it, or delete the \
          volume and import again",
         name.as_str()
+    );
+    Error::new(ErrorKind::Denied, what)
+}
+
+/// Why a volume is not read whose writer was killed: it would be older than what was acknowledged.
+fn needs_log_to_read(name: &VolumeName, log: &Path) -> Error {
+    let (name, log) = (name.as_str(), log.display());
+    let what = format!(
+        "volume {name} was not closed, and its log {log} may have what the store has not: serve it \
+         once with --log-device {log}, or by --force without that, or name one of its snapshots"
+    );
+    Error::new(ErrorKind::Denied, what)
+}
+
+/// Why a volume is left alone whose writer was killed: the log that was named is not the one.
+fn lacks_records(name: &VolumeName, left: &Path, log: &Path) -> Error {
+    let (name, left, log) = (name.as_str(), left.display(), log.display());
+    let what = format!(
+        "volume {name} was not closed, and the log {log} has nothing of it: what the store lacks \
+         was in {left}; serve it with --log-device {left} as that was, or by --force without it"
     );
     Error::new(ErrorKind::Denied, what)
 }

@@ -11,7 +11,7 @@ use crate::names::{self, VolumeName};
 use crate::place::Writer;
 use crate::put::decode_head;
 use mica_block::{Entry, Error, ErrorKind, Result};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// Times that all heads are read, at most: volumes are made faster then than names are listed.
@@ -47,14 +47,19 @@ impl Named {
     }
 }
 
-/// The highest heads, read until there were no other volumes the second time.
+/// The highest heads of all names but `damaged`, read until there were no other volumes the second
+/// time.
 ///
 /// # Errors
 /// `Corrupt` if a head is damaged; otherwise what the store reports.
-pub(crate) async fn stable_names(client: &Client, store: Id) -> Result<Vec<Arc<Named>>> {
-    let mut before = read_names(client, store, &[]).await?;
+pub(crate) async fn stable_names(
+    client: &Client,
+    store: Id,
+    damaged: &BTreeSet<VolumeName>,
+) -> Result<Vec<Arc<Named>>> {
+    let mut before = read_names(client, store, &[], damaged).await?;
     for _ in 0..ROUNDS_MAX {
-        let now = read_names(client, store, &before).await?;
+        let now = read_names(client, store, &before, damaged).await?;
         let is_same =
             |(a, b): (&Arc<Named>, &Arc<Named>)| a.name == b.name && a.head.volume == b.head.volume;
         if before.len() == now.len() && before.iter().zip(&now).all(is_same) {
@@ -68,7 +73,12 @@ pub(crate) async fn stable_names(client: &Client, store: Id) -> Result<Vec<Arc<N
 }
 
 /// The highest head of every name now. Those that `before` has are not read again.
-async fn read_names(client: &Client, store: Id, before: &[Arc<Named>]) -> Result<Vec<Arc<Named>>> {
+async fn read_names(
+    client: &Client,
+    store: Id,
+    before: &[Arc<Named>],
+    damaged: &BTreeSet<VolumeName>,
+) -> Result<Vec<Arc<Named>>> {
     let known: HashMap<&VolumeName, &Arc<Named>> =
         before.iter().map(|named| (&named.name, named)).collect();
     let (mut all, mut in_flight) = (Vec::new(), InFlight::new());
@@ -78,6 +88,9 @@ async fn read_names(client: &Client, store: Id, before: &[Arc<Named>]) -> Result
         };
         let Some((_, name)) = folder.as_str().rsplit_once('/') else { continue };
         let name = VolumeName::new(name)?;
+        if damaged.contains(&name) {
+            continue;
+        }
         let (client, known) = (client.clone(), known.get(&name).map(|known| Arc::clone(known)));
         let read = async move { read_name(&client, store, &name, known).await };
         all.extend(in_flight.push(read).await.transpose()?.flatten());
@@ -111,7 +124,7 @@ pub(crate) async fn read_name(
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             Err(error) => return Err(error),
         };
-        let head = decode_head(&*client.objects, &object, (store, number), &bytes)?;
+        let head = decode_head(&*client.objects, name, (store, number), &bytes).await?;
         return Ok(Some(Arc::new(Named { name: name.clone(), head, lower })));
     }
     let what = format!("the heads of volume {} change all the time", name.as_str());

@@ -22,6 +22,9 @@ const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: HEAD_BYTES };
 /// Longest name of a host, in bytes.
 pub(crate) const HOST_LEN_MAX: usize = 255;
 
+/// The flag of [`Head::is_unfinished`].
+const UNFINISHED: u8 = 1;
+
 /// What a volume is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Life {
@@ -56,6 +59,9 @@ pub(crate) struct Head {
     /// Differs from put to put, so that a put whose answer was lost can be recognised.
     pub(crate) nonce: Id,
     pub(crate) life: Life,
+    /// Whether the volume is open for the first time, for content that follows: nobody takes it for
+    /// a whole one before it is closed. Older versions see only that it is open.
+    pub(crate) is_unfinished: bool,
     pub(crate) state: State,
     /// What the volume was made with.
     pub(crate) properties: Properties,
@@ -63,6 +69,11 @@ pub(crate) struct Head {
     pub(crate) image: Option<Id>,
     /// What the store calls the client of the writer, if it can shut one out.
     pub(crate) client: Option<String>,
+    /// Of the name of the volume ([`VolumeName::sum`]): a head that got among those of another
+    /// volume is not taken for one of its own. `None` in what older versions of mica put.
+    ///
+    /// [`VolumeName::sum`]: crate::names::VolumeName::sum
+    pub(crate) name_sum: Option<Id>,
     /// When it was put, in nanoseconds since 1970: for people.
     pub(crate) time_ns: u64,
     /// The host that put it: for people.
@@ -79,7 +90,7 @@ pub(super) struct RawHead {
     pub(super) life: u8,
     pub(super) host_len: u8,
     pub(super) heir_len: u8,
-    pub(super) reserved: [u8; 1],
+    pub(super) flags: u8,
     pub(super) number: U64,
     pub(super) store: Id,
     pub(super) volume: Id,
@@ -97,7 +108,9 @@ pub(super) struct RawHead {
     pub(super) image: Id,
     /// Text, with zeros after it.
     pub(super) client: [u8; CLIENT_LEN_MAX],
-    pub(super) padding: [u8; 184],
+    /// Zeros in what older versions of mica put.
+    pub(super) name_sum: Id,
+    pub(super) padding: [u8; 168],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -141,7 +154,7 @@ impl Head {
             life,
             host_len,
             heir_len,
-            reserved: [0; 1],
+            flags: if self.is_unfinished { UNFINISHED } else { 0 },
             number: self.number.into(),
             store: self.store,
             volume: self.volume,
@@ -156,7 +169,8 @@ impl Head {
             properties: RawProperties::encode(&self.properties),
             image: self.image.unwrap_or_default(),
             client: padded_client(self.client.as_deref()),
-            padding: [0; 184],
+            name_sum: self.name_sum.unwrap_or_default(),
+            padding: [0; 168],
             checksum: 0.into(),
         };
         let mut bytes = raw.as_bytes().to_vec();
@@ -199,10 +213,16 @@ impl Head {
                 4 => Life::HandedOver,
                 _ => return None,
             },
+            is_unfinished: match (raw.flags, raw.life) {
+                (0, _) => false,
+                (UNFINISHED, 1) => true,
+                _ => return None,
+            },
             state: raw.state.decode()?,
             properties: raw.properties.decode()?,
             client: client_of(&raw.client),
             image: Some(raw.image).filter(|image| *image != Id::default()),
+            name_sum: Some(raw.name_sum).filter(|sum| *sum != Id::default()),
             time_ns: raw.time_ns.get(),
             host: text(&raw.host, raw.host_len)?,
             heir: text(&raw.heir, raw.heir_len)?,
@@ -247,10 +267,12 @@ mod tests {
             volume: [2; 16],
             nonce: [3; 16],
             life: Life::Open { writer, sequence: 5 },
+            is_unfinished: false,
             state: State::empty(10 << 30),
             properties: Properties::default(),
             image: None,
             client: None,
+            name_sum: None,
             time_ns: 99,
             host: "host-1".to_owned(),
             heir: String::new(),
@@ -261,6 +283,8 @@ mod tests {
     fn head_survives_in_each_life() {
         let heads = [Life::Closed, head().life, Life::Deleted, Life::Pinned]
             .map(|life| Head { life, ..head() });
+        let unfinished = Head { is_unfinished: true, ..head() };
+        assert_eq!(Head::decode(&unfinished.encode()), Ok(unfinished));
         let heir = "host-2".to_owned();
         let handed = Head { life: Life::HandedOver, heir, ..head() };
         for head in heads.into_iter().chain([handed]) {
@@ -285,6 +309,9 @@ mod tests {
         let client = "x".repeat(CLIENT_LEN_MAX);
         let with_client = Head { client: Some(client), ..head() };
         assert_eq!(Head::decode(&with_client.encode()), Ok(with_client));
+        let with_name = Head { name_sum: Some([4; 16]), ..head() };
+        assert_eq!(with_name.encode()[8], 1, "older versions read it");
+        assert_eq!(Head::decode(&with_name.encode()), Ok(with_name));
         let named = Head { host: "h".repeat(HOST_LEN_MAX), ..head() };
         assert_eq!(Head::decode(&named.encode()), Ok(named));
     }
@@ -324,7 +351,10 @@ mod tests {
     fn head_that_contradicts_itself_is_refused() {
         // A life that there is not, a host that is not text, a writer without a number.
         // Properties in a head that has none by its version, or the other way round.
-        for (at, byte) in [(12, 9), (24 + 48 + 16 + 72 + 8, 0xff), (680, 1), (681, 1), (8, 2)] {
+        // A flag that there is not.
+        for (at, byte) in
+            [(12, 9), (15, 2), (24 + 48 + 16 + 72 + 8, 0xff), (680, 1), (681, 1), (8, 2)]
+        {
             let mut bad = head().encode();
             bad[at] = byte;
             FRAME.seal(&mut bad);

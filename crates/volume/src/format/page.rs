@@ -104,8 +104,8 @@ fn pages_have_the_layouts_of_the_code() {
     has_layout(BOOT, &boot, boot::HEADER_BYTES);
     has_layout(BOOT, &fields! { RawRange: start count missed }, boot::RANGE_BYTES);
     let head = fields! { RawHead:
-        magic version life host_len heir_len reserved number store volume nonce writer sequence reserved_too
-        state time_ns host heir properties image client padding checksum
+        magic version life host_len heir_len flags number store volume nonce writer sequence reserved_too
+        state time_ns host heir properties image client name_sum padding checksum
     };
     has_layout(HEAD, &head, size_of::<RawHead>());
     let properties = fields! { RawProperties:

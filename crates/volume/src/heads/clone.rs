@@ -35,7 +35,8 @@ impl Heads {
         image: Id,
     ) -> Result<Head> {
         let volume = self.environment.random();
-        self.begin(volume, Life::Pinned, state, (properties, Some(image))).await
+        let head = self.head(0, volume, Life::Pinned, state);
+        self.begin(Head { properties, image: Some(image), ..head }).await
     }
 
     /// Makes a volume of a pinned clone, if the source still had what it was made of, or otherwise
@@ -64,17 +65,27 @@ impl Heads {
     /// The newest head of a volume that is more than a beginning.
     ///
     /// # Errors
-    /// As [`Self::newest`]; `Denied` if it is a clone that is not ready.
+    /// As [`Self::newest`]; `Denied` if it is a clone that is not ready, or a part of what it is to
+    /// have.
     pub(crate) async fn ready(&self) -> Result<Head> {
         let head = self.newest().await?;
-        if head.life != Life::Pinned {
-            return Ok(head);
-        }
+        self.check_ready(&head)?;
+        Ok(head)
+    }
+
+    pub(super) fn check_ready(&self, head: &Head) -> Result<()> {
         let (name, host) = (self.name.as_str(), &head.host);
-        let what = format!(
-            "volume {name} is a clone that {host} has not finished: if that does not go on, \
-             delete it and clone again"
-        );
+        let what = match head.life {
+            Life::Pinned => format!(
+                "volume {name} is a clone that {host} has not finished: if that does not go on, \
+                 delete it and clone again"
+            ),
+            Life::Open { .. } if head.is_unfinished => format!(
+                "volume {name} has a part of an image or a stream, whose import on {host} has not \
+                 ended: wait for it, or delete the volume by force and import again"
+            ),
+            _ => return Ok(()),
+        };
         Err(Error::new(ErrorKind::Denied, what))
     }
 }

@@ -1,10 +1,13 @@
 //! What becomes of the client of a writer that is fenced.
 
 use super::Claimed;
+use crate::collect::CollectOptions;
+use crate::format::head::Head;
 use crate::testing::{memory, name, read, run, volumes, write};
 use crate::volumes::Volumes;
 use mica_block::{
-    Entry, Error, ErrorKind, LocalFuture, Manage, Object, ObjectName, Objects, PutFuture, Result,
+    Disk, Entry, Error, ErrorKind, LocalFuture, Manage, Object, ObjectName, Objects, PutFuture,
+    Result,
 };
 use mica_rt::Buf;
 use mica_store::object::MemoryObjects;
@@ -91,4 +94,90 @@ fn client_of_a_writer_is_shut_out_only_by_those_who_take_its_volume_over() {
             assert_eq!(said(), ["one", "one"]);
         });
     }
+}
+
+/// The story: a head of one volume was copied among those of another. The disk was that of the
+/// other one from then on, nothing was wrong with it, and a collector deleted what was its own.
+#[test]
+fn head_of_another_volume_is_refused_by_all_who_read_it() {
+    for is_old in [false, true] {
+        run(u64::from(is_old), async {
+            let objects: Arc<dyn Objects> = Arc::new(memory());
+            let volumes = volumes(&objects, "host").await;
+            for (text, byte) in [("web", 1), ("mail", 2)] {
+                volumes.create(&name(text), 1 << 20).await.expect("made");
+                let volume = volumes.open_volume(&name(text), Claimed::Refuse).await.expect("open");
+                write(&volume, 0, &[byte; 4096]).await;
+                volume.close().await.expect("closed");
+            }
+            let (web, mail) = (volumes.heads(&name("web")), volumes.heads(&name("mail")));
+            let own = web.newest().await.expect("a head");
+            let mut strange = mail.newest().await.expect("a head");
+            assert_eq!(own.number, strange.number);
+            if is_old {
+                strange.name_sum = None;
+            }
+            let place = name("web").head(own.number);
+            objects.delete(&place).await.expect("deleted");
+            let content = Buf::from_slice(&strange.encode());
+            objects.put_if_absent(&place, content).await.0.expect("put");
+            let is_refused = |error: Error| {
+                assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+                assert!(error.to_string().contains(place.as_str()), "{error}");
+            };
+            let opened = volumes.open_volume(&name("web"), Claimed::TakeOver).await;
+            is_refused(opened.map(drop).expect_err("it is another's"));
+            is_refused(volumes.open_readable(&name("web")).await.map(drop).expect_err("as well"));
+            let plan = volumes.collect(CollectOptions::default(), &mut |_| ()).await;
+            is_refused(plan.map(drop).expect_err("nothing is collected"));
+            volumes.open_readable(&name("mail")).await.map(drop).expect("it is its own");
+            // What older versions put is opened, as long as nothing contradicts it.
+            let old = Head { name_sum: None, ..own };
+            objects.delete(&place).await.expect("deleted");
+            let content = Buf::from_slice(&old.encode());
+            objects.put_if_absent(&place, content).await.0.expect("put");
+            let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+            assert_eq!(read(&volume, 0, 4096).await, [1; 4096]);
+            volume.close().await.expect("closed");
+            assert!(web.newest().await.expect("a head").name_sum.is_some());
+        });
+    }
+}
+
+/// The story: an import into a bucket was killed, and what it had copied was exported as the image.
+#[test]
+fn part_of_what_a_volume_is_to_have_is_only_deleted() {
+    run(1, async {
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let (one, two) = (volumes(&objects, "one").await, volumes(&objects, "two").await);
+        let web = name("web");
+        let is_part = |error: Error| {
+            assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+            assert!(error.to_string().contains("part of an image"), "{error}");
+        };
+        for is_killed in [true, false] {
+            one.create_unfinished(&web, 1 << 20, Default::default()).await.expect("made");
+            let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+            write(&volume, 0, &[1; 4096]).await;
+            volume.flush().await.expect("it is in the store");
+            let info = two.info(&web).await.expect("there");
+            assert_eq!((info.open_on.as_deref(), info.is_ready), (Some("one"), false));
+            is_part(two.open_readable(&web).await.map(drop).expect_err("a part"));
+            is_part(two.clone_volume(&web, None, &name("copy")).await.expect_err("a part"));
+            for claimed in [Claimed::Refuse, Claimed::TakeOver] {
+                is_part(two.open_volume(&web, claimed).await.map(drop).expect_err("a part"));
+            }
+            is_part(two.delete(&web, Claimed::Refuse).await.expect_err("it may go on"));
+            if is_killed {
+                drop(volume);
+                two.delete(&web, Claimed::TakeOver).await.expect("deleted");
+            } else {
+                volume.close().await.expect("closed");
+                assert!(two.info(&web).await.expect("there").is_ready);
+                let volume = two.open_volume(&web, Claimed::Refuse).await.expect("all of it");
+                assert_eq!(read(&volume, 0, 4096).await, [1; 4096]);
+                volume.close().await.expect("closed");
+            }
+        }
+    });
 }

@@ -207,7 +207,8 @@ impl Writing {
         let (place, next) = (group.place, group.next());
         let begun = group.begins_segment().then_some(place.slot);
         let cipher = of.cipher.get().map(|(_, of_records)| of_records);
-        let bytes = group.finish(&device.header.id, &device.session, cipher);
+        let durable = of.tail().durable_now(&device.slots());
+        let bytes = group.finish((&device.header.id, &device.session), durable, cipher);
         let result = device.write(bytes, place.slot, place.at).await;
         let result = result.map_err(|error| error.wrap(device.file.name()));
         let written = device.after_write(result, begun);

@@ -5,7 +5,7 @@ use super::device::LogDevice;
 use super::format::{Kind, NUMBER_MAX, SegmentHeader};
 use super::handle::Log;
 use super::record::Record;
-use super::scan::scan;
+use super::scan::{Behind, scan};
 use super::slots::{LogKey, Phase, Purpose, Slots};
 use crate::format::Id;
 use crate::place::Writer;
@@ -247,7 +247,9 @@ impl LogDevice {
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         let (mut used, mut end, mut last) = (Vec::new(), from, None);
-        for part in parts {
+        let mut parts = parts.into_iter();
+        let mut behind = Behind::default();
+        while let Some(part) = parts.next() {
             end = scan(&*self.file, &self.header, &part, &mut |_, _| Ok(())).await?;
             last = Some(part.slot);
             // One that has nothing is of a process that died when it had named itself.
@@ -255,12 +257,22 @@ impl LogDevice {
                 used.push(part);
             }
             if end < part.limit {
-                break;
+                for part in std::iter::once(part).chain(parts.by_ref()) {
+                    behind.look(&*self.file, &self.header, &part, end).await?;
+                }
             }
         }
         let end = end.max(from);
+        let durable = durable.max(behind.durable);
         if end < durable {
             return Err(self.lost(last, end..durable));
+        }
+        if behind.is_silent {
+            tracing::warn!(
+                log = self.name(),
+                record = end,
+                "records of the volume are missing before others: that is so after a power cut; if                  there was none, the log is damaged"
+            );
         }
         // What is not needed may go now: the newest segment of the log stays until there is
         // another.

@@ -2,7 +2,7 @@
 //!
 //! Nothing is overwritten that is not zeros: a name that was mistyped must not cost a disk.
 
-use super::format::{BLOCK, BLOCK_LEN, DeviceHeader};
+use super::format::{BLOCK, BLOCK_LEN, DeviceHeader, MAGIC};
 use crate::format::Id;
 use crate::format::frame::Malformed;
 use mica_block::{
@@ -32,6 +32,9 @@ pub(super) async fn beginning(file: &dyn Store) -> Result<Beginning> {
     }
     match DeviceHeader::decode(&bytes) {
         Ok(header) => Ok(Beginning::Log(header)),
+        Err(Malformed::Magic) if is_but_for_its_magic(&bytes) => {
+            Err(explain(file, Malformed::Checksum))
+        }
         Err(Malformed::Magic) => {
             let what = format!(
                 "{} is not a log, and is not empty: name another file, or empty it first",
@@ -43,12 +46,28 @@ pub(super) async fn beginning(file: &dyn Store) -> Result<Beginning> {
     }
 }
 
+/// Whether these bytes are a log but for the first of them.
+fn is_but_for_its_magic(bytes: &[u8]) -> bool {
+    let mut whole = bytes.to_vec();
+    whole[..MAGIC.len()].copy_from_slice(&MAGIC);
+    DeviceHeader::decode(&whole).is_ok()
+}
+
 pub(super) fn explain(file: &dyn Store, malformed: Malformed) -> Error {
-    let kind = match malformed {
-        Malformed::Version(_) => ErrorKind::Unsupported,
-        _ => ErrorKind::Corrupt,
-    };
-    Error::new(kind, format!("the log {}: {malformed}", file.name()))
+    let name = file.name();
+    match malformed {
+        Malformed::Version(_) => {
+            Error::new(ErrorKind::Unsupported, format!("the log {name}: {malformed}"))
+        }
+        _ => {
+            let what = format!(
+                "the log {name}: its header is damaged ({malformed}): restore the file from a \
+                 copy; or move it away, and serve its volumes by --force with another log, \
+                 without what only this one had"
+            );
+            Error::new(ErrorKind::Corrupt, what)
+        }
+    }
 }
 
 /// Makes a log in `file`, which has its length and only zeros. The header comes last: a power cut

@@ -35,6 +35,9 @@ const RAW_BYTES: usize = 512;
 pub(super) const MAGIC: [u8; 8] = *b"MICALOG\n";
 pub(super) const SEGMENT_MAGIC: [u8; 8] = *b"MICASEG\n";
 pub(super) const VERSION: u32 = 1;
+/// That of a segment whose groups say what was durable: older versions, which would take them for
+/// the end of the log, refuse it.
+pub(super) const SEGMENT_VERSION: u32 = VERSION + 1;
 const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: RAW_BYTES };
 const SEGMENT_FRAME: Frame = Frame { magic: SEGMENT_MAGIC, version: VERSION, len: RAW_BYTES };
 
@@ -205,7 +208,7 @@ impl SegmentHeader {
         }
         let raw = RawSegment {
             magic: SEGMENT_MAGIC,
-            version: VERSION.into(),
+            version: SEGMENT_VERSION.into(),
             kind: match self.kind {
                 Kind::Records => 0,
                 Kind::Ended => 1,
@@ -245,7 +248,7 @@ impl SegmentHeader {
     /// # Errors
     /// What is wrong with it.
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
-        let framed = SEGMENT_FRAME.open(bytes)?;
+        let (framed, _) = SEGMENT_FRAME.open_with_next(bytes)?;
         let raw = RawSegment::read_from_bytes(framed).map_err(|_| Malformed::Truncated)?;
         Self::of_raw(&raw).ok_or(Malformed::Content)
     }
@@ -301,6 +304,8 @@ pub(super) struct GroupHead {
     pub(super) segment: u64,
     /// The number of its first record.
     pub(super) first: u64,
+    /// Records below were durable when it was written; `None` if it does not say that.
+    pub(super) durable: Option<u64>,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -310,7 +315,8 @@ pub(super) struct RawGroup {
     pub(super) count: U32,
     pub(super) segment: U64,
     pub(super) first: U64,
-    pub(super) reserved: U32,
+    /// How many records before `first` may not have been durable, and one; 0 says nothing.
+    pub(super) pending: U32,
     /// CRC-32C of the device, the session, the fields before, and the records.
     pub(super) sum: U32,
 }
@@ -337,7 +343,7 @@ impl GroupHead {
             count: self.count.into(),
             segment: self.segment.into(),
             first: self.first.into(),
-            reserved: 0.into(),
+            pending: self.pending().into(),
             sum: 0.into(),
         };
         let mut sum = sum_before(device, session, raw.as_bytes());
@@ -357,9 +363,20 @@ impl GroupHead {
             count: raw.count.get(),
             segment: raw.segment.get(),
             first: raw.first.get(),
+            durable: match raw.pending.get().checked_sub(1) {
+                Some(pending) => Some(raw.first.get().checked_sub(pending.into())?),
+                None => None,
+            },
         };
         let is_small = len <= GROUP_BYTES_MAX - GROUP_HEAD_BYTES;
-        (is_small && head.count > 0 && raw.reserved.get() == 0).then_some(head)
+        (is_small && head.count > 0).then_some(head)
+    }
+
+    /// What is not durable is in memory, too: there are never so many records that they cannot be
+    /// counted here.
+    fn pending(&self) -> u32 {
+        let pending = self.durable.and_then(|durable| self.first.checked_sub(durable));
+        pending.and_then(|pending| u32::try_from(pending + 1).ok()).unwrap_or(0)
     }
 
     /// The records of the group that `bytes` are; `None` if they are not those that were written

@@ -124,12 +124,17 @@ impl Group {
         }
     }
 
-    /// What is to be written at its place: a multiple of blocks. The blocks in it are encrypted if
-    /// there is a cipher.
+    /// What is to be written at its place: a multiple of blocks, which say that records below
+    /// `durable` are. The blocks in it are encrypted if there is a cipher.
     ///
     /// # Panics
     /// If there is one, and blocks that stay where they are.
-    pub(super) fn finish(mut self, device: &Id, session: &Id, cipher: Option<&LogCipher>) -> Bytes {
+    pub(super) fn finish(
+        mut self,
+        (device, session): (&Id, &Id),
+        durable: u64,
+        cipher: Option<&LogCipher>,
+    ) -> Bytes {
         let padding = self.padded_len() - self.len().min(self.padded_len());
         if self.count == 0 {
             self.end = self.head_at;
@@ -143,6 +148,7 @@ impl Group {
                 count: self.count,
                 segment: self.place.segment,
                 first: self.first,
+                durable: Some(durable),
             };
             let head = head.encode(device, session, |sum| self.add_records(sum));
             self.buf.put(self.head_at, &head);
@@ -215,7 +221,7 @@ mod tests {
     }
 
     fn bytes_of(group: Group) -> Vec<u8> {
-        match group.finish(&[1; 16], &[2; 16], None) {
+        match group.finish((&[1; 16], &[2; 16]), 7, None) {
             Bytes::Whole(buf) => buf.to_vec(),
             Bytes::Parts(parts) => parts.to_buf(0..parts.len()).to_vec(),
         }

@@ -207,7 +207,13 @@ impl Log {
             slots.check()?;
             slots.durable() >= change
         };
-        if is_durable { Ok(()) } else { self.inner.device.sync().await }
+        if !is_durable {
+            self.inner.device.sync().await?;
+        }
+        // What was written meanwhile hides it from the count of changes.
+        let mut tail = self.inner.tail();
+        tail.durable = tail.durable.max(next);
+        Ok(())
     }
 
     /// Bytes that a sync would have to write, at most; those of the device's other logs, too.

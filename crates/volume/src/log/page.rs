@@ -2,8 +2,8 @@
 
 use super::format::{
     BLOCK, GROUP_BYTES_MAX, GROUP_HEAD_BYTES, MAGIC, NUMBER_MAX, RawDevice, RawGroup, RawSegment,
-    SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, SEGMENT_MAGIC, SEGMENTS_MAX, SEGMENTS_MIN, VERSION,
-    WRITERS_MAX,
+    SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, SEGMENT_MAGIC, SEGMENT_VERSION, SEGMENTS_MAX,
+    SEGMENTS_MIN, VERSION, WRITERS_MAX,
 };
 use super::record::{LABEL_LEN_MAX, RECORD_HEAD_BYTES};
 use crate::format::page::{as_written, constant, fields, has_layout};
@@ -17,6 +17,7 @@ fn page_has_the_constants_of_the_code() {
     }
     for (name, value) in [
         ("VERSION", u64::from(VERSION)),
+        ("SEGMENT_VERSION", u64::from(SEGMENT_VERSION)),
         ("BLOCK", BLOCK as u64),
         ("SEGMENT_BYTES_MIN", SEGMENT_BYTES_MIN),
         ("SEGMENT_BYTES_MAX", SEGMENT_BYTES_MAX),
@@ -42,6 +43,6 @@ fn page_has_the_layouts_of_the_code() {
         durable writers padding checksum
     };
     has_layout(PAGE, &segment, size_of::<RawSegment>());
-    let group = fields! { RawGroup: len count segment first reserved sum };
+    let group = fields! { RawGroup: len count segment first pending sum };
     has_layout(PAGE, &group, size_of::<RawGroup>());
 }

@@ -25,7 +25,7 @@ pub(super) async fn scan(
         let Some(head) = GroupHead::decode(window.bytes(at, BLOCK).await?) else { break };
         let len = head.padded_len();
         let is_next = (head.segment, head.first) == (part.number, next);
-        if !is_next || at + len as u64 > device.segment_bytes {
+        if !is_next || !fits(&head, at, device) {
             break;
         }
         let bytes = window.bytes(at, len).await?;
@@ -45,6 +45,60 @@ pub(super) async fn scan(
         at += len as u64;
     }
     Ok(next)
+}
+
+/// What the groups say that are behind the end of a log.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(super) struct Behind {
+    /// Records below were durable when one of them was written.
+    pub(super) durable: u64,
+    /// Whether one does not say what was: an older version wrote it.
+    pub(super) is_silent: bool,
+}
+
+impl Behind {
+    /// Looks for groups of `part` from record `end` on, which is not there. A power cut leaves some
+    /// that were under way together with the missing one, wherever they are; what they say was
+    /// durable before it.
+    ///
+    /// # Errors
+    /// What the file reports.
+    pub(super) async fn look(
+        &mut self,
+        file: &dyn Store,
+        device: &DeviceHeader,
+        part: &Part,
+        end: u64,
+    ) -> Result<()> {
+        let mut window = Window::new(file, device, part.slot);
+        let mut at = BLOCK_LEN;
+        while at < device.segment_bytes {
+            let head = GroupHead::decode(window.bytes(at, BLOCK).await?);
+            at += match head {
+                Some(head) if is_of(&head, part) && fits(&head, at, device) => {
+                    let len = head.padded_len();
+                    let bytes = window.bytes(at, len).await?;
+                    if head.records(&device.id, &part.session, bytes).is_some() {
+                        self.durable = self.durable.max(head.durable.unwrap_or(0));
+                        self.is_silent |= head.durable.is_none() && head.first >= end;
+                        len as u64
+                    } else {
+                        BLOCK_LEN
+                    }
+                }
+                _ => BLOCK_LEN,
+            };
+        }
+        Ok(())
+    }
+}
+
+fn is_of(head: &GroupHead, part: &Part) -> bool {
+    head.segment == part.number && (part.first..part.limit).contains(&head.first)
+}
+
+fn fits(head: &GroupHead, at: u64, device: &DeviceHeader) -> bool {
+    at + head.padded_len() as u64 <= device.segment_bytes
 }
 
 /// Whether `bytes` are `count` records and nothing else.

@@ -321,6 +321,11 @@ fn what_others_made_of_the_volume_meanwhile_is_not_taken_back() {
                 }
                 // The answer to its head is known, and an extent is under way.
                 sleep(Duration::from_secs(1)).await;
+                if is_new {
+                    // It is a part, which is only deleted.
+                    to.delete(&copy, Claimed::TakeOver).await.expect("deleted");
+                    to.create(&copy, LEN).await.expect("made");
+                }
                 let volume = to.open_volume(&copy, Claimed::TakeOver).await.expect("taken over");
                 write(&volume, 0, &[77; 4096]).await;
                 volume.close().await.expect("closed");

@@ -126,8 +126,8 @@ impl Counts {
 mod tests {
     use super::*;
     use crate::heads::Claimed;
-    use crate::testing::{memory, name, read, run, volumes, write};
-    use mica_block::{Manage as _, Objects};
+    use crate::testing::{memory, name, range, read, run, volumes, write};
+    use mica_block::{Disk as _, Manage as _, Objects};
     use mica_store::object::{FaultyObjects, FaultyOptions, ObjectOperation};
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -205,6 +205,9 @@ mod tests {
             write(&volume, 0, &[4; 4096]).await;
             ManageVolume::store(&volume).await.expect_err("fenced");
             assert!(volume.figures().is_fenced);
+            // What it has is not what the volume is.
+            let planned = volume.plan(range(0, 4096), Vec::new()).finish().await;
+            assert_eq!(planned.map(drop).expect_err("it is old").kind(), ErrorKind::Denied);
             heir.close().await.expect("closed");
         });
     }

@@ -57,14 +57,16 @@ fn file_of_any_length_has_segments_within_their_limits_or_is_too_short() {
 #[test]
 fn newer_version_is_named_and_not_taken_for_damage() {
     for (mut block, frame) in [(device().encode(), FRAME), (segment(2).encode(), SEGMENT_FRAME)] {
-        block[8] = 2;
+        let newer = block[8] + 1;
+        block[8] = newer;
         frame.seal(&mut block);
         let malformed = match frame.magic {
             MAGIC => DeviceHeader::decode(&block).err(),
             _ => SegmentHeader::decode(&block).err(),
         };
-        assert_eq!(malformed, Some(Malformed::Version(2)));
-        assert!(Malformed::Version(2).to_string().contains("a newer mica"));
+        let newer = Malformed::Version(newer.into());
+        assert_eq!(malformed, Some(newer));
+        assert!(newer.to_string().contains("a newer mica"));
     }
 }
 
@@ -136,7 +138,7 @@ fn random_bytes_are_never_a_panic() {
 #[test]
 fn group_counts_only_as_it_was_written_and_where() {
     let records = [3; 100];
-    let head = GroupHead { len: 100, count: 4, segment: 5, first: 77 };
+    let head = GroupHead { len: 100, count: 4, segment: 5, first: 77, durable: Some(70) };
     let (device, session) = ([1; 16], [2; 16]);
     let mut bytes = head.encode(&device, &session, |sum| sum.add(&records)).to_vec();
     bytes.extend(records);
@@ -152,6 +154,10 @@ fn group_counts_only_as_it_was_written_and_where() {
         let counts = changed.is_some_and(|head| head.records(&device, &session, &bytes).is_some());
         assert!(!counts, "byte {at}");
         bytes[at] ^= 1;
+    }
+    for durable in [None, Some(0), Some(77)] {
+        let head = GroupHead { durable, ..head };
+        assert_eq!(GroupHead::decode(&head.encode(&device, &session, &records)), Some(head));
     }
     let too_long = GroupHead { len: GROUP_BYTES_MAX - GROUP_HEAD_BYTES + 1, ..head };
     let records = vec![0; too_long.len];
