@@ -71,11 +71,14 @@ impl Shift {
             doubled += 1;
         }
         let mut tables = [[0; 256]; 4];
-        let mut at = 0;
-        while at < 4 * 256 {
-            let (byte, value) = (at / 256, at % 256);
-            tables[byte][value] = times(&bits, (value as u32) << (8 * byte));
-            at += 1;
+        let mut byte = 0;
+        while byte < 4 {
+            let (mut at, mut value) = (0, 0_u32);
+            while value < 256 {
+                tables[byte][at] = times(&bits, value << (8 * byte));
+                (at, value) = (at + 1, value + 1);
+            }
+            byte += 1;
         }
         Self(tables)
     }
@@ -121,7 +124,7 @@ mod tests {
         static OVER: Shift = Shift::over(4096);
         for seed in 0..50_u8 {
             let bytes = |len: usize, factor: usize| -> Vec<u8> {
-                (0..len).map(|at| (at * factor >> 3) as u8 ^ seed).collect()
+                (0..len).map(|at| ((at * factor) >> 3).to_le_bytes()[0] ^ seed).collect()
             };
             let pieces = [bytes(seed.into(), 7), bytes(4096, 11), bytes(16, 13), bytes(4096, 17)];
             let mut sum = RunningSum::default();

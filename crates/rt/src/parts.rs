@@ -156,7 +156,8 @@ mod tests {
     fn parts(count: usize) -> (Parts, Vec<u8>) {
         let (mut parts, mut bytes) = (Parts::default(), Vec::new());
         for number in 0..count {
-            let content: Vec<u8> = (0..number % 7).map(|at| (number * 7 + at) as u8).collect();
+            let content: Vec<u8> =
+                (0..number % 7).map(|at| (number * 7 + at).to_le_bytes()[0]).collect();
             let buf = Buf::from_slice(&[&[0xee], &content[..], &[0xee]].concat());
             parts.push(Part::new(Arc::new(buf), 1..1 + content.len()));
             bytes.extend(content);

@@ -231,7 +231,8 @@ mod tests {
     fn group_is_the_same_whether_its_blocks_are_copied_or_not() {
         for seed in 0..100 {
             let mut rng = Rng::new(seed);
-            let bytes = (0..9 * BLOCK_BYTES).map(|_| rng.below(256) as u8).collect::<Vec<_>>();
+            let bytes =
+                (0..9 * BLOCK_BYTES).map(|_| rng.below(256).to_le_bytes()[0]).collect::<Vec<_>>();
             let blocks = Block::all_of(Buf::from_slice(&bytes), 0).collect::<Vec<_>>();
             let begins = rng.percent(50);
             let (mut copied, mut left) = (group(begins), group(begins));

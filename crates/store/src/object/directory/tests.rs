@@ -73,7 +73,7 @@ fn object_of_parts_has_them_one_after_the_other() {
     run(async {
         let objects = place.open();
         // Longer than what is written at once, in pieces that do not end where that does.
-        let bytes = (0..3_000_000_u32).map(|at| (at / 7) as u8).collect::<Vec<_>>();
+        let bytes = (0..3_000_000_u32).map(|at| (at / 7).to_le_bytes()[0]).collect::<Vec<_>>();
         let (buf, mut content) = (Arc::new(Buf::from_slice(&bytes)), Parts::default());
         for start in (0..bytes.len()).step_by(100_000).rev() {
             content.push(Part::new(Arc::clone(&buf), start..start + 100_000));
