@@ -1,6 +1,6 @@
 //! Checks a configuration as far as that goes without serving it: everything that the start of the
-//! process does, but it writes nothing, takes no locks and listens nowhere, so that this can be done
-//! beside a server.
+//! process does, but it writes nothing, takes no locks and listens nowhere, so that this can be
+//! done beside a server.
 
 use crate::address::Address;
 use crate::config::{Config, DiskConfig};
@@ -108,8 +108,8 @@ impl Images {
         let name = config.disks.get(other).map_or("", |disk| &disk.name);
         let line = config.lines.get(other).map(|line| format!(" (line {line})"));
         let what = format!(
-            "{} is the image of the disk {name:?}{}, too, and only one may have it that is written: \
-             give each an overlay of its own, or make both read-only",
+            "{} is the image of the disk {name:?}{}, too, and only one may have it that is \
+             written: give each an overlay of its own, or make both read-only",
             disk.image.display(),
             line.unwrap_or_default()
         );

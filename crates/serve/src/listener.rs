@@ -364,8 +364,8 @@ fn listening_on(path: &Path) -> String {
 /// What is said of the socket of a living server.
 pub const ANOTHER_LISTENS: &str = "another server listens there";
 
-/// Checks that a server can have its socket at `path`, as far as that is known without connecting to
-/// what is there: it may be the server's own.
+/// Checks that a server can have its socket at `path`, as far as that is known without connecting
+/// to what is there: it may be the server's own.
 ///
 /// # Errors
 /// `NotFound` if there is no folder for it; `Denied` if something that is not a socket is there;
