@@ -108,8 +108,8 @@ impl Images {
         let name = config.disks.get(other).map_or("", |disk| &disk.name);
         let line = config.lines.get(other).map(|line| format!(" (line {line})"));
         let what = format!(
-            "{} is the image of the disk {name:?}{}, too, and only one may have it that is written: \
-             give each an overlay of its own, or make both read-only",
+            "{} is the image of the disk {name:?}{}, too, and only one may have it that is \
+             written: give each an overlay of its own, or make both read-only",
             disk.image.display(),
             line.unwrap_or_default()
         );

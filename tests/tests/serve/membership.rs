@@ -497,7 +497,7 @@ fn disk_that_cannot_come_back_stays_drained_and_hinders_no_takeover() {
     write(&[&a, &own, &beside]);
     assert_eq!(world.json(&["reload"])["added"], json!(["x"]));
     let refused = world.ctl(&["undrain", "b"]).refusal();
-    assert!(refused.contains("holds the image"), "{refused}");
+    assert!(refused.contains("the disk \"x\" of this server"), "{refused}");
     world.is(&[("a", "serving"), ("b", "drained"), ("x", "serving")]);
     let config = world.at("mica.toml").display().to_string();
     let new = Process::start(world.path(), "new", &["--config", &config, "--takeover"]);
