@@ -386,7 +386,8 @@ mod tests {
                     let mut data = Block::all_of(Buf::from_slice(&bytes), 0).collect::<Vec<_>>();
                     model.extend((start..).zip(data.iter().cloned().map(Known::Data)));
                     while !data.is_empty() {
-                        let count = data.len().min(1 + rng.below(8) as usize);
+                        let count =
+                            data.len().min(1 + usize::try_from(rng.below(8)).expect("small"));
                         batch.put_run(at, data[0].clone(), count as u64);
                         (at, data) = (at + count as u64, data.split_off(count));
                     }

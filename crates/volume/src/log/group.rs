@@ -238,7 +238,7 @@ mod tests {
             let (mut copied, mut left) = (group(begins), group(begins));
             for _ in 0..rng.below(40) {
                 let number = rng.below(1000);
-                let block = &blocks[rng.below(9) as usize];
+                let block = &blocks[usize::try_from(rng.below(9)).expect("small")];
                 let record = match rng.percent(30) {
                     true => Record::Nothing { first: number, count: 1 + rng.below(9) },
                     false => Record::Data { block: number, bytes: block },
@@ -251,7 +251,7 @@ mod tests {
                 assert_eq!(copied.padded_len(), left.padded_len(), "seed {seed}");
                 assert_eq!(copied.next(), left.next(), "seed {seed}");
             }
-            let most = rng.below(70 * BLOCK_LEN) as usize;
+            let most = usize::try_from(rng.below(70 * BLOCK_LEN)).expect("small");
             assert_eq!(copied.has_room(most), left.has_room(most), "seed {seed}");
             assert_eq!(bytes_of(copied), bytes_of(left), "seed {seed}");
         }

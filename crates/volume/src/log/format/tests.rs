@@ -157,7 +157,10 @@ fn group_counts_only_as_it_was_written_and_where() {
     }
     for durable in [None, Some(0), Some(77)] {
         let head = GroupHead { durable, ..head };
-        assert_eq!(GroupHead::decode(&head.encode(&device, &session, |sum| sum.add(&records))), Some(head));
+        assert_eq!(
+            GroupHead::decode(&head.encode(&device, &session, |sum| sum.add(&records))),
+            Some(head)
+        );
     }
     let too_long = GroupHead { len: GROUP_BYTES_MAX - GROUP_HEAD_BYTES + 1, ..head };
     let records = vec![0; too_long.len];
