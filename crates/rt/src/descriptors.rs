@@ -3,7 +3,7 @@
 //!
 //! Invariants
 //! - I1 A connection is refused for lack of descriptors only if no holder has any to spare.
-//! - I2 After each connection [`HEADROOM`] descriptors are free, as far as holders can spare them:
+//! - I2 After each connection `HEADROOM` descriptors are free, as far as holders can spare them:
 //!   what a client needs besides its connection comes later, and some of it (files that are passed
 //!   in messages) is lost without an error where there is no room.
 
