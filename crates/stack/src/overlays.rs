@@ -54,8 +54,9 @@ fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     let own = layers.iter().map(PathBuf::as_path).chain([above]).map(node_of);
     let mut own: HashSet<_> = own.collect();
     loop {
-        let (places, mut found) = noted_places(&layers, &folders, &own)?;
+        let Noticed { places, hidden: mut found, gone } = noted_places(&layers, &folders, &own)?;
         let mut on = images_on(&layers, &places, ScanDepth::OneLevel)?.found;
+        forget_gone(gone, &on);
         on.retain(|(path, _)| !own.contains(&node_of(path)));
         let merged: Vec<_> = on.iter().map(|(path, _)| path).filter(|it| was_merged(it)).collect();
         if merged.is_empty() {
@@ -70,16 +71,42 @@ fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     }
 }
 
+/// What notes lead to.
+struct Noticed {
+    /// Folders, and images in folders that cannot be listed.
+    places: Vec<PathBuf>,
+    /// What may not be read, and so counts.
+    hidden: Vec<Overlay>,
+    /// By layer, what is not there any more, though it may have got another name in its folder.
+    gone: Vec<(PathBuf, HashSet<Noted>)>,
+}
+
+/// Forgets what is `gone`, but for what leads to a folder with an image `on` its layer: it may be
+/// the same one.
+fn forget_gone(gone: Vec<(PathBuf, HashSet<Noted>)>, on: &[(PathBuf, PathBuf)]) {
+    for (layer, mut gone) in gone {
+        let is_needed = |noted: &Noted| {
+            let folder = node_of(folder_of(&noted.path));
+            let mut all = on.iter().filter(|(_, stands_on)| node_of(stands_on) == node_of(&layer));
+            all.any(|(path, _)| node_of(folder_of(path)) == folder)
+        };
+        gone.retain(|noted| !is_needed(noted));
+        if !gone.is_empty() {
+            forget(&layer, &gone);
+        }
+    }
+}
+
 /// The `folders`, and those of images that the notes of `layers` name, or these images, if only
 /// they can be read; and which of those that are none of the `own` files cannot be.
 fn noted_places(
     layers: &[PathBuf],
     folders: &[PathBuf],
     own: &HashSet<Option<(u64, u64)>>,
-) -> Result<(Vec<PathBuf>, Vec<Overlay>)> {
+) -> Result<Noticed> {
     let mut places: HashSet<PathBuf> = folders.iter().cloned().collect();
     let mut can_be_listed = HashMap::new();
-    let mut hidden = Vec::new();
+    let (mut hidden, mut all_gone) = (Vec::new(), Vec::new());
     for layer in layers {
         let mut gone = HashSet::<Noted>::new();
         for noted in noted_on(layer)? {
@@ -97,17 +124,23 @@ fn noted_places(
                     stands_on: layer.clone(),
                     is_hearsay: true,
                 }),
-                Found::Gone => drop(gone.insert(noted)),
+                Found::Gone => {
+                    // What got another name there is found there.
+                    if std::fs::read_dir(&folder).is_ok() {
+                        places.insert(folder);
+                    }
+                    gone.insert(noted);
+                }
                 Found::Unreachable => return Err(unreachable(layer, &noted.path)),
             }
         }
         if !gone.is_empty() {
-            forget(layer, &gone);
+            all_gone.push((layer.clone(), gone));
         }
     }
     let mut places: Vec<_> = places.into_iter().collect();
     places.sort();
-    Ok((places, hidden))
+    Ok(Noticed { places, hidden, gone: all_gone })
 }
 
 fn unreachable(layer: &Path, image: &Path) -> Error {
@@ -240,13 +273,17 @@ mod tests {
         note_overlay(&base, &clone);
         assert_eq!(fs::read_to_string(&note).expect("noted"), line, "it is there already");
         let (renamed, second) = (clone.with_file_name("renamed"), clone.with_file_name("second"));
+        fs::rename(&clone, &renamed).expect("renamed");
+        assert_eq!(found(), [overlay(renamed.clone(), base.clone())], "the only one");
+        assert_eq!(found(), [overlay(renamed.clone(), base.clone())], "once more");
+        fs::rename(&renamed, &clone).expect("renamed");
         image(&second, base.to_str());
         note_overlay(&base, &second);
         fs::rename(&clone, &renamed).expect("renamed");
         let there =
             ["renamed", "second"].map(|name| overlay(clone.with_file_name(name), base.clone()));
         assert_eq!(found(), there);
-        assert_eq!(fs::read_to_string(&note).expect("noted").lines().count(), 1, "one is gone");
+        assert_eq!(fs::read_to_string(&note).expect("noted").lines().count(), 2, "both lead there");
         // One that stands on something else now is asked, and is none.
         image(&renamed, Some("/elsewhere"));
         fs::remove_file(&second).expect("removed");

@@ -33,6 +33,7 @@ use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Heads that one call puts against others at most: each that fails means that somebody else made
 /// one.
@@ -44,6 +45,8 @@ pub(crate) struct Heads {
     pub(crate) environment: Environment,
     pub(crate) store: Id,
     pub(crate) name: VolumeName,
+    /// Whether it turned out that another writer has the volume.
+    pub(crate) is_lost: AtomicBool,
 }
 
 /// What to do about a volume that another writer has open.
@@ -294,8 +297,14 @@ impl Heads {
         Err(self.lost(writer).await)
     }
 
+    /// Whether another writer has the volume, as far as is known.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.is_lost.load(Ordering::Acquire)
+    }
+
     /// Why the extent or head of `writer` could not be put.
     pub(crate) async fn lost(&self, writer: Writer) -> Error {
+        self.is_lost.store(true, Ordering::Release);
         let name = self.name.as_str();
         let by = match self.newest_of_any_life().await {
             Ok(Some(head)) => match head.life {

@@ -179,7 +179,7 @@ impl Shared {
     /// `Invalid` if it is; `Denied` if the volume is another writer's by now: what is here is old.
     pub(crate) fn checked_view(&self, range: GuestRange) -> Result<View> {
         let now = self.now();
-        if let Some(why) = now.latch.as_ref().filter(|why| why.kind() == ErrorKind::Denied) {
+        if let Some(why) = now.latch.as_ref().filter(|_| self.heads.is_lost()) {
             return Err(why.clone());
         }
         check_range(range, now.len)?;

@@ -193,7 +193,7 @@ fn what_is_wrong_is_said() {
         (&["convert", &other, "no.qcow2"][..], "has no export \"other\", only \"web\""),
         (&["convert", "nbd+unix:///web?socket=/missing", "no.qcow2"], "connecting to the server"),
         (&["convert", "nbd+unix:///web", "no.qcow2"], "socket=PATH"),
-        (&["convert", "nbds://localhost", "no.qcow2"], "ssh -L"),
+        (&["convert", "nbds://localhost", "no.qcow2"], "tls-certificates="),
         (&["convert", "nbd:localhost:10809", "no.qcow2"], "nbd://HOST:PORT"),
         (&["info", "nbd:localhost:10809"], "nbd://HOST:PORT"),
         (&["map", "nbd:unix:/missing"], "nbd://HOST:PORT"),

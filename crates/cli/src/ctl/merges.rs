@@ -224,10 +224,10 @@ mod tests {
         ]);
         assert_eq!(
             listed(&jobs),
-            "DISK  KIND    STATE    DONE  COPIED     RATE       LEFT  FAILURE\n\
-             web   stream  running  25 %   5 MiB  1 MiB/s  1 min 1 s  -\n\
-             db    commit  failed    0 %     0 B    0 B/s          -  no room\n\
-             old   commit  done    100 %     0 B    0 B/s          -  -\n"
+            "DISK  KIND    STATE     DONE  COPIED     RATE       LEFT  FAILURE\n\
+             web   stream  running   25 %   5 MiB  1 MiB/s  1 min 1 s  -\n\
+             db    commit  failed     0 %     0 B    0 B/s          -  no room\n\
+             old   commit  done     100 %     0 B    0 B/s          -  -\n"
         );
         let done = json!({"disk": "web", "kind": "stream", "state": "done", "dropped": ["a", "b"],
             "copied_bytes": 1 << 20});

@@ -22,8 +22,9 @@
 //!   What is there already the next device finds when it begins, as after a kill, which leaves the
 //!   ring as it is.
 //! - I8 A queue moves to another executor (`placement`) when nothing of it is in flight, so that it
-//!   runs on one at a time. It takes nothing more until then, and does not begin to wait for that
-//!   while something is in flight that may take long.
+//!   runs on one at a time. To have that it takes nothing more for a while, unless something is in
+//!   flight that may take long; if that was too short, it waits until it happens by itself. A
+//!   broken queue stays.
 
 mod begin;
 mod end;
@@ -55,6 +56,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::GuestAddress;
 
@@ -129,6 +131,7 @@ async fn serve(setup: Setup, place: usize) {
         index,
         place,
         account: Account::new(index, mica_rt::now()),
+        patience: Patience::default(),
         queue,
         kick,
         inflight,
@@ -157,6 +160,18 @@ async fn serve(setup: Setup, place: usize) {
     if let Some(End::Stopped(base)) = end {
         control.stopped(base);
     }
+}
+
+/// How long a queue that is to move takes nothing more, at most.
+const LEAVES_WITHIN: Duration = Duration::from_millis(20);
+
+/// What is left of that.
+#[derive(Default)]
+enum Patience {
+    #[default]
+    Fresh,
+    Waits(Pin<Box<Sleep>>),
+    Over,
 }
 
 /// The parts of the task that are not slots.
@@ -225,6 +240,7 @@ struct Running<'a> {
     /// The executor that it runs on.
     place: usize,
     account: Account,
+    patience: Patience,
 }
 
 impl<'a> Running<'a> {
@@ -242,11 +258,31 @@ impl<'a> Running<'a> {
     }
 
     /// Whether it is to move, and may begin to (I8).
-    fn leaves(&self) -> bool {
+    fn leaves(&mut self) -> bool {
         let is_long = |slot: &Slot<'_>| !matches!(slot.kind, Kind::Read | Kind::Write);
-        self.common.placement.place_of(self.index) != self.place
+        let is_elsewhere = self.common.placement.place_of(self.index) != self.place;
+        if !is_elsewhere {
+            self.patience = Patience::default();
+        }
+        is_elsewhere
+            && !self.is_broken
             && self.recovered == 0
             && !self.slots.iter().flatten().any(is_long)
+    }
+
+    /// Whether it has waited long enough for a moment with nothing in flight.
+    fn is_late(&mut self) -> bool {
+        if let Patience::Fresh = self.patience {
+            self.patience = Patience::Waits(Box::pin(mica_rt::sleep(LEAVES_WITHIN)));
+        }
+        if let Patience::Waits(until) = &mut self.patience {
+            let mut context = Context::from_waker(&self.part_wakers.timer);
+            if until.as_mut().poll(&mut context).is_pending() {
+                return false;
+            }
+        }
+        self.patience = Patience::Over;
+        true
     }
 
     /// Recovers what the previous server left.
@@ -292,12 +328,15 @@ impl<'a> Running<'a> {
                 return Poll::Ready(End::Stopped(self.base()));
             }
             if self.leaves() {
-                self.call_if(ended);
-                if self.used() > 0 {
+                if self.used() == 0 {
+                    self.call_if(ended);
+                    self.want_kicks();
+                    return Poll::Ready(End::Moves);
+                }
+                if !self.is_late() {
+                    self.call_if(ended);
                     return Poll::Pending;
                 }
-                self.want_kicks();
-                return Poll::Ready(End::Moves);
             }
             self.poll_kick();
             // Otherwise it has not been looked at.

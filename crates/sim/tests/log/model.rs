@@ -1,11 +1,12 @@
 //! What a log may show: of each volume, the records that were pushed, and which of them it owes.
 
-use mica_block::{Images, Store};
+use mica_block::{ErrorKind, Images, Store};
 use mica_sim::World;
 use mica_volume::{Log, LogDevice, Record, Writer};
 use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub(crate) const PATH: &str = "/log";
 const BLOCK: usize = 4096;
@@ -146,8 +147,17 @@ impl Model {
         (*next, Made::new(*next))
     }
 
-    pub(crate) fn store(&self) -> Arc<dyn Store> {
-        self.world.open_writable(Path::new(PATH)).expect("nobody else has it open").store
+    /// The file, once what the last log had under way in the background lets go of it.
+    pub(crate) async fn store(&self) -> Arc<dyn Store> {
+        for _ in 0..100 {
+            match self.world.open_writable(Path::new(PATH)) {
+                Err(error) if error.kind() == ErrorKind::Denied => {
+                    mica_rt::sleep(Duration::from_millis(10)).await;
+                }
+                opened => return opened.expect("it can be opened").store,
+            }
+        }
+        panic!("somebody still has it open");
     }
 
     pub(crate) fn random_id(&self) -> [u8; 16] {
@@ -156,7 +166,7 @@ impl Model {
 
     /// Opens the device and the logs, and checks what is found. A volume without room has no log.
     pub(crate) async fn open(&self, chances: Chances) -> mica_block::Result<Vec<Option<Log>>> {
-        let device = LogDevice::open(self.store(), self.random_id()).await?;
+        let device = LogDevice::open(self.store().await, self.random_id()).await?;
         let mut logs = Vec::new();
         for volume in &self.volumes {
             logs.push(self.open_log(&device, volume, chances).await?);

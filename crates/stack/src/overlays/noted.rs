@@ -197,6 +197,7 @@ pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
             }
         }
     }
+    tell(base, images, &written_anew());
     Ok(())
 }
 
@@ -210,6 +211,11 @@ pub fn note_overlay(base: &Path, image: &Path) {
             Err(error) => return tell(base, &[image], &error),
         }
     }
+    tell(base, &[image], &written_anew());
+}
+
+fn written_anew() -> Error {
+    Error::new(ErrorKind::Io, "others wrote its note anew again and again")
 }
 
 /// The image is made all the same (I4).

@@ -271,7 +271,7 @@ impl LogDevice {
             tracing::warn!(
                 log = self.name(),
                 record = end,
-                "records of the volume are missing before others: that is so after a power cut; if                  there was none, the log is damaged"
+                "records of the volume are missing before others: that is so after a power cut; if there was none, the log is damaged"
             );
         }
         // What is not needed may go now: the newest segment of the log stays until there is

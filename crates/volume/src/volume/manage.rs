@@ -101,7 +101,7 @@ impl Shared {
             is_throttled: writing::is_throttled(self, &now),
             snapshots: now.snapshots(),
             boot: self.boot.as_ref().map(|boot| boot.figures()),
-            is_fenced: now.latch.as_ref().is_some_and(|why| why.kind() == ErrorKind::Denied),
+            is_fenced: now.latch.is_some() && self.heads.is_lost(),
         }
     }
 
