@@ -96,7 +96,7 @@ fn second_signal_ends_a_server_whose_bucket_is_away_and_says_what_is_lost() {
     let begun = clock::now();
     let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
     kill_process(pid, Signal::TERM).expect("signalled");
-    clock::sleep(Duration::from_secs(1));
+    clock::sleep(Duration::from_millis(2500));
     let stopped = server.stop().expect("it stops");
     assert_eq!(stopped.status.code(), Some(1), "{stopped:?}");
     assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
