@@ -53,16 +53,16 @@ const OPTIONS: &[Foreign] = &[
 const KERNEL: &str = "nbd-client connects the kernel to a server";
 
 /// One line about a command line that means something to qemu-img only.
-pub(crate) fn of(error: &clap::Error, mut words: impl Iterator<Item = String>) -> Option<String> {
+pub(crate) fn of(error: &clap::Error, verb: Option<&str>) -> Option<String> {
     if error.kind() != ErrorKind::UnknownArgument {
         return None;
     }
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else { return None };
-    let verb = words.nth(1).unwrap_or_default();
-    let counts = |option: &&Foreign| option.verb.is_empty() || option.verb == verb;
+    let counts = |option: &&Foreign| option.verb.is_empty() || Some(option.verb) == verb;
     let mut found = OPTIONS.iter().filter(counts);
     let option = found.find(|option| option.names.contains(&word.as_str()))?;
-    Some(format!("mica {verb} has no {word}: {}", option.hint))
+    let program = verb.map_or_else(|| "mica".to_owned(), |verb| format!("mica {verb}"));
+    Some(format!("{program} has no {word}: {}", option.hint))
 }
 
 #[cfg(test)]
@@ -73,7 +73,7 @@ mod tests {
 
     fn said(words: &[&str]) -> Option<String> {
         let error = Cli::command().try_get_matches_from(words).expect_err("it is not understood");
-        of(&error, words.iter().map(|word| (*word).to_owned()))
+        of(&error, crate::verb_named(words.iter().map(Into::into)).as_deref())
     }
 
     #[test]
@@ -81,6 +81,8 @@ mod tests {
         let said = |words: &[&str]| said(words).expect("an answer");
         assert!(said(&["mica", "serve", "-t", "a.qcow2"]).ends_with("leave it out"));
         assert!(said(&["mica", "info", "-t", "none", "a.qcow2"]).contains("--cache"));
+        let behind = said(&["mica", "--log-level", "debug", "serve", "-t", "a.qcow2"]);
+        assert!(behind.starts_with("mica serve has no -t: it serves on"), "{behind}");
         assert!(
             said(&["mica", "serve", "--socket", "s"]).starts_with("mica serve has no --socket")
         );

@@ -66,13 +66,17 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let is_help = !error.use_stderr();
-            let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
-            match counterparts::of(&error, words) {
+            let verb = verb_named(std::env::args_os());
+            match counterparts::of(&error, verb.as_deref()) {
                 Some(line) => failure::tell(&format!("mica: {line}")),
                 // If stdout or stderr is closed, this cannot be reported.
                 None => drop(error.print()),
             }
-            return if is_help { ExitCode::SUCCESS } else { ExitCode::from(usage_code()) };
+            return if is_help {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::from(usage_code(verb.as_deref()))
+            };
         }
     };
     let log = log::start(cli.log_level);
@@ -147,12 +151,17 @@ fn whole_command() -> Command {
     command
 }
 
-/// The exit code for a command line that is not understood: 1, unless that is a verdict of its
-/// verb.
-fn usage_code() -> u8 {
+/// The verb in the `words` of a command line that is perhaps not understood.
+fn verb_named(words: impl IntoIterator<Item = OsString>) -> Option<String> {
     let verbs = Cli::command();
-    let mut words = std::env::args_os().skip(1);
-    match words.find_map(|word| verbs.find_subcommand(word)).map(Command::get_name) {
+    let mut words = words.into_iter().skip(1);
+    words.find_map(|word| verbs.find_subcommand(word)).map(|verb| verb.get_name().to_owned())
+}
+
+/// The exit code for a command line of `verb` that is not understood: 1, unless that is a verdict
+/// of it.
+fn usage_code(verb: Option<&str>) -> u8 {
+    match verb {
         Some("compare") => compare::EXIT_FAILED,
         _ => 1,
     }

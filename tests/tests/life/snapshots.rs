@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -244,14 +244,20 @@ fn layers_are_found_again_however_the_disk_comes_and_goes() {
     assert_eq!(world.image(), world.folder().join(layer(2)));
 }
 
+/// What a guest agent is asked.
+fn requests(stream: &UnixStream) -> impl Iterator<Item = Value> + use<> {
+    let lines = BufReader::new(stream.try_clone().expect("a clone")).split(b'\n');
+    lines.map_while(Result::ok).map(|mut line| {
+        line.retain(|byte| *byte != 0xff);
+        serde_json::from_slice(&line).expect("JSON")
+    })
+}
+
 /// A guest agent that does what it is told; returns what that was, and whether the layer was there.
 fn agent(listener: &UnixListener, layer: &Path) -> Vec<(String, bool)> {
     let (mut stream, _) = listener.accept().expect("a client");
     let mut told = Vec::new();
-    for line in BufReader::new(stream.try_clone().expect("a clone")).split(b'\n') {
-        let Ok(mut line) = line else { break };
-        line.retain(|byte| *byte != 0xff);
-        let asked: Value = serde_json::from_slice(&line).expect("JSON");
+    for asked in requests(&stream) {
         let command = asked["execute"].as_str().expect("a command").to_owned();
         let answer = match &*command {
             "guest-sync-delimited" => {
@@ -315,10 +321,7 @@ fn guest_that_freezes_too_slowly_is_told_to_thaw_all_the_same() {
 fn silent_agent(listener: &UnixListener) -> Vec<String> {
     let (mut stream, _) = listener.accept().expect("a client");
     let mut told = Vec::new();
-    for line in BufReader::new(stream.try_clone().expect("a clone")).split(b'\n') {
-        let Ok(mut line) = line else { break };
-        line.retain(|byte| *byte != 0xff);
-        let asked: Value = serde_json::from_slice(&line).expect("JSON");
+    for asked in requests(&stream) {
         if told.is_empty() {
             let id = &asked["arguments"]["id"];
             stream.write_all(&[0xff]).expect("written");

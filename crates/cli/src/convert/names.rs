@@ -21,8 +21,8 @@ The disks to copy, for a chain its active layer, and the image, last.
 
 A source may be standard input (-) with --format raw, which goes through a temporary file, or an \
 export of an NBD server: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH, or with TLS \
-nbds://HOST:PORT/EXPORT?tls-certificates=DIR. The target is a new file, or with -O raw a block device that is not in use, or - for standard output. Of a longer device \
-the rest is not written.";
+nbds://HOST:PORT/EXPORT?tls-certificates=DIR. The target is a new file, or with -O raw a block \
+device that is not in use, or - for standard output. Of a longer device the rest is not written.";
 
 impl Args for Names {
     fn augment_args(command: Command) -> Command {
