@@ -11,6 +11,7 @@
 //! host web1                             where the last writer was
 //! machine 4cd0...
 //! boot 53d1...
+//! passed .web.4321.0                    the file of a lock that was passed by (I5)
 //! ```
 //!
 //! Invariants
@@ -22,19 +23,23 @@
 //!   what the store may lack, durably. Nobody goes on without that log unless somebody wants it by
 //!   force.
 //! - I4 A volume whose import did not end is not opened: it is part of an image.
-//! - I5 By force, a lock that another process has is passed by: the file is moved aside, and a new
-//!   one is made in its place, which says what the old one did. By I2 the other process has none
-//!   then. Whose the volume is, the fence decides; if that fails, the file is moved back.
+//! - I5 By force, a lock that another process has is passed by: a new file, which is locked and says
+//!   what the old one did, changes places with it. By I2 the other process has none then. Whose the
+//!   volume is, the fence decides; if that fails, the file is moved back. At no time the name has
+//!   no file, or one that nobody has locked.
+//! - I6 The new file names the old one. Whoever takes the lock of a process that was killed before
+//!   it fenced moves that back if somebody has it: that one's time is not over.
 
 use super::machine::Machine;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sleep;
 use mica_volume::VolumeName;
 use rustix::fs::{
-    CWD, FlockOperation, Mode, OFlags, flock, fstat, mkdirat, openat, rename, stat, unlink,
+    CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, fstat, link, mkdirat, openat, rename,
+    renameat_with, stat, unlink,
 };
 use rustix::io::Errno;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -57,6 +62,9 @@ const IMPORT: &[u8] = b"import";
 const HOST: &[u8] = b"host ";
 const MACHINE: &[u8] = b"machine ";
 const BOOT: &[u8] = b"boot ";
+const PASSED: &[u8] = b"passed ";
+/// Files of one process that are aside, at most.
+const ASIDE_MAX: u32 = 64;
 
 /// A lock that is held.
 #[derive(Debug)]
@@ -127,28 +135,42 @@ impl VolumeLock {
             Err(holder) => holder,
         };
         let (path, volume) = (path_of(directory, name), name.as_str());
-        // No volume has a name that begins with a dot.
-        let aside = path.with_file_name(format!(".{volume}.{}", std::process::id()));
-        rename(&path, &aside).map_err(|error| {
-            Error::from_io(format!("passing by the lock {}", path.display()), error.into())
-        })?;
+        let failed = |error: io::Error| {
+            Error::from_io(format!("passing by the lock {}", path.display()), error)
+        };
+        let lock = Self::pass_by(&path, volume).map_err(failed)?;
+        let Some(lock) = lock else {
+            let what = format!("volume {volume} was just taken by another process");
+            return Err(Error::new(ErrorKind::Denied, what));
+        };
         let holder = holder_text(holder);
         tracing::warn!(volume, "{holder} has it open: by force, it is taken from there");
-        match Self::try_take(directory, name).await? {
-            Ok(mut lock) => {
-                if let Ok(file) = File::open(&aside) {
-                    lock.found = Note::read(&file).writer;
-                }
-                lock.restore();
-                lock.passed_by = Some(aside);
-                Ok(lock)
-            }
-            // Another process was faster.
-            Err(_) => {
-                let what = format!("volume {volume} was just taken by another process");
-                Err(Error::new(ErrorKind::Denied, what))
-            }
+        Ok(lock)
+    }
+
+    /// A lock in the place of the one at `path`, which another process has; none if another process
+    /// was faster.
+    fn pass_by(path: &Path, volume: &str) -> io::Result<Option<Self>> {
+        let old = File::open(path)?;
+        let (file, aside) = new_aside(path, volume)?;
+        let found = Note::read(&old).writer;
+        let lock = Self { file, path: path.to_owned(), found, passed_by: Some(aside.clone()) };
+        let swapped = flock(&lock.file, FlockOperation::NonBlockingLockExclusive)
+            .map_err(io::Error::from)
+            .and_then(|()| lock.write(&lock.found))
+            .and_then(|()| lock.file.sync_data())
+            .and_then(|()| swap(&aside, path));
+        if let Err(error) = swapped {
+            // The first failure is the one to report.
+            let _ = unlink(&aside);
+            return Err(error);
         }
+        if !has_name(&old, &aside) {
+            swap(&aside, path)?;
+            let _ = unlink(&aside);
+            return Ok(None);
+        }
+        Ok(Some(lock))
     }
 
     /// The process whose lock was passed by, if there is one, has it again: the volume was not
@@ -183,7 +205,10 @@ impl VolumeLock {
             let file = open(directory, &path).map_err(failed)?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) if has_name(&file, &path) => {
-                    let Note { writer: found, .. } = Note::read(&file);
+                    let Note { writer: found, passed, .. } = Note::read(&file);
+                    if moved_back(&path, passed.as_deref()).map_err(failed)? {
+                        continue;
+                    }
                     let lock = Self { file, path, found, passed_by: None };
                     lock.restore();
                     return Ok(Ok(lock));
@@ -269,7 +294,8 @@ impl VolumeLock {
     }
 
     fn write(&self, writer: &Writer) -> io::Result<()> {
-        let new = Note { process: Some(std::process::id()), writer: writer.clone() };
+        let passed = self.passed_by.as_deref().and_then(Path::file_name).map(OsStr::to_owned);
+        let new = Note { process: Some(std::process::id()), writer: writer.clone(), passed };
         let note = new.encode();
         // Paths may have any bytes.
         if note.len() > NOTE_BYTES_MAX || Note::decode(&note) != new {
@@ -295,6 +321,8 @@ impl VolumeLock {
 struct Note {
     process: Option<u32>,
     writer: Writer,
+    /// The name of the file of a lock that was passed by (I6).
+    passed: Option<OsString>,
 }
 
 impl Note {
@@ -314,7 +342,7 @@ impl Note {
     }
 
     fn encode(&self) -> Vec<u8> {
-        let Self { process, writer: Writer { log, is_import, machine } } = self;
+        let Self { process, writer: Writer { log, is_import, machine }, passed } = self;
         let mut lines = vec![process.unwrap_or_default().to_string().into_bytes()];
         let mut add = |key: &[u8], value: &[u8]| lines.push([key, value].concat());
         if let Some(log) = log {
@@ -327,6 +355,9 @@ impl Note {
             add(HOST, host.as_bytes());
             id.iter().for_each(|id| add(MACHINE, id.as_bytes()));
             boot.iter().for_each(|boot| add(BOOT, boot.as_bytes()));
+        }
+        if let Some(passed) = passed {
+            add(PASSED, passed.as_bytes());
         }
         lines.push(Vec::new());
         lines.join(&b'\n')
@@ -342,7 +373,8 @@ impl Note {
         let machine = text(HOST).map(|host| Machine { host, id: text(MACHINE), boot: text(BOOT) });
         let log = value(LOG).map(|log| PathBuf::from(OsStr::from_bytes(log)));
         let is_import = lines.contains(&IMPORT);
-        Self { process, writer: Writer { log, is_import, machine } }
+        let passed = value(PASSED).map(|name| OsStr::from_bytes(name).to_owned());
+        Self { process, writer: Writer { log, is_import, machine }, passed }
     }
 }
 
@@ -370,6 +402,61 @@ fn open(directory: &Path, path: &Path) -> rustix::io::Result<File> {
     }
 }
 
+/// A new file beside that of the lock of `volume`. No volume has a name that begins with a dot.
+fn new_aside(path: &Path, volume: &str) -> io::Result<(File, PathBuf)> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    for number in 0..ASIDE_MAX {
+        let aside = path.with_file_name(format!(".{volume}.{}.{number}", std::process::id()));
+        match openat(CWD, &aside, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(file) => return Ok((File::from(file), aside)),
+            // It may be that of a process which was killed.
+            Err(Errno::EXIST) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(Errno::EXIST.into())
+}
+
+/// What is at `aside` gets the name `path`, and what was there is at `aside` then.
+fn swap(aside: &Path, path: &Path) -> io::Result<()> {
+    match renameat_with(CWD, aside, CWD, path, RenameFlags::EXCHANGE) {
+        // Not every file system can do that, such as those of other hosts.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => {
+            let mut third = aside.as_os_str().to_owned();
+            third.push(".old");
+            link(path, &third)?;
+            if let Err(error) = rename(aside, path) {
+                let _ = unlink(&third);
+                return Err(error.into());
+            }
+            rename(&third, aside)?;
+        }
+        done => done?,
+    }
+    File::open(path.parent().expect("the folder of locks"))?.sync_all()
+}
+
+/// Gives the lock at `path`, which this process has, back to whom it was taken from, if somebody
+/// has that file (I6). Returns whether it did.
+fn moved_back(path: &Path, passed: Option<&OsStr>) -> rustix::io::Result<bool> {
+    // It is a name, and not a path to somewhere else.
+    let passed = passed.filter(|name| name.as_bytes().first() == Some(&b'.'));
+    let Some(aside) = passed.filter(|name| !name.as_bytes().contains(&b'/')) else {
+        return Ok(false);
+    };
+    let aside = path.with_file_name(aside);
+    let Ok(file) = File::open(&aside) else { return Ok(false) };
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => rename(&aside, path).map(|()| true),
+        // Its process has ended.
+        Ok(()) => {
+            let _ = unlink(&aside);
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// Whether this file is the one that has the name (I2).
 fn has_name(file: &File, path: &Path) -> bool {
     match (fstat(file), stat(path)) {
@@ -382,6 +469,10 @@ fn has_name(file: &File, path: &Path) -> bool {
 mod tests {
     use super::*;
 
+    fn run<T>(test: impl Future<Output = T>) -> T {
+        mica_rt::Executor::new(mica_rt::Backend::Pool).expect("threads").block_on(test)
+    }
+
     #[test]
     fn note_is_read_as_it_was_written() {
         let machine = Machine { host: "web 1".to_owned(), id: Some("4cd0".to_owned()), boot: None };
@@ -391,7 +482,7 @@ mod tests {
             Writer { log: None, is_import: true, machine: Some(machine.clone()) },
             Writer { log: Some("/log".into()), is_import: true, machine: Some(machine) },
         ] {
-            let note = Note { process: Some(17), writer };
+            let note = Note { process: Some(17), writer, passed: Some(".web.17.0".into()) };
             assert_eq!(Note::decode(&note.encode()), note);
         }
     }
@@ -402,5 +493,63 @@ mod tests {
         assert_eq!((note.process, note.writer.log), (Some(17), Some("/a/log".into())));
         assert_eq!(note.writer.machine, None);
         assert_eq!(Note::decode(b""), Note::default());
+    }
+
+    fn store() -> (tempfile::TempDir, VolumeName) {
+        let folder = tempfile::tempdir().expect("a folder");
+        (folder, VolumeName::new("web").expect("a name"))
+    }
+
+    /// The story: the file of a lock that was passed by was moved aside, and for an instant the
+    /// volume had no lock.
+    #[test]
+    fn lock_that_is_passed_by_has_a_file_at_all_times() {
+        let (folder, name) = store();
+        let path = path_of(folder.path(), &name);
+        run(async {
+            let held = VolumeLock::take(folder.path(), &name).await.expect("free");
+            let is_over = std::sync::atomic::AtomicBool::new(false);
+            let order = std::sync::atomic::Ordering::Relaxed;
+            std::thread::scope(|scope| {
+                let looks = scope.spawn(|| {
+                    let mut missing = 0;
+                    while !is_over.load(order) {
+                        // One that is open and not locked is found by nobody who takes it.
+                        missing += u32::from(stat(&path).is_err());
+                    }
+                    missing
+                });
+                for _ in 0..500 {
+                    let lock = VolumeLock::pass_by(&path, "web").expect("passed by");
+                    lock.expect("nobody else does").give_back();
+                }
+                is_over.store(true, order);
+                assert_eq!(looks.join().expect("it ends"), 0);
+            });
+            assert!(has_name(&held.file, &path), "it was given back");
+            let rest = std::fs::read_dir(path.parent().expect("a folder")).expect("listed");
+            assert_eq!(rest.count(), 1, "nothing is left aside");
+        });
+    }
+
+    /// The story: a process that took a volume by force was killed before it fenced, and the next
+    /// one took the writer, which went on, for dead.
+    #[test]
+    fn lock_of_one_killed_while_it_passed_by_goes_back_to_the_living() {
+        let (folder, name) = store();
+        run(async {
+            let held = VolumeLock::take(folder.path(), &name).await.expect("free");
+            held.sign(Some(Path::new("/log")), false).expect("signed");
+            drop(VolumeLock::take_by_force(folder.path(), &name).await.expect("by force"));
+            let refused = VolumeLock::take(folder.path(), &name).await.expect_err("it is alive");
+            assert_eq!(refused.kind(), ErrorKind::Denied);
+            assert!(has_name(&held.file, &held.path));
+            drop(VolumeLock::take_by_force(folder.path(), &name).await.expect("by force"));
+            drop(held);
+            let next = VolumeLock::take(folder.path(), &name).await.expect("it has ended");
+            assert_eq!(next.found().log.as_deref(), Some(Path::new("/log")));
+            let rest = std::fs::read_dir(folder.path().join(FOLDER)).expect("listed");
+            assert_eq!(rest.count(), 1, "nothing is left aside");
+        });
     }
 }
