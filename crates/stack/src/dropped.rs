@@ -76,12 +76,13 @@ pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
 /// As [`check_no_overlays`]; `Denied` if somebody has the file open: then it stays. Else what the
 /// system reports.
 pub fn remove_dropped_file(file: &Path, into: &Path, options: &ImageOptions) -> Result<()> {
-    check_no_overlays(&[file.to_owned()], into)?;
     // Without locks nobody knows who has it open.
     let _alone = match options.locking {
         Locking::On => Some(let_go_of(file, options)?),
         Locking::ForceShare | Locking::Off => None,
     };
+    // Whoever makes an image on it has it open until that is noted.
+    check_no_overlays(&[file.to_owned()], into)?;
     remove_state(file)
 }
 
@@ -128,8 +129,8 @@ fn remove_if_dropped(
     }
     let Some(into) = merged::dropped_into(file)? else { return Ok(false) };
     let Some(into) = position_of(layers, &into).map(|into| &layers[into]) else { return Ok(false) };
-    check_no_overlays(&[file.to_owned()], into)?;
     let _alone = alone_with(file, options)?;
+    check_no_overlays(&[file.to_owned()], into)?;
     let synced = File::open(into).and_then(|layer| layer.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
     sync_folder_of(into)?;
@@ -275,5 +276,29 @@ mod tests {
         assert!(world.file.exists());
         drop(open);
         assert_eq!(world.remove().expect("removed").len(), 1);
+    }
+
+    /// The story: who removed the file of a state looked for images on it, and then waited until
+    /// nobody had it open. Whoever had was just making such an image, in another folder.
+    #[test]
+    fn file_that_an_image_is_made_on_while_it_is_waited_for_stays() {
+        let world = World::new(MergeMarks::put_dropped);
+        let elsewhere = tempfile::tempdir().expect("a folder");
+        let clone = elsewhere.path().join("clone.qcow2");
+        let options = ImageOptions::new(Handles::new(8));
+        let images = FileImages::new(&world.file, options.clone()).expect("allowed");
+        let open = images.open(&world.file).expect("opened");
+        std::thread::scope(|scope| {
+            let removal =
+                scope.spawn(|| remove_dropped_file(&world.file, &world.layers[1], &options));
+            sleep(LET_GO_LIMIT / 4);
+            crate::overlays::put_image(&clone, world.file.to_str());
+            crate::note_overlay(&world.file, &clone);
+            drop(open);
+            removal.join().expect("it ends").expect_err("an image stands on it");
+        });
+        assert!(world.file.exists());
+        fs::remove_file(&clone).expect("removed");
+        remove_dropped_file(&world.file, &world.layers[1], &options).expect("removed");
     }
 }

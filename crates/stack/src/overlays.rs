@@ -202,25 +202,28 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
     Err(Error::new(ErrorKind::Denied, what))
 }
 
+/// Makes an image that has nothing but what it stands on.
+#[cfg(test)]
+pub(crate) fn put_image(path: &Path, backing: Option<&str>) {
+    use mica_qcow2_format::{BackingName, Compression, Header, L2Format, Version};
+    use mica_units::{ClusterBits, HostCluster};
+    let cluster_bits = ClusterBits::new(16).expect("64 KiB");
+    let l2 = L2Format { cluster_bits, version: Version::V3, extended: false, data_file: false };
+    let mut header = Header::new(l2, Compression::Deflate);
+    header.refcount_table_offset = cluster_bits.start_of(HostCluster::new(1));
+    header.refcount_table_clusters = 1;
+    let named = |name: &str| BackingName { name: name.into(), format: None };
+    header.backing = backing.map(named);
+    std::fs::write(path, header.encode().expect("it fits")).expect("there is room");
+}
+
 #[cfg(test)]
 mod tests {
+    use super::put_image as image;
     use super::*;
     use crate::MergeMarks;
     use mica_block::Merged;
-    use mica_qcow2_format::{BackingName, Compression, Header, L2Format, Version};
-    use mica_units::{ClusterBits, HostCluster};
     use std::fs;
-
-    fn image(path: &Path, backing: Option<&str>) {
-        let cluster_bits = ClusterBits::new(16).expect("64 KiB");
-        let l2 = L2Format { cluster_bits, version: Version::V3, extended: false, data_file: false };
-        let mut header = Header::new(l2, Compression::Deflate);
-        header.refcount_table_offset = cluster_bits.start_of(HostCluster::new(1));
-        header.refcount_table_clusters = 1;
-        let named = |name: &str| BackingName { name: name.into(), format: None };
-        header.backing = backing.map(named);
-        fs::write(path, header.encode().expect("it fits")).expect("there is room");
-    }
 
     fn overlay(path: PathBuf, stands_on: PathBuf) -> Overlay {
         Overlay { path, stands_on, is_hearsay: false }

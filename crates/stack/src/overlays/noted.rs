@@ -153,7 +153,8 @@ pub(crate) fn read_note(bytes: &[u8]) {
 /// The images that the note of `layer` names.
 ///
 /// # Errors
-/// `Denied` if a stranger may have written it; else what the system reports.
+/// `Denied` if a stranger may have written it; `Limit` if it is longer than may be; else what the
+/// system reports.
 pub(super) fn noted_on(layer: &Path) -> Result<HashSet<Noted>> {
     let Some((_, content)) = content_of(layer)? else { return Ok(HashSet::new()) };
     Ok(decode(&content).collect())
@@ -168,8 +169,23 @@ fn content_of(layer: &Path) -> Result<Option<(PathBuf, Vec<u8>)>> {
         return Ok(None);
     }
     let at = place(layer, SUFFIX)?;
-    let content = read_trusted(&at, found.uid(), CONTENT_BYTES_MAX)?;
+    let content = read_trusted(&at, found.uid(), CONTENT_BYTES_MAX + 1)?;
+    content.iter().try_for_each(|content| check_len(&at, content))?;
     Ok(content.map(|content| (at, content)))
+}
+
+/// That nothing of the note at `at` is beyond what is read of it.
+fn check_len(at: &Path, content: &[u8]) -> Result<()> {
+    if content.len() as u64 <= CONTENT_BYTES_MAX {
+        return Ok(());
+    }
+    let what = format!(
+        "{} is longer than {} MiB, and may name images that need the layer: remove the lines of \
+         those that are gone",
+        at.display(),
+        CONTENT_BYTES_MAX >> 20
+    );
+    Err(Error::new(ErrorKind::Limit, what))
 }
 
 /// What to do about the note of `layer` if it keeps that from being changed for nothing.
@@ -314,7 +330,8 @@ fn forget_amid(layer: &Path, gone: &HashSet<Noted>, amid: impl FnOnce()) -> Resu
     let file = OpenOptions::new().read(true).custom_flags(flags).open(&at);
     let mut file = file.map_err(failed)?;
     let mut content = Vec::new();
-    (&file).take(CONTENT_BYTES_MAX).read_to_end(&mut content).map_err(failed)?;
+    (&file).take(CONTENT_BYTES_MAX + 1).read_to_end(&mut content).map_err(failed)?;
+    check_len(&at, &content)?;
     let stay: Vec<_> = decode(&content).filter(|noted| !gone.contains(noted)).collect();
     if stay.is_empty() {
         fs::remove_file(&at).map_err(failed)?;
@@ -326,7 +343,7 @@ fn forget_amid(layer: &Path, gone: &HashSet<Noted>, amid: impl FnOnce()) -> Resu
     // What was added to the old one since it was read.
     file.seek(SeekFrom::Start(content.len() as u64)).map_err(failed)?;
     let mut late = Vec::new();
-    file.take(CONTENT_BYTES_MAX).read_to_end(&mut late).map_err(failed)?;
+    file.read_to_end(&mut late).map_err(failed)?;
     if !late.is_empty() {
         let layer = fs::metadata(layer).map_err(failed)?;
         append(&at, &layer, &late).map_err(failed)?;
@@ -386,5 +403,25 @@ mod tests {
         assert_eq!(noted_on(&base).expect("read"), HashSet::from([of("/stays"), of("/late")]));
         forget(&base, &HashSet::from([of("/stays"), of("/late")]));
         assert!(!at.exists());
+    }
+
+    /// The story: what was beyond 16 MiB of a note was not read, and so its images did not count.
+    #[test]
+    fn note_that_is_too_long_keeps_the_layer_as_it_is() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let base = folder.path().join("base");
+        fs::write(&base, "layer").expect("written");
+        let at = note_beside(&base).expect("there");
+        let line = Noted { folder_inode: 0, path: format!("/{}", "a".repeat(4000)).into() };
+        let count = CONTENT_BYTES_MAX as usize / line.encode().len();
+        let mut content = line.encode().repeat(count);
+        fs::write(&at, &content).expect("written");
+        assert_eq!(noted_on(&base).expect("read").len(), 1);
+        content.extend(line.encode());
+        fs::write(&at, &content).expect("written");
+        let said = crate::check_no_overlays(std::slice::from_ref(&base), &base);
+        assert_eq!(said.expect_err("not all is read").kind(), ErrorKind::Limit);
+        forget(&base, &HashSet::from([line]));
+        assert!(at.exists());
     }
 }
