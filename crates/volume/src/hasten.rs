@@ -118,6 +118,7 @@ impl Shared {
     /// As there; why the volume was given up.
     pub(crate) async fn end_unless_given_up(self: &Arc<Self>, end: &End) -> Result<()> {
         let ended = self.given_up.unless_raised(self.end(end)).await;
+        self.rest().await;
         ended.unwrap_or_else(|| self.latch().map_or(Ok(()), Err))
     }
 
@@ -128,6 +129,14 @@ impl Shared {
     pub(crate) async fn close(self: &Arc<Self>) -> Result<()> {
         let ended = self.end_unless_given_up(&End::Closed).await;
         if self.now().is_left_to_log { Ok(()) } else { ended }
+    }
+
+    /// Nothing is done in the background for its log when this returns: the process may open that
+    /// again.
+    pub(crate) async fn rest(&self) {
+        if let Some(log) = self.writer.as_ref().and_then(|putter| putter.log.as_ref()) {
+            log.rest().await;
+        }
     }
 
     /// A volume that is only read is closed.

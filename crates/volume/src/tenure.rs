@@ -95,7 +95,9 @@ impl Shared {
             let is_so = !now.is_driven && !now.heads.is_under_way && !is_due(&now);
             now.latch.clone().map(Err).or(is_so.then_some(Ok(())))
         };
-        self.progress.until(is_at_rest).await
+        self.progress.until(is_at_rest).await?;
+        self.rest().await;
+        Ok(())
     }
 
     /// Puts what was done, and ends the writer's time. Nothing is accepted from now on.

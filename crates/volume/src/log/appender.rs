@@ -3,6 +3,7 @@
 //! Whoever waits for a record and finds no write under way leads the next one, in a task of its own
 //! executor: what was pushed meanwhile goes out together.
 
+use super::background::Background;
 use super::device::LogDevice;
 use super::format::SegmentHeader;
 use super::group::{Group, Place};
@@ -23,6 +24,7 @@ pub(super) struct Appender {
     tail: Mutex<Tail>,
     /// What waits for writes of this log.
     pub(super) waiters: Arc<Waiters>,
+    pub(super) background: Arc<Background>,
     /// What the volume is encrypted with, and this process its records; nothing if it is not.
     pub(super) cipher: OnceLock<(Cipher, LogCipher)>,
 }
@@ -55,10 +57,10 @@ enum Role {
 
 impl Appender {
     pub(super) fn new(device: Arc<LogDevice>, key: LogKey, store: Id, tail: Tail) -> Self {
-        let waiters = Arc::default();
+        let (waiters, background) = Default::default();
         device.wake_on_latch(&waiters);
         let cipher = OnceLock::new();
-        Self { device, key, store, tail: Mutex::new(tail), waiters, cipher }
+        Self { device, key, store, tail: Mutex::new(tail), waiters, background, cipher }
     }
 
     pub(super) fn tail(&self) -> MutexGuard<'_, Tail> {
@@ -213,7 +215,7 @@ impl Writing {
         let result = result.map_err(|error| error.wrap(device.file.name()));
         let written = device.after_write(result, begun);
         if begun.is_some() && written.is_ok() {
-            device.sync_headers(of.key, place.segment);
+            device.sync_headers(of.key, place.segment, &of.background);
         }
         *is_under_way = false;
         let Ok(change) = written else { return false };

@@ -508,4 +508,33 @@ mod tests {
             }
         });
     }
+
+    /// The story: a log was opened again in the milliseconds in which headers became durable in the
+    /// background, and was open already; and a process that ended its executor then found the
+    /// device failed.
+    #[test]
+    fn log_that_rests_has_no_task_that_has_its_device_open() {
+        run(6, async {
+            let inner: Arc<dyn Store> =
+                Arc::new(MemoryStore::new_writable("log", vec![0; 1 << 20]));
+            let operations = Operations::NONE.with(Operation::Sync);
+            let slow = DelayOptions { operations, time: Duration::from_millis(5) };
+            let file = Arc::new(DelayStore::new(inner, slow));
+            let device = LogDevice::open(Arc::clone(&file) as _, [1; 16]).await.expect("made");
+            let log = device.start([3; 16], [4; 16], Writer::FIRST, 0).await.expect("begun");
+            // More than a segment.
+            for block in 0..20 {
+                let record = Record::Data { block, bytes: &[7; 4096] };
+                let ticket = log.push(record).expect("there is room");
+                log.written(ticket).await.expect("written");
+            }
+            log.sync_in_background();
+            assert!(Arc::strong_count(&device) > 2, "it has tasks, and the log");
+            log.rest().await;
+            drop((log, device));
+            assert_eq!(Arc::strong_count(&file), 1);
+            let device = LogDevice::open(file, [2; 16]).await.expect("a log");
+            device.go_on([4; 16], Writer::FIRST, 0).await.expect("it goes on");
+        });
+    }
 }

@@ -1,5 +1,6 @@
 //! A device: the file, its segments, its writes and syncs.
 
+use super::background::Background;
 use super::create::{self, Beginning};
 use super::format::{BLOCK, DeviceHeader, Kind, Remains, SegmentHeader, WRITERS_MAX};
 use super::group::Bytes;
@@ -273,10 +274,15 @@ impl LogDevice {
     /// else, unless somebody does that already; in the background, as nobody waits for it before
     /// the log is full. A segment is held until that is done: for good if it fails. Nothing is
     /// acknowledged any more then.
-    pub(super) fn sync_headers(self: &Arc<Self>, key: LogKey, below: u64) {
+    pub(super) fn sync_headers(
+        self: &Arc<Self>,
+        key: LogKey,
+        below: u64,
+        background: &Arc<Background>,
+    ) {
         let Some(held) = self.slots().hold_unsynced(key, below) else { return };
         let guard = Headers { device: Arc::clone(self), is_done: false };
-        drop(spawn(async move { guard.sync(key, below, held).await }));
+        background.spawn(async move { guard.sync(key, below, held).await });
     }
 
     /// Makes a header durable that was written, and nothing else.

@@ -225,7 +225,14 @@ impl Log {
     pub fn sync_in_background(&self) {
         let device = Arc::clone(&self.inner.device);
         // If it fails, nothing is acknowledged any more.
-        drop(spawn(async move { device.sync_here().await }));
+        self.inner.background.spawn(async move { drop(device.sync_here().await) });
+    }
+
+    /// Waits until nothing is done for the log in the background any more, on whatever executor: the
+    /// device is free when its last log was dropped, and an executor that ends leaves nothing half
+    /// done.
+    pub(crate) async fn rest(&self) {
+        self.inner.background.over().await;
     }
 
     /// Records below `below` are not needed any more: all of them are in extents that were

@@ -32,6 +32,7 @@
 //!   may have had it.
 
 mod appender;
+mod background;
 mod begin;
 mod chain;
 mod create;
