@@ -7,7 +7,7 @@ use mica_block::{
     ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, StoreIdentity,
     Witness,
 };
-use mica_rt::{Buf, Op};
+use mica_rt::{Buf, Op, Parts};
 use mica_units::HostOffset;
 use std::io;
 use std::sync::Arc;
@@ -226,6 +226,15 @@ impl Store for SimStore {
         }
         let change = Change::Data { at: at(offset), bytes: buf.to_vec() };
         IoFuture::write(self.start(Operation::Write, change, buf), offset)
+    }
+
+    fn write_parts(
+        &self,
+        parts: Parts,
+        offset: HostOffset,
+    ) -> std::result::Result<ChangeFuture, Parts> {
+        let written = self.write_at(parts.to_buf(0..parts.len()), offset);
+        Ok(Box::pin(async move { written.await.0 }))
     }
 
     fn sync(&self) -> ChangeFuture {

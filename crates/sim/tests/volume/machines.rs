@@ -2,9 +2,9 @@
 
 use mica_block::{
     EndFuture, Entry, Error, ErrorKind, Images, IoFuture, LocalFuture, Manage, Object, ObjectName,
-    Objects, Put, PutFuture, Result,
+    Objects, Put, PutFuture, PutPartsFuture, Result,
 };
-use mica_rt::{Buf, spawn};
+use mica_rt::{Buf, Parts, spawn};
 use mica_sim::crash::loss_at_random;
 use mica_sim::{Loss, World};
 use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects};
@@ -42,6 +42,7 @@ pub(crate) enum Death {
 #[derive(Clone)]
 pub(crate) struct Life {
     world: World,
+    memory: MemoryObjects,
     /// Requests until it dies; 0 if it is dead.
     left: Arc<AtomicU64>,
     death: Death,
@@ -67,7 +68,11 @@ impl Life {
         if self.left.swap(0, Ordering::Relaxed) > 0 {
             match self.death {
                 Death::Killed => self.world.kill(),
-                Death::PowerCut(loss) => self.world.cut_power(loss),
+                Death::PowerCut(loss) => {
+                    // The store may be a directory of the machine.
+                    self.memory.cut_power();
+                    self.world.cut_power(loss);
+                }
             }
         }
     }
@@ -198,8 +203,8 @@ impl Machines {
         (steps, death): (u64, Death),
     ) -> Result<Process> {
         let left = Arc::new(AtomicU64::new(steps));
-        let (world, is_down) = (self.world.clone(), Arc::default());
-        let life = Life { world, left, death, is_down };
+        let (world, memory) = (self.world.clone(), self.memory.clone());
+        let life = Life { world, memory, left, death, is_down: Arc::default() };
         let faulty = FaultyObjects::new(Arc::new(self.memory.clone()), *faults);
         let objects: Arc<dyn Objects> =
             Arc::new(Mortal { inner: Arc::new(faulty), life: life.clone() });
@@ -268,6 +273,22 @@ impl Objects for Mortal {
     fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
         match self.life.step() {
             Fate::Done => self.inner.put_if_absent(name, content),
+            Fate::Fails => Box::pin(async { (Life::down(), content) }),
+            Fate::Never => Box::pin(pending::<(Result<Put>, Buf)>()),
+        }
+    }
+
+    fn put_parts(&self, name: &ObjectName, content: &Arc<Parts>) -> Option<PutPartsFuture> {
+        match self.life.step() {
+            Fate::Done => self.inner.put_parts(name, content),
+            Fate::Fails => Some(Box::pin(async { Life::down() })),
+            Fate::Never => Some(Box::pin(pending())),
+        }
+    }
+
+    fn put_early(&self, name: &ObjectName, content: Buf) -> PutFuture {
+        match self.life.step() {
+            Fate::Done => self.inner.put_early(name, content),
             Fate::Fails => Box::pin(async { (Life::down(), content) }),
             Fate::Never => Box::pin(pending::<(Result<Put>, Buf)>()),
         }

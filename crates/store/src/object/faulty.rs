@@ -6,9 +6,9 @@
 use super::memory::pass;
 use mica_block::{
     EndFuture, Entry, Error, ErrorKind, IoFuture, LocalFuture, Object, ObjectName, Objects, Put,
-    PutFuture, Result,
+    PutFuture, PutPartsFuture, Result,
 };
-use mica_rt::{Buf, spawn};
+use mica_rt::{Buf, Parts, spawn};
 use mica_units::Rng;
 use std::future::pending;
 use std::ops::Range;
@@ -264,6 +264,22 @@ impl Shared {
         }
     }
 
+    /// Puts the parts, or all of them in one piece where the store wants that, or lies.
+    async fn put_parts(&self, name: &ObjectName, content: &Arc<Parts>) -> Result<Put> {
+        let put = self.options.lie.is_none().then(|| self.inner.put_parts(name, content));
+        match put.flatten() {
+            Some(put) => put.await,
+            None => self.put(name, content.to_buf(0..content.len())).await.0,
+        }
+    }
+
+    async fn put_early(&self, name: &ObjectName, content: Buf) -> (Result<Put>, Buf) {
+        match self.options.lie {
+            None => self.inner.put_early(name, content).await,
+            Some(_) => self.put(name, content).await,
+        }
+    }
+
     /// Puts an object in the place of what is there.
     async fn replace(&self, name: &ObjectName, mut content: Buf) -> (Result<Put>, Buf) {
         loop {
@@ -296,6 +312,19 @@ impl Objects for FaultyObjects {
     fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
         let name = name.clone();
         let put = async move |shared: &Shared, content| shared.put(&name, content).await;
+        Box::pin(self.request_with(ObjectOperation::Put, content, put))
+    }
+
+    fn put_parts(&self, name: &ObjectName, content: &Arc<Parts>) -> Option<PutPartsFuture> {
+        let (name, content) = (name.clone(), Arc::clone(content));
+        Some(Box::pin(self.request(ObjectOperation::Put, async move |shared| {
+            shared.put_parts(&name, &content).await
+        })))
+    }
+
+    fn put_early(&self, name: &ObjectName, content: Buf) -> PutFuture {
+        let name = name.clone();
+        let put = async move |shared: &Shared, content| shared.put_early(&name, content).await;
         Box::pin(self.request_with(ObjectOperation::Put, content, put))
     }
 

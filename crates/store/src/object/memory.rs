@@ -5,9 +5,9 @@
 
 use mica_block::{
     EndFuture, Entry, Error, ErrorKind, IoFuture, LIST_MAX, LocalFuture, Object, ObjectName,
-    Objects, Put, PutFuture, Result,
+    Objects, Put, PutFuture, PutPartsFuture, Result,
 };
-use mica_rt::{Buf, simulate, sleep, spawn};
+use mica_rt::{Buf, Parts, simulate, sleep, spawn};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Bound, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,6 +21,8 @@ pub struct MemoryObjects {
     latency: Duration,
     objects: Arc<Mutex<Contents>>,
     holes: Arc<Mutex<BTreeMap<ObjectName, BTreeSet<u64>>>>,
+    /// What was put early, and nothing into its folder since: a power cut takes it.
+    early: Arc<Mutex<BTreeSet<ObjectName>>>,
 }
 
 /// What is given back of objects, in bytes: as file systems do it.
@@ -36,6 +38,7 @@ impl MemoryObjects {
             latency: Duration::ZERO,
             objects: Arc::default(),
             holes: Arc::default(),
+            early: Arc::default(),
         }
     }
 
@@ -44,6 +47,16 @@ impl MemoryObjects {
     pub fn with_latency(mut self, latency: Duration) -> Self {
         self.latency = latency;
         self
+    }
+
+    /// The power of the store is cut: what is not durable is gone.
+    pub fn cut_power(&self) {
+        let lost = std::mem::take(&mut *self.early());
+        let (mut objects, mut holes) = (self.lock(), self.holes());
+        for name in lost {
+            objects.remove(&name);
+            holes.remove(&name);
+        }
     }
 
     /// All objects now, for tests.
@@ -56,6 +69,10 @@ impl MemoryObjects {
         let whole: u64 = self.lock().values().map(|content| content.len() as u64).sum();
         let pages: usize = self.holes().values().map(BTreeSet::len).sum();
         whole - pages as u64 * PAGE_BYTES
+    }
+
+    fn early(&self) -> MutexGuard<'_, BTreeSet<ObjectName>> {
+        self.early.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn holes(&self) -> MutexGuard<'_, BTreeMap<ObjectName, BTreeSet<u64>>> {
@@ -109,6 +126,23 @@ impl MemoryObjects {
         }
         objects.insert(name, content.into());
         Ok(Put::Done)
+    }
+
+    /// As [`Self::put`], durable when that of another object in the same folder is.
+    fn put_early(&self, name: ObjectName, content: &[u8]) -> Result<Put> {
+        let put = self.put(name.clone(), content);
+        if matches!(put, Ok(Put::Done)) {
+            self.early().insert(name);
+        }
+        put
+    }
+
+    /// As [`Self::put`]; makes the names in the folder durable.
+    fn put_durably(&self, name: ObjectName, content: &[u8]) -> Result<Put> {
+        let put = self.put(name.clone(), content)?;
+        let folder = |name: &ObjectName| folders_of(name).last();
+        self.early().retain(|early| folder(early) != folder(&name));
+        Ok(put)
     }
 
     fn find(&self, name: &ObjectName) -> Result<Arc<[u8]>> {
@@ -179,7 +213,20 @@ impl Objects for MemoryObjects {
 
     fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
         let name = name.clone();
-        Box::pin(self.request(move |store| (store.put(name, &content), content)))
+        Box::pin(self.request(move |store| (store.put_durably(name, &content), content)))
+    }
+
+    fn put_parts(&self, name: &ObjectName, content: &Arc<Parts>) -> Option<PutPartsFuture> {
+        let (name, content) = (name.clone(), Arc::clone(content));
+        Some(Box::pin(self.request(move |store| {
+            let bytes: Vec<u8> = content.pieces(0..content.len()).flatten().copied().collect();
+            store.put_durably(name, &bytes)
+        })))
+    }
+
+    fn put_early(&self, name: &ObjectName, content: Buf) -> PutFuture {
+        let name = name.clone();
+        Box::pin(self.request(move |store| (store.put_early(name, &content), content)))
     }
 
     fn list(
@@ -196,6 +243,7 @@ impl Objects for MemoryObjects {
         Box::pin(self.request(move |store| {
             store.lock().remove(&name);
             store.holes().remove(&name);
+            store.early().remove(&name);
             Ok(())
         }))
     }

@@ -7,6 +7,7 @@ use crate::state::State;
 use crate::testing::{kind, memory, name, read, run, volumes, write};
 use mica_block::{Disk, ErrorKind, Manage, Objects, Which};
 use mica_rt::{join_all, sleep, spawn};
+use mica_store::object::{FaultyObjects, FaultyOptions, ObjectOperation, Throttle};
 use mica_units::Rng;
 use std::sync::Arc;
 use std::time::Duration;
@@ -189,4 +190,48 @@ fn reader_of_an_open_volume_sees_what_was_flushed_and_the_writer_goes_on() {
             volume.close().await.expect("nobody fenced it");
         });
     }
+}
+
+/// Power fails at each put of a clone, in a store that keeps what was put early only with what
+/// follows: a clone that was answered is there, and one that was not is whole, or can be made again.
+#[test]
+fn clone_that_was_answered_outlives_a_power_cut() {
+    let (mut answered, mut failed) = (0, 0);
+    for served in 0..6 {
+        run(served, async {
+            let memory = memory();
+            let objects: Arc<dyn Objects> = Arc::new(memory.clone());
+            let (web, copy) = (name("web"), name("copy"));
+            let here = volumes(&objects, "host-1").await;
+            here.create_as(&web, 4 * BLOCK, kind(served)).await.expect("made");
+            let volume = here.open_volume(&web, Claimed::Refuse).await.expect("open");
+            write(&volume, 0, &[1; BLOCK_BYTES]).await;
+            volume.close().await.expect("closed");
+            let options = FaultyOptions {
+                only: Some(ObjectOperation::Put),
+                throttle: Some(Throttle { served, refused: u64::MAX }),
+                ..FaultyOptions::default()
+            };
+            let faulty: Arc<dyn Objects> = Arc::new(FaultyObjects::new(objects.clone(), options));
+            let dying = volumes(&faulty, "host-1").await.for_verbs();
+            let cloned = dying.clone_volume(&web, None, &copy).await;
+            memory.cut_power();
+            drop((here, dying));
+            let here = volumes(&objects, "host-1").await;
+            match cloned {
+                Ok(()) => answered += 1,
+                Err(_) => {
+                    failed += 1;
+                    let left = here.list().await.expect("listed");
+                    if left.iter().any(|volume| volume.name == copy) {
+                        here.delete(&copy, Claimed::TakeOver).await.expect("deleted");
+                    }
+                    here.clone_volume(&web, None, &copy).await.expect("cloned");
+                }
+            }
+            let opened = here.open_volume(&copy, Claimed::Refuse).await.expect("open");
+            assert_eq!(read(&opened, 0, BLOCK).await, [1; BLOCK_BYTES]);
+        });
+    }
+    assert!(answered > 0 && failed > 1, "{answered} were answered, {failed} failed");
 }
