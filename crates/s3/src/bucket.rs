@@ -55,7 +55,7 @@ struct Shared {
 }
 
 /// How long a request may take. A store that never answers is asked again.
-const TIMEOUT: Duration = Duration::from_secs(60);
+pub const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Reads from here on are beyond the end of any object: some services fail at larger numbers.
 const OFFSET_MAX: u64 = 1 << 50;
@@ -72,7 +72,7 @@ impl Bucket {
         let retry = RetryConfig { max_retries: 0, ..RetryConfig::default() };
         let may_be_plain = endpoint.as_deref().is_some_and(|url| url.starts_with("http://"));
         let client = ClientOptions::new()
-            .with_timeout(TIMEOUT)
+            .with_timeout(REQUEST_LIMIT)
             .with_connect_timeout(CONNECT_TIMEOUT)
             .with_allow_http(may_be_plain);
         let mut builder = AmazonS3Builder::from_env()

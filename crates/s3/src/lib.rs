@@ -19,7 +19,7 @@ mod list;
 mod outcome;
 mod runtime;
 
-pub use bucket::{Bucket, BucketOptions, Credentials};
+pub use bucket::{Bucket, BucketOptions, Credentials, REQUEST_LIMIT};
 
 #[cfg(test)]
 mod tests;

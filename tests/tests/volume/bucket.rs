@@ -6,7 +6,9 @@ use mica_tests::guest::Guest;
 use mica_tests::server::Server;
 use mica_tests::{clock, mica, nbd};
 use rustix::process::{Pid, Signal, kill_process};
-use std::process::Command;
+use std::io::{BufRead as _, BufReader};
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const URL: &str = "s3://bucket/volumes/web";
@@ -52,6 +54,29 @@ fn volume_in_a_bucket_is_served_from_inside_the_sandbox() {
     let checked = run(&moto, &["check", URL, "--output", "json"]).json();
     assert_eq!(checked[0]["damaged-count"], 0);
     run(&moto, &["delete", URL]).ok();
+}
+
+/// The story: what answers at the endpoint took connections and said nothing, and neither did the
+/// verb.
+#[test]
+fn verb_says_that_it_waits_for_a_service_that_hangs() {
+    let hanging = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("http://{}", hanging.local_addr().expect("bound"));
+    for words in [&["list", "s3://bucket/volumes"][..], &["create", URL, "1G"], &["info", URL]] {
+        let mut mica = Command::new(mica::binary());
+        mica.arg("volume").args(words).stdout(Stdio::null()).stderr(Stdio::piped());
+        mica.env("AWS_ENDPOINT_URL", &endpoint).env("AWS_ACCESS_KEY_ID", "test");
+        let mut verb = mica.env("AWS_SECRET_ACCESS_KEY", "test").spawn().expect("started");
+        let mut said = String::new();
+        let stderr = verb.stderr.take().expect("piped");
+        BufReader::new(stderr).read_line(&mut said).expect("a line");
+        let is_running = verb.try_wait().expect("known").is_none();
+        verb.kill().expect("killed");
+        verb.wait().expect("ended");
+        assert!(is_running, "{words:?}: {said}");
+        assert!(said.contains("waiting for s3://bucket/volumes"), "{words:?}: {said}");
+        assert!(said.contains("no answer for 3 s") && said.contains("60 s"), "{words:?}: {said}");
+    }
 }
 
 /// The story: the service was down, and a server did not end on SIGTERM.

@@ -18,6 +18,7 @@ mod open;
 mod receive;
 mod stores;
 mod url;
+mod waiting;
 
 pub use mica_volume::{Durability, Keep, SnapshotPer};
 

@@ -6,6 +6,7 @@ use super::faults::StoreFaults;
 use super::logs::{LogPlace, Logs};
 use super::machine::host;
 use super::url::StoreUrl;
+use super::waiting::WaitedFor;
 use mica_block::{Error, ErrorKind, Objects, Result};
 use mica_rados::{PoolOptions, ReconnectingPool};
 use mica_rt::sync::SharedLock;
@@ -94,7 +95,7 @@ impl Stores {
         if let Some(store) = self.lock().get(&named).and_then(Weak::upgrade) {
             return Ok(store);
         }
-        let objects = faults.stack_on(self.reach(url)?)?;
+        let objects = self.waited_for(url, faults.stack_on(self.reach(url)?)?);
         let volumes = Volumes::open(Arc::clone(&objects), environment()?, self.cache_bytes);
         Ok(self.keep(named, volumes.await?, objects))
     }
@@ -112,7 +113,7 @@ impl Stores {
         if let StoreUrl::Directory(path) = url {
             make_directory(path)?;
         }
-        let objects = self.reach(url)?;
+        let objects = self.waited_for(url, self.reach(url)?);
         let made = Volumes::open_or_make(Arc::clone(&objects), environment()?, self.cache_bytes);
         let named = (url.clone(), StoreFaults::NONE);
         let store = self.keep(named, made.await?, objects);
@@ -150,6 +151,17 @@ impl Stores {
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<(StoreUrl, StoreFaults), Weak<Store>>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The store at `url`, of which a verb says that it does not answer if it is elsewhere.
+    fn waited_for(&self, url: &StoreUrl, objects: Arc<dyn Objects>) -> Arc<dyn Objects> {
+        let limit = match (self.patience, url) {
+            (Patience::Verb, StoreUrl::Bucket { .. }) => Some(mica_s3::REQUEST_LIMIT),
+            (Patience::Verb, StoreUrl::Pool { .. }) => None,
+            (Patience::Verb, StoreUrl::Directory(_) | StoreUrl::Memory(_))
+            | (Patience::Guest, _) => return objects,
+        };
+        Arc::new(WaitedFor::new(objects, limit))
     }
 
     fn reach(&self, url: &StoreUrl) -> Result<Arc<dyn Objects>> {
