@@ -47,6 +47,71 @@ impl Picture<'_> {
     }
 }
 
+/// A row of a picture of what stands on what, which comes after that of what it stands on.
+pub(crate) struct DrawnRow {
+    pub(crate) parent: Option<usize>,
+    /// Whether it is drawn below its parent and not beside it.
+    pub(crate) is_straight: bool,
+    /// Its class in [`STYLE`].
+    pub(crate) class: &'static str,
+    pub(crate) name: String,
+    /// What is said of it behind its name.
+    pub(crate) detail: String,
+    /// How long its bar is, compared with the others; none if it has no bar.
+    pub(crate) bytes: Option<u64>,
+}
+
+const ROW_HEIGHT: usize = 24;
+const INDENT: usize = 22;
+/// Levels beyond which nothing is moved further to the right.
+const LEVELS_MAX: usize = 40;
+/// Length of the longest bar.
+const BAR: f64 = 90.0;
+const MARGIN: usize = 16;
+/// Room for a letter.
+const LETTER: usize = 8;
+
+/// A picture of `rows`.
+pub(crate) fn draw_rows(title: &str, rows: &[DrawnRow]) -> String {
+    let largest = rows.iter().filter_map(|row| row.bytes).max().unwrap_or(0).max(1);
+    let mut levels: Vec<usize> = Vec::with_capacity(rows.len());
+    let mut widest = 0;
+    let mut body = Vec::new();
+    for (number, row) in rows.iter().enumerate() {
+        let level = match row.parent {
+            None => 0,
+            Some(parent) if row.is_straight => levels[parent],
+            Some(parent) => (levels[parent] + 1).min(LEVELS_MAX),
+        };
+        levels.push(level);
+        let (x, y) = (MARGIN + level * INDENT, MARGIN + number * ROW_HEIGHT);
+        if let Some(parent) = row.parent {
+            let (from_x, from_y) =
+                (MARGIN + levels[parent] * INDENT + 5, MARGIN + parent * ROW_HEIGHT);
+            let (top, middle) = (from_y + 18, y + 12);
+            body.push(format!("<path class=\"line\" d=\"M{from_x} {top}V{middle}H{x}\"/>"));
+        }
+        let DrawnRow { class, name, detail, .. } = row;
+        widest = widest.max(x + (name.chars().count() + detail.chars().count() + 6) * LETTER);
+        let (text_x, text_y, box_y) = (x + 20, y + 16, y + 6);
+        body.push(format!(
+            "<rect class=\"{class}\" x=\"{x}\" y=\"{box_y}\" width=\"12\" height=\"12\" rx=\"2\"/>\
+             {}<text x=\"{text_x}\" y=\"{text_y}\">{}<tspan class=\"dim\" dx=\"10\">{}</tspan></text>",
+            row.bytes.map_or(String::new(), |bytes| bar(bytes, largest, text_x, y + 20)),
+            escaped(name),
+            escaped(detail),
+        ));
+    }
+    let height = 2 * MARGIN + rows.len() * ROW_HEIGHT;
+    Picture { title, width: widest + MARGIN, height, body: &body.join("\n") }.alone()
+}
+
+fn bar(bytes: u64, largest: u64, x: usize, y: usize) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "it is drawn")]
+    let width = (bytes as f64 / largest as f64 * BAR).max(1.0);
+    format!("<rect class=\"bar\" x=\"{x}\" y=\"{y}\" width=\"{width:.1}\" height=\"3\"/>")
+}
+
 /// `text` as it stands in XML.
 pub(crate) fn escaped(text: &str) -> String {
     text.chars().fold(String::with_capacity(text.len()), |mut all, letter| {

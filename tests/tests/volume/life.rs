@@ -230,3 +230,33 @@ fn signal_that_comes_twice_at_once_is_one() {
     io(&server, &["read -P 7 0 64k"]);
     stop(server);
 }
+
+#[test]
+fn export_of_an_nbd_server_becomes_a_volume() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD]) {
+        return;
+    }
+    let store = Store::new();
+    let file = store.folder().join("disk.raw");
+    fs::write(&file, vec![0; 8 << 20]).expect("made");
+    let path = file.display().to_string();
+    command::run("qemu-io", ["-f", "raw", "-c", "write -P 7 1M 3M", &path]).ok();
+    let server = Server::start("gold", |socket| {
+        let mut nbd = std::process::Command::new("qemu-nbd");
+        nbd.args(["-r", "-t", "-f", "raw", "-x", "gold", "-k"]).arg(socket).arg(&file);
+        nbd
+    });
+    let server = server.expect("served");
+    let uri = format!("nbd+unix:///gold?socket={}", server.socket().display());
+    let made = run(["import", "--output", "json", &uri, &store.volume("web")]).json();
+    assert_eq!(made["virtual-size"], 8 << 20);
+    assert_eq!(made["snapshots"], serde_json::json!(["gold"]));
+    let copy = store.folder().join("copy.raw").display().to_string();
+    run(["export", "-O", "raw", &store.volume("web@gold"), &copy]).ok();
+    assert!(fs::read(&copy).expect("copied") == fs::read(&file).expect("there"));
+    let refused = run(["import", "-f", "qcow2", &uri, &store.volume("db")]).refusal();
+    assert!(refused.contains("an export is raw"), "{refused}");
+    let gone = format!("{uri}-2");
+    run(["import", &gone, &store.volume("db")]).refusal();
+    assert!(run(["info", &store.volume("db")]).status.code() == Some(1), "nothing is left of it");
+}

@@ -42,7 +42,10 @@ pub(super) struct ImportArgs {
     new: NewArgs,
     #[command(flatten)]
     images: ImageArgs,
-    /// The image: for a chain, its active layer.
+    /// The image: for a chain, its active layer; or the URI of an export of an NBD server.
+    ///
+    /// As with `mica convert`: nbd://HOST:PORT/EXPORT, nbd+unix:///EXPORT?socket=PATH, or with TLS
+    /// nbds://HOST:PORT/EXPORT?tls-certificates=DIR.
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
     /// The new volume.

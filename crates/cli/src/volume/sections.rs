@@ -66,7 +66,8 @@ EXAMPLES:
 pub(super) const IMPORT: &str = "\
 EXAMPLES:
   mica volume import top.qcow2 file:///srv/volumes/web
-  mica volume import -f raw -p disk.raw file:///srv/volumes/db";
+  mica volume import -f raw -p disk.raw file:///srv/volumes/db
+  mica volume import nbd://storage:10809/web file:///srv/volumes/web";
 
 pub(super) const EXPORT: &str = "\
 EXAMPLES:
@@ -116,7 +117,7 @@ EXAMPLES:
 pub(super) const TREE: &str = "\
 EXAMPLES:
   mica volume tree file:///srv/volumes
-  mica volume tree --output dot file:///srv/volumes | dot -Tsvg > volumes.svg";
+  mica volume tree --output svg file:///srv/volumes > volumes.svg";
 
 pub(super) const HANDOVER: &str = "\
 EXAMPLES:

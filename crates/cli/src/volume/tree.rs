@@ -7,6 +7,7 @@ use super::session::{
 use crate::client::plain;
 use crate::failure::Failure;
 use crate::output::{human_size, print, print_json};
+use crate::svg::{DrawnRow, draw_rows};
 use clap::{Args, ValueEnum};
 use mica_stack::Store;
 use mica_volume::{Listed, VolumeInfo};
@@ -17,9 +18,9 @@ use std::process::ExitCode;
 /// Show the volumes of a store with their snapshots.
 #[derive(Args)]
 pub(super) struct TreeArgs {
-    /// How to print it: human, json or dot.
+    /// How to print it: human, json, dot or svg.
     ///
-    /// dot is for graphviz: `mica volume tree --output dot STORE | dot -Tsvg`.
+    /// dot is for graphviz, svg is a picture.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
     #[arg(hide_possible_values = true, hide_default_value = true)]
     output: TreeFormat,
@@ -35,6 +36,7 @@ enum TreeFormat {
     Human,
     Json,
     Dot,
+    Svg,
 }
 
 /// A volume, and its snapshots by number.
@@ -79,6 +81,7 @@ pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
             print_json(&all)?;
         }
         TreeFormat::Dot => print(&dot(&branches))?,
+        TreeFormat::Svg => print(&picture(&store, &branches))?,
     }
     Ok(exit_code_of(&damaged))
 }
@@ -98,6 +101,33 @@ fn human(store: &Store, branches: &[Branch]) -> String {
         }
     }
     text
+}
+
+/// A row for each volume, and beneath it one for each snapshot.
+fn picture(store: &Store, branches: &[Branch]) -> String {
+    let mut rows: Vec<DrawnRow> = Vec::new();
+    for Branch { volume, snapshots } in branches {
+        let at = rows.len();
+        let bytes = None;
+        rows.push(DrawnRow {
+            parent: None,
+            is_straight: false,
+            class: "active",
+            name: volume.name.as_str().to_owned(),
+            detail: format!("{}, {}", human_size(volume.state.len), state_text(volume)),
+            bytes,
+        });
+        rows.extend(snapshots.iter().map(|snapshot| DrawnRow {
+            parent: Some(at),
+            is_straight: false,
+            class: "frozen",
+            name: format!("@{}", plain(&snapshot.label)),
+            detail: format!("{}, {}", snapshot.number, time_text(snapshot.time_ns)),
+            bytes,
+        }));
+    }
+    let title = format!("{} volumes of {} and their snapshots", branches.len(), store.url());
+    draw_rows(&title, &rows)
 }
 
 fn json(store: &Store, branches: &[Branch]) -> Vec<Value> {

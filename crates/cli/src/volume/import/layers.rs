@@ -1,13 +1,15 @@
 //! The layers of a chain that is imported.
 
 use crate::failure::Failure;
-use crate::images::ImageArgs;
-use mica_block::{LABEL_BYTES_MAX, Manage};
+use crate::images::{ImageArgs, export_uri};
+use mica_block::{Disk as _, LABEL_BYTES_MAX, Manage};
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::inspect;
+use mica_serve::nbd::client::Uri;
 use mica_stack::{FileImages, Format, wait_for_dead};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 
 /// A layer.
@@ -28,16 +30,25 @@ impl Layer {
     pub(super) async fn open(&self, images: &ImageArgs) -> Result<Arc<dyn Manage>, Failure> {
         let mut images = images.clone();
         self.format.name().clone_into(&mut images.settings.format);
-        images.open(&self.path, IndexUse::Read).await
+        images.open_source(&self.path, IndexUse::Read).await
     }
 }
 
-/// The layers of the chain of `image`, from the base; only the uppermost if the disk became shorter
+/// The layers of the chain of `image`, from the base; of an export of an NBD server, which is a
+/// disk whatever its server makes it of, that one; only the uppermost if the disk became shorter
 /// from one to the next: a snapshot would show what is beyond its end.
 ///
 /// # Errors
 /// If one of them cannot be opened.
 pub(super) async fn layers(images: &ImageArgs, image: &Path) -> Result<Vec<Layer>, Failure> {
+    if let Some(export) = images.open_export(image)? {
+        let len = export.geometry().len;
+        export.close().await?;
+        let name = export_uri(image).and_then(|uri| Uri::from_str(uri).ok());
+        let name = name.map(|uri| uri.export).filter(|name| !name.is_empty());
+        let label = label_of(Path::new(name.as_deref().unwrap_or("export")), &BTreeSet::new());
+        return Ok(vec![Layer { path: image.to_owned(), format: Format::Raw, len, label }]);
+    }
     // Whatever prevents the chain from being opened is said first.
     images.open(image, IndexUse::Ignore).await?.close().await?;
     let format = images.format()?;
