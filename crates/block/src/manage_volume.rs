@@ -1,6 +1,7 @@
 //! What the owner of a volume does with it that no other disk knows: its store, and other hosts.
 
-use crate::{LocalFuture, Result};
+use crate::{Error, ErrorKind, LocalFuture, Result, Which};
+use mica_units::GuestRange;
 
 /// A volume as its owner sees it.
 pub trait ManageVolume {
@@ -33,6 +34,38 @@ pub trait ManageVolume {
 
     /// How its log and its store do.
     fn figures(&self) -> VolumeStats;
+
+    /// Makes the volume `target` in the same store, which begins as a snapshot, or as everything
+    /// that was answered before. Requests go on meanwhile.
+    ///
+    /// # Errors
+    /// `NotFound` if there is no such snapshot; `Invalid` if nothing can be called so, or is
+    /// already; `Unsupported` if the store is not known here; otherwise what it reports.
+    fn clone_as<'a>(
+        &'a self,
+        _which: Option<&'a Which>,
+        _target: &'a str,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(std::future::ready(Err(store_unknown())))
+    }
+
+    /// The ranges that may differ between a snapshot and another one, or everything that was
+    /// answered before, in order.
+    ///
+    /// # Errors
+    /// `NotFound` if there is no such snapshot; `Limit` if they are too many; otherwise as
+    /// [`Self::clone_as`].
+    fn differences<'a>(
+        &'a self,
+        _before: &'a Which,
+        _after: Option<&'a Which>,
+    ) -> LocalFuture<'a, Result<Vec<GuestRange>>> {
+        Box::pin(std::future::ready(Err(store_unknown())))
+    }
+}
+
+fn store_unknown() -> Error {
+    Error::new(ErrorKind::Unsupported, "the store of the volume is not known here")
 }
 
 /// How the log and the store of a volume do: since it was opened, or now.

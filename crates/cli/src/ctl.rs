@@ -74,6 +74,16 @@ enum CtlVerb {
     /// Give a snapshot of a volume that is served another label.
     #[command(after_long_help = sections::CTL_LABEL)]
     Label(snapshots::LabelArgs),
+    /// Make a volume that begins as one that is served, or as a snapshot of it.
+    ///
+    /// In the same store, where nothing is copied. What was answered before is in it.
+    #[command(after_long_help = sections::CTL_CLONE)]
+    Clone(snapshots::CloneArgs),
+    /// Show which parts of a volume that is served may have changed since a snapshot.
+    ///
+    /// By its maps, without reading data.
+    #[command(after_long_help = sections::CTL_DIFF)]
+    Diff(snapshots::DiffArgs),
     /// Back a disk up while it is served: keep states, and export them.
     #[command(after_long_help = sections::CTL_BACKUP)]
     Backup {
@@ -214,6 +224,8 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Snapshots(args) => (args.run(client)?, snapshots::listed),
         CtlVerb::Drop(args) => (args.run(client)?, snapshots::dropped),
         CtlVerb::Label(args) => (args.run(client)?, snapshots::labelled),
+        CtlVerb::Clone(args) => (args.run(client)?, snapshots::cloned),
+        CtlVerb::Diff(args) => (args.run(client)?, snapshots::differing),
         CtlVerb::Backup { verb } => verb.run(client)?,
         CtlVerb::Stream(args) => (args.run(client)?, merges::one),
         CtlVerb::Commit(args) => (args.run(client)?, merges::one),

@@ -156,6 +156,16 @@ pub(crate) const CTL_LABEL: &str = "\
 EXAMPLES:
   mica ctl label web 17 keep-this           # by its number";
 
+pub(crate) const CTL_CLONE: &str = "\
+EXAMPLES:
+  mica ctl clone web@monday web2            # a volume beside it, in the same store
+  mica ctl clone web web3                   # what it has now";
+
+pub(crate) const CTL_DIFF: &str = "\
+EXAMPLES:
+  mica ctl diff web@monday                  # until now
+  mica ctl diff web@monday tuesday";
+
 pub(crate) const CTL_BACKUP: &str = "\
 EXAMPLES:
   mica ctl backup begin web --as monday --nbd unix:/run/mica/backup.sock

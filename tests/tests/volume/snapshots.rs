@@ -4,7 +4,7 @@ use mica_tests::guest::Guest;
 use mica_tests::server::Server;
 use mica_tests::volume::{Store, run};
 use mica_tests::{clock, command, mica, tools};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::process::Command;
 use std::time::Duration;
 
@@ -112,6 +112,9 @@ fn clone_begins_as_its_source_and_goes_its_own_way() {
     let elsewhere = Store::new();
     let far = run(["clone", &source, &elsewhere.volume("three")]).refusal();
     assert!(far.contains("in the store of its source"), "{far}");
+    let picture = run(["tree", "--output", "svg", &store.url()]).ok();
+    assert!(picture.starts_with("<svg") && picture.ends_with("</svg>\n"), "{picture}");
+    assert!(picture.contains(">gold<") && picture.contains(">@v1<"), "{picture}");
     run(["delete", &store.volume("gold")]).ok();
     assert!(content(&store, "two") == expected(&[(0, 4 * MB, 1)]), "the source is gone");
     let tree = run(["tree", &store.url()]).ok();
@@ -188,6 +191,51 @@ fn snapshot_is_taken_while_a_guest_writes() {
     stop(server);
     assert!(content(&store, "web@c") == expected(&[(0, MB, 2)]));
     assert!(content(&store, "web") == expected(&[(0, MB, 3)]));
+}
+
+#[test]
+fn volume_that_is_served_is_cloned_and_compared() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let control = store.folder().join("control").display().to_string();
+    let log = store.folder().join("log").display().to_string();
+    let options =
+        ["--control", &control, "--log-device", &log, "--log-size", "64M", "--sandbox", "require"];
+    let server = store.serve("web", &options).expect("served");
+    let ctl = |words: &[&str]| {
+        let mut ctl = Command::new(mica::binary());
+        command::finish(ctl.args(["ctl", "--control", &control, "--output", "json"]).args(words))
+    };
+    let uri = server.uri();
+    let io = |write: &str| command::run("qemu-io", ["-f", "raw", "-c", write, &uri]).ok();
+    io("write -P 1 0 1M");
+    ctl(&["snapshot", "web", "a"]).json();
+    io("write -P 2 4M 64k");
+    ctl(&["snapshot", "web", "b"]).json();
+    io("write -P 3 8M 4k");
+    let range = |start: usize, len: usize| json!({ "start": start, "length": len });
+    let since = [range(4 * MB, 64 << 10), range(8 * MB, 4 << 10)];
+    assert_eq!(ctl(&["diff", "web@a"]).json(), json!(since));
+    assert_eq!(ctl(&["diff", "web@a", "b"]).json(), json!(since[..1]));
+    assert_eq!(ctl(&["clone", "web@a", "one"]).json()["volume"], "one");
+    ctl(&["clone", "web", "two"]).json();
+    assert_eq!(labels(&ctl(&["snapshots", "web"]).json()), ["a", "b"], "nothing is left of it");
+    for (words, why) in [
+        (&["clone", "web@a", "one"][..], "already"),
+        (&["clone", "web@c", "three"], "no snapshot"),
+        (&["diff", "web"], "DISK@LABEL"),
+    ] {
+        let refused = ctl(words).refusal();
+        assert!(refused.contains(why), "{refused}");
+    }
+    io("write -P 4 0 4k");
+    stop(server);
+    assert!(content(&store, "one") == expected(&[(0, MB, 1)]));
+    let now = [(0, MB, 1), (4 * MB, 64 << 10, 2), (8 * MB, 4 << 10, 3)];
+    assert!(content(&store, "two") == expected(&now));
 }
 
 /// Serves the volumes `names` of one store at one socket, with one log and a control socket.

@@ -1,4 +1,4 @@
-//! `mica ctl snapshot`, `snapshots`, `drop` and `label`: as `mica volume` has them, of a volume
+//! `mica ctl snapshot`, `snapshots`, `drop`, `label`, `clone` and `diff`: as `mica volume` has them, of a volume
 //! that is served. A snapshot of a chain is its next layer.
 
 use super::agent::while_frozen;
@@ -7,6 +7,7 @@ use crate::client::{Client, of_disk};
 use crate::create::{NewImageOptions, parse_options};
 use crate::failure::Failure;
 use crate::images::size_of;
+use crate::table::table;
 use crate::volume::{SnapshotRow, snapshot_json, snapshot_table};
 use clap::Args;
 use mica_qcow2_format::Compression;
@@ -213,6 +214,65 @@ impl LabelArgs {
         let body = json!({ "snapshot": self.snapshot, "label": self.label });
         client.post(&of_disk(&self.disk, "label"), &body)
     }
+}
+
+// What is cloned. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct CloneArgs {
+    /// The disk, or with @LABEL one of its snapshots.
+    #[arg(value_name = "DISK[@LABEL]")]
+    source: String,
+    /// The name of the new volume, in the same store.
+    #[arg(value_name = "VOLUME")]
+    target: String,
+}
+
+// What is compared. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct DiffArgs {
+    /// The disk, and the snapshot before.
+    #[arg(value_name = "DISK@LABEL")]
+    before: String,
+    /// The snapshot after; what was answered until now by default.
+    #[arg(value_name = "LABEL")]
+    after: Option<String>,
+}
+
+impl CloneArgs {
+    pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let (disk, snapshot) = match self.source.rsplit_once('@') {
+            Some((disk, snapshot)) => (disk, Some(snapshot)),
+            None => (&*self.source, None),
+        };
+        let body = json!({ "snapshot": snapshot, "volume": self.target });
+        client.post(&of_disk(disk, "clone"), &body)
+    }
+}
+
+impl DiffArgs {
+    /// The ranges as `mica volume diff` shows them.
+    pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let Some((disk, before)) = self.before.rsplit_once('@') else {
+            let what = format!("{}: use DISK@LABEL, a snapshot of a disk", self.before);
+            return Err(Failure::new(what));
+        };
+        let body = json!({ "before": before, "after": self.after });
+        Ok(client.post(&of_disk(disk, "diff"), &body)?["ranges"].take())
+    }
+}
+
+pub(super) fn cloned(answer: &Value) -> String {
+    let [disk, volume] = ["disk", "volume"].map(|key| text(&answer[key]));
+    match &answer["snapshot"] {
+        Value::Null => format!("{volume}: a clone of {disk}\n"),
+        snapshot => format!("{volume}: a clone of {disk}@{}\n", text(snapshot)),
+    }
+}
+
+pub(super) fn differing(answer: &Value) -> String {
+    let row = |range: &Value| vec![text(&range["start"]), text(&range["length"])];
+    let rows = answer.as_array().into_iter().flatten().map(row).collect();
+    table(&["START", "LENGTH"], &[0, 1], rows)
 }
 
 /// The snapshots in an answer of a server.

@@ -24,6 +24,8 @@
 //! | | of a chain `{"label": "/vm/next.qcow2"}`: the next layer |
 //! | `POST /v1/snapshots` | `{"disks": [{"disk": "a", "label": "/vm/2.qcow2"}]}`: at one instant |
 //! | `POST /v1/disks/NAME/drop` | `{"snapshot": "monday"}`: drops it |
+//! | `POST /v1/disks/NAME/clone` | `{"snapshot": "monday", "volume": "web2"}`: in the same store |
+//! | `POST /v1/disks/NAME/diff` | `{"before": "monday", "after": "tuesday"}`: what may differ |
 //! | `GET /v1/disks/NAME/extents?since=…` | what of a disk is allocated, or has changed |
 //! | `GET /v1/disks/NAME/backups` | the states of a chain that are kept, and its backup |
 //! | `POST /v1/disks/NAME/backup` | `{"as": "tue", "since": "mon", "nbd": SOCKET}`: begins one |
@@ -95,6 +97,8 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/snapshots", post(snapshots::take_all))
         .route("/v1/disks/{name}/drop", post(snapshots::drop_one))
         .route("/v1/disks/{name}/label", post(snapshots::label))
+        .route("/v1/disks/{name}/clone", post(snapshots::clone))
+        .route("/v1/disks/{name}/diff", post(snapshots::diff))
         .route("/v1/disks/{name}/extents", get(extents::extents))
         .route("/v1/disks/{name}/backups", get(backups::list))
         .route("/v1/disks/{name}/backup", post(backups::begin))

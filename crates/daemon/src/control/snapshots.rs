@@ -13,6 +13,7 @@ use mica_block::{SnapshotInfo, Which};
 use mica_qcow2_format::Compression;
 use mica_qcow2_tools::create::ImageWish;
 use mica_stack::NewLayerWish;
+use mica_units::GuestRange;
 use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::path::PathBuf;
@@ -72,6 +73,23 @@ struct Drop {
 struct Label {
     snapshot: String,
     label: String,
+}
+
+/// A new volume in the store of the disk's.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Clone {
+    /// What it begins as; what there is now if nothing is named.
+    snapshot: Option<String>,
+    volume: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Diff {
+    before: String,
+    /// What there is now if nothing is named.
+    after: Option<String>,
 }
 
 pub(super) async fn list(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
@@ -223,6 +241,34 @@ pub(super) async fn label(
     let (which, given): (Which, _) = (snapshot.parse()?, label.clone());
     perform_held(&sources, move |_| served.label_snapshot(which, given)).await?;
     Ok(json(&value!({ "disk": name, "before": snapshot, "now": label })))
+}
+
+pub(super) async fn clone(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let Clone { snapshot, volume } = body(sent).await?;
+    let which = snapshot.as_deref().map(str::parse).transpose()?;
+    let target = volume.clone();
+    perform_held(&sources, move |_| served.clone_volume(which, target)).await?;
+    Ok(json(&value!({ "disk": name, "snapshot": snapshot, "volume": volume })))
+}
+
+pub(super) async fn diff(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let Diff { before, after } = body(sent).await?;
+    let before: Which = before.parse()?;
+    let after = after.as_deref().map(str::parse).transpose()?;
+    let found = perform_held(&sources, move |_| served.differences(before, after)).await?;
+    let one =
+        |range: &GuestRange| value!({ "start": range.start().bytes(), "length": range.len() });
+    Ok(json(&value!({ "disk": name, "ranges": found.iter().map(one).collect::<Vec<_>>() })))
 }
 
 fn described(snapshot: &SnapshotInfo) -> Value {

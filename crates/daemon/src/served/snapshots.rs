@@ -1,7 +1,10 @@
 //! What is done with the snapshots of a volume while it is served.
 
 use super::Served;
-use mica_block::{Error, ErrorKind, ManageSnapshots, Result, SnapshotGroup, SnapshotInfo, Which};
+use mica_block::{
+    Error, ErrorKind, ManageSnapshots, ManageVolume, Result, SnapshotGroup, SnapshotInfo, Which,
+};
+use mica_units::GuestRange;
 use std::sync::Arc;
 use std::thread;
 
@@ -68,6 +71,43 @@ impl Served {
     /// As [`Self::drop_snapshot`].
     pub(crate) fn label_snapshot(&self, which: Which, label: String) -> Result<()> {
         self.on_snapshots(async move |snapshots| snapshots.label(&which, &label).await)
+    }
+
+    /// Makes a volume in the store of this one, which begins as a snapshot of it, or as everything
+    /// that was answered before.
+    ///
+    /// # Errors
+    /// As [`ManageVolume::clone_as`]; `Denied` if the disk is closed, `Unsupported` if it is no
+    /// volume.
+    pub(crate) fn clone_volume(&self, which: Option<Which>, target: String) -> Result<()> {
+        self.on_volume(async move |volume| volume.clone_as(which.as_ref(), &target).await)
+    }
+
+    /// What may differ between a snapshot and another, or everything that was answered before.
+    ///
+    /// # Errors
+    /// As [`Self::clone_volume`], and [`ManageVolume::differences`].
+    pub(crate) fn differences(
+        &self,
+        before: Which,
+        after: Option<Which>,
+    ) -> Result<Vec<GuestRange>> {
+        self.on_volume(async move |volume| volume.differences(&before, after.as_ref()).await)
+    }
+
+    fn on_volume<T: Send + 'static>(
+        &self,
+        act: impl AsyncFnOnce(&dyn ManageVolume) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let disk = self.opened().disk()?;
+        let none = self.name.clone();
+        self.resources.workers.run(move || async move {
+            let volume = disk.volume().ok_or_else(|| {
+                let what = format!("the disk {none:?} is no volume that is open for writing");
+                Error::new(ErrorKind::Unsupported, what)
+            })?;
+            act(volume).await
+        })?
     }
 
     fn on_snapshots<T: Send + 'static>(

@@ -3,22 +3,30 @@
 use super::lock::VolumeLock;
 use super::stores::Store;
 use mica_block::{
-    Disk, Error, Extent, Geometry, Haste, IoFuture, LocalFuture, Manage, ManageIndex,
-    ManageSnapshots, ManageVolume, MapStats, Planned, Result, VolumeStats, WriteStats, Writing,
-    Zeroes,
+    Disk, Error, ErrorKind, Extent, Geometry, Haste, IoFuture, LocalFuture, Manage, ManageIndex,
+    ManageSnapshots, ManageVolume, MapStats, Planned, Result, VolumeStats, Which, WriteStats,
+    Writing, Zeroes,
 };
-use mica_rt::{Buf, join_all};
+use mica_rt::{Buf, join_all, sleep};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
-use mica_volume::{Keep, SnapshotPer, Volume};
+use mica_volume::{Keep, SnapshotPer, Volume, VolumeName, Volumes};
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How often, and how long, a head is waited for that has a snapshot: half a minute.
+const HEAD_TRIES: u32 = 300;
+const HEAD_PAUSE: Duration = Duration::from_millis(100);
+/// Ranges in one answer, at most.
+const DIFFERENCES_MAX: usize = 1 << 17;
 
 /// The volume. Everything but its life is its own.
 pub(super) struct HeldVolume {
     volume: Arc<Volume>,
-    /// So that others of this process find it.
-    _store: Arc<Store>,
+    name: VolumeName,
+    /// Others of this process find it, too.
+    store: Arc<Store>,
     lock: Option<VolumeLock>,
     /// By which automatic snapshots are taken.
     keep: Option<(Keep, SnapshotPer)>,
@@ -27,11 +35,46 @@ pub(super) struct HeldVolume {
 impl HeldVolume {
     pub(super) fn new(
         volume: Arc<Volume>,
-        store: Arc<Store>,
+        (store, name): (Arc<Store>, VolumeName),
         lock: Option<VolumeLock>,
         keep: Option<(Keep, SnapshotPer)>,
     ) -> Self {
-        Self { volume, _store: store, lock, keep }
+        Self { volume, name, store, lock, keep }
+    }
+
+    /// The store, which a verb waits for no longer than it would elsewhere.
+    fn volumes(&self) -> Volumes {
+        self.store.volumes().with_key(None).for_verbs()
+    }
+
+    fn taken(&self) -> &dyn ManageSnapshots {
+        self.volume.snapshots().expect("a volume has snapshots")
+    }
+
+    /// Clones a snapshot, which a head has to have first: it is put in the background.
+    async fn clone_snapshot(&self, which: &Which, target: &VolumeName) -> Result<()> {
+        self.volume.store().await?;
+        let (volumes, mut tries) = (self.volumes(), 0);
+        loop {
+            tries += 1;
+            match volumes.clone_volume(&self.name, Some(which), target).await {
+                Err(error) if error.kind() == ErrorKind::NotFound && tries < HEAD_TRIES => {
+                    if !self.taken().list().await?.iter().any(|taken| which.is_of(taken)) {
+                        return Err(error);
+                    }
+                    sleep(HEAD_PAUSE).await;
+                }
+                cloned => return cloned,
+            }
+        }
+    }
+
+    /// Clones what there is now, by a snapshot that goes with this.
+    async fn clone_now(&self, target: &VolumeName) -> Result<()> {
+        let taken = Which::Number(self.taken().take("").await?.number);
+        let cloned = self.clone_snapshot(&taken, target).await;
+        let dropped = self.taken().remove(&taken).await;
+        cloned.and(dropped)
     }
 
     /// The volume is closed; one that is left to its log is not.
@@ -69,6 +112,47 @@ impl ManageVolume for HeldVolume {
 
     fn figures(&self) -> VolumeStats {
         self.volume.figures()
+    }
+
+    fn clone_as<'a>(
+        &'a self,
+        which: Option<&'a Which>,
+        target: &'a str,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let target = VolumeName::new(target)?;
+            match which {
+                Some(which) => self.clone_snapshot(which, &target).await,
+                None => self.clone_now(&target).await,
+            }
+        })
+    }
+
+    fn differences<'a>(
+        &'a self,
+        before: &'a Which,
+        after: Option<&'a Which>,
+    ) -> LocalFuture<'a, Result<Vec<GuestRange>>> {
+        Box::pin(async move {
+            self.volume.store().await?;
+            let (mut ranges, mut count) = (Vec::new(), 0_usize);
+            let add = |range| {
+                count += 1;
+                if count <= DIFFERENCES_MAX {
+                    ranges.push(range);
+                }
+            };
+            let sides = ((&self.name, Some(before)), (&self.name, after));
+            self.volumes().diff(sides.0, sides.1, add).await?;
+            if count > DIFFERENCES_MAX {
+                let what = format!(
+                    "{count} ranges differ, and an answer has {DIFFERENCES_MAX} at most: mica \
+                     volume diff shows them all"
+                );
+                return Err(Error::new(ErrorKind::Limit, what));
+            }
+            Ok(ranges)
+        })
     }
 }
 

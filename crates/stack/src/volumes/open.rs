@@ -139,7 +139,7 @@ impl Stores {
         let (volume, keep) = (Arc::new(volume), options.keep.clone());
         let keep = keep.map(|rules| (rules, options.snapshot_per));
         store.is_written(&url.name, &volume);
-        Ok(Arc::new(HeldVolume::new(volume, store, locked.lock, keep)))
+        Ok(Arc::new(HeldVolume::new(volume, (store, url.name.clone()), locked.lock, keep)))
     }
 }
 
