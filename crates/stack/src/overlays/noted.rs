@@ -413,7 +413,8 @@ mod tests {
         fs::write(&base, "layer").expect("written");
         let at = note_beside(&base).expect("there");
         let line = Noted { folder_inode: 0, path: format!("/{}", "a".repeat(4000)).into() };
-        let count = CONTENT_BYTES_MAX as usize / line.encode().len();
+        let len = usize::try_from(CONTENT_BYTES_MAX).expect("it fits");
+        let count = len / line.encode().len();
         let mut content = line.encode().repeat(count);
         fs::write(&at, &content).expect("written");
         assert_eq!(noted_on(&base).expect("read").len(), 1);

@@ -1,5 +1,6 @@
 //! What is done for a log while nobody waits for it, until somebody closes the log.
 
+use mica_block::LocalFuture;
 use mica_rt::spawn;
 use mica_rt::sync::Waiters;
 use std::pin::Pin;
@@ -30,7 +31,7 @@ impl Background {
 }
 
 /// A task, until it is over. If the executor ends before, what it has is dropped in this order, too.
-struct Running(Option<(Pin<Box<dyn Future<Output = ()>>>, One)>);
+struct Running(Option<(LocalFuture<'static, ()>, One)>);
 
 impl Future for Running {
     type Output = ();
