@@ -88,6 +88,9 @@ pub(crate) trait LocalLog {
     /// Whether a log will name the next writer.
     fn names(&self) -> Named;
 
+    /// Where the log of the next writer is, if it has one.
+    fn place(&self) -> Option<String>;
+
     /// Called before a head is put that goes on from `head` under `writer` with `state`: once more
     /// if that is lost.
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()>;
@@ -202,6 +205,7 @@ impl Heads {
             let state = self.fenced(&before, writer).await?;
             log.settle(&before, writer, &state).await?;
             let head = self.after(&before, Life::Open { writer, sequence: 0 }, state)?;
+            let head = Head { log: log.place(), ..head };
             if self.put_highest(&head).await? {
                 return Ok(Owned { head, writer });
             }
@@ -410,7 +414,9 @@ impl Heads {
         let image = before.image;
         let is_unfinished = before.is_unfinished && matches!(life, Life::Open { .. });
         let head = self.head(self.number_after(before)?, before.volume, life, state);
-        Ok(Head { properties, image, is_unfinished, ..head })
+        // A checkpoint is of the same writer.
+        let log = before.log.clone().filter(|_| matches!(life, Life::Open { .. }));
+        Ok(Head { properties, image, is_unfinished, log, ..head })
     }
 
     fn number_after(&self, before: &Head) -> Result<u64> {
@@ -435,6 +441,7 @@ impl Heads {
                 Life::Open { .. } => self.objects.client(),
                 _ => None,
             },
+            log: None,
             name_sum: Some(self.name.sum()),
             time_ns: self.environment.now_ns(),
             host: host_name(self.environment.host()),

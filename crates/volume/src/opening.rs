@@ -36,6 +36,8 @@ pub struct Opening {
     pub claimed: Claimed,
     /// The log of this machine, which makes what is acknowledged survive the death of the process.
     pub log: Option<Arc<LogDevice>>,
+    /// Where that is: for those who read the volume elsewhere, and do not see it.
+    pub log_place: Option<String>,
     /// What a flush promises.
     pub durability: Durability,
     /// After what of its guest the volume takes a snapshot by itself.
@@ -46,7 +48,7 @@ pub struct Opening {
 impl From<Claimed> for Opening {
     fn from(claimed: Claimed) -> Self {
         let snapshot_per = SnapshotPer::Interval;
-        Self { claimed, log: None, durability: Durability::Store, snapshot_per }
+        Self { claimed, log: None, log_place: None, durability: Durability::Store, snapshot_per }
     }
 }
 
@@ -62,6 +64,7 @@ pub(crate) enum Purpose<'a> {
 /// What became of the log on this machine.
 struct LogChoice<'a> {
     device: Option<&'a Arc<LogDevice>>,
+    place: Option<&'a str>,
     purpose: Purpose<'a>,
     name: &'a str,
     /// How the volume's blocks are read and written.
@@ -160,6 +163,11 @@ impl LocalLog for LogChoice<'_> {
         if self.device.is_some() { Named::ByLog } else { Named::Nowhere }
     }
 
+    fn place(&self) -> Option<String> {
+        self.device?;
+        Some(self.place.unwrap_or("a log").to_owned())
+    }
+
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()> {
         let had_log = head.writer().is_some() && self.claimed != Claimed::JustMade;
         self.fenced = had_log.then(|| head.host.clone());
@@ -202,13 +210,14 @@ pub(crate) async fn open(
     opening: &Opening,
     (purpose, boot_fetch): (Purpose<'_>, u64),
 ) -> Result<Arc<Shared>> {
-    let Opening { claimed, log, durability, snapshot_per } = opening;
+    let Opening { claimed, log, log_place, durability, snapshot_per } = opening;
     if *durability == Durability::Host && log.is_none() {
         let what = "durability=host needs a log on this machine: name one";
         return Err(Error::new(ErrorKind::Invalid, what));
     }
     let mut choice = LogChoice {
         device: log.as_ref(),
+        place: log_place.as_deref(),
         purpose,
         name: heads.name.as_str(),
         access: Access::Plain,

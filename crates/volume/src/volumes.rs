@@ -52,6 +52,8 @@ pub struct VolumeInfo {
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
     pub open_on: Option<String>,
+    /// Where the log of its writer is on that host, if it has one: the store may lack what is in it.
+    pub log: Option<String>,
     /// What it was made with.
     pub properties: Properties,
     /// The host that it was handed to, and which has not opened it yet.
@@ -298,9 +300,11 @@ impl Volumes {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
         let is_ready = head.life != Life::Pinned && !head.is_unfinished;
+        let log = head.log.filter(|_| open_on.is_some());
         let heir = Some(head.heir).filter(|_| head.life == Life::HandedOver);
         let (name, volume, properties) = (name.clone(), head.volume, head.properties);
-        Ok(VolumeInfo { name, volume, state: head.state, open_on, properties, heir, is_ready })
+        let state = head.state;
+        Ok(VolumeInfo { name, volume, state, open_on, log, properties, heir, is_ready })
     }
 
     /// Opens a volume for reading and writing. What the log of this machine has of it, and the

@@ -91,6 +91,10 @@ fn server_with_a_log_ends_soon_while_the_bucket_is_away() {
     let server = serve(&moto, &with_log).expect("served");
     let mut guest = Guest::connect(&server).expect("served");
     assert_eq!(guest.write(0, &[7; 4096]).expect("written"), 0);
+    let info = run(&moto, &["info", URL, "--output", "json"]).json();
+    assert_eq!(info["log"], log);
+    let read = run(&moto, &["diff", URL, URL]);
+    assert!(read.stderr.contains(&log) && read.stderr.contains("may be older"), "{read}");
     moto.pause();
     assert_eq!(guest.write(8192, &[8; 4096]).expect("written"), 0);
     assert_eq!(guest.flush().expect("it is in the log"), 0);

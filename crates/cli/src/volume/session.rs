@@ -111,6 +111,7 @@ pub(super) fn described(store: &StoreUrl, info: &VolumeInfo) -> Map<String, Valu
     set("virtual-size", info.state.len.into());
     set("state", state_word(info).into());
     set("open-on", json!(info.open_on));
+    set("log", json!(info.log));
     set("handed-to", json!(info.heir));
     set("time", json!((info.state.time_ns > 0).then(|| instant(info.state.time_ns))));
     add_properties(&mut all, &info.properties);

@@ -15,12 +15,14 @@ use std::time::Duration;
 const HOST: Opening = Opening {
     claimed: Claimed::Refuse,
     log: None,
+    log_place: None,
     durability: Durability::Host,
     snapshot_per: SnapshotPer::Interval,
 };
 const STORE: Opening = Opening {
     claimed: Claimed::Refuse,
     log: None,
+    log_place: None,
     durability: Durability::Store,
     snapshot_per: SnapshotPer::Interval,
 };

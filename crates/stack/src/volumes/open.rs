@@ -10,7 +10,7 @@ use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_volume::{
     Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Sparse, Volume,
-    VolumeKey, VolumeName, Volumes,
+    VolumeInfo, VolumeKey, VolumeName, Volumes,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -179,7 +179,10 @@ async fn open_locked(
     }
     let usual = if log.is_some() { Durability::Host } else { Durability::Store };
     let durability = options.durability.unwrap_or(usual);
-    let opening = Opening { claimed, log, durability, snapshot_per: options.snapshot_per };
+    let log_place = options.log.as_ref().map(|place| absolute(&place.path));
+    let log_place = log_place.map(|path| path.display().to_string());
+    let snapshot_per = options.snapshot_per;
+    let opening = Opening { claimed, log, log_place, durability, snapshot_per };
     // Of one that may be alive the file goes on to say what it says.
     if options.force || locked.standing != Standing::Open {
         locked.sign(locked.left(), is_import)?;
@@ -356,7 +359,10 @@ impl Store {
     /// `Denied` if it is a part of an image, or a log may have what the store has not; otherwise
     /// what the store reports.
     pub async fn check_readable(&self, name: &VolumeName) -> Result<()> {
-        let Some(directory) = self.directory() else { return Ok(()) };
+        let Some(directory) = self.directory() else {
+            warn_of_log(&self.volumes().info(name).await?);
+            return Ok(());
+        };
         let (last, is_held) = VolumeLock::look(directory, name);
         let left = last.log.as_deref().filter(|_| !is_held);
         if !last.is_import && left.is_none() {
@@ -369,6 +375,16 @@ impl Store {
             Some(_) | None => Ok(()),
         }
     }
+}
+
+/// Says that a volume in a store that has no locks may be older than what was acknowledged.
+fn warn_of_log(info: &VolumeInfo) {
+    let (Some(host), Some(log)) = (&info.open_on, &info.log) else { return };
+    let name = info.name.as_str();
+    tracing::warn!(
+        "volume {name} is open on {host}, whose log {log} may have what the store has not: what is \
+         read may be older; mica ctl snapshot there, or naming a snapshot, is exact"
+    );
 }
 
 /// Why a volume is left alone that a process was making of an image.

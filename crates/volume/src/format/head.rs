@@ -48,6 +48,9 @@ pub(crate) enum Life {
 /// Longest name of a client, in bytes.
 pub(crate) const CLIENT_LEN_MAX: usize = 64;
 
+/// Longest path of a log, in bytes; of a longer one a head has the end.
+pub(crate) const LOG_LEN_MAX: usize = 160;
+
 /// A head.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Head {
@@ -69,6 +72,9 @@ pub(crate) struct Head {
     pub(crate) image: Option<Id>,
     /// What the store calls the client of the writer, if it can shut one out.
     pub(crate) client: Option<String>,
+    /// Where the log of the writer is, on its host, if it has one: for people. What is in it the
+    /// store may lack.
+    pub(crate) log: Option<String>,
     /// Of the name of the volume ([`VolumeName::sum`]): a head that got among those of another
     /// volume is not taken for one of its own. `None` in what older versions of mica put.
     ///
@@ -110,7 +116,9 @@ pub(super) struct RawHead {
     pub(super) client: [u8; CLIENT_LEN_MAX],
     /// Zeros in what older versions of mica put.
     pub(super) name_sum: Id,
-    pub(super) padding: [u8; 168],
+    /// Text, with zeros after it.
+    pub(super) log: [u8; LOG_LEN_MAX],
+    pub(super) padding: [u8; 8],
     /// CRC-32C of all bytes before this field.
     pub(super) checksum: U32,
 }
@@ -169,8 +177,9 @@ impl Head {
             properties: RawProperties::encode(&self.properties),
             image: self.image.unwrap_or_default(),
             client: padded_client(self.client.as_deref()),
+            log: padded_log(self.log.as_deref()),
             name_sum: self.name_sum.unwrap_or_default(),
-            padding: [0; 168],
+            padding: [0; 8],
             checksum: 0.into(),
         };
         let mut bytes = raw.as_bytes().to_vec();
@@ -221,6 +230,7 @@ impl Head {
             state: raw.state.decode()?,
             properties: raw.properties.decode()?,
             client: client_of(&raw.client),
+            log: log_of(&raw.log),
             image: Some(raw.image).filter(|image| *image != Id::default()),
             name_sum: Some(raw.name_sum).filter(|sum| *sum != Id::default()),
             time_ns: raw.time_ns.get(),
@@ -244,6 +254,26 @@ fn client_of(bytes: &[u8; CLIENT_LEN_MAX]) -> Option<String> {
     let text = bytes.split(|byte| *byte == 0).next()?;
     let text = std::str::from_utf8(text).ok().filter(|text| !text.is_empty())?;
     text.bytes().all(|byte| byte.is_ascii_graphic()).then(|| text.to_owned())
+}
+
+/// The path of a log as heads have it.
+fn padded_log(log: Option<&str>) -> [u8; LOG_LEN_MAX] {
+    let mut bytes = [0; LOG_LEN_MAX];
+    let Some(log) = log else { return bytes };
+    let mut start = log.len().saturating_sub(LOG_LEN_MAX);
+    while !log.is_char_boundary(start) {
+        start += 1;
+    }
+    let log = &log.as_bytes()[start..];
+    bytes[..log.len()].copy_from_slice(log);
+    bytes
+}
+
+/// `None` if these bytes name none: a volume can be opened in any case.
+fn log_of(bytes: &[u8; LOG_LEN_MAX]) -> Option<String> {
+    let text = bytes.split(|byte| *byte == 0).next()?;
+    let text = String::from_utf8_lossy(text);
+    (!text.is_empty()).then(|| text.into_owned())
 }
 
 /// The name of a host as heads have it, and its length.
@@ -272,6 +302,7 @@ mod tests {
             properties: Properties::default(),
             image: None,
             client: None,
+            log: None,
             name_sum: None,
             time_ns: 99,
             host: "host-1".to_owned(),
@@ -309,6 +340,12 @@ mod tests {
         let client = "x".repeat(CLIENT_LEN_MAX);
         let with_client = Head { client: Some(client), ..head() };
         assert_eq!(Head::decode(&with_client.encode()), Ok(with_client));
+        let with_log = Head { log: Some("/var/lib/mica/log".to_owned()), ..head() };
+        assert_eq!(with_log.encode()[8], 1, "older versions read it");
+        assert_eq!(Head::decode(&with_log.encode()), Ok(with_log));
+        let long = Head { log: Some(format!("/ä{}", "b".repeat(LOG_LEN_MAX - 1))), ..head() };
+        let end = "b".repeat(LOG_LEN_MAX - 1);
+        assert_eq!(Head::decode(&long.encode()).map(|head| head.log), Ok(Some(end)));
         let with_name = Head { name_sum: Some([4; 16]), ..head() };
         assert_eq!(with_name.encode()[8], 1, "older versions read it");
         assert_eq!(Head::decode(&with_name.encode()), Ok(with_name));

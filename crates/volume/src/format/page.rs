@@ -105,7 +105,7 @@ fn pages_have_the_layouts_of_the_code() {
     has_layout(BOOT, &fields! { RawRange: start count missed }, boot::RANGE_BYTES);
     let head = fields! { RawHead:
         magic version life host_len heir_len flags number store volume nonce writer sequence reserved_too
-        state time_ns host heir properties image client name_sum padding checksum
+        state time_ns host heir properties image client name_sum log padding checksum
     };
     has_layout(HEAD, &head, size_of::<RawHead>());
     let properties = fields! { RawProperties:
