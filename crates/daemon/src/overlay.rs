@@ -1,4 +1,4 @@
-//! The file of an ephemeral disk's overlay, which belongs to the disk's settings: it is there for as
+//! The file of an ephemeral disk's overlay. It belongs to the disk's settings, and is there for as
 //! long as they are.
 
 use mica_block::Result;
