@@ -47,9 +47,17 @@ impl Process {
     /// If the system does not let it.
     #[track_caller]
     pub fn start_binary(binary: &Path, dir: &Path, name: &str, options: &[&str]) -> Self {
+        Self::start_command(Command::new(binary), dir, name, options)
+    }
+
+    /// The same, by a `command` that may have an environment of its own.
+    ///
+    /// # Panics
+    /// If the system does not let it.
+    #[track_caller]
+    pub fn start_command(mut serve: Command, dir: &Path, name: &str, options: &[&str]) -> Self {
         let log = dir.join(format!("{name}.log"));
         let said = File::create(&log).expect("made");
-        let mut serve = Command::new(binary);
         serve.args(["--log-level", "info", "serve", "--control", "control"]).args(options);
         serve.current_dir(dir).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
         Self { child: serve.spawn().expect("started"), log }

@@ -110,7 +110,7 @@ impl FromArgMatches for Actions {
 
 pub(crate) fn run(args: &BitmapArgs) -> std::result::Result<ExitCode, Failure> {
     let has = |is_it: fn(&Action) -> bool| args.actions.0.iter().any(is_it);
-    let usage = |what: &str| Err(Failure::new(what).with_code(2));
+    let usage = |what: &str| Err(Failure::new(what));
     if args.actions.0.is_empty() {
         return usage(
             "say what is to be done: --add, --remove, --clear, --enable, --disable or --merge",

@@ -38,6 +38,8 @@ pub(crate) struct CheckArgs {
     ///
     /// Leaks only, or everything possible.
     #[arg(short = 'r', long, value_enum, value_name = "WHAT", hide_possible_values = true)]
+    // Of several the last counts, as with qemu-img.
+    #[arg(overrides_with = "repair")]
     repair: Option<RepairChoice>,
     /// How the image is read, as of qemu-img: writeback, or none (O_DIRECT).
     ///

@@ -25,7 +25,7 @@ pub(crate) struct CommitArgs {
     #[arg(short = 'b', long, value_name = "FILE")]
     base: Option<PathBuf>,
     /// Leave the image as it is.
-    #[arg(short = 'd', long)]
+    #[arg(short = 'd', long, alias = "drop")]
     keep: bool,
     /// Show progress on stderr.
     #[arg(short = 'p', long)]

@@ -3,6 +3,7 @@
 
 mod bitmaps;
 mod content;
+mod device;
 mod engine;
 mod existing;
 mod input;
@@ -20,6 +21,7 @@ use crate::images::{CacheWord, ImageArgs, size_of};
 use crate::output::{OutputFormat, ReportArgs, print_json};
 use clap::Args;
 use content::ContentRules;
+use device::Device;
 use engine::{Job, Target};
 pub(crate) use input::Input;
 use mica_block::{Disk, Manage, Space, Store};
@@ -43,12 +45,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) struct TargetArgs {
     /// Format of the new image: qcow2 or raw.
     #[arg(short = 'O', long, default_value = "qcow2", value_name = "FMT")]
-    #[arg(hide_default_value = true)]
+    #[arg(hide_default_value = true, alias = "target-format")]
     output_format: String,
     /// Options of the new image, see -o help.
     ///
     /// All but size: a copy is as long as its source. Can be repeated.
-    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    #[arg(short = 'o', long, alias = "target-options", value_name = "KEY=VALUE,...")]
     options: Vec<String>,
     /// Compress the clusters.
     #[arg(short = 'c', long)]
@@ -56,10 +58,10 @@ pub(crate) struct TargetArgs {
     /// Zeros to leave out; 0 for none.
     ///
     /// Runs of this length in a raw image, whole clusters in a qcow2 image. 0 writes all zeros.
-    #[arg(short = 'S', default_value = SPARSE, value_name = "SIZE")]
+    #[arg(short = 'S', long = "sparse-size", default_value = SPARSE, value_name = "SIZE")]
     sparse: String,
     /// Pieces that are read, compressed and written in parallel.
-    #[arg(short = 'm', long, default_value_t = COROUTINES, value_name = "COUNT")]
+    #[arg(short = 'm', long, alias = "parallel", default_value_t = COROUTINES, value_name = "COUNT")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     coroutines: usize,
     /// Show progress on stderr.
@@ -99,7 +101,7 @@ pub(crate) struct ConvertArgs {
     /// Copy this internal snapshot.
     ///
     /// By id or name.
-    #[arg(short = 'l', long, value_name = "NAME")]
+    #[arg(short = 'l', long, alias = "source-snapshot", value_name = "NAME")]
     load_snapshot: Option<String>,
     /// Copy what differs from this base.
     ///
@@ -133,12 +135,13 @@ pub(crate) struct ConvertArgs {
     #[arg(hide_short_help = true, help_heading = "Engine")]
     target_cache: Option<CacheWord>,
     /// Accepted for compatibility with qemu-img: pieces are always written out of order.
-    #[arg(short = 'W', hide_short_help = true, help_heading = "Engine")]
+    #[arg(short = 'W', long = "oob-writes", hide_short_help = true, help_heading = "Engine")]
     out_of_order: bool,
     /// Write into TARGET, which exists.
     ///
     /// It must be as long or longer; what it has beyond stays.
-    #[arg(short = 'n', conflicts_with_all = ["options", "compress", "backing", "backing_format"])]
+    #[arg(short = 'n', long)]
+    #[arg(conflicts_with_all = ["options", "compress", "backing", "backing_format"])]
     no_create: bool,
     /// TARGET holds only zeros: write none.
     #[arg(long, requires = "no_create")]
@@ -367,11 +370,12 @@ fn convert_to_qcow2(
         compress: args.new.compress.then_some(plan.compression),
     };
     let falloc = plan.preallocation == Preallocation::Falloc;
+    let device = Device::of(&args.names.target)?;
     let (image, data) = executor.block_on(async {
         let (force, options) = (args.new.force, args.target_options()?);
-        let image =
-            NewFile::create_with(&args.names.target, Some(force), &sources, options.clone())
-                .await?;
+        let source = (!args.new.compress).then_some(&*source);
+        let place = (device.as_ref(), &sources, options.clone());
+        let image = new_image(args, &plan, source, place).await?;
         let data = new_data_file(&args.names.target, &plan, force, sources, options).await?;
         Ok::<_, Failure>((image, data))
     })?;
@@ -391,7 +395,8 @@ fn convert_to_qcow2(
     let stores = Stores { image: &**image.store(), data: data_store.as_deref() };
     executor.block_on(async {
         finish(writer, stores).await?;
-        if falloc {
+        // A device has its space.
+        if falloc && (device.is_none() || data_store.is_some()) {
             allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
         }
         Ok::<_, Failure>(())
@@ -405,6 +410,22 @@ fn convert_to_qcow2(
         data.keep();
     }
     warn_if_refused(&args.names.target, &wish, &args.images)
+}
+
+/// The file of the new image, or the `device` that becomes one. How much that needs is known of
+/// `source` alone: how much of it a base has, and what compression saves, is seen in the end.
+async fn new_image(
+    args: &ConvertArgs,
+    plan: &ImagePlan,
+    source: Option<&dyn Disk>,
+    (device, sources, options): (Option<&Device>, &Sources, ImageOptions),
+) -> Result<NewFile, Failure> {
+    let target = &*args.names.target;
+    let Some(device) = device else {
+        return NewFile::create_with(target, Some(args.new.force), sources, options).await;
+    };
+    let most = device.room_for(plan, source.filter(|_| plan.backing.is_none())).await?;
+    NewFile::on_device(target, sources, options, most).await
 }
 
 fn qcow2_options(args: &ConvertArgs) -> Result<NewImageOptions, Failure> {

@@ -20,6 +20,7 @@ use mica_block::{Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_format::{Compression, Version};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores};
+use mica_qcow2_tools::measure::measure;
 use mica_stack::{Format, ImageOptions, announce_overlays, note_overlay};
 use mica_units::HostOffset;
 use serde_json::{Map, Value};
@@ -45,12 +46,12 @@ pub(crate) struct CreateArgs {
     #[arg(short = 'F', long, value_name = "FMT")]
     pub(crate) backing_format: Option<String>,
     /// Do not open the base; SIZE is needed.
-    #[arg(short = 'u', long)]
+    #[arg(short = 'u', long, alias = "backing-unsafe")]
     pub(crate) unsafe_backing: bool,
     /// Options of the format, see -o help.
     ///
     /// Can be repeated.
-    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    #[arg(short = 'o', long, value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
     /// Overwrite an existing file.
     #[arg(long)]
@@ -129,7 +130,13 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
         warn_of_plain(&args.file);
     }
     let fields = describe_qcow2(&args.file, &plan);
-    let image = NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?;
+    let image = match is_block_device(&args.file) {
+        false => NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?,
+        true => {
+            let (most, options) = (measure(&plan, 0).required, options_of(&args.images)?);
+            NewFile::on_device(&args.file, &sources, options, most).await?
+        }
+    };
     let images = options_of(&args.images)?;
     let data = new_data_file(&args.file, &plan, args.force, sources, images).await?;
     let stores =

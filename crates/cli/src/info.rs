@@ -24,7 +24,7 @@ use std::process::ExitCode;
 #[derive(Args)]
 pub(crate) struct InfoArgs {
     /// Show the whole chain of backing files.
-    #[arg(long)]
+    #[arg(short = 'b', long)]
     backing_chain: bool,
     #[command(flatten)]
     subject: SubjectArgs,

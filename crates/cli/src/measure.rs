@@ -22,6 +22,7 @@ pub(crate) struct MeasureArgs {
     #[arg(
         short = 'O',
         long,
+        alias = "target-format",
         default_value = "qcow2",
         value_name = "FMT",
         hide_default_value = true
@@ -30,17 +31,17 @@ pub(crate) struct MeasureArgs {
     /// Options of the new image, see -o help.
     ///
     /// Can be repeated.
-    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    #[arg(short = 'o', long, value_name = "KEY=VALUE,...")]
     options: Vec<String>,
     /// Measure for a full disk instead.
     ///
     /// Of this length.
-    #[arg(long, value_name = "SIZE", conflicts_with = "image")]
+    #[arg(short = 's', long, value_name = "SIZE", conflicts_with = "image")]
     size: Option<String>,
     /// Measure this internal snapshot.
     ///
     /// By id or name.
-    #[arg(short = 'l', long, value_name = "NAME", conflicts_with = "size")]
+    #[arg(short = 'l', long, alias = "snapshot", value_name = "NAME", conflicts_with = "size")]
     load_snapshot: Option<String>,
     #[command(flatten)]
     output: OutputArgs,

@@ -32,15 +32,15 @@ const STEP_BYTES: u64 = 1 << 20;
 #[derive(Args)]
 pub(crate) struct RebaseArgs {
     /// The new backing file, as the image names it; '' for none.
-    #[arg(short = 'b', long, value_name = "FILE", required = true)]
+    #[arg(short = 'b', long, alias = "backing", value_name = "FILE", required = true)]
     base: OsString,
     /// The format of the new backing file: qcow2 or raw.
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, alias = "backing-format", value_name = "FORMAT")]
     base_format: Option<Format>,
     /// Change only the name.
     ///
     /// The new file must show what the present one shows, which may be missing.
-    #[arg(short = 'u', long)]
+    #[arg(short = 'u', long, alias = "backing-unsafe")]
     unsafe_mode: bool,
     /// Show progress on stderr.
     #[arg(short = 'p', long)]

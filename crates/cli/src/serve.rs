@@ -193,15 +193,14 @@ impl DiskArgs {
     fn into_config(self, takeover: bool) -> Result<Config, Failure> {
         let DiskArgs { mut settings, stats, images, volume, image } = self;
         let disk = named(None, image, volume)?;
-        settings.normalize().map_err(|error| Failure::from(error).with_code(2))?;
+        settings.normalize()?;
         settings.nbd.extend(captive::socket().map(|socket| socket.display().to_string()));
         let has_place = settings.has_place() || takeover || has_inherited_sockets();
         if !has_place {
             return Err(Failure::new(
                 "nowhere to serve the disk: add --nbd SOCKET, --vhost-user SOCKET or \
                  --fuse FILE",
-            )
-            .with_code(2));
+            ));
         }
         let ImageArgs { settings: images, io, .. } = images;
         let disk = DiskConfig { settings, images, ..disk };
@@ -217,7 +216,7 @@ pub(crate) fn named(
     image: Option<PathBuf>,
     volume: VolumeSettings,
 ) -> Result<DiskConfig, Failure> {
-    if let Some(url) = volume.url().map_err(|error| Failure::from(error).with_code(2))? {
+    if let Some(url) = volume.url()? {
         let name = name.unwrap_or_else(|| plain_name(url.name.as_str()));
         return Ok(DiskConfig::of_volume(name, volume));
     }

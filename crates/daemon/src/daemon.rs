@@ -12,7 +12,7 @@ use crate::addresses::Addresses;
 use crate::config::Config;
 use crate::control::{Control, LogSwitch};
 use crate::descriptors;
-use crate::ephemeral::OverlayFolders;
+use crate::ephemeral;
 use crate::held::Held;
 use crate::helper::{Errands, Helper, Outside};
 use crate::own_process::OwnProcess;
@@ -63,7 +63,6 @@ pub struct Daemon {
     /// Whether SIGHUP makes it read its configuration again, and does not end it.
     reloads: bool,
     stats_file: Option<StatsFile>,
-    _overlays: OverlayFolders,
     /// For the rings of devices.
     _descriptors: SetAside,
 }
@@ -90,7 +89,7 @@ impl Daemon {
         let (mut takeover, inherited) = inherit(&mut config)?;
         descriptors::check(&config, open_files_limit())?;
         let inherited = assigned(inherited, &config)?;
-        let overlays = OverlayFolders::prepare(&mut config)?;
+        ephemeral::prepare(&mut config)?;
         let (outside, own_process) = (outside(&config)?, OwnProcess::open());
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
@@ -128,7 +127,7 @@ impl Daemon {
         };
         match started {
             Ok(control) => {
-                let (_watchdog, _overlays, _descriptors) = (watchdog, overlays, rings);
+                let (_watchdog, _descriptors) = (watchdog, rings);
                 Ok(Self {
                     shared,
                     control,
@@ -137,7 +136,6 @@ impl Daemon {
                     log,
                     reloads: !has_terminal,
                     stats_file,
-                    _overlays,
                     _descriptors,
                 })
             }
@@ -284,6 +282,7 @@ fn resources(
     Resources {
         handles,
         workers,
+        outside: outside.clone(),
         mounts: outside.mounts(),
         cache: MapCache::new(budget),
         stores: Arc::new(stores),

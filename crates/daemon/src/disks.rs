@@ -133,6 +133,7 @@ fn each_by<D: Sync, T: Send>(
 mod tests {
     use super::*;
     use crate::config::DiskConfig;
+    use crate::helper::Outside;
     use crate::servers::Resources;
     use crate::sockets::Sockets;
     use mica_qcow2::MapCache;
@@ -162,6 +163,7 @@ mod tests {
         Resources {
             handles: Handles::new(4),
             workers: Workers::start(1, Backend::Pool).expect("workers"),
+            outside: Outside::default(),
             mounts: Arc::<MountsHere>::default(),
             cache: MapCache::default(),
             stores: Arc::new(Stores::new(Handles::new(4), 1 << 20, Patience::Guest)),

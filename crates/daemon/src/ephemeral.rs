@@ -1,72 +1,68 @@
 //! `--ephemeral`: disks whose changes end with the server.
 //!
-//! Clients write into an overlay in a temporary folder, which is removed at the end.
+//! Clients write into an overlay in a temporary file, which has no name: the system frees it when
+//! the process ends, also if it is killed.
 //!
 //! Invariants
-//! - I1 The image of such a disk is only read. Without a folder for its overlay the disk is
-//!   read-only ([`DiskSettings::writes`](crate::settings::DiskSettings)).
-//! - I2 The folder is made outside of the sandbox; the overlay inside, because that reads the
-//!   image.
+//! - I1 The image of such a disk is only read. Without an overlay the disk is read-only
+//!   ([`DiskSettings::writes`](crate::settings::DiskSettings)).
+//! - I2 The file is made outside of the sandbox, where temporary files are; the overlay in it
+//!   inside, because that reads the image.
 //! - I3 The overlay may name the image and what the image itself may name, and nothing else.
+//! - I4 It is there for as long as its disk is one of the server: a disk that is drained, or could
+//!   not be opened, goes on with it.
 
 use crate::config::Config;
+use crate::overlay::Overlay;
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, NO_REDO_LOGS};
 use mica_block::{Error, ErrorKind, Images, Result};
 use mica_qcow2::{IndexUse, read_header};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_stack::{FileImages, Format, ImageOptions, MayWrite};
-use mica_store::Handles;
-use std::fs::File;
-use std::os::unix::fs::OpenOptionsExt;
+use mica_store::{Handles, NamelessFile};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use tempfile::TempDir;
 
-/// The folders of overlays. Dropping them removes them.
-#[derive(Debug)]
-pub(crate) struct OverlayFolders {
-    _all: Vec<TempDir>,
-}
-
-impl OverlayFolders {
-    /// Makes a folder for each disk that is to have an overlay.
-    ///
-    /// # Errors
-    /// If there is no place for temporary files.
-    pub(crate) fn prepare(config: &mut Config) -> Result<Self> {
-        let mut all = Vec::new();
-        for disk in config.disks.iter_mut().filter(|disk| disk.settings.ephemeral) {
-            let folder = tempfile::Builder::new().prefix("mica-ephemeral-").tempdir();
-            let folder = folder.map_err(|error| {
+/// Gives each disk that is to have an overlay one. Called outside of the sandbox.
+///
+/// # Errors
+/// If there is no place for temporary files.
+pub(crate) fn prepare(config: &mut Config) -> Result<()> {
+    for disk in &mut config.disks {
+        let Some(overlay) = Overlay::wanted(disk.settings.ephemeral) else { continue };
+        // Also on file systems where files begin with a name.
+        let made = overlay.file(|| {
+            let file = tempfile::tempfile().map_err(|error| {
                 let place = std::env::temp_dir();
                 let context = format!(
-                    "disk {:?}: making a folder for what is thrown away in {} (TMPDIR)",
+                    "disk {:?}: making a file to be thrown away in {} (TMPDIR)",
                     disk.name,
                     place.display()
                 );
                 Error::from_io(context, error)
             })?;
-            disk.settings.overlay_folder = Some(folder.path().to_owned());
-            all.push(folder);
-        }
-        Ok(Self { _all: all })
+            Ok(file.into())
+        });
+        made?;
+        disk.settings.overlay = Some(overlay);
     }
+    Ok(())
 }
 
-/// The overlay of `image` in `folder`, made if it is not there yet, and how it is opened.
+/// The overlay of `image`, made if it is not there yet, and how it is opened.
 ///
 /// # Errors
 /// As for opening the image, and for creating another.
-pub(crate) fn overlay(
-    folder: &Path,
+pub(crate) fn made(
+    overlay: &Overlay,
     image: &Path,
     images: &ImageSettings,
     resources: &Resources,
 ) -> Result<(PathBuf, ImageSettings)> {
     let image = std::path::absolute(image)
         .map_err(|error| Error::from_io(format!("finding {}", image.display()), error))?;
-    let overlay = folder.join("overlay.qcow2");
+    let file = overlay.file(|| resources.outside.temporary_file())?;
     let (names, given) = images.named_files()?;
     let mut names = mica_stack::allowed_places(&image, names, &given)?;
     names.push(image.clone());
@@ -78,27 +74,29 @@ pub(crate) fn overlay(
         redo_dir: NO_REDO_LOGS.into(),
         ..images.clone()
     };
-    if !overlay.exists() {
-        let new = NewOverlay { image, path: overlay.clone(), images: images.clone() };
+    let path = file.path().to_owned();
+    if file.is_empty()? {
+        let new = NewOverlay { image, file, images: images.clone() };
         let (handles, options) = (Arc::clone(&resources.handles), above.clone());
         resources.workers.run(move || async move {
             let options = options.image_options(Arc::clone(&handles))?;
             new.create(options, handles).await
         })??;
     }
-    Ok((overlay, above))
+    Ok((path, above))
 }
 
 struct NewOverlay {
     image: PathBuf,
-    path: PathBuf,
+    file: Arc<NamelessFile>,
     /// How the image is opened.
     images: ImageSettings,
 }
 
 impl NewOverlay {
     async fn create(self, options: ImageOptions, handles: Arc<Handles>) -> Result<()> {
-        let Self { image, path, images } = self;
+        let Self { image, file, images } = self;
+        let path = file.path();
         let (format, chain) = (images.format()?, images.chain_options(IndexUse::Ignore)?);
         let options_beneath = images.image_options(handles)?;
         let beneath = mica_stack::open(&image, format, options_beneath.clone(), &chain).await?;
@@ -118,18 +116,16 @@ impl NewOverlay {
             let images = FileImages::new(&image, options_beneath)?;
             let store = images.open(&image)?.store;
             let header = read_header(&*store).await?;
-            plan = mica_stack::encrypted_as(&images, plan, (&header, &*store), &path).await?;
+            plan = mica_stack::encrypted_as(&images, plan, (&header, &*store), path).await?;
         }
-        let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
-        file.map_err(|error| Error::from_io(format!("creating {}", path.display()), error))?;
         let created = async {
-            let images = FileImages::to_write(&path, options, MayWrite::new_file())?;
-            let store = images.open_writable(&path)?.store;
+            let images = FileImages::to_write(path, options, MayWrite::new_file())?;
+            let store = images.open_writable(path)?.store;
             create(plan, Stores { image: &*store, data: None }).await
         };
         created.await.inspect_err(|_| {
-            // The first failure is the one to report; the folder is removed at the end.
-            let _ = std::fs::remove_file(&path);
+            // The first failure is the one to report.
+            let _ = file.clear();
         })
     }
 }

@@ -1,7 +1,7 @@
 //! The helper: a process that does for a sandboxed server what the sandbox forbids. It finds out
-//! who holds a lock and which sockets are dead, mounts and unmounts files, connects to a process
-//! that takes over, and opens the configuration and certificates once more: landlock allows a file
-//! that was there at the start, not the one that replaces it.
+//! who holds a lock and which sockets are dead, mounts and unmounts files, makes temporary ones,
+//! connects to a process that takes over, and opens the configuration and certificates once more:
+//! landlock allows a file that was there at the start, not the one that replaces it.
 //!
 //! ```text
 //! server (sandboxed)  ─ one small request at a time ──────────▶  helper: the same program,
@@ -11,8 +11,8 @@
 //! Invariants
 //! - I1 What may be requested is fixed before the server reads any untrusted input: mount points
 //!   are numbered as in the configuration, there is one configuration, certificates are the files
-//!   of fixed names in its folders, and connections go only to sockets in folders with a takeover's
-//!   name.
+//!   of fixed names in its folders, temporary files have no names, and connections go only to
+//!   sockets in folders with a takeover's name.
 //! - I2 The helper reads nothing but requests, and ends with the server, however that ends.
 //! - I3 It has its own system call filter, unless its user needs another program to mount.
 //! - I4 A file on storage that hangs is given up: requests share one link, and the others wait.
@@ -67,6 +67,7 @@ enum Request {
     Connect { path: Vec<u8> },
     Config,
     Certificate { path: Vec<u8> },
+    Temporary,
     Mount { file: usize, is_writable: bool, others: OtherUsers, image: Option<(u64, u64)> },
     Unmount { file: usize },
 }
@@ -81,6 +82,8 @@ enum Reply {
     Config,
     /// With the descriptor of the file.
     Certificate,
+    /// With the descriptor of the file.
+    Temporary,
     /// With the descriptor of the mount.
     Mounted {
         is_for_others: bool,
@@ -158,6 +161,14 @@ impl Outside {
             }
             // Folders of disks that were added are where the sandbox allows them to be.
             Self::Here(_) | Self::Helper(_) => open_file(path),
+        }
+    }
+
+    /// Makes a file without a name among the temporary ones.
+    pub(crate) fn temporary_file(&self) -> Result<OwnedFd> {
+        match self {
+            Self::Here(_) => temporary_file(&std::env::temp_dir()),
+            Self::Helper(helper) => helper.temporary(),
         }
     }
 
@@ -282,6 +293,13 @@ impl Helper {
     fn certificate(&self, path: &Path) -> Result<OwnedFd> {
         match self.request(&Request::Certificate { path: bytes_of(path) })? {
             (Reply::Certificate, Some(file)) => Ok(file),
+            _ => Err(protocol_error()),
+        }
+    }
+
+    fn temporary(&self) -> Result<OwnedFd> {
+        match self.request(&Request::Temporary)? {
+            (Reply::Temporary, Some(file)) => Ok(file),
             _ => Err(protocol_error()),
         }
     }
@@ -436,6 +454,15 @@ fn open_file(path: &Path) -> Result<OwnedFd> {
         FileType::RegularFile => Ok(file),
         _ => Err(Error::new(ErrorKind::Invalid, "it is not a file")),
     }
+}
+
+/// Makes a file without a name in `folder`, for reading and writing.
+fn temporary_file(folder: &Path) -> Result<OwnedFd> {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR).map_err(|error| {
+        let what = format!("making a file to be thrown away in {} (TMPDIR)", folder.display());
+        Error::from_io(what, error.into())
+    })
 }
 
 /// Whether `path` is one of the files that belong into one of the `folders` of certificates.

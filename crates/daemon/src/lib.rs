@@ -23,7 +23,7 @@
 //! places      which disk may be served where; address: where clients connect, as a value
 //! rehearsal   checks a configuration
 //! config      what is served, from the command line or a TOML file
-//!   └ settings    every option, stated once
+//!   └ settings    every option, stated once; overlay: the file of an ephemeral disk's changes
 //! ```
 
 mod address;
@@ -46,6 +46,7 @@ mod needed;
 mod one_by_one;
 mod opened;
 mod opening;
+mod overlay;
 mod own_process;
 mod places;
 mod rehearsal;

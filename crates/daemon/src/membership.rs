@@ -14,6 +14,7 @@
 
 use crate::certificates::{self, Renewed};
 use crate::config::{Config, DiskConfig, GoneDisk, GoneDisks, LeftClosed};
+use crate::overlay::Overlay;
 use crate::served::{Served, Source};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
@@ -79,9 +80,10 @@ impl Shared {
     }
 
     /// Makes a disk one of the set, which is not open yet.
-    fn admit(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
+    fn admit(&self, mut disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
         // What else is wrong with a second one of this name matters less.
         self.disks.check_name(&disk.name)?;
+        disk.settings.overlay = Overlay::wanted(disk.settings.ephemeral);
         // Another disk would wait for its writes.
         self.resources.handles.set_writes_in_place(WritesInPlace::Forbidden);
         let served = Arc::new(Served::new(disk, &mut Sockets::default(), &self.resources)?);
@@ -92,14 +94,8 @@ impl Shared {
 
     /// Refuses a disk that this process cannot serve, or not whole: with its redo log, for one.
     fn check_addable(&self, disk: &DiskConfig, has_sockets: bool) -> Result<()> {
-        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         if let Some(what) = disk.problem(has_sockets) {
-            return invalid(what);
-        }
-        if disk.settings.ephemeral && disk.settings.overlay_folder.is_none() {
-            // The folder of its overlay would have to be made outside of the sandbox.
-            let what = "ephemeral is for disks that a server begins with: leave it out";
-            return invalid(what.to_owned());
+            return Err(Error::new(ErrorKind::Invalid, what));
         }
         self.granted.as_ref().map_or(Ok(()), |granted| granted.check(disk))
     }
@@ -117,7 +113,7 @@ impl Shared {
             let image = other.image();
             let is_same = file(&own).is_some_and(|own| file(&image) == Some(own));
             let writes = other.is_open() && other.image_figures().is_writable;
-            let is_named = || said.contains(&*image.to_string_lossy());
+            let is_named = || names(&said, &image.to_string_lossy());
             other.name != served.name && writes && (is_same || is_named())
         };
         let Some(other) = self.disks.all().into_iter().find(has_it) else { return error };
@@ -322,12 +318,31 @@ impl Shared {
             true => closed.left_closed(),
             false => LeftClosed::default(),
         });
+        let (before, left_before) = (closed.config(), closed.left_closed());
+        let failure = closed.failure();
         // What it has lost is reported at the end.
         let _ = self.forget(closed);
-        match left {
-            None => self.add_configured(disk).map(|()| Applied::Added),
+        // Another disk may have a place of it: then it stays as it was, and the next reload tries
+        // it again (I4).
+        let restore = |error: &Error| {
+            let Ok(served) = self.admit(before.clone(), Source::Configuration) else { return };
+            match left {
+                Some(_) => served.leave_closed(left_before.clone()),
+                None => served.fail(failure.clone().unwrap_or_else(|| error.clone())),
+            }
+        };
+        match &left {
+            None => {
+                let added = self.add_configured(disk).map(|()| Applied::Added);
+                added.inspect_err(|error| {
+                    if self.disks.named(&before.name).is_none() {
+                        restore(error);
+                    }
+                })
+            }
             Some(left) => {
-                self.admit(disk, Source::Configuration)?.leave_closed(left);
+                let admitted = self.admit(disk, Source::Configuration).inspect_err(restore)?;
+                admitted.leave_closed(left.clone());
                 Ok(Applied::ChangedClosed)
             }
         }
@@ -341,6 +356,22 @@ impl Shared {
             );
         }
     }
+}
+
+/// Whether `path` stands in `said`, and not only as a part of a longer one.
+fn names(said: &str, path: &str) -> bool {
+    let is_end = |rest: &str| !rest.starts_with(|letter: char| is_of_name(letter) || letter == '/');
+    let is_start = |before: &str| !before.ends_with(|letter: char| is_of_name(letter));
+    said.match_indices(path).any(|(at, _)| {
+        let (before, rest) = (&said[..at], &said[at + path.len()..]);
+        // A dot ends a sentence, or goes on in a longer name.
+        let rest = rest.strip_prefix('.').filter(|rest| is_end(rest)).unwrap_or(rest);
+        is_start(before) && is_end(rest)
+    })
+}
+
+fn is_of_name(letter: char) -> bool {
+    letter.is_alphanumeric() || "-_.".contains(letter)
 }
 
 /// How the system says that somebody has an image.
@@ -432,6 +463,15 @@ impl Reloaded {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn image_is_named_by_its_whole_path_only() {
+        let said = "opening /d/a.qcow2.bak: another process has it";
+        assert!(names(said, "/d/a.qcow2.bak") && !names(said, "/d/a.qcow2"), "{said}");
+        assert!(!names("/d/a.qcow2/b is held", "/d/a.qcow2"));
+        assert!(!names("/x/d/a is held", "/d/a"), "it begins elsewhere");
+        assert!(names("\"/d/a\" is held", "/d/a") && names("who has /d/a.", "/d/a"));
+    }
 
     #[test]
     fn what_a_reload_did_is_said_in_one_line() {

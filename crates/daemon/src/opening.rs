@@ -51,8 +51,8 @@ fn open_image(
     (named, settings, images): (&Path, &DiskSettings, &ImageSettings),
     resources: &Resources,
 ) -> Result<(Arc<dyn Manage>, PathBuf)> {
-    let (image, images) = match &settings.overlay_folder {
-        Some(folder) => ephemeral::overlay(folder, named, images, resources)?,
+    let (image, images) = match &settings.overlay {
+        Some(overlay) => ephemeral::made(overlay, named, images, resources)?,
         None => (named.to_owned(), images.clone()),
     };
     let chain = chain_options(settings, &images, &resources.cache)?;
@@ -81,7 +81,7 @@ fn open_image(
     {
         tracing::warn!("{}: {weakness}", image.display());
     }
-    let is_overlay = settings.overlay_folder.is_some();
+    let is_overlay = settings.overlay.is_some();
     Ok((opened, if is_overlay { named.to_owned() } else { image }))
 }
 

@@ -2,6 +2,7 @@
 
 use crate::addresses::Addresses;
 use crate::descriptors::Need;
+use crate::helper::Outside;
 use crate::indexer::{Indexed, Indexers};
 use crate::one_by_one::OneByOne;
 use crate::settings::{Discards, DiskSettings, GcMode, IndexMode, ZeroDetection};
@@ -21,6 +22,8 @@ use std::sync::Arc;
 pub(crate) struct Resources {
     pub(crate) handles: Arc<Handles>,
     pub(crate) workers: Arc<Workers>,
+    /// Does what the sandbox forbids.
+    pub(crate) outside: Outside,
     /// Mounts the files that disks are served as.
     pub(crate) mounts: Arc<dyn fuse::Mounts>,
     /// Memory for the maps of all disks.

@@ -11,8 +11,8 @@ const FORMATS: &[(&[u8], &str)] = &[
     (b"QED\0", "qed"),
     (b"WithoutFreeSpace", "parallels"),
     (b"WithouFreSpacExt", "parallels"),
-    (b"LUKS\xba\xbe", "luks"),
 ];
+const LUKS_MAGIC: &[u8] = b"LUKS\xba\xbe";
 /// VDI has text of any kind in front of its magic.
 const VDI_MAGIC: (usize, [u8; 4]) = (64, [0x7f, 0x10, 0xda, 0xbe]);
 /// How compressed files begin, and what decompresses them.
@@ -30,6 +30,11 @@ pub(crate) fn describe(first_bytes: &[u8]) -> String {
     let (vdi_at, vdi) = VDI_MAGIC;
     if first_bytes.is_empty() {
         return "it is 0 bytes long".to_owned();
+    }
+    if begins(LUKS_MAGIC) {
+        return "it looks like luks: add --format luks --secret FILE (or for a backing file -F luks), \
+                where FILE holds the passphrase"
+            .to_owned();
     }
     if let Some((_, format)) = FORMATS.iter().find(|(magic, _)| begins(magic)) {
         return translate(format);
@@ -62,6 +67,7 @@ mod tests {
         assert!(describe(&vdi).contains("-f vdi "));
         assert!(describe(b"KDMV\x01\0").contains("-f vmdk "));
         assert!(describe(b"\x1f\x8b\x08").contains("gunzip"));
+        assert!(describe(b"LUKS\xba\xbe\0\x01").contains("--format luks --secret FILE"));
         assert_eq!(describe(b""), "it is 0 bytes long");
         assert!(describe(b"\xeb").contains("0xeb instead") && describe(b"\xeb").contains("raw"));
     }

@@ -9,7 +9,7 @@ mod options;
 pub use options::{DataFile, ImagePlan, ImageWish, Preallocation, TablePlaces};
 
 use crate::layout::{ImageWriter, Place, Write};
-use mica_block::{Error, Result, Space, Store, write_all};
+use mica_block::{Error, ErrorKind, Result, Space, Store, StoreIdentity, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 
@@ -77,12 +77,27 @@ async fn write_ending(mut writer: ImageWriter, stores: Stores<'_>) -> Result<Vec
     while let Some(write) = ending.next_write()? {
         write_each(stores, vec![write]).await?;
     }
-    named(stores.image, stores.image.set_len(ending.len()).await)?;
+    named(stores.image, end_at(stores.image, ending.len()).await)?;
     if let (Some(data), Some(len)) = (stores.data, data_len) {
         named(data, data.set_len(len).await)?;
         named(data, data.sync().await)?;
     }
     ending.header()
+}
+
+/// Gives the image's file its length. A device has its own, which must do.
+async fn end_at(image: &dyn Store, len: u64) -> Result<()> {
+    if !matches!(image.identity(), StoreIdentity::File { inode: 0, .. }) {
+        return image.set_len(len).await;
+    }
+    let there = image.len()?;
+    match there < len {
+        true => {
+            let what = format!("too small: it holds {there} bytes, and the image needs {len}");
+            Err(Error::new(ErrorKind::Io, what))
+        }
+        false => Ok(()),
+    }
 }
 
 impl<'a> Stores<'a> {

@@ -80,7 +80,7 @@ impl LayerCipher {
 /// `Denied` if the user named none for it.
 pub fn needed_passphrase(images: &dyn Images, path: &Path) -> Result<Arc<Passphrase>> {
     images.passphrase(path)?.ok_or_else(|| {
-        let what = "the image is encrypted: name the file with its passphrase (--secret FILE)";
+        let what = "the image is encrypted: add --secret FILE, where FILE holds its passphrase";
         Error::new(ErrorKind::Denied, what)
     })
 }

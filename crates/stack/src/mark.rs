@@ -9,6 +9,7 @@
 
 use crate::files::sync_folder_of;
 use mica_block::{Error, ErrorKind, Result};
+use mica_store::NamelessFile;
 use rustix::fs::OFlags;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
@@ -72,6 +73,10 @@ impl Mark {
 
     /// The mark of `layer`, whose file is this `owner`'s, if it has one.
     pub(crate) fn of(layer: &Path, owner: u32) -> Result<Option<Self>> {
+        // Nothing is beside it.
+        if NamelessFile::is_at(layer) {
+            return Ok(None);
+        }
         let at = place(layer, SUFFIX)?;
         let Some(content) = read_trusted(&at, owner, CONTENT_BYTES_MAX)? else { return Ok(None) };
         let Some(name) = name_in(&content) else {

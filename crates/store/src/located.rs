@@ -5,6 +5,7 @@
 //! is opened, through its descriptor, so that nobody can swap the name in between.
 
 use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
+use crate::nameless;
 use crate::stamp::nanoseconds;
 use mica_block::{Error, ErrorKind, Identity, Result};
 use mica_rt::{Access, File, FileSystem};
@@ -251,6 +252,9 @@ impl Located {
     /// Opens this inode, whatever the name refers to by now; for reading unless `flags` add to
     /// that.
     pub(crate) fn open(&self, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        if let Some(fd) = nameless::descriptor(self.node(), flags) {
+            return fd;
+        }
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | flags;
         match openat(CWD, proc_path(&self.fd), flags, Mode::empty()) {
             // Without /proc the name is opened, and the result is compared. O_NONBLOCK keeps a FIFO

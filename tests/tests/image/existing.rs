@@ -138,3 +138,44 @@ fn an_image_that_exists_is_written_in_place() {
     qemu::flatten(dir, "source.qcow2", "after.raw");
     assert!(fs::read(dir.join("after.raw")).expect("written") == wanted);
 }
+
+#[test]
+fn a_device_becomes_a_qcow2_image_if_it_is_large_enough() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    let file = dir.join("device");
+    fs::write(&file, vec![9; 16 << 20]).expect("there is room");
+    let Some(device) = Loop::attach(&file) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let onto = ["convert", "-O", "qcow2", "source.qcow2", &device.0];
+    for more in [&[][..], &["-c"], &["-o", "extended_l2=on,cluster_size=128k"]] {
+        fs::write(&file, vec![9; 16 << 20]).expect("there is room");
+        mica_in(dir, &[&onto[..], more].concat()).ok();
+        qemu::img(dir, ["check", "-f", "qcow2", &device.0]).ok();
+        mica_in(dir, &["check", &device.0]).ok();
+        let compare = ["compare", "-f", "raw", "-F", "qcow2", "flat.raw", &device.0];
+        qemu::img(dir, compare).ok();
+        mica_in(dir, &["compare", "source.qcow2", &device.0]).ok();
+    }
+    let base = ["-B", "base.qcow2", "-F", "qcow2"];
+    let absolute = dir.join("base.qcow2").display().to_string();
+    let base = base.map(|word| if word == "base.qcow2" { &*absolute } else { word });
+    mica_in(dir, &[&onto[..], &base].concat()).ok();
+    qemu::img(dir, ["compare", "-f", "raw", "-F", "qcow2", "flat.raw", &device.0]).ok();
+    mica_in(dir, &["create", "-f", "qcow2", &device.0, "1G"]).ok();
+    qemu::img(dir, ["check", "-f", "qcow2", &device.0]).ok();
+    drop(device);
+
+    let small = dir.join("small");
+    fs::write(&small, vec![9; 1 << 20]).expect("there is room");
+    let Some(device) = Loop::attach(&small) else { return };
+    let said = mica_in(dir, &["convert", "-O", "qcow2", "source.qcow2", &device.0]).refusal();
+    assert!(said.contains("is too small: it holds 1048576 bytes"), "{said}");
+    assert!(said.contains("the image needs"), "{said}");
+    assert!(fs::read(&small).expect("there") == vec![9; 1 << 20], "it was written to");
+}

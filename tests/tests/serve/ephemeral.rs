@@ -1,8 +1,10 @@
 //! Disks whose changes are thrown away: clients write, and the image stays as it is.
 
+use crate::membership::{World, table};
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::server::Server;
 use mica_tests::{command, mica, qemu, tools};
+use rustix::process::Signal;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -71,6 +73,50 @@ fn what_is_written_is_thrown_away() {
     serve.current_dir(dir).args(["serve", "--ephemeral", "--names", "none", "--nbd", "socket"]);
     let said = command::finish(serve.arg("disk.qcow2")).refusal();
     assert!(said.contains("base.qcow2"), "{said}");
+}
+
+/// The story: the overlay of a server that was killed stayed in /tmp.
+#[test]
+fn what_was_written_does_not_outlive_a_server_that_is_killed() {
+    let Some(world) = World::new() else { return };
+    let temporary = world.at("temporary");
+    fs::create_dir(&temporary).expect("made");
+    let left = || fs::read_dir(&temporary).expect("a folder").count();
+    let table_of = |name| table(name).replace("nbd =", "ephemeral = true\nnbd =");
+    let table = table_of("a");
+    fs::write(world.at("mica.toml"), format!("control = \"control\"\n{table}")).expect("written");
+    let before = fs::read(world.at("a.qcow2")).expect("there");
+    let folder = world.path().display().to_string();
+    let options = ["--sandbox", "require", "--disks-in", &folder];
+    let mut command = Command::new(mica::binary());
+    command.env("TMPDIR", &temporary);
+    let mut server = world.serve_by(command, &options);
+    let uri = |name| format!("nbd+unix:///?socket={}", world.at(&format!("{name}.sock")).display());
+    let write = |name| {
+        let writes = ["write -P 9 0 512", "flush", "read -P 9 0 512"];
+        qemu::io(world.path(), &["-f", "raw"], &uri(name), &writes);
+    };
+    write("a");
+    assert_eq!(left(), 0, "it has a name");
+    // Also by command, and by a configuration that is read again.
+    world.add("c", &["--ephemeral"]).ok();
+    write("c");
+    let more = table_of("b");
+    let text = format!("control = \"control\"\n{table}{more}");
+    fs::write(world.at("mica.toml"), text).expect("written");
+    world.ctl(&["reload"]).ok();
+    write("b");
+    // A disk that is drained keeps what was written.
+    world.ctl(&["drain", "c"]).ok();
+    world.ctl(&["undrain", "c"]).ok();
+    qemu::io(world.path(), &["-f", "raw"], &uri("c"), &["read -P 9 0 512"]);
+    server.signal(Signal::KILL);
+    assert_eq!(server.ended(), None, "killed");
+    assert_eq!(left(), 0, "something is left");
+    assert!(fs::read(world.at("a.qcow2")).expect("there") == before, "the image was written");
+    for name in ["b", "c"] {
+        qemu::io(world.path(), &["-r"], &format!("{name}.qcow2"), &["read -P 0 0 512"]);
+    }
 }
 
 #[test]

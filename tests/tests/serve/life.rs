@@ -263,7 +263,7 @@ fn place_in_the_form_of_another_server_is_refused_with_the_form_to_use() {
         let mut serve = Command::new(mica::binary());
         serve.current_dir(dir.path()).args(["serve", "--format", "null", "--nbd", place, "1M"]);
         let said = command::finish_within(&mut serve, LIMIT);
-        assert_eq!(said.code(), Some(2), "{said}");
+        assert_eq!(said.code(), Some(1), "{said}");
         let said = said.refusal();
         assert!(said.contains("write tcp:") && said.contains(":10809"), "{said}");
     }

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -46,9 +47,14 @@ impl World {
     }
 
     pub(crate) fn serve(&self, options: &[&str]) -> Process {
+        self.serve_by(Command::new(mica::binary()), options)
+    }
+
+    /// The same, by a command that may have an environment of its own.
+    pub(crate) fn serve_by(&self, command: Command, options: &[&str]) -> Process {
         let config = self.at("mica.toml").display().to_string();
         let options = [&["--config", &config], options].concat();
-        let process = Process::start(self.path(), "log", &options);
+        let process = Process::start_command(command, self.path(), "log", &options);
         let answers = || (self.ctl(&["status"]).code() == Some(0)).then_some(());
         let answered = clock::poll(LIMIT, Duration::from_millis(10), answers);
         assert!(answered.is_some(), "not served: {}", process.log());
@@ -65,7 +71,7 @@ impl World {
         self.ctl(&[verb, &["--output", "json"]].concat()).json()
     }
 
-    fn add(&self, name: &str, more: &[&str]) -> Finished {
+    pub(crate) fn add(&self, name: &str, more: &[&str]) -> Finished {
         let (image, socket) = (self.at(&format!("{name}.qcow2")), self.at(&format!("{name}.sock")));
         let (image, socket) = (image.display().to_string(), socket.display().to_string());
         self.ctl(&[&["add", &image, "--nbd", &socket], more].concat())
@@ -416,6 +422,36 @@ fn server_without_disks_waits_for_them() {
     assert_eq!(world.len("a"), 1 << 20);
     server.stop();
     qemu::img(world.path(), ["check", "a.qcow2"]).ok();
+}
+
+/// The story: the disk was gone from the server, and a later reload served what was drained.
+#[test]
+fn drained_disk_whose_new_place_is_taken_stays_drained_until_it_is_free() {
+    let Some(world) = World::new() else { return };
+    let server = world.serve(&[]);
+    let taken = world.at("taken.sock").display().to_string();
+    let image = world.at("c.qcow2").display().to_string();
+    world.ctl(&["add", &image, "--vhost-user", &taken]).ok();
+    world.ctl(&["drain", "b"]).ok();
+    let moved = table("b").replace("b.sock", "taken.sock");
+    let config = format!("control = \"control\"\n{}{moved}", table("a"));
+    fs::write(world.at("mica.toml"), config).expect("written");
+    let said = world.ctl(&["reload"]);
+    assert!(said.to_string().contains("taken.sock"), "{said}");
+    let states = |state| [("a", "serving"), ("b", state), ("c", "serving")];
+    let named = |state| states(state).map(|(name, state)| (name.to_owned(), state.to_owned()));
+    let sorted = || {
+        let mut found = world.states();
+        found.sort();
+        found
+    };
+    assert_eq!(sorted(), named("drained"));
+    world.ctl(&["remove", "c"]).ok();
+    world.ctl(&["reload"]).ok();
+    world.is(&[("a", "serving"), ("b", "drained")]);
+    world.ctl(&["undrain", "b"]).ok();
+    assert!(world.at("taken.sock").exists());
+    server.stop();
 }
 
 #[test]

@@ -103,7 +103,7 @@ impl Onto<'_> {
 
 /// Claims the device at `path`: nothing that mounts devices or builds others from them can have it
 /// now, or get it.
-fn claim(path: &Path) -> std::result::Result<OwnedFd, Failure> {
+pub(super) fn claim(path: &Path) -> std::result::Result<OwnedFd, Failure> {
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
     open(path, flags, Mode::empty()).map_err(|error| {
         let name = path.display();

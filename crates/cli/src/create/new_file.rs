@@ -5,9 +5,11 @@ use super::sources::Sources;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
-use mica_block::{Images, Store};
+use mica_block::{Images, Space, Store, write_all};
+use mica_rt::Buf;
 use mica_stack::{FileImages, ImageOptions, MayWrite, has_mark, wait_for_dead};
 use mica_store::CacheMode;
+use mica_units::HostOffset;
 use std::fs::OpenOptions;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt as _;
@@ -41,7 +43,7 @@ impl NewFile {
     ) -> Result<Self, Failure> {
         sources.check(path)?;
         if is_block_device(path) {
-            let what = "is a block device: only `mica convert -O raw` writes a disk onto one";
+            let what = "is a block device: `mica convert` writes a disk onto one";
             return Err(Failure::new(format!("{} {what}", path.display())));
         }
         let made = match OpenOptions::new().write(true).create_new(true).open(path) {
@@ -75,6 +77,23 @@ impl NewFile {
         Ok(Self { store, unfinished })
     }
 
+    /// The device at `path`, which is to be an image of at most `most` bytes: what they held is
+    /// zeros from now on, first of all what made it an image. A device is none if the copy fails.
+    pub(crate) async fn on_device(
+        path: &Path,
+        sources: &Sources,
+        options: ImageOptions,
+        most: u64,
+    ) -> Result<Self, Failure> {
+        sources.check(path)?;
+        let may_write = MayWrite::check(path, &options).await?;
+        let store = open(path, options, may_write).await?;
+        let unfinished = Unfinished::new(path, false);
+        let zeroed = zero(&*store, most.min(store.len()?)).await;
+        zeroed.map_err(|error| error.wrap(path.display().to_string()))?;
+        Ok(Self { store, unfinished })
+    }
+
     pub(crate) fn store(&self) -> &Arc<dyn Store> {
         &self.store
     }
@@ -89,6 +108,35 @@ impl NewFile {
         self.unfinished
     }
 }
+
+/// Makes the first `len` bytes of a device read as zeros, durably.
+async fn zero(device: &dyn Store, len: u64) -> mica_block::Result<()> {
+    let mut at = 0;
+    while at < len {
+        let piece = ZEROED_BYTES_MAX.min(len - at);
+        if device.space(Space::Zero, HostOffset::new(at), piece).await.is_err() {
+            return write_zeros(device, at, len).await;
+        }
+        at += piece;
+    }
+    device.sync().await
+}
+
+/// The same for a device that only takes them as data.
+async fn write_zeros(device: &dyn Store, mut at: u64, len: u64) -> mica_block::Result<()> {
+    while at < len {
+        let piece = (len - at).min(WRITTEN_BYTES as u64);
+        let zeros = Buf::zeroed(usize::try_from(piece).unwrap_or(WRITTEN_BYTES));
+        write_all(device, zeros, HostOffset::new(at)).await?;
+        at += piece;
+    }
+    device.sync().await
+}
+
+/// Bytes that a device zeroes at a time: it may take long over them.
+const ZEROED_BYTES_MAX: u64 = 1 << 30;
+/// Bytes of zeros that are written at a time.
+const WRITTEN_BYTES: usize = 1 << 20;
 
 /// Whether `path` names a block device.
 pub(crate) fn is_block_device(path: &Path) -> bool {

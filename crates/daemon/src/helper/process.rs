@@ -2,7 +2,7 @@
 
 use super::{
     Errands, Kind, LockHolder, MESSAGE_BYTES_MAX, OtherUsers, Reply, Request, Setup, connect,
-    find_holder, is_certificate, is_dead, open_config, open_file, path_of, send,
+    find_holder, is_certificate, is_dead, open_config, open_file, path_of, send, temporary_file,
 };
 use crate::messages::receive_with_fds;
 use crate::sandbox;
@@ -110,6 +110,10 @@ fn answer(
                 return Err(Error::new(ErrorKind::Denied, what));
             }
             (Reply::Certificate, Some(opener.open(path, open_file)?))
+        }
+        Request::Temporary => {
+            let folder = std::env::temp_dir();
+            (Reply::Temporary, Some(opener.open(folder, temporary_file)?))
         }
         Request::Connect { path } => {
             let path = path_of(path);

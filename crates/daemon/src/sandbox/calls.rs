@@ -269,7 +269,10 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
     if !mounts {
         // Files of other processes may only be read.
         let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
-        rules.insert(libc::SYS_openat, vec![all([has(2, changing, 0)])?]);
+        // New ones that never get a name may be written.
+        let reading = all([has(2, changing, 0)])?;
+        let nameless = all([has(2, libc::O_TMPFILE, libc::O_TMPFILE)])?;
+        rules.insert(libc::SYS_openat, vec![reading, nameless]);
     }
     Ok(())
 }

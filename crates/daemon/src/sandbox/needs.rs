@@ -171,11 +171,6 @@ impl Needs {
 
     /// What a disk needs.
     pub(super) fn add_disk(&mut self, disk: &DiskConfig) {
-        let overlay = disk.settings.overlay_folder.as_deref();
-        if let Some(folder) = overlay {
-            self.allow(folder, READ | WRITE | REPLACE | AccessFs::ReadDir);
-            self.allow_in_folder_of(folder, AccessFs::RemoveDir.into());
-        }
         match disk.volume.url() {
             Ok(Some(url)) => {
                 self.add_store(&url.store, disk.writes());
@@ -460,5 +455,5 @@ fn may_have_layers(disk: &DiskConfig) -> bool {
 
 /// Whether the image itself is written, and not an overlay that is thrown away.
 fn writes_image(disk: &DiskConfig) -> bool {
-    disk.settings.writes() && disk.settings.overlay_folder.is_none()
+    disk.settings.writes() && disk.settings.overlay.is_none()
 }

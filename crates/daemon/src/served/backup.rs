@@ -239,7 +239,7 @@ impl Served {
 
     /// Keeps the present state.
     fn keep(&self, disk: &Arc<dyn Manage>, state: &str) -> Result<Kept> {
-        if self.settings.overlay_folder.is_some() {
+        if self.settings.overlay.is_some() {
             let what = "only states of images that stay are kept, and this disk is ephemeral";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }

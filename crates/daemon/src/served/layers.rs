@@ -113,7 +113,7 @@ impl Served {
     /// Whether a layer can be put on top of it at all.
     fn check_gets_layers(&self, disk: &dyn Manage) -> Result<()> {
         let what = match () {
-            () if self.settings.overlay_folder.is_some() => {
+            () if self.settings.overlay.is_some() => {
                 "is ephemeral: its changes end with the server"
             }
             () if !["qcow2", "raw"].contains(&&*self.images.format) => {

@@ -2,6 +2,7 @@
 
 use super::place::{nbd_place, nbd_places};
 use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer, ZeroDetection};
+use crate::overlay::Overlay;
 use clap::Args;
 use mica_block::Result;
 use mica_serve::Rates;
@@ -51,15 +52,15 @@ pub struct DiskSettings {
     pub read_only: bool,
     /// Throw away at the end what clients write.
     ///
-    /// The image stays as it is: what they write goes to a temporary file (in TMPDIR, or else
-    /// /tmp).
+    /// The image stays as it is: what they write goes to a temporary file without a name (in
+    /// TMPDIR, or else /tmp), which ends with the server, however that ends.
     #[arg(short = 's', long, alias = "snapshot")]
     #[arg(conflicts_with_all = ["read_only", "load_snapshot"])]
     pub ephemeral: bool,
-    /// Where the overlay of an ephemeral disk is: made at the start, not stated by anybody.
+    /// The overlay of an ephemeral disk: its server's, not stated by anybody.
     #[arg(skip)]
     #[serde(skip)]
-    pub(crate) overlay_folder: Option<PathBuf>,
+    pub(crate) overlay: Option<Overlay>,
     /// Serve this internal snapshot, read-only.
     ///
     /// By id or name, instead of the current state of the image.
@@ -189,7 +190,7 @@ impl DiskSettings {
 
     /// Whether the image is opened for writing.
     pub(crate) fn writes(&self) -> bool {
-        let has_place = !self.ephemeral || self.overlay_folder.is_some();
+        let has_place = !self.ephemeral || self.overlay.is_some();
         !self.read_only && self.load_snapshot.is_none() && has_place
     }
 
