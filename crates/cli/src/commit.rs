@@ -9,6 +9,7 @@ use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
 use mica_stack::{MergeMarks, check_no_overlays, kept_states, note_overlay, settle_marks};
+use mica_store::Locking;
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -44,6 +45,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
     executor.block_on(async {
         let chain = args.images.chain_options(IndexUse::Read)?;
         let (format, options) = (args.images.format()?, args.images.image_options()?);
+        let has_locks = matches!(options.locking, Locking::On);
         let disk = mica_stack::open_writable(&args.file, format, options, &chain).await?;
         let merged = async {
             let Some(merges) = disk.chain() else {
@@ -56,6 +58,9 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             };
             if layers.len() < 2 || lowest + 1 >= layers.len() {
                 return Err(Failure::new("the image has no backing file to merge into"));
+            }
+            if has_locks {
+                mica_stack::remove_abandoned(&layers);
             }
             let (above, below) = layers[lowest..].split_last().expect("there are two");
             let changed = &layers[lowest..];

@@ -59,6 +59,7 @@ fn open_image(
     let (options, format) =
         (images.image_options(Arc::clone(&resources.handles))?, images.format()?);
     let writes = settings.writes();
+    let has_locks = matches!(options.locking, mica_store::Locking::On);
     let open = async move || match writes {
         true => mica_stack::open_active(&image, format, options, &chain).await,
         false => Ok((mica_stack::open(&image, format, options, &chain).await?, image)),
@@ -70,6 +71,9 @@ fn open_image(
         mica_stack::settle_names(&image, &layers)?;
         if let Err(error) = mica_stack::forget_drops(&layers) {
             tracing::warn!(%error, "a drop that was cut short is still said to be under way");
+        }
+        if has_locks {
+            remove_abandoned(&layers);
         }
     }
     if writes && !opened.is_writable() {
@@ -83,6 +87,15 @@ fn open_image(
     }
     let is_overlay = settings.overlay.is_some();
     Ok((opened, if is_overlay { named.to_owned() } else { image }))
+}
+
+/// Removes what killed processes left unfinished beside these `layers`, and takes back what is said
+/// there of merges that never began.
+fn remove_abandoned(layers: &[PathBuf]) {
+    mica_stack::take_back_planned(layers);
+    for path in mica_stack::remove_abandoned(layers) {
+        tracing::info!("{}, which a killed process left, is removed", path.display());
+    }
 }
 
 /// How the chain of a disk is opened, with its map in `cache`, which all disks share.

@@ -7,8 +7,9 @@
 //!
 //! ```text
 //! step                                   what a crash leaves (the process's, or the power's)
-//! 1 make `.disk@Y.qcow2.new`, an empty   a stray file, which the next attempt removes
-//!   overlay of `disk@Y.qcow2`; sync it
+//! 1 make `.disk.qcow2.mica-new`, an      a stray file, which goes with the next attempt, or when
+//!   empty overlay of `disk@Y.qcow2`;       the disk is opened again (`temporary.rs`)
+//!   sync it
 //! 2 link `disk.qcow2` as `disk@Y.qcow2`  the same, and a second name of the disk, which is open
 //!   mark that (`above.rs`);              under the first; the next attempt takes it as it is
 //!   sync the folder
@@ -34,6 +35,7 @@
 use crate::encrypted::{encrypted_as, no_secret};
 use crate::files::plain_name;
 use crate::mark::Mark;
+use crate::temporary::unnamed;
 use crate::{FileImages, ImageOptions, MayWrite};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
 use mica_crypt::luks::NewLuks;
@@ -54,8 +56,6 @@ use std::sync::{Arc, OnceLock};
 const NAME_BYTES_MAX: usize = 240;
 /// What stands before a state in the name of its file.
 const BEFORE_STATE: char = '@';
-/// Ends the names of overlays that are still to become the layer of a kept state.
-pub(crate) const KEPT_NEW: &str = ".new";
 
 /// The files of a disk one of whose states is to be kept.
 pub struct Keeping {
@@ -231,15 +231,11 @@ impl Keeping {
             return Err(Error::new(ErrorKind::Unsupported, context));
         }
         let kept = kept_path(&image, state)?;
-        let name = kept.file_name().unwrap_or_default();
-        let mut overlay = OsString::from(".");
-        overlay.push(name);
-        overlay.push(KEPT_NEW);
         let opened = open_folder(image.parent().unwrap_or(Path::new("/")))?;
         Ok(Self {
             folder: Arc::new(File::new(opened, Access::Buffered)),
             backing_name: backing_name(&named, &image, &kept),
-            overlay: image.with_file_name(overlay),
+            overlay: unnamed(&image, &image),
             kept,
             image,
             luks: OnceLock::new(),
@@ -473,7 +469,7 @@ mod tests {
         let at = |name: &str| folder.path().canonicalize().unwrap().join(name);
         fs::write(at("disk.qcow2"), "old").unwrap();
         // What a killed process left.
-        fs::write(at(".disk@a.qcow2.new"), "stray").unwrap();
+        fs::write(at(".disk.qcow2.mica-new"), "stray").unwrap();
         fs::hard_link(at("disk.qcow2"), at("disk@a.qcow2")).unwrap();
         let keeping = Keeping::new(&at("disk.qcow2"), "a").unwrap();
         assert_eq!(keeping.backing_name, "disk@a.qcow2");

@@ -40,6 +40,7 @@ mod redo;
 mod secrets;
 mod sidecars;
 mod standing;
+mod temporary;
 mod volumes;
 mod window;
 mod written;
@@ -57,7 +58,7 @@ pub use joined::Joined;
 pub use keep::{Keeping, check_only_state, kept_path, kept_states, settle_names, state_of};
 pub use layered_raw::LayeredRaw;
 pub use may_write::MayWrite;
-pub use merged::{MergeMarks, refuse_merged};
+pub use merged::{MergeMarks, refuse_merged, take_back_planned};
 pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
@@ -70,6 +71,7 @@ pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usu
 pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
+pub use temporary::remove_abandoned;
 pub use volumes::{
     Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,
     SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl,

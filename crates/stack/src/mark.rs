@@ -8,20 +8,19 @@
 //! - I2 A mark is put in its place whole.
 
 use crate::files::sync_folder_of;
+use crate::temporary::{Locked, NEW_ABOVE};
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::NamelessFile;
 use rustix::fs::OFlags;
 use std::ffi::OsString;
-use std::fs::OpenOptions;
-use std::io::{self, Read, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// The ending of a mark's name.
 pub(crate) const SUFFIX: &str = ".mica-above";
-/// The ending of its name while it is being written.
-pub(crate) const NEW_SUFFIX: &str = ".mica-above.tmp";
 /// What stands before the name in it.
 pub(crate) const KEY: &[u8] = b"above: ";
 /// Longest content of a mark, in bytes: a path, and what is around it.
@@ -130,7 +129,7 @@ impl Mark {
 #[derive(Debug)]
 pub(crate) struct Prepared {
     mark: Mark,
-    new: PathBuf,
+    new: Locked,
 }
 
 impl Prepared {
@@ -140,13 +139,10 @@ impl Prepared {
     /// What the system reports.
     pub(crate) fn new(layer: &Path, above: &Path) -> Result<Self> {
         let (mark, content) = Mark::of_layer(layer, above)?;
-        let prepared = Self { mark, new: place(layer, NEW_SUFFIX)? };
-        write_new(&prepared.new, &content).map_err(|error| {
-            // The first failure is the one to report.
-            prepared.give_up();
-            Error::from_io(format!("writing {}", prepared.mark.at.display()), error)
-        })?;
-        Ok(prepared)
+        let new = place(layer, NEW_ABOVE)?;
+        let new = Locked::write(&new, &content)
+            .map_err(|error| Error::from_io(format!("writing {}", mark.at.display()), error))?;
+        Ok(Self { mark, new })
     }
 
     /// Gives it its name, durably once the folder is.
@@ -154,8 +150,7 @@ impl Prepared {
     /// # Errors
     /// What the system reports.
     pub(crate) fn name(&self) -> Result<()> {
-        std::fs::rename(&self.new, &self.mark.at)
-            .map_err(|error| Error::from_io(format!("writing {}", self.mark.at.display()), error))
+        self.new.name(&self.mark.at)
     }
 
     /// The mark, which has its name.
@@ -165,8 +160,7 @@ impl Prepared {
 
     /// Removes it, unless it has its name.
     pub(crate) fn give_up(&self) {
-        // What is left is overwritten by the next one.
-        let _ = std::fs::remove_file(&self.new);
+        self.new.remove();
     }
 }
 
@@ -182,12 +176,9 @@ pub(crate) fn name_in(content: &[u8]) -> Option<OsString> {
 /// # Errors
 /// What the system reports.
 pub(crate) fn put_whole(at: &Path, new: &Path, content: &[u8]) -> Result<()> {
-    let written = write_new(new, content).and_then(|()| std::fs::rename(new, at));
-    written.map_err(|error| {
-        // The first failure is the one to report.
-        let _ = std::fs::remove_file(new);
-        Error::from_io(format!("writing {}", at.display()), error)
-    })
+    let written = Locked::write(new, content)
+        .map_err(|error| Error::from_io(format!("writing {}", at.display()), error))?;
+    written.rename_to(at).map(drop)
 }
 
 /// The content of the mark at `at` of a layer whose file is this `owner`'s, as far as it is not
@@ -196,6 +187,19 @@ pub(crate) fn put_whole(at: &Path, new: &Path, content: &[u8]) -> Result<()> {
 /// # Errors
 /// `Denied` if a stranger may have put it there (I1); else what the system reports.
 pub(crate) fn read_trusted(at: &Path, owner: u32, bytes_max: u64) -> Result<Option<Vec<u8>>> {
+    let Some(file) = open_trusted(at, owner)? else { return Ok(None) };
+    let mut content = Vec::new();
+    file.take(bytes_max)
+        .read_to_end(&mut content)
+        .map_err(|error| Error::from_io(format!("reading {}", at.display()), error))?;
+    Ok(Some(content))
+}
+
+/// The file of that mark, for reading.
+///
+/// # Errors
+/// As [`read_trusted`].
+pub(crate) fn open_trusted(at: &Path, owner: u32) -> Result<Option<File>> {
     let failed = |error: io::Error| Error::from_io(format!("reading {}", at.display()), error);
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let file = match OpenOptions::new().read(true).custom_flags(flags).open(at) {
@@ -216,21 +220,7 @@ pub(crate) fn read_trusted(at: &Path, owner: u32, bytes_max: u64) -> Result<Opti
         );
         return Err(Error::new(ErrorKind::Denied, what));
     }
-    let mut content = Vec::new();
-    file.take(bytes_max).read_to_end(&mut content).map_err(failed)?;
-    Ok(Some(content))
-}
-
-fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o644)
-        .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
-        .open(path)?;
-    file.write_all(content)?;
-    file.sync_data()
+    Ok(Some(file))
 }
 
 /// What to do about the `mark` of `layer`.

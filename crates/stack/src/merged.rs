@@ -17,6 +17,11 @@
 //! also says that its file is to be removed after that (`dropped.rs`). The layer above has no mark:
 //! it shows what it did at every instant, so that images may stand on it meanwhile.
 //!
+//! Until a commit changes something its marks say that it is planned, and it has them locked. One
+//! that nobody has locked is of a process that died before it changed anything: it does not count,
+//! and whoever meets it takes it back. With its first step a commit makes its marks count, the one
+//! of the base first, durably.
+//!
 //! When the commit is done, the mark of the base goes, and the others stay: they tell the next
 //! commit that nobody needs these images, whose headers still name the base. After one that did not
 //! end, all stay until it is done: until then the base has only a part of what goes into it.
@@ -28,12 +33,19 @@
 //! - I2 A mark counts only if [`read_trusted`] trusts it: it may make a commit overlook an image.
 //! - I3 An image that was merged does not keep its base from being changed, but images that stand
 //!   on it do.
+//! - I4 A mark is taken back only by who has it locked while it says that it is planned, and has
+//!   its name. It is replaced only by who has it locked, and gets its name locked.
+//! - I5 A mark that counted before a merge was planned counts on: the base may have a part of what
+//!   an earlier one put there.
+
+mod planned;
 
 use crate::files::sync_folder_of;
-use crate::mark::{place, put_whole, read_trusted};
+use crate::mark::{open_trusted, place, read_trusted};
+use crate::temporary::{LAYERS_MAX, Locked, NEW_MERGED};
 use mica_block::{Error, ErrorKind, LocalFuture, MergeControl, MergeProgress, Merged, Result};
 use std::ffi::OsString;
-use std::fs::Metadata;
+use std::fs::{File, Metadata};
 use std::io;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -44,8 +56,6 @@ use std::time::UNIX_EPOCH;
 
 /// The ending of a mark's name.
 const SUFFIX: &str = ".mica-merged";
-/// The ending of its name while it is being written.
-const NEW_SUFFIX: &str = ".mica-merged.tmp";
 /// What stands before the name of the base.
 const INTO: &[u8] = b"into: ";
 /// What stands before that of the layer above, for a state that is dropped: its file goes, too.
@@ -54,6 +64,8 @@ const DROPPED_INTO: &[u8] = b"dropped into: ";
 const BASE: &[u8] = b"base";
 /// What stands before what is known of the file.
 const FILE: &[u8] = b"file: ";
+/// The last line of the mark of a merge that has changed nothing yet.
+const PLANNED: &[u8] = b"planned\n";
 /// Longest content, in bytes: a path, and what is around it.
 const CONTENT_BYTES_MAX: u64 = 4096 + 128;
 
@@ -135,6 +147,12 @@ impl Content {
         }
     }
 
+    /// Whether it counts only once something was changed. The layer of a state that is dropped may
+    /// leave the chain at any time, and only its mark says then that its file is to go, too.
+    fn is_planned_first(&self) -> bool {
+        !matches!(self, Self::Source { then: Then::Goes, .. })
+    }
+
     /// Whether it is for the file that was `found` (I1).
     fn is_for(&self, found: &Metadata) -> bool {
         match self {
@@ -161,15 +179,33 @@ fn mark_of(path: &Path) -> Result<Option<Content>> {
     if !found.is_file() {
         return Ok(None);
     }
-    let content = read_trusted(&place(path, SUFFIX)?, found.uid(), CONTENT_BYTES_MAX)?;
-    let content = content.as_deref().and_then(Content::decode);
-    Ok(content.filter(|content| content.is_for(&found)))
+    let at = place(path, SUFFIX)?;
+    let Some(file) = open_trusted(&at, found.uid())? else { return Ok(None) };
+    let reading = |error| Error::from_io(format!("reading {}", at.display()), error);
+    let mut bytes = planned::content_of(&file).map_err(reading)?;
+    if let Some(counts) = bytes.strip_suffix(PLANNED) {
+        if planned::is_dead(&file).map_err(reading)? {
+            planned::take_back(&at, &file);
+            return Ok(None);
+        }
+        bytes = counts.to_vec();
+    }
+    Ok(Content::decode(&bytes).filter(|content| content.is_for(&found)))
 }
 
 /// Whether the image at `path` was merged into another one and is of no use by itself, or is about
 /// to be. What cannot be told is not.
 pub(crate) fn was_merged(path: &Path) -> bool {
     matches!(mark_of(path), Ok(Some(Content::Source { .. })))
+}
+
+/// Takes back the marks of the uppermost of these `layers` that are of a merge that died before it
+/// changed anything.
+pub fn take_back_planned(layers: &[PathBuf]) {
+    for layer in layers.iter().rev().take(LAYERS_MAX) {
+        // What cannot be read is reported by who needs it.
+        let _ = mark_of(layer);
+    }
 }
 
 /// Refuses to let an image stand on the one at `base`, if that is being merged. To be asked when
@@ -276,6 +312,8 @@ pub struct MergeMarks {
 #[derive(Debug)]
 struct Put {
     at: PathBuf,
+    /// Its file, locked.
+    file: File,
     /// Whether there was one before, of a merge that did not end.
     was_there: bool,
 }
@@ -289,9 +327,24 @@ impl Put {
             return Ok(None);
         }
         let was_there = mark_of(layer)?.is_some();
-        let (at, new) = (place(layer, SUFFIX)?, place(layer, NEW_SUFFIX)?);
-        put_whole(&at, &new, &content(&found).encode())?;
-        Ok(Some(Self { at, was_there }))
+        let at = place(layer, SUFFIX)?;
+        // Nobody takes it back, and no other merge is under way.
+        let _old = planned::lock_old(&at)?;
+        let content = content(&found);
+        let mut bytes = content.encode();
+        if !was_there && content.is_planned_first() {
+            bytes.extend(PLANNED);
+        }
+        let new = Locked::write(&place(layer, NEW_MERGED)?, &bytes)
+            .map_err(|error| Error::from_io(format!("writing {}", at.display()), error))?;
+        let file = new.rename_to(&at)?;
+        Ok(Some(Self { at, file, was_there }))
+    }
+
+    /// Has it count from now on, durably.
+    fn begin(&self) -> Result<()> {
+        let begun = planned::make_count(&self.file);
+        begun.map_err(|error| Error::from_io(format!("writing {}", self.at.display()), error))
     }
 
     fn remove(&self) {
@@ -357,7 +410,18 @@ impl MergeMarks {
         self.base.iter().chain(&self.sources)
     }
 
-    /// `control`, and takes note of when the merge begins to change something.
+    /// Has them count: the merge is about to change something. That of the base is the first, so
+    /// that no layer counts as merged whose base says nothing.
+    fn begin(&self) -> Result<()> {
+        if self.has_begun.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.all().try_for_each(Put::begin)?;
+        self.has_begun.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// `control`, and has the marks count when the merge begins to change something.
     pub fn watch<'a>(&'a self, control: &'a dyn MergeControl) -> impl MergeControl {
         Watched { marks: self, control }
     }
@@ -366,6 +430,10 @@ impl MergeMarks {
     pub fn end(mut self, merged: Option<&Merged>) {
         match merged {
             Some(Merged::Done { .. }) => {
+                // Where nobody watched they do not yet.
+                if let Err(error) = self.sources.iter().try_for_each(Put::begin) {
+                    tracing::warn!("a layer that was merged: {}", error.in_one_line());
+                }
                 self.base.iter().for_each(Put::remove);
                 self.forget();
             }
@@ -394,8 +462,11 @@ impl MergeControl for Watched<'_> {
     fn step(&self, progress: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
         Box::pin(async move {
             let goes_on = self.control.step(progress).await;
-            if goes_on.is_continue() {
-                self.marks.has_begun.store(true, Ordering::Release);
+            if goes_on.is_continue()
+                && let Err(error) = self.marks.begin()
+            {
+                tracing::error!("a merge does not begin: {}", error.in_one_line());
+                return ControlFlow::Break(());
             }
             goes_on
         })

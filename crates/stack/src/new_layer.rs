@@ -23,6 +23,7 @@ use crate::encrypted::encrypted_as;
 use crate::files::{base_name, folder_of, open_folder_of, sync_folder_of};
 use crate::images::FileImages;
 use crate::mark::{Prepared, SUFFIX, place};
+use crate::temporary::unnamed;
 use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
 use mica_crypt::luks::NewLuks;
 use mica_qcow2::read_header;
@@ -30,7 +31,6 @@ use mica_qcow2_tools::create::{ImageWish, Stores, create_unnamed};
 use mica_store::{FileKind, FileStore, Located};
 use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
 use rustix::io::Errno;
-use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -177,7 +177,7 @@ impl NewLayer {
             encrypted_as(images, plan, (&header, store), &self.path).await?
         };
         self.luks = plan.encryption().cloned();
-        let unnamed = Unnamed::make(&self.path, located.mode() & 0o666)?;
+        let unnamed = Unnamed::make(&self.path, active, located.mode() & 0o666)?;
         let image = images.open_writable(&unnamed.0)?.store;
         create_unnamed(plan, Stores { image: &*image, data: None }).await?;
         drop(image);
@@ -254,19 +254,13 @@ fn sync_file(path: &Path) -> Result<()> {
     synced.map_err(|error| Error::from_io(format!("syncing {}", path.display()), error))
 }
 
-/// Ends the names of layers that have not got theirs yet.
-pub(crate) const UNNAMED: &str = ".mica-new";
-
 /// A file that has not got its name yet. Dropping it removes it.
 struct Unnamed(PathBuf);
 
 impl Unnamed {
     /// Makes it, empty, in the folder of `path`. One of a process that was killed is taken.
-    fn make(path: &Path, mode: u32) -> Result<Self> {
-        let mut name = OsString::from(".");
-        name.push(path.file_name().unwrap_or_default());
-        name.push(UNNAMED);
-        let unnamed = path.with_file_name(name);
+    fn make(path: &Path, active: &Path, mode: u32) -> Result<Self> {
+        let unnamed = unnamed(path, active);
         let made = OpenOptions::new()
             .write(true)
             .create(true)

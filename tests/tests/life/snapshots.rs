@@ -435,3 +435,29 @@ fn frozen_layer_is_changed_by_no_verb_and_repaired_when_asked() {
     fs::remove_file(world.folder().join("vm.qcow2.mica-above")).expect("removed");
     mica::run(["snapshot", "-d", "before", &vm]).ok();
 }
+
+/// Snapshots and streams by turns: the mark of the layer that stays leads on in one step, however
+/// many layers came and went above it.
+#[test]
+fn names_of_frozen_images_lead_on_in_one_step_after_streams_in_a_row() {
+    let Some(mut world) = World::new(&[]) else { return };
+    let mut model = Model::new(29);
+    for number in 1..=5 {
+        let mut guest = world.guest();
+        model.work(&mut guest).expect("served");
+        world.snapshot(&layer(2 * number - 1), &[]).ok();
+        model.work(&mut guest).expect("served");
+        world.snapshot(&layer(2 * number), &[]).ok();
+        model.work(&mut guest).expect("served");
+        drop(guest);
+        world.ctl(&["stream", "vm", "--base", "vm.qcow2"]).ok();
+        let mark = fs::read_to_string(world.folder().join("vm.qcow2.mica-above"));
+        assert_eq!(mark.expect("marked"), format!("above: {}\n", layer(2 * number)));
+    }
+    let image = world.image();
+    assert_eq!(image, world.folder().join(layer(10)));
+    world.stop();
+    world.start();
+    assert_eq!(world.image(), image);
+    assert!(world.disk() == model.bytes);
+}

@@ -1,9 +1,12 @@
 //! `mica commit` and `mica rebase`.
 
 use crate::chain::{Chain, KINDS, LAYERS};
-use mica_tests::{judge, mica, qemu, tools};
+use mica_gen::Rng;
+use mica_tests::{clock, judge, mica, qemu, tools};
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
 
@@ -137,4 +140,52 @@ fn layers_that_other_images_need_are_not_changed() {
     assert!(refused.contains("no backing file"), "{refused}");
     let refused = chain.mica(&["rebase", "-b", "top.qcow2", "-F", "qcow2", "top.qcow2"]).refusal();
     assert!(refused.contains("its own"), "{refused}");
+}
+
+/// A commit is killed at random moments. What it leaves keeps nobody from the base unless that was
+/// changed, or is about to be, and then the next commit goes through.
+#[test]
+fn killed_commit_that_changed_nothing_keeps_nobody_from_its_layers() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let mut rng = Rng::new(14);
+    let chain = Chain::new(KINDS[1]);
+    let at = |name: &str| chain.path(name).display().to_string();
+    for _ in 0..16 {
+        let mut commit = Command::new(mica::binary())
+            .args(["commit", "-q", "-b", &at(chain.base()), &at("top.qcow2")])
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("started");
+        clock::sleep(Duration::from_micros(rng.below(60_000)));
+        commit.kill().expect("killed, or over");
+        if commit.wait().expect("waited for").success() {
+            break;
+        }
+        let mark = chain.path(&format!("{}.mica-merged", chain.base()));
+        let cloned = chain.mica(&["clone", "-q", chain.base(), "clone.qcow2"]);
+        if cloned.status.success() {
+            assert!(!mark.exists(), "it is taken back");
+            fs::remove_file(chain.path("clone.qcow2")).expect("there");
+        } else {
+            assert!(cloned.refusal().contains("merge them again"));
+        }
+        let free = clock::poll(Duration::from_secs(10), Duration::from_millis(5), || {
+            let said = qemu::img(chain.dir(), ["info", "-f", "qcow2", LAYERS[4]]);
+            said.status.success().then_some(())
+        });
+        assert!(free.is_some(), "the image stays locked");
+    }
+    // There may be nothing left to be merged.
+    let _ = chain.mica(&["commit", "-q", "-b", chain.base(), "top.qcow2"]);
+    let names = fs::read_dir(chain.dir()).expect("listed");
+    let names = names.map(|entry| entry.expect("listed").file_name().into_string().expect("text"));
+    let left: Vec<_> = names.filter(|name| name.ends_with(".tmp")).collect();
+    assert!(left.is_empty(), "{left:?}");
+    chain.mica(&["clone", "-q", chain.base(), "clone.qcow2"]).ok();
+    // A kill may leak space.
+    qemu::flatten(chain.dir(), LAYERS[4], "now.raw");
+    let now = fs::read(chain.path("now.raw")).expect("flat");
+    judge::same_bytes("what is left in the end", &now, &chain.expected());
 }

@@ -435,5 +435,5 @@ fn what_cannot_be_backed_up_is_refused_and_nothing_changes() {
     let status = world.ctl(&["status"]).json();
     assert_eq!(status["disks"][0]["layers"], 3, "{status}");
     assert!(status["disks"][0]["backup"].is_null(), "{status}");
-    assert!(!world.dir.path().join(".disk@tue.qcow2.new").exists());
+    assert!(!world.dir.path().join(".disk.qcow2.mica-new").exists());
 }

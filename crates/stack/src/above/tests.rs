@@ -1,5 +1,6 @@
 use super::*;
-use crate::mark::{CONTENT_BYTES_MAX, KEY, NEW_SUFFIX, SUFFIX};
+use crate::mark::{CONTENT_BYTES_MAX, KEY, SUFFIX};
+use crate::temporary::NEW_ABOVE;
 use crate::{Beneath, MayWrite, NewLayer, NewLayerWish};
 use mica_block::Renaming;
 use mica_qcow2_format::field;
@@ -182,7 +183,7 @@ fn page_says_what_the_code_does() {
     const PAGE: &str = include_str!("../../../../docs/formats/above.md");
     let rows = [
         ("SUFFIX", SUFFIX.to_owned()),
-        ("NEW_SUFFIX", NEW_SUFFIX.to_owned()),
+        ("NEW_ABOVE", NEW_ABOVE.to_owned()),
         ("KEY", String::from_utf8(KEY.to_vec()).expect("text")),
     ];
     for (name, value) in rows {

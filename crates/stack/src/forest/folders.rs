@@ -5,8 +5,7 @@
 
 use super::record::file_of;
 use super::{Outcome, Problem, ScanDepth};
-use crate::keep::KEPT_NEW;
-use crate::new_layer::UNNAMED;
+use crate::temporary::UNNAMED;
 use mica_block::{Error, Result};
 use std::collections::{HashSet, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -94,9 +93,7 @@ impl Walk {
 /// say, is of no use any more.
 fn is_unfinished(name: &OsStr) -> bool {
     let name = name.as_encoded_bytes();
-    name.starts_with(b".")
-        && (name.ends_with(UNNAMED.as_bytes())
-            || name.ends_with(KEPT_NEW.as_bytes()) && name.contains(&b'@'))
+    name.starts_with(b".") && name.ends_with(UNNAMED.as_bytes())
 }
 
 fn list(folder: &Path) -> io::Result<Listing> {

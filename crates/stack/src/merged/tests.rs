@@ -79,6 +79,73 @@ fn merge_that_changed_nothing_leaves_no_marks_and_one_that_did_leaves_all() {
     }
 }
 
+/// The story: a commit was killed while it looked for other images, and its marks kept everybody
+/// from the layers until somebody committed them.
+#[test]
+fn marks_of_a_merge_that_died_before_it_began_are_taken_back_by_whoever_meets_them() {
+    let (folder, base, layer) = world();
+    let count = || fs::read_dir(folder.path()).expect("a folder").count();
+    put(&base, &layer).forget_for_test();
+    assert_eq!(count(), 4);
+    assert!(!was_merged(&layer));
+    assert_eq!(count(), 3, "its own is gone");
+    refuse_merged(&base).expect("nothing was changed");
+    assert_eq!(count(), 2);
+    // The next merge takes their places, and takes them back, too.
+    put(&base, &layer).forget_for_test();
+    drop(put(&base, &layer));
+    assert_eq!(count(), 2);
+    put(&base, &layer).forget_for_test();
+    take_back_planned(&[base, layer]);
+    assert_eq!(count(), 2);
+}
+
+#[test]
+fn marks_of_a_merge_that_is_alive_or_has_begun_stay() {
+    let (_folder, base, layer) = world();
+    let marks = put(&base, &layer);
+    take_back_planned(std::slice::from_ref(&base));
+    assert!(refusal(&base).contains("wait for the end"));
+    assert!(was_merged(&layer));
+    // Only one merge of a layer is under way.
+    let said = MergeMarks::put(&base, &[]).expect_err("another one is").to_string();
+    assert!(said.contains("is under way"), "{said}");
+    begin(&marks);
+    marks.forget_for_test();
+    assert!(refusal(&base).contains("merge them again") && was_merged(&layer));
+    // One that is planned, and dies, after one that began leaves what that left.
+    put(&base, &layer).forget_for_test();
+    assert!(refusal(&base).contains("merge them again") && was_merged(&layer));
+}
+
+/// The mark of the base counts first: a kill in between leaves no layer that counts as merged, and
+/// whose base is said to be whole.
+#[test]
+fn merge_that_dies_while_its_marks_begin_to_count_leaves_that_of_its_base() {
+    let (_folder, base, layer) = world();
+    let marks = put(&base, &layer);
+    marks.base.as_ref().expect("a file").begin().expect("written");
+    marks.forget_for_test();
+    assert!(!was_merged(&layer));
+    refusal(&base);
+}
+
+#[test]
+fn who_looks_at_a_mark_while_it_begins_to_count_sees_that() {
+    let (_folder, base, layer) = world();
+    let marks = put(&base, &layer);
+    let mark = base.with_file_name("base.qcow2.mica-merged");
+    let looking = fs::File::open(&mark).expect("there");
+    let planned_then = planned::content_of(&looking).expect("read");
+    assert!(planned_then.ends_with(PLANNED));
+    begin(&marks);
+    marks.forget_for_test();
+    // Nobody has it locked any more, and what was read is out of date.
+    assert!(!planned::is_dead(&looking).expect("read again"));
+    planned::take_back(&mark, &looking);
+    assert!(mark.exists());
+}
+
 #[test]
 fn mark_counts_for_its_own_file_as_long_as_that_is_unchanged() {
     let (folder, base, layer) = world();
@@ -108,7 +175,9 @@ fn mark_counts_for_its_own_file_as_long_as_that_is_unchanged() {
 #[test]
 fn mark_that_anybody_may_write_hides_no_image() {
     let (_folder, base, layer) = world();
-    put(&base, &layer).forget_for_test();
+    let marks = put(&base, &layer);
+    begin(&marks);
+    marks.forget_for_test();
     let mark = layer.with_file_name("layer.qcow2.mica-merged");
     assert!(was_merged(&layer));
     fs::set_permissions(&mark, fs::Permissions::from_mode(0o666)).expect("set");
@@ -163,11 +232,12 @@ fn page_says_what_the_code_does() {
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).expect("text");
     let rows = [
         ("SUFFIX", SUFFIX.to_owned()),
-        ("NEW_SUFFIX", NEW_SUFFIX.to_owned()),
+        ("NEW_MERGED", NEW_MERGED.to_owned()),
         ("INTO", text(INTO)),
         ("DROPPED_INTO", text(DROPPED_INTO)),
         ("BASE", text(BASE)),
         ("FILE", text(FILE)),
+        ("PLANNED", text(PLANNED).trim_end().to_owned()),
     ];
     for (name, value) in rows {
         assert!(PAGE.contains(&format!("| `{name}` | `{value}` |")), "{name}");

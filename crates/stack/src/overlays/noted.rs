@@ -24,6 +24,7 @@
 use crate::files::{folder_of, sync_folder_of};
 use crate::mark::{place, put_whole, read_trusted};
 use crate::merged::refuse_merged;
+use crate::temporary::NEW_OVERLAYS;
 use mica_block::{Error, ErrorKind, Result};
 use rustix::fs::{Gid, OFlags, Uid, fchown};
 use std::collections::HashSet;
@@ -36,8 +37,6 @@ use std::path::{Path, PathBuf};
 
 /// The ending of a note's name.
 const SUFFIX: &str = ".mica-overlays";
-/// The ending of its name while it is being written anew.
-const NEW_SUFFIX: &str = ".mica-overlays.tmp";
 /// Longest note, in bytes: the paths of some 200,000 images.
 const CONTENT_BYTES_MAX: u64 = 16 << 20;
 /// How often a path is added, at most: it is lost if the note is written anew at that instant.
@@ -337,7 +336,7 @@ fn forget_amid(layer: &Path, gone: &HashSet<Noted>, amid: impl FnOnce()) -> Resu
         fs::remove_file(&at).map_err(failed)?;
     } else {
         let lines: Vec<u8> = stay.iter().flat_map(Noted::encode).collect();
-        put_whole(&at, &place(layer, NEW_SUFFIX)?, &lines)?;
+        put_whole(&at, &place(layer, NEW_OVERLAYS)?, &lines)?;
     }
     amid();
     // What was added to the old one since it was read.
@@ -366,7 +365,7 @@ mod tests {
     #[test]
     fn page_says_what_the_code_does() {
         const PAGE: &str = include_str!("../../../../docs/formats/overlays.md");
-        for (name, value) in [("SUFFIX", SUFFIX), ("NEW_SUFFIX", NEW_SUFFIX)] {
+        for (name, value) in [("SUFFIX", SUFFIX), ("NEW_OVERLAYS", NEW_OVERLAYS)] {
             assert!(PAGE.contains(&format!("| `{name}` | `{value}` |")), "{name}");
         }
         assert!(PAGE.contains(&format!("| `CONTENT_BYTES_MAX` | {CONTENT_BYTES_MAX} |")));

@@ -1,13 +1,17 @@
 //! The new file of a sidecar, before it is put in its place.
 //!
 //! It has a name of its own in the directory of the sidecar, so a process that is killed leaves it
-//! behind. The next one that writes sidecars there removes those that nobody can still be writing.
+//! behind. The next one that writes sidecars there removes those that nobody has locked. Where
+//! files cannot be locked, it removes those that nobody can still be writing.
 
 use super::Spot;
 use mica_rt::{Access, File};
 use mica_store::Located;
 use rustix::fd::{AsFd as _, OwnedFd};
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, fstat, openat, renameat, statat, unlinkat};
+use rustix::fs::{
+    AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, openat, renameat, statat,
+    unlinkat,
+};
 use rustix::io::Errno;
 use std::ffi::CString;
 use std::io::{self, Write};
@@ -16,9 +20,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const PREFIX: &[u8] = b".mica-index-";
 const SUFFIX: &[u8] = b".tmp";
-/// Seconds after which a new file is taken for one that a killed process left. One is written,
-/// synced and renamed at once, on slow storage in seconds; a build that loses one to this fails,
-/// and is repeated.
+/// Seconds after which a new file is taken for one that a killed process left, where nobody can
+/// lock it. One is written, synced and renamed at once, on slow storage in seconds; a build that
+/// loses one to this fails, and is repeated.
 const ABANDONED_SECONDS: i64 = 3600;
 
 /// The new file of a sidecar that is not in its place yet; removed when dropped.
@@ -56,12 +60,21 @@ impl Temporary {
         };
         let names = entries.filter_map(|entry| Some(entry.ok()?.file_name().to_owned()));
         let is_abandoned = |name: &CString| {
-            let stat = statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW);
-            stat.is_ok_and(|stat| {
+            let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            let Ok(file) = openat(&self.directory, name, flags, Mode::empty()) else {
+                return false;
+            };
+            let is_ours = fstat(&file).is_ok_and(|stat| {
                 FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
                     && stat.st_uid == rustix::process::geteuid().as_raw()
-                    && now.saturating_sub(stat.st_mtime) > ABANDONED_SECONDS
-            })
+            });
+            let age = || fstat(&file).map_or(0, |stat| now.saturating_sub(stat.st_mtime));
+            is_ours
+                && match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                    Ok(()) => true,
+                    Err(Errno::WOULDBLOCK) => false,
+                    Err(_) => age() > ABANDONED_SECONDS,
+                }
         };
         names
             .filter(|name| is_temporary(name.to_bytes()) && is_abandoned(name))
@@ -82,7 +95,7 @@ impl Drop for Temporary {
     }
 }
 
-/// Creates a file of a new name in `directory`.
+/// Creates a file of a new name in `directory`, and locks it.
 fn create_new(directory: &OwnedFd, mode: Mode) -> rustix::io::Result<(String, OwnedFd)> {
     /// Names that a killed process of the same number may have left.
     const ATTEMPTS: usize = 64;
@@ -92,12 +105,25 @@ fn create_new(directory: &OwnedFd, mode: Mode) -> rustix::io::Result<(String, Ow
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!(".mica-index-{}-{number}.tmp", std::process::id());
         match openat(directory, &name, flags, mode) {
-            Ok(file) => return Ok((name, file)),
+            Ok(file) if lock(directory, &name, &file) => return Ok((name, file)),
+            // Somebody took it for one that was left.
+            Ok(_) => {}
             Err(Errno::EXIST) => {}
             Err(error) => return Err(error),
         }
     }
     Err(Errno::EXIST)
+}
+
+/// Locks the new `file`, unless files cannot be locked there. Returns whether it still has its
+/// `name`: somebody may have had it locked, and removed it, since it was created.
+fn lock(directory: &OwnedFd, name: &str, file: &OwnedFd) -> bool {
+    let locked = flock(file, FlockOperation::NonBlockingLockExclusive);
+    let there = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW);
+    locked != Err(Errno::WOULDBLOCK)
+        && there.is_ok_and(|there| {
+            fstat(file).is_ok_and(|own| (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino))
+        })
 }
 
 /// Whether [`create_new`] makes such names.

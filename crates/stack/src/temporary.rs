@@ -1,0 +1,262 @@
+//! The names that files beside images have before they get their own, and what killed processes
+//! leave of them.
+//!
+//! | name | what it becomes | whose it is |
+//! |---|---|---|
+//! | `LAYER.mica-above.tmp` | the mark of a frozen layer | who has it locked |
+//! | `LAYER.mica-merged.tmp` | the mark of a layer that is merged | who has it locked |
+//! | `LAYER.mica-overlays.tmp` | a layer's note, written again | who has it locked |
+//! | `.ACTIVE.mica-new` | the layer above the active one, in its folder | who has ACTIVE locked |
+//! | `.LAYER.mica-new` | a new layer LAYER, in a folder without the active one | the same |
+//! | `.mica-index-PID-NUMBER.tmp` | a sidecar (`sidecars/temporary.rs`) | who has it locked |
+//!
+//! Who writes one of them again takes the place of what is left there. What is left beside the
+//! layers of a disk goes when that is opened for serving, or committed ([`remove_abandoned`]).
+//!
+//! Invariants
+//! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked, or,
+//!   of a new layer, has the active one locked.
+//! - I2 Where a file system has no locks nothing is removed: nobody knows who is at work.
+
+use crate::files::folder_of;
+use mica_block::{Error, Result};
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+use std::ffi::OsString;
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Ends the names of layers that have not got theirs yet.
+pub(crate) const UNNAMED: &str = ".mica-new";
+/// Ends the name of the mark of a frozen layer while it is written.
+pub(crate) const NEW_ABOVE: &str = ".mica-above.tmp";
+/// The same for the mark of a layer that is merged, and for a note.
+pub(crate) const NEW_MERGED: &str = ".mica-merged.tmp";
+pub(crate) const NEW_OVERLAYS: &str = ".mica-overlays.tmp";
+/// Layers, from the uppermost, beside which is looked for what was left: a chain has thousands, and
+/// what is beside others is replaced with the next merge of them.
+pub(crate) const LAYERS_MAX: usize = 64;
+/// How often a file that somebody has locked is tried again, and after which time each.
+const TRIES: u32 = 50;
+const LOOK: Duration = Duration::from_millis(10);
+
+/// The name of a layer that is to be called `new`, on top of the `active` one, before it has that.
+pub(crate) fn unnamed(new: &Path, active: &Path) -> PathBuf {
+    let is_beside = |active: &PathBuf| {
+        let folder = folder_of(new).canonicalize().ok();
+        folder.is_some_and(|folder| folder == folder_of(active))
+    };
+    let owner = active.canonicalize().ok().filter(is_beside);
+    let owner = owner.as_deref().unwrap_or(new);
+    let mut name = OsString::from(".");
+    name.push(owner.file_name().unwrap_or_default());
+    name.push(UNNAMED);
+    new.with_file_name(name)
+}
+
+/// A file that is being written, locked until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Locked {
+    file: File,
+    path: PathBuf,
+}
+
+impl Locked {
+    /// Makes the file at `path`, durably but for its name. One of a killed process is taken.
+    ///
+    /// # Errors
+    /// `WouldBlock` if somebody else writes it, and goes on doing so; else what the system reports.
+    pub(crate) fn write(path: &Path, content: &[u8]) -> io::Result<Self> {
+        let this = Self::take(path)?;
+        let mut file = &this.file;
+        let written = file.set_len(0).and_then(|()| file.write_all(content));
+        match written.and_then(|()| file.sync_data()) {
+            Ok(()) => Ok(this),
+            Err(error) => {
+                // The first failure is the one to report.
+                this.remove();
+                Err(error)
+            }
+        }
+    }
+
+    fn take(path: &Path) -> io::Result<Self> {
+        for _ in 0..TRIES {
+            let file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o644)
+                .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed())
+                .open(path)?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                // Somebody gave it its name, or removed it, just now.
+                Ok(()) if !is_at(path, &file) => {}
+                Err(Errno::WOULDBLOCK) => sleep(LOOK),
+                // Without locks nobody removes it.
+                Ok(()) | Err(_) => return Ok(Self { file, path: path.to_owned() }),
+            }
+        }
+        Err(io::Error::new(io::ErrorKind::WouldBlock, "another process is writing it"))
+    }
+
+    /// Gives it the name `at`, durably once the folder is. Returns it, locked until it is closed.
+    ///
+    /// # Errors
+    /// What the system reports. It is gone then.
+    pub(crate) fn rename_to(self, at: &Path) -> Result<File> {
+        match std::fs::rename(&self.path, at) {
+            Ok(()) => Ok(self.file),
+            Err(error) => {
+                self.remove();
+                Err(Error::from_io(format!("writing {}", at.display()), error))
+            }
+        }
+    }
+
+    /// Gives it the name `at`, as [`Self::rename_to`].
+    ///
+    /// # Errors
+    /// What the system reports. It is there still.
+    pub(crate) fn name(&self, at: &Path) -> Result<()> {
+        std::fs::rename(&self.path, at)
+            .map_err(|error| Error::from_io(format!("writing {}", at.display()), error))
+    }
+
+    /// Removes it, unless it has its name. What is left is taken by the next one.
+    pub(crate) fn remove(&self) {
+        if is_at(&self.path, &self.file) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Removes what killed processes left beside these `layers`, from the base to the active one, which
+/// the caller has locked. Returns what was removed; what cannot be stays.
+pub fn remove_abandoned(layers: &[PathBuf]) -> Vec<PathBuf> {
+    let real = |layer: &PathBuf| layer.canonicalize().ok();
+    let mut removed = Vec::new();
+    for layer in layers.iter().rev().take(LAYERS_MAX).filter_map(real) {
+        for ending in [NEW_ABOVE, NEW_MERGED, NEW_OVERLAYS] {
+            let mut path = layer.clone().into_os_string();
+            path.push(ending);
+            removed.extend(remove_if_abandoned(path.into()));
+        }
+    }
+    if let Some(active) = layers.last().and_then(real) {
+        let path = unnamed(&active, &active);
+        let is_file = path.symlink_metadata().is_ok_and(|found| is_own_file(&found));
+        removed.extend((is_file && std::fs::remove_file(&path).is_ok()).then_some(path));
+    }
+    removed
+}
+
+fn remove_if_abandoned(path: PathBuf) -> Option<PathBuf> {
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(&path).ok()?;
+    let is_abandoned = is_own_file(&file.metadata().ok()?)
+        && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+        && is_at(&path, &file);
+    (is_abandoned && std::fs::remove_file(&path).is_ok()).then_some(path)
+}
+
+/// Whether it is a file that a process of this user may have left.
+fn is_own_file(found: &Metadata) -> bool {
+    found.is_file() && found.uid() == rustix::process::geteuid().as_raw()
+}
+
+/// Whether `file` is what `path` names, and not a symbolic link to it.
+pub(crate) fn is_at(path: &Path, file: &File) -> bool {
+    let node = |found: Metadata| (found.dev(), found.ino());
+    let there = path.symlink_metadata().map(node);
+    there.is_ok_and(|there| file.metadata().map(node).is_ok_and(|own| own == there))
+}
+
+#[expect(clippy::disallowed_methods, reason = "a verb, or a thread that has nothing else to do")]
+pub(crate) fn sleep(time: Duration) {
+    std::thread::sleep(time);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).expect("listed");
+        let name = |entry: fs::DirEntry| entry.file_name().into_string().expect("text");
+        let mut names: Vec<_> = entries.map(|entry| name(entry.expect("listed"))).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn what_killed_processes_left_beside_own_layers_goes_and_nothing_else() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        let own = [
+            "base.mica-merged.tmp",
+            "base.mica-above.tmp",
+            "disk.mica-above.tmp",
+            "disk.mica-overlays.tmp",
+            ".disk.mica-new",
+        ];
+        // Layers, what others have, and what only looks as if.
+        let stay = [
+            "base",
+            "disk",
+            "other.mica-above.tmp",
+            ".other.mica-new",
+            ".base.mica-new",
+            "disk.tmp",
+            "disk.mica-merged",
+        ];
+        for name in own.iter().chain(&stay) {
+            fs::write(at(name), "left").expect("written");
+        }
+        std::os::unix::fs::symlink("base", at("base.mica-overlays.tmp")).expect("a link");
+        fs::create_dir(at("disk.mica-merged.tmp")).expect("made");
+        let removed = remove_abandoned(&[at("base"), at("disk")]);
+        assert_eq!(removed.len(), own.len(), "{removed:?}");
+        let mut stay: Vec<_> = stay.iter().map(|name| (*name).to_owned()).collect();
+        stay.extend(["base.mica-overlays.tmp", "disk.mica-merged.tmp"].map(str::to_owned));
+        stay.sort();
+        assert_eq!(names(folder.path()), stay);
+    }
+
+    #[test]
+    fn file_that_somebody_writes_stays_and_is_taken_when_that_one_is_gone() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (disk, new) = (folder.path().join("disk"), folder.path().join("disk.mica-above.tmp"));
+        fs::write(&disk, "image").expect("written");
+        let writing = Locked::write(&new, b"a long content").expect("written");
+        assert!(remove_abandoned(std::slice::from_ref(&disk)).is_empty());
+        let said = Locked::write(&new, b"another").expect_err("it is written");
+        assert_eq!(said.kind(), io::ErrorKind::WouldBlock);
+        drop(writing);
+        let taken = Locked::write(&new, b"short").expect("taken");
+        assert_eq!(fs::read(&new).expect("there"), b"short");
+        taken.name(&disk).expect("named");
+        // Another one has the name by now.
+        fs::write(&new, "other").expect("written");
+        taken.remove();
+        assert!(new.exists());
+    }
+
+    #[test]
+    fn new_layer_belongs_to_the_active_one_unless_that_is_elsewhere() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (here, there) = (folder.path().join("here"), folder.path().join("there"));
+        fs::create_dir(&here).expect("made");
+        fs::create_dir(&there).expect("made");
+        let active = here.join("disk");
+        fs::write(&active, "image").expect("written");
+        assert_eq!(unnamed(&here.join("new"), &active), here.join(".disk.mica-new"));
+        // Disks of several folders may have the same name.
+        assert_eq!(unnamed(&there.join("new"), &active), there.join(".new.mica-new"));
+    }
+}
