@@ -228,7 +228,29 @@ async fn check_above(
         }
         path = below;
     }
-    Err(denied("which does not stand on it any more"))
+    Err(denied(&match end_of_marks(above) {
+        None => "which does not stand on it any more".to_owned(),
+        Some(end) => format!(
+            "which does not stand on it any more, and from there in {}, as far as marks say",
+            end.display()
+        ),
+    }))
+}
+
+/// Where the marks lead from the layer at `from`, which only tells people where to look; `None` if
+/// they lead nowhere.
+fn end_of_marks(from: &Path) -> Option<PathBuf> {
+    let mut end = None;
+    for _ in 0..LayerNumber::COUNT_MAX {
+        let at: &Path = end.as_deref().unwrap_or(from);
+        let mark = owner_of(at).and_then(|owner| Mark::of(at, owner));
+        match mark {
+            Ok(Some(mark)) => end = Some(mark.above().to_owned()),
+            _ => return end,
+        }
+    }
+    // A loop.
+    None
 }
 
 /// Options for opening a layer above the image that the user `named`, which may name that one, and

@@ -52,7 +52,7 @@ pub struct VolumeInfo {
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
     pub open_on: Option<String>,
-    /// Where the log of its writer is on that host, if it has one: the store may lack what is in it.
+    /// Where the log of its writer is on that host, if it has one: the store may lack what it has.
     pub log: Option<String>,
     /// What it was made with.
     pub properties: Properties,

@@ -437,7 +437,7 @@ fn frozen_layer_is_changed_by_no_verb_and_repaired_when_asked() {
 }
 
 /// Snapshots and streams by turns: the mark of the layer that stays leads on in one step, however
-/// many layers came and went above it.
+/// many layers came and went above it, and those that left lead nobody to write anywhere.
 #[test]
 fn names_of_frozen_images_lead_on_in_one_step_after_streams_in_a_row() {
     let Some(mut world) = World::new(&[]) else { return };
@@ -460,4 +460,15 @@ fn names_of_frozen_images_lead_on_in_one_step_after_streams_in_a_row() {
     world.start();
     assert_eq!(world.image(), image);
     assert!(world.disk() == model.bytes);
+    world.stop();
+    for number in 1..=9 {
+        world.named = layer(number);
+        let before = fs::read(world.folder().join(layer(number))).expect("there");
+        let mut refused = world.serve("refused", &[]);
+        assert_eq!(refused.ended(), Some(1), "{number}");
+        let said = refused.log();
+        assert!(said.contains("does not stand on it any more"), "{number}: {said}");
+        assert!(said.contains(&layer(10)), "{number}: it says where the disk is: {said}");
+        assert!(fs::read(world.folder().join(layer(number))).expect("there") == before);
+    }
 }

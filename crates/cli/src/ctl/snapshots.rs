@@ -1,5 +1,5 @@
-//! `mica ctl snapshot`, `snapshots`, `drop`, `label`, `clone` and `diff`: as `mica volume` has them, of a volume
-//! that is served. A snapshot of a chain is its next layer.
+//! `mica ctl snapshot`, `snapshots`, `drop`, `label`, `clone` and `diff`: as `mica volume` has
+//! them, of a volume that is served. A snapshot of a chain is its next layer.
 
 use super::agent::while_frozen;
 use super::text;

@@ -23,10 +23,10 @@
 //!   what the store may lack, durably. Nobody goes on without that log unless somebody wants it by
 //!   force.
 //! - I4 A volume whose import did not end is not opened: it is part of an image.
-//! - I5 By force, a lock that another process has is passed by: a new file, which is locked and says
-//!   what the old one did, changes places with it. By I2 the other process has none then. Whose the
-//!   volume is, the fence decides; if that fails, the file is moved back. At no time the name has
-//!   no file, or one that nobody has locked.
+//! - I5 By force, a lock that another process has is passed by: a new file, which is locked and
+//!   says what the old one did, changes places with it. By I2 the other process has none then.
+//!   Whose the volume is, the fence decides; if that fails, the file is moved back. At no time the
+//!   name has no file, or one that nobody has locked.
 //! - I6 The new file names the old one. Whoever takes the lock of a process that was killed before
 //!   it fenced moves that back if somebody has it: that one's time is not over.
 

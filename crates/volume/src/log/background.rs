@@ -30,7 +30,7 @@ impl Background {
     }
 }
 
-/// A task, until it is over. If the executor ends before, what it has is dropped in this order, too.
+/// A task, until it is over. If the executor ends before, what it has is dropped in this order.
 struct Running(Option<(LocalFuture<'static, ()>, One)>);
 
 impl Future for Running {

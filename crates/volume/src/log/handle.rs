@@ -228,9 +228,9 @@ impl Log {
         self.inner.background.spawn(async move { drop(device.sync_here().await) });
     }
 
-    /// Waits until nothing is done for the log in the background any more, on whatever executor: the
-    /// device is free when its last log was dropped, and an executor that ends leaves nothing half
-    /// done.
+    /// Waits until nothing is done for the log in the background any more, on whatever executor:
+    /// the device is free when its last log was dropped, and an executor that ends leaves nothing
+    /// half done.
     pub(crate) async fn rest(&self) {
         self.inner.background.over().await;
     }

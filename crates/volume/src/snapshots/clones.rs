@@ -193,7 +193,8 @@ fn reader_of_an_open_volume_sees_what_was_flushed_and_the_writer_goes_on() {
 }
 
 /// Power fails at each put of a clone, in a store that keeps what was put early only with what
-/// follows: a clone that was answered is there, and one that was not is whole, or can be made again.
+/// follows: a clone that was answered is there, and one that was not is whole, or can be made
+/// again.
 #[test]
 fn clone_that_was_answered_outlives_a_power_cut() {
     let (mut answered, mut failed) = (0, 0);
