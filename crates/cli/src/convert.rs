@@ -3,7 +3,6 @@
 
 mod bitmaps;
 mod content;
-mod device;
 mod engine;
 mod existing;
 mod input;
@@ -12,7 +11,7 @@ mod progress;
 mod stream;
 
 use crate::create::{
-    NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted, is_block_device,
+    Device, NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted, is_block_device,
     new_data_file, no_new_luks, open_backing, parse_options, plain_names, warn_if_refused,
     warn_of_plain,
 };
@@ -21,13 +20,13 @@ use crate::images::{CacheWord, ImageArgs, size_of};
 use crate::output::{OutputFormat, ReportArgs, print_json};
 use clap::Args;
 use content::ContentRules;
-use device::Device;
 use engine::{Job, Target};
 pub(crate) use input::Input;
 use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
+use mica_qcow2_tools::measure::data_bytes;
 use mica_rt::Executor;
 use mica_stack::{Format, ImageOptions, announce_overlays};
 use mica_store::CacheMode;
@@ -44,9 +43,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[derive(Args, Clone, Default)]
 pub(crate) struct TargetArgs {
     /// Format of the new image: qcow2 or raw.
-    #[arg(short = 'O', long, default_value = "qcow2", value_name = "FMT")]
-    #[arg(hide_default_value = true, alias = "target-format")]
-    output_format: String,
+    ///
+    /// qcow2 by default, but for a block device.
+    #[arg(short = 'O', long, value_name = "FMT", alias = "target-format")]
+    output_format: Option<String>,
     /// Options of the new image, see -o help.
     ///
     /// All but size: a copy is as long as its source. Can be repeated.
@@ -81,7 +81,7 @@ impl TargetArgs {
     /// A copy without any options of its own.
     pub(crate) fn plain(format: &str, force: bool, report: ReportArgs) -> Self {
         Self {
-            output_format: format.to_owned(),
+            output_format: Some(format.to_owned()),
             sparse: SPARSE.to_owned(),
             coroutines: COROUTINES,
             force,
@@ -196,7 +196,14 @@ impl ConvertArgs {
         if !sparse.is_multiple_of(SECTOR_BYTES) {
             return Err(Failure::new("-S must be a multiple of 512, or 0"));
         }
-        let format = self.new.output_format.parse::<Format>()?;
+        let format = match self.new.output_format.as_deref() {
+            // qemu-img would make it a raw disk.
+            None if !self.no_create && is_block_device(&self.names.target) => {
+                let what = "is a block device: say what it becomes, with -O raw or -O qcow2";
+                return Err(Failure::new(format!("{} {what}", self.names.target.display())));
+            }
+            named => named.unwrap_or("qcow2").parse::<Format>()?,
+        };
         if format == Format::Null {
             return Err(Failure::new("the null format cannot be created"));
         }
@@ -424,8 +431,12 @@ async fn new_image(
     let Some(device) = device else {
         return NewFile::create_with(target, Some(args.new.force), sources, options).await;
     };
-    let most = device.room_for(plan, source.filter(|_| plan.backing.is_none())).await?;
-    NewFile::on_device(target, sources, options, most).await
+    let data = match source.filter(|_| plan.backing.is_none()) {
+        Some(source) => Some(data_bytes(source, plan.l2.cluster_bits).await?),
+        None => None,
+    };
+    let most = device.room_for(plan, data)?;
+    NewFile::on_device(device, sources, options, most).await
 }
 
 fn qcow2_options(args: &ConvertArgs) -> Result<NewImageOptions, Failure> {

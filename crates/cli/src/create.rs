@@ -1,11 +1,13 @@
 //! `mica create`: creates an image, with qemu-img's options.
 
+mod device;
 mod encryption;
 mod names;
 mod new_file;
 pub(crate) mod options;
 mod sources;
 
+pub(crate) use device::{Device, claim};
 pub(crate) use encryption::{EncryptOptions, warn_of_plain};
 pub(crate) use names::{plain_backing, plain_names, warn_if_refused, warn_of_names};
 pub(crate) use new_file::{NewFile, is_block_device, open_writable, options_of};
@@ -20,7 +22,6 @@ use mica_block::{Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_format::{Compression, Version};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores};
-use mica_qcow2_tools::measure::measure;
 use mica_stack::{Format, ImageOptions, announce_overlays, note_overlay};
 use mica_units::HostOffset;
 use serde_json::{Map, Value};
@@ -53,7 +54,7 @@ pub(crate) struct CreateArgs {
     /// Can be repeated.
     #[arg(short = 'o', long, value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
-    /// Overwrite an existing file.
+    /// Overwrite an existing file, or a block device.
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]
@@ -125,19 +126,28 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     })?;
     let plan = options.wish.plan(size).map_err(Failure::from).map_err(named)?;
     let place = (&*args.file, base_is_encrypted);
-    let plan = options.encrypt.apply(plan, place, &args.images)?;
+    let mut plan = options.encrypt.apply(plan, place, &args.images)?;
     if base_is_encrypted && plan.encryption().is_none() {
         warn_of_plain(&args.file);
     }
     let fields = describe_qcow2(&args.file, &plan);
-    let image = match is_block_device(&args.file) {
-        false => NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?,
-        true => {
-            let (most, options) = (measure(&plan, 0).required, options_of(&args.images)?);
-            NewFile::on_device(&args.file, &sources, options, most).await?
+    let images = options_of(&args.images)?;
+    let device = Device::of(&args.file)?;
+    let image = match &device {
+        None => NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?,
+        Some(_) if !args.force => {
+            let what = "is a block device: --force overwrites what it holds";
+            return Err(Failure::new(format!("{} {what}", args.file.display())));
+        }
+        Some(device) => {
+            let most = device.room_for(&plan, None)?;
+            NewFile::on_device(device, &sources, images.clone(), most).await?
         }
     };
-    let images = options_of(&args.images)?;
+    if device.is_some() && plan.preallocation == Preallocation::Falloc && plan.data_file.is_none() {
+        // It has its space, which reads as zeros now.
+        plan.preallocation = Preallocation::Metadata;
+    }
     let data = new_data_file(&args.file, &plan, args.force, sources, images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };

@@ -167,8 +167,14 @@ fn a_device_becomes_a_qcow2_image_if_it_is_large_enough() {
     let base = base.map(|word| if word == "base.qcow2" { &*absolute } else { word });
     mica_in(dir, &[&onto[..], &base].concat()).ok();
     qemu::img(dir, ["compare", "-f", "raw", "-F", "qcow2", "flat.raw", &device.0]).ok();
-    mica_in(dir, &["create", "-f", "qcow2", &device.0, "1G"]).ok();
+    let before = fs::read(&device.0).expect("readable");
+    let create = ["create", "-f", "qcow2", &device.0, "1G"];
+    let said = mica_in(dir, &create).refusal();
+    assert!(said.contains("--force"), "{said}");
+    assert!(fs::read(&device.0).expect("readable") == before, "it was written to");
+    mica_in(dir, &[&create[..], &["--force"]].concat()).ok();
     qemu::img(dir, ["check", "-f", "qcow2", &device.0]).ok();
+    preallocated_image_shows_nothing_of_the_device(dir, &device.0);
     drop(device);
 
     let small = dir.join("small");
@@ -178,4 +184,22 @@ fn a_device_becomes_a_qcow2_image_if_it_is_large_enough() {
     assert!(said.contains("is too small: it holds 1048576 bytes"), "{said}");
     assert!(said.contains("the image needs"), "{said}");
     assert!(fs::read(&small).expect("there") == vec![9; 1 << 20], "it was written to");
+}
+
+/// Its tables lead to space of the device that was never written.
+fn preallocated_image_shows_nothing_of_the_device(dir: &Path, device: &str) {
+    for how in ["metadata", "falloc", "full"] {
+        fs::write(device, vec![9; 16 << 20]).expect("there is room");
+        let preallocation = format!("preallocation={how}");
+        let create = |size| {
+            let options = ["-f", "qcow2", "--force", "-o", &preallocation, device, size];
+            mica_in(dir, &[&["create"][..], &options].concat())
+        };
+        let said = create("16M").refusal();
+        assert!(said.contains("is too small"), "{how}: {said}");
+        assert!(fs::read(device).expect("readable").iter().all(|byte| *byte == 9), "{how}");
+        create("8M").ok();
+        qemu::img(dir, ["check", "-f", "qcow2", device]).ok();
+        qemu::io(dir, &["-f", "qcow2"], device, &["read -P 0 0 8M"]);
+    }
 }

@@ -4,17 +4,13 @@ use super::content::ContentRules;
 use super::engine::{self, Job, Target};
 use super::progress::Progress;
 use super::{ConvertArgs, raw_unit};
-use crate::create::{Sources, is_block_device, warn_of_plain};
+use crate::create::{Sources, claim, is_block_device, warn_of_plain};
 use crate::failure::Failure;
 use mica_block::{Disk, Manage, Result, Zeroes};
 use mica_qcow2::IndexUse;
 use mica_rt::Executor;
 use mica_stack::Format;
 use mica_units::{GuestOffset, GuestRange};
-use rustix::fd::OwnedFd;
-use rustix::fs::{Mode, OFlags, open};
-use rustix::io::Errno;
-use std::path::Path;
 use std::sync::Arc;
 
 /// Bytes zeroed at a time: a device may take long over them.
@@ -99,19 +95,6 @@ impl Onto<'_> {
         };
         Ok(engine::copy(&job, progress)?)
     }
-}
-
-/// Claims the device at `path`: nothing that mounts devices or builds others from them can have it
-/// now, or get it.
-pub(super) fn claim(path: &Path) -> std::result::Result<OwnedFd, Failure> {
-    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
-    open(path, flags, Mode::empty()).map_err(|error| {
-        let name = path.display();
-        Failure::new(match error {
-            Errno::BUSY => format!("{name} is in use: it is mounted, or part of another device"),
-            error => format!("opening {name}: {}", std::io::Error::from(error)),
-        })
-    })
 }
 
 /// Makes the first `len` bytes read as zeros if that is cheaper than writing them. If not, and

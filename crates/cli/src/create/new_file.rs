@@ -1,6 +1,7 @@
 //! A file that a verb creates: an existing one is not overwritten without --force, and an
 //! unfinished one is removed.
 
+use super::device::Device;
 use super::sources::Sources;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
@@ -77,14 +78,15 @@ impl NewFile {
         Ok(Self { store, unfinished })
     }
 
-    /// The device at `path`, which is to be an image of at most `most` bytes: what they held is
-    /// zeros from now on, first of all what made it an image. A device is none if the copy fails.
+    /// A device, which is to be an image of at most `most` bytes: what they held is zeros from now
+    /// on, first of all what made it an image. A device is none if the copy fails.
     pub(crate) async fn on_device(
-        path: &Path,
+        device: &Device,
         sources: &Sources,
         options: ImageOptions,
         most: u64,
     ) -> Result<Self, Failure> {
+        let path = device.path();
         sources.check(path)?;
         let may_write = MayWrite::check(path, &options).await?;
         let store = open(path, options, may_write).await?;

@@ -1,0 +1,71 @@
+//! A block device that becomes a qcow2 image.
+
+use super::is_block_device;
+use crate::failure::Failure;
+use mica_qcow2_tools::create::{ImagePlan, Preallocation};
+use mica_qcow2_tools::measure::measure;
+use rustix::fd::OwnedFd;
+use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
+use rustix::io::Errno;
+use std::path::{Path, PathBuf};
+
+/// A block device that nobody else has.
+pub(crate) struct Device {
+    path: PathBuf,
+    claim: OwnedFd,
+}
+
+impl Device {
+    /// The device at `path`, if there is one.
+    pub(crate) fn of(path: &Path) -> Result<Option<Self>, Failure> {
+        if !is_block_device(path) {
+            return Ok(None);
+        }
+        Ok(Some(Self { path: path.to_owned(), claim: claim(path)? }))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The bytes at its start that an image of `plan` may take without having written them. It is
+    /// refused if it needs more than the device has: space for all of its disk, as the plan may
+    /// want, or that for `data_bytes` of clusters, if that is known.
+    pub(crate) fn room_for(
+        &self,
+        plan: &ImagePlan,
+        data_bytes: Option<u64>,
+    ) -> Result<u64, Failure> {
+        let there = seek(&self.claim, SeekFrom::End(0)).map_err(|error| {
+            let what = format!("asking for the length of {}", self.path.display());
+            Failure::from(std::io::Error::from(error)).within(what)
+        })?;
+        let measured = measure(plan, data_bytes.unwrap_or(0));
+        let needed = match (plan.preallocation, data_bytes) {
+            (Preallocation::Off, None) => 0,
+            (Preallocation::Off, Some(_)) => measured.required,
+            _ => measured.fully_allocated,
+        };
+        if there < needed {
+            return Err(Failure::new(format!(
+                "{} is too small: it holds {there} bytes, and the image needs {needed} \
+                 (mica measure)",
+                self.path.display(),
+            )));
+        }
+        Ok(measured.fully_allocated.min(there))
+    }
+}
+
+/// Claims the device at `path`: nothing that mounts devices or builds others from them can have it
+/// now, or get it.
+pub(crate) fn claim(path: &Path) -> Result<OwnedFd, Failure> {
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+    open(path, flags, Mode::empty()).map_err(|error| {
+        let name = path.display();
+        Failure::new(match error {
+            Errno::BUSY => format!("{name} is in use: it is mounted, or part of another device"),
+            error => format!("opening {name}: {}", std::io::Error::from(error)),
+        })
+    })
+}
