@@ -354,7 +354,7 @@ mod tests {
         assert_eq!(of(json!({"device_error": "gone"})), both("broken", "gone"));
         let slow = json!({"volume": {"throttled": 1}});
         assert_eq!(of(slow), both("throttled", "its log or its store is too slow"));
-        let delayed = json!({"vhost_user": {"delayed": 3}, "layers": 2, "indexed_layers": 1});
+        let delayed = json!({"delayed": 3, "layers": 2, "indexed_layers": 1});
         assert_eq!(of(delayed), both("throttled", "throttled, 2 layers"));
     }
 
