@@ -30,6 +30,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
+/// Disks whose memory is worth looking for: some 35 KiB each.
+const GONE_MIN: usize = 64;
+
 impl Shared {
     /// Adds a disk and serves it. The caller holds [`Self::hold`].
     ///
@@ -131,7 +134,9 @@ impl Shared {
         if served.source() == Source::Configuration {
             self.removed().insert(served.name.clone());
         }
-        self.forget(served)
+        let forgotten = self.forget(served);
+        self.give_memory_back();
+        forgotten
     }
 
     /// Disks of the configuration that were removed by command.
@@ -145,7 +150,17 @@ impl Shared {
             lost.get_or_insert_with(|| error.clone());
         });
         self.disks.remove(served);
+        self.gone.fetch_add(1, Ordering::Relaxed);
         removed
+    }
+
+    /// Gives back what many disks used that are gone: the heap would keep it for others, which may
+    /// never come.
+    fn give_memory_back(&self) {
+        let is_much = |gone: usize| (gone >= GONE_MIN).then_some(0);
+        if self.gone.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_much).is_ok() {
+            mica_rt::release_freed_memory();
+        }
     }
 
     /// Serves a disk again that was drained or could not be served. The caller holds
@@ -221,7 +236,10 @@ impl Shared {
         let is_config_read = config.is_some();
         let mut outcome = Reloaded { is_config_read, certificates, ..Reloaded::default() };
         match config {
-            Some(config) => self.change_to(config, &mut outcome),
+            Some(config) => {
+                self.change_to(config, &mut outcome);
+                self.give_memory_back();
+            }
             None => outcome.unchanged = self.disks.all().len(),
         }
         Ok(outcome)

@@ -50,6 +50,7 @@ pub(crate) struct Prepared {
     nbd: Option<nbd::Prepared>,
     device: Option<vhost_user::Prepared>,
     file: Option<mica_serve::Prepared<fuse::Running>>,
+    limiter: Option<Arc<Limiter>>,
     /// The disk whose index is kept, and with what.
     indexed: Option<(Arc<dyn Manage>, Resources)>,
     descriptors: Option<SetAside>,
@@ -61,6 +62,7 @@ pub(crate) struct Servers {
     nbd: Option<nbd::Running>,
     device: Option<vhost_user::Running>,
     file: Option<fuse::Running>,
+    limiter: Option<Arc<Limiter>>,
     indexed: Option<Indexed>,
     /// For its sockets and clients.
     descriptors: Option<SetAside>,
@@ -93,6 +95,7 @@ impl Prepared {
             subject;
         let disk = shown(&managed, part, settings)?;
         let limiter = Limiter::shared(settings.rates());
+        all.limiter.clone_from(&limiter);
         // A device asks the limiter itself, before it takes a request.
         let limited: Arc<dyn Disk> = match &limiter {
             Some(limiter) => Arc::new(Throttled::new(Arc::clone(&disk), Arc::clone(limiter))),
@@ -143,7 +146,7 @@ impl Prepared {
 
     /// Answers clients from now on.
     pub(crate) fn start(self) -> Servers {
-        let Self { nbd, device, file, indexed, descriptors } = self;
+        let Self { nbd, device, file, limiter, indexed, descriptors } = self;
         let keep_index = |(disk, resources): (Arc<dyn Manage>, Resources)| {
             Indexed::start(disk, &resources.indexers, &resources.workers.handles()[0])
         };
@@ -151,6 +154,7 @@ impl Prepared {
             nbd: nbd.map(nbd::Prepared::start),
             device: device.map(vhost_user::Prepared::start),
             file: file.map(mica_serve::Prepared::start),
+            limiter,
             indexed: indexed.and_then(keep_index),
             descriptors,
         }
@@ -182,6 +186,7 @@ impl Servers {
             nbd: self.nbd.as_ref().map(nbd::Running::counters).unwrap_or_default(),
             device: self.device.as_ref().map(vhost_user::Running::counters),
             file: self.file.as_ref().map(fuse::Running::counters),
+            delayed: self.limiter.as_ref().map_or(0, |limiter| limiter.delayed()),
         }
     }
 
@@ -211,7 +216,7 @@ impl Servers {
 
     /// Ends all of them and returns their final counters.
     pub(crate) fn shutdown(self) -> Counts {
-        let Self { nbd, device, file, indexed, descriptors } = self;
+        let Self { nbd, device, file, limiter, indexed, descriptors } = self;
         if let Some(indexed) = indexed {
             indexed.stop();
         }
@@ -219,6 +224,7 @@ impl Servers {
             file: file.map(fuse::Running::shutdown),
             device: device.map(vhost_user::Running::shutdown),
             nbd: nbd.map(nbd::Running::shutdown).unwrap_or_default(),
+            delayed: limiter.map_or(0, |limiter| limiter.delayed()),
         };
         drop(descriptors);
         counts

@@ -18,7 +18,7 @@ use sd_notify::NotifyState;
 use signal_hook::iterator::Handle;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
 };
@@ -78,6 +78,8 @@ pub(crate) struct Shared {
     pub(crate) is_hung_up: AtomicBool,
     /// The first disk that was removed without all that was written to it.
     pub(crate) lost: Mutex<Option<Error>>,
+    /// Disks that went since memory was last given back.
+    pub(crate) gone: AtomicUsize,
     pub(crate) own_process: OwnProcess,
     /// Whether another process now serves all of it.
     pub(crate) is_handed_over: AtomicBool,
@@ -113,6 +115,7 @@ impl Shared {
             hang_ups: Mutex::default(),
             is_hung_up: AtomicBool::new(false),
             lost: Mutex::default(),
+            gone: AtomicUsize::new(0),
             is_handed_over: AtomicBool::new(false),
             watch_period,
             control_sockets: Mutex::default(),

@@ -14,6 +14,8 @@ pub(crate) struct Counts {
     pub(crate) nbd: nbd::Counters,
     pub(crate) device: Option<vhost_user::Counters>,
     pub(crate) file: Option<fuse::Counters>,
+    /// Requests of NBD clients and of the file that waited because of rate limits.
+    pub(crate) delayed: u64,
 }
 
 /// What a disk did for its clients, whichever server they use.
@@ -36,7 +38,8 @@ impl Counts {
     /// The sums over its servers.
     pub(crate) fn totals(&self) -> Totals {
         let mut totals = Totals::default();
-        let Self { nbd, device, file } = self;
+        let Self { nbd, device, file, delayed } = self;
+        totals.delayed = *delayed;
         let moved = [nbd.reads, nbd.writes, nbd.read_bytes, nbd.written_bytes];
         totals.add(moved, nbd.errors, &nbd.latencies);
         if let Some(it) = device {
@@ -133,7 +136,7 @@ impl Section {
 
 /// All figures of a disk.
 pub(crate) fn sections(image: &Figures, counts: &Counts) -> [Section; 6] {
-    let Counts { nbd, device, file } = counts;
+    let Counts { nbd, device, file, delayed: _ } = counts;
     let server = |name, fields: Option<(Vec<_>, _, _)>| {
         let (fields, latencies) = match fields {
             Some((fields, help, latencies)) => (Some((fields, help)), Some(latencies)),

@@ -55,6 +55,14 @@ unsafe impl Send for Block {}
 // SAFETY: shared access to a block never touches its memory except through a `Buf` (I1).
 unsafe impl Sync for Block {}
 
+/// Gives memory that was freed back to the system: the heap that blocks are taken from would keep
+/// it. That takes milliseconds in which other threads may wait for memory: not for the data path.
+pub fn release_freed_memory() {
+    // SAFETY: it takes no pointer, and any thread may call it at any time.
+    #[cfg(target_env = "gnu")]
+    let _ = unsafe { libc::malloc_trim(0) };
+}
+
 impl Block {
     fn new(capacity: usize) -> Self {
         let layout = Layout::from_size_align(capacity, BUF_ALIGN).expect("less than all memory");

@@ -39,7 +39,7 @@ mod time;
 mod writeback;
 
 pub use backend::Backend;
-pub use buf::{BUF_ALIGN, Buf, SharedMemory};
+pub use buf::{BUF_ALIGN, Buf, SharedMemory, release_freed_memory};
 pub use clock::Instant;
 pub use doorbell::{Doorbell, prepare_doorbells};
 pub use executor::{Executor, Handle, look, yield_now};

@@ -3,7 +3,8 @@
 //! A bucket of tokens for each. A request that finds its bucket in debt waits until it is not; the
 //! request that empties it may take more than there is, so that one of any size gets through.
 
-use mica_rt::Instant;
+use mica_rt::{Instant, now, sleep};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -24,6 +25,8 @@ pub struct Rates {
 #[derive(Debug)]
 pub struct Limiter {
     buckets: Mutex<[Bucket; 2]>,
+    /// Requests that [`Self::wait`] kept waiting.
+    delayed: AtomicU64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -76,7 +79,8 @@ impl Limiter {
     pub(crate) fn new(rates: Rates) -> Option<Self> {
         let buckets =
             [Bucket::new(rates.iops, rates.iops_burst), Bucket::new(rates.bps, rates.bps_burst)];
-        (rates.iops > 0 || rates.bps > 0).then(|| Self { buckets: Mutex::new(buckets) })
+        (rates.iops > 0 || rates.bps > 0)
+            .then(|| Self { buckets: Mutex::new(buckets), delayed: AtomicU64::new(0) })
     }
 
     /// One that several servers of a disk share.
@@ -97,6 +101,22 @@ impl Limiter {
         operations.take(1);
         moved.take(bytes);
         Ok(())
+    }
+
+    /// Waits until one request that moves `bytes` is admitted.
+    pub(crate) async fn wait(&self, bytes: u64) {
+        let mut is_delayed = false;
+        while let Err(wait) = self.admit(bytes, now()) {
+            if !std::mem::replace(&mut is_delayed, true) {
+                self.delayed.fetch_add(1, Ordering::Relaxed);
+            }
+            sleep(wait).await;
+        }
+    }
+
+    /// Requests of NBD clients and of files that waited. A device counts its own.
+    pub fn delayed(&self) -> u64 {
+        self.delayed.load(Ordering::Relaxed)
     }
 }
 

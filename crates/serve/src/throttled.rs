@@ -3,7 +3,7 @@
 
 use crate::limit::Limiter;
 use mica_block::{Disk, Extent, Geometry, IoFuture, LocalFuture, Planned, Result, Writing, Zeroes};
-use mica_rt::{Buf, now, sleep};
+use mica_rt::{Buf, now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 
@@ -25,9 +25,7 @@ impl Throttled {
     }
 
     async fn wait(&self, bytes: u64) {
-        while let Err(wait) = self.limiter.admit(bytes, now()) {
-            sleep(wait).await;
-        }
+        self.limiter.wait(bytes).await;
     }
 }
 
@@ -106,7 +104,8 @@ mod tests {
         executor.block_on(async {
             let rates = Rates { bps: 64 << 10, bps_burst: 4096, ..Rates::default() };
             let limiter = Limiter::shared(rates).expect("a limit");
-            let disk = Throttled::new(Arc::new(MemoryDisk::new(1 << 20)), limiter);
+            let memory = Arc::new(MemoryDisk::new(1 << 20));
+            let disk = Throttled::new(memory, Arc::clone(&limiter));
             let began = now();
             for number in 0..16 {
                 let at = GuestOffset::new(number * 4096);
@@ -119,6 +118,8 @@ mod tests {
             let took = now().saturating_since(began);
             let expected = Duration::from_millis(900)..Duration::from_millis(1100);
             assert!(expected.contains(&took), "{took:?}");
+            // The first write had the burst; each of the others waited, and so did the read.
+            assert_eq!(limiter.delayed(), 16);
             disk.flush().await.expect("nothing to wait for");
         });
     }

@@ -261,3 +261,44 @@ fn of_two_disks_of_one_image_that_is_written_one_is_served() {
         assert_eq!(states, [Some("failed"), Some("serving")], "{}", world.log());
     }
 }
+
+/// Memory of a process that is no file's, in KiB.
+fn anonymous_memory_of(process: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).expect("it runs");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("Linux");
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
+}
+
+#[test]
+fn memory_of_disks_that_a_reload_removes_goes_back_to_the_system() {
+    const DISKS: usize = 600;
+    let mut world = World::new();
+    let disk = |number: usize| {
+        let rest = format!("image = \"1M\"\nformat = \"null\"\nnbd = [\"{number}.sock\"]\n");
+        (format!("d{number}"), rest)
+    };
+    let (name, rest) = disk(0);
+    world.add(&name, &rest);
+    let one = world.config.clone();
+    let server = world.serve(8192, "0.sock");
+    let process = server.0.id();
+    let before = anonymous_memory_of(process);
+
+    for number in 1..DISKS {
+        let (name, rest) = disk(number);
+        world.add(&name, &rest);
+    }
+    fs::write(world.at("mica.toml"), &world.config).expect("written");
+    world.ctl(&["reload"]).ok();
+    let many = anonymous_memory_of(process);
+    fs::write(world.at("mica.toml"), one).expect("written");
+    world.ctl(&["reload"]).ok();
+
+    let is_given_back = || {
+        let kept = anonymous_memory_of(process).saturating_sub(before);
+        (2 * kept < many - before).then_some(())
+    };
+    let given_back = clock::poll(LIMIT, Duration::from_millis(50), is_given_back);
+    let after = anonymous_memory_of(process);
+    assert!(given_back.is_some(), "{before} KiB, then {many} KiB, and at last {after} KiB");
+}

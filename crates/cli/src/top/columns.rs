@@ -136,13 +136,24 @@ pub(super) fn table(all: &[Rates<'_>], shown: &[&Rates<'_>], width: usize) -> Ta
         }
         line.trim_end().to_owned()
     };
+    // A disk that could not be served has no figures, but a reason.
+    let row = |at: usize, name: &str, it: &Rates<'_>| {
+        let state = columns.first().filter(|_| has_only_reason(it));
+        let Some(state) = state else {
+            return line(name, &|column| column.cells[at].clone(), notes(it));
+        };
+        let begin = padded(&shortened(name, name_width), name_width)
+            + &" ".repeat(GAP)
+            + &state.aligned(&state.cells[at])
+            + &" ".repeat(GAP);
+        let reason_width = width.saturating_sub(length(&begin));
+        (begin + &middle_cut(&notes(it), reason_width)).trim_end().to_owned()
+    };
     let rows = names.iter().zip(shown).enumerate();
     Table {
         head: line("DISK", &|it| it.column.title.to_owned(), "NOTES".to_owned()),
         total: line(&total_name, &|it| it.total.clone(), String::new()),
-        rows: rows
-            .map(|(at, (name, it))| line(name, &|column| column.cells[at].clone(), notes(it)))
-            .collect(),
+        rows: rows.map(|(at, (name, it))| row(at, name, it)).collect(),
     }
 }
 
@@ -185,6 +196,22 @@ pub(super) fn shortened(text: &str, width: usize) -> String {
         return text.to_owned();
     }
     text.chars().take(width.saturating_sub(1)).chain(['…']).take(width).collect()
+}
+
+/// The same, but what ends it is kept: what is wrong comes after a path.
+fn middle_cut(text: &str, width: usize) -> String {
+    let len = length(text);
+    if len <= width || width < NOTES_MIN {
+        return shortened(text, width);
+    }
+    let begin = width / 4;
+    let end = text.chars().skip(len - (width - begin - 1));
+    text.chars().take(begin).chain(['…']).chain(end).collect()
+}
+
+/// Whether nothing is to be said of a disk but why it is not served.
+fn has_only_reason(it: &Rates<'_>) -> bool {
+    it.disk["state"] == "failed" && it.disk["failure"].is_string()
 }
 
 fn sum(all: &[Rates<'_>], of: fn(&Rates<'_>) -> f64) -> f64 {
@@ -337,6 +364,26 @@ mod tests {
     }
 
     #[test]
+    fn disk_that_is_not_served_says_why_on_a_narrow_screen() {
+        let path = "/a/folder/of/images/with/a/name/that/is/long/enough/for/once/vm-7.qcow2";
+        let failure = format!("opening {path}: No such file or directory (os error 2)");
+        let answer = json!({"pid": 1, "uptime_ms": 1, "disks": [
+            {"name": "vm-7", "state": "failed", "failure": failure},
+            {"name": "vm-8", "state": "serving"},
+        ]});
+        let rates = between(&Value::Null, &answer);
+        let shown: Vec<_> = rates.iter().collect();
+        for width in 0..200 {
+            let rows = table(&rates, &shown, width).rows;
+            assert!(length(&rows[0]) <= width.max(NAME_MIN), "{width}: {}", rows[0]);
+        }
+        let rows = table(&rates, &shown, 80).rows;
+        assert!(rows[0].starts_with("vm-7     failed     opening "), "{}", rows[0]);
+        assert!(rows[0].ends_with("No such file or directory (os error 2)"), "{}", rows[0]);
+        assert!(rows[1].ends_with(" 0"), "{}", rows[1]);
+    }
+
+    #[test]
     fn what_is_wrong_with_a_disk_is_its_state_and_its_note() {
         let of = |more: Value| {
             let mut disk = json!({"name": "a", "state": "serving"});
@@ -354,7 +401,7 @@ mod tests {
         assert_eq!(of(json!({"device_error": "gone"})), both("broken", "gone"));
         let slow = json!({"volume": {"throttled": 1}});
         assert_eq!(of(slow), both("throttled", "its log or its store is too slow"));
-        let delayed = json!({"vhost_user": {"delayed": 3}, "layers": 2, "indexed_layers": 1});
+        let delayed = json!({"delayed": 3, "layers": 2, "indexed_layers": 1});
         assert_eq!(of(delayed), both("throttled", "throttled, 2 layers"));
     }
 

@@ -2,7 +2,7 @@
 
 use crate::ctl::disks;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// The servers of a disk, as sections of the answer.
 const SERVERS: [&str; 3] = ["nbd", "vhost_user", "fuse"];
@@ -39,9 +39,13 @@ pub(super) fn between<'a>(before: &Value, now: &'a Value) -> Vec<Rates<'a>> {
     let since = if is_same { ms(before) } else { 0 };
     #[expect(clippy::cast_precision_loss, reason = "a rate is shown")]
     let seconds = (ms(now) - since).max(1) as f64 / 1000.0;
+    // A screen of a thousand disks is computed at every key.
+    let earlier = disks(before).filter(|_| is_same);
+    let old: HashMap<_, _> =
+        earlier.filter_map(|disk| Some((disk["name"].as_str()?, disk))).collect();
     let of_disk = |disk: &'a Value| {
-        let same = disks(before).find(|old| is_same && old["name"] == disk["name"]);
-        rates(same.unwrap_or(&Value::Null), disk, seconds)
+        let same = disk["name"].as_str().and_then(|name| old.get(name));
+        rates(same.copied().unwrap_or(&Value::Null), disk, seconds)
     };
     disks(now).map(of_disk).collect()
 }
@@ -62,7 +66,7 @@ fn rates<'a>(before: &Value, disk: &'a Value, seconds: f64) -> Rates<'a> {
         written_bytes: rate("written_bytes"),
         read: Latency::between(before, disk, "read"),
         write: Latency::between(before, disk, "write"),
-        delayed: more("vhost_user", "delayed"),
+        delayed: number(&disk["delayed"]).saturating_sub(number(&before["delayed"])),
         hit_rate: ratio(hits, hits.saturating_add(misses)),
     }
 }

@@ -66,10 +66,14 @@ impl View {
             Key::Letter(' ') | Key::PageDown => self.above + self.page,
             Key::Letter('g') | Key::Home => 0,
             Key::Letter('G') | Key::End => count,
-            Key::Letter(letter) => {
-                self.sort = Sort::of_key(letter.to_ascii_lowercase()).unwrap_or(self.sort);
-                self.above
-            }
+            // What comes first is why one sorts.
+            Key::Letter(letter) => match Sort::of_key(letter.to_ascii_lowercase()) {
+                Some(sort) => {
+                    self.sort = sort;
+                    0
+                }
+                None => self.above,
+            },
         };
         self.above = above.min(count.saturating_sub(self.page));
         Wish::Stay
@@ -224,6 +228,11 @@ mod tests {
         assert!(lines[5].text.starts_with("vm-4 ") && lines[5].style == Style::Bad, "{lines:?}");
         assert!(lines[6].text.starts_with("vm-8 "), "{lines:?}");
         assert!(lines[1].text.contains("1 with problems; 3 MiB"), "{lines:?}");
+        // Sorting shows what is first then, wherever one was.
+        view.lines(8, 80);
+        view.press(Key::End);
+        view.press(Key::Letter('x'));
+        assert!(!view.lines(8, 80)[5].text.starts_with("vm-4 "));
         view.press(Key::Letter('r'));
         let lines = view.lines(24, 80);
         assert!(lines[0].text.ends_with("by reads"), "{lines:?}");

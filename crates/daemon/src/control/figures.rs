@@ -46,8 +46,10 @@ pub(super) fn of_disk(sources: &Sources, served: &Served) -> Value {
 
 fn stats_of(history: &History, served: &Served) -> Map<String, Value> {
     let mut document = map(&Brief::of(served));
-    let errors = history.errors_lately(&served.name, &served.counts().totals());
+    let totals = served.counts().totals();
+    let errors = history.errors_lately(&served.name, &totals);
     document.insert("errors_lately".to_owned(), json!(errors));
+    document.insert("delayed".to_owned(), json!(totals.delayed));
     document.extend(served.figures());
     document
 }

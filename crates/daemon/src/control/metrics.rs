@@ -140,6 +140,10 @@ fn of_disk(page: &mut Page, seen: &Seen<'_>) {
     page.counter("mica_disk_written_bytes_total", help, disk, totals.written_bytes);
     let help = "Requests that were answered with an error, by whichever server.";
     page.counter("mica_disk_errors_total", help, disk, totals.errors);
+    if totals.delayed > 0 {
+        let help = "Times that requests of a disk waited because of its rate limits.";
+        page.counter("mica_disk_delayed_total", help, disk, totals.delayed);
+    }
     for section in stats::sections(shown, counts) {
         page.section(name, &section);
     }

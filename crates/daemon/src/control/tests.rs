@@ -430,7 +430,10 @@ fn everything_about_a_disk_is_in_one_answer_and_unknown_disks_in_none() {
     assert_eq!(one["disks"].as_array().map(Vec::len), Some(1));
     assert_eq!(one["status"], json("/v1/status")["disks"][0]);
     let disk = &one["disks"][0];
-    assert!(disk["nbd"]["reads"] == 0 && disk["latency"].is_object(), "{disk}");
+    assert!(
+        disk["delayed"] == 0 && disk["nbd"]["reads"] == 0 && disk["latency"].is_object(),
+        "{disk}"
+    );
     let overview = json("/v1/overview");
     assert_eq!(overview["disks"][1]["name"], "two", "{overview}");
     for key in ["reads", "written_bytes", "errors", "errors_lately", "delayed", "clients"] {
