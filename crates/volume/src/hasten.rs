@@ -117,9 +117,14 @@ impl Shared {
     /// # Errors
     /// As there; why the volume was given up.
     pub(crate) async fn end_unless_given_up(self: &Arc<Self>, end: &End) -> Result<()> {
-        let ended = self.given_up.unless_raised(self.end(end)).await;
-        self.rest().await;
-        ended.unwrap_or_else(|| self.latch().map_or(Ok(()), Err))
+        match self.given_up.unless_raised(self.end(end)).await {
+            Some(ended) => {
+                self.rest().await;
+                ended
+            }
+            // Nor is the log waited for, whose device may be what hangs.
+            None => self.latch().map_or(Ok(()), Err),
+        }
     }
 
     /// As [`Self::end_unless_given_up`]; if the log has what was promised, all is well.

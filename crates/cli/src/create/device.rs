@@ -1,12 +1,12 @@
 //! A block device that becomes a qcow2 image.
 
-use super::is_block_device;
 use crate::failure::Failure;
 use mica_qcow2_tools::create::{ImagePlan, Preallocation};
 use mica_qcow2_tools::measure::measure;
 use rustix::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
 use rustix::io::Errno;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 /// A block device that nobody else has.
@@ -55,6 +55,11 @@ impl Device {
         }
         Ok(measured.fully_allocated.min(there))
     }
+}
+
+/// Whether `path` names a block device.
+pub(crate) fn is_block_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|found| found.file_type().is_block_device())
 }
 
 /// Claims the device at `path`: nothing that mounts devices or builds others from them can have it

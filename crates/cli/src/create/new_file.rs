@@ -1,7 +1,7 @@
 //! A file that a verb creates: an existing one is not overwritten without --force, and an
 //! unfinished one is removed.
 
-use super::device::Device;
+use super::device::{Device, is_block_device};
 use super::sources::Sources;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
@@ -13,7 +13,6 @@ use mica_store::CacheMode;
 use mica_units::HostOffset;
 use std::fs::OpenOptions;
 use std::io::ErrorKind;
-use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -139,11 +138,6 @@ async fn write_zeros(device: &dyn Store, mut at: u64, len: u64) -> mica_block::R
 const ZEROED_BYTES_MAX: u64 = 1 << 30;
 /// Bytes of zeros that are written at a time.
 const WRITTEN_BYTES: usize = 1 << 20;
-
-/// Whether `path` names a block device.
-pub(crate) fn is_block_device(path: &Path) -> bool {
-    path.metadata().is_ok_and(|found| found.file_type().is_block_device())
-}
 
 /// Opens the file at `path` for writing, through the page cache.
 pub(crate) async fn open_writable(
