@@ -14,12 +14,13 @@
 //! layers of a disk goes when that is opened for serving, or committed ([`remove_abandoned`]).
 //!
 //! Invariants
-//! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked, or,
+//! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked, and,
 //!   of a new layer, has the active one locked.
 //! - I2 Where a file system has no locks nothing is removed: nobody knows who is at work.
 
 use crate::files::folder_of;
 use mica_block::{Error, Result};
+use mica_rt::Access;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use std::ffi::OsString;
@@ -144,24 +145,38 @@ pub fn remove_abandoned(layers: &[PathBuf]) -> Vec<PathBuf> {
         for ending in [NEW_ABOVE, NEW_MERGED, NEW_OVERLAYS] {
             let mut path = layer.clone().into_os_string();
             path.push(ending);
-            removed.extend(remove_if_abandoned(path.into()));
+            removed.extend(remove_if_abandoned(path.into(), |_| true));
         }
     }
     if let Some(active) = layers.last().and_then(real) {
         let path = unnamed(&active, &active);
-        let is_file = path.symlink_metadata().is_ok_and(|found| is_own_file(&found));
-        removed.extend((is_file && std::fs::remove_file(&path).is_ok()).then_some(path));
+        // Its owner has the active one locked, not this: but where there are no locks, the caller
+        // only thinks that it has.
+        removed.extend(remove_if_abandoned(path, is_lockable_image));
     }
     removed
 }
 
-fn remove_if_abandoned(path: PathBuf) -> Option<PathBuf> {
+/// Removes the file at `path` if nobody has it locked, and it `is_free`.
+fn remove_if_abandoned(path: PathBuf, is_free: impl FnOnce(&File) -> bool) -> Option<PathBuf> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(&path).ok()?;
     let is_abandoned = is_own_file(&file.metadata().ok()?)
         && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+        && is_free(&file)
         && is_at(&path, &file);
     (is_abandoned && std::fs::remove_file(&path).is_ok()).then_some(path)
+}
+
+/// Whether images have locks where `file` is (I2), and nobody has one of it. A file system may have
+/// those of whole files only, or the other way round.
+fn is_lockable_image(file: &File) -> bool {
+    let Ok(file) = file.try_clone() else { return false };
+    let file = mica_rt::File::new(file.into(), Access::Buffered);
+    // To the end of the file, wherever that is.
+    let (start, len) = (0, 0);
+    file.lock_shared(start, len).is_ok()
+        && file.is_locked_elsewhere(start, len).is_ok_and(|is_locked| !is_locked)
 }
 
 /// Whether it is a file that a process of this user may have left.
@@ -245,6 +260,27 @@ mod tests {
         fs::write(&new, "other").expect("written");
         taken.remove();
         assert!(new.exists());
+    }
+
+    /// The story: where files cannot be locked, a server removed the layer that another was making.
+    #[test]
+    fn new_layer_that_cannot_be_locked_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (disk, new) = (folder.path().join("disk"), folder.path().join(".disk.mica-new"));
+        fs::write(&disk, "image").expect("written");
+        fs::write(&new, "new").expect("written");
+        let layers = std::slice::from_ref(&disk);
+        let other = File::open(&new).expect("open");
+        flock(&other, FlockOperation::NonBlockingLockExclusive).expect("locked");
+        assert!(remove_abandoned(layers).is_empty());
+        flock(&other, FlockOperation::Unlock).expect("unlocked");
+        // As images are locked.
+        let other = mica_rt::File::new(other.into(), Access::Buffered);
+        other.lock_shared(100, 1).expect("locked");
+        assert!(remove_abandoned(layers).is_empty());
+        drop(other);
+        assert_eq!(remove_abandoned(layers).len(), 1);
+        assert!(!new.exists());
     }
 
     #[test]

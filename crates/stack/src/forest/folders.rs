@@ -13,6 +13,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// Ends the names of layers that older versions were about to add to keep a state.
+const OLD_KEPT_NEW: &[u8] = b".new";
+
 /// The name of a file.
 pub(super) struct FileName {
     pub(super) path: PathBuf,
@@ -93,7 +96,9 @@ impl Walk {
 /// say, is of no use any more.
 fn is_unfinished(name: &OsStr) -> bool {
     let name = name.as_encoded_bytes();
-    name.starts_with(b".") && name.ends_with(UNNAMED.as_bytes())
+    // Older versions called a layer that was to keep a state `.DISK@STATE.qcow2.new`.
+    let is_of_old = name.ends_with(OLD_KEPT_NEW) && name.contains(&b'@');
+    name.starts_with(b".") && (name.ends_with(UNNAMED.as_bytes()) || is_of_old)
 }
 
 fn list(folder: &Path) -> io::Result<Listing> {

@@ -13,7 +13,8 @@ use rustix::fs::{
     unlinkat,
 };
 use rustix::io::Errno;
-use std::ffi::CString;
+use rustix::path::Arg;
+use std::ffi::CStr;
 use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -59,27 +60,31 @@ impl Temporary {
             return 0;
         };
         let names = entries.filter_map(|entry| Some(entry.ok()?.file_name().to_owned()));
-        let is_abandoned = |name: &CString| {
-            let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-            let Ok(file) = openat(&self.directory, name, flags, Mode::empty()) else {
-                return false;
-            };
-            let is_ours = fstat(&file).is_ok_and(|stat| {
-                FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
-                    && stat.st_uid == rustix::process::geteuid().as_raw()
-            });
-            let age = || fstat(&file).map_or(0, |stat| now.saturating_sub(stat.st_mtime));
-            is_ours
-                && match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                    Ok(()) => true,
-                    Err(Errno::WOULDBLOCK) => false,
-                    Err(_) => age() > ABANDONED_SECONDS,
-                }
-        };
         names
-            .filter(|name| is_temporary(name.to_bytes()) && is_abandoned(name))
-            .filter(|name| unlinkat(&self.directory, name, AtFlags::empty()).is_ok())
+            .filter(|name| is_temporary(name.to_bytes()))
+            .filter(|name| {
+                let abandoned = self.open_abandoned(name, now);
+                abandoned.is_some_and(|file| remove_own(&self.directory, name, &file))
+            })
             .count()
+    }
+
+    /// The file called `name`, if nobody writes it. Nobody else can take it until it is closed.
+    fn open_abandoned(&self, name: &CStr, now: i64) -> Option<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = openat(&self.directory, name, flags, Mode::empty()).ok()?;
+        let is_ours = fstat(&file).is_ok_and(|stat| {
+            FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+                && stat.st_uid == rustix::process::geteuid().as_raw()
+        });
+        let age = || fstat(&file).map_or(0, |stat| now.saturating_sub(stat.st_mtime));
+        let is_abandoned = is_ours
+            && match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => true,
+                Err(Errno::WOULDBLOCK) => false,
+                Err(_) => age() > ABANDONED_SECONDS,
+            };
+        is_abandoned.then_some(file)
     }
 
     pub(super) fn put_at(self, spot: &Spot) -> io::Result<()> {
@@ -119,11 +124,21 @@ fn create_new(directory: &OwnedFd, mode: Mode) -> rustix::io::Result<(String, Ow
 /// `name`: somebody may have had it locked, and removed it, since it was created.
 fn lock(directory: &OwnedFd, name: &str, file: &OwnedFd) -> bool {
     let locked = flock(file, FlockOperation::NonBlockingLockExclusive);
+    locked != Err(Errno::WOULDBLOCK) && has_name(directory, name, file)
+}
+
+/// Whether `file` is what `name` names.
+fn has_name(directory: &OwnedFd, name: impl Arg, file: &OwnedFd) -> bool {
     let there = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW);
-    locked != Err(Errno::WOULDBLOCK)
-        && there.is_ok_and(|there| {
-            fstat(file).is_ok_and(|own| (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino))
-        })
+    there.is_ok_and(|there| {
+        fstat(file).is_ok_and(|own| (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino))
+    })
+}
+
+/// Removes `file`, which this process has locked, unless another one has its `name` by now. Returns
+/// whether it did.
+fn remove_own(directory: &OwnedFd, name: &CStr, file: &OwnedFd) -> bool {
+    has_name(directory, name, file) && unlinkat(directory, name, AtFlags::empty()).is_ok()
 }
 
 /// Whether [`create_new`] makes such names.
@@ -134,4 +149,25 @@ fn is_temporary(name: &[u8]) -> bool {
         let mut parts = inner.split(|byte| *byte == b'-');
         parts.by_ref().take(2).filter(|part| is_number(part)).count() == 2 && parts.next().is_none()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn file_that_another_one_took_the_name_of_is_not_removed_for_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("new");
+        let directory = OwnedFd::from(fs::File::open(folder.path()).expect("open"));
+        let old = OwnedFd::from(fs::File::create(&path).expect("made"));
+        fs::rename(&path, folder.path().join("sidecar")).expect("put in its place");
+        assert!(!remove_own(&directory, c"new", &old));
+        let other = OwnedFd::from(fs::File::create(&path).expect("made"));
+        assert!(!remove_own(&directory, c"new", &old));
+        assert!(path.exists());
+        assert!(remove_own(&directory, c"new", &other));
+        assert!(!path.exists());
+    }
 }

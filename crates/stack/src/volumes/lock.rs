@@ -29,6 +29,8 @@
 //!   name has no file, or one that nobody has locked.
 //! - I6 The new file names the old one. Whoever takes the lock of a process that was killed before
 //!   it fenced moves that back if somebody has it: that one's time is not over.
+//! - I7 Files change places while one process holds the gate, and no other does: each looks at what
+//!   has which name first, and removes nothing but its own file.
 
 use super::machine::Machine;
 use mica_block::{Error, ErrorKind, Result};
@@ -51,6 +53,13 @@ use std::time::Duration;
 const FOLDER: &str = ".locks";
 /// The lock of whoever collects the store, in that folder.
 const COLLECTOR: &str = ".collector";
+/// The gate (I7), in that folder. It stays there.
+const GATE: &str = ".gate";
+/// How long somebody else may take to change places. It is a few calls, but some of them sync.
+const GATE_TRIES: u32 = 500;
+const GATE_PAUSE: Duration = Duration::from_millis(10);
+/// Ends the name of the old file while it has no other, where files cannot change places at once.
+const OLD: &str = ".old";
 /// How long the system may take to give up the locks of a process that was killed.
 const RELEASE_TRIES: u32 = 50;
 const RELEASE_PAUSE: Duration = Duration::from_millis(20);
@@ -138,7 +147,7 @@ impl VolumeLock {
         let failed = |error: io::Error| {
             Error::from_io(format!("passing by the lock {}", path.display()), error)
         };
-        let lock = Self::pass_by(&path, volume).map_err(failed)?;
+        let lock = Self::pass_by(&path, volume, File::sync_all).map_err(failed)?;
         let Some(lock) = lock else {
             let what = format!("volume {volume} was just taken by another process");
             return Err(Error::new(ErrorKind::Denied, what));
@@ -149,9 +158,19 @@ impl VolumeLock {
     }
 
     /// A lock in the place of the one at `path`, which another process has; none if another process
-    /// was faster.
-    fn pass_by(path: &Path, volume: &str) -> io::Result<Option<Self>> {
+    /// was faster. The folder of locks is made durable by `sync`.
+    fn pass_by(
+        path: &Path,
+        volume: &str,
+        sync: impl FnOnce(&File) -> io::Result<()>,
+    ) -> io::Result<Option<Self>> {
+        // Before the files change places, so that little can fail once they have.
+        let folder = File::open(path.parent().expect("the folder of locks"))?;
         let old = File::open(path)?;
+        let _gate = Gate::take(path)?;
+        if !has_name(&old, path) {
+            return Ok(None);
+        }
         let (file, aside) = new_aside(path, volume)?;
         let found = Note::read(&old).writer;
         let lock = Self { file, path: path.to_owned(), found, passed_by: Some(aside.clone()) };
@@ -159,28 +178,67 @@ impl VolumeLock {
             .map_err(io::Error::from)
             .and_then(|()| lock.write(&lock.found))
             .and_then(|()| lock.file.sync_data())
-            .and_then(|()| swap(&aside, path));
+            .and_then(|()| swap(&aside, path))
+            .and_then(|()| sync(&folder));
         if let Err(error) = swapped {
             // The first failure is the one to report.
-            let _ = unlink(&aside);
+            lock.undo(&old, &aside);
             return Err(error);
         }
         if !has_name(&old, &aside) {
+            // An older version does not know the gate.
             swap(&aside, path)?;
-            let _ = unlink(&aside);
+            lock.remove_own(&aside);
             return Ok(None);
         }
         Ok(Some(lock))
     }
 
+    /// After a failure: `old`, which another process has locked, has its name again, and nothing is
+    /// left `aside`. If that cannot be done the files stay, and who is next moves it back (I6).
+    fn undo(&self, old: &File, aside: &Path) {
+        if !has_name(old, &self.path)
+            && let Some(place) = places_of(aside).into_iter().find(|place| has_name(old, place))
+            && let Err(error) = rename(&place, &self.path)
+        {
+            tracing::warn!(%error, "cannot move {} back", place.display());
+            return;
+        }
+        self.remove_own(aside);
+    }
+
+    /// Removes what is at `aside`, if it is the file of this lock.
+    fn remove_own(&self, aside: &Path) {
+        if has_name(&self.file, aside) {
+            let _ = unlink(aside);
+        }
+    }
+
     /// The process whose lock was passed by, if there is one, has it again: the volume was not
     /// taken from it.
     pub(super) fn give_back(&mut self) {
-        if let Some(aside) = self.passed_by.take()
-            && let Err(error) = rename(&aside, &self.path)
-        {
+        let Some(aside) = self.passed_by.take() else { return };
+        let moved = Gate::take(&self.path).and_then(|_gate| match self.place() {
+            Some(place) => Ok(rename(&aside, &place)?),
+            // Who passed this one by has the volume.
+            None => Ok(unlink(&aside)?),
+        });
+        if let Err(error) = moved {
             tracing::warn!(%error, "cannot move {} back", aside.display());
         }
+    }
+
+    /// Where the file of this lock is: at its path, or aside if this one was passed by, too.
+    fn place(&self) -> Option<PathBuf> {
+        let mut place = self.path.clone();
+        for _ in 0..ASIDE_MAX {
+            if has_name(&self.file, &place) {
+                return Some(place);
+            }
+            let passed = Note::read(&File::open(&place).ok()?).passed?;
+            place = aside_of(&self.path, &passed)?;
+        }
+        None
     }
 
     /// The process whose lock was passed by, if there is one, writes the volume no more.
@@ -206,7 +264,7 @@ impl VolumeLock {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) if has_name(&file, &path) => {
                     let Note { writer: found, passed, .. } = Note::read(&file);
-                    if moved_back(&path, passed.as_deref()).map_err(failed)? {
+                    if moved_back(&file, &path, passed.as_deref()).map_err(failed)? {
                         continue;
                     }
                     let lock = Self { file, path, found, passed_by: None };
@@ -417,43 +475,87 @@ fn new_aside(path: &Path, volume: &str) -> io::Result<(File, PathBuf)> {
     Err(Errno::EXIST.into())
 }
 
-/// What is at `aside` gets the name `path`, and what was there is at `aside` then.
+/// What is at `aside` gets the name `path`, and what was there is at `aside` then. After an error it
+/// may be at the other one of [`places_of`].
 fn swap(aside: &Path, path: &Path) -> io::Result<()> {
     match renameat_with(CWD, aside, CWD, path, RenameFlags::EXCHANGE) {
         // Not every file system can do that, such as those of other hosts.
         Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => {
-            let mut third = aside.as_os_str().to_owned();
-            third.push(".old");
+            let [_, third] = places_of(aside);
             link(path, &third)?;
             if let Err(error) = rename(aside, path) {
                 let _ = unlink(&third);
                 return Err(error.into());
             }
-            rename(&third, aside)?;
+            Ok(rename(&third, aside)?)
         }
-        done => done?,
+        done => Ok(done?),
     }
-    File::open(path.parent().expect("the folder of locks"))?.sync_all()
 }
 
-/// Gives the lock at `path`, which this process has, back to whom it was taken from, if somebody
-/// has that file (I6). Returns whether it did.
-fn moved_back(path: &Path, passed: Option<&OsStr>) -> rustix::io::Result<bool> {
+/// Where the file is that [`swap`] moved `aside`: there, or on the way.
+fn places_of(aside: &Path) -> [PathBuf; 2] {
+    let mut third = aside.as_os_str().to_owned();
+    third.push(OLD);
+    [aside.to_owned(), third.into()]
+}
+
+/// The file beside that at `path` that a note calls `passed`.
+fn aside_of(path: &Path, passed: &OsStr) -> Option<PathBuf> {
+    let name = passed.as_bytes();
     // It is a name, and not a path to somewhere else.
-    let passed = passed.filter(|name| name.as_bytes().first() == Some(&b'.'));
-    let Some(aside) = passed.filter(|name| !name.as_bytes().contains(&b'/')) else {
+    let is_name = name.first() == Some(&b'.') && !name.contains(&b'/');
+    is_name.then(|| path.with_file_name(passed))
+}
+
+/// Gives the lock at `path`, which `own` is, back to whom it was taken from, if somebody has that
+/// file (I6). Returns whether another file has the name now.
+fn moved_back(own: &File, path: &Path, passed: Option<&OsStr>) -> rustix::io::Result<bool> {
+    let Some(aside) = passed.and_then(|name| aside_of(path, name)) else {
         return Ok(false);
     };
-    let aside = path.with_file_name(aside);
-    let Ok(file) = File::open(&aside) else { return Ok(false) };
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Err(Errno::WOULDBLOCK) => rename(&aside, path).map(|()| true),
-        // Its process has ended.
-        Ok(()) => {
-            let _ = unlink(&aside);
-            Ok(false)
+    for aside in places_of(&aside) {
+        let Ok(file) = File::open(&aside) else { continue };
+        let _gate = Gate::take(path)
+            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::AGAIN))?;
+        if !has_name(own, path) {
+            return Ok(true);
         }
-        Err(error) => Err(error),
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => return rename(&aside, path).map(|()| true),
+            // Its process has ended.
+            Ok(()) if has_name(&file, &aside) => {
+                let _ = unlink(&aside);
+            }
+            Ok(()) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(false)
+}
+
+/// The right to let files of locks change places (I7).
+struct Gate(#[expect(dead_code, reason = "it is held")] File);
+
+impl Gate {
+    /// Takes it, in the folder of the lock at `path`.
+    ///
+    /// # Errors
+    /// `WouldBlock` if somebody has it for long; any error of the system.
+    fn take(path: &Path) -> io::Result<Self> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        // It is never removed. No volume has a name that begins with a dot.
+        let mode = Mode::RUSR | Mode::WUSR;
+        let file = File::from(openat(CWD, path.with_file_name(GATE), flags, mode)?);
+        for _ in 0..GATE_TRIES {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(Self(file)),
+                Err(Errno::WOULDBLOCK) => crate::temporary::sleep(GATE_PAUSE),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let what = "another process is taking a lock of the store by force, and does not end";
+        Err(io::Error::new(io::ErrorKind::WouldBlock, what))
     }
 }
 
@@ -466,90 +568,4 @@ fn has_name(file: &File, path: &Path) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn run<T>(test: impl Future<Output = T>) -> T {
-        mica_rt::Executor::new(mica_rt::Backend::Pool).expect("threads").block_on(test)
-    }
-
-    #[test]
-    fn note_is_read_as_it_was_written() {
-        let machine = Machine { host: "web 1".to_owned(), id: Some("4cd0".to_owned()), boot: None };
-        for writer in [
-            Writer::default(),
-            Writer { log: Some("/a b/log".into()), ..Writer::default() },
-            Writer { log: None, is_import: true, machine: Some(machine.clone()) },
-            Writer { log: Some("/log".into()), is_import: true, machine: Some(machine) },
-        ] {
-            let note = Note { process: Some(17), writer, passed: Some(".web.17.0".into()) };
-            assert_eq!(Note::decode(&note.encode()), note);
-        }
-    }
-
-    #[test]
-    fn note_of_an_older_version_and_no_note_are_understood() {
-        let note = Note::decode(b"17\nlog /a/log\n");
-        assert_eq!((note.process, note.writer.log), (Some(17), Some("/a/log".into())));
-        assert_eq!(note.writer.machine, None);
-        assert_eq!(Note::decode(b""), Note::default());
-    }
-
-    fn store() -> (tempfile::TempDir, VolumeName) {
-        let folder = tempfile::tempdir().expect("a folder");
-        (folder, VolumeName::new("web").expect("a name"))
-    }
-
-    /// The story: the file of a lock that was passed by was moved aside, and for an instant the
-    /// volume had no lock.
-    #[test]
-    fn lock_that_is_passed_by_has_a_file_at_all_times() {
-        let (folder, name) = store();
-        let path = path_of(folder.path(), &name);
-        run(async {
-            let held = VolumeLock::take(folder.path(), &name).await.expect("free");
-            let is_over = std::sync::atomic::AtomicBool::new(false);
-            let order = std::sync::atomic::Ordering::Relaxed;
-            std::thread::scope(|scope| {
-                let looks = scope.spawn(|| {
-                    let mut missing = 0;
-                    while !is_over.load(order) {
-                        // One that is open and not locked is found by nobody who takes it.
-                        missing += u32::from(stat(&path).is_err());
-                    }
-                    missing
-                });
-                for _ in 0..500 {
-                    let lock = VolumeLock::pass_by(&path, "web").expect("passed by");
-                    lock.expect("nobody else does").give_back();
-                }
-                is_over.store(true, order);
-                assert_eq!(looks.join().expect("it ends"), 0);
-            });
-            assert!(has_name(&held.file, &path), "it was given back");
-            let rest = std::fs::read_dir(path.parent().expect("a folder")).expect("listed");
-            assert_eq!(rest.count(), 1, "nothing is left aside");
-        });
-    }
-
-    /// The story: a process that took a volume by force was killed before it fenced, and the next
-    /// one took the writer, which went on, for dead.
-    #[test]
-    fn lock_of_one_killed_while_it_passed_by_goes_back_to_the_living() {
-        let (folder, name) = store();
-        run(async {
-            let held = VolumeLock::take(folder.path(), &name).await.expect("free");
-            held.sign(Some(Path::new("/log")), false).expect("signed");
-            drop(VolumeLock::take_by_force(folder.path(), &name).await.expect("by force"));
-            let refused = VolumeLock::take(folder.path(), &name).await.expect_err("it is alive");
-            assert_eq!(refused.kind(), ErrorKind::Denied);
-            assert!(has_name(&held.file, &held.path));
-            drop(VolumeLock::take_by_force(folder.path(), &name).await.expect("by force"));
-            drop(held);
-            let next = VolumeLock::take(folder.path(), &name).await.expect("it has ended");
-            assert_eq!(next.found().log.as_deref(), Some(Path::new("/log")));
-            let rest = std::fs::read_dir(folder.path().join(FOLDER)).expect("listed");
-            assert_eq!(rest.count(), 1, "nothing is left aside");
-        });
-    }
-}
+mod tests;
