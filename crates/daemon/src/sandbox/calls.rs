@@ -271,7 +271,8 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
         let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
         // New ones that never get a name may be written.
         let reading = all([has(2, changing, 0)])?;
-        let nameless = all([has(2, libc::O_TMPFILE, libc::O_TMPFILE)])?;
+        let nameless = libc::O_TMPFILE | libc::O_EXCL;
+        let nameless = all([has(2, nameless, nameless)])?;
         rules.insert(libc::SYS_openat, vec![reading, nameless]);
     }
     Ok(())
