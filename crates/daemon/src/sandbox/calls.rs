@@ -68,14 +68,18 @@ pub(super) fn restrict_server(
     apply(rules, threads, unlisted)
 }
 
-/// Restricts this process, a helper, to what a helper needs.
+/// Restricts threads of a helper to what a helper needs.
 ///
 /// # Errors
 /// As [`restrict_server`].
-pub(super) fn restrict_helper(mounts: bool, unlisted: Unlisted) -> io::Result<()> {
+pub(super) fn restrict_helper(
+    mounts: bool,
+    threads: Threads,
+    unlisted: Unlisted,
+) -> io::Result<()> {
     let mut rules = listed(&[OF_BOTH, if mounts { FOR_MOUNTS } else { &[] }]);
     helper_rules(&mut rules, mounts).map_err(io::Error::other)?;
-    apply(rules, Threads::All, unlisted)
+    apply(rules, threads, unlisted)
 }
 
 /// Whether a server may make this call, perhaps only with certain arguments.
