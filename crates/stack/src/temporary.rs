@@ -14,7 +14,7 @@
 //! layers of a disk goes when that is opened for serving, or committed ([`remove_abandoned`]).
 //!
 //! Invariants
-//! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked, and,
+//! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked and,
 //!   of a new layer, has the active one locked.
 //! - I2 Where a file system has no locks nothing is removed: nobody knows who is at work.
 

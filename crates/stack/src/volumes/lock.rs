@@ -475,8 +475,8 @@ fn new_aside(path: &Path, volume: &str) -> io::Result<(File, PathBuf)> {
     Err(Errno::EXIST.into())
 }
 
-/// What is at `aside` gets the name `path`, and what was there is at `aside` then. After an error it
-/// may be at the other one of [`places_of`].
+/// What is at `aside` gets the name `path`, and what was there is at `aside` then. After an error
+/// it may be at the other one of [`places_of`].
 fn swap(aside: &Path, path: &Path) -> io::Result<()> {
     match renameat_with(CWD, aside, CWD, path, RenameFlags::EXCHANGE) {
         // Not every file system can do that, such as those of other hosts.
