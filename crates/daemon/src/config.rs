@@ -367,6 +367,17 @@ impl DiskConfig {
         Resident { disk: &self.name, export: self.export_name(), settings: &self.settings }
     }
 
+    /// Keeps the overlay of `before`, a disk of this name whose place it takes, if both are
+    /// ephemeral. What is written above another image, or above one that is read as another format,
+    /// would be no part of this disk.
+    pub(crate) fn go_on_from(&mut self, before: &Self) {
+        let is_same_image =
+            self.image == before.image && self.images.format == before.images.format;
+        if self.settings.ephemeral && before.settings.ephemeral && is_same_image {
+            self.settings.overlay.clone_from(&before.settings.overlay);
+        }
+    }
+
     /// The table of this disk in a configuration file, as JSON, without what is the default.
     ///
     /// # Errors

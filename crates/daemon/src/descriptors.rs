@@ -28,12 +28,20 @@ const SHARED_FILES: usize = 2;
 const PROCESS_MIN: usize = 48;
 /// The active layer and its redo log.
 const WRITTEN: usize = 2;
+/// The file of an ephemeral disk's overlay: as the server keeps it, and as the active layer. It has
+/// no redo log.
+const THROWN_AWAY: usize = 2;
 
 impl Need {
     pub(crate) fn of(settings: &DiskSettings) -> Self {
         let sockets = usize::from(settings.vhost_user.is_some());
         let file = usize::from(settings.fuse.is_some());
-        let written = if settings.writes() { WRITTEN } else { 0 };
+        // Its overlay may not be there yet.
+        let written = match settings.ephemeral {
+            true => THROWN_AWAY,
+            false if settings.writes() => WRITTEN,
+            false => 0,
+        };
         let queues = usize::from(settings.num_queues());
         let device = SESSION + SHARED_FILES + QUEUE * queues;
         Self {
@@ -141,5 +149,19 @@ mod tests {
         assert_eq!(three.total(), two.total() + QUEUE);
         settings.read_only = true;
         assert_eq!(Need::of(&settings).at_rest, three.at_rest - WRITTEN);
+    }
+
+    #[test]
+    fn ephemeral_disk_needs_its_overlay_before_that_is_made() {
+        let with = |ephemeral, read_only| {
+            let settings = DiskSettings { ephemeral, read_only, ..DiskSettings::default() };
+            Need::of(&settings).at_rest
+        };
+        assert_eq!(with(true, false), with(false, true) + THROWN_AWAY);
+        let mut config = config(100);
+        config.disks.iter_mut().for_each(|disk| disk.settings.ephemeral = true);
+        let least = 100 * (1 + THROWN_AWAY) + Handles::BOUND_MIN + PROCESS_MIN;
+        check(&config, least).expect("it suffices");
+        check(&config, least - 1).expect_err("one is missing");
     }
 }

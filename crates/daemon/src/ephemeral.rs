@@ -10,10 +10,12 @@
 //!   inside, because that reads the image.
 //! - I3 The overlay may name the image and what the image itself may name, and nothing else.
 //! - I4 It is there for as long as its disk is one of the server: a disk that is drained, or could
-//!   not be opened, goes on with it.
+//!   not be opened, goes on with it, also if a reload gives it other settings. A disk of another
+//!   name, image or format begins with an empty one.
+//! - I5 It can never be given a name.
 
 use crate::config::Config;
-use crate::overlay::Overlay;
+use crate::overlay::{Overlay, nameless_file};
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, NO_REDO_LOGS};
 use mica_block::{Error, ErrorKind, Images, Result};
@@ -33,8 +35,11 @@ pub(crate) fn prepare(config: &mut Config) -> Result<()> {
         let Some(overlay) = Overlay::wanted(disk.settings.ephemeral) else { continue };
         // Also on file systems where files begin with a name.
         let made = overlay.file(|| {
+            let place = std::env::temp_dir();
+            if let Ok(file) = nameless_file(&place) {
+                return Ok(file);
+            }
             let file = tempfile::tempfile().map_err(|error| {
-                let place = std::env::temp_dir();
                 let context = format!(
                     "disk {:?}: making a file to be thrown away in {} (TMPDIR)",
                     disk.name,

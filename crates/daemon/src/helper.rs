@@ -22,6 +22,7 @@ mod process;
 pub use process::run_helper;
 
 use crate::messages::{receive_with_fds, send_with_fds};
+use crate::overlay::nameless_file;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::CERTIFICATE_FILES;
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
@@ -167,7 +168,7 @@ impl Outside {
     /// Makes a file without a name among the temporary ones.
     pub(crate) fn temporary_file(&self) -> Result<OwnedFd> {
         match self {
-            Self::Here(_) => temporary_file(&std::env::temp_dir()),
+            Self::Here(_) => nameless_file(&std::env::temp_dir()),
             Self::Helper(helper) => helper.temporary(),
         }
     }
@@ -454,15 +455,6 @@ fn open_file(path: &Path) -> Result<OwnedFd> {
         FileType::RegularFile => Ok(file),
         _ => Err(Error::new(ErrorKind::Invalid, "it is not a file")),
     }
-}
-
-/// Makes a file without a name in `folder`, for reading and writing.
-fn temporary_file(folder: &Path) -> Result<OwnedFd> {
-    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR).map_err(|error| {
-        let what = format!("making a file to be thrown away in {} (TMPDIR)", folder.display());
-        Error::from_io(what, error.into())
-    })
 }
 
 /// Whether `path` is one of the files that belong into one of the `folders` of certificates.

@@ -83,7 +83,10 @@ impl Shared {
     fn admit(&self, mut disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
         // What else is wrong with a second one of this name matters less.
         self.disks.check_name(&disk.name)?;
-        disk.settings.overlay = Overlay::wanted(disk.settings.ephemeral);
+        // One that is put in the place of another may go on with what was written to that.
+        if disk.settings.overlay.is_none() {
+            disk.settings.overlay = Overlay::wanted(disk.settings.ephemeral);
+        }
         // Another disk would wait for its writes.
         self.resources.handles.set_writes_in_place(WritesInPlace::Forbidden);
         let served = Arc::new(Served::new(disk, &mut Sockets::default(), &self.resources)?);
@@ -311,14 +314,15 @@ impl Shared {
     }
 
     /// Puts `disk` in the place of one of its name that is closed (I5). One that was drained stays
-    /// so.
-    fn replace(&self, closed: &Arc<Served>, disk: DiskConfig) -> Result<Applied> {
+    /// so, and an ephemeral one keeps what was written to it.
+    fn replace(&self, closed: &Arc<Served>, mut disk: DiskConfig) -> Result<Applied> {
         let is_same_image = disk.image == closed.config().image;
         let left = closed.is_drained().then(|| match is_same_image {
             true => closed.left_closed(),
             false => LeftClosed::default(),
         });
         let (before, left_before) = (closed.config(), closed.left_closed());
+        disk.go_on_from(&before);
         let failure = closed.failure();
         // What it has lost is reported at the end.
         let _ = self.forget(closed);

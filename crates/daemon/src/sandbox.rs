@@ -127,7 +127,7 @@ pub(crate) fn restrict_helper(mounts: bool) -> Result<()> {
         return Ok(());
     }
     rustix::thread::set_no_new_privs(true).map_err(|error| failed(error.into()))?;
-    calls::restrict_helper(mounts, Unlisted::OF_THIS_BUILD).map_err(failed)
+    calls::restrict_helper(mounts, Threads::All, Unlisted::OF_THIS_BUILD).map_err(failed)
 }
 
 /// Restricts this thread to the files, ports and processes of `needs`.

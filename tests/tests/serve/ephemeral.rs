@@ -3,8 +3,10 @@
 use crate::membership::{World, table};
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::server::Server;
+use mica_tests::takeover::Process;
 use mica_tests::{command, mica, qemu, tools};
 use rustix::process::Signal;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -22,6 +24,21 @@ fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
         .collect();
     files.sort();
     files
+}
+
+/// How many descriptors the process `pid` has of each file in `folder` that has no name.
+#[track_caller]
+fn nameless(pid: u32, folder: &Path) -> Vec<usize> {
+    let folder = folder.canonicalize().expect("there");
+    let mut found = BTreeMap::<_, usize>::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd")).expect("readable").flatten() {
+        // One that was closed meanwhile is none of ours.
+        let Ok(link) = fs::read_link(entry.path()) else { continue };
+        if link.starts_with(&folder) && link.to_string_lossy().ends_with(" (deleted)") {
+            *found.entry(link).or_default() += 1;
+        }
+    }
+    found.into_values().collect()
 }
 
 /// Serves `image` in `dir`, writes, and finds everything as it was afterwards.
@@ -47,6 +64,8 @@ fn is_left_alone(dir: &Path, image: &str, format: &str, more: &[&str]) {
     assert_eq!(guest.write(1 << 20, &[9; 512]).expect("answered"), 0);
     assert_eq!(read(&mut guest, 1 << 20), [9; 512]);
     assert_eq!(read(&mut guest, (1 << 20) + 512), [1; 512]);
+    // The server's own, and that of the layer which is written: so many are counted for it.
+    assert_eq!(nameless(server.pid(), &temporary), [2]);
     drop(guest);
     let stopped = server.stop().expect("it stops");
     assert!(stopped.status.success(), "{stopped:?}");
@@ -106,6 +125,7 @@ fn what_was_written_does_not_outlive_a_server_that_is_killed() {
     fs::write(world.at("mica.toml"), text).expect("written");
     world.ctl(&["reload"]).ok();
     write("b");
+    assert_eq!(nameless(server.pid(), &temporary), [2; 3], "one for each, where TMPDIR says");
     // A disk that is drained keeps what was written.
     world.ctl(&["drain", "c"]).ok();
     world.ctl(&["undrain", "c"]).ok();
@@ -117,6 +137,73 @@ fn what_was_written_does_not_outlive_a_server_that_is_killed() {
     for name in ["b", "c"] {
         qemu::io(world.path(), &["-r"], &format!("{name}.qcow2"), &["read -P 0 0 512"]);
     }
+}
+
+/// The story: a drained disk lost what was written to it when a reload gave it other settings, and
+/// also when that was refused: its guest found the bare image under a disk that it knew.
+#[test]
+fn drained_disk_keeps_what_was_written_when_its_settings_change() {
+    let Some(world) = World::new() else { return };
+    let table = table("a").replace("nbd =", "ephemeral = true\nnbd =");
+    let configure = |table: &str| {
+        let text = format!("control = \"control\"\n{table}");
+        fs::write(world.at("mica.toml"), text).expect("written");
+    };
+    let uri = |name| format!("nbd+unix:///?socket={}", world.at(&format!("{name}.sock")).display());
+    let io = |name, commands: &[&str]| {
+        qemu::io(world.path(), &["-f", "raw"], &uri(name), commands);
+    };
+    configure(&table);
+    let folder = world.path().display().to_string();
+    let server = world.serve(&["--sandbox", "require", "--disks-in", &folder]);
+    io("a", &["write -P 9 0 512"]);
+    world.add("c", &[]).ok();
+
+    world.ctl(&["drain", "a"]).ok();
+    configure(&format!("{table}shared = 3\n"));
+    let changed = world.json(&["reload"])["notes"].to_string();
+    assert!(changed.contains("has new settings"), "{changed}");
+    world.ctl(&["undrain", "a"]).ok();
+    io("a", &["read -P 9 0 512", "write -P 8 512 512"]);
+
+    world.ctl(&["drain", "a"]).ok();
+    let taken = table.replace("a.sock", "c.sock");
+    configure(&format!("{taken}export-name = \"c\"\n"));
+    let reloaded = world.json(&["reload"]);
+    assert_eq!(reloaded["refused"][0]["disk"], "a", "its place is taken: {reloaded}");
+    world.ctl(&["undrain", "a"]).ok();
+    io("a", &["read -P 9 0 512", "read -P 8 512 512"]);
+
+    // What is written above one image is nothing above another, and nothing for another guest.
+    world.ctl(&["drain", "a"]).ok();
+    configure(&table.replace("a.qcow2", "b.qcow2"));
+    world.ctl(&["reload"]).ok();
+    world.ctl(&["undrain", "a"]).ok();
+    io("a", &["read -P 0 0 512", "write -P 7 0 512"]);
+    world.ctl(&["drain", "a"]).ok();
+    configure(&table.replace("a.qcow2", "b.qcow2").replace("\"a\"", "\"x\""));
+    world.ctl(&["reload"]).ok();
+    world.is(&[("c", "serving"), ("x", "serving")]);
+    io("a", &["read -P 0 0 512"]);
+    server.stop();
+}
+
+/// The story: a drained disk that had been added by command was handed over without what was
+/// written to it.
+#[test]
+fn drained_disk_is_not_handed_over_without_what_was_written() {
+    let Some(world) = World::new() else { return };
+    world.configure(&["a"]);
+    let old = world.serve(&[]);
+    world.add("c", &["--ephemeral"]).ok();
+    world.ctl(&["drain", "c"]).ok();
+    let config = world.at("mica.toml").display().to_string();
+    let mut new = Process::start(world.path(), "new", &["--config", &config, "--takeover"]);
+    assert_eq!(new.ended(), Some(1), "{}", new.log());
+    let said = new.log();
+    assert!(said.contains("disk \"c\" is ephemeral"), "{said}");
+    world.is(&[("a", "serving"), ("c", "drained")]);
+    old.stop();
 }
 
 #[test]

@@ -26,7 +26,8 @@ impl GoneDisks {
 
     /// Which of them `disk` is, under its new name. None if `is_known` says that a disk of this
     /// name was there beside it. Nor is it one of them if it only reads the image: many may do that
-    /// at the same time.
+    /// at the same time. Ephemeral disks are among those: what clients of one wrote is found under
+    /// its name only, as the next one above the same image may be another guest's.
     pub(crate) fn renamed(
         &self,
         disk: &DiskConfig,

@@ -2,9 +2,10 @@
 
 use super::{
     Errands, Kind, LockHolder, MESSAGE_BYTES_MAX, OtherUsers, Reply, Request, Setup, connect,
-    find_holder, is_certificate, is_dead, open_config, open_file, path_of, send, temporary_file,
+    find_holder, is_certificate, is_dead, open_config, open_file, path_of, send,
 };
 use crate::messages::receive_with_fds;
+use crate::overlay::nameless_file;
 use crate::sandbox;
 use crate::takeover::{RENDEZVOUS_FOLDER, RENDEZVOUS_SOCKET};
 use mica_block::{Error, ErrorKind, Result};
@@ -113,7 +114,7 @@ fn answer(
         }
         Request::Temporary => {
             let folder = std::env::temp_dir();
-            (Reply::Temporary, Some(opener.open(folder, temporary_file)?))
+            (Reply::Temporary, Some(opener.open(folder, nameless_file)?))
         }
         Request::Connect { path } => {
             let path = path_of(path);

@@ -68,14 +68,18 @@ pub(super) fn restrict_server(
     apply(rules, threads, unlisted)
 }
 
-/// Restricts this process, a helper, to what a helper needs.
+/// Restricts threads of a helper to what a helper needs.
 ///
 /// # Errors
 /// As [`restrict_server`].
-pub(super) fn restrict_helper(mounts: bool, unlisted: Unlisted) -> io::Result<()> {
+pub(super) fn restrict_helper(
+    mounts: bool,
+    threads: Threads,
+    unlisted: Unlisted,
+) -> io::Result<()> {
     let mut rules = listed(&[OF_BOTH, if mounts { FOR_MOUNTS } else { &[] }]);
     helper_rules(&mut rules, mounts).map_err(io::Error::other)?;
-    apply(rules, Threads::All, unlisted)
+    apply(rules, threads, unlisted)
 }
 
 /// Whether a server may make this call, perhaps only with certain arguments.
@@ -271,7 +275,8 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
         let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
         // New ones that never get a name may be written.
         let reading = all([has(2, changing, 0)])?;
-        let nameless = all([has(2, libc::O_TMPFILE, libc::O_TMPFILE)])?;
+        let nameless = libc::O_TMPFILE | libc::O_EXCL;
+        let nameless = all([has(2, nameless, nameless)])?;
         rules.insert(libc::SYS_openat, vec![reading, nameless]);
     }
     Ok(())

@@ -53,7 +53,8 @@ pub struct DiskSettings {
     /// Throw away at the end what clients write.
     ///
     /// The image stays as it is: what they write goes to a temporary file without a name (in
-    /// TMPDIR, or else /tmp), which ends with the server, however that ends.
+    /// TMPDIR, or else /tmp), which ends with the server, however that ends. `mica ctl add` and a
+    /// reload need a file system for it that has such files (O_TMPFILE): NFS, for one, has none.
     #[arg(short = 's', long, alias = "snapshot")]
     #[arg(conflicts_with_all = ["read_only", "load_snapshot"])]
     pub ephemeral: bool,

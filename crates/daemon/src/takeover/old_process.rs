@@ -6,6 +6,7 @@ use crate::config::{HandedOver, LeftClosed};
 use crate::disks::each_of;
 use crate::held::{Held, Origin};
 use crate::messages::FDS_MAX;
+use crate::overlay::Overlay;
 use crate::retry::{Patience, is_passing, while_held};
 use crate::served::{Served, Source};
 use crate::shared::Shared;
@@ -58,8 +59,10 @@ impl Shared {
         // The kernel's end of the mount would survive this process along with its descriptor, but
         // the kernel sends FUSE_INIT once per mount, and the library starts no session without it.
         let disks = self.disks.all();
-        let is_ephemeral = |served: &&Arc<Served>| served.settings.ephemeral && served.is_open();
-        if let Some(served) = disks.iter().find(is_ephemeral) {
+        // Also one that is drained: the other process would get its settings only.
+        let has_written =
+            |served: &&Arc<Served>| served.settings.overlay.as_ref().is_some_and(Overlay::is_used);
+        if let Some(served) = disks.iter().find(has_written) {
             let what = format!(
                 "disk {:?} is ephemeral, and its clients would lose what they wrote: stop this \
                  server and start the other",
