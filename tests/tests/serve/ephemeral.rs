@@ -167,7 +167,8 @@ fn drained_disk_keeps_what_was_written_when_its_settings_change() {
     io("a", &["read -P 9 0 512", "write -P 8 512 512"]);
 
     world.ctl(&["drain", "a"]).ok();
-    configure(&table.replace("a.sock", "c.sock"));
+    let taken = table.replace("a.sock", "c.sock");
+    configure(&format!("{taken}export-name = \"c\"\n"));
     let reloaded = world.json(&["reload"]);
     assert_eq!(reloaded["refused"][0]["disk"], "a", "its place is taken: {reloaded}");
     world.ctl(&["undrain", "a"]).ok();
