@@ -160,7 +160,7 @@ fn wrong_missing_and_visible_passphrases_are_refused_in_one_line() {
     let secret = room.path("s");
     room.mica(&["create", "-q", "--secret", &secret, "-o", options, &image, "1M"]);
     let said = mica::run(["read", &image, "0", "1"]).refusal();
-    assert!(said.contains("the image is encrypted: name the file"), "{said}");
+    assert!(said.contains("the image is encrypted: add --secret FILE"), "{said}");
     let said = mica::run(["read", "--secret", &room.path("t"), &image, "0", "1"]).refusal();
     assert!(said.contains("does not open its only active key slot"), "{said}");
     assert!(said.contains("ends with a line break, which counts"), "{said}");
