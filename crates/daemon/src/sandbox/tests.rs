@@ -324,23 +324,6 @@ fn helper_makes_no_file_that_could_be_given_a_name() {
 
 /// Whatever calls the kernel has, now or in future.
 #[test]
-fn helper_makes_no_file_that_could_be_given_a_name() {
-    let place = Place::new();
-    let folder = place.at("in");
-    let restricted = || {
-        rustix::thread::set_no_new_privs(true).expect("set");
-        calls::restrict_helper(false, Threads::This, Unlisted::Error).expect("restricted");
-        let open = |flags| {
-            let flags = OFlags::TMPFILE | OFlags::RDWR | flags;
-            rustix::fs::open(&folder, flags, Mode::RUSR | Mode::WUSR)
-        };
-        assert!(is_errno_of_refusal(open(OFlags::empty())), "linkat would name it");
-        open(OFlags::EXCL).expect("made");
-    };
-    std::thread::scope(|scope| scope.spawn(restricted).join()).expect("the test ended");
-}
-
-#[test]
 fn call_that_is_on_no_list_is_refused() {
     const NUMBERS: i64 = 1024;
     /// The flag in the numbers of x32 system calls.
