@@ -274,10 +274,14 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
         // Files of other processes may only be read.
         let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
         // New ones that never get a name may be written.
-        let reading = all([has(2, changing, 0)])?;
         let nameless = libc::O_TMPFILE | libc::O_EXCL;
-        let nameless = all([has(2, nameless, nameless)])?;
-        rules.insert(libc::SYS_openat, vec![reading, nameless]);
+        let opens = |flags: u8| {
+            let reading = all([has(flags, changing, 0)])?;
+            Ok::<_, BackendError>(vec![reading, all([has(flags, nameless, nameless)])?])
+        };
+        rules.insert(libc::SYS_openat, opens(2)?);
+        #[cfg(target_arch = "x86_64")]
+        rules.insert(libc::SYS_open, opens(1)?);
     }
     Ok(())
 }
