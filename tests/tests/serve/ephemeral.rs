@@ -6,6 +6,7 @@ use mica_tests::server::Server;
 use mica_tests::takeover::Process;
 use mica_tests::{command, mica, qemu, tools};
 use rustix::process::Signal;
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -166,6 +167,27 @@ fn drained_disk_keeps_what_was_written_when_its_settings_change() {
     world.ctl(&["undrain", "a"]).ok();
     io("a", &["read -P 9 0 512", "write -P 8 512 512"]);
 
+    world.ctl(&["drain", "a"]).ok();
+    let taken = table.replace("a.sock", "c.sock");
+    configure(&format!("{taken}export-name = \"c\"\n"));
+    let reloaded = world.ctl(&["reload", "--output", "json"]);
+    assert_eq!(reloaded.code(), Some(1), "its place is taken: {}", reloaded.stdout);
+    let answer: Value = serde_json::from_str(&reloaded.stdout).expect("JSON");
+    assert_eq!(answer["refused"][0]["disk"], "a", "{answer}");
+    world.ctl(&["undrain", "a"]).ok();
+    io("a", &["read -P 9 0 512", "read -P 8 512 512"]);
+
+    // What is written above one image is nothing above another, and nothing for another guest.
+    world.ctl(&["drain", "a"]).ok();
+    configure(&table.replace("a.qcow2", "b.qcow2"));
+    world.ctl(&["reload"]).ok();
+    world.ctl(&["undrain", "a"]).ok();
+    io("a", &["read -P 0 0 512", "write -P 7 0 512"]);
+    world.ctl(&["drain", "a"]).ok();
+    configure(&table.replace("a.qcow2", "b.qcow2").replace("\"a\"", "\"x\""));
+    world.ctl(&["reload"]).ok();
+    world.is(&[("c", "serving"), ("x", "serving")]);
+    io("a", &["read -P 0 0 512"]);
     server.stop();
 }
 
