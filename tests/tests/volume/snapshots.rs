@@ -172,10 +172,7 @@ fn snapshot_is_taken_while_a_guest_writes() {
     store.create("web", "16M");
     let control = store.folder().join("control").display().to_string();
     let server = store.serve("web", &["--control", &control]).expect("served");
-    let ctl = |words: &[&str]| {
-        let mut ctl = Command::new(mica::binary());
-        command::finish(ctl.args(["ctl", "--control", &control, "--output", "json"]).args(words))
-    };
+    let ctl = |words: &[&str]| ctl(&store, &[&["--output", "json"], words].concat());
     let uri = server.uri();
     let io = |write: &str| command::run("qemu-io", ["-f", "raw", "-c", write, &uri]).ok();
     io("write -P 1 0 1M");
@@ -205,10 +202,7 @@ fn volume_that_is_served_is_cloned_and_compared() {
     let options =
         ["--control", &control, "--log-device", &log, "--log-size", "64M", "--sandbox", "require"];
     let server = store.serve("web", &options).expect("served");
-    let ctl = |words: &[&str]| {
-        let mut ctl = Command::new(mica::binary());
-        command::finish(ctl.args(["ctl", "--control", &control, "--output", "json"]).args(words))
-    };
+    let ctl = |words: &[&str]| ctl(&store, &[&["--output", "json"], words].concat());
     let uri = server.uri();
     let io = |write: &str| command::run("qemu-io", ["-f", "raw", "-c", write, &uri]).ok();
     io("write -P 1 0 1M");
