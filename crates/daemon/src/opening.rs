@@ -73,7 +73,8 @@ fn open_image(
             tracing::warn!(%error, "a drop that was cut short is still said to be under way");
         }
         if has_locks {
-            remove_abandoned(&layers);
+            let begun = layers.len().saturating_sub(LAYERS_AT_START);
+            remove_abandoned(&layers[begun..]);
         }
     }
     if writes && !opened.is_writable() {
@@ -88,6 +89,10 @@ fn open_image(
     let is_overlay = settings.overlay.is_some();
     Ok((opened, if is_overlay { named.to_owned() } else { image }))
 }
+
+/// Layers, from the uppermost, beside which a start looks for what was left: what a killed server
+/// was about to add or to freeze is there. What is beside others whoever changes them meets.
+const LAYERS_AT_START: usize = 2;
 
 /// Removes what killed processes left unfinished beside these `layers`, and takes back what is said
 /// there of merges that never began.

@@ -42,7 +42,7 @@ mod planned;
 
 use crate::files::sync_folder_of;
 use crate::mark::{open_trusted, place, read_trusted};
-use crate::temporary::{LAYERS_MAX, Locked, NEW_MERGED};
+use crate::temporary::{Locked, NEW_MERGED};
 use mica_block::{Error, ErrorKind, LocalFuture, MergeControl, MergeProgress, Merged, Result};
 use std::ffi::OsString;
 use std::fs::{File, Metadata};
@@ -199,10 +199,9 @@ pub(crate) fn was_merged(path: &Path) -> bool {
     matches!(mark_of(path), Ok(Some(Content::Source { .. })))
 }
 
-/// Takes back the marks of the uppermost of these `layers` that are of a merge that died before it
-/// changed anything.
+/// Takes back the marks of these `layers` that are of a merge that died before it changed anything.
 pub fn take_back_planned(layers: &[PathBuf]) {
-    for layer in layers.iter().rev().take(LAYERS_MAX) {
+    for layer in layers {
         // What cannot be read is reported by who needs it.
         let _ = mark_of(layer);
     }

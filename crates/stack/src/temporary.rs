@@ -11,7 +11,8 @@
 //! | `.mica-index-PID-NUMBER.tmp` | a sidecar (`sidecars/temporary.rs`) | who has it locked |
 //!
 //! Who writes one of them again takes the place of what is left there. What is left beside the
-//! layers of a disk goes when that is opened for serving, or committed ([`remove_abandoned`]).
+//! layers of a disk goes when that is committed, and beside the uppermost ones when it is opened
+//! for serving ([`remove_abandoned`]).
 //!
 //! Invariants
 //! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked and,
@@ -39,7 +40,7 @@ pub(crate) const NEW_MERGED: &str = ".mica-merged.tmp";
 pub(crate) const NEW_OVERLAYS: &str = ".mica-overlays.tmp";
 /// Layers, from the uppermost, beside which is looked for what was left: a chain has thousands, and
 /// what is beside others is replaced with the next merge of them.
-pub(crate) const LAYERS_MAX: usize = 64;
+const LAYERS_MAX: usize = 64;
 /// How often a file that somebody has locked is tried again, and after which time each.
 const TRIES: u32 = 50;
 const LOOK: Duration = Duration::from_millis(10);
@@ -110,13 +111,8 @@ impl Locked {
     /// # Errors
     /// What the system reports. It is gone then.
     pub(crate) fn rename_to(self, at: &Path) -> Result<File> {
-        match std::fs::rename(&self.path, at) {
-            Ok(()) => Ok(self.file),
-            Err(error) => {
-                self.remove();
-                Err(Error::from_io(format!("writing {}", at.display()), error))
-            }
-        }
+        self.name(at).inspect_err(|_| self.remove())?;
+        Ok(self.file)
     }
 
     /// Gives it the name `at`, as [`Self::rename_to`].
