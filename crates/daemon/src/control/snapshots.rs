@@ -75,18 +75,19 @@ struct Label {
     label: String,
 }
 
-/// A new volume in the store of the disk's.
+/// A new volume, in the store of the disk's.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Clone {
+struct NewClone {
     /// What it begins as; what there is now if nothing is named.
     snapshot: Option<String>,
     volume: String,
 }
 
+/// Two instants of a disk.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Diff {
+struct Compared {
     before: String,
     /// What there is now if nothing is named.
     after: Option<String>,
@@ -249,7 +250,7 @@ pub(super) async fn clone(
     sent: Body,
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let Clone { snapshot, volume } = body(sent).await?;
+    let NewClone { snapshot, volume } = body(sent).await?;
     let which = snapshot.as_deref().map(str::parse).transpose()?;
     let target = volume.clone();
     perform_held(&sources, move |_| served.clone_volume(which, target)).await?;
@@ -262,7 +263,7 @@ pub(super) async fn diff(
     sent: Body,
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let Diff { before, after } = body(sent).await?;
+    let Compared { before, after } = body(sent).await?;
     let before: Which = before.parse()?;
     let after = after.as_deref().map(str::parse).transpose()?;
     let found = perform_held(&sources, move |_| served.differences(before, after)).await?;

@@ -2,7 +2,8 @@
 
 use super::Served;
 use mica_block::{
-    Error, ErrorKind, ManageSnapshots, ManageVolume, Result, SnapshotGroup, SnapshotInfo, Which,
+    Error, ErrorKind, Manage, ManageSnapshots, ManageVolume, Result, SnapshotGroup, SnapshotInfo,
+    Which,
 };
 use mica_units::GuestRange;
 use std::sync::Arc;
@@ -99,24 +100,22 @@ impl Served {
         &self,
         act: impl AsyncFnOnce(&dyn ManageVolume) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let disk = self.opened().disk()?;
         let none = self.name.clone();
-        self.resources.workers.run(move || async move {
+        self.on_disk(async move |disk| {
             let volume = disk.volume().ok_or_else(|| {
                 let what = format!("the disk {none:?} is no volume that is open for writing");
                 Error::new(ErrorKind::Unsupported, what)
             })?;
             act(volume).await
-        })?
+        })
     }
 
     fn on_snapshots<T: Send + 'static>(
         &self,
         act: impl AsyncFnOnce(&dyn ManageSnapshots) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let disk = self.opened().disk()?;
         let none = self.name.clone();
-        self.resources.workers.run(move || async move {
+        self.on_disk(async move |disk| {
             let snapshots = disk.snapshots().ok_or_else(|| {
                 let what = format!(
                     "the disk {none:?} is no volume: the snapshots of a chain are its layers, which \
@@ -125,7 +124,16 @@ impl Served {
                 Error::new(ErrorKind::Unsupported, what)
             })?;
             act(snapshots).await
-        })?
+        })
+    }
+
+    /// What `act` does with the disk, on a worker.
+    fn on_disk<T: Send + 'static>(
+        &self,
+        act: impl AsyncFnOnce(&dyn Manage) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let disk = self.opened().disk()?;
+        self.resources.workers.run(move || async move { act(&*disk).await })?
     }
 }
 

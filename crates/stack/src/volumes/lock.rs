@@ -33,12 +33,13 @@
 //!   has which name first, and removes nothing but its own file.
 
 use super::machine::Machine;
+use crate::temporary::{is_at, sleep as sleep_here};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sleep;
 use mica_volume::VolumeName;
 use rustix::fs::{
-    CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, fstat, link, mkdirat, openat, rename,
-    renameat_with, stat, unlink,
+    CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, link, mkdirat, openat, rename,
+    renameat_with, unlink,
 };
 use rustix::io::Errno;
 use std::ffi::{OsStr, OsString};
@@ -168,7 +169,7 @@ impl VolumeLock {
         let folder = File::open(path.parent().expect("the folder of locks"))?;
         let old = File::open(path)?;
         let _gate = Gate::take(path)?;
-        if !has_name(&old, path) {
+        if !is_at(path, &old) {
             return Ok(None);
         }
         let (file, aside) = new_aside(path, volume)?;
@@ -185,7 +186,7 @@ impl VolumeLock {
             lock.undo(&old, &aside);
             return Err(error);
         }
-        if !has_name(&old, &aside) {
+        if !is_at(&aside, &old) {
             // An older version does not know the gate.
             swap(&aside, path)?;
             lock.remove_own(&aside);
@@ -197,8 +198,8 @@ impl VolumeLock {
     /// After a failure: `old`, which another process has locked, has its name again, and nothing is
     /// left `aside`. If that cannot be done the files stay, and who is next moves it back (I6).
     fn undo(&self, old: &File, aside: &Path) {
-        if !has_name(old, &self.path)
-            && let Some(place) = places_of(aside).into_iter().find(|place| has_name(old, place))
+        if !is_at(&self.path, old)
+            && let Some(place) = places_of(aside).into_iter().find(|place| is_at(place, old))
             && let Err(error) = rename(&place, &self.path)
         {
             tracing::warn!(%error, "cannot move {} back", place.display());
@@ -209,7 +210,7 @@ impl VolumeLock {
 
     /// Removes what is at `aside`, if it is the file of this lock.
     fn remove_own(&self, aside: &Path) {
-        if has_name(&self.file, aside) {
+        if is_at(aside, &self.file) {
             let _ = unlink(aside);
         }
     }
@@ -232,7 +233,7 @@ impl VolumeLock {
     fn place(&self) -> Option<PathBuf> {
         let mut place = self.path.clone();
         for _ in 0..ASIDE_MAX {
-            if has_name(&self.file, &place) {
+            if is_at(&place, &self.file) {
                 return Some(place);
             }
             let passed = Note::read(&File::open(&place).ok()?).passed?;
@@ -262,7 +263,7 @@ impl VolumeLock {
         for _ in 0..RELEASE_TRIES {
             let file = open(directory, &path).map_err(failed)?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) if has_name(&file, &path) => {
+                Ok(()) if is_at(&path, &file) => {
                     let Note { writer: found, passed, .. } = Note::read(&file);
                     if moved_back(&file, &path, passed.as_deref()).map_err(failed)? {
                         continue;
@@ -297,7 +298,7 @@ impl VolumeLock {
     /// Removes the lock of a volume that is no more.
     pub(super) fn remove(self) {
         // If it cannot be removed, it is a small file too many.
-        if has_name(&self.file, &self.path) {
+        if is_at(&self.path, &self.file) {
             let _ = unlink(&self.path);
         }
         if let Some(aside) = &self.passed_by {
@@ -518,13 +519,13 @@ fn moved_back(own: &File, path: &Path, passed: Option<&OsStr>) -> rustix::io::Re
         let Ok(file) = File::open(&aside) else { continue };
         let _gate = Gate::take(path)
             .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::AGAIN))?;
-        if !has_name(own, path) {
+        if !is_at(path, own) {
             return Ok(true);
         }
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => return rename(&aside, path).map(|()| true),
             // Its process has ended.
-            Ok(()) if has_name(&file, &aside) => {
+            Ok(()) if is_at(&aside, &file) => {
                 let _ = unlink(&aside);
             }
             Ok(()) => {}
@@ -550,20 +551,12 @@ impl Gate {
         for _ in 0..GATE_TRIES {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => return Ok(Self(file)),
-                Err(Errno::WOULDBLOCK) => crate::temporary::sleep(GATE_PAUSE),
+                Err(Errno::WOULDBLOCK) => sleep_here(GATE_PAUSE),
                 Err(error) => return Err(error.into()),
             }
         }
         let what = "another process is taking a lock of the store by force, and does not end";
         Err(io::Error::new(io::ErrorKind::WouldBlock, what))
-    }
-}
-
-/// Whether this file is the one that has the name (I2).
-fn has_name(file: &File, path: &Path) -> bool {
-    match (fstat(file), stat(path)) {
-        (Ok(own), Ok(named)) => (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino),
-        _ => false,
     }
 }
 
