@@ -1,4 +1,9 @@
 //! A block device that becomes a qcow2 image.
+//!
+//! Invariants
+//! - I1 It is claimed (O_EXCL) before anything is written to it, until the image is complete: a
+//!   device that is mounted, or part of another, is never overwritten.
+//! - I2 One that is known to be too small is refused before anything is written.
 
 use crate::failure::Failure;
 use mica_qcow2_tools::create::{ImagePlan, Preallocation};

@@ -1,5 +1,7 @@
-//! A store of which it is said that it does not answer: whoever runs a verb sees nothing else
-//! meanwhile.
+//! A wrapper around a store that reports, once, when a request takes longer than a few seconds:
+//! otherwise a verb would be silent while a bucket hangs.
+//!
+//! Invariant: every request and answer passes through unchanged.
 
 use mica_block::{
     EndFuture, Entry, IoFuture, LocalFuture, Object, ObjectName, Objects, Put, PutFuture,
@@ -12,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How long a request waits before it is said.
+/// How long a request may take before it is reported.
 const SAY_AFTER: Duration = Duration::from_secs(3);
 
 /// The store.

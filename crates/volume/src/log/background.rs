@@ -1,4 +1,7 @@
-//! What is done for a log while nobody waits for it, until somebody closes the log.
+//! The background tasks of a log, such as syncing a segment's header.
+//!
+//! Invariant: once [`Background::over`] returns, no task holds the log's device: whoever closes the
+//! log waits for that, so that the device can be opened again at once.
 
 use mica_block::LocalFuture;
 use mica_rt::spawn;
