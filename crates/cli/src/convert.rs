@@ -345,7 +345,7 @@ fn convert_to_raw(
     let job = Job { source, backing: None, target, rules, coroutines, backend, rate };
     engine::copy(&job, progress)?;
     executor.block_on(file.store().sync())?;
-    file.keep();
+    file.named()?.keep();
     Ok(())
 }
 
@@ -378,12 +378,14 @@ fn convert_to_qcow2(
     };
     let falloc = plan.preallocation == Preallocation::Falloc;
     let device = Device::of(&args.names.target)?;
-    let (image, data) = executor.block_on(async {
+    let (mut image, data) = executor.block_on(async {
         let (force, options) = (args.new.force, args.target_options()?);
         let source = (!args.new.compress).then_some(&*source);
         let place = (device.as_ref(), &sources, options.clone());
         let image = new_image(args, &plan, source, place).await?;
-        let data = new_data_file(&args.names.target, &plan, force, sources, options).await?;
+        // The image itself is there by now.
+        sources.add_file(image.place());
+        let data = new_data_file(&args.names.target, &plan, force, &sources, options).await?;
         Ok::<_, Failure>((image, data))
     })?;
     let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
@@ -408,6 +410,8 @@ fn convert_to_qcow2(
         }
         Ok::<_, Failure>(())
     })?;
+    let data = data.map(NewFile::named).transpose()?;
+    image.name()?;
     if let Some(backing) = &wish.backing_name {
         // Whoever merges the base can find the new image from now on.
         announce_overlays(&beside(&args.names.target, Path::new(backing)), &[&args.names.target])?;
