@@ -77,6 +77,8 @@ impl Copied {
             },
             // A merge may have begun to change it.
             false if !disk.frozen.contains_key(&self.file) => return Ok(false),
+            // Or has changed it, be it the active layer that went into it.
+            false if self.was_written_since(world)? => return Ok(false),
             false => None,
         };
         let (is_renamed, keeps_times) = (rng.percent(50), rng.percent(50));
@@ -105,6 +107,12 @@ impl Copied {
             }
         }
         Ok(true)
+    }
+
+    /// Whether the layer was written since it was copied.
+    fn was_written_since(&self, world: &World<'_>) -> Outcome<bool> {
+        let written = |path: &Path| Ok::<_, Fault>(fs::metadata(path)?.modified()?);
+        Ok(written(&world.images.join(&self.file))? != written(&self.kept)?)
     }
 
     /// Whether the image has still the name that the copy has, and was not written for long after

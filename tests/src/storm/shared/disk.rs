@@ -87,7 +87,7 @@ impl Disk {
         at.dedup();
         let (slow, model) = (world.does(rng, Kind::Slow, 15), Model::new(id, sectors));
         let slow = slow.then(|| slowness(rng));
-        let image_model = world.does(rng, Kind::Ephemeral, 15).then(|| model.clone());
+        let image_model = world.does(rng, Kind::Ephemeral, 7).then(|| model.clone());
         Ok(Self {
             name,
             image,

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// Why another server may be kept from taking over: commands, and what would be lost.
-const KEPT: [&str; 2] = [configured::DISKS_CHANGE, "is ephemeral"];
+const KEPT: [&str; 3] = [configured::DISKS_CHANGE, "is ephemeral", "ephemeral cannot take over"];
 
 /// A server.
 #[derive(Debug)]
