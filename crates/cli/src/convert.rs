@@ -12,8 +12,8 @@ mod stream;
 
 use crate::create::{
     Device, NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted, is_block_device,
-    new_data_file, no_new_luks, open_backing, parse_options, plain_names, warn_if_refused,
-    warn_of_plain,
+    keep_new, new_data_file, no_new_luks, open_backing, parse_options, plain_names,
+    warn_if_refused, warn_of_plain,
 };
 use crate::failure::Failure;
 use crate::images::{CacheWord, ImageArgs, size_of};
@@ -378,7 +378,7 @@ fn convert_to_qcow2(
     };
     let falloc = plan.preallocation == Preallocation::Falloc;
     let device = Device::of(&args.names.target)?;
-    let (mut image, data) = executor.block_on(async {
+    let (image, data) = executor.block_on(async {
         let (force, options) = (args.new.force, args.target_options()?);
         let source = (!args.new.compress).then_some(&*source);
         let place = (device.as_ref(), &sources, options.clone());
@@ -410,16 +410,10 @@ fn convert_to_qcow2(
         }
         Ok::<_, Failure>(())
     })?;
-    let data = data.map(NewFile::named).transpose()?;
-    image.name()?;
-    if let Some(backing) = &wish.backing_name {
-        // Whoever merges the base can find the new image from now on.
-        announce_overlays(&beside(&args.names.target, Path::new(backing)), &[&args.names.target])?;
-    }
-    image.keep();
-    if let Some(data) = data {
-        data.keep();
-    }
+    keep_new(image, data, || {
+        let Some(backing) = &wish.backing_name else { return Ok(()) };
+        announce_overlays(&beside(&args.names.target, Path::new(backing)), &[&args.names.target])
+    })?;
     warn_if_refused(&args.names.target, &wish, &args.images)
 }
 

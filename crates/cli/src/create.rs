@@ -133,7 +133,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let fields = describe_qcow2(&args.file, &plan);
     let images = options_of(&args.images)?;
     let device = Device::of(&args.file)?;
-    let mut image = match &device {
+    let image = match &device {
         None => NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?,
         Some(_) if !args.force => {
             let what = "is a block device: --force overwrites what it holds";
@@ -154,23 +154,33 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
-    let data = data.map(NewFile::named).transpose()?;
-    image.name()?;
-    if let Some(backing) = options.wish.backing_name.as_deref() {
+    keep_new(image, data, || {
+        let Some(backing) = options.wish.backing_name.as_deref() else { return Ok(()) };
         let backing = beside(&args.file, Path::new(backing));
-        // Whoever merges the base can find the new image from now on.
         match args.unsafe_backing {
             false => announce_overlays(&backing, &[&args.file])?,
             true if backing.exists() => note_overlay(&backing, &args.file),
             true => {}
         }
-    }
-    image.keep();
-    if let Some(data) = data {
-        data.keep();
-    }
+        Ok(())
+    })?;
     warn_if_refused(&args.file, &options.wish, &args.images)?;
     report(args, fields)
+}
+
+/// Keeps a new image, which is complete, and its data file, if it has one: they get their names,
+/// and `announce` has whoever merges the base find the image from now on.
+pub(crate) fn keep_new(
+    mut image: NewFile,
+    data: Option<NewFile>,
+    announce: impl FnOnce() -> mica_block::Result<()>,
+) -> Result<(), Failure> {
+    let data = data.map(NewFile::named).transpose()?;
+    image.name()?;
+    announce()?;
+    image.keep();
+    data.into_iter().for_each(NewFile::keep);
+    Ok(())
 }
 
 /// Whether any layer of a disk is encrypted.

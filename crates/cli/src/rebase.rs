@@ -126,9 +126,9 @@ impl RebaseArgs {
             self.rename(base).await?;
         }
         if let [.., old, file] = &*layers
-            && base.is_none_or(|base| position_of(&[old.clone()], &base.path).is_err())
+            && base.is_none_or(|base| position_of(std::slice::from_ref(old), &base.path).is_err())
         {
-            forget_overlays(old, &[file.clone()]);
+            forget_overlays(old, std::slice::from_ref(file));
         }
         if let Some(base) = base {
             follow(&layers, base)?;

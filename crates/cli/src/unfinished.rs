@@ -1,6 +1,6 @@
 //! Files that are not complete yet: a verb that fails removes them, and so does a signal that ends
-//! the program. One that is new has a name of its own until it is complete, so that a process that is
-//! killed leaves nothing under the name that was wished for (`stack/src/temporary.rs`).
+//! the program. One that is new has a name of its own until it is complete, so that a process that
+//! is killed leaves nothing under the name that was wished for (`stack/src/temporary.rs`).
 //!
 //! - I1 A file is removed only while it is on the list. It leaves the list when it is complete, or
 //!   when it is removed, both under the list's lock.

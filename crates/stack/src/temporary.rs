@@ -8,12 +8,13 @@
 //! | `LAYER.mica-overlays.tmp` | a layer's note, written again | who has it locked |
 //! | `.ACTIVE.mica-new` | the layer above the active one, in its folder | who has ACTIVE locked |
 //! | `.LAYER.mica-new` | a new layer LAYER, in a folder without the active one | the same |
-//! | `.IMAGE.mica-unfinished` | an image that a verb makes ([`make_unfinished`]) | who has it locked |
+//! | `.IMAGE.mica-unfinished` | an image that a verb makes | who has it locked |
 //! | `.mica-index-PID-NUMBER.tmp` | a sidecar (`sidecars/temporary.rs`) | who has it locked |
 //!
 //! Who writes one of them again takes the place of what is left there. What is left beside the
 //! layers of a disk goes when that is committed, and beside the uppermost ones when it is opened
-//! for serving ([`remove_abandoned`]); what a verb left, when an image of that name is made.
+//! for serving ([`remove_abandoned`]); what a verb left, when an image of that name is made
+//! ([`make_unfinished`]).
 //!
 //! Invariants
 //! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked and,
@@ -62,8 +63,8 @@ pub(crate) fn unnamed(new: &Path, active: &Path) -> PathBuf {
     new.with_file_name(name)
 }
 
-/// Makes an empty file for the image that is to be at `path`, where there is nothing, under a name of
-/// its own; what a killed process left of an image of that name goes. The caller locks it as an
+/// Makes an empty file for the image that is to be at `path`, where there is nothing, under a name
+/// of its own; what a killed process left of an image of that name goes. The caller locks it as an
 /// image, makes sure that it has got this file, and gives it its name with [`name_new`] when it is
 /// complete. `None` if there cannot be such a name: `path` is too long, or ends in no name.
 ///

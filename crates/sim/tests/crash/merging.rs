@@ -342,8 +342,8 @@ async fn shape_of_base(world: &World) -> (u64, Vec<String>) {
     (info.header.disk_bytes(), names)
 }
 
-/// The story: a base that was shorter than what goes into it grew, and got bitmaps, before the marks
-/// of the merge counted; a process that died then left nothing that said so.
+/// The story: a base that was shorter than what goes into it grew, and got bitmaps, before the
+/// marks of the merge counted; a process that died then left nothing that said so.
 #[test]
 fn base_is_as_it_was_until_the_first_step_of_a_merge() {
     scenario(4, |world| async move {

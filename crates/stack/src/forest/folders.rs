@@ -93,8 +93,8 @@ impl Walk {
 
 /// Whether `name` is that of a layer that a server is about to add, or was when it was killed. Who
 /// adds one holds the disk, so that one on a layer of a disk that somebody else holds, to merge it,
-/// say, is of no use any more. Or that of an image that a verb makes: before that gets its own name,
-/// nobody uses it.
+/// say, is of no use any more. Or that of an image that a verb makes: before that gets its own
+/// name, nobody uses it.
 fn is_unfinished(name: &OsStr) -> bool {
     let name = name.as_encoded_bytes();
     // Older versions called a layer that was to keep a state `.DISK@STATE.qcow2.new`.

@@ -16,8 +16,8 @@
 //! Invariants
 //! - I1 A note is read only if [`read_trusted`] trusts it: it decides which files are looked at.
 //! - I2 What is not known keeps a layer from being changed: an image that may not be read, whose
-//!   folder may only not be mounted now, or that is gone. Nothing tells one that was removed from one
-//!   that was moved, and would show something else.
+//!   folder may only not be mounted now, or that is gone. Nothing tells one that was removed from
+//!   one that was moved, and would show something else.
 //! - I3 A path leaves a note only if its image was given up, was merged into the layer, stands on
 //!   another one, was removed by mica, or is gone while the user says where an image of its name is
 //!   now. One that is added while a note is written
@@ -329,8 +329,8 @@ fn append(at: &Path, layer: &Metadata, lines: &[u8]) -> io::Result<()> {
     }
 }
 
-/// The `images` do not stand on the layer at `base` any more, or nobody needs them: they were merged
-/// into it, or removed (I3).
+/// The `images` do not stand on the layer at `base` any more, or nobody needs them: they were
+/// merged into it, or removed (I3).
 pub fn forget_overlays(base: &Path, images: &[PathBuf]) {
     let paths = images.iter().filter_map(|image| std::path::absolute(image).ok());
     let paths: HashSet<_> = paths.collect();
