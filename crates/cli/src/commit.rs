@@ -9,7 +9,8 @@ use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
 use mica_stack::{
-    MergeMarks, check_no_overlays, kept_states, note_overlay, settle_marks, settle_notes,
+    GoneImages, MergeMarks, check_no_overlays, kept_states, note_overlay, settle_marks,
+    settle_notes,
 };
 use mica_store::Locking;
 use serde_json::json;
@@ -34,12 +35,25 @@ pub(crate) struct CommitArgs {
     #[arg(short = 'p', long)]
     progress: bool,
     #[command(flatten)]
+    gone: GoneArgs,
+    #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
     /// The image.
     #[arg(value_name = "FILE")]
     file: PathBuf,
+}
+
+// What becomes of what stood on the layers. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(crate) struct GoneArgs {
+    /// Take images that stood on these layers and are gone as removed.
+    ///
+    /// Without this they may have been moved, and keep the layers from being changed. With it, their
+    /// lines leave the notes beside the layers (LAYER.mica-overlays).
+    #[arg(long)]
+    pub(crate) ignore_gone: bool,
 }
 
 pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
@@ -76,7 +90,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             // Whoever makes an image on one of them sees that, or is found now.
             let (base, sources) = below.split_first().expect("there is one");
             let marks = MergeMarks::put(base, sources)?;
-            check_no_overlays(below, above)?;
+            check_no_overlays(below, above, GoneImages::new(args.gone.ignore_gone))?;
             if !args.keep {
                 note_overlay(base, above);
             }

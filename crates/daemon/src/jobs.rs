@@ -14,7 +14,7 @@ use mica_block::{
     MergeProgress, Merged, RaiseLayers, Result,
 };
 use mica_rt::{Backend, Executor};
-use mica_stack::{ImageOptions, MergeMarks};
+use mica_stack::{GoneImages, ImageOptions, MergeMarks};
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -55,6 +55,8 @@ pub(crate) struct DroppedFile {
     pub(crate) into: PathBuf,
     /// How it is opened, to find out whether anybody else has it open.
     pub(crate) options: ImageOptions,
+    /// What the user said of images on it that are gone, for when it is removed.
+    pub(crate) gone: GoneImages,
 }
 
 /// What has become of such a file.
@@ -254,11 +256,11 @@ impl Job {
         (dropped, layers): (&[PathBuf], &[PathBuf]),
         file: Option<&DroppedFile>,
     ) {
-        let Some(DroppedFile { path, into, options }) = file else {
+        let Some(DroppedFile { path, into, options, gone }) = file else {
             return self.forget_drops(dropped);
         };
         // Another program may have made an image on it meanwhile.
-        let removed = mica_stack::remove_dropped_file(path, (into, layers), options);
+        let removed = mica_stack::remove_dropped_file(path, (into, layers), options, *gone);
         let reason = removed.err().map(|error| {
             tracing::warn!(disk = self.disk, %error, "the file of the dropped state stays");
             self.forget_drops(dropped);

@@ -5,13 +5,13 @@
 use crate::served::Served;
 use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, Result};
-use mica_stack::node_of;
+use mica_stack::{GoneImages, node_of};
 use std::path::PathBuf;
 use std::sync::Arc;
 
 impl Shared {
     /// Makes sure that only `served` needs `layers`, from the lowest; the last of them is the one
-    /// above those that change or go.
+    /// above those that change or go. Images that are `gone` count as the user says.
     ///
     /// # Errors
     /// `Denied`, with the names of disks and images that need one of them.
@@ -19,6 +19,7 @@ impl Shared {
         &self,
         served: &Arc<Served>,
         layers: &[PathBuf],
+        gone: GoneImages,
     ) -> Result<()> {
         let Some((above, layers)) = layers.split_last() else { return Ok(()) };
         let nodes: Vec<_> = layers.iter().filter_map(|layer| node_of(layer)).collect();
@@ -36,6 +37,6 @@ impl Shared {
                 return Err(Error::new(ErrorKind::Denied, what));
             }
         }
-        mica_stack::check_no_overlays(layers, above)
+        mica_stack::check_no_overlays(layers, above, gone)
     }
 }

@@ -24,7 +24,7 @@ use crate::keep::may_keep_state;
 use crate::keep::remove_state;
 use crate::merged;
 use crate::{FileImages, ImageOptions, MayWrite};
-use crate::{check_no_overlays, forget_overlays, settle_marks};
+use crate::{GoneImages, check_no_overlays, forget_overlays, settle_marks};
 use mica_block::{Error, Images, OpenImage, Result};
 use mica_store::Locking;
 use std::fs::File;
@@ -70,7 +70,8 @@ pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
 }
 
 /// Removes the `file` of a state that was dropped a moment ago, and whose layer went into the one
-/// at `into`, durably. The chain has these `layers` now.
+/// at `into`, durably. The chain has these `layers` now. Images on it that are `gone` are taken as
+/// when the drop began.
 ///
 /// # Errors
 /// As [`check_no_overlays`]; `Denied` if somebody has the file open: then it stays. Else what the
@@ -79,6 +80,7 @@ pub fn remove_dropped_file(
     file: &Path,
     (into, layers): (&Path, &[PathBuf]),
     options: &ImageOptions,
+    gone: GoneImages,
 ) -> Result<()> {
     // Without locks nobody knows who has it open.
     let _alone = match options.locking {
@@ -86,7 +88,7 @@ pub fn remove_dropped_file(
         Locking::ForceShare | Locking::Off => None,
     };
     // Whoever makes an image on it has it open until that is noted.
-    check_no_overlays(&[file.to_owned()], into)?;
+    check_no_overlays(&[file.to_owned()], into, gone)?;
     remove_state(file)?;
     forget_in_note_beneath(file, (into, layers));
     Ok(())
@@ -143,7 +145,7 @@ fn remove_if_dropped(
     let Some(into) = merged::dropped_into(file)? else { return Ok(false) };
     let Some(into) = position_of(layers, &into).map(|into| &layers[into]) else { return Ok(false) };
     let _alone = alone_with(file, options)?;
-    check_no_overlays(&[file.to_owned()], into)?;
+    check_no_overlays(&[file.to_owned()], into, GoneImages::MayBeMoved)?;
     let synced = File::open(into).and_then(|layer| layer.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
     sync_folder_of(into)?;
@@ -302,10 +304,11 @@ mod tests {
         let options = ImageOptions::new(Handles::new(8));
         let images = FileImages::new(&world.file, options.clone()).expect("allowed");
         let open = images.open(&world.file).expect("opened");
+        let remove = |gone| {
+            remove_dropped_file(&world.file, (&world.layers[1], &world.layers), &options, gone)
+        };
         std::thread::scope(|scope| {
-            let removal = scope.spawn(|| {
-                remove_dropped_file(&world.file, (&world.layers[1], &world.layers), &options)
-            });
+            let removal = scope.spawn(|| remove(GoneImages::Removed));
             sleep(LET_GO_LIMIT / 4);
             crate::overlays::put_image(&clone, world.file.to_str());
             crate::note_overlay(&world.file, &clone);
@@ -314,10 +317,7 @@ mod tests {
         });
         assert!(world.file.exists());
         fs::remove_file(&clone).expect("removed");
-        let removed =
-            || remove_dropped_file(&world.file, (&world.layers[1], &world.layers), &options);
-        removed().expect_err("it may have been moved");
-        crate::forget_overlays(&world.file, &[clone]);
-        removed().expect("removed");
+        remove(GoneImages::MayBeMoved).expect_err("it may have been moved");
+        remove(GoneImages::Removed).expect("removed");
     }
 }

@@ -47,6 +47,23 @@ enum Evidence {
     Gone,
 }
 
+/// What the user says of noted images that are not where they were.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GoneImages {
+    /// Nothing: they may have been moved, and need their layers.
+    MayBeMoved,
+    /// They were removed: their lines leave the notes.
+    Removed,
+}
+
+impl GoneImages {
+    /// As the option `--ignore-gone` says.
+    #[must_use]
+    pub fn new(ignore: bool) -> Self {
+        if ignore { Self::Removed } else { Self::MayBeMoved }
+    }
+}
+
 /// The images in the folders of `layers`, in the folder of `above`, in those to which the marks
 /// of `layers` lead, and where their notes say, that name one of `layers` as their backing file,
 /// other than `layers` themselves, and `above`. An image that was merged into another one and is
@@ -173,13 +190,21 @@ fn marked_above(layers: &[PathBuf]) -> Result<Vec<PathBuf>> {
 
 /// Makes sure that no other image in the folders of `layers` and of `above`, the one on top of
 /// them, or where marks and notes of `layers` lead, stands on one of `layers`, apart from images
-/// that were merged away.
+/// that were merged away, and from those that are `gone`, if these were removed: the notes have them
+/// no longer then.
 ///
 /// # Errors
 /// `Denied`, with names of images that do, or if a mark leads to nothing, or a note to a folder
 /// that may only not be mounted; else if a folder cannot be listed.
-pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
-    let overlays = overlays_on(layers, above)?;
+pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: GoneImages) -> Result<()> {
+    let mut overlays = overlays_on(layers, above)?;
+    if gone == GoneImages::Removed {
+        // A note that cannot be written does not make them any less gone.
+        let removed = overlays.extract_if(.., |overlay| overlay.evidence == Evidence::Gone);
+        for (layer, images) in by_layer(removed) {
+            forget_overlays(&layer, &images);
+        }
+    }
     if overlays.is_empty() {
         return Ok(());
     }
@@ -193,10 +218,9 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
             ),
             Evidence::Gone => format!(
                 "{path}, which is not there any more, stood on {layer}: if it was moved, say where \
-                 it is with `mica rebase -u -b {} -F {} IMAGE`; if it was removed, {}",
+                 it is with `mica rebase -u -b {} -F {} IMAGE`; if it was removed, add --ignore-gone",
                 std::path::absolute(&overlay.stands_on).unwrap_or_default().display(),
                 format_of(&overlay.stands_on),
-                noted::cure_of_removed(&overlay.stands_on)
             ),
         }
     });
@@ -206,6 +230,14 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
     }
     let what = format!("other images need these layers: {}", named.join(", "));
     Err(Error::new(ErrorKind::Denied, what))
+}
+
+fn by_layer(overlays: impl Iterator<Item = Overlay>) -> HashMap<PathBuf, Vec<PathBuf>> {
+    let mut images: HashMap<_, Vec<_>> = HashMap::new();
+    for Overlay { path, stands_on, .. } in overlays {
+        images.entry(stands_on).or_default().push(path);
+    }
+    images
 }
 
 /// By which format an image is likely to name the one at `layer`.

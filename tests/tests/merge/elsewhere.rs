@@ -2,7 +2,7 @@
 //! removed.
 
 use crate::chain::{Chain, KINDS};
-use crate::live::{ctl, serve_image, stop};
+use crate::live::{ctl, serve, serve_image, stop};
 use mica_tests::{qemu, tools};
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -53,9 +53,39 @@ fn layers_that_images_in_other_folders_need_are_not_changed() {
     let note = chain.path("three.qcow2.mica-overlays");
     let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
     assert!(refused.contains("far/new-1.qcow2, which is not there any more"), "{refused}");
-    assert!(refused.contains(&note.display().to_string()), "{refused}");
-    fs::remove_file(note).expect("as it says");
-    chain.mica(&["commit", "top.qcow2"]).ok();
+    assert!(refused.contains("--ignore-gone"), "{refused}");
+    // One that is there counts all the same, be it by another name.
+    chain.mica(&["clone", "three.qcow2", "far/new.qcow2"]).ok();
+    fs::rename(chain.path("far/new.qcow2"), chain.path("far/moved.qcow2")).expect("renamed");
+    for _ in 0..2 {
+        let refused = chain.mica(&["commit", "--ignore-gone", "top.qcow2"]).refusal();
+        assert!(refused.contains("far/moved.qcow2 stands on"), "{refused}");
+        assert!(!refused.contains("any more"), "{refused}");
+    }
+    fs::remove_file(chain.path("far/moved.qcow2")).expect("removed");
+    chain.mica(&["commit", "--ignore-gone", "top.qcow2"]).ok();
+    assert!(!note.exists());
+    chain.judge(&chain.expected());
+}
+
+/// The same while the disk is served.
+#[test]
+fn layers_that_only_removed_images_stood_on_are_merged_if_the_user_says_that_they_are_gone() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    fs::create_dir(chain.path("far")).expect("made");
+    let served = serve(&chain);
+    chain.mica(&["clone", "two.qcow2", "far/new.qcow2"]).ok();
+    fs::remove_file(chain.path("far/new.qcow2")).expect("removed");
+    let merge = ["commit", "top", "--top", "three.qcow2"];
+    let refused = ctl(&chain, &merge).refusal();
+    assert!(refused.contains("far/new.qcow2, which is not there any more"), "{refused}");
+    assert!(refused.contains("--ignore-gone"), "{refused}");
+    ctl(&chain, &[&merge[..], &["--ignore-gone"]].concat()).ok();
+    assert!(!chain.path("two.qcow2.mica-overlays").exists());
+    stop(served);
     chain.judge(&chain.expected());
 }
 

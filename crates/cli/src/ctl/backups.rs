@@ -3,6 +3,7 @@
 use super::merges::{HowArgs, file_of_state, one};
 use super::text;
 use crate::client::{Client, nothing, of_disk};
+use crate::commit::GoneArgs;
 use crate::failure::Failure;
 use crate::output::human_size;
 use crate::sections;
@@ -82,6 +83,8 @@ pub(super) struct DropArgs {
     #[arg(value_name = "STATE")]
     state: String,
     #[command(flatten)]
+    gone: GoneArgs,
+    #[command(flatten)]
     how: HowArgs,
 }
 
@@ -94,6 +97,8 @@ pub(super) struct PruneArgs {
     /// How many states stay: at least the newest, which the next backup goes on from.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     keep: u32,
+    #[command(flatten)]
+    gone: GoneArgs,
     /// Copy at most so many bytes a second.
     #[arg(long, value_name = "SIZE")]
     rate: Option<String>,
@@ -110,7 +115,8 @@ impl PruneArgs {
         let mut staying = Vec::new();
         // Each takes what is beneath with it only once.
         for state in states.iter().rev().skip(stay).map(|state| &state["state"]) {
-            let body = json!({ "state": state, "rate": how.rate()? });
+            let mut body = json!({ "state": state, "rate": how.rate()? });
+            self.gone.tell(&mut body);
             let job = how.start(client, &of_disk(&self.disk, "drop-state"), &body)?;
             copied += job["copied_bytes"].as_u64().unwrap_or(0);
             dropped.push(state.clone());
@@ -143,7 +149,8 @@ fn pruned(answer: &Value) -> String {
 
 impl DropArgs {
     fn run(&self, client: &Client) -> Result<Value, Failure> {
-        let body = json!({ "state": self.state, "rate": self.how.rate()? });
+        let mut body = json!({ "state": self.state, "rate": self.how.rate()? });
+        self.gone.tell(&mut body);
         self.how.start(client, &of_disk(&self.disk, "drop-state"), &body)
     }
 }

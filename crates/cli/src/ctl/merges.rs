@@ -3,6 +3,7 @@
 
 use super::{duration, text};
 use crate::client::{Client, nothing, of_disk};
+use crate::commit::GoneArgs;
 use crate::failure::Failure;
 use crate::images::size_of;
 use crate::output::{human_size, progress_bar};
@@ -55,6 +56,8 @@ pub(super) struct CommitArgs {
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
     #[command(flatten)]
+    gone: GoneArgs,
+    #[command(flatten)]
     how: HowArgs,
 }
 
@@ -71,6 +74,7 @@ impl StreamArgs {
 impl CommitArgs {
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
         let mut body = json!({ "rate": self.how.rate()? });
+        self.gone.tell(&mut body);
         if let Some(top) = &self.top {
             body["top"] = named(top)?.into();
         }
@@ -78,6 +82,15 @@ impl CommitArgs {
             body["base"] = named(base)?.into();
         }
         self.how.start(client, &of_disk(&self.disk, "commit"), &body)
+    }
+}
+
+impl GoneArgs {
+    /// Adds it to a request, if it is asked for: a server of before does not know it.
+    pub(super) fn tell(&self, body: &mut Value) {
+        if self.ignore_gone {
+            body["ignore_gone"] = true.into();
+        }
     }
 }
 

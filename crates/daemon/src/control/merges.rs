@@ -8,6 +8,7 @@ use crate::served::StatesInTheWay;
 use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::response::Response;
+use mica_stack::GoneImages;
 use serde::Deserialize;
 use serde_json::json as value;
 use std::path::PathBuf;
@@ -28,6 +29,8 @@ struct Commit {
     top: Option<PathBuf>,
     base: Option<PathBuf>,
     #[serde(default)]
+    ignore_gone: bool,
+    #[serde(default)]
     rate: u64,
 }
 
@@ -35,6 +38,8 @@ struct Commit {
 #[serde(deny_unknown_fields)]
 struct DropState {
     state: String,
+    #[serde(default)]
+    ignore_gone: bool,
     #[serde(default)]
     rate: u64,
 }
@@ -64,9 +69,10 @@ pub(super) async fn commit(
     sent: Body,
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let Commit { top, base, rate } = body(sent).await?;
+    let Commit { top, base, ignore_gone, rate } = body(sent).await?;
+    let gone = GoneImages::new(ignore_gone);
     let begun = perform_held(&sources, move |shared| {
-        let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers);
+        let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers, gone);
         served.start_commit((top.as_deref(), base.as_deref()), rate, check)
     });
     Ok(told(&*begun.await?))
@@ -78,10 +84,11 @@ pub(super) async fn drop_state(
     sent: Body,
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let DropState { state, rate } = body(sent).await?;
+    let DropState { state, ignore_gone, rate } = body(sent).await?;
+    let gone = GoneImages::new(ignore_gone);
     let begun = perform_held(&sources, move |shared| {
-        let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers);
-        served.start_drop(&state, rate, check)
+        let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers, gone);
+        served.start_drop((&state, gone), rate, check)
     });
     Ok(told(&*begun.await?))
 }

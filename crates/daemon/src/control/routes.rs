@@ -17,6 +17,7 @@
 //! | `POST /v1/disks/NAME/handover` | `{"host": "host-2"}`: closes a volume for that host |
 //! | `POST /v1/disks/NAME/stream` | `{"base": PATH, "drop_states": true}`: layers go up |
 //! | `POST /v1/disks/NAME/commit` | `{"top": PATH, "base": PATH}`: layers go down |
+//! | | with `"ignore_gone": true`, images on them that are gone were removed |
 //! | `POST /v1/disks/NAME/cancel`, `pause`, `resume` | the merge that is under way |
 //! | `GET /v1/jobs` | merges under way, and the last ones |
 //! | `GET /v1/disks/NAME/snapshots` | the snapshots of a volume |
@@ -31,6 +32,7 @@
 //! | `POST /v1/disks/NAME/backup` | `{"as": "tue", "since": "mon", "nbd": SOCKET}`: begins one |
 //! | `POST /v1/disks/NAME/end-backup` | ends it |
 //! | `POST /v1/disks/NAME/drop-state` | `{"state": "mon", "rate": BYTES}`: keeps it no longer |
+//! | | `"ignore_gone": true` as for a commit |
 //! | `POST /v1/disks/NAME/label` | `{"snapshot": "monday", "label": "friday"}` |
 //! | `POST /v1/reload` | reads the configuration again: disks are added and removed |
 //! | `POST /v1/drain` | the same for all disks, and ends the process |

@@ -6,7 +6,7 @@ use crate::jobs::{DroppedFile, Job, Merge, PAST_MAX, Told};
 use crate::opened::is_raw;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::{Backend, Executor};
-use mica_stack::{FileImages, MergeMarks, note_overlay, position_of};
+use mica_stack::{FileImages, GoneImages, MergeMarks, note_overlay, position_of};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -118,14 +118,15 @@ impl Served {
 
     /// Begins to drop the kept `state`: its layer goes up into the one above, and its file is
     /// removed. What lies beneath stays as it is: images that nobody here knows may stand on that.
-    /// `check` is asked as by [`Self::start_commit`].
+    /// `check` is asked as by [`Self::start_commit`]; images on the state that are `gone` count as
+    /// the user says when its file is removed, too.
     ///
     /// # Errors
     /// `NotFound` if there is no such state; `Denied` if a backup is under way; as
     /// [`Self::start_stream`], and those of `check`.
     pub(crate) fn start_drop(
         &self,
-        state: &str,
+        (state, gone): (&str, GoneImages),
         rate: u64,
         check: impl FnOnce(&[PathBuf]) -> Result<()>,
     ) -> Result<Arc<Job>> {
@@ -151,7 +152,8 @@ impl Served {
             };
             let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
             let (path, into) = (layers[at].clone(), layers[above].clone());
-            Ok(Merge::Drop { file: DroppedFile { path, into, options }, how: Box::new(how) })
+            let file = DroppedFile { path, into, options, gone };
+            Ok(Merge::Drop { file, how: Box::new(how) })
         })
     }
 

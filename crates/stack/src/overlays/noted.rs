@@ -19,9 +19,9 @@
 //!   folder may only not be mounted now, or that is gone. Nothing tells one that was removed from
 //!   one that was moved, and would show something else.
 //! - I3 A path leaves a note only if its image was given up, was merged into the layer, stands on
-//!   another one, was removed by mica, or is gone while the user says where an image of its name is
-//!   now. One that is added while a note is written
-//!   anew stays: who writes it anew copies what came after, and who adds one looks for it.
+//!   another one, was removed by mica, or is gone while the user says that it was removed, or where
+//!   an image of its name is now. One that is added while a note is written anew stays: who writes
+//!   it anew copies what came after, and who adds one looks for it.
 //! - I4 An image is made also where the note cannot be written; that is said.
 
 use crate::files::{folder_of, sync_folder_of};
@@ -197,12 +197,6 @@ fn check_len(at: &Path, content: &[u8]) -> Result<()> {
 pub(super) fn cure(layer: &Path) -> String {
     let at = place(layer, SUFFIX).unwrap_or_else(|_| layer.to_owned());
     format!("{} says so, and its line is to be removed if it is out of date", at.display())
-}
-
-/// The same for one that may have been removed.
-pub(super) fn cure_of_removed(layer: &Path) -> String {
-    let at = place(layer, SUFFIX).unwrap_or_else(|_| layer.to_owned());
-    format!("remove its line from {}", at.display())
 }
 
 /// Makes sure that whoever is about to merge the layer at `base` finds the `images`, which exist
@@ -475,7 +469,11 @@ mod tests {
         assert_eq!(noted_on(&base).expect("read").len(), 1);
         content.extend(line.encode());
         fs::write(&at, &content).expect("written");
-        let said = crate::check_no_overlays(std::slice::from_ref(&base), &base);
+        let said = crate::check_no_overlays(
+            std::slice::from_ref(&base),
+            &base,
+            crate::GoneImages::Removed,
+        );
         assert_eq!(said.expect_err("not all is read").kind(), ErrorKind::Limit);
         forget(&base, &HashSet::from([line]));
         assert!(at.exists());

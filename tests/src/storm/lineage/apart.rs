@@ -91,7 +91,7 @@ fn merge(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome {
             (What::Stream { base: None, drops_states: true }, args)
         }
         _ => {
-            let args = vec!["commit", "-q", "-b", &base, &active];
+            let args = vec!["commit", "-q", "--ignore-gone", "-b", &base, &active];
             (What::Commit { top: None, base: at }, args)
         }
     };

@@ -114,7 +114,6 @@ fn make_and_kill(
             return Err(Fault::new(Wrong::Corrupt, what));
         }
         fs::remove_file(image)?;
-        forget(world, name)?;
     }
     Ok(())
 }
@@ -152,8 +151,9 @@ fn shift(world: &World<'_>, rng: &mut Rng, disk: &mut Disk) -> Outcome {
     let path = world.images.join(&clone);
     if rng.percent(60) {
         world.story.tell(format_args!("  the clone {clone} is removed"));
+        // Nobody can tell that it was not moved: merges are told that it was not (`--ignore-gone`).
         fs::remove_file(path)?;
-        return forget(world, &clone);
+        return Ok(());
     }
     let mut name = disk.new_name("moved");
     if clone.starts_with(FAR) {
@@ -163,26 +163,5 @@ fn shift(world: &World<'_>, rng: &mut Rng, disk: &mut Disk) -> Outcome {
     fs::rename(path, world.images.join(&name))?;
     disk.frozen.extend(content.map(|content| (name.clone(), content)));
     disk.clones.push(name);
-    Ok(())
-}
-
-/// Removes the lines of `clone` from the notes of what it may have stood on, as mica asks for it:
-/// it cannot know that a clone was not moved.
-fn forget(world: &World<'_>, clone: &str) -> Outcome {
-    let ending = format!("/{clone}");
-    for entry in fs::read_dir(&world.images)? {
-        let note = entry?.path();
-        if !note.to_string_lossy().ends_with(".mica-overlays") {
-            continue;
-        }
-        let text = fs::read_to_string(&note)?;
-        let stay: String =
-            text.split_inclusive('\n').filter(|l| !l.trim_end().ends_with(&ending)).collect();
-        if stay.is_empty() {
-            fs::remove_file(&note)?;
-        } else if stay != text {
-            fs::write(&note, stay)?;
-        }
-    }
     Ok(())
 }

@@ -150,7 +150,9 @@ impl What {
                 args
             }
             Self::Commit { top, base } => {
-                let mut args: Vec<String> = words(&["commit", name, "--base", &layer(*base)]);
+                let base = layer(*base);
+                let mut args: Vec<String> =
+                    words(&["commit", "--ignore-gone", name, "--base", &base]);
                 args.extend(top.iter().flat_map(|at| ["--top".to_owned(), layer(*at)]));
                 args
             }
@@ -163,7 +165,7 @@ impl What {
             Self::End => words(&["backup", "end", name]),
             Self::Drop { at } => {
                 let state = state_in(&disk.chain[*at]).unwrap_or_default();
-                words(&["backup", "drop", name, state])
+                words(&["backup", "drop", "--ignore-gone", name, state])
             }
         };
         if is_slow && self.is_merge() {
