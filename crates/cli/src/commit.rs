@@ -45,13 +45,13 @@ pub(crate) struct CommitArgs {
     file: PathBuf,
 }
 
-// What becomes of what stood on the layers. (A doc comment would become the help of the verb.)
+// What is said of images that are gone. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(crate) struct GoneArgs {
     /// Take images that stood on these layers and are gone as removed.
     ///
-    /// Without this they may have been moved, and keep the layers from being changed. With it, their
-    /// lines leave the notes beside the layers (LAYER.mica-overlays).
+    /// Without this they may have been moved, and keep the layers from being changed. With it,
+    /// their lines leave the notes beside the layers (LAYER.mica-overlays).
     #[arg(long)]
     pub(crate) ignore_gone: bool,
 }

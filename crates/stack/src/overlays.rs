@@ -218,7 +218,8 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: GoneImages) -> 
             ),
             Evidence::Gone => format!(
                 "{path}, which is not there any more, stood on {layer}: if it was moved, say where \
-                 it is with `mica rebase -u -b {} -F {} IMAGE`; if it was removed, add --ignore-gone",
+                 it is with `mica rebase -u -b {} -F {} IMAGE`; if it was removed, add \
+                 --ignore-gone",
                 std::path::absolute(&overlay.stands_on).unwrap_or_default().display(),
                 format_of(&overlay.stands_on),
             ),
@@ -341,6 +342,28 @@ mod tests {
         assert_eq!(found(), []);
         assert!(!note.exists());
         drop(folder);
+    }
+
+    /// What got another name is found only by the line that it has by the old one.
+    #[test]
+    fn line_of_an_image_that_was_renamed_stays_when_those_that_are_gone_are_ignored() {
+        let (_folder, base, clone) = apart();
+        let note = base.with_file_name("base.mica-overlays");
+        let check = |gone| {
+            check_no_overlays(std::slice::from_ref(&base), &base, gone).map_err(|e| e.kind())
+        };
+        note_overlay(&base, &clone);
+        let renamed = clone.with_file_name("renamed");
+        fs::rename(&clone, &renamed).expect("renamed");
+        for _ in 0..2 {
+            assert_eq!(check(GoneImages::Removed), Err(ErrorKind::Denied));
+        }
+        assert!(note.exists());
+        fs::remove_file(&renamed).expect("removed");
+        assert_eq!(check(GoneImages::MayBeMoved), Err(ErrorKind::Denied));
+        assert_eq!(check(GoneImages::Removed), Ok(()));
+        assert!(!note.exists());
+        assert_eq!(check(GoneImages::MayBeMoved), Ok(()));
     }
 
     #[test]

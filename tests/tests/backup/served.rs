@@ -229,13 +229,20 @@ fn state_that_an_image_in_another_folder_needs_keeps_its_file() {
     let other = keep(&mut world, "b");
     mica::run([Path::new("clone"), &other, &clone]).ok();
     std::fs::remove_file(&clone).expect("it is there");
-    let needed = world.ctl(&["backup", "prune", "disk", "--keep", "1"]).json();
-    assert_eq!(needed["dropped"], serde_json::json!([]), "the newest stays");
     world.ctl(&["backup", "drop", "disk", "b"]).refusal();
     let job = world.ctl(&["backup", "drop", "--ignore-gone", "disk", "b"]).json();
     assert_eq!(job["file"]["removed"], true, "{job}");
     assert_eq!(job["file"]["path"].as_str(), other.to_str(), "{job}");
     assert!(!other.exists() && file.exists());
+    let third = keep(&mut world, "c");
+    keep(&mut world, "d");
+    mica::run([Path::new("clone"), &third, &clone]).ok();
+    std::fs::remove_file(&clone).expect("it is there");
+    let needed = world.ctl(&["backup", "prune", "disk", "--keep", "1"]).refusal();
+    assert!(needed.contains("--ignore-gone"), "{needed}");
+    let pruned = world.ctl(&["backup", "prune", "disk", "--keep", "1", "--ignore-gone"]).json();
+    assert_eq!(pruned["dropped"], serde_json::json!(["c"]), "{pruned}");
+    assert!(!third.exists());
     judge::same_bytes("the overlay", &raw(far.path(), "own.qcow2"), &wanted);
     world.stop();
 }
