@@ -421,14 +421,16 @@ mod tests {
         // Another folder is at this place than was there when the image was noted.
         let inode = std::os::unix::fs::MetadataExt::ino(&fs::metadata(&base).expect("there"));
         fs::write(&note, format!("{inode} {}\n", clone.display())).expect("written");
-        let said = check_no_overlays(std::slice::from_ref(&base), &base).expect_err("not known");
+        let said = check_no_overlays(std::slice::from_ref(&base), &base, GoneImages::Removed)
+            .expect_err("not known");
         assert!(said.to_string().contains("not mounted"), "{said}");
         assert!(note.exists());
         // And now it is that one.
         let folder = fs::metadata(folder_of(&clone)).expect("there");
         let inode = std::os::unix::fs::MetadataExt::ino(&folder);
         fs::write(&note, format!("{inode} {}\n", clone.display())).expect("written");
-        let said = check_no_overlays(std::slice::from_ref(&base), &base).expect_err("or moved");
+        let said = check_no_overlays(std::slice::from_ref(&base), &base, GoneImages::MayBeMoved)
+            .expect_err("or moved");
         assert!(said.to_string().contains("not there any more"), "{said}");
         assert!(note.exists());
     }
@@ -440,7 +442,8 @@ mod tests {
         note_overlay(&base, &clone);
         let note = base.with_file_name("base.mica-overlays");
         fs::set_permissions(&note, fs::Permissions::from_mode(0o666)).expect("set");
-        check_no_overlays(std::slice::from_ref(&base), &base).expect_err("not trusted");
+        check_no_overlays(std::slice::from_ref(&base), &base, GoneImages::MayBeMoved)
+            .expect_err("not trusted");
     }
 
     #[test]
