@@ -190,8 +190,8 @@ fn marked_above(layers: &[PathBuf]) -> Result<Vec<PathBuf>> {
 
 /// Makes sure that no other image in the folders of `layers` and of `above`, the one on top of
 /// them, or where marks and notes of `layers` lead, stands on one of `layers`, apart from images
-/// that were merged away, and from those that are `gone`, if these were removed: the notes have them
-/// no longer then.
+/// that were merged away, and from those that are `gone`, if these were removed: the notes have
+/// them no longer then.
 ///
 /// # Errors
 /// `Denied`, with names of images that do, or if a mark leads to nothing, or a note to a folder
