@@ -72,7 +72,9 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         for names in names.chunks(TOGETHER) {
             let mut files = Vec::with_capacity(names.len());
             for name in names {
-                let file = make(args, name, len, (&mut wish, &encrypt, base_is_encrypted)).await?;
+                let mut file =
+                    make(args, name, len, (&mut wish, &encrypt, base_is_encrypted)).await?;
+                file.name()?;
                 files.push(file);
             }
             // Whoever merges the base can find them from now on.

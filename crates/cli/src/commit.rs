@@ -8,7 +8,9 @@ use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
-use mica_stack::{MergeMarks, check_no_overlays, kept_states, note_overlay, settle_marks};
+use mica_stack::{
+    MergeMarks, check_no_overlays, kept_states, note_overlay, settle_marks, settle_notes,
+};
 use mica_store::Locking;
 use serde_json::json;
 use std::path::PathBuf;
@@ -87,6 +89,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             let (merged, _) = (merged?, shown.finish());
             if let Merged::Done { dropped, .. } = &merged {
                 settle_marks(&disk.layer_paths(), dropped)?;
+                settle_notes(&disk.layer_paths(), dropped, Some(base));
             }
             Ok((merged, layers[lowest].clone()))
         };

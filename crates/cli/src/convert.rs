@@ -12,8 +12,8 @@ mod stream;
 
 use crate::create::{
     Device, NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted, is_block_device,
-    new_data_file, no_new_luks, open_backing, parse_options, plain_names, warn_if_refused,
-    warn_of_plain,
+    keep_new, new_data_file, no_new_luks, open_backing, parse_options, plain_names,
+    warn_if_refused, warn_of_plain,
 };
 use crate::failure::Failure;
 use crate::images::{CacheWord, ImageArgs, size_of};
@@ -345,7 +345,7 @@ fn convert_to_raw(
     let job = Job { source, backing: None, target, rules, coroutines, backend, rate };
     engine::copy(&job, progress)?;
     executor.block_on(file.store().sync())?;
-    file.keep();
+    file.named()?.keep();
     Ok(())
 }
 
@@ -383,7 +383,9 @@ fn convert_to_qcow2(
         let source = (!args.new.compress).then_some(&*source);
         let place = (device.as_ref(), &sources, options.clone());
         let image = new_image(args, &plan, source, place).await?;
-        let data = new_data_file(&args.names.target, &plan, force, sources, options).await?;
+        // The image itself is there by now.
+        sources.add_file(image.place());
+        let data = new_data_file(&args.names.target, &plan, force, &sources, options).await?;
         Ok::<_, Failure>((image, data))
     })?;
     let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
@@ -408,14 +410,10 @@ fn convert_to_qcow2(
         }
         Ok::<_, Failure>(())
     })?;
-    if let Some(backing) = &wish.backing_name {
-        // Whoever merges the base can find the new image from now on.
-        announce_overlays(&beside(&args.names.target, Path::new(backing)), &[&args.names.target])?;
-    }
-    image.keep();
-    if let Some(data) = data {
-        data.keep();
-    }
+    keep_new(image, data, || {
+        let Some(backing) = &wish.backing_name else { return Ok(()) };
+        announce_overlays(&beside(&args.names.target, Path::new(backing)), &[&args.names.target])
+    })?;
     warn_if_refused(&args.names.target, &wish, &args.images)
 }
 

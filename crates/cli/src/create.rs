@@ -10,7 +10,7 @@ mod sources;
 pub(crate) use device::{Device, claim, is_block_device};
 pub(crate) use encryption::{EncryptOptions, warn_of_plain};
 pub(crate) use names::{plain_backing, plain_names, warn_if_refused, warn_of_names};
-pub(crate) use new_file::{NewFile, open_writable, options_of};
+pub(crate) use new_file::{NewFile, NewName, open_writable, options_of};
 pub(crate) use options::{NewImageOptions, help as options_help, parse as parse_options};
 pub(crate) use sources::Sources;
 
@@ -148,25 +148,39 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
         // It has its space, which reads as zeros now.
         plan.preallocation = Preallocation::Metadata;
     }
-    let data = new_data_file(&args.file, &plan, args.force, sources, images).await?;
+    // The image itself is there by now.
+    sources.add_file(image.place());
+    let data = new_data_file(&args.file, &plan, args.force, &sources, images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
-    if let Some(backing) = options.wish.backing_name.as_deref() {
+    keep_new(image, data, || {
+        let Some(backing) = options.wish.backing_name.as_deref() else { return Ok(()) };
         let backing = beside(&args.file, Path::new(backing));
-        // Whoever merges the base can find the new image from now on.
         match args.unsafe_backing {
             false => announce_overlays(&backing, &[&args.file])?,
             true if backing.exists() => note_overlay(&backing, &args.file),
             true => {}
         }
-    }
-    image.keep();
-    if let Some(data) = data {
-        data.keep();
-    }
+        Ok(())
+    })?;
     warn_if_refused(&args.file, &options.wish, &args.images)?;
     report(args, fields)
+}
+
+/// Keeps a new image, which is complete, and its data file, if it has one: they get their names,
+/// and `announce` has whoever merges the base find the image from now on.
+pub(crate) fn keep_new(
+    mut image: NewFile,
+    data: Option<NewFile>,
+    announce: impl FnOnce() -> mica_block::Result<()>,
+) -> Result<(), Failure> {
+    let data = data.map(NewFile::named).transpose()?;
+    image.name()?;
+    announce()?;
+    image.keep();
+    data.into_iter().for_each(NewFile::keep);
+    Ok(())
 }
 
 /// Whether any layer of a disk is encrypted.
@@ -179,16 +193,14 @@ pub(crate) async fn new_data_file(
     file: &Path,
     plan: &ImagePlan,
     force: bool,
-    mut sources: Sources,
+    sources: &Sources,
     images: ImageOptions,
 ) -> Result<Option<NewFile>, Failure> {
     match &plan.data_file {
         None => Ok(None),
         Some(data) => {
             let path = beside(file, Path::new(&data.name));
-            // The image itself is there by now.
-            sources.add_file(file);
-            Ok(Some(NewFile::create_with(&path, Some(force), &sources, images).await?))
+            Ok(Some(NewFile::create_with(&path, Some(force), sources, images).await?))
         }
     }
 }
@@ -221,7 +233,7 @@ async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), F
     let file = NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?;
     fill_raw(&**file.store(), size, preallocation).await?;
     file.store().sync().await?;
-    file.keep();
+    file.named()?.keep();
     let mut fields = Map::new();
     fields.insert("filename".into(), args.file.display().to_string().into());
     fields.insert("format".into(), "raw".into());

@@ -2,11 +2,12 @@
 
 use crate::backup::folder_and_state;
 use crate::convert::Progress;
-use crate::create::{NewFile, NewImageOptions, Sources, fill_raw, is_block_device, parse_options};
+use crate::create::{
+    NewFile, NewImageOptions, NewName, Sources, fill_raw, is_block_device, parse_options,
+};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{ReportArgs, human_size};
-use crate::unfinished::Unfinished;
 use clap::Args;
 use mica_backup::{Begin, StepReader, Stored, check_state, restore_state, restore_step};
 use mica_block::{Error, ErrorKind, Manage};
@@ -62,7 +63,7 @@ pub(crate) struct RestoreArgs {
 /// An image that is filled.
 struct Target {
     disk: Arc<dyn Manage>,
-    unfinished: Unfinished,
+    unfinished: NewName,
     progress: Progress,
 }
 
@@ -238,14 +239,15 @@ impl Target {
         let unfinished = file.into_unfinished();
         let options = crate::create::options_of(images)?;
         let chain = images.chain_options(IndexUse::Read)?;
-        let disk = mica_stack::open_writable(&args.file, format, options, &chain).await?;
+        let disk = mica_stack::open_writable(unfinished.place(), format, options, &chain).await?;
         let progress = Progress::start(total, args.report.progress(args.progress));
         Ok(Self { disk, unfinished, progress })
     }
 
-    async fn finish(self, args: &RestoreArgs) -> Result<(), Failure> {
+    async fn finish(mut self, args: &RestoreArgs) -> Result<(), Failure> {
         self.disk.flush().await?;
         self.disk.close().await?;
+        self.unfinished.give()?;
         sync_folder_of(&args.file)?;
         self.unfinished.keep();
         self.progress.finish();

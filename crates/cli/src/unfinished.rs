@@ -1,8 +1,10 @@
 //! Files that are not complete yet: a verb that fails removes them, and so does a signal that ends
-//! the program.
+//! the program. One that is new has a name of its own until it is complete, so that a process that
+//! is killed leaves nothing under the name that was wished for (`stack/src/temporary.rs`).
 //!
 //! - I1 A file is removed only while it is on the list. It leaves the list when it is complete, or
 //!   when it is removed, both under the list's lock.
+//!   It gets its name under that lock, too.
 //! - I2 A signal that ends the program takes that lock and never releases it: from then on no file
 //!   is completed, and no failure reported that only the end has caused.
 //! - I3 An existing file that was overwritten is emptied, not removed, after nothing can be written
@@ -13,6 +15,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 use std::fs::{OpenOptions, remove_file};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
@@ -36,6 +39,20 @@ impl Unfinished {
         WATCHING.call_once(watch_signals);
         files().push(Entry { path: path.to_owned(), made });
         Self { path: path.to_owned() }
+    }
+
+    /// Gives the file, which is complete, the name `path`, which nothing has.
+    ///
+    /// # Errors
+    /// What the system reports. It is on the list still, under the name that it had.
+    pub(crate) fn rename_to(&mut self, path: &Path) -> io::Result<()> {
+        let mut files = files();
+        mica_stack::name_new(&self.path, path)?;
+        if let Some(entry) = files.iter_mut().find(|entry| entry.path == self.path) {
+            path.clone_into(&mut entry.path);
+        }
+        path.clone_into(&mut self.path);
+        Ok(())
     }
 
     /// Keeps the file: it is complete.

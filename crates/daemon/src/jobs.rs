@@ -102,6 +102,14 @@ impl Merge {
         }
     }
 
+    /// The layer that has what left the chain, if it went down.
+    fn base_of_commit(&self) -> Option<PathBuf> {
+        match self {
+            Self::Commit { base, .. } => Some(base.clone()),
+            Self::Stream { .. } | Self::Raise { .. } | Self::Drop { .. } => None,
+        }
+    }
+
     /// The file to be removed when the layers have left.
     fn dropped_file(&self) -> Option<DroppedFile> {
         match self {
@@ -223,7 +231,7 @@ impl Job {
         let Some(chain) = disk.chain() else {
             return Err(Error::new(ErrorKind::Denied, "the disk is closed"));
         };
-        let file = merge.dropped_file();
+        let (file, base) = (merge.dropped_file(), merge.base_of_commit());
         let merged = executor.block_on(merge.run(chain, self))?;
         if let Merged::Done { dropped, .. } = &merged {
             let layers = disk.layer_paths();
@@ -233,19 +241,24 @@ impl Job {
                 tracing::warn!(disk, %error, "the mark of a frozen layer is out of date");
             }
             self.tell_if_unnamed(&layers, dropped);
-            self.settle_files(dropped, file.as_ref());
+            mica_stack::settle_notes(&layers, dropped, base.as_deref());
+            self.settle_files((dropped, &layers), file.as_ref());
         }
         Ok(merged)
     }
 
     /// Layers that were `dropped` have left the chain: the file of a state that is dropped goes,
     /// those of others stay.
-    fn settle_files(&self, dropped: &[PathBuf], file: Option<&DroppedFile>) {
+    fn settle_files(
+        &self,
+        (dropped, layers): (&[PathBuf], &[PathBuf]),
+        file: Option<&DroppedFile>,
+    ) {
         let Some(DroppedFile { path, into, options }) = file else {
             return self.forget_drops(dropped);
         };
         // Another program may have made an image on it meanwhile.
-        let removed = mica_stack::remove_dropped_file(path, into, options);
+        let removed = mica_stack::remove_dropped_file(path, (into, layers), options);
         let reason = removed.err().map(|error| {
             tracing::warn!(disk = self.disk, %error, "the file of the dropped state stays");
             self.forget_drops(dropped);

@@ -21,7 +21,9 @@
 //! it (`qcow2/src/unclosed.rs`).
 //!
 //! A merge takes layers out of the chain: a mark that named one of them names the layer that is
-//! above from then on ([`settle_marks`]).
+//! above from then on ([`settle_marks`]). If its process was killed before that, the marks lead
+//! through layers that have left to the one above, which stands on a layer that they passed: that
+//! one's mark is put right by whoever opens the chain for writing ([`Active::mend`]).
 //!
 //! Invariants
 //! - I1 A mark is followed only if a stranger cannot have put it there (`mark.rs`).
@@ -54,6 +56,26 @@ pub(crate) struct Active {
     /// The format by which the layer above names the one that the user named, if there is one, and
     /// it says.
     pub(crate) named_as: Option<String>,
+    /// Layers whose marks lead on through such as have left the chain, and what is above them.
+    stale: Vec<(PathBuf, PathBuf)>,
+}
+
+impl Active {
+    /// Has marks lead past the layers that a merge took out before it was killed. The caller has
+    /// the chain open for writing.
+    pub(crate) fn mend(&self) {
+        for (layer, above) in &self.stale {
+            let put = Mark::put(layer, above).and_then(|mark| sync_folder_of(mark.path()));
+            if let Err(error) = put {
+                // It is found as it was this time.
+                tracing::warn!(
+                    "{}: its mark leads on through layers that left the chain: {}",
+                    layer.display(),
+                    error.in_one_line()
+                );
+            }
+        }
+    }
 }
 
 /// The layer that is written for the image that the user `named`, qcow2 or raw: that one, or the
@@ -65,7 +87,7 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
     let images = FileImages::new(named, options.clone())?;
     let mut path = named.to_owned();
     let mut followed: Option<(FileStore, Mark)> = None;
-    let mut named_as = None;
+    let (mut named_as, mut passed, mut stale) = (None, Vec::new(), Vec::new());
     for _ in 0..LayerNumber::COUNT_MAX {
         let (located, store) = images.glance(&path)?;
         let Some(mark) = Mark::of(&path, located.owner())? else {
@@ -76,11 +98,17 @@ pub(crate) async fn active_layer(named: &Path, options: ImageOptions) -> Result<
                     beneath(named, options)?
                 }
             };
-            return Ok(Active { path, options, named_as });
+            return Ok(Active { path, options, named_as, stale });
         };
-        let identity = located.identity(store.len()?);
-        let format = check_above(&images, &path, &identity, &mark).await?;
-        if followed.is_none() {
+        passed.push((path, located.identity(store.len()?)));
+        let Stands { on, format } = check_above(&images, &passed, &mark).await?;
+        if on + 1 < passed.len() {
+            // Those after it have left the chain, and so has what their marks say.
+            stale.retain(|(layer, _)| passed[..on].iter().any(|(path, _)| path == layer));
+            stale.push((passed[on].0.clone(), mark.above().to_owned()));
+            passed.truncate(on + 1);
+        }
+        if on == 0 {
             named_as = format;
         }
         path = mark.above().to_owned();
@@ -186,14 +214,22 @@ pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that what is above `layer` still stands on it. Returns the format by which it does,
-/// if that is said.
+/// How the layer that a mark leads to stands on one that was passed on the way there.
+struct Stands {
+    /// Which one.
+    on: usize,
+    /// The format by which it is named, if that is said.
+    format: Option<String>,
+}
+
+/// Makes sure that what is above the last layer that was `passed`, which has this `mark`, still
+/// stands on it; or on one before it, if a merge took out those in between.
 async fn check_above(
     images: &FileImages,
-    layer: &Path,
-    identity: &Identity,
+    passed: &[(PathBuf, Identity)],
     mark: &Mark,
-) -> Result<Option<String>> {
+) -> Result<Stands> {
+    let (layer, _) = passed.last().expect("the layer with the mark");
     let (at, above) = (mark.path(), mark.above());
     let denied = |what: &str| {
         let (named, above) = (layer.display(), above.display());
@@ -223,8 +259,11 @@ async fn check_above(
             images.identify(&below).ok().map(|found| (below, found, backing.format))
         });
         let Some((below, found, format)) = below else { break };
-        if (found.device, found.inode) == (identity.device, identity.inode) {
-            return Ok(format);
+        let is_it = |(_, passed): &(PathBuf, Identity)| {
+            (found.device, found.inode) == (passed.device, passed.inode)
+        };
+        if let Some(on) = passed.iter().rposition(is_it) {
+            return Ok(Stands { on, format });
         }
         path = below;
     }

@@ -24,7 +24,7 @@ use crate::keep::may_keep_state;
 use crate::keep::remove_state;
 use crate::merged;
 use crate::{FileImages, ImageOptions, MayWrite};
-use crate::{check_no_overlays, settle_marks};
+use crate::{check_no_overlays, forget_overlays, settle_marks};
 use mica_block::{Error, Images, OpenImage, Result};
 use mica_store::Locking;
 use std::fs::File;
@@ -70,12 +70,16 @@ pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
 }
 
 /// Removes the `file` of a state that was dropped a moment ago, and whose layer went into the one
-/// at `into`, durably.
+/// at `into`, durably. The chain has these `layers` now.
 ///
 /// # Errors
 /// As [`check_no_overlays`]; `Denied` if somebody has the file open: then it stays. Else what the
 /// system reports.
-pub fn remove_dropped_file(file: &Path, into: &Path, options: &ImageOptions) -> Result<()> {
+pub fn remove_dropped_file(
+    file: &Path,
+    (into, layers): (&Path, &[PathBuf]),
+    options: &ImageOptions,
+) -> Result<()> {
     // Without locks nobody knows who has it open.
     let _alone = match options.locking {
         Locking::On => Some(let_go_of(file, options)?),
@@ -83,7 +87,16 @@ pub fn remove_dropped_file(file: &Path, into: &Path, options: &ImageOptions) -> 
     };
     // Whoever makes an image on it has it open until that is noted.
     check_no_overlays(&[file.to_owned()], into)?;
-    remove_state(file)
+    remove_state(file)?;
+    forget_in_note_beneath(file, (into, layers));
+    Ok(())
+}
+
+/// The `file` is removed: it may be noted of what was beneath it, and is beneath `into` now.
+fn forget_in_note_beneath(file: &Path, (into, layers): (&Path, &[PathBuf])) {
+    if let Some(at @ 1..) = position_of(layers, into) {
+        forget_overlays(&layers[at - 1], &[file.to_owned()]);
+    }
 }
 
 /// The `file`, which nobody else has open.
@@ -136,6 +149,7 @@ fn remove_if_dropped(
     sync_folder_of(into)?;
     settle_marks(layers, &[file.to_owned()])?;
     remove_state(file)?;
+    forget_in_note_beneath(file, (into, layers));
     Ok(true)
 }
 
@@ -289,8 +303,9 @@ mod tests {
         let images = FileImages::new(&world.file, options.clone()).expect("allowed");
         let open = images.open(&world.file).expect("opened");
         std::thread::scope(|scope| {
-            let removal =
-                scope.spawn(|| remove_dropped_file(&world.file, &world.layers[1], &options));
+            let removal = scope.spawn(|| {
+                remove_dropped_file(&world.file, (&world.layers[1], &world.layers), &options)
+            });
             sleep(LET_GO_LIMIT / 4);
             crate::overlays::put_image(&clone, world.file.to_str());
             crate::note_overlay(&world.file, &clone);
@@ -299,6 +314,10 @@ mod tests {
         });
         assert!(world.file.exists());
         fs::remove_file(&clone).expect("removed");
-        remove_dropped_file(&world.file, &world.layers[1], &options).expect("removed");
+        let removed =
+            || remove_dropped_file(&world.file, (&world.layers[1], &world.layers), &options);
+        removed().expect_err("it may have been moved");
+        crate::forget_overlays(&world.file, &[clone]);
+        removed().expect("removed");
     }
 }

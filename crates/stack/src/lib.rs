@@ -62,7 +62,10 @@ pub use merged::{MergeMarks, refuse_merged, take_back_planned};
 pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
-pub use overlays::{announce_overlays, check_no_overlays, note_overlay};
+pub use overlays::{
+    announce_overlays, check_no_overlays, forget_overlays, forget_where_it_was, note_overlay,
+    settle_notes,
+};
 pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
@@ -71,7 +74,9 @@ pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usu
 pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
-pub use temporary::remove_abandoned;
+pub use temporary::{
+    is_file_at, make_unfinished, name_new, remove_abandoned, remove_unfinished, unfinished_place,
+};
 pub use volumes::{
     Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,
     SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl,

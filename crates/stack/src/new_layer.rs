@@ -23,14 +23,13 @@ use crate::encrypted::encrypted_as;
 use crate::files::{base_name, folder_of, open_folder_of, sync_folder_of};
 use crate::images::FileImages;
 use crate::mark::{Prepared, SUFFIX, place};
-use crate::temporary::unnamed;
+use crate::temporary::{name_new, unnamed};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
 use mica_crypt::luks::NewLuks;
 use mica_qcow2::read_header;
 use mica_qcow2_tools::create::{ImageWish, Stores, create_unnamed};
 use mica_store::{FileKind, FileStore, Located};
-use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
-use rustix::io::Errno;
+use rustix::fs::OFlags;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -276,13 +275,7 @@ impl Unnamed {
 
     /// Gives it the name `path`, which nothing has.
     fn name(self, path: &Path) -> Result<()> {
-        let named = match renameat_with(CWD, &self.0, CWD, path, RenameFlags::NOREPLACE) {
-            // The file system cannot do that in one step.
-            Err(Errno::INVAL | Errno::NOSYS) if path.symlink_metadata().is_err() => {
-                std::fs::rename(&self.0, path)
-            }
-            named => named.map_err(std::io::Error::from),
-        };
+        let named = name_new(&self.0, path);
         named.map_err(|error| Error::from_io(format!("creating {}", path.display()), error))
     }
 }

@@ -1,6 +1,6 @@
 //! From what the user named to a disk.
 
-use crate::above::{Active, active_layer};
+use crate::above::active_layer;
 use crate::{FileImages, ImageOptions, LayeredRaw, MayWrite, NullDisk, RawDisk};
 use mica_block::{Error, ErrorKind, Images, Manage, Result};
 use mica_qcow2::{Chain, ChainOptions};
@@ -125,25 +125,30 @@ pub async fn open_active(
         let opened = open_writable(named, format, images, chain).await?;
         return Ok((opened, named.to_owned()));
     }
-    let Active { path, options, named_as } = active_layer(named, images).await?;
+    let active = active_layer(named, images).await?;
+    let (path, options, named_as) = (&active.path, &active.options, &active.named_as);
     let may_write = MayWrite::as_active();
-    let is_above = path != *named;
+    let is_above = path != named;
     let opened = match format {
         Format::Raw if !is_above => {
             let chain = ChainOptions { repair: Some(repair_for_opening), ..chain.clone() };
             let open = async || {
-                let images = FileImages::to_write(&path, options.clone(), may_write.clone())?;
-                LayeredRaw::open(Arc::new(images), &path, &chain)
+                let images = FileImages::to_write(path, options.clone(), may_write.clone())?;
+                LayeredRaw::open(Arc::new(images), path, &chain)
             };
             Arc::new(wait_for_dead(open).await?)
         }
         // What is put on top of a raw image, too.
-        _ => open_for(&Purpose::Write(may_write), &path, Format::Qcow2, options, chain).await?,
+        _ => {
+            let purpose = Purpose::Write(may_write);
+            open_for(&purpose, path, Format::Qcow2, options.clone(), chain).await?
+        }
     };
+    active.mend();
     if is_above {
         let (named, path) = (named.display(), path.display());
         tracing::info!("{named} goes on in {path}");
-        if let Some(is) = named_as.filter(|is| *is != format.name()) {
+        if let Some(is) = named_as.as_ref().filter(|is| **is != format.name()) {
             let stated = format.name();
             tracing::warn!(
                 "{named} is opened as {stated}, but {path}, which stands on it, names it as {is}: \
@@ -151,7 +156,7 @@ pub async fn open_active(
             );
         }
     }
-    Ok((opened, path))
+    Ok((opened, active.path))
 }
 
 /// How often to retry an image that a dead process still holds: at first, and at most.

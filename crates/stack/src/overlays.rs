@@ -8,7 +8,9 @@ mod noted;
 pub(crate) use noted::note_beside;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use noted::read_note;
-pub use noted::{announce_overlays, note_overlay};
+pub use noted::{
+    announce_overlays, forget_overlays, forget_where_it_was, note_overlay, settle_notes,
+};
 
 use crate::above::owner_of;
 use crate::files::{folder_of, node_of};
@@ -16,8 +18,9 @@ use crate::forest::{ScanDepth, images_on};
 use crate::mark::{Mark, cure};
 use crate::merged::was_merged;
 use mica_block::{Error, ErrorKind, Result};
-use noted::{Found, Noted, forget, noted_on};
+use noted::{Found, noted_on};
 use std::collections::{HashMap, HashSet};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// Images that are named at most.
@@ -30,15 +33,26 @@ struct Overlay {
     path: PathBuf,
     /// The layer.
     stands_on: PathBuf,
-    /// Whether only the note of the layer says so, because the image may not be read.
-    is_hearsay: bool,
+    evidence: Evidence,
+}
+
+/// What says that an image stands on a layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Evidence {
+    /// Its header.
+    Header,
+    /// Only the note of the layer, because the image may not be read.
+    Hidden,
+    /// The same, because it is not where it was: it may have been moved, or removed.
+    Gone,
 }
 
 /// The images in the folders of `layers`, in the folder of `above`, in those to which the marks
 /// of `layers` lead, and where their notes say, that name one of `layers` as their backing file,
 /// other than `layers` themselves, and `above`. An image that was merged into another one and is
 /// not used any more is none of them, but those that stand on it are. An image elsewhere is not
-/// found, nor one that cannot be read, unless it is noted.
+/// found, nor one that cannot be read, unless it is noted; nor does anybody know of one that is
+/// noted and gone where it is now.
 ///
 /// # Errors
 /// If a folder cannot be listed; `Denied` if a mark leads to nothing, or a note to a folder that
@@ -54,16 +68,17 @@ fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     let own = layers.iter().map(PathBuf::as_path).chain([above]).map(node_of);
     let mut own: HashSet<_> = own.collect();
     loop {
-        let Noticed { places, hidden: mut found, gone } = noted_places(&layers, &folders, &own)?;
+        let Noticed { places, mut unread } = noted_places(&layers, &folders, &own)?;
         let mut on = images_on(&layers, &places, ScanDepth::OneLevel)?.found;
-        forget_gone(gone, &on);
+        unread.retain(|overlay| overlay.evidence != Evidence::Gone || !was_renamed(overlay, &on));
         on.retain(|(path, _)| !own.contains(&node_of(path)));
         let merged: Vec<_> = on.iter().map(|(path, _)| path).filter(|it| was_merged(it)).collect();
         if merged.is_empty() {
-            let overlay = |(path, stands_on)| Overlay { path, stands_on, is_hearsay: false };
-            found.extend(on.into_iter().map(overlay));
-            found.sort_by(|one, other| one.path.cmp(&other.path));
-            return Ok(found);
+            let evidence = Evidence::Header;
+            let overlay = |(path, stands_on)| Overlay { path, stands_on, evidence };
+            unread.extend(on.into_iter().map(overlay));
+            unread.sort_by(|one, other| one.path.cmp(&other.path));
+            return Ok(unread);
         }
         // What stands on them stands on what is beneath them.
         own.extend(merged.iter().map(|path| node_of(path)));
@@ -75,26 +90,16 @@ fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
 struct Noticed {
     /// Folders, and images in folders that cannot be listed.
     places: Vec<PathBuf>,
-    /// What may not be read, and so counts.
-    hidden: Vec<Overlay>,
-    /// By layer, what is not there any more, though it may have got another name in its folder.
-    gone: Vec<(PathBuf, HashSet<Noted>)>,
+    /// What may not be read, or is not there any more, and so counts.
+    unread: Vec<Overlay>,
 }
 
-/// Forgets what is `gone`, but for what leads to a folder with an image `on` its layer: it may be
-/// the same one.
-fn forget_gone(gone: Vec<(PathBuf, HashSet<Noted>)>, on: &[(PathBuf, PathBuf)]) {
-    for (layer, mut gone) in gone {
-        let is_needed = |noted: &Noted| {
-            let folder = node_of(folder_of(&noted.path));
-            let mut all = on.iter().filter(|(_, stands_on)| node_of(stands_on) == node_of(&layer));
-            all.any(|(path, _)| node_of(folder_of(path)) == folder)
-        };
-        gone.retain(|noted| !is_needed(noted));
-        if !gone.is_empty() {
-            forget(&layer, &gone);
-        }
-    }
+/// Whether an image `on` the same layer is in the folder of one that is gone: it may be that one.
+fn was_renamed(gone: &Overlay, on: &[(PathBuf, PathBuf)]) -> bool {
+    let folder = node_of(folder_of(&gone.path));
+    let layer = node_of(&gone.stands_on);
+    let mut all = on.iter().filter(|(_, stands_on)| node_of(stands_on) == layer);
+    all.any(|(path, _)| node_of(folder_of(path)) == folder)
 }
 
 /// The `folders`, and those of images that the notes of `layers` name, or these images, if only
@@ -106,41 +111,35 @@ fn noted_places(
 ) -> Result<Noticed> {
     let mut places: HashSet<PathBuf> = folders.iter().cloned().collect();
     let mut can_be_listed = HashMap::new();
-    let (mut hidden, mut all_gone) = (Vec::new(), Vec::new());
+    let mut unread = Vec::new();
     for layer in layers {
-        let mut gone = HashSet::<Noted>::new();
         for noted in noted_on(layer)? {
             let folder = folder_of(&noted.path).to_owned();
-            match noted.find() {
+            let evidence = match noted.find() {
                 Found::Readable => {
                     let is_listed = can_be_listed
                         .entry(folder.clone())
                         .or_insert_with(|| std::fs::read_dir(&folder).is_ok());
                     places.insert(if *is_listed { folder } else { noted.path });
+                    continue;
                 }
-                Found::Hidden if own.contains(&node_of(&noted.path)) => {}
-                Found::Hidden => hidden.push(Overlay {
-                    path: noted.path,
-                    stands_on: layer.clone(),
-                    is_hearsay: true,
-                }),
+                Found::Hidden if own.contains(&node_of(&noted.path)) => continue,
+                Found::Hidden => Evidence::Hidden,
                 Found::Gone => {
                     // What got another name there is found there.
                     if std::fs::read_dir(&folder).is_ok() {
                         places.insert(folder);
                     }
-                    gone.insert(noted);
+                    Evidence::Gone
                 }
                 Found::Unreachable => return Err(unreachable(layer, &noted.path)),
-            }
-        }
-        if !gone.is_empty() {
-            all_gone.push((layer.clone(), gone));
+            };
+            unread.push(Overlay { path: noted.path, stands_on: layer.clone(), evidence });
         }
     }
     let mut places: Vec<_> = places.into_iter().collect();
     places.sort();
-    Ok(Noticed { places, hidden, gone: all_gone })
+    Ok(Noticed { places, unread })
 }
 
 fn unreachable(layer: &Path, image: &Path) -> Error {
@@ -186,11 +185,18 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
     }
     let named = overlays.iter().take(NAMED_MAX).map(|overlay| {
         let (path, layer) = (overlay.path.display(), overlay.stands_on.display());
-        match overlay.is_hearsay {
-            false => format!("{path} stands on {layer}"),
-            true => format!(
+        match overlay.evidence {
+            Evidence::Header => format!("{path} stands on {layer}"),
+            Evidence::Hidden => format!(
                 "{path}, which may not be read here, stood on {layer} ({})",
                 noted::cure(&overlay.stands_on)
+            ),
+            Evidence::Gone => format!(
+                "{path}, which is not there any more, stood on {layer}: if it was moved, say where \
+                 it is with `mica rebase -u -b {} -F {} IMAGE`; if it was removed, {}",
+                std::path::absolute(&overlay.stands_on).unwrap_or_default().display(),
+                format_of(&overlay.stands_on),
+                noted::cure_of_removed(&overlay.stands_on)
             ),
         }
     });
@@ -200,6 +206,13 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path) -> Result<()> {
     }
     let what = format!("other images need these layers: {}", named.join(", "));
     Err(Error::new(ErrorKind::Denied, what))
+}
+
+/// By which format an image is likely to name the one at `layer`.
+fn format_of(layer: &Path) -> &'static str {
+    let mut magic = [0; 4];
+    let read = std::fs::File::open(layer).and_then(|file| file.read_exact_at(&mut magic, 0));
+    if read.is_ok() && magic == *b"QFI\xfb" { "qcow2" } else { "raw" }
 }
 
 /// Makes an image that has nothing but what it stands on.
@@ -226,7 +239,7 @@ mod tests {
     use std::fs;
 
     fn overlay(path: PathBuf, stands_on: PathBuf) -> Overlay {
-        Overlay { path, stands_on, is_hearsay: false }
+        Overlay { path, stands_on, evidence: Evidence::Header }
     }
 
     #[test]
@@ -264,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn noted_image_in_another_folder_is_found_whatever_it_is_called_there_until_it_is_gone() {
+    fn noted_image_in_another_folder_is_found_whatever_it_is_called_there() {
         let (folder, base, clone) = apart();
         let note = base.with_file_name("base.mica-overlays");
         let found = || overlays_on(std::slice::from_ref(&base), &base).expect("listed");
@@ -287,12 +300,46 @@ mod tests {
             ["renamed", "second"].map(|name| overlay(clone.with_file_name(name), base.clone()));
         assert_eq!(found(), there);
         assert_eq!(fs::read_to_string(&note).expect("noted").lines().count(), 2, "both lead there");
-        // One that stands on something else now is asked, and is none.
+        // One that stands on something else now is asked, and is none. The other may be anywhere.
         image(&renamed, Some("/elsewhere"));
         fs::remove_file(&second).expect("removed");
+        let gone = |path| Overlay { path, stands_on: base.clone(), evidence: Evidence::Gone };
+        assert_eq!(found(), [gone(clone.clone()), gone(second.clone())]);
+        forget_overlays(&base, &[clone, second]);
         assert_eq!(found(), []);
         assert!(!note.exists());
         drop(folder);
+    }
+
+    #[test]
+    fn one_image_that_is_gone_is_where_the_user_says_that_an_image_of_its_name_is() {
+        let (_folder, base, clone) = apart();
+        let third = base.with_file_name("third");
+        let moved = third.join("clone");
+        fs::create_dir(&third).expect("made");
+        note_overlay(&base, &clone);
+        fs::rename(&clone, &moved).expect("moved");
+        let found = || {
+            let found = overlays_on(std::slice::from_ref(&base), &base).expect("listed");
+            found.into_iter().map(|one| (one.path, one.evidence)).collect::<Vec<_>>()
+        };
+        assert_eq!(found(), [(clone.clone(), Evidence::Gone)]);
+        note_overlay(&base, &moved);
+        forget_where_it_was(&base, &moved);
+        assert_eq!(found(), [(moved.clone(), Evidence::Header)]);
+        // Of two it may be either, and one that is there is not this one.
+        let fourth = base.with_file_name("fourth");
+        fs::create_dir(&fourth).expect("made");
+        for lost in [&clone, &fourth.join("clone")] {
+            image(lost, base.to_str());
+            note_overlay(&base, lost);
+            forget_where_it_was(&base, &moved);
+        }
+        assert_eq!(found().len(), 3);
+        fs::remove_dir_all(&fourth).expect("removed");
+        fs::remove_file(&clone).expect("removed");
+        forget_where_it_was(&base, &moved);
+        assert_eq!(found().len(), 3);
     }
 
     #[test]
@@ -306,7 +353,7 @@ mod tests {
         fs::write(&note, "0 /cut").expect("written");
         note_overlay(&base, &clone);
         let now = fs::read_to_string(&note).expect("noted");
-        assert_eq!(now, format!("0 /cut\n0 {}\n", clone.display()));
+        assert_eq!(now, format!("0 /cut\0\n0 {}\n", clone.display()));
         let found = overlays_on(std::slice::from_ref(&base), &base).expect("listed");
         assert_eq!(found.len(), 2, "{found:?}");
     }
@@ -326,8 +373,9 @@ mod tests {
         let folder = fs::metadata(folder_of(&clone)).expect("there");
         let inode = std::os::unix::fs::MetadataExt::ino(&folder);
         fs::write(&note, format!("{inode} {}\n", clone.display())).expect("written");
-        check_no_overlays(std::slice::from_ref(&base), &base).expect("it is gone");
-        assert!(!note.exists());
+        let said = check_no_overlays(std::slice::from_ref(&base), &base).expect_err("or moved");
+        assert!(said.to_string().contains("not there any more"), "{said}");
+        assert!(note.exists());
     }
 
     #[test]

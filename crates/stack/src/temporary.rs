@@ -8,11 +8,13 @@
 //! | `LAYER.mica-overlays.tmp` | a layer's note, written again | who has it locked |
 //! | `.ACTIVE.mica-new` | the layer above the active one, in its folder | who has ACTIVE locked |
 //! | `.LAYER.mica-new` | a new layer LAYER, in a folder without the active one | the same |
+//! | `.IMAGE.mica-unfinished` | an image that a verb makes | who has it locked |
 //! | `.mica-index-PID-NUMBER.tmp` | a sidecar (`sidecars/temporary.rs`) | who has it locked |
 //!
 //! Who writes one of them again takes the place of what is left there. What is left beside the
 //! layers of a disk goes when that is committed, and beside the uppermost ones when it is opened
-//! for serving ([`remove_abandoned`]).
+//! for serving ([`remove_abandoned`]); what a verb left, when an image of that name is made
+//! ([`make_unfinished`]).
 //!
 //! Invariants
 //! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked and,
@@ -20,9 +22,9 @@
 //! - I2 Where a file system has no locks nothing is removed: nobody knows who is at work.
 
 use crate::files::folder_of;
-use mica_block::{Error, Result};
+use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Access;
-use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
 use std::ffi::OsString;
 use std::fs::{File, Metadata, OpenOptions};
@@ -38,6 +40,8 @@ pub(crate) const NEW_ABOVE: &str = ".mica-above.tmp";
 /// The same for the mark of a layer that is merged, and for a note.
 pub(crate) const NEW_MERGED: &str = ".mica-merged.tmp";
 pub(crate) const NEW_OVERLAYS: &str = ".mica-overlays.tmp";
+/// Ends the names of images that a verb makes, until they are complete.
+pub(crate) const UNFINISHED: &str = ".mica-unfinished";
 /// Layers, from the uppermost, beside which is looked for what was left: a chain has thousands, and
 /// what is beside others is replaced with the next merge of them.
 const LAYERS_MAX: usize = 64;
@@ -57,6 +61,68 @@ pub(crate) fn unnamed(new: &Path, active: &Path) -> PathBuf {
     name.push(owner.file_name().unwrap_or_default());
     name.push(UNNAMED);
     new.with_file_name(name)
+}
+
+/// Makes an empty file for the image that is to be at `path`, where there is nothing, under a name
+/// of its own; what a killed process left of an image of that name goes. The caller locks it as an
+/// image, makes sure that it has got this file, and gives it its name with [`name_new`] when it is
+/// complete. `None` if there cannot be such a name: `path` is too long, or ends in no name.
+///
+/// # Errors
+/// `Denied` if another process makes an image there; else what the system reports.
+pub fn make_unfinished(path: &Path) -> Result<Option<(PathBuf, File)>> {
+    let Some(place) = unfinished_place(path) else { return Ok(None) };
+    for _ in 0..TRIES {
+        match OpenOptions::new().write(true).create_new(true).open(&place) {
+            Ok(file) => return Ok(Some((place, file))),
+            Err(error) if error.kind() == io::ErrorKind::InvalidFilename => return Ok(None),
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(Error::from_io(format!("creating {}", path.display()), error));
+            }
+            // Whoever was killed over it may have it locked for a moment longer.
+            Err(_) if remove_unfinished(&place) => {}
+            Err(_) => sleep(LOOK),
+        }
+    }
+    let (path, place) = (path.display(), place.display());
+    let what = format!(
+        "another process is making {path}, in {place}: wait for it, or remove that file if there \
+         is none"
+    );
+    Err(Error::new(ErrorKind::Denied, what))
+}
+
+/// Where an image that is to be at `path` is made; `None` if that ends in no name.
+pub fn unfinished_place(path: &Path) -> Option<PathBuf> {
+    let mut name = OsString::from(".");
+    name.push(path.file_name()?);
+    name.push(UNFINISHED);
+    Some(path.with_file_name(name))
+}
+
+/// Removes what is at `place`, where an image is made, if nobody has it locked. Returns whether it
+/// did.
+pub fn remove_unfinished(place: &Path) -> bool {
+    remove_if_abandoned(place.to_owned(), is_lockable_image).is_some()
+}
+
+/// Whether `file` is what `path` names.
+pub fn is_file_at(path: &Path, file: &File) -> bool {
+    is_at(path, file)
+}
+
+/// Gives the file at `place` the name `path`, which nothing has.
+///
+/// # Errors
+/// What the system reports; `AlreadyExists` if something has it by now.
+pub fn name_new(place: &Path, path: &Path) -> io::Result<()> {
+    match renameat_with(CWD, place, CWD, path, RenameFlags::NOREPLACE) {
+        // The file system cannot do that in one step.
+        Err(Errno::INVAL | Errno::NOSYS) if path.symlink_metadata().is_err() => {
+            std::fs::rename(place, path)
+        }
+        named => named.map_err(io::Error::from),
+    }
 }
 
 /// A file that is being written, locked until this is dropped.

@@ -94,6 +94,8 @@ kinds! {
     Index = "index", Event;
     /// Disks come and go by `mica ctl` and by configuration
     Members = "members", Event;
+    /// Disks that throw away at the end what clients write; their settings change meanwhile
+    Ephemeral = "ephemeral", Event;
     /// `mica ctl` saves what it did in the configuration
     Save = "save", Event;
     /// Others try to look at, to serve, and to change an image that is served

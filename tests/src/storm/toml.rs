@@ -17,7 +17,7 @@ pub(super) fn toml(options: &[(&str, String)]) -> String {
             .iter()
             .filter(|(other, _)| other == key)
             .map(|(_, value)| match *key {
-                "queues" => value.clone(),
+                "queues" | "ephemeral" => value.clone(),
                 _ => format!("\"{value}\""),
             })
             .collect();

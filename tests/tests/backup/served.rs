@@ -207,7 +207,11 @@ fn state_that_an_image_in_another_folder_needs_keeps_its_file() {
     mica::run([Path::new("clone"), &file, &clone]).ok();
     let needed = world.ctl(&["backup", "drop", "disk", "a"]).refusal();
     assert!(needed.contains("clone.qcow2") && needed.contains("mica-overlays"), "{needed}");
+    // It may have been moved.
     std::fs::remove_file(&clone).expect("it is there");
+    let needed = world.ctl(&["backup", "drop", "disk", "a"]).refusal();
+    assert!(needed.contains("clone.qcow2, which is not there any more"), "{needed}");
+    std::fs::remove_file(world.path("disk@a.qcow2.mica-overlays")).expect("as it says");
     // QEMU tells nobody where it makes images.
     let file_name = file.display().to_string();
     qemu::create(far.path(), "own.qcow2", &["-b", &file_name, "-F", "qcow2"], "8M");

@@ -1,11 +1,13 @@
 //! A copy under way: what it says, what a signal does, and copies to standard output.
 
-use mica_tests::{clock, command, mica};
+use mica_tests::{clock, command, mica, qemu, tools};
+use mica_units::Rng;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead as _, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -23,19 +25,25 @@ fn source(dir: &Path) {
     fs::write(dir.join("source.raw"), vec![7; LEN]).expect("there is room");
 }
 
-/// Starts mica, and waits until `file` is there and has content.
+/// Starts mica, and waits until `file`, which it makes under another name, has content.
 #[track_caller]
 fn start(dir: &Path, args: &[&str], file: &str) -> Child {
     let mut mica = Command::new(mica::binary());
     let mica = mica.current_dir(dir).args(args).stdin(Stdio::null());
     let mut child = mica.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("started");
-    let file = dir.join(file);
-    let writes = || file.metadata().ok().filter(|file| file.len() > 1 << 20).map(|_| ());
+    let places = [dir.join(file), place(dir, file)];
+    let is_written = |file: &PathBuf| file.metadata().is_ok_and(|file| file.len() > 1 << 20);
+    let writes = || places.iter().any(is_written).then_some(());
     if clock::poll(LIMIT, Duration::from_millis(2), writes).is_none() {
         let _ = child.kill();
         panic!("it writes nothing: {:?}", child.wait_with_output());
     }
     child
+}
+
+/// Where `file` is until it is complete.
+fn place(dir: &Path, file: &str) -> PathBuf {
+    dir.join(format!(".{file}.mica-unfinished"))
 }
 
 fn signal(child: &Child, signal: Signal) {
@@ -60,6 +68,7 @@ fn a_signal_ends_a_copy_and_leaves_no_junk() {
             assert_eq!(ended.status.signal(), Some(number.as_raw()), "{verb:?}: {ended:?}");
             assert_eq!(String::from_utf8_lossy(&ended.stderr), "", "{verb:?}");
             assert!(!dir.join("copy").exists(), "{verb:?}: junk was left");
+            assert!(!place(dir, "copy").exists(), "{verb:?}: junk was left");
         }
     }
     // An existing file is emptied, so that the next attempt needs no --force.
@@ -71,6 +80,89 @@ fn a_signal_ends_a_copy_and_leaves_no_junk() {
     assert_eq!(fs::metadata(dir.join("copy")).expect("it was there before").len(), 0);
 }
 
+/// The story: a verb that was killed left the first part of an image under the name that was wished
+/// for, and nothing told it from a whole one.
+#[test]
+fn whatever_is_killed_leaves_a_whole_image_or_none_and_the_next_run_cleans_up() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("source.raw"), vec![7; 8 << 20]).expect("there is room");
+    mica_in(dir, &["convert", "-f", "raw", "source.raw", "base.qcow2"]).ok();
+    let state = ["backup", "-q", "base.qcow2", "folder", "--as", "one"];
+    mica_in(dir, &state).ok();
+    let names = || {
+        let all = fs::read_dir(dir).expect("listed");
+        let all = all.map(|entry| entry.expect("listed").file_name().into_string().expect("text"));
+        all.collect::<BTreeSet<_>>()
+    };
+    let before = names();
+    let verbs: [&[&str]; 6] = [
+        &["convert", "-f", "raw", "-O", "raw", "source.raw", "new"],
+        &["convert", "-f", "raw", "source.raw", "new"],
+        &["convert", "-B", "base.qcow2", "-F", "qcow2", "base.qcow2", "new"],
+        &["create", "-q", "-b", "base.qcow2", "-F", "qcow2", "new"],
+        &["clone", "-q", "base.qcow2", "new"],
+        &["restore", "-q", "folder@one", "new"],
+    ];
+    let mut rng = Rng::new(14);
+    for verb in verbs {
+        let format = if verb.contains(&"raw") && verb.contains(&"-O") { "raw" } else { "qcow2" };
+        let judge = || {
+            if format == "qcow2" {
+                qemu::img(dir, ["check", "-q", "new"]).ok();
+            }
+            let whole = ["compare", "-q", "-f", format, "-F", "raw", "new", "source.raw"];
+            qemu::img(dir, whole).ok();
+            fs::remove_file(dir.join("new")).expect("there");
+        };
+        let began = clock::now();
+        mica_in(dir, verb).ok();
+        let took = u64::try_from(began.elapsed().as_micros()).expect("seconds");
+        judge();
+        for _ in 0..12 {
+            let mut mica = Command::new(mica::binary());
+            let mica = mica.current_dir(dir).args(verb).stdin(Stdio::null());
+            let mut child = mica.stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("runs");
+            clock::sleep(Duration::from_micros(rng.below(took)));
+            child.kill().expect("killed, unless it has ended");
+            child.wait().expect("it ends");
+            if dir.join("new").exists() {
+                judge();
+            }
+            let left: Vec<_> = names().difference(&before).cloned().collect();
+            assert!(left.iter().all(|name| name == ".new.mica-unfinished"), "{verb:?}: {left:?}");
+        }
+        mica_in(dir, verb).ok();
+        judge();
+        assert_eq!(names(), before, "{verb:?}");
+    }
+}
+
+#[test]
+fn image_that_another_process_makes_is_not_made_twice_and_stays() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    // Slower than anybody waits for the lock of a process that may be dead.
+    let slow = ["convert", "-f", "raw", "--inject", "delay=500ms", "source.raw", "copy"];
+    let child = start(dir, &slow, "copy");
+    let said = mica_in(dir, &["create", "copy", "1M"]).refusal();
+    assert!(said.contains("another process is making"), "{said}");
+    // One that comes by its name meanwhile stays, too.
+    fs::write(dir.join("copy"), "other").expect("written");
+    let ended = child.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(
+        !ended.status.success() && said.contains("copy: another file has got this name"),
+        "{said}"
+    );
+    assert_eq!(fs::read(dir.join("copy")).expect("there"), b"other");
+    assert!(!place(dir, "copy").exists());
+}
+
 /// As `nohup mica convert … &` in a shell.
 #[test]
 fn an_ignored_signal_stays_ignored() {
@@ -78,7 +170,7 @@ fn an_ignored_signal_stays_ignored() {
     let dir = dir.path();
     source(dir);
     let script = "trap '' HUP INT; \"$0\" convert -f raw --inject delay=5ms source.raw copy & \
-                  while ! test -s copy; do sleep 0.01; done; kill -HUP $!; kill -INT $!; wait $!";
+                  while ! test -s .copy.mica-unfinished; do sleep 0.01; done; kill -HUP $!; kill -INT $!; wait $!";
     let mut shell = Command::new("bash");
     command::finish(shell.current_dir(dir).arg("-c").arg(script).arg(mica::binary())).ok();
     mica_in(dir, &["compare", "-f", "raw", "source.raw", "copy"]).ok();

@@ -49,10 +49,45 @@ fn layers_that_images_in_other_folders_need_are_not_changed() {
             let _ = fs::remove_file(chain.path(gone));
         }
     }
+    // Nothing tells one that was removed from one that was moved.
+    let note = chain.path("three.qcow2.mica-overlays");
+    let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
+    assert!(refused.contains("far/new-1.qcow2, which is not there any more"), "{refused}");
+    assert!(refused.contains(&note.display().to_string()), "{refused}");
+    fs::remove_file(note).expect("as it says");
     chain.mica(&["commit", "top.qcow2"]).ok();
     chain.judge(&chain.expected());
-    let note = chain.path("three.qcow2.mica-overlays");
-    assert!(!note.exists(), "nothing is left of them");
+}
+
+/// The story: an image was moved to a third folder and counted as gone, so that the layer that it
+/// stood on was changed.
+#[test]
+fn layer_of_an_image_that_was_moved_is_not_changed_wherever_that_is() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    for folder in ["far", "third"] {
+        fs::create_dir(chain.path(folder)).expect("made");
+    }
+    let layer = chain.path("three.qcow2").display().to_string();
+    chain.mica(&["clone", "three.qcow2", "far/new.qcow2"]).ok();
+    fs::rename(chain.path("far/new.qcow2"), chain.path("third/new.qcow2")).expect("moved");
+    for _ in 0..2 {
+        let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
+        assert!(refused.contains("far/new.qcow2, which is not there any more"), "{refused}");
+        assert!(refused.contains(&format!("`mica rebase -u -b {layer} -F qcow2 ")), "{refused}");
+    }
+    chain.mica(&["rebase", "-u", "-b", &layer, "-F", "qcow2", "third/new.qcow2"]).ok();
+    let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
+    assert!(refused.contains("third/new.qcow2 stands on"), "{refused}");
+    assert!(!refused.contains("far/new.qcow2"), "{refused}");
+    // What stands on something else is of no interest, and nor is what becomes of it.
+    let here = chain.dir().to_str().expect("UTF-8");
+    chain.mica(&["rebase", "-b", "", "--allow-path", here, "third/new.qcow2"]).ok();
+    fs::remove_file(chain.path("third/new.qcow2")).expect("removed");
+    chain.mica(&["commit", "top.qcow2"]).ok();
+    chain.judge(&chain.expected());
 }
 
 /// A merge may have an image stand on a layer in another folder, too.

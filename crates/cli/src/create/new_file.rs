@@ -1,5 +1,10 @@
 //! A file that a verb creates: an existing one is not overwritten without --force, and an
 //! unfinished one is removed.
+//!
+//! ```text
+//! nothing has the name ─▶ made under another one, locked ─▶ complete ─▶ named ─▶ announced ─▶ kept
+//! a file has it: empty, or --force ─▶ overwritten there, as others may know it by its inode
+//! ```
 
 use super::device::{Device, is_block_device};
 use super::sources::Sources;
@@ -8,18 +13,66 @@ use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
 use mica_block::{Images, Space, Store, write_all};
 use mica_rt::Buf;
-use mica_stack::{FileImages, ImageOptions, MayWrite, has_mark, wait_for_dead};
-use mica_store::CacheMode;
+use mica_stack::{
+    FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, remove_unfinished,
+    unfinished_place, wait_for_dead,
+};
+use mica_store::{CacheMode, Locking};
 use mica_units::HostOffset;
 use std::fs::OpenOptions;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A new, empty file. It is removed on drop unless it is kept.
 pub(crate) struct NewFile {
+    // Removed before it is closed: whoever finds it unlocked takes it for left.
+    unfinished: NewName,
     store: Arc<dyn Store>,
+}
+
+/// A file that is not complete, and the name that it gets.
+pub(crate) struct NewName {
     unfinished: Unfinished,
+    /// Where it is until it has its name; `None` if it has that.
+    place: Option<PathBuf>,
+    path: PathBuf,
+}
+
+impl NewName {
+    fn new((path, place): (&Path, Option<PathBuf>), made: bool) -> Self {
+        let unfinished = Unfinished::new(place.as_deref().unwrap_or(path), made);
+        Self { unfinished, place, path: path.to_owned() }
+    }
+
+    /// Where the file is now.
+    pub(crate) fn place(&self) -> &Path {
+        self.place.as_deref().unwrap_or(&self.path)
+    }
+
+    /// Gives the file, which is complete and durable, its name.
+    ///
+    /// # Errors
+    /// What the system reports, or if something has the name by now.
+    pub(crate) fn give(&mut self) -> Result<(), Failure> {
+        if self.place.is_some() {
+            let path = self.path.display();
+            self.unfinished.rename_to(&self.path).map_err(|error| match error.kind() {
+                ErrorKind::AlreadyExists => {
+                    Failure::new(format!("{path}: another file has got this name meanwhile"))
+                }
+                _ => Failure::from(error).within(path),
+            })?;
+            self.place = None;
+        }
+        Ok(())
+    }
+
+    /// Keeps the file, which has its name.
+    pub(crate) fn keep(self) {
+        debug_assert!(self.place.is_none(), "what is kept has its name");
+        self.unfinished.keep();
+    }
 }
 
 impl NewFile {
@@ -45,6 +98,9 @@ impl NewFile {
         if is_block_device(path) {
             let what = "is a block device: `mica convert` writes a disk onto one";
             return Err(Failure::new(format!("{} {what}", path.display())));
+        }
+        if let Some(new) = Self::make(path, sources, &options).await? {
+            return Ok(new);
         }
         let made = match OpenOptions::new().write(true).create_new(true).open(path) {
             Ok(_) => true,
@@ -72,9 +128,46 @@ impl NewFile {
             let what = format!("{} exists and is not empty: {cure}", path.display());
             return Err(Failure::new(what));
         }
-        let unfinished = Unfinished::new(path, made);
+        let unfinished = NewName::new((path, None), made);
         store.set_len(0).await.map_err(|error| error.wrap(path.display().to_string()))?;
-        Ok(Self { store, unfinished })
+        Ok(Self { unfinished, store })
+    }
+
+    /// The same for a `path` at which nothing is, under another name, if it can have one.
+    async fn make(
+        path: &Path,
+        sources: &Sources,
+        options: &ImageOptions,
+    ) -> Result<Option<Self>, Failure> {
+        // Without locks nobody knows what was left.
+        let is_new = path.symlink_metadata().is_err() && !has_mark(path);
+        if !is_new || !matches!(options.locking, Locking::On) {
+            return Ok(None);
+        }
+        if unfinished_place(path).is_some_and(|place| sources.has(&place)) {
+            let what = "is the new image itself: give its data file another name";
+            return Err(Failure::new(format!("{} {what}", path.display())));
+        }
+        let Some((place, file)) = make_unfinished(path)? else { return Ok(None) };
+        let opened = open(&place, options.clone(), MayWrite::new_file()).await;
+        // Before it was locked another process may have taken it for left.
+        let is_own = is_file_at(&place, &file);
+        match opened {
+            Ok(store) if is_own => {
+                let unfinished = NewName::new((path, Some(place)), true);
+                Ok(Some(Self { unfinished, store }))
+            }
+            Ok(_) => {
+                let what = format!("another process is making {}", path.display());
+                Err(Failure::new(what))
+            }
+            Err(failure) => {
+                if is_own {
+                    remove_unfinished(&place);
+                }
+                Err(failure)
+            }
+        }
     }
 
     /// A device, which is to be an image of at most `most` bytes: what they held is zeros from now
@@ -89,23 +182,45 @@ impl NewFile {
         sources.check(path)?;
         let may_write = MayWrite::check(path, &options).await?;
         let store = open(path, options, may_write).await?;
-        let unfinished = Unfinished::new(path, false);
+        let unfinished = NewName::new((path, None), false);
         let zeroed = zero(&*store, most.min(store.len()?)).await;
         zeroed.map_err(|error| error.wrap(path.display().to_string()))?;
-        Ok(Self { store, unfinished })
+        Ok(Self { unfinished, store })
+    }
+
+    /// Where the file is now.
+    pub(crate) fn place(&self) -> &Path {
+        self.unfinished.place()
+    }
+
+    /// Gives the file, which is complete and durable, its name.
+    ///
+    /// # Errors
+    /// What the system reports, or if something has the name by now.
+    pub(crate) fn name(&mut self) -> Result<(), Failure> {
+        self.unfinished.give()
+    }
+
+    /// The same, for one that is passed on.
+    ///
+    /// # Errors
+    /// As [`Self::name`].
+    pub(crate) fn named(mut self) -> Result<Self, Failure> {
+        self.name()?;
+        Ok(self)
     }
 
     pub(crate) fn store(&self) -> &Arc<dyn Store> {
         &self.store
     }
 
-    /// Keeps the file: it is complete.
+    /// Keeps the file, which has its name.
     pub(crate) fn keep(self) {
         self.unfinished.keep();
     }
 
     /// Closes the file, which is not complete yet, so that it can be opened as an image.
-    pub(crate) fn into_unfinished(self) -> Unfinished {
+    pub(crate) fn into_unfinished(self) -> NewName {
         self.unfinished
     }
 }

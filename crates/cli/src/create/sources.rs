@@ -25,13 +25,18 @@ impl Sources {
     /// # Errors
     /// If the file at `path` is one of them.
     pub(crate) fn check(&self, path: &Path) -> Result<(), Failure> {
-        match identity_of(path) {
-            Some(identity) if self.0.contains(&identity) => {
+        match self.has(path) {
+            true => {
                 let what = "is a part of the source: give the new image another name";
                 Err(Failure::new(format!("{} {what}", path.display())))
             }
-            _ => Ok(()),
+            false => Ok(()),
         }
+    }
+
+    /// Whether the file at `path` is one of them.
+    pub(crate) fn has(&self, path: &Path) -> bool {
+        identity_of(path).is_some_and(|identity| self.0.contains(&identity))
     }
 }
 

@@ -10,7 +10,9 @@ use mica_block::{
     MergeControl, MergeProgress, Merged, RaiseLayers, Result,
 };
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
+use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::create::ImageWish;
+use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random};
 use mica_sim::{Loss, ModelDisk, World, scenario};
@@ -321,5 +323,60 @@ fn layer_that_was_frozen_is_merged_into_after_a_power_cut() {
         drop(chain);
         world.cut_power(Loss::Everything);
         commit_active(&two.open().await).await;
+    });
+}
+
+/// Ends the merge at its first step.
+struct Refusing;
+
+impl MergeControl for Refusing {
+    fn step(&self, _: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        Box::pin(std::future::ready(ControlFlow::Break(())))
+    }
+}
+
+/// The length of the disk of the base of [`Two`], and its bitmaps.
+async fn shape_of_base(world: &World) -> (u64, Vec<String>) {
+    let info = inspect(world, &Plain::top()).await.unwrap();
+    let names = info.bitmaps.into_iter().map(|entry| entry.name).collect();
+    (info.header.disk_bytes(), names)
+}
+
+/// The story: a base that was shorter than what goes into it grew, and got bitmaps, before the
+/// marks of the merge counted; a process that died then left nothing that said so.
+#[test]
+fn base_is_as_it_was_until_the_first_step_of_a_merge() {
+    scenario(4, |world| async move {
+        let (_two, chain) = Two::new(&world).await;
+        chain.resize(2 * Two::DISK).await.unwrap();
+        let top = Path::new(crate::chain::FOLDER).join("top.qcow2");
+        make_overlay(&world, &top, &Two::above(), 2 * Two::DISK).await.unwrap();
+        chain.push(&top, &Marks::of(&world, &Two::above()), None).await.unwrap();
+        let add = vec![BitmapAction::Add(None)];
+        chain.close().await.unwrap();
+        drop(chain);
+        edit_bitmap(&world, &Two::above(), "changes", add).await.unwrap();
+        let before = (Two::DISK, Vec::new());
+        assert_eq!(shape_of_base(&world).await, before);
+        let above = Two::above();
+        for into in [Some(&*above), None] {
+            let options = ChainOptions {
+                cache: MapCache::new(CACHE_BYTES_MIN),
+                writable: true,
+                ..ChainOptions::default()
+            };
+            let chain = Chain::open(Arc::new(world.clone()), &top, &options).await.unwrap();
+            let base = Plain::top();
+            let layers =
+                CommitLayers { top: into, base: Some(&base), active: ActiveAfter::Emptied };
+            let merged = chain.commit(layers, &Refusing).await.unwrap();
+            assert_eq!(merged, Merged::Cancelled);
+            chain.close().await.unwrap();
+            drop(chain);
+            assert_eq!(shape_of_base(&world).await, before, "into {into:?}");
+            let chain = Chain::open(Arc::new(world.clone()), &top, &options).await.unwrap();
+            assert_eq!(read(&chain, 0, 4096).await.unwrap(), [7; 4096]);
+            chain.close().await.unwrap();
+        }
     });
 }

@@ -1,8 +1,9 @@
 use super::*;
 use crate::mark::{CONTENT_BYTES_MAX, KEY, SUFFIX};
 use crate::temporary::NEW_ABOVE;
-use crate::{Beneath, MayWrite, NewLayer, NewLayerWish};
+use crate::{Beneath, Format, MayWrite, NewLayer, NewLayerWish};
 use mica_block::Renaming;
+use mica_qcow2::ChainOptions;
 use mica_qcow2_format::field;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Executor};
@@ -134,21 +135,56 @@ fn nothing_is_written_while_it_is_unclear_where_the_disk_is() {
     // Others may come in between, as a backup's state does.
     let between = path.with_file_name("between.qcow2");
     std::fs::rename(&above, &between).expect("moved");
-    let wish = ImageWish {
-        backing_name: Some("between.qcow2".into()),
-        backing_format: Some("qcow2".to_owned()),
-        ..ImageWish::default()
-    };
-    File::create(&above).expect("a file");
-    let images = FileImages::to_write(&above, options(), MayWrite::to_repair()).expect("images");
-    let store = images.open_writable(&above).expect("it opens").store;
-    let plan = wish.plan(LEN).expect("a plan");
-    executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");
-    drop(store);
+    overlay(&above, "between.qcow2");
     assert_eq!(active(&path).expect("found").path, above);
     // Who wants the old state back says so.
     std::fs::remove_file(&mark).expect("removed");
     assert_eq!(active(&path).expect("found").path, path);
+}
+
+/// Makes an empty image at `path` that stands on the one called `base`.
+fn overlay(path: &Path, base: &str) {
+    let wish = ImageWish {
+        backing_name: Some(base.into()),
+        backing_format: Some("qcow2".to_owned()),
+        ..ImageWish::default()
+    };
+    File::create(path).expect("a file");
+    let images = FileImages::to_write(path, options(), MayWrite::to_repair()).expect("images");
+    let store = images.open_writable(path).expect("it opens").store;
+    let plan = wish.plan(LEN).expect("a plan");
+    executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");
+}
+
+/// The story: a commit was killed when the active layer named the base already, and the marks still
+/// led there through the layers in between; a server that was started by the base's name did not
+/// find the disk.
+#[test]
+fn marks_lead_past_layers_that_a_killed_merge_took_out_and_are_put_right() {
+    let (_folder, path, above) = world();
+    let (third, top) = (path.with_file_name("vm-3.qcow2"), path.with_file_name("vm-4.qcow2"));
+    overlay(&third, "vm-2.qcow2");
+    overlay(&top, "vm.qcow2");
+    Mark::put(&above, &third).expect("marked");
+    Mark::put(&third, &top).expect("marked");
+    assert_eq!(active(&path).expect("found").path, top);
+    // Nobody knows what is in the layers that left.
+    assert!(refusal(&above).contains("does not stand on it any more"));
+    let mark = path.with_file_name("vm.qcow2.mica-above");
+    assert_eq!(std::fs::read(&mark).expect("there"), b"above: vm-2.qcow2\n", "nothing is written");
+    let opened = async {
+        let chain = ChainOptions { writable: true, ..ChainOptions::default() };
+        let (disk, opened) =
+            crate::open_active(&path, Format::Qcow2, options(), &chain).await.expect("opened");
+        disk.close().await.expect("closed");
+        opened
+    };
+    assert_eq!(executor().block_on(opened), top);
+    assert_eq!(std::fs::read(&mark).expect("there"), b"above: vm-4.qcow2\n");
+    for left in [&above, &third] {
+        std::fs::remove_file(left).expect("nobody needs it");
+    }
+    assert_eq!(active(&path).expect("found").path, top);
 }
 
 #[test]

@@ -5,7 +5,7 @@
 
 use super::record::file_of;
 use super::{Outcome, Problem, ScanDepth};
-use crate::temporary::UNNAMED;
+use crate::temporary::{UNFINISHED, UNNAMED};
 use mica_block::{Error, Result};
 use std::collections::{HashSet, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -93,12 +93,14 @@ impl Walk {
 
 /// Whether `name` is that of a layer that a server is about to add, or was when it was killed. Who
 /// adds one holds the disk, so that one on a layer of a disk that somebody else holds, to merge it,
-/// say, is of no use any more.
+/// say, is of no use any more. Or that of an image that a verb makes: before that gets its own
+/// name, nobody uses it.
 fn is_unfinished(name: &OsStr) -> bool {
     let name = name.as_encoded_bytes();
     // Older versions called a layer that was to keep a state `.DISK@STATE.qcow2.new`.
     let is_of_old = name.ends_with(OLD_KEPT_NEW) && name.contains(&b'@');
-    name.starts_with(b".") && (name.ends_with(UNNAMED.as_bytes()) || is_of_old)
+    let endings = [UNNAMED, UNFINISHED].map(str::as_bytes);
+    name.starts_with(b".") && (endings.iter().any(|ending| name.ends_with(ending)) || is_of_old)
 }
 
 fn list(folder: &Path) -> io::Result<Listing> {

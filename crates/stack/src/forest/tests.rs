@@ -99,7 +99,13 @@ fn layers_that_a_killed_server_was_about_to_add_are_no_images() {
     let dir = dir.path();
     image(&dir.join("vm.qcow2"), None);
     let of_old = ".vm@monday.qcow2.new";
-    for name in [".vm-1.qcow2.mica-new", ".vm.qcow2.mica-new", of_old, ".other.qcow2"] {
+    for name in [
+        ".vm-1.qcow2.mica-new",
+        ".vm.qcow2.mica-new",
+        ".vm-2.qcow2.mica-unfinished",
+        of_old,
+        ".other.qcow2",
+    ] {
         image(&dir.join(name), Some("vm.qcow2"));
     }
     let forest = scan(dir);

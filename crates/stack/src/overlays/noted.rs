@@ -15,9 +15,12 @@
 //!
 //! Invariants
 //! - I1 A note is read only if [`read_trusted`] trusts it: it decides which files are looked at.
-//! - I2 What is not known keeps a layer from being changed: an image that may not be read, or whose
-//!   folder may only not be mounted now. What is gone does not.
-//! - I3 A path leaves a note only if its image is gone. One that is added while a note is written
+//! - I2 What is not known keeps a layer from being changed: an image that may not be read, whose
+//!   folder may only not be mounted now, or that is gone. Nothing tells one that was removed from
+//!   one that was moved, and would show something else.
+//! - I3 A path leaves a note only if its image was given up, was merged into the layer, stands on
+//!   another one, was removed by mica, or is gone while the user says where an image of its name is
+//!   now. One that is added while a note is written
 //!   anew stays: who writes it anew copies what came after, and who adds one looks for it.
 //! - I4 An image is made also where the note cannot be written; that is said.
 
@@ -39,6 +42,8 @@ use std::path::{Path, PathBuf};
 const SUFFIX: &str = ".mica-overlays";
 /// Longest note, in bytes: the paths of some 200,000 images.
 const CONTENT_BYTES_MAX: u64 = 16 << 20;
+/// What is put behind a line that was cut short: it names nothing then.
+const CUT_SHORT: &[u8; 2] = b"\0\n";
 /// How often a path is added, at most: it is lost if the note is written anew at that instant.
 const TIMES_MAX: usize = 8;
 
@@ -136,9 +141,10 @@ impl Noted {
     }
 }
 
-/// The images that the bytes of a note name.
+/// The images that the bytes of a note name. A line that does not end was cut short.
 fn decode(bytes: &[u8]) -> impl Iterator<Item = Noted> {
-    bytes.split(|byte| *byte == b'\n').filter_map(Noted::decode)
+    let lines = bytes.split_inclusive(|byte| *byte == b'\n');
+    lines.filter_map(|line| Noted::decode(line.strip_suffix(b"\n")?))
 }
 
 /// Reads `bytes` as what a note has in it; for those who test what it makes of anything.
@@ -193,15 +199,24 @@ pub(super) fn cure(layer: &Path) -> String {
     format!("{} says so, and its line is to be removed if it is out of date", at.display())
 }
 
+/// The same for one that may have been removed.
+pub(super) fn cure_of_removed(layer: &Path) -> String {
+    let at = place(layer, SUFFIX).unwrap_or_else(|_| layer.to_owned());
+    format!("remove its line from {}", at.display())
+}
+
 /// Makes sure that whoever is about to merge the layer at `base` finds the `images`, which exist
-/// and stand on it; refuses that if the layer is being merged.
+/// and stand on it; refuses that if the layer is being merged, and then they are not noted.
 ///
 /// # Errors
 /// As [`refuse_merged`].
 pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
     for _ in 0..TIMES_MAX {
         let is_noted = note(base, images);
-        refuse_merged(base)?;
+        if let Err(error) = refuse_merged(base) {
+            is_noted.iter().for_each(|noted| forget(base, &noted.iter().cloned().collect()));
+            return Err(error);
+        }
         match is_noted.and_then(|noted| are_there(base, &noted)) {
             Ok(true) => return Ok(()),
             // Somebody wrote it anew meanwhile.
@@ -278,7 +293,7 @@ fn note(base: &Path, images: &[&Path]) -> Result<Vec<Noted>> {
         return Ok(wanted);
     }
     if content.last().is_some_and(|byte| *byte != b'\n') {
-        lines.insert(0, b'\n');
+        lines.splice(0..0, *CUT_SHORT);
     }
     if (content.len() + lines.len()) as u64 > CONTENT_BYTES_MAX {
         return Err(Error::new(ErrorKind::Limit, "its note is as long as it may be"));
@@ -311,6 +326,47 @@ fn append(at: &Path, layer: &Metadata, lines: &[u8]) -> io::Result<()> {
     match is_new {
         true => File::open(folder_of(at))?.sync_all(),
         false => Ok(()),
+    }
+}
+
+/// The `images` do not stand on the layer at `base` any more, or nobody needs them: they were
+/// merged into it, or removed (I3).
+pub fn forget_overlays(base: &Path, images: &[PathBuf]) {
+    let paths = images.iter().filter_map(|image| std::path::absolute(image).ok());
+    let paths: HashSet<_> = paths.collect();
+    forget_if(base, |noted| paths.contains(&noted.path));
+}
+
+/// Layers that were `dropped` have left the chain that has these `layers` now, and went down into
+/// the one at `base`, if there is one: what stood on the uppermost of them stands on another one.
+pub fn settle_notes(layers: &[PathBuf], dropped: &[PathBuf], base: Option<&Path>) {
+    if let Some(top) = dropped.last() {
+        forget_overlays(top, layers);
+    }
+    if let Some(base) = base {
+        forget_overlays(base, dropped);
+    }
+}
+
+/// The user says that `image` stands on the layer at `base`. If one image of its name is noted, and
+/// that is gone, this is where it is now (I3).
+pub fn forget_where_it_was(base: &Path, image: &Path) {
+    let Some(name) = image.file_name() else { return };
+    let is_it =
+        |noted: &Noted| noted.path.file_name() == Some(name) && matches!(noted.find(), Found::Gone);
+    let Ok(all) = noted_on(base) else { return };
+    // Of several nobody knows which it was.
+    if all.iter().filter(|noted| is_it(noted)).count() == 1 {
+        forget_if(base, is_it);
+    }
+}
+
+fn forget_if(base: &Path, is_to_go: impl Fn(&Noted) -> bool) {
+    // What cannot be read keeps the layer as it is, and that is said then.
+    let Ok(all) = noted_on(base) else { return };
+    let gone: HashSet<_> = all.into_iter().filter(is_to_go).collect();
+    if !gone.is_empty() {
+        forget(base, &gone);
     }
 }
 

@@ -182,8 +182,12 @@ fn commit_by_qemu(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcom
     foreign::img(&world.images, &args)?;
     world.counts.commits.add();
     let len = disk.frozen.get(&base).map_or(0, super::frozen::Frozen::len);
-    let content = super::frozen::Frozen::as_now(&disk.model).at_least(len);
-    disk.frozen.insert(base.clone(), content);
+    if len > disk.model.len() {
+        // It leaves what is beyond the end of the disk as it was, and mica makes that zeros.
+        disk.frozen.remove(&base);
+    } else {
+        disk.frozen.insert(base.clone(), super::frozen::Frozen::as_now(&disk.model));
+    }
     if !is_raw(&base) {
         let (corruptions, leaks) = foreign::check(&world.images, &base)?;
         if corruptions > 0 {

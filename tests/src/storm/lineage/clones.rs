@@ -3,6 +3,7 @@
 
 use super::disk::{Disk, FAR, is_raw};
 use super::fleet::Fleet;
+use crate::clock;
 use crate::storm::foreign;
 use crate::storm::kinds::Kind;
 use crate::storm::stamp::SECTOR;
@@ -10,6 +11,9 @@ use crate::storm::story::{Fault, Outcome, Wrong, trouble};
 use crate::storm::world::{World, text};
 use mica_units::Rng;
 use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 /// Clones of a disk, at most.
 const CLONES_MAX: usize = 3;
@@ -54,14 +58,64 @@ pub(super) fn change(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
         name = format!("{FAR}/{name}");
     }
     world.story.tell(format_args!("  {name} is a clone of {base}, made by {maker:?}"));
+    if maker != Maker::Qemu && world.does(rng, Kind::Kill, 25) {
+        make_and_kill(world, rng, maker, (&base, &name))?;
+    }
     if !make(world, disk, maker, (&base, &name))? {
         return Ok(());
+    }
+    let left = unfinished(&world.images.join(&name));
+    if left.exists() {
+        return Err(Fault::new(Wrong::Failed, format!("{} is left", left.display())));
     }
     world.counts.clones.add();
     if let Some(content) = disk.frozen.get(&base).cloned() {
         disk.frozen.insert(name.clone(), content);
     }
     disk.clones.push(name);
+    Ok(())
+}
+
+/// Where an image is until it is complete.
+fn unfinished(image: &Path) -> PathBuf {
+    let name = image.file_name().unwrap_or_default().to_string_lossy();
+    image.with_file_name(format!(".{name}.mica-unfinished"))
+}
+
+/// The verb is killed over it. What has the clone's name then is whole, and the user removes it.
+fn make_and_kill(
+    world: &World<'_>,
+    rng: &mut Rng,
+    maker: Maker,
+    (base, name): (&str, &str),
+) -> Outcome {
+    let pause = Duration::from_micros(rng.below(30_000));
+    world.story.tell(format_args!("    whose first attempt is killed after {pause:?}"));
+    let path = world.images.join(base);
+    let path = text(&path)?;
+    let args: &[&str] = match maker {
+        Maker::Create => &["create", "-q", "-b", path, "-F", "qcow2", name],
+        Maker::Clone | Maker::Qemu => &["clone", "-q", path, name],
+    };
+    let mut verb = Command::new(world.binary);
+    verb.current_dir(&world.images).args(args).stdin(Stdio::null());
+    let mut verb = verb.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+    clock::sleep(pause);
+    // It may have ended.
+    let _ = verb.kill();
+    verb.wait()?;
+    world.counts.kills.add();
+    let image = world.images.join(name);
+    if image.exists() {
+        let (corruptions, leaks) = foreign::check(&world.images, name)?;
+        if (corruptions, leaks) != (0, 0) {
+            let what =
+                format!("a killed verb left {name}: {corruptions} corruptions, {leaks} leaks");
+            return Err(Fault::new(Wrong::Corrupt, what));
+        }
+        fs::remove_file(image)?;
+        forget(world, name)?;
+    }
     Ok(())
 }
 
@@ -99,7 +153,7 @@ fn shift(world: &World<'_>, rng: &mut Rng, disk: &mut Disk) -> Outcome {
     if rng.percent(60) {
         world.story.tell(format_args!("  the clone {clone} is removed"));
         fs::remove_file(path)?;
-        return Ok(());
+        return forget(world, &clone);
     }
     let mut name = disk.new_name("moved");
     if clone.starts_with(FAR) {
@@ -109,5 +163,26 @@ fn shift(world: &World<'_>, rng: &mut Rng, disk: &mut Disk) -> Outcome {
     fs::rename(path, world.images.join(&name))?;
     disk.frozen.extend(content.map(|content| (name.clone(), content)));
     disk.clones.push(name);
+    Ok(())
+}
+
+/// Removes the lines of `clone` from the notes of what it may have stood on, as mica asks for it:
+/// it cannot know that a clone was not moved.
+fn forget(world: &World<'_>, clone: &str) -> Outcome {
+    let ending = format!("/{clone}");
+    for entry in fs::read_dir(&world.images)? {
+        let note = entry?.path();
+        if !note.to_string_lossy().ends_with(".mica-overlays") {
+            continue;
+        }
+        let text = fs::read_to_string(&note)?;
+        let stay: String =
+            text.split_inclusive('\n').filter(|l| !l.trim_end().ends_with(&ending)).collect();
+        if stay.is_empty() {
+            fs::remove_file(&note)?;
+        } else if stay != text {
+            fs::write(&note, stay)?;
+        }
+    }
     Ok(())
 }

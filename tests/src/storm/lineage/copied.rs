@@ -5,7 +5,9 @@
 //! shows to QEMU, unless it lacks nothing but what the killed server's log has; then the disk may
 //! be as it was. Anything between the two is wrong. A server that does nothing visible may write at
 //! that moment, so that a copy may be torn: one that shows what the disk cannot have held is left
-//! alone.
+//! alone. So is one that was begun in the last moment of the writer's life, which has the name of
+//! the log that the killed server left: mica does not tell it from the image
+//! (`qcow2/src/redo.rs`, what is not detected).
 
 use super::disk::{Disk, is_raw};
 use super::fleet::Fleet;
@@ -17,7 +19,9 @@ use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::{World, text};
 use mica_units::Rng;
 use std::fs;
-use std::path::PathBuf;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 /// A copy of a layer.
 #[derive(Debug)]
@@ -28,7 +32,13 @@ pub(super) struct Copied {
     chain: Vec<String>,
     model: Model,
     kept: PathBuf,
+    /// When it was begun.
+    begun: SystemTime,
 }
+
+/// A writer that lives on for so long after a copy was begun has given the image another name, also
+/// on a machine that is busy.
+const LAST_MOMENT: Duration = Duration::from_secs(1);
 
 /// Perhaps copies a layer of a disk.
 pub(super) fn aside(fleet: &Fleet<'_>, rng: &mut Rng) -> Outcome<Option<Copied>> {
@@ -44,10 +54,10 @@ pub(super) fn aside(fleet: &Fleet<'_>, rng: &mut Rng) -> Outcome<Option<Copied>>
     };
     let file = disk.chain[at].clone();
     fleet.tell(format_args!("  a copy of {file}"));
-    let kept = fleet.world.run.join("copied");
+    let (kept, begun) = (fleet.world.run.join("copied"), SystemTime::now());
     copy_file(&fleet.world.images.join(&file), &kept, true)?;
     let (chain, model) = (disk.chain.clone(), disk.model.clone());
-    Ok(Some(Copied { number, file, chain, model, kept }))
+    Ok(Some(Copied { number, file, chain, model, kept, begun }))
 }
 
 impl Copied {
@@ -60,13 +70,15 @@ impl Copied {
         }
         let is_active = self.file == disk.active();
         let view = match is_active {
-            true if is_raw(&self.file) => return Ok(false),
+            true if is_raw(&self.file) || self.is_of_the_last_moment(world)? => return Ok(false),
             true => match self.view(world, disk)? {
                 Some(view) => Some(view),
                 None => return Ok(false),
             },
             // A merge may have begun to change it.
             false if !disk.frozen.contains_key(&self.file) => return Ok(false),
+            // Or has changed it, be it the active layer that went into it.
+            false if self.was_written_since(world)? => return Ok(false),
             false => None,
         };
         let (is_renamed, keeps_times) = (rng.percent(50), rng.percent(50));
@@ -97,6 +109,21 @@ impl Copied {
         Ok(true)
     }
 
+    /// Whether the layer was written since it was copied.
+    fn was_written_since(&self, world: &World<'_>) -> Outcome<bool> {
+        let written = |path: &Path| Ok::<_, Fault>(fs::metadata(path)?.modified()?);
+        Ok(written(&world.images.join(&self.file))? != written(&self.kept)?)
+    }
+
+    /// Whether the image has still the name that the copy has, and was not written for long after
+    /// that.
+    fn is_of_the_last_moment(&self, world: &World<'_>) -> Outcome<bool> {
+        let image = world.images.join(&self.file);
+        let is_named_alike = name_of_log(&image)? == name_of_log(&self.kept)?;
+        let lived = fs::metadata(&image)?.modified()?.duration_since(self.begun);
+        Ok(is_named_alike && lived.is_ok_and(|lived| lived < LAST_MOMENT))
+    }
+
     /// What QEMU reads from the copy of an active layer; `None` if it is torn.
     fn view(&self, world: &World<'_>, disk: &Disk) -> Outcome<Option<Vec<u8>>> {
         // It finds what it stands on from there.
@@ -111,6 +138,15 @@ impl Copied {
         let is_known = self.model.judge(0, &bytes, View::Lossy).is_ok();
         Ok((is_whole && is_known).then_some(bytes))
     }
+}
+
+/// By which name the image at `path` knows the log of its writer.
+fn name_of_log(path: &Path) -> Outcome<[u8; 4]> {
+    /// The upper half of the autoclear bits.
+    const AT: u64 = 88;
+    let mut name = [0; 4];
+    fs::File::open(path)?.read_exact_at(&mut name, AT)?;
+    Ok(name)
 }
 
 /// What mica reads from the disk, which nobody serves.

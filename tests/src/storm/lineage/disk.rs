@@ -5,6 +5,7 @@ use super::state_in;
 use crate::storm::aim::Aim;
 use crate::storm::foreign;
 use crate::storm::judge;
+use crate::storm::kinds::Kind;
 use crate::storm::model::{Model, View};
 use crate::storm::stamp::{self, SECTOR, Seq, Stamper, Writer};
 use crate::storm::story::{Fault, Outcome, Wrong};
@@ -122,6 +123,10 @@ impl Disk {
         args.extend([&*name, &*len]);
         world.story.tell(format_args!("  {args:?}"));
         foreign::img(&world.images, &args)?;
+        if !is_raw(&name) && world.does(rng, Kind::Bitmaps, 30) {
+            // What its merges have to carry on.
+            foreign::img(&world.images, &["bitmap", "--add", &name, "changes"])?;
+        }
         // Beyond the end of a shorter layer are zeros, whatever is below.
         self.model.resize(sectors);
         self.chain.push(name);

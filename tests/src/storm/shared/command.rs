@@ -78,7 +78,9 @@ impl Order {
         args.push(verb.to_owned());
         if self.verb == Verb::Add {
             for (key, value) in disk.options(&fleet.world)? {
-                args.extend([format!("--{key}"), value]);
+                args.push(format!("--{key}"));
+                // What is on or off in a configuration is an option without a value.
+                args.extend((key != "ephemeral").then_some(value));
             }
             args.push(disk.image()?.to_owned());
         } else {
@@ -115,7 +117,7 @@ impl Order {
             }
             Verb::Remove => {
                 server.absent_by_command.insert(name.clone());
-                disk.standing = Standing::Absent;
+                (disk.standing, disk.is_thrown_away) = (Standing::Absent, true);
             }
             Verb::Drain => disk.standing = Standing::Drained,
             Verb::Undrain => disk.standing = Standing::Serving,
@@ -281,6 +283,28 @@ pub(super) fn reload(
     read_again(fleet, server, parties)
 }
 
+/// A disk that is drained gets another setting in the configuration, which is read again.
+pub(super) fn replace(
+    fleet: &mut Fleet<'_>,
+    rng: &mut Rng,
+    server: &mut Server,
+    parties: &[Party],
+) -> Outcome {
+    let is_drained = |disk: &&mut Disk| {
+        let is_configured = disk.source == Source::Configuration;
+        disk.standing == Standing::Drained && is_configured && fleet.listed.contains(&disk.name)
+    };
+    let mut drained: Vec<_> = fleet.disks.iter_mut().filter(is_drained).collect();
+    if drained.is_empty() {
+        return Ok(());
+    }
+    let at = index(rng, drained.len());
+    fleet.world.story.tell(format_args!("  {} gets another setting", drained[at].name));
+    drained[at].change_settings(rng);
+    fleet.write_config()?;
+    read_again(fleet, server, parties)
+}
+
 /// The configuration is read again as it is.
 pub(super) fn read_again(fleet: &mut Fleet<'_>, server: &mut Server, parties: &[Party]) -> Outcome {
     for (number, disk) in fleet.disks.iter_mut().enumerate() {
@@ -307,7 +331,7 @@ pub(super) fn read_again(fleet: &mut Fleet<'_>, server: &mut Server, parties: &[
                     Some(party) => party.stage.board().model.closed(),
                     None => disk.model.closed(),
                 }
-                disk.standing = Standing::Absent;
+                (disk.standing, disk.is_thrown_away) = (Standing::Absent, true);
             }
             _ => {}
         }

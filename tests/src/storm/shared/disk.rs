@@ -46,6 +46,10 @@ pub(super) struct Disk {
     pub(super) sockets: Vec<PathBuf>,
     slow: Option<String>,
     pub(super) model: Model,
+    /// Of an ephemeral one: what its image holds. The other model has what it shows.
+    image_model: Option<Model>,
+    /// An ephemeral one was removed, and what was written to it is gone.
+    pub(super) is_thrown_away: bool,
     pub(super) stamper: Stamper,
     hot: u64,
     pub(super) standing: Standing,
@@ -81,13 +85,18 @@ impl Disk {
         at.extend(sockets.iter().filter(|_| rng.percent(30)).cloned());
         at.sort();
         at.dedup();
+        let (slow, model) = (world.does(rng, Kind::Slow, 15), Model::new(id, sectors));
+        let slow = slow.then(|| slowness(rng));
+        let image_model = world.does(rng, Kind::Ephemeral, 7).then(|| model.clone());
         Ok(Self {
             name,
             image,
             cluster,
             sockets: at,
-            slow: world.does(rng, Kind::Slow, 15).then(|| slowness(rng)),
-            model: Model::new(id, sectors),
+            slow,
+            model,
+            image_model,
+            is_thrown_away: false,
             stamper: Stamper::new(id),
             hot: rng.next_u64(),
             standing: Standing::Absent,
@@ -98,6 +107,26 @@ impl Disk {
 
     pub(super) fn is_serving(&self) -> bool {
         self.standing == Standing::Serving
+    }
+
+    pub(super) fn is_ephemeral(&self) -> bool {
+        self.image_model.is_some()
+    }
+
+    /// What was written to an ephemeral one ended with its server, or with it.
+    pub(super) fn throw_away(&mut self) {
+        self.is_thrown_away = false;
+        if let Some(image) = &self.image_model {
+            self.model = image.clone();
+        }
+    }
+
+    /// Its configuration gets another setting.
+    pub(super) fn change_settings(&mut self, rng: &mut Rng) {
+        self.slow = match self.slow {
+            None => Some(slowness(rng)),
+            Some(_) => None,
+        };
     }
 
     fn format(&self) -> &'static str {
@@ -115,6 +144,7 @@ impl Disk {
             options.push(("nbd", text(socket)?.to_owned()));
         }
         options.extend(self.slow.iter().map(|slow| ("inject", slow.clone())));
+        options.extend(self.is_ephemeral().then(|| ("ephemeral", "true".to_owned())));
         Ok(options)
     }
 
@@ -145,7 +175,7 @@ impl Disk {
             let bytes =
                 read.map_err(|error| Fault::new(Wrong::Failed, format!("{what}: {error:#}")))?;
             world.counts.reads.add();
-            let content = self.judge_bytes(&bytes, &what)?;
+            let content = judge_bytes(&self.model, &bytes, &what)?;
             self.model.settle(&content);
         }
         self.is_pending = false;
@@ -167,17 +197,9 @@ impl Disk {
         let args = ["convert", "-f", self.format(), "-O", "raw", self.image()?, text(&raw)?];
         foreign::img(&world.images, &args)?;
         world.counts.reads.add();
-        self.judge_bytes(&fs::read(&raw)?, &format!("{what}: {}, read by QEMU", self.name))?;
+        let model = self.image_model.as_ref().unwrap_or(&self.model);
+        judge_bytes(model, &fs::read(&raw)?, &format!("{what}: {}, read by QEMU", self.name))?;
         Ok(())
-    }
-
-    fn judge_bytes(&self, bytes: &[u8], what: &str) -> Outcome<Vec<Seq>> {
-        let (len, wanted) = ((bytes.len() / SECTOR) as u64, self.model.len());
-        if len != wanted {
-            let what = format!("{what}: the disk has {len} sectors, not {wanted}");
-            return Err(Fault::new(Wrong::Length, what));
-        }
-        self.model.judge(0, bytes, View::Kept).map_err(|bad| judge::fault(&bad, what))
     }
 
     /// QEMU writes to its image, which nobody serves: somebody else may have it.
@@ -193,8 +215,20 @@ impl Disk {
         let command = format!("write -q -s {} {at} {len}", pattern.display());
         foreign::io(&world.images, self.format(), self.image()?, &[command])?;
         self.model.foreign(&range, seq);
+        if let Some(image) = &mut self.image_model {
+            image.foreign(&range, seq);
+        }
         Ok(())
     }
+}
+
+fn judge_bytes(model: &Model, bytes: &[u8], what: &str) -> Outcome<Vec<Seq>> {
+    let (len, wanted) = ((bytes.len() / SECTOR) as u64, model.len());
+    if len != wanted {
+        let what = format!("{what}: the disk has {len} sectors, not {wanted}");
+        return Err(Fault::new(Wrong::Length, what));
+    }
+    model.judge(0, bytes, View::Kept).map_err(|bad| judge::fault(&bad, what))
 }
 
 /// One of `count` places.

@@ -130,6 +130,7 @@ impl<'a> Fleet<'a> {
             let is_listed = self.listed.contains(&disk.name);
             disk.standing = if is_listed { Standing::Serving } else { Standing::Absent };
             disk.source = Source::Configuration;
+            disk.throw_away();
         }
     }
 

@@ -1,6 +1,9 @@
 //! Several disks at one or two addresses, told apart by their names: they come and go by command
 //! and by configuration under their clients, among kills and takeovers.
 //!
+//! Some are ephemeral: what was written to them is there until they or their server end, also if
+//! their settings change while they are drained, and never in their images.
+//!
 //! Judged: which disks are served, and where; that no byte of one disk shows at another; that what
 //! was acknowledged is there, whether its server was killed or its disk drained; that a client that
 //! chooses a disk that is not served is refused; and that the configuration on disk has exactly
@@ -33,6 +36,7 @@ enum Event {
     KilledClient,
     Bounce,
     Reload,
+    Replace,
     Grow,
     Write,
     Takeover,
@@ -125,6 +129,7 @@ fn round(fleet: &mut Fleet<'_>, rng: &mut Rng, server: Server) -> Outcome<Left> 
         let (model, stamper) = party.stage.end();
         (disk.model, disk.stamper) = (model, stamper);
     }
+    fleet.disks.iter_mut().filter(|disk| disk.is_thrown_away).for_each(disk::Disk::throw_away);
     outcome
 }
 
@@ -135,6 +140,7 @@ fn event(fleet: &Fleet<'_>, rng: &mut Rng) -> Option<Event> {
         (Event::KilledClient, Kind::Members, 2),
         (Event::Bounce, Kind::Members, 2),
         (Event::Reload, Kind::Members, 3),
+        (Event::Replace, Kind::Members, 3),
         (Event::Grow, Kind::Resize, 2),
         (Event::Write, Kind::Write, 2),
         (Event::Takeover, Kind::Takeover, 4),
@@ -156,6 +162,8 @@ fn write_what_is_absent(fleet: &mut Fleet<'_>, rng: &mut Rng, parties: &[Party])
         .disks
         .iter()
         .enumerate()
+        // An ephemeral disk that is drained still stands on its image.
+        .filter(|(_, disk)| !disk.is_ephemeral() || disk.standing == Standing::Absent)
         .filter(|(number, disk)| !disk.is_serving() && !disk.is_pending && !has_party(*number));
     let free: Vec<_> = free.map(|(number, _)| number).collect();
     if free.is_empty() {
@@ -181,6 +189,7 @@ fn happen(
         }
         Event::Bounce => command::bounce(fleet, rng, &mut server, parties)?,
         Event::Reload => command::reload(fleet, rng, &mut server, parties)?,
+        Event::Replace => command::replace(fleet, rng, &mut server, parties)?,
         Event::Grow => command::grow(fleet, rng, &mut server, parties)?,
         Event::Write => write_what_is_absent(fleet, rng, parties)?,
         Event::Takeover => {

@@ -65,7 +65,9 @@ fn orders(fleet: &Fleet<'_>, rng: &mut Rng) -> Vec<Order> {
     let mut orders: Vec<Order> = Vec::new();
     for _ in 0..1 + rng.below(ORDERS_MAX) {
         let order = Order::random(fleet, rng);
-        if orders.iter().any(|other| other.disk == order.disk) {
+        // Nobody knows whether an ephemeral disk that came back is the one from before.
+        let is_ephemeral = fleet.disks[order.disk].is_ephemeral();
+        if is_ephemeral || orders.iter().any(|other| other.disk == order.disk) {
             continue;
         }
         // The configuration keeps a disk if all of them are carried out.

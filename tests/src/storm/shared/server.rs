@@ -13,6 +13,9 @@ use rustix::process::Signal;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+/// Why another server may be kept from taking over: commands, and what would be lost.
+const KEPT: [&str; 3] = [configured::DISKS_CHANGE, "is ephemeral", "ephemeral cannot take over"];
+
 /// A server.
 #[derive(Debug)]
 pub(super) struct Server {
@@ -108,9 +111,10 @@ impl Server {
             (!self.process.is_running() || !new.is_running()).then_some(())
         });
         let is_well = ended.is_some() && self.process.is_running() != new.is_running();
-        let is_kept = !new.is_running() && new.log().contains(configured::DISKS_CHANGE);
+        let said_by_new = new.log();
+        let is_kept = !new.is_running() && KEPT.iter().any(|why| said_by_new.contains(why));
         if is_well && is_kept {
-            fleet.tell("  which is refused, as disks are being changed");
+            fleet.tell(format_args!("  which is refused: {}", said_by_new.trim()));
             return Ok((self, said));
         }
         let is_well =

@@ -79,9 +79,14 @@ impl Chain {
         let number = map.layers().all()[base].number;
         let target = self.open_target(number, base).await?;
         let leaving = map.layers().frozen()[base + 1..].to_vec();
-        let carried = match self.bitmaps_go_down(&leaving, &target, map.len()).await {
-            Ok(()) => self.carry_all(&target, base, control).await,
-            Err(error) => Err(error),
+        let carried = match target.may_change(map.len(), control).await {
+            ControlFlow::Break(()) => Ok(None),
+            ControlFlow::Continue(()) => {
+                match self.bitmaps_go_down(&leaving, &target, map.len()).await {
+                    Ok(()) => self.carry_all(&target, base, control).await,
+                    Err(error) => Err(error),
+                }
+            }
         };
         drop(leaving);
         let frozen = target.close(self).await?;

@@ -72,14 +72,20 @@ impl Chain {
         let target = self.open_target(base, at.base).await?;
         let sources = Sources::new(&map.layers().all()[at.base + 1..=at.top]);
         let leaving = map.layers().all()[at.base + 1..=at.top].to_vec();
-        let carried = self.bitmaps_go_down(&leaving, &target, sources.top_len()).await;
-        drop(leaving);
         let resume = Resume { base, top, done: 0 };
-        let pace = Pace::new(self, &map.layers().all()[at.base + 1..=at.top], control);
-        let copied = match carried {
-            Ok(()) => self.copy_down(&sources, &target, resume, pace).await,
-            Err(error) => Err(error),
+        let copied = match target.may_change(sources.top_len(), control).await {
+            ControlFlow::Break(()) => Ok(Copied::Cancelled),
+            ControlFlow::Continue(()) => {
+                match self.bitmaps_go_down(&leaving, &target, sources.top_len()).await {
+                    Ok(()) => {
+                        let pace = Pace::new(self, &leaving, control);
+                        self.copy_down(&sources, &target, resume, pace).await
+                    }
+                    Err(error) => Err(error),
+                }
+            }
         };
+        drop(leaving);
         // Whatever became of it, the base is frozen again.
         let frozen = target.close(self).await.inspect_err(|_| self.set_resume(None))?;
         map.replace_layers(map.layers().replaced(Arc::new(frozen)));

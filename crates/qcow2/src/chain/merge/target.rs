@@ -11,10 +11,13 @@ use crate::unclosed::close_frozen;
 use crate::write::Writer;
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
-use mica_block::{Error, ErrorKind, Result, Space, Store, Upgradable, Zeroes};
+use mica_block::{
+    Error, ErrorKind, MergeControl, MergeProgress, Result, Space, Store, Upgradable, Zeroes,
+};
 use mica_qcow2_format::Encryption;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -162,6 +165,14 @@ impl Target {
                 .len()
                 .map_or(layer.len(), |len| len.next_multiple_of(SECTOR_BYTES).max(layer.len())),
         }
+    }
+
+    /// Whether it may be changed: asked before the first change, also of its length or its bitmaps,
+    /// so that whoever controls the merge into it, which is to be `len` bytes long, can say so
+    /// before.
+    pub(super) async fn may_change(&self, len: u64, control: &dyn MergeControl) -> ControlFlow<()> {
+        let total = len.max(self.len());
+        control.step(MergeProgress { total, ..MergeProgress::default() }).await
     }
 
     /// Makes it at least `len` bytes long; the new part is zeros.
