@@ -94,10 +94,8 @@ fn open_image(
 /// was about to add or to freeze is there. What is beside others whoever changes them meets.
 const LAYERS_AT_START: usize = 2;
 
-/// Removes what killed processes left unfinished beside these `layers`, and takes back what is said
-/// there of merges that never began.
+/// Removes what killed processes left unfinished beside these `layers`.
 fn remove_abandoned(layers: &[PathBuf]) {
-    mica_stack::take_back_planned(layers);
     for path in mica_stack::remove_abandoned(layers) {
         tracing::info!("{}, which a killed process left, is removed", path.display());
     }

@@ -58,7 +58,7 @@ pub use joined::Joined;
 pub use keep::{Keeping, check_only_state, kept_path, kept_states, settle_names, state_of};
 pub use layered_raw::LayeredRaw;
 pub use may_write::MayWrite;
-pub use merged::{MergeMarks, refuse_merged, take_back_planned};
+pub use merged::{MergeMarks, refuse_merged};
 pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
@@ -67,7 +67,9 @@ pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
-pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_folder};
+pub use redo::folder::{
+    lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_directory,
+};
 pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;

@@ -20,6 +20,7 @@
 //! - I2 Where a file system has no locks nothing is removed: nobody knows who is at work.
 
 use crate::files::folder_of;
+use crate::merged::take_back_planned;
 use mica_block::{Error, Result};
 use mica_rt::Access;
 use rustix::fs::{FlockOperation, OFlags, flock};
@@ -52,11 +53,15 @@ pub(crate) fn unnamed(new: &Path, active: &Path) -> PathBuf {
         folder.is_some_and(|folder| folder == folder_of(active))
     };
     let owner = active.canonicalize().ok().filter(is_beside);
-    let owner = owner.as_deref().unwrap_or(new);
+    new.with_file_name(unnamed_of(owner.as_deref().unwrap_or(new)))
+}
+
+/// The name, in its folder, of a layer without a name that is to stand on the one at `owner`.
+fn unnamed_of(owner: &Path) -> OsString {
     let mut name = OsString::from(".");
     name.push(owner.file_name().unwrap_or_default());
     name.push(UNNAMED);
-    new.with_file_name(name)
+    name
 }
 
 /// A file that is being written, locked until this is dropped.
@@ -133,19 +138,24 @@ impl Locked {
 }
 
 /// Removes what killed processes left beside these `layers`, from the base to the active one, which
-/// the caller has locked. Returns what was removed; what cannot be stays.
+/// the caller has locked, and takes back what is said there of merges that never began. Returns
+/// what was removed; what cannot be stays.
 pub fn remove_abandoned(layers: &[PathBuf]) -> Vec<PathBuf> {
-    let real = |layer: &PathBuf| layer.canonicalize().ok();
     let mut removed = Vec::new();
-    for layer in layers.iter().rev().take(LAYERS_MAX).filter_map(real) {
+    let begun = layers.len().saturating_sub(LAYERS_MAX);
+    // A server that starts does this for each of its disks: where a layer is is asked once.
+    let real = layers[begun..].iter().map(|layer| layer.canonicalize().ok());
+    let real: Vec<_> = real.collect();
+    for layer in real.iter().flatten().rev() {
+        take_back_planned(layer);
         for ending in [NEW_ABOVE, NEW_MERGED, NEW_OVERLAYS] {
             let mut path = layer.clone().into_os_string();
             path.push(ending);
             removed.extend(remove_if_abandoned(path.into(), |_| true));
         }
     }
-    if let Some(active) = layers.last().and_then(real) {
-        let path = unnamed(&active, &active);
+    if let Some(Some(active)) = real.last() {
+        let path = active.with_file_name(unnamed_of(active));
         // Its owner has the active one locked, not this: but where there are no locks, the caller
         // only thinks that it has.
         removed.extend(remove_if_abandoned(path, is_lockable_image));
