@@ -49,7 +49,7 @@ pub use above::{has_mark, is_frozen, marks_lead, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use dropped::{forget_drops, remove_dropped, remove_dropped_file};
-pub use encrypted::encrypted_as;
+pub use encrypted::{encrypted_as, warn_of_luks};
 pub use export::ExportDisk;
 pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
