@@ -11,6 +11,7 @@
 //! - [`Secrets`] are where the passphrases of encrypted images are.
 //! - [`Fault`] is what the user asked to go wrong.
 
+mod abandoned;
 mod above;
 mod amend_keys;
 mod detect_zeroes;
@@ -45,6 +46,7 @@ mod volumes;
 mod window;
 mod written;
 
+pub use abandoned::remove_abandoned;
 pub use above::{has_mark, is_frozen, marks_lead, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
@@ -73,7 +75,6 @@ pub use redo::folder::{
 pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
-pub use temporary::remove_abandoned;
 pub use volumes::{
     Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,
     SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl,

@@ -12,7 +12,7 @@
 //!
 //! Who writes one of them again takes the place of what is left there. What is left beside the
 //! layers of a disk goes when that is committed, and beside the uppermost ones when it is opened
-//! for serving ([`remove_abandoned`]).
+//! for serving ([`crate::remove_abandoned`]).
 //!
 //! Invariants
 //! - I1 Only a regular file with exactly such a name is removed, and only by who has it locked and,
@@ -20,7 +20,6 @@
 //! - I2 Where a file system has no locks nothing is removed: nobody knows who is at work.
 
 use crate::files::folder_of;
-use crate::merged::take_back_planned;
 use mica_block::{Error, Result};
 use mica_rt::Access;
 use rustix::fs::{FlockOperation, OFlags, flock};
@@ -39,9 +38,6 @@ pub(crate) const NEW_ABOVE: &str = ".mica-above.tmp";
 /// The same for the mark of a layer that is merged, and for a note.
 pub(crate) const NEW_MERGED: &str = ".mica-merged.tmp";
 pub(crate) const NEW_OVERLAYS: &str = ".mica-overlays.tmp";
-/// Layers, from the uppermost, beside which is looked for what was left: a chain has thousands, and
-/// what is beside others is replaced with the next merge of them.
-const LAYERS_MAX: usize = 64;
 /// How often a file that somebody has locked is tried again, and after which time each.
 const TRIES: u32 = 50;
 const LOOK: Duration = Duration::from_millis(10);
@@ -137,17 +133,12 @@ impl Locked {
     }
 }
 
-/// Removes what killed processes left beside these `layers`, from the base to the active one, which
-/// the caller has locked, and takes back what is said there of merges that never began. Returns
-/// what was removed; what cannot be stays.
-pub fn remove_abandoned(layers: &[PathBuf]) -> Vec<PathBuf> {
+/// Removes what killed processes left beside these layers, which are really at `real`, from the
+/// base to the active one, which the caller has locked. Returns what was removed; what cannot be
+/// stays.
+pub(crate) fn remove_beside(real: &[Option<PathBuf>]) -> Vec<PathBuf> {
     let mut removed = Vec::new();
-    let begun = layers.len().saturating_sub(LAYERS_MAX);
-    // A server that starts does this for each of its disks: where a layer is is asked once.
-    let real = layers[begun..].iter().map(|layer| layer.canonicalize().ok());
-    let real: Vec<_> = real.collect();
     for layer in real.iter().flatten().rev() {
-        take_back_planned(layer);
         for ending in [NEW_ABOVE, NEW_MERGED, NEW_OVERLAYS] {
             let mut path = layer.clone().into_os_string();
             path.push(ending);
@@ -205,6 +196,7 @@ pub(crate) fn sleep(time: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::remove_abandoned;
     use std::fs;
 
     fn names(folder: &Path) -> Vec<String> {
