@@ -80,8 +80,8 @@ pub struct VolumeSettings {
     ///
     /// That host can write no more, and learns it. What it has not put into the store yet is lost.
     /// A server of this machine that was killed needs no force, unless the machine restarted since
-    /// and the volume is in a bucket or a pool, without a log. It counts for the first opening only; no
-    /// configuration has it.
+    /// and the volume is in a bucket or a pool, without a log. It counts for the first opening
+    /// only; no configuration has it.
     #[arg(long, requires = "volume", help_heading = VOLUME, hide_short_help = true)]
     pub force: bool,
 }
