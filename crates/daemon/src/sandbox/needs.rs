@@ -211,6 +211,10 @@ impl Needs {
                 for file in mica_stack::bucket_files() {
                     self.allow(&file, AccessFs::ReadFile | AccessFs::ReadDir);
                 }
+                // A file there shows that this process lives. Without it, the next needs --force.
+                if writes && let Ok(usual) = mica_stack::usual_redo_folder() {
+                    self.allow(&usual, REPLACE);
+                }
             }
             // A pool is refused.
             StoreUrl::Pool { .. } | StoreUrl::Memory(_) => {}
