@@ -43,7 +43,7 @@ pub(crate) struct CreateArgs {
     /// Relative names start from the directory of the image.
     #[arg(short = 'b', long, value_name = "BASE")]
     pub(crate) backing: Option<OsString>,
-    /// Format of the backing file: qcow2 or raw.
+    /// Format of the backing file: qcow2, raw or luks.
     #[arg(short = 'F', long, value_name = "FMT")]
     pub(crate) backing_format: Option<String>,
     /// Do not open the base; SIZE is needed.

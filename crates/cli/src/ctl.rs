@@ -84,6 +84,12 @@ enum CtlVerb {
     /// By its maps, without reading data.
     #[command(after_long_help = sections::CTL_DIFF)]
     Diff(snapshots::DiffArgs),
+    /// Make a volume what it was at one of its snapshots, while it is drained.
+    ///
+    /// A guest would go on with what it has read, so of one that is served it is refused. What was
+    /// written since is lost, unless there is a snapshot of it; all snapshots stay.
+    #[command(after_long_help = sections::CTL_ROLLBACK)]
+    Rollback(snapshots::RollbackArgs),
     /// Back a disk up while it is served: keep states, and export them.
     #[command(after_long_help = sections::CTL_BACKUP)]
     Backup {
@@ -226,6 +232,7 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Label(args) => (args.run(client)?, snapshots::labelled),
         CtlVerb::Clone(args) => (args.run(client)?, snapshots::cloned),
         CtlVerb::Diff(args) => (args.run(client)?, snapshots::differing),
+        CtlVerb::Rollback(args) => (args.run(client)?, snapshots::rolled_back),
         CtlVerb::Backup { verb } => verb.run(client)?,
         CtlVerb::Stream(args) => (args.run(client)?, merges::one),
         CtlVerb::Commit(args) => (args.run(client)?, merges::one),

@@ -4,6 +4,7 @@
 mod encryption;
 
 use crate::calendar::utc;
+use crate::client::plain;
 use crate::failure::Failure;
 use crate::images::SubjectArgs;
 use crate::output::{OutputFormat, human_size, print, print_json};
@@ -13,13 +14,13 @@ use mica_crypt::luks::{LuksHeader, read_header as read_luks_header};
 use mica_qcow2::loop_error;
 use mica_qcow2_format::{BitmapEntry, Compression, Encryption, Header, SnapshotEntry, Version};
 use mica_qcow2_tools::{ImageInfo, inspect};
-use mica_stack::{ExportDisk, FileImages, Format, wait_for_dead};
+use mica_stack::{ExportDisk, FileImages, Format, RawDisk, wait_for_dead, warn_of_luks};
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
-use std::fmt::Write as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 #[derive(Args)]
 pub(crate) struct InfoArgs {
@@ -75,6 +76,7 @@ async fn describe(
     if format == Format::Raw {
         let image = wait_for_dead(async || images.open(path)).await?;
         let len = image.store.len()?;
+        warn_of_luks(path, format, &RawDisk::new(Arc::clone(&image.store))?).await;
         let mut description = Description::new(path, len, Some(disk_bytes));
         description.raw(len.next_multiple_of(512));
         let file = (image.identity.device, image.identity.inode);
@@ -169,8 +171,10 @@ impl<'a> Description<'a> {
         Self { path, file_bytes, disk_bytes, json, text: String::new() }
     }
 
+    /// Adds a line. Names come from images: a terminal must not interpret them, and they must not
+    /// look like more lines.
     fn line(&mut self, text: &str) {
-        self.text.push_str(text);
+        self.text.push_str(&plain(text));
         self.text.push('\n');
     }
 
@@ -315,7 +319,8 @@ impl<'a> Description<'a> {
             match value {
                 Value::Array(bitmaps) => {
                     self.line(&format!("    {name}:"));
-                    bitmaps.iter().for_each(|bitmap| self.line(&bitmap_text(bitmap)));
+                    let lines = bitmaps.iter().flat_map(bitmap_lines);
+                    lines.for_each(|line| self.line(&line));
                 }
                 Value::Object(_) => encryption::lines(&name, value).iter().for_each(|line| {
                     self.line(line);
@@ -335,14 +340,8 @@ impl<'a> Description<'a> {
         let size = human_size(self.file_bytes);
         self.line(&format!("    file length: {size} ({} bytes)", self.file_bytes));
         self.line(&format!("    disk size: {}", self.disk_size()));
-        Described { file, json: Value::Object(self.json), text: plain(&self.text) }
+        Described { file, json: Value::Object(self.json), text: self.text }
     }
-}
-
-/// Names come from images: a terminal must not interpret them.
-fn plain(text: &str) -> String {
-    let keep = |letter: char| letter == '\n' || !letter.is_control();
-    text.chars().map(|letter| if keep(letter) { letter } else { '\u{fffd}' }).collect()
 }
 
 /// A list of snapshots, as QEMU shows it.
@@ -391,18 +390,14 @@ pub(crate) fn bitmap_json(bitmap: &BitmapEntry) -> Value {
     json!({ "flags": flags, "name": bitmap.name, "granularity": 1_u64 << bitmap.granularity_bits })
 }
 
-fn bitmap_text(bitmap: &Value) -> String {
-    let mut text = String::new();
+fn bitmap_lines(bitmap: &Value) -> [String; 3] {
     let flags = bitmap["flags"].as_array().map(Vec::as_slice).unwrap_or_default();
-    text.push_str("        - flags:");
-    for flag in flags {
-        // Writing to a string does not fail.
-        let _ = write!(text, " {}", flag.as_str().unwrap_or_default());
-    }
+    let flags = flags.iter().fold("        - flags:".to_owned(), |flags, flag| {
+        flags + " " + flag.as_str().unwrap_or_default()
+    });
     let name = bitmap["name"].as_str().unwrap_or_default();
-    let _ =
-        write!(text, "\n          name: {name}\n          granularity: {}", bitmap["granularity"]);
-    text
+    let granularity = &bitmap["granularity"];
+    [flags, format!("          name: {name}"), format!("          granularity: {granularity}")]
 }
 
 /// Hours, minutes, seconds and milliseconds of a guest's clock.

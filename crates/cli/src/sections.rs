@@ -166,6 +166,12 @@ EXAMPLES:
   mica ctl diff web@monday                  # until now
   mica ctl diff web@monday tuesday";
 
+pub(crate) const CTL_ROLLBACK: &str = "\
+EXAMPLES:
+  mica ctl drain web                        # once its guest has ended
+  mica ctl rollback web@monday
+  mica ctl undrain web";
+
 pub(crate) const CTL_BACKUP: &str = "\
 EXAMPLES:
   mica ctl backup begin web --as monday --nbd unix:/run/mica/backup.sock

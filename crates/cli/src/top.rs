@@ -4,6 +4,7 @@ mod columns;
 mod order;
 mod rates;
 mod screen;
+mod search;
 mod view;
 
 use crate::client::{Client, ControlArgs};
@@ -29,7 +30,8 @@ const ANSWER_WAIT: Duration = Duration::from_secs(3);
 
 /// Show what the disks of a server are doing.
 ///
-/// Refreshed every second; q quits. Where stdout is no terminal, lines are printed.
+/// Refreshed every second; q quits, / searches names, states and notes for words, and Esc ends
+/// that. Where stdout is no terminal, lines are printed.
 #[derive(Args)]
 pub(crate) struct TopArgs {
     #[command(flatten)]

@@ -60,9 +60,13 @@ fn open_image(
         (images.image_options(Arc::clone(&resources.handles))?, images.format()?);
     let writes = settings.writes();
     let has_locks = matches!(options.locking, mica_store::Locking::On);
-    let open = async move || match writes {
-        true => mica_stack::open_active(&image, format, options, &chain).await,
-        false => Ok((mica_stack::open(&image, format, options, &chain).await?, image)),
+    let open = async move || {
+        let (opened, image) = match writes {
+            true => mica_stack::open_active(&image, format, options, &chain).await?,
+            false => (mica_stack::open(&image, format, options, &chain).await?, image),
+        };
+        mica_stack::warn_of_luks(named, format, &*opened).await;
+        Ok::<_, Error>((opened, image))
     };
     let (opened, image) = executor.block_on(open())?;
     if opened.is_writable() {
@@ -94,10 +98,8 @@ fn open_image(
 /// was about to add or to freeze is there. What is beside others whoever changes them meets.
 const LAYERS_AT_START: usize = 2;
 
-/// Removes what killed processes left unfinished beside these `layers`, and takes back what is said
-/// there of merges that never began.
+/// Removes what killed processes left unfinished beside these `layers`.
 fn remove_abandoned(layers: &[PathBuf]) {
-    mica_stack::take_back_planned(layers);
     for path in mica_stack::remove_abandoned(layers) {
         tracing::info!("{}, which a killed process left, is removed", path.display());
     }

@@ -13,7 +13,7 @@ use crate::places::socket_addresses;
 use crate::settings::DiskSettings;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::{ANOTHER_LISTENS, Listener, SocketUsers};
+use mica_serve::{ANOTHER_LISTENS, Clearing, Listener, SocketUsers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::Permissions;
 use std::net::SocketAddr;
@@ -96,14 +96,17 @@ impl Sockets {
     /// sandbox, a process cannot tell a living server's socket from a stale one.
     ///
     /// # Errors
-    /// As [`Listener::clear_place`].
+    /// As [`Clearing::clear`].
     pub(crate) fn clear_places(&self, config: &Config) -> Result<()> {
+        let mut clearing = Clearing::default();
+        let mut clear = |path: &Path| match Address::unix(path) {
+            Some(address) if self.by_address.contains_key(&address) => Ok(()),
+            _ => clearing.clear(path),
+        };
         // A server that has this has the others, too, and this says what to do about it.
-        config
-            .process
-            .control
-            .iter()
-            .try_for_each(|path| self.clear_place(path).map_err(|error| with_cure(path, error)))?;
+        if let Some(path) = &config.process.control {
+            clear(path).map_err(|error| with_cure(path, error))?;
+        }
         let of_disk = |disk: &DiskConfig| {
             let DiskSettings { nbd, vhost_user, .. } = &disk.settings;
             let nbd = nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
@@ -113,7 +116,7 @@ impl Sockets {
         let may_fail = config.disks.len() > 1 && !config.process.strict;
         let paths: BTreeSet<_> = config.disks.iter().flat_map(of_disk).collect();
         for path in paths {
-            match self.clear_place(&path) {
+            match clear(&path) {
                 Err(_) if may_fail => {}
                 cleared => cleared?,
             }
@@ -124,13 +127,6 @@ impl Sockets {
             // Whoever created it, it is for this user alone.
             Some(_) => std::fs::set_permissions(control, Permissions::from_mode(0o600))
                 .map_err(|error| Error::from_io("starting the control socket", error)),
-        }
-    }
-
-    fn clear_place(&self, path: &Path) -> Result<()> {
-        match Address::unix(path).is_some_and(|address| self.by_address.contains_key(&address)) {
-            true => Ok(()),
-            false => Listener::clear_place(path),
         }
     }
 

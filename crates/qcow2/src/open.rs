@@ -15,6 +15,7 @@ use crate::unclosed::{close_frozen_at, is_unclosed};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
+use mica_crypt::luks::MAGIC as LUKS_MAGIC;
 use mica_qcow2_format::{Encryption, Header, ImageName, SnapshotEntry, parse_image_name};
 use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
@@ -193,7 +194,7 @@ pub(crate) async fn open_one(
     format: ImageFormat,
 ) -> Result<(Opened, Option<(PathBuf, ImageFormat)>)> {
     if format == ImageFormat::Unstated {
-        refuse_unstated_qcow2(&image).await?;
+        refuse_unstated_qcow2(&path, &image).await?;
     }
     if format != ImageFormat::Qcow2 {
         let kind = match format {
@@ -239,9 +240,17 @@ pub(crate) async fn open_one(
 
 /// An overlay that does not state its base's format means raw; if the base looks like qcow2, that
 /// is either an old overlay or a guest that wrote a header to trick us. Neither is guessed.
-async fn refuse_unstated_qcow2(image: &OpenImage) -> Result<()> {
-    let magic = read_exact(&*image.store, HostOffset::ZERO, 4).await?;
-    if *magic != *b"QFI\xfb" {
+async fn refuse_unstated_qcow2(path: &Path, image: &OpenImage) -> Result<()> {
+    let magic = read_exact(&*image.store, HostOffset::ZERO, LUKS_MAGIC.len()).await?;
+    if *magic == LUKS_MAGIC {
+        tracing::warn!(
+            "{} begins as a LUKS image does, and is shown as it is stored, as the overlay does not \
+             state its format: if it is to be decrypted, state that with `qemu-img rebase -u -b \
+             BASE -F luks OVERLAY`, and give --secret FILE",
+            path.display()
+        );
+    }
+    if !magic.starts_with(b"QFI\xfb") {
         return Ok(());
     }
     Err(Error::new(

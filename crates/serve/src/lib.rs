@@ -27,7 +27,7 @@ pub use discard::Discard;
 pub use latency::{Latencies, Latency};
 pub use limit::{Limiter, Rates};
 pub use listener::{
-    ANOTHER_LISTENS, Listener, SocketUsers, check_socket_place, find_dead_sockets_with,
+    ANOTHER_LISTENS, Clearing, Listener, SocketUsers, check_socket_place, find_dead_sockets_with,
 };
 pub use prepared::Prepared;
 pub use scarce::warn_of_lack;

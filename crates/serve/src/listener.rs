@@ -11,7 +11,7 @@
 
 mod directory;
 
-pub(crate) use directory::lock_directory;
+pub(crate) use directory::{DirectoryLock, lock_directory};
 
 use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
@@ -77,6 +77,32 @@ impl SocketFile {
     }
 }
 
+/// Makes sure that sockets would be new: those of dead servers are removed. [`Listener::unix`] does
+/// the same if it may connect to what it finds; a process in a sandbox may not.
+#[derive(Default)]
+pub struct Clearing {
+    /// The directory of the last one: a thousand sockets are in one.
+    locked: Option<DirectoryLock>,
+}
+
+impl Clearing {
+    /// Clears the place at `path`.
+    ///
+    /// # Errors
+    /// As [`Listener::unix`].
+    pub fn clear(&mut self, path: &Path) -> Result<()> {
+        if !self.locked.as_ref().is_some_and(|locked| locked.is_of(path)) {
+            // Nobody waits for one while holding another.
+            self.locked = None;
+            let failed = |error| Error::from_io(listening_on(path), error);
+            self.locked = Some(lock_directory(path).map_err(failed)?);
+        }
+        // Also that of a server that was killed before its socket had its name.
+        remove_leftover(&bound_name(path))?;
+        remove_leftover(path)
+    }
+}
+
 impl Listener {
     /// Listens on a unix socket at `path`. The socket of a dead server is replaced.
     ///
@@ -97,20 +123,6 @@ impl Listener {
         remove_leftover(path)?;
         let (socket, file) = listen_unseen(path, users)?;
         Self::wrap(socket, Family::Unix, Some(file))
-    }
-
-    /// Makes sure that a socket at `path` would be new: that of a dead server is removed.
-    /// [`Listener::unix`] does the same if it may connect to what it finds; a process in a sandbox
-    /// may not.
-    ///
-    /// # Errors
-    /// As [`Listener::unix`].
-    pub fn clear_place(path: &Path) -> Result<()> {
-        let failed = |error| Error::from_io(listening_on(path), error);
-        let _alone = lock_directory(path).map_err(failed)?;
-        // Also that of a server that was killed before its socket had its name.
-        remove_leftover(&bound_name(path))?;
-        remove_leftover(path)
     }
 
     /// Listens on a TCP address. Beyond the loopback an NBD server refuses to use it until its

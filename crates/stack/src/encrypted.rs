@@ -1,11 +1,14 @@
 //! New overlays of encrypted images, which are encrypted, too: what a guest writes to an encrypted
-//! disk is never in a file in plain form unless somebody chose that.
+//! disk is never in a file in plain form unless somebody chose that. And encrypted disks that are
+//! shown as if they were not.
 
-use mica_block::{Error, ErrorKind, Images, Result, Store};
-use mica_crypt::luks::{NewLuks, NewSlot, Wish};
+use crate::Format;
+use mica_block::{Disk, Error, ErrorKind, Images, Result, Store, read_whole};
+use mica_crypt::luks::{MAGIC, NewLuks, NewSlot, Wish};
 use mica_qcow2::read_luks_header;
 use mica_qcow2_format::{Encryption, Header};
 use mica_qcow2_tools::create::ImagePlan;
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::path::Path;
 
 /// The plan of an overlay that will be at `path`, on an image with this `header`, whose file is
@@ -41,4 +44,22 @@ pub(crate) fn no_secret(path: &Path) -> Error {
         path.display()
     );
     Error::new(ErrorKind::Denied, what)
+}
+
+/// Warns if the `disk` of the image that the user `named` is shown as it is stored, which is as a
+/// LUKS image: with the raw format nothing is decrypted.
+pub async fn warn_of_luks(named: &Path, format: Format, disk: &dyn Disk) {
+    if format != Format::Raw || disk.geometry().len < SECTOR_BYTES {
+        return;
+    }
+    // What cannot be read is reported to who needs it.
+    let first = GuestRange::new(GuestOffset::ZERO, SECTOR_BYTES).expect("a sector");
+    let read = async || read_whole(disk, &disk.plan(first, Vec::new()).finish().await?).await;
+    if read().await.is_ok_and(|first| first.starts_with(&MAGIC)) {
+        tracing::warn!(
+            "{} begins as a LUKS image does, and --format raw shows what is encrypted: to decrypt \
+             it, use --format luks --secret FILE, unless it is the guest that does",
+            named.display()
+        );
+    }
 }

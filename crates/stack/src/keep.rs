@@ -148,6 +148,9 @@ fn state_named(file: &Path) -> Option<String> {
 /// # Errors
 /// What the system reports.
 pub fn settle_names(image: &Path, layers: &[PathBuf]) -> Result<()> {
+    if !layers.iter().any(|layer| may_keep_state(layer)) {
+        return Ok(());
+    }
     let Ok(image) = image.canonicalize() else { return Ok(()) };
     if !layers.iter().any(|layer| state_of(&image, layer).is_some()) {
         return Ok(());

@@ -11,6 +11,7 @@
 //! - [`Secrets`] are where the passphrases of encrypted images are.
 //! - [`Fault`] is what the user asked to go wrong.
 
+mod abandoned;
 mod above;
 mod amend_keys;
 mod detect_zeroes;
@@ -45,11 +46,12 @@ mod volumes;
 mod window;
 mod written;
 
+pub use abandoned::remove_abandoned;
 pub use above::{has_mark, is_frozen, marks_lead, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use dropped::{forget_drops, remove_dropped, remove_dropped_file};
-pub use encrypted::encrypted_as;
+pub use encrypted::{encrypted_as, warn_of_luks};
 pub use export::ExportDisk;
 pub use files::{base_name, node_of, position_of, sync_folder_of};
 pub use images::{FileImages, ImageOptions};
@@ -58,7 +60,7 @@ pub use joined::Joined;
 pub use keep::{Keeping, check_only_state, kept_path, kept_states, settle_names, state_of};
 pub use layered_raw::LayeredRaw;
 pub use may_write::MayWrite;
-pub use merged::{MergeMarks, refuse_merged, take_back_planned};
+pub use merged::{MergeMarks, refuse_merged};
 pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
@@ -70,13 +72,13 @@ pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
-pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_folder};
+pub use redo::folder::{
+    lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_directory,
+};
 pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
-pub use temporary::{
-    is_file_at, make_unfinished, name_new, remove_abandoned, remove_unfinished, unfinished_place,
-};
+pub use temporary::{is_file_at, make_unfinished, name_new, remove_unfinished, unfinished_place};
 pub use volumes::{
     Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,
     SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl,

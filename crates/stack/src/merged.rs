@@ -174,12 +174,17 @@ pub(crate) fn is_merge_mark(bytes: &[u8]) -> bool {
 
 /// What is said of the layer at `path`, if anything is that counts.
 fn mark_of(path: &Path) -> Result<Option<Content>> {
+    mark_at(path, || place(path, SUFFIX))
+}
+
+/// The same for a mark that is `at` this place.
+fn mark_at(path: &Path, at: impl FnOnce() -> Result<PathBuf>) -> Result<Option<Content>> {
     let failed = |error: io::Error| Error::from_io(path.display().to_string(), error);
     let found = std::fs::metadata(path).map_err(failed)?;
     if !found.is_file() {
         return Ok(None);
     }
-    let at = place(path, SUFFIX)?;
+    let at = at()?;
     let Some(file) = open_trusted(&at, found.uid())? else { return Ok(None) };
     let reading = |error| Error::from_io(format!("reading {}", at.display()), error);
     let mut bytes = planned::content_of(&file).map_err(reading)?;
@@ -199,12 +204,13 @@ pub(crate) fn was_merged(path: &Path) -> bool {
     matches!(mark_of(path), Ok(Some(Content::Source { .. })))
 }
 
-/// Takes back the marks of these `layers` that are of a merge that died before it changed anything.
-pub fn take_back_planned(layers: &[PathBuf]) {
-    for layer in layers {
-        // What cannot be read is reported by who needs it.
-        let _ = mark_of(layer);
-    }
+/// Takes back the mark of the layer that is really at `real`, if it is of a merge that died before
+/// it changed anything.
+pub(crate) fn take_back_planned(real: &Path) {
+    let mut at = real.as_os_str().to_owned();
+    at.push(SUFFIX);
+    // What cannot be read is reported by who needs it.
+    let _ = mark_at(real, || Ok(at.into()));
 }
 
 /// Refuses to let an image stand on the one at `base`, if that is being merged. To be asked when

@@ -75,10 +75,14 @@ impl Policy {
         let located = Located::find(&policy.named)?;
         // Both where the user sees it and, behind a symbolic link, where it is: relative names of
         // its backing files start from the former, absolute ones usually name the latter.
-        let seen = policy.named.parent().and_then(|parent| parent.canonicalize().ok());
         let real = match located.kind() {
             FileKind::Regular => located.real_path().ok(),
             FileKind::BlockDevice => None,
+        };
+        let seen = match &real {
+            // Then no link is in it.
+            Some(real) if *real == policy.named => None,
+            _ => policy.named.parent().and_then(|parent| parent.canonicalize().ok()),
         };
         let real = real.as_deref().and_then(Path::parent).map(Path::to_owned);
         for directory in [seen, real].into_iter().flatten() {

@@ -86,8 +86,10 @@ impl RedoPlace {
 }
 
 /// Memory-backed and present on every Linux.
+const USUAL_DIRECTORY: &str = "/dev/shm";
+
 fn usual_directory() -> PathBuf {
-    PathBuf::from("/dev/shm")
+    PathBuf::from(USUAL_DIRECTORY)
 }
 
 /// Maximum size of such a file. It takes as much memory as was written between two flushes.

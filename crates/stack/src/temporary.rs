@@ -13,7 +13,7 @@
 //!
 //! Who writes one of them again takes the place of what is left there. What is left beside the
 //! layers of a disk goes when that is committed, and beside the uppermost ones when it is opened
-//! for serving ([`remove_abandoned`]); what a verb left, when an image of that name is made
+//! for serving ([`crate::remove_abandoned`]); what a verb left, when an image of that name is made
 //! ([`make_unfinished`]).
 //!
 //! Invariants
@@ -42,9 +42,6 @@ pub(crate) const NEW_MERGED: &str = ".mica-merged.tmp";
 pub(crate) const NEW_OVERLAYS: &str = ".mica-overlays.tmp";
 /// Ends the names of images that a verb makes, until they are complete.
 pub(crate) const UNFINISHED: &str = ".mica-unfinished";
-/// Layers, from the uppermost, beside which is looked for what was left: a chain has thousands, and
-/// what is beside others is replaced with the next merge of them.
-const LAYERS_MAX: usize = 64;
 /// How often a file that somebody has locked is tried again, and after which time each.
 const TRIES: u32 = 50;
 const LOOK: Duration = Duration::from_millis(10);
@@ -56,11 +53,15 @@ pub(crate) fn unnamed(new: &Path, active: &Path) -> PathBuf {
         folder.is_some_and(|folder| folder == folder_of(active))
     };
     let owner = active.canonicalize().ok().filter(is_beside);
-    let owner = owner.as_deref().unwrap_or(new);
+    new.with_file_name(unnamed_of(owner.as_deref().unwrap_or(new)))
+}
+
+/// The name, in its folder, of a layer without a name that is to stand on the one at `owner`.
+fn unnamed_of(owner: &Path) -> OsString {
     let mut name = OsString::from(".");
     name.push(owner.file_name().unwrap_or_default());
     name.push(UNNAMED);
-    new.with_file_name(name)
+    name
 }
 
 /// Makes an empty file for the image that is to be at `path`, where there is nothing, under a name
@@ -198,20 +199,20 @@ impl Locked {
     }
 }
 
-/// Removes what killed processes left beside these `layers`, from the base to the active one, which
-/// the caller has locked. Returns what was removed; what cannot be stays.
-pub fn remove_abandoned(layers: &[PathBuf]) -> Vec<PathBuf> {
-    let real = |layer: &PathBuf| layer.canonicalize().ok();
+/// Removes what killed processes left beside these layers, which are really at `real`, from the
+/// base to the active one, which the caller has locked. Returns what was removed; what cannot be
+/// stays.
+pub(crate) fn remove_beside(real: &[Option<PathBuf>]) -> Vec<PathBuf> {
     let mut removed = Vec::new();
-    for layer in layers.iter().rev().take(LAYERS_MAX).filter_map(real) {
+    for layer in real.iter().flatten().rev() {
         for ending in [NEW_ABOVE, NEW_MERGED, NEW_OVERLAYS] {
             let mut path = layer.clone().into_os_string();
             path.push(ending);
             removed.extend(remove_if_abandoned(path.into(), |_| true));
         }
     }
-    if let Some(active) = layers.last().and_then(real) {
-        let path = unnamed(&active, &active);
+    if let Some(Some(active)) = real.last() {
+        let path = active.with_file_name(unnamed_of(active));
         // Its owner has the active one locked, not this: but where there are no locks, the caller
         // only thinks that it has.
         removed.extend(remove_if_abandoned(path, is_lockable_image));
@@ -261,6 +262,7 @@ pub(crate) fn sleep(time: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::remove_abandoned;
     use std::fs;
 
     fn names(folder: &Path) -> Vec<String> {

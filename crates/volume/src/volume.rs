@@ -21,7 +21,7 @@ mod tidy;
 
 use crate::heads::Heads;
 use crate::known::Change;
-use crate::place::BLOCK_BYTES;
+use crate::place::{BLOCK_BYTES, Writer};
 use crate::reader::{self, View, check_range};
 use crate::shared::{Durability, Shared, lock};
 use crate::state::State;
@@ -56,6 +56,11 @@ impl Volume {
     pub(crate) fn readable(tree: Arc<Tree>, heads: Heads, state: State) -> Self {
         // Nobody tends it, and so a boot of it would not end.
         Self::of(Shared::new(tree, heads, None, state, None))
+    }
+
+    /// The number under which it writes, if it does.
+    pub fn writer(&self) -> Option<Writer> {
+        self.shared.writer.as_ref().map(|putter| putter.writer)
     }
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.

@@ -15,6 +15,7 @@ use crate::format::store::{self, STORE_BYTES};
 use crate::heads::{Claimed, Heads, check_host};
 use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening, Purpose};
+use crate::place::Writer;
 use crate::properties::{Access, NewVolume, Properties};
 use crate::put::{Patience, is_empty, list, put, read};
 use crate::state::State;
@@ -52,6 +53,8 @@ pub struct VolumeInfo {
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
     pub open_on: Option<String>,
+    /// The number of its writer, if one has it: no other ever has that in this store.
+    pub writer: Option<Writer>,
     /// Where the log of its writer is on that host, if it has one: the store may lack what it has.
     pub log: Option<String>,
     /// What it was made with.
@@ -298,13 +301,14 @@ impl Volumes {
     /// `NotFound` if there is none, `Corrupt` if its newest head is damaged.
     pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
         let head = self.heads(name).newest().await?;
-        let open_on = head.writer().map(|_| head.host.clone());
+        let writer = head.writer();
+        let open_on = writer.map(|_| head.host.clone());
         let is_ready = head.life != Life::Pinned && !head.is_unfinished;
         let log = head.log.filter(|_| open_on.is_some());
         let heir = Some(head.heir).filter(|_| head.life == Life::HandedOver);
         let (name, volume, properties) = (name.clone(), head.volume, head.properties);
         let state = head.state;
-        Ok(VolumeInfo { name, volume, state, open_on, log, properties, heir, is_ready })
+        Ok(VolumeInfo { name, volume, state, open_on, writer, log, properties, heir, is_ready })
     }
 
     /// Opens a volume for reading and writing. What the log of this machine has of it, and the

@@ -74,6 +74,12 @@ fn a_backing_name_with_odd_bytes_stays_one_line() {
     victim.rename(&long, "a\nb\x1b[2J\rc");
     let said = victim.refused();
     assert!(!said.contains('\x1b'), "{said:?}");
+    // Nor does it look like a line of its own.
+    let disk = victim.dir().join("disk.qcow2");
+    let shown = mica::run(["info".as_ref(), disk.as_os_str()]).ok();
+    let lines = shown.lines().filter(|line| line.starts_with("backing file: a"));
+    assert_eq!(lines.count(), 1, "{shown:?}");
+    assert!(!shown.contains('\x1b') && !shown.contains("\nb\u{fffd}"), "{shown:?}");
 }
 
 #[test]

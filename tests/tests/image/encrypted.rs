@@ -453,3 +453,39 @@ fn served_encrypted_disk_survives_a_kill_and_its_new_layers_are_encrypted() {
         room.mica(&["check", "-q", &room.path(name)]);
     }
 }
+
+/// The story: a LUKS image that was served as a raw one had no partitions, and nothing said why.
+#[test]
+fn luks_image_that_is_opened_as_raw_is_warned_of() {
+    let room = Room::new();
+    let [luks, raw, copy, socket] = ["luks", "raw", "copy", "sock"].map(|name| room.path(name));
+    let mut content = vec![0; 1 << 20];
+    fs::write(&raw, &content).expect("written");
+    content[..6].copy_from_slice(b"LUKS\xba\xbe");
+    fs::write(&luks, &content).expect("written");
+    let top = room.path("top.qcow2");
+    mica::run(["create", "-q", "-u", "-b", "luks", "-F", "raw", &top, "1M"]).ok();
+    let warnings = |args: &[&str]| {
+        let ran = mica::run(args);
+        assert!(ran.status.success(), "{ran}");
+        ran.stderr.lines().filter(|line| line.contains("begins as a LUKS image does")).count()
+    };
+    let serve = ["serve", "-f", "raw", "--nbd", &socket, "--run", "true"];
+    for verb in
+        [&["info", "-f", "raw"][..], &["convert", "--force", "-f", "raw", "-O", "raw"], &serve]
+    {
+        let target: &[&str] = if verb[0] == "convert" { &[&copy] } else { &[] };
+        assert_eq!(warnings(&[verb, &[&luks], target].concat()), 1, "{verb:?}");
+        assert_eq!(warnings(&[verb, &[&raw], target].concat()), 0, "{verb:?}");
+    }
+    let compare = ["compare", "-F", "raw", &top, &luks];
+    assert_eq!(warnings(&["info", "--backing-chain", &top]), 1);
+    assert_eq!(warnings(&compare), 0, "somebody said that it is raw");
+    // As older programs made overlays: an extension of the header that nobody knows.
+    let mut header = fs::read(&top).expect("readable");
+    let stated = header.windows(4).position(|bytes| bytes == b"\xe2\x79\x2a\xca");
+    header[stated.expect("its format is stated")] = 0x12;
+    fs::write(&top, header).expect("written");
+    assert_eq!(warnings(&compare), 1, "it is guessed");
+    assert_eq!(warnings(&["create", "-q", "-f", "raw", "--force", &luks, "1M"]), 0);
+}

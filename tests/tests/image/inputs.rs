@@ -3,6 +3,7 @@
 use mica_tests::command::{self, Finished};
 use mica_tests::{mica, qemu, tools};
 use std::fs::{self, File};
+use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -77,6 +78,20 @@ fn a_pipe_becomes_an_image_and_leaves_nothing_else() {
     assert!(said.contains("--format raw"), "{said}");
     let said = mica_in(dir, &["convert", "--format", "raw", "-O", "raw", "-", "-"]).refusal();
     assert!(said.contains("cat"), "{said}");
+}
+
+/// The story: the temporary file of standard input stayed beside the target after kill -9.
+#[test]
+fn a_pipe_whose_copy_is_killed_leaves_nothing() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let mut convert = Command::new(mica::binary());
+    convert.current_dir(dir.path()).args(["convert", "-f", "raw", "-O", "raw", "-", "copy"]);
+    let mut convert = convert.stdin(Stdio::piped()).spawn().expect("started");
+    // More than a pipe holds: it reads.
+    let input = convert.stdin.take().expect("a pipe");
+    (&input).write_all(&[7; 4 << 20]).expect("it reads");
+    convert.kill().and_then(|()| convert.wait()).expect("it runs");
+    assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
 }
 
 #[test]

@@ -234,6 +234,12 @@ fn screen_of_top_scrolls_sorts_and_outlives_the_server() {
     terminal.sees("22 more above");
     terminal.press(b"r");
     terminal.sees("by reads");
+    terminal.press(b"/VM-1 serving\x7f");
+    terminal.sees("/VM-1 servin_  11 of 40 disks");
+    terminal.press(b"\r");
+    terminal.sees("11 of 40 disks; Esc: all disks");
+    terminal.press(b"\x1b");
+    terminal.sees("22 more");
     let pid = Pid::from_raw(i32::try_from(server.pid()).expect("a process")).expect("a process");
     kill_process(pid, Signal::KILL).expect("it runs");
     terminal.sees("NO ANSWER FOR");

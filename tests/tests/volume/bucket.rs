@@ -41,10 +41,9 @@ fn volume_in_a_bucket_is_served_from_inside_the_sandbox() {
     kill_process(pid, Signal::KILL).expect("killed");
     drop(server);
 
-    // Nothing proves that the writer is dead: it may be on a machine with the same name.
-    let refused = serve(&moto, &[]).map(drop).expect_err("it may be alive");
+    let server = serve(&moto, &["--sandbox", "require"]).expect("served without --force");
+    let refused = serve(&moto, &[]).map(drop).expect_err("it is alive");
     assert!(format!("{refused:#}").contains("--force takes it over"), "{refused:#}");
-    let server = serve(&moto, &["--force"]).expect("served");
     let mut client = server.connect(&nbd::Wish::default()).expect("served");
     assert_eq!(client.read(1 << 20, 1 << 20).expect("read"), vec![7; 1 << 20]);
     assert_eq!(server.stop().expect("it stops").status.code(), Some(0));

@@ -187,6 +187,38 @@ fn volume_is_not_served_without_the_log_that_may_have_more_than_its_store() {
     assert_eq!(forced.stop().expect("it stops").status.code(), Some(0));
 }
 
+/// The story: a folder that hosts share was read on one of them, and nothing said that what was
+/// acknowledged on the other might only be in its log.
+#[test]
+fn reader_of_a_volume_is_told_of_the_log_that_may_have_more_wherever_that_is() {
+    let store = Store::new();
+    let url = store.volume("web");
+    store.create("web", "64M");
+    let log = store.folder().join("log").display().to_string();
+    let with_log = ["--log-device", &*log, "--log-size", "64M"];
+    let server = store.serve("web", &with_log).expect("served");
+    let told = |when: &str| {
+        let read = run(["diff", &url, &url]);
+        assert_eq!(read.code(), Some(0), "{when}: {read}");
+        assert!(read.stderr.contains(&log), "{when}: {read}");
+        assert!(read.stderr.contains("may be older"), "{when}: {read}");
+    };
+    told("it is served here");
+    kill(&server);
+    drop(server);
+    let here = run(["diff", &url, &url]).refusal();
+    assert!(here.contains("was not closed"), "{here}");
+    // As if another machine had written it.
+    let lock = store.folder().join("store/.locks/web");
+    let note = std::fs::read_to_string(&lock).expect("the file of the lock");
+    let elsewhere = note.lines().map(|line| match line.split_once(' ') {
+        Some((key @ ("machine" | "boot"), _)) => format!("{key} 0123-4567\n"),
+        _ => format!("{line}\n"),
+    });
+    std::fs::write(&lock, elsewhere.collect::<String>()).expect("written");
+    told("it was served on another machine");
+}
+
 /// fio verifies what it wrote, in the same run and in the next server.
 #[test]
 fn fio_finds_what_it_wrote() {

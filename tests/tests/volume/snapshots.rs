@@ -232,6 +232,45 @@ fn volume_that_is_served_is_cloned_and_compared() {
     assert!(content(&store, "two") == expected(&now));
 }
 
+/// The story: a volume was rolled back under its guest, which wrote what it had read before into
+/// what there was then.
+#[test]
+fn volume_that_is_served_is_rolled_back_once_it_is_drained() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    let control = store.folder().join("control").display().to_string();
+    let log = store.folder().join("log").display().to_string();
+    let options =
+        ["--control", &control, "--log-device", &log, "--log-size", "64M", "--sandbox", "require"];
+    let server = store.serve("web", &options).expect("served");
+    let uri = server.uri();
+    let io = |what: &str| command::run("qemu-io", ["-f", "raw", "-c", what, &uri]).ok();
+    io("write -P 1 0 1M");
+    ctl(&store, &["snapshot", "web", "a"]).ok();
+    io("write -P 2 512k 1M");
+    let back = ["rollback", "web@a"];
+    let refused = ctl(&store, &back).refusal();
+    assert!(refused.contains("mica ctl drain web"), "{refused}");
+    let refused = run(["rollback", &store.volume("web@a")]).refusal();
+    assert!(refused.contains("mica ctl rollback web@a"), "{refused}");
+    io("read -P 2 512k 1M");
+    ctl(&store, &["drain", "web"]).ok();
+    for (words, why) in [(["rollback", "web@b"], "no snapshot"), (["rollback", "web"], "@LABEL")] {
+        let refused = ctl(&store, &words).refusal();
+        assert!(refused.contains(why), "{refused}");
+    }
+    assert_eq!(ctl(&store, &back).ok(), "web: what it was at a\n");
+    ctl(&store, &["undrain", "web"]).ok();
+    io("read -P 1 0 1M");
+    io("read -P 0 1M 15M");
+    io("write -P 3 1M 4k");
+    stop(server);
+    assert!(content(&store, "web") == expected(&[(0, MB, 1), (MB, 4 << 10, 3)]));
+}
+
 /// Serves the volumes `names` of one store at one socket, with one log and a control socket.
 fn serve_all(store: &Store, names: &[&str], more: &str) -> Server {
     let (config, log) = (store.folder().join("mica.toml"), store.folder().join("log"));

@@ -18,6 +18,7 @@ fn wrong_urls_are_refused_with_what_would_be_right() {
         ("s3:/bucket/web".to_owned(), "s3://BUCKET/PREFIX/NAME"),
         ("s3://bucket".to_owned(), "s3://bucket/NAME"),
         ("gs://bucket/web".to_owned(), "no store called gs:"),
+        ("file:///".to_owned(), "file:///NAME"),
         (store.volume("Web"), "a-z"),
         (store.volume("web@"), "behind the @"),
         (format!("file://{folder}/missing/store/web"), "there is no directory"),
@@ -30,6 +31,16 @@ fn wrong_urls_are_refused_with_what_would_be_right() {
         command::finish(&mut serve).refusal();
     }
     assert!(!store.folder().join("socket").exists());
+}
+
+/// The story: a name with a slash made a store in a store, and its volume was in no list.
+#[test]
+fn store_is_not_made_inside_another() {
+    let store = Store::new();
+    store.create("web", "1M");
+    let refusal = run(["create", &store.volume("a/b"), "1M"]).refusal();
+    assert!(refusal.contains("no slash"), "{refusal}");
+    assert!(!store.folder().join("store/a").exists());
 }
 
 #[test]

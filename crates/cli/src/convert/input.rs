@@ -8,10 +8,10 @@ use super::{ConvertArgs, options_of};
 use crate::create::{Sources, is_any_encrypted, is_block_device};
 use crate::failure::Failure;
 use crate::images::{export_uri, is_old_export, no_snapshots};
-use crate::unfinished::Unfinished;
 use mica_block::{Disk, Manage};
 use mica_qcow2::IndexUse;
-use mica_stack::{Format, Joined, is_zero};
+use mica_stack::{Format, Joined, is_zero, warn_of_luks};
+use mica_store::NamelessFile;
 use std::fs::File;
 use std::io::Read as _;
 use std::os::unix::fs::FileExt as _;
@@ -30,8 +30,8 @@ pub(crate) struct Input {
     pub(super) files: Sources,
     /// Whether any of them is encrypted.
     pub(super) is_encrypted: bool,
-    /// The temporary file of standard input, which is removed when this is dropped.
-    pub(super) spooled: Option<Unfinished>,
+    /// What standard input had, in a file that ends when this is dropped.
+    pub(super) spooled: Option<NamelessFile>,
 }
 
 impl Input {
@@ -119,12 +119,22 @@ pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
     for source in &args.names.sources {
         let mut path = source.clone();
         if is_stream(source) {
-            path = spool(&args.names.target, &mut spooled)?;
+            let file = spool(&args.names.target)?;
+            path = file.path().to_owned();
+            spooled = Some(file);
         }
         let path = &*path;
         let disk = match args.images.open_export(path)? {
             Some(export) => export as _,
-            None => mica_stack::open(path, format, options.clone(), &chain).await?,
+            None => {
+                let opened = mica_stack::open(path, format, options.clone(), &chain).await;
+                let opened = opened.map_err(|error| match spooled {
+                    Some(_) => error.wrap("standard input".to_owned()),
+                    None => error,
+                })?;
+                warn_of_luks(source, format, &*opened).await;
+                opened
+            }
         };
         files.add(path, &*disk);
         disks.push(disk);
@@ -143,27 +153,25 @@ fn plain_snapshot(parameters: &str) -> String {
     named.unwrap_or(parameters).to_owned()
 }
 
-/// Writes standard input to a temporary file, with holes where it is zeros. Returns its path, and
-/// says in `unfinished` that it is to be removed.
-fn spool(target: &Path, unfinished: &mut Option<Unfinished>) -> Result<PathBuf, Failure> {
+/// Writes standard input to a file that never has a name, so that no kill leaves it behind, with
+/// holes where it is zeros: there is room for it where the target is.
+fn spool(target: &Path) -> Result<NamelessFile, Failure> {
     let folder = match target.parent() {
         _ if is_block_device(target) => std::env::temp_dir(),
         Some(folder) if folder.as_os_str().is_empty() => PathBuf::from("."),
         Some(folder) => folder.to_owned(),
         None => std::env::temp_dir(),
     };
-    let mut spooled = || {
-        let file = tempfile::Builder::new().prefix(".mica-stdin-").tempfile_in(&folder)?;
-        let (file, path) = file.keep()?;
-        *unfinished = Some(Unfinished::new(&path, true));
-        let len = copy_sparsely(&file)?;
-        file.set_len(len)?;
-        Ok::<_, std::io::Error>(path)
+    let spooled = || {
+        let file = tempfile::tempfile_in(&folder)?;
+        file.set_len(copy_sparsely(&file)?)?;
+        Ok::<_, std::io::Error>(file)
     };
-    spooled().map_err(|error| {
+    let file = spooled().map_err(|error| {
         let folder = folder.display();
         Failure::new(format!("standard input, in a temporary file in {folder}: {error}"))
-    })
+    })?;
+    Ok(NamelessFile::new(file.into())?)
 }
 
 fn copy_sparsely(file: &File) -> std::io::Result<u64> {

@@ -238,6 +238,14 @@ pub(super) struct DiffArgs {
     after: Option<String>,
 }
 
+// What is gone back to. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct RollbackArgs {
+    /// The disk, and its snapshot.
+    #[arg(value_name = "DISK@LABEL")]
+    snapshot: String,
+}
+
 impl CloneArgs {
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
         let (disk, snapshot) = match self.source.rsplit_once('@') {
@@ -249,16 +257,32 @@ impl CloneArgs {
     }
 }
 
+impl RollbackArgs {
+    pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let (disk, snapshot) = snapshot_of(&self.snapshot)?;
+        client.post(&of_disk(disk, "rollback"), &json!({ "snapshot": snapshot }))
+    }
+}
+
+/// The disk and the label of a snapshot.
+fn snapshot_of(named: &str) -> Result<(&str, &str), Failure> {
+    named
+        .rsplit_once('@')
+        .ok_or_else(|| Failure::new(format!("{named}: use DISK@LABEL, a snapshot of a disk")))
+}
+
 impl DiffArgs {
     /// The ranges as `mica volume diff` shows them.
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
-        let Some((disk, before)) = self.before.rsplit_once('@') else {
-            let what = format!("{}: use DISK@LABEL, a snapshot of a disk", self.before);
-            return Err(Failure::new(what));
-        };
+        let (disk, before) = snapshot_of(&self.before)?;
         let body = json!({ "before": before, "after": self.after });
         Ok(client.post(&of_disk(disk, "diff"), &body)?["ranges"].take())
     }
+}
+
+pub(super) fn rolled_back(answer: &Value) -> String {
+    let [disk, snapshot] = ["disk", "rolled_back_to"].map(|key| text(&answer[key]));
+    format!("{disk}: what it was at {snapshot}\n")
 }
 
 pub(super) fn cloned(answer: &Value) -> String {

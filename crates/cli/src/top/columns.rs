@@ -243,7 +243,7 @@ fn state(it: &Rates<'_>) -> String {
 }
 
 /// Why it is so, and what else is special.
-fn notes(it: &Rates<'_>) -> String {
+pub(super) fn notes(it: &Rates<'_>) -> String {
     let disk = it.disk;
     let mut notes = Vec::new();
     let reasons = ["failure", "latch", "device_error"];

@@ -45,6 +45,9 @@ pub(super) enum Key {
     PageDown,
     Home,
     End,
+    Enter,
+    Backspace,
+    Escape,
 }
 
 impl Line {
@@ -133,17 +136,34 @@ pub(super) fn keys(mut sent: &[u8]) -> Vec<Key> {
                 let end = rest[1..].iter().position(|byte| (0x40..=0x7e).contains(byte));
                 end.map_or(&[], |end| &rest[end + 2..])
             }
-            _ => rest,
+            (0x1b, None) => {
+                keys.push(Key::Escape);
+                rest
+            }
+            _ => match letter(sent) {
+                Some(letter) => {
+                    keys.extend((!letter.is_control()).then_some(Key::Letter(letter)));
+                    &sent[letter.len_utf8()..]
+                }
+                None => rest,
+            },
         };
-        if first.is_ascii_graphic() || *first == b' ' {
-            keys.push(Key::Letter((*first).into()));
-        }
     }
     keys
 }
 
+/// The letter that `sent` begins with.
+fn letter(sent: &[u8]) -> Option<char> {
+    let begun = &sent[..sent.len().min(4)];
+    let whole = match std::str::from_utf8(begun) {
+        Ok(whole) => whole,
+        Err(error) => std::str::from_utf8(&begun[..error.valid_up_to()]).ok()?,
+    };
+    whole.chars().next()
+}
+
 /// What terminals send, in normal and in application mode.
-const NAMED: [(&[u8], Key); 12] = [
+const NAMED: [(&[u8], Key); 16] = [
     (b"\x1b[A", Key::Up),
     (b"\x1bOA", Key::Up),
     (b"\x1b[B", Key::Down),
@@ -156,6 +176,10 @@ const NAMED: [(&[u8], Key); 12] = [
     (b"\x1b[F", Key::End),
     (b"\x1bOF", Key::End),
     (b"\x1b[4~", Key::End),
+    (b"\r", Key::Enter),
+    (b"\n", Key::Enter),
+    (b"\x7f", Key::Backspace),
+    (b"\x08", Key::Backspace),
 ];
 
 impl Drop for Screen {
@@ -188,7 +212,11 @@ mod tests {
             keys(b"q\x1b[A\x1b[5~\x1bOFj "),
             [Key::Letter('q'), Key::Up, Key::PageUp, Key::End, Key::Letter('j'), Key::Letter(' '),]
         );
-        assert_eq!(keys(b"\x1b[1;5Cx\x1b[200~\x1b\r\n\xc3\xa4"), [Key::Letter('x')]);
+        assert_eq!(
+            keys("\x1b[1;5Cx\x1b[200~\t\rä\x7f".as_bytes()),
+            [Key::Letter('x'), Key::Enter, Key::Letter('ä'), Key::Backspace]
+        );
+        assert_eq!(keys(b"/\xc3\xffb\x1b"), [Key::Letter('/'), Key::Letter('b'), Key::Escape]);
         assert_eq!(keys(b"\x1b["), []);
         assert_eq!(keys(b""), []);
     }

@@ -4,6 +4,7 @@ use super::columns::{Table, shortened, table};
 use super::order::{Problem, Sort};
 use super::rates::{Rates, between, number, ratio};
 use super::screen::{Key, Line, Style};
+use super::search::{Search, Use};
 use crate::client::plain;
 use crate::ctl::{disks, duration, text};
 use crate::output::human_size;
@@ -18,6 +19,9 @@ pub(super) struct View {
     before: Value,
     now: Value,
     sort: Sort,
+    search: Search,
+    /// How many disks the search found, when it was drawn.
+    found: usize,
     /// The number of disks above the first that is shown.
     above: usize,
     /// Rows for disks, when it was drawn.
@@ -42,8 +46,9 @@ pub(super) enum Wish {
 impl View {
     /// Of a server that has answered once: its averages since its start.
     pub(super) fn new(answer: Value, sort: Sort) -> Self {
-        let (before, gone) = (Value::Null, None);
-        Self { before, now: answer, sort, above: 0, page: 1, gone }
+        let found = disks(&answer).count();
+        let (before, search, gone) = (Value::Null, Search::default(), None);
+        Self { before, now: answer, sort, search, found, above: 0, page: 1, gone }
     }
 
     pub(super) fn answered(&mut self, answer: Value) {
@@ -57,7 +62,17 @@ impl View {
     }
 
     pub(super) fn press(&mut self, key: Key) -> Wish {
-        let count = disks(&self.now).count();
+        match self.search.press(key) {
+            Use::Changed => self.above = 0,
+            Use::Taken => {}
+            Use::None => return self.press_apart(key),
+        }
+        Wish::Stay
+    }
+
+    /// A key that is none of the search.
+    fn press_apart(&mut self, key: Key) -> Wish {
+        let count = self.found;
         let above = match key {
             Key::Letter('q' | 'Q') => return Wish::Quit,
             Key::Letter('k') | Key::Up => self.above.saturating_sub(1),
@@ -74,6 +89,7 @@ impl View {
                 }
                 None => self.above,
             },
+            Key::Enter | Key::Backspace | Key::Escape => self.above,
         };
         self.above = above.min(count.saturating_sub(self.page));
         Wish::Stay
@@ -82,6 +98,14 @@ impl View {
     /// The screen, of `rows` and `columns`.
     pub(super) fn lines(&mut self, rows: usize, columns: usize) -> Vec<Line> {
         let mut rates = between(&self.before, &self.now);
+        let mut lines = self.head(&rates);
+        let all = rates.len();
+        rates.retain(|rates| self.search.finds(rates));
+        self.found = rates.len();
+        if self.search.is_on() {
+            lines.pop();
+            lines.push(Line::new(Style::Bold, self.search.said(rates.len(), all)));
+        }
         self.sort.apply(&mut rates);
         // One row says how many are not shown, if any.
         let room = rows.saturating_sub(HEAD_LINES).max(1);
@@ -90,7 +114,6 @@ impl View {
         let shown: Vec<_> = rates.iter().skip(self.above).take(self.page).collect();
         let below = rates.len() - self.above - shown.len();
         let Table { head, total, rows } = table(&rates, &shown, columns);
-        let mut lines = self.head(&rates);
         lines.push(Line::new(Style::Head, format!("{head:columns$}")));
         lines.push(Line::new(Style::Bold, total));
         let styles = shown.iter().map(|rates| match Problem::of(rates) {
@@ -99,6 +122,9 @@ impl View {
             Problem::None => Style::Plain,
         });
         lines.extend(styles.zip(rows).map(|(style, row)| Line::new(style, row)));
+        if rates.is_empty() && all > 0 {
+            lines.push(Line::new(Style::Dim, "no disk has these words".to_owned()));
+        }
         if self.above + below > 0 {
             lines.push(Line::new(Style::Dim, not_shown(self.above, below)));
         }
@@ -155,7 +181,8 @@ impl View {
     }
 }
 
-const KEYS: &str = "q quits, arrows scroll; sort by Problems Load Reads Writes Time Errors Name";
+const KEYS: &str =
+    "q quits, arrows scroll, / finds; by Problems Load Reads Writes Time Errors Name";
 
 fn not_shown(above: usize, below: usize) -> String {
     match (above, below) {
@@ -219,6 +246,49 @@ mod tests {
         for rows in 0..9 {
             assert!(!texts(&mut view, rows).is_empty(), "{rows}");
         }
+    }
+
+    #[test]
+    fn disks_are_searched_for_by_words_until_escape() {
+        let mut view = View::new(answer(200, 1000), Sort::Name);
+        assert!(texts(&mut view, 24)[2].contains("/ finds"), "the keys are said");
+        assert!(KEYS.len() <= 80);
+        // While it is typed, letters are letters.
+        let type_in = |view: &mut View, typed: &str| {
+            for letter in typed.chars() {
+                assert_eq!(view.press(Key::Letter(letter)), Wish::Stay);
+            }
+        };
+        view.press(Key::End);
+        type_in(&mut view, "/VM-19 servinqq");
+        view.press(Key::Backspace);
+        view.press(Key::Backspace);
+        let shown = texts(&mut view, 24);
+        let said = "/VM-19 servin_  11 of 200 disks; Enter: keys sort again, Esc: all disks";
+        assert_eq!(shown[2], said);
+        assert!(shown[4].starts_with("11 disks") && shown[5].starts_with("vm-19 "), "{shown:?}");
+        assert_eq!(shown.len(), 5 + 11);
+        assert!(shown[0].ends_with("by name"), "{shown:?}");
+        view.press(Key::Enter);
+        view.press(Key::Letter('r'));
+        let shown = texts(&mut view, 24);
+        assert!(shown[0].ends_with("by reads") && shown[5].starts_with("vm-199 "), "{shown:?}");
+        assert_eq!(shown[2], "/VM-19 servin  11 of 200 disks; Esc: all disks");
+        // A page of what was found is scrolled through.
+        texts(&mut view, 10);
+        view.press(Key::End);
+        assert_eq!(texts(&mut view, 10).last().map(String::as_str), Some("7 more above"));
+        view.press(Key::Escape);
+        let shown = texts(&mut view, 24);
+        assert!(shown[4].starts_with("200 disks") && shown[2] == KEYS, "{shown:?}");
+        // What is noted is found, too, and what is not there is said.
+        type_in(&mut view, "/gone");
+        assert!(texts(&mut view, 24)[5].starts_with("vm-4 "));
+        type_in(&mut view, " never");
+        assert_eq!(texts(&mut view, 24)[5], "no disk has these words");
+        assert_eq!(view.press(Key::Letter('q')), Wish::Stay);
+        view.press(Key::Enter);
+        assert_eq!(view.press(Key::Letter('q')), Wish::Quit);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::convert::Progress;
 use crate::failure::Failure;
 use crate::output::{ReportArgs, human_size};
 use clap::Args;
-use mica_block::Error;
+use mica_block::{Error, ErrorKind};
 use mica_stack::VolumeUrl;
 use mica_volume::Sent;
 use serde_json::{Value, json};
@@ -109,8 +109,20 @@ fn send(args: &SendArgs, url: &VolumeUrl, out: impl Write) -> Result<Vec<Sent>, 
     match (sent, failed.or(flushed.err())) {
         (_, Some(error)) if args.file.as_os_str() == "-" => Err(Failure::of_stdout(error)),
         (_, Some(error)) => Err(of_file(&args.file, error)),
-        (sent, None) => Ok(sent?),
+        (sent, None) => sent.map_err(|error| of_damage(error, url)),
     }
+}
+
+/// Why a snapshot cannot be read: of damage, which one it is, and what names all that is lost.
+fn of_damage(error: Error, url: &VolumeUrl) -> Failure {
+    let is_damage = error.kind() == ErrorKind::Corrupt;
+    let failure = Failure::from(error);
+    if !is_damage {
+        return failure;
+    }
+    let (message, store, name) = (failure.message(), &url.store, url.name.as_str());
+    let check = format!("mica volume check {store}/{name} says what is lost");
+    Failure::new(format!("{url} is damaged: {message}; {check}"))
 }
 
 /// Why `path` cannot be used.

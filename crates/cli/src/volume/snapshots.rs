@@ -158,7 +158,8 @@ pub(super) fn rollback(args: &RollbackArgs) -> Result<ExitCode, Failure> {
     let url = volume(url)?;
     let which = url.needed_snapshot("volume rollback")?;
     let session = session.start()?;
-    session.change(&url, async |volumes| volumes.rollback(&url.name, &which).await)?;
+    let rolled = session.change(&url, async |volumes| volumes.rollback(&url.name, &which).await);
+    rolled.map_err(|error| where_it_is_drained(error, &url))?;
     let text = format!("{}: what it was at {}\n", url.name.as_str(), which_text(&url));
     how.print(&text, &json!({ "rolled-back-to": url.to_string() }))?;
     Ok(ExitCode::SUCCESS)
@@ -174,6 +175,20 @@ fn where_it_is_served(error: Error, url: &VolumeUrl, verb: &str, what: &str) -> 
     let message = failure.message();
     let name = url.name.as_str();
     Failure::new(format!("{message}; where it is served: mica ctl {verb} {name} {what}"))
+}
+
+/// Why a volume cannot be rolled back that is open: a guest would go on with what it has read.
+fn where_it_is_drained(error: Error, url: &VolumeUrl) -> Failure {
+    let is_denied = error.kind() == ErrorKind::Denied;
+    let failure = Failure::from(error);
+    if !is_denied {
+        return failure;
+    }
+    let (message, name, label) = (failure.message(), url.name.as_str(), which_text(url));
+    Failure::new(format!(
+        "{message}; where it is served: mica ctl drain {name}, mica ctl rollback {name}@{label}, and \
+         mica ctl undrain {name}"
+    ))
 }
 
 fn which_text(url: &VolumeUrl) -> String {

@@ -17,7 +17,8 @@ pub const SLOTS: usize = 8;
 
 /// Where the slots begin in a header.
 const SLOTS_AT: usize = 208;
-const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
+/// What a LUKS image of any version begins with.
+pub const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 const VERSION: u16 = 1;
 const ACTIVE: u32 = 0x00ac_71f3;
 const INACTIVE: u32 = 0x0000_dead;

@@ -97,10 +97,14 @@ fn all(text: &str, disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig
         disk(table)
     };
     let (mut read, mut misread) = (Vec::new(), Vec::new());
+    // From one table to the next: thousands of disks are not counted from the start each.
+    let (mut counted, mut line_there) = (0, 1);
     for table in disks {
         let at = table.span().start;
+        line_there += line(&text[counted..], at - counted) - 1;
+        counted = at;
         match checked(&table) {
-            Ok(disk) => read.push((line(text, at), disk)),
+            Ok(disk) => read.push((line_there, disk)),
             Err(error) => {
                 let name = table.as_ref().get("name").and_then(|name| name.as_ref().as_str());
                 misread.push(Misread { disk: name.map(str::to_owned), table: Some(at), error });

@@ -2,7 +2,7 @@
 //! `mica_nbd_reads_total`.
 //!
 //! At a thousand disks each line of a disk is 50 to 100 KB. So what a disk does not use is left
-//! out: a server that had no client, the map of an image that is no chain, times of requests that
+//! out: a server that had no client, the map of a chain that nobody read, times of requests that
 //! never came. What alerts need is always there (`mica_disk_…`), so that a first error is an
 //! increase and not a new series.
 

@@ -64,7 +64,7 @@ struct NewLayer {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Drop {
+struct OneSnapshot {
     snapshot: String,
 }
 
@@ -226,7 +226,7 @@ pub(super) async fn drop_one(
     sent: Body,
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let Drop { snapshot } = body(sent).await?;
+    let OneSnapshot { snapshot } = body(sent).await?;
     let which: Which = snapshot.parse()?;
     perform_held(&sources, move |_| served.drop_snapshot(which)).await?;
     Ok(json(&value!({ "disk": name, "dropped": snapshot })))
@@ -255,6 +255,18 @@ pub(super) async fn clone(
     let target = volume.clone();
     perform_held(&sources, move |_| served.clone_volume(which, target)).await?;
     Ok(json(&value!({ "disk": name, "snapshot": snapshot, "volume": volume })))
+}
+
+pub(super) async fn roll_back(
+    State(sources): State<Sources>,
+    Path(name): Path<String>,
+    sent: Body,
+) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let OneSnapshot { snapshot } = body(sent).await?;
+    let which: Which = snapshot.parse()?;
+    perform_held(&sources, move |_| served.roll_back(&which)).await?;
+    Ok(json(&value!({ "disk": name, "rolled_back_to": snapshot })))
 }
 
 pub(super) async fn diff(

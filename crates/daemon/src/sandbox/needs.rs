@@ -27,6 +27,9 @@ pub(crate) struct Needs {
     needs_links: bool,
     /// TCP ports to connect to.
     pub(super) connects: BTreeSet<u16>,
+    /// The folders for redo logs in the directories that were asked about: a thousand disks have
+    /// one.
+    log_folders: BTreeMap<PathBuf, Option<PathBuf>>,
 }
 
 /// What a sandboxed process may do, for as long as it lives.
@@ -105,8 +108,8 @@ impl Needs {
         needs.allow(Path::new(MACHINE_ID), AccessFs::ReadFile.into());
         for disk in disks {
             needs.create_folders(disk)?;
-            needs.add_disk(disk);
-            needs.add_layers(disk);
+            let places = needs.add_disk(disk);
+            needs.add_layers(disk, &places);
         }
         for folder in &process.disks_in {
             needs.add_folder_of_disks(folder)?;
@@ -169,8 +172,9 @@ impl Needs {
         Ok(())
     }
 
-    /// What a disk needs.
-    pub(super) fn add_disk(&mut self, disk: &DiskConfig) {
+    /// What a disk needs. Returns where its images may be.
+    pub(super) fn add_disk(&mut self, disk: &DiskConfig) -> Vec<PathBuf> {
+        let mut places = Vec::new();
         match disk.volume.url() {
             Ok(Some(url)) => {
                 self.add_store(&url.store, disk.writes());
@@ -179,7 +183,10 @@ impl Needs {
                 let key = disk.volume.volume_key.iter();
                 key.for_each(|key| self.allow(key, AccessFs::ReadFile.into()));
             }
-            _ if disk.is_file() => self.add_image(disk, writes_image(disk)),
+            _ if disk.is_file() => {
+                places = allowed_places(disk);
+                self.add_image(disk, writes_image(disk), &places);
+            }
             // Opening it reports what is wrong with it.
             _ => {}
         }
@@ -187,6 +194,7 @@ impl Needs {
             self.allow(file, AccessFs::WriteFile.into());
         }
         self.add_sockets(&disk.settings);
+        places
     }
 
     /// What a store of volumes needs.
@@ -203,13 +211,19 @@ impl Needs {
                 for file in mica_stack::bucket_files() {
                     self.allow(&file, AccessFs::ReadFile | AccessFs::ReadDir);
                 }
+                // A file there shows that this process lives. Without it, the next needs --force.
+                if writes
+                    && let Ok(usual) = mica_stack::redo_folder(mica_stack::usual_redo_directory())
+                {
+                    self.allow(&usual, REPLACE);
+                }
             }
             // A pool is refused.
             StoreUrl::Pool { .. } | StoreUrl::Memory(_) => {}
         }
     }
 
-    fn add_image(&mut self, disk: &DiskConfig, writes: bool) {
+    fn add_image(&mut self, disk: &DiskConfig, writes: bool, places: &[PathBuf]) {
         let mut folders = READ;
         // The active layer may have an external data file, whose name only the layer knows.
         if writes && may_have_layers(disk) {
@@ -220,10 +234,12 @@ impl Needs {
         if has_index && disk.images.index_dir.is_none() {
             folders |= REPLACE;
         }
-        for folder in allowed_places(disk) {
-            self.allow(&folder, folders);
+        places.iter().for_each(|folder| self.allow(folder, folders));
+        let image = if writes { READ | WRITE } else { READ };
+        // What is in a granted folder needs no rule of its own: the kernel walks all of them.
+        if !self.has(&disk.image, image) {
+            self.allow(&disk.image, image);
         }
-        self.allow(&disk.image, if writes { READ | WRITE } else { READ });
         if let Some(folder) = &disk.images.index_dir {
             self.allow(folder, REPLACE);
         }
@@ -234,30 +250,52 @@ impl Needs {
 
     /// What a disk that is written needs to get layers while it is served. One that is added is
     /// served without that, too.
-    fn add_layers(&mut self, disk: &DiskConfig) {
+    fn add_layers(&mut self, disk: &DiskConfig, places: &[PathBuf]) {
         let has_layers = disk.is_file() && may_have_layers(disk) && writes_image(disk);
         // A state that is kept is the active layer under a second name.
         self.has_links |= has_layers;
-        let places = if has_layers { allowed_places(disk) } else { Vec::new() };
-        places.iter().filter(|place| place.is_dir()).for_each(|place| self.allow(place, LAYERS));
+        for place in places.iter().filter(|_| has_layers) {
+            let has_all = self.files.get(place).is_some_and(|access| access.contains(LAYERS));
+            if !has_all && place.is_dir() {
+                self.allow(place, LAYERS);
+            }
+        }
     }
 
     /// If there is no folder for logs, opening the image reports what that costs.
     fn add_logs(&mut self, disk: &DiskConfig, writes: bool) {
         let all = REPLACE | AccessFs::Truncate;
         // A note there says where the logs are, if they are elsewhere.
-        if writes && let Ok(usual) = mica_stack::usual_redo_folder() {
+        if writes && let Some(usual) = self.log_folder(mica_stack::usual_redo_directory()) {
             self.allow(&usual, all);
             self.logs.insert(usual);
         }
         let Some(directory) = disk.images.redo_dir() else { return };
-        if let Ok(folder) = mica_stack::redo_folder(directory) {
+        if let Some(folder) = self.log_folder(directory) {
             self.allow(&folder, if writes { all } else { AccessFs::ReadFile.into() });
             self.logs.insert(folder);
             if let Some(folder) = mica_stack::redo_folder_of_owner(directory, &disk.image) {
                 self.allow(&folder, AccessFs::ReadFile.into());
             }
         }
+    }
+
+    /// The folder of this user's logs in `directory`, which is made if there is none.
+    fn log_folder(&mut self, directory: &Path) -> Option<PathBuf> {
+        if let Some(known) = self.log_folders.get(directory) {
+            return known.clone();
+        }
+        let folder = mica_stack::redo_folder(directory).ok();
+        self.log_folders.insert(directory.to_owned(), folder.clone());
+        folder
+    }
+
+    /// Whether a folder is allowed that has the file at `path`, and this `access` to it.
+    fn has(&self, path: &Path, access: BitFlags<AccessFs>) -> bool {
+        let folder = path.parent().and_then(|folder| self.files.get(folder));
+        let has_all = folder.is_some_and(|folder| folder.contains(access));
+        // A link leads elsewhere.
+        has_all && path.symlink_metadata().is_ok_and(|found| found.is_file())
     }
 
     fn add_sockets(&mut self, settings: &DiskSettings) {

@@ -607,3 +607,18 @@ fn states_of_an_image_that_is_written_are_kept_beside_it_and_nowhere_else() {
         assert!(is_refused(File::create_new(place.at("out/new"))));
     });
 }
+
+/// The story: a thousand images in one folder had a thousand rules, which the kernel walks.
+#[test]
+fn image_in_a_granted_folder_has_no_rule_of_its_own_and_one_behind_a_link_has() {
+    let place = Place::new();
+    let of = |image: std::path::PathBuf| {
+        let disk = DiskConfig::new("web".to_owned(), image.clone());
+        let needs = Needs::of(&ProcessSettings::default(), &[disk], &Sockets::default());
+        needs.expect("nothing is in the way").files.contains_key(&image)
+    };
+    let folder = place.at("in").canonicalize().expect("it is there");
+    assert!(!of(folder.join("layer")));
+    std::os::unix::fs::symlink(place.at("out/secret"), folder.join("link")).expect("made");
+    assert!(of(folder.join("link")));
+}

@@ -1,10 +1,11 @@
 //! What is done with the snapshots of a volume while it is served.
 
-use super::Served;
+use super::{End, Served, State};
 use mica_block::{
     Error, ErrorKind, Manage, ManageSnapshots, ManageVolume, Result, SnapshotGroup, SnapshotInfo,
     Which,
 };
+use mica_rt::{Backend, Executor};
 use mica_units::GuestRange;
 use std::sync::Arc;
 use std::thread;
@@ -94,6 +95,40 @@ impl Served {
         after: Option<Which>,
     ) -> Result<Vec<GuestRange>> {
         self.on_volume(async move |volume| volume.differences(&before, after.as_ref()).await)
+    }
+
+    /// Makes a volume what it was at a snapshot, while it is drained.
+    ///
+    /// # Errors
+    /// `Denied` if it is open: its guest would go on with what it has read. `Unsupported` if it is
+    /// no volume; otherwise what the store reports.
+    pub(crate) fn roll_back(&self, which: &Which) -> Result<()> {
+        let _changes = self.lock_changes();
+        let url = self.volume.url()?.filter(|url| url.snapshot.is_none()).ok_or_else(|| {
+            let what = format!("the disk {:?} is no volume that can be rolled back", self.name);
+            Error::new(ErrorKind::Unsupported, what)
+        })?;
+        match &*self.lock() {
+            State::Ended(_, End::Closed(Ok(())) | End::NotServed(_)) => {}
+            State::Ended(_, End::Closed(Err(_)) | End::Removed(_)) => {
+                return Err(self.denied("was closed for good: use mica volume rollback"));
+            }
+            State::Ended(_, End::New | End::Closing) => return Err(self.denied("is not ready")),
+            State::Opening | State::Prepared(_) | State::Serving(_) => {
+                let name = &self.name;
+                return Err(self.denied(&format!(
+                    "is served, and a guest would go on with what it has read of it: end that \
+                     guest, then mica ctl drain {name}, this again, and mica ctl undrain {name}"
+                )));
+            }
+        }
+        let executor = Executor::new(Backend::Pool)
+            .map_err(|error| Error::from_io("rolling a volume back", error))?;
+        executor.block_on(async {
+            let store = self.resources.stores.open(&url.store).await?;
+            let _held = store.settle(&url.name).await?;
+            store.volumes().clone().for_verbs().rollback(&url.name, which).await
+        })
     }
 
     fn on_volume<T: Send + 'static>(

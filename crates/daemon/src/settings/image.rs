@@ -43,7 +43,7 @@ fn is_word(name: &Path) -> bool {
 #[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct ImageSettings {
-    /// Format of the image: qcow2, raw, null.
+    /// Format of the image: qcow2, raw, luks, null.
     ///
     /// qcow2 by default: nothing is probed. null is a disk of zeros; IMAGE is its size.
     #[arg(short = 'f', long, default_value = FORMAT, value_name = "FORMAT")]

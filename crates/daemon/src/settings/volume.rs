@@ -79,9 +79,9 @@ pub struct VolumeSettings {
     /// Take the volume over from a host that has it open and may be alive.
     ///
     /// That host can write no more, and learns it. What it has not put into the store yet is lost.
-    /// One of this machine that was killed needs no force in a folder, or with its log: of a bucket
-    /// or a pool nothing else proves that it is dead. It counts for the first opening only; no
-    /// configuration has it.
+    /// A server of this machine that was killed needs no force, unless the machine restarted since
+    /// and the volume is in a bucket or a pool, without a log. It counts for the first opening
+    /// only; no configuration has it.
     #[arg(long, requires = "volume", help_heading = VOLUME, hide_short_help = true)]
     pub force: bool,
 }

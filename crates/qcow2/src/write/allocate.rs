@@ -145,7 +145,8 @@ impl Space {
         let table = read_exact(&*metadata.store, header.refcount_table_offset, len).await?;
         let entries = table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry));
         let mut blocks = metadata.ranges.gather(TableKind::RefcountBlock);
-        for entry in entries.clone() {
+        // A disk uses few of thousands.
+        for entry in entries.clone().filter(|entry| *entry != 0) {
             if let Some(block) = RefcountTableEntry(entry).decode(bits)? {
                 blocks.push(block);
             }

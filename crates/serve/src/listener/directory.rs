@@ -18,7 +18,7 @@ const TURN_LIMIT: Duration = Duration::from_secs(5);
 pub(crate) struct DirectoryLock {
     /// Released before the turn ends.
     _file: OwnedFd,
-    _turn: Turn,
+    turn: Turn,
 }
 
 /// The turn of one thread of this process.
@@ -28,12 +28,23 @@ struct Turn(PathBuf);
 static TURNS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 static TURN_ENDED: Condvar = Condvar::new();
 
-/// Locks the directory of `path`.
-pub(crate) fn lock_directory(path: &Path) -> io::Result<DirectoryLock> {
-    let directory = match path.parent() {
+fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),
-    };
+    }
+}
+
+impl DirectoryLock {
+    /// Whether it is the one of the directory of `path`.
+    pub(crate) fn is_of(&self, path: &Path) -> bool {
+        self.turn.0 == directory_of(path)
+    }
+}
+
+/// Locks the directory of `path`.
+pub(crate) fn lock_directory(path: &Path) -> io::Result<DirectoryLock> {
+    let directory = directory_of(path);
     let locked = || {
         let what = format!("{} is locked by another program", directory.display());
         io::Error::new(io::ErrorKind::ResourceBusy, what)
@@ -46,7 +57,7 @@ pub(crate) fn lock_directory(path: &Path) -> io::Result<DirectoryLock> {
     for _ in 0..ATTEMPTS {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::WOULDBLOCK) => {}
-            outcome => return Ok(outcome.map(|()| DirectoryLock { _file: file, _turn: turn })?),
+            outcome => return Ok(outcome.map(|()| DirectoryLock { _file: file, turn })?),
         }
         let _ = rustix::event::poll(&mut [], Some(&PAUSE));
     }

@@ -58,7 +58,7 @@ fn place_is_cleared_of_sockets_that_never_got_their_name() {
     for name in [path.clone(), bound_name(&path)] {
         drop(UnixListener::bind(name).expect("bound"));
     }
-    Listener::clear_place(&path).expect("their servers are dead");
+    Clearing::default().clear(&path).expect("their servers are dead");
     assert_eq!(directory.path().read_dir().expect("a directory").count(), 0);
 }
 

@@ -64,6 +64,8 @@ fn volumes_on_several_threads_share_a_log() {
                             log.sync().await.unwrap();
                             log.free(log.next().saturating_sub(8));
                         }
+                        // What this executor does for the log in the background ends before it.
+                        log.rest().await;
                     });
                 });
             }

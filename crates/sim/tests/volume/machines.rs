@@ -313,6 +313,14 @@ impl Objects for Mortal {
             Fate::Never => Box::pin(pending()),
         }
     }
+
+    fn punch(&self, name: &ObjectName, ranges: &[Range<u64>]) -> LocalFuture<'static, Result<u64>> {
+        match self.life.step() {
+            Fate::Done => self.inner.punch(name, ranges),
+            Fate::Fails => Box::pin(async { Life::down() }),
+            Fate::Never => Box::pin(pending()),
+        }
+    }
 }
 
 struct MortalObject {

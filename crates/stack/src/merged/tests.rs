@@ -96,7 +96,7 @@ fn marks_of_a_merge_that_died_before_it_began_are_taken_back_by_whoever_meets_th
     drop(put(&base, &layer));
     assert_eq!(count(), 2);
     put(&base, &layer).forget_for_test();
-    take_back_planned(&[base, layer]);
+    [base, layer].iter().for_each(|layer| take_back_planned(layer));
     assert_eq!(count(), 2);
 }
 
@@ -104,7 +104,7 @@ fn marks_of_a_merge_that_died_before_it_began_are_taken_back_by_whoever_meets_th
 fn marks_of_a_merge_that_is_alive_or_has_begun_stay() {
     let (_folder, base, layer) = world();
     let marks = put(&base, &layer);
-    take_back_planned(std::slice::from_ref(&base));
+    take_back_planned(&base);
     assert!(refusal(&base).contains("wait for the end"));
     assert!(was_merged(&layer));
     // Only one merge of a layer is under way.

@@ -30,12 +30,9 @@ pub fn redo_folder(directory: &Path) -> Result<PathBuf> {
     make(&path).map(|_| path)
 }
 
-/// The folder of this user's logs in the usual place, created if it does not exist.
-///
-/// # Errors
-/// As [`redo_folder`].
-pub fn usual_redo_folder() -> Result<PathBuf> {
-    redo_folder(&super::usual_directory())
+/// The directory in which logs are, unless another is given.
+pub fn usual_redo_directory() -> &'static Path {
+    Path::new(super::USUAL_DIRECTORY)
 }
 
 /// Whether this user has no folder for logs below `directory`, and one cannot be made.
@@ -48,9 +45,11 @@ pub fn lacks_redo_folder(directory: &Path) -> bool {
 /// this process, as root, reads.
 pub fn redo_folder_of_owner(directory: &Path, image: &Path) -> Option<PathBuf> {
     let owner = std::fs::metadata(image).ok()?.uid();
+    if owner == 0 || !rustix::process::geteuid().is_root() {
+        return None;
+    }
     let path = path_of(directory, owner);
-    let is_read = rustix::process::geteuid().is_root() && owner != 0;
-    find_of(&path, owner).ok()?.filter(|_| is_read).map(|_| path)
+    find_of(&path, owner).ok()?.map(|_| path)
 }
 
 /// Opens the folder at `path`, created if it does not exist.

@@ -3,9 +3,8 @@
 use super::{RedoFile, RedoPlace};
 use crate::policy::Policy;
 use crate::written::WrittenImages;
-use mica_block::{Error, RedoLogs, RedoMemory, Result};
+use mica_block::{RedoLogs, RedoMemory, Result};
 use mica_store::Locking;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -50,8 +49,7 @@ impl RedoLogs for FileRedoLogs {
         if self.locking != Locking::On || self.written.has(&located) {
             return Ok(Vec::new());
         }
-        let owner = owner_of(path)?;
-        let files = RedoFile::orphaned(&self.place, located.identity(0), owner)?;
+        let files = RedoFile::orphaned(&self.place, located.identity(0), located.owner())?;
         Ok(files.into_iter().map(|file| Arc::new(file) as Arc<dyn RedoMemory>).collect())
     }
 
@@ -61,8 +59,8 @@ impl RedoLogs for FileRedoLogs {
     }
 
     fn of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
-        let identity = self.policy.find(path)?.identity(0);
-        Ok(RedoFile::of_another(&self.place, identity, owner_of(path)?))
+        let located = self.policy.find(path)?;
+        Ok(RedoFile::of_another(&self.place, located.identity(0), located.owner()))
     }
 }
 
@@ -71,11 +69,4 @@ impl RedoLogs for FileRedoLogs {
 fn created_at(path: &Path) -> SystemTime {
     let found = std::fs::metadata(path).and_then(|found| found.created());
     found.unwrap_or(SystemTime::UNIX_EPOCH)
-}
-
-fn owner_of(path: &Path) -> Result<u32> {
-    let found = std::fs::metadata(path);
-    found
-        .map(|found| found.uid())
-        .map_err(|error| Error::from_io(path.display().to_string(), error))
 }

@@ -1,5 +1,6 @@
 //! A volume that is open for writing, and what has to be held as long as it is.
 
+use super::alive::AliveNote;
 use super::lock::VolumeLock;
 use super::stores::Store;
 use mica_block::{
@@ -28,6 +29,8 @@ pub(super) struct HeldVolume {
     /// Others of this process find it, too.
     store: Arc<Store>,
     lock: Option<VolumeLock>,
+    /// What shows that this process lives, where a store has no locks.
+    alive: Option<AliveNote>,
     /// By which automatic snapshots are taken.
     keep: Option<(Keep, SnapshotPer)>,
 }
@@ -36,10 +39,10 @@ impl HeldVolume {
     pub(super) fn new(
         volume: Arc<Volume>,
         (store, name): (Arc<Store>, VolumeName),
-        lock: Option<VolumeLock>,
+        (lock, alive): (Option<VolumeLock>, Option<AliveNote>),
         keep: Option<(Keep, SnapshotPer)>,
     ) -> Self {
-        Self { volume, name, store, lock, keep }
+        Self { volume, name, store, lock, alive, keep }
     }
 
     /// The store, which a verb waits for no longer than it would elsewhere.
@@ -87,6 +90,7 @@ impl HeldVolume {
         if let Some(lock) = self.lock.as_ref().filter(|_| !self.volume.is_left_to_log()) {
             lock.clear();
         }
+        self.alive.iter().for_each(AliveNote::remove);
     }
 }
 

@@ -5,6 +5,7 @@
 //!                     └──▶ lock ─▶ HeldVolume         a volume that this machine has open
 //! ```
 
+mod alive;
 mod bucket;
 mod collecting;
 mod collector;

@@ -1,10 +1,12 @@
 //! Opening a volume, or a snapshot of one.
 
+use super::alive::{AliveNote, Kept};
 use super::faults::StoreFaults;
 use super::held::HeldVolume;
 use super::keys::read_volume_key;
 use super::lock::VolumeLock;
 use super::logs::LogPlace;
+use super::machine::host;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
@@ -67,6 +69,8 @@ enum Standing {
 struct Locked {
     lock: Option<VolumeLock>,
     standing: Standing,
+    /// Its writer, if that is dead and only what it left on this machine says so.
+    dead: Option<Kept>,
     /// Which volume it is.
     volume: [u8; 16],
 }
@@ -136,10 +140,12 @@ impl Stores {
         let volume = open_locked(&volumes, &url.name, &locked, options, log).await;
         let volume = volume.inspect_err(|_| locked.give_back())?;
         locked.lock.iter_mut().for_each(VolumeLock::keep);
+        locked.dead.iter().for_each(AliveNote::forget);
+        let alive = store.sign_of_life(&volume, locked.volume, options);
         let (volume, keep) = (Arc::new(volume), options.keep.clone());
         let keep = keep.map(|rules| (rules, options.snapshot_per));
         store.is_written(&url.name, &volume);
-        Ok(Arc::new(HeldVolume::new(volume, (store, url.name.clone()), locked.lock, keep)))
+        Ok(Arc::new(HeldVolume::new(volume, (store, url.name.clone()), (locked.lock, alive), keep)))
     }
 }
 
@@ -227,6 +233,7 @@ impl Store {
             }
             let volumes = self.volumes();
             volumes.open_without_blocks(name, Claimed::TakeOver).await?.close().await?;
+            locked.dead.iter().for_each(AliveNote::forget);
         }
         if locked.standing != Standing::Open {
             // The verb may be killed as well.
@@ -284,6 +291,7 @@ impl Store {
         let claimed = if force || is_ours { Claimed::TakeOver } else { Claimed::Refuse };
         let deleted = self.volumes().delete(name, claimed).await;
         deleted.inspect_err(|_| locked.give_back())?;
+        locked.dead.iter().for_each(AliveNote::forget);
         if let Some(lock) = locked.lock {
             lock.remove();
         }
@@ -343,12 +351,14 @@ impl Store {
         let was_held = lock.as_ref().is_some_and(VolumeLock::was_held);
         let is_dead =
             |host: &str| !was_held && lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
+        let dead = self.dead_writer(&info).await;
         let standing = match &info.open_on {
             None => Standing::Closed,
             Some(host) if is_dead(host) => Standing::Abandoned,
+            Some(_) if dead.is_some() => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        Ok(Locked { lock, standing, volume: info.volume })
+        Ok(Locked { lock, standing, dead, volume: info.volume })
     }
 
     /// That a volume which is only read is all of something, and that the store has what its last
@@ -365,19 +375,47 @@ impl Store {
         };
         let (last, is_held) = VolumeLock::look(directory, name);
         let left = last.log.as_deref().filter(|_| !is_held);
-        if !last.is_import && left.is_none() {
-            return Ok(());
-        }
-        let Some(host) = self.volumes().info(name).await?.open_on else { return Ok(()) };
+        let info = self.volumes().info(name).await?;
+        let Some(host) = &info.open_on else { return Ok(()) };
         match left {
             _ if last.is_import => Err(part_of_image(name)),
-            Some(left) if last.was_here_as(&host) => Err(needs_log_to_read(name, left)),
-            Some(_) | None => Ok(()),
+            Some(left) if last.was_here_as(host) => Err(needs_log_to_read(name, left)),
+            // It is served, here or elsewhere.
+            Some(_) | None => {
+                warn_of_log(&info);
+                Ok(())
+            }
         }
+    }
+
+    /// Keeps what shows that the writer of `volume` lives, where nothing else does: in a store
+    /// without locks, and without a log, which would know its writer.
+    fn sign_of_life(
+        &self,
+        volume: &Volume,
+        id: [u8; 16],
+        options: &VolumeOptions,
+    ) -> Option<AliveNote> {
+        let is_needed =
+            self.is_remote() && options.access == VolumeAccess::Write && options.log.is_none();
+        let writer = volume.writer().filter(|_| is_needed)?;
+        let of = Kept { store: self.volumes().identity(), volume: id, writer };
+        AliveNote::keep(&of)
+            .inspect_err(|error| tracing::debug!(%error, "nothing shows whether this lives"))
+            .ok()
+    }
+
+    /// The writer that the head of a volume names, if it was on this machine and is dead. It has no
+    /// log: what that has would be lost.
+    async fn dead_writer(&self, info: &VolumeInfo) -> Option<Kept> {
+        let was_here = info.open_on.as_deref() == Some(&*host()) && info.log.is_none();
+        let writer = info.writer.filter(|_| self.is_remote() && was_here)?;
+        let of = Kept { store: self.volumes().identity(), volume: info.volume, writer };
+        AliveNote::proves_end_of(&of).await.then_some(of)
     }
 }
 
-/// Says that a volume in a store that has no locks may be older than what was acknowledged.
+/// Says that what is read of a volume may be older than what was acknowledged.
 fn warn_of_log(info: &VolumeInfo) {
     let (Some(host), Some(log)) = (&info.open_on, &info.log) else { return };
     let name = info.name.as_str();

@@ -111,6 +111,7 @@ impl Stores {
             opened => return opened,
         }
         if let StoreUrl::Directory(path) = url {
+            self.check_no_store_above(path).await?;
             make_directory(path)?;
         }
         let objects = self.waited_for(url, self.reach(url)?);
@@ -119,6 +120,20 @@ impl Stores {
         let store = self.keep(named, made.await?, objects);
         store.probe().await?;
         Ok(store)
+    }
+
+    /// That no store is made inside another one, whose volumes have no slash in their names.
+    async fn check_no_store_above(&self, path: &Path) -> Result<()> {
+        let Some(above) = path.parent().filter(|_| !path.exists()) else { return Ok(()) };
+        let above = StoreUrl::Directory(above.to_owned());
+        if self.open(&above).await.is_err() {
+            return Ok(());
+        }
+        let path = path.display();
+        let what = format!(
+            "{above} is a store, in which {path} would be another: names of volumes have no slash"
+        );
+        Err(Error::new(ErrorKind::Invalid, what))
     }
 
     /// Those that are open.

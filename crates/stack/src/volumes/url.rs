@@ -230,7 +230,10 @@ fn check_snapshot(text: &str, snapshot: &str) -> Result<String> {
 }
 
 fn no_name(text: &str) -> Error {
-    let text = text.trim_end_matches('/');
+    let text = match text.trim_end_matches('/') {
+        "file:" => "file://",
+        text => text,
+    };
     invalid(text, &format!("that is a store; add the name of a volume: {text}/NAME"))
 }
 

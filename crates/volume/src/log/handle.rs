@@ -231,7 +231,7 @@ impl Log {
     /// Waits until nothing is done for the log in the background any more, on whatever executor:
     /// the device is free when its last log was dropped, and an executor that ends leaves nothing
     /// half done.
-    pub(crate) async fn rest(&self) {
+    pub async fn rest(&self) {
         self.inner.background.over().await;
     }
 

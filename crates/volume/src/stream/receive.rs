@@ -128,12 +128,33 @@ impl Volumes {
             );
             return Err(Error::new(ErrorKind::Denied, what));
         }
-        match write(&volume, begin, stream).await {
+        let received = match write(&volume, begin, stream).await {
             Ok(received) => volume.close().await.map(|()| received),
             Err(error) => {
                 // The first failure is reported.
-                let _ = take_back(&volume, base.as_deref()).await;
-                Err(error)
+                let is_back = take_back(&volume, base.as_deref()).await.is_ok();
+                return Err(self.unmade(name, made.is_some() && !is_back, error).await);
+            }
+        };
+        match received {
+            Ok(received) => Ok(received),
+            Err(error) => Err(self.unmade(name, made.is_some(), error).await),
+        }
+    }
+
+    /// Deletes a volume that was made for a stream, if its writer could not (`is_left`), as the
+    /// store has no room for its extents: a head is short. Returns why it was not received.
+    async fn unmade(&self, name: &VolumeName, is_left: bool, error: Error) -> Error {
+        if !is_left {
+            return error;
+        }
+        match self.heads(name).delete(Claimed::TakeOver).await {
+            Ok(()) => error,
+            Err(other) if other.kind() == ErrorKind::NotFound => error,
+            Err(other) => {
+                let (name, what, other) = (name.as_str(), error.in_one_line(), other.in_one_line());
+                let what = format!("{what}; volume {name} has a part of it, delete it: {other}");
+                Error::new(error.kind(), what)
             }
         }
     }

@@ -8,7 +8,11 @@ use crate::heads::Claimed;
 use crate::names::VolumeName;
 use crate::testing::{bytes, environment, kind, memory, name, range, read, run, volumes, write};
 use crate::volumes::Volumes;
-use mica_block::{Disk as _, ErrorKind, Manage as _, Objects, Result, Which, Zeroes};
+use mica_block::{
+    Disk as _, Entry, Error, ErrorKind, LocalFuture, Manage as _, Object, ObjectName, Objects,
+    PutFuture, Result, Which, Zeroes,
+};
+use mica_rt::Buf;
 use mica_rt::{join_all, sleep};
 use mica_store::object::{FaultyObjects, FaultyOptions, ObjectOperation, Throttle};
 use mica_units::{Rng, SECTOR_BYTES};
@@ -382,4 +386,58 @@ fn parts_out_of_order_or_bounds_are_refused_before_their_data_is_read() {
         bad[bit / 8] ^= 1 << (bit % 8);
         assert!(Begin::decode(&bad).is_err(), "bit {bit}");
     }
+}
+
+/// A store without room for extents.
+struct Full(Arc<dyn Objects>);
+
+impl Objects for Full {
+    fn name(&self) -> String {
+        self.0.name()
+    }
+
+    fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
+        self.0.open(name)
+    }
+
+    fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
+        if content.len() as u64 > BLOCK {
+            let full = Error::new(ErrorKind::Limit, "no space left");
+            return Box::pin(std::future::ready((Err(full), content)));
+        }
+        self.0.put_if_absent(name, content)
+    }
+
+    fn list(
+        &self,
+        folder: Option<&ObjectName>,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        self.0.list(folder, after)
+    }
+
+    fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {
+        self.0.delete(name)
+    }
+}
+
+/// The story: a store was full, and what had been received of a stream stayed as a volume that
+/// nobody could open.
+#[test]
+fn nothing_is_left_of_a_new_volume_for_which_the_store_has_no_room() {
+    run(5, async {
+        let source = store().await;
+        source.create(&name("web"), LEN).await.expect("made");
+        let mut rng = Rng::new(5);
+        change(&source, &name("web"), &mut rng).await;
+        source.take_snapshot(&name("web"), "a").await.expect("taken");
+        let stream = sent(&source, &name("web"), "a", None, false).await;
+        let full: Arc<dyn Objects> = Arc::new(Full(Arc::new(memory())));
+        let target = volumes(&full, "host").await.for_verbs();
+        let options = ReceiveOptions { force: false, new: kind(5) };
+        let received = target.receive(&name("copy"), options, &mut &*stream, |_| ()).await;
+        let error = received.expect_err("there is no room");
+        assert!(error.in_one_line().contains("no space left"), "{error:?}");
+        assert!(target.list().await.expect("listed").is_empty());
+    });
 }

@@ -9,10 +9,11 @@ pub(super) struct RefcountTable {
 
 impl RefcountTable {
     /// The table of `entries`.
-    pub(super) fn new(entries: impl ExactSizeIterator<Item = u64>) -> Self {
-        let mut table = Self { used: Vec::new(), len: entries.len() };
-        entries.enumerate().for_each(|(index, entry)| table.set(index, entry));
-        table
+    pub(super) fn new(
+        entries: impl ExactSizeIterator<Item = u64> + DoubleEndedIterator + Clone,
+    ) -> Self {
+        let (len, last) = (entries.len(), entries.clone().rposition(|entry| entry != 0));
+        Self { used: entries.take(last.map_or(0, |last| last + 1)).collect(), len }
     }
 
     /// How many entries it has.
