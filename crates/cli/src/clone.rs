@@ -13,7 +13,8 @@ use mica_qcow2::read_header;
 use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_stack::{
-    FileImages, Format, announce_overlays, base_name, is_frozen, sync_folder_of, wait_for_dead,
+    FileImages, Format, announce_overlays, base_name, expect_overlays, is_frozen, sync_folder_of,
+    wait_for_dead,
 };
 use mica_units::SECTOR_BYTES;
 use serde_json::{Value, json};
@@ -72,15 +73,10 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         for names in names.chunks(TOGETHER) {
             let mut files = Vec::with_capacity(names.len());
             for name in names {
-                let mut file =
-                    make(args, name, len, (&mut wish, &encrypt, base_is_encrypted)).await?;
-                file.name()?;
-                files.push(file);
+                let wishes = (&mut wish, &encrypt, base_is_encrypted);
+                files.push(make(args, name, len, wishes).await?);
             }
-            // Whoever merges the base can find them from now on.
-            let names: Vec<_> = names.iter().map(PathBuf::as_path).collect();
-            announce_overlays(&args.base, &names)?;
-            files.into_iter().for_each(NewFile::keep);
+            keep_all(&args.base, files)?;
         }
         for name in names.first().into_iter().chain(args.count.and(names.last())) {
             sync_folder_of(name)?;
@@ -91,6 +87,22 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         report(args, &names, len)?;
         Ok(ExitCode::SUCCESS)
     })
+}
+
+/// Gives the images, which are complete, their names. Whoever merges the `base` finds each as soon
+/// as it has its.
+fn keep_all(base: &Path, mut files: Vec<NewFile>) -> Result<(), Failure> {
+    let paths: Vec<_> = files.iter().map(|file| file.path().to_owned()).collect();
+    let paths: Vec<_> = paths.iter().map(PathBuf::as_path).collect();
+    let expected = expect_overlays(base, &paths);
+    let named = files.iter_mut().try_for_each(NewFile::name);
+    if let Err(failure) = named.and_then(|()| Ok(announce_overlays(base, &paths)?)) {
+        drop(files);
+        expected.forget();
+        return Err(failure);
+    }
+    files.into_iter().for_each(NewFile::keep);
+    Ok(())
 }
 
 /// The length of the disk of the base, which nobody is writing, and whether it is encrypted.

@@ -11,9 +11,9 @@ mod progress;
 mod stream;
 
 use crate::create::{
-    Device, NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted, is_block_device,
-    keep_new, new_data_file, no_new_luks, open_backing, parse_options, plain_names,
-    warn_if_refused, warn_of_plain,
+    Device, NamedBase, NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted,
+    is_block_device, keep_new, new_data_file, no_new_luks, open_backing, parse_options,
+    plain_names, warn_if_refused, warn_of_plain,
 };
 use crate::failure::Failure;
 use crate::images::{CacheWord, ImageArgs, size_of};
@@ -28,7 +28,7 @@ use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, fini
 use mica_qcow2_tools::layout::ImageWriter;
 use mica_qcow2_tools::measure::data_bytes;
 use mica_rt::Executor;
-use mica_stack::{Format, ImageOptions, announce_overlays};
+use mica_stack::{Format, ImageOptions};
 use mica_store::CacheMode;
 use mica_units::{HostOffset, SECTOR_BYTES};
 use names::Names;
@@ -410,10 +410,11 @@ fn convert_to_qcow2(
         }
         Ok::<_, Failure>(())
     })?;
-    keep_new(image, data, || {
-        let Some(backing) = &wish.backing_name else { return Ok(()) };
-        announce_overlays(&beside(&args.names.target, Path::new(backing)), &[&args.names.target])
-    })?;
+    let base = wish.backing_name.as_deref().map(|name| NamedBase {
+        path: beside(&args.names.target, Path::new(name)),
+        may_be_missing: false,
+    });
+    keep_new(image, data, base.as_ref())?;
     warn_if_refused(&args.names.target, &wish, &args.images)
 }
 

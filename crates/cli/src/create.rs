@@ -22,7 +22,9 @@ use mica_block::{Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_format::{Compression, Version};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores};
-use mica_stack::{Format, ImageOptions, announce_overlays, note_overlay};
+use mica_stack::{
+    ExpectedOverlays, Format, ImageOptions, announce_overlays, expect_overlays, note_overlay,
+};
 use mica_units::HostOffset;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
@@ -154,30 +156,46 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
-    keep_new(image, data, || {
-        let Some(backing) = options.wish.backing_name.as_deref() else { return Ok(()) };
-        let backing = beside(&args.file, Path::new(backing));
-        match args.unsafe_backing {
-            false => announce_overlays(&backing, &[&args.file])?,
-            true if backing.exists() => note_overlay(&backing, &args.file),
-            true => {}
-        }
-        Ok(())
-    })?;
+    let base = options.wish.backing_name.as_deref().map(|name| NamedBase {
+        path: beside(&args.file, Path::new(name)),
+        may_be_missing: args.unsafe_backing,
+    });
+    keep_new(image, data, base.as_ref())?;
     warn_if_refused(&args.file, &options.wish, &args.images)?;
     report(args, fields)
 }
 
-/// Keeps a new image, which is complete, and its data file, if it has one: they get their names,
-/// and `announce` has whoever merges the base find the image from now on.
+/// What a new image stands on.
+pub(crate) struct NamedBase {
+    pub(crate) path: PathBuf,
+    /// Whether it need not be there, nor be free for a new image.
+    pub(crate) may_be_missing: bool,
+}
+
+/// Keeps a new image, which is complete, and its data file, if it has one: they get their names.
+/// Whoever merges the `base` finds the image as soon as it has its.
 pub(crate) fn keep_new(
     mut image: NewFile,
     data: Option<NewFile>,
-    announce: impl FnOnce() -> mica_block::Result<()>,
+    base: Option<&NamedBase>,
 ) -> Result<(), Failure> {
     let data = data.map(NewFile::named).transpose()?;
-    image.name()?;
-    announce()?;
+    let path = image.path().to_owned();
+    let base = base.filter(|base| !base.may_be_missing || base.path.exists());
+    let expected = base.map(|base| expect_overlays(&base.path, &[&path]));
+    let named = image.name().and_then(|()| match base {
+        Some(base) if base.may_be_missing => {
+            note_overlay(&base.path, &path);
+            Ok(())
+        }
+        Some(base) => Ok(announce_overlays(&base.path, &[&path])?),
+        None => Ok(()),
+    });
+    if let Err(failure) = named {
+        drop(image);
+        expected.into_iter().for_each(ExpectedOverlays::forget);
+        return Err(failure);
+    }
     image.keep();
     data.into_iter().for_each(NewFile::keep);
     Ok(())

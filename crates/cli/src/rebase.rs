@@ -12,8 +12,8 @@ use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
 use mica_stack::{
-    FileImages, Format, MayWrite, announce_overlays, forget_overlays, forget_where_it_was,
-    marks_lead, note_overlay, refuse_merged, settle_marks,
+    FileImages, Format, MayWrite, announce_overlays, forget_overlays, marks_lead, note_overlay,
+    refuse_merged, settle_marks,
 };
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use serde_json::json;
@@ -74,7 +74,6 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
                 warn_of_names(&args.file, &[&base.name.name], &args.images)?;
                 if base.path.exists() {
                     note_overlay(&base.path, &args.file);
-                    forget_where_it_was(&base.path, &args.file);
                 }
             }
             return Ok::<u64, Failure>(0);

@@ -65,8 +65,8 @@ pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
 pub use overlays::{
-    GoneImages, announce_overlays, check_no_overlays, forget_overlays, forget_where_it_was,
-    note_overlay, settle_notes,
+    ExpectedOverlays, GoneImages, announce_overlays, check_no_overlays, expect_overlays,
+    forget_overlays, note_overlay, settle_notes,
 };
 pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};

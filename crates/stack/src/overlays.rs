@@ -9,7 +9,8 @@ pub(crate) use noted::note_beside;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use noted::read_note;
 pub use noted::{
-    announce_overlays, forget_overlays, forget_where_it_was, note_overlay, settle_notes,
+    ExpectedOverlays, announce_overlays, expect_overlays, forget_overlays, note_overlay,
+    settle_notes,
 };
 
 use crate::above::owner_of;
@@ -85,10 +86,10 @@ fn overlays_on(layers: &[PathBuf], above: &Path) -> Result<Vec<Overlay>> {
     let own = layers.iter().map(PathBuf::as_path).chain([above]).map(node_of);
     let mut own: HashSet<_> = own.collect();
     loop {
-        let Noticed { places, mut unread } = noted_places(&layers, &folders, &own)?;
+        let Noticed { places, mut unread, noted } = noted_places(&layers, &folders, &own)?;
         let mut on = images_on(&layers, &places, ScanDepth::OneLevel)?.found;
-        unread.retain(|overlay| overlay.evidence != Evidence::Gone || !was_renamed(overlay, &on));
         on.retain(|(path, _)| !own.contains(&node_of(path)));
+        leave_out_renamed(&mut unread, on.iter().filter(|(path, _)| !noted.contains(path)));
         let merged: Vec<_> = on.iter().map(|(path, _)| path).filter(|it| was_merged(it)).collect();
         if merged.is_empty() {
             let evidence = Evidence::Header;
@@ -109,14 +110,29 @@ struct Noticed {
     places: Vec<PathBuf>,
     /// What may not be read, or is not there any more, and so counts.
     unread: Vec<Overlay>,
+    /// What notes name and can be read.
+    noted: HashSet<PathBuf>,
 }
 
-/// Whether an image `on` the same layer is in the folder of one that is gone: it may be that one.
-fn was_renamed(gone: &Overlay, on: &[(PathBuf, PathBuf)]) -> bool {
-    let folder = node_of(folder_of(&gone.path));
-    let layer = node_of(&gone.stands_on);
-    let mut all = on.iter().filter(|(_, stands_on)| node_of(stands_on) == layer);
-    all.any(|(path, _)| node_of(folder_of(path)) == folder)
+/// Leaves out of `unread` what is gone and may be one of the `others`, images that no note names
+/// where they are: one that stands on the same layer in the same folder, and each for one. An image
+/// of the chain itself says nothing of another one that was beside it.
+fn leave_out_renamed<'a>(
+    unread: &mut Vec<Overlay>,
+    others: impl Iterator<Item = &'a (PathBuf, PathBuf)>,
+) {
+    let place = |path: &Path, layer: &Path| (node_of(folder_of(path)), node_of(layer));
+    let mut renamed = HashMap::new();
+    others.for_each(|(path, layer)| *renamed.entry(place(path, layer)).or_insert(0_usize) += 1);
+    unread.retain(|overlay| {
+        let is_gone = overlay.evidence == Evidence::Gone;
+        let may_be = renamed.get_mut(&place(&overlay.path, &overlay.stands_on));
+        match may_be.filter(|left| is_gone && **left > 0) {
+            Some(left) => *left -= 1,
+            None => return true,
+        }
+        false
+    });
 }
 
 /// The `folders`, and those of images that the notes of `layers` name, or these images, if only
@@ -128,7 +144,7 @@ fn noted_places(
 ) -> Result<Noticed> {
     let mut places: HashSet<PathBuf> = folders.iter().cloned().collect();
     let mut can_be_listed = HashMap::new();
-    let mut unread = Vec::new();
+    let (mut unread, mut readable) = (Vec::new(), HashSet::new());
     for layer in layers {
         for noted in noted_on(layer)? {
             let folder = folder_of(&noted.path).to_owned();
@@ -137,7 +153,8 @@ fn noted_places(
                     let is_listed = can_be_listed
                         .entry(folder.clone())
                         .or_insert_with(|| std::fs::read_dir(&folder).is_ok());
-                    places.insert(if *is_listed { folder } else { noted.path });
+                    places.insert(if *is_listed { folder } else { noted.path.clone() });
+                    readable.insert(noted.path);
                     continue;
                 }
                 Found::Hidden if own.contains(&node_of(&noted.path)) => continue,
@@ -156,7 +173,7 @@ fn noted_places(
     }
     let mut places: Vec<_> = places.into_iter().collect();
     places.sort();
-    Ok(Noticed { places, unread })
+    Ok(Noticed { places, unread, noted: readable })
 }
 
 fn unreachable(layer: &Path, image: &Path) -> Error {
@@ -218,7 +235,7 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: GoneImages) -> 
             ),
             Evidence::Gone => format!(
                 "{path}, which is not there any more, stood on {layer}: if it was moved, say where \
-                 it is with `mica rebase -u -b {} -F {} IMAGE`; if it was removed, add \
+                 it is with `mica rebase -u -b {} -F {} IMAGE`; then, or if it was removed, add \
                  --ignore-gone",
                 std::path::absolute(&overlay.stands_on).unwrap_or_default().display(),
                 format_of(&overlay.stands_on),
@@ -366,35 +383,54 @@ mod tests {
         assert_eq!(check(GoneImages::MayBeMoved), Ok(()));
     }
 
+    /// The story: a clone was moved out of the folder in which the disk was that was committed.
     #[test]
-    fn one_image_that_is_gone_is_where_the_user_says_that_an_image_of_its_name_is() {
+    fn image_that_is_gone_is_none_of_those_that_are_known_by_their_own_names() {
         let (_folder, base, clone) = apart();
+        let [own, other] = ["own", "other"].map(|name| clone.with_file_name(name));
+        for path in [&own, &other] {
+            image(path, base.to_str());
+        }
+        [&clone, &own].iter().for_each(|path| note_overlay(&base, path));
         let third = base.with_file_name("third");
-        let moved = third.join("clone");
         fs::create_dir(&third).expect("made");
-        note_overlay(&base, &clone);
-        fs::rename(&clone, &moved).expect("moved");
+        fs::rename(&clone, third.join("clone")).expect("moved");
         let found = || {
-            let found = overlays_on(std::slice::from_ref(&base), &base).expect("listed");
+            let found = overlays_on(std::slice::from_ref(&base), &own).expect("listed");
             found.into_iter().map(|one| (one.path, one.evidence)).collect::<Vec<_>>()
         };
-        assert_eq!(found(), [(clone.clone(), Evidence::Gone)]);
-        note_overlay(&base, &moved);
-        forget_where_it_was(&base, &moved);
-        assert_eq!(found(), [(moved.clone(), Evidence::Header)]);
-        // Of two it may be either, and one that is there is not this one.
-        let fourth = base.with_file_name("fourth");
-        fs::create_dir(&fourth).expect("made");
-        for lost in [&clone, &fourth.join("clone")] {
-            image(lost, base.to_str());
-            note_overlay(&base, lost);
-            forget_where_it_was(&base, &moved);
-        }
-        assert_eq!(found().len(), 3);
-        fs::remove_dir_all(&fourth).expect("removed");
+        // It may be the one that nothing names.
+        assert_eq!(found(), [(other.clone(), Evidence::Header)]);
+        note_overlay(&base, &other);
+        let gone = (clone.clone(), Evidence::Gone);
+        assert_eq!(found(), [gone.clone(), (other.clone(), Evidence::Header)]);
+        fs::remove_file(&other).expect("removed");
+        forget_overlays(&base, &[other]);
+        assert_eq!(found(), [gone.clone()], "the own one explains nothing");
+        forget_overlays(&base, &[own.clone()]);
+        assert_eq!(found(), [gone], "nor if it is not noted");
+    }
+
+    #[test]
+    fn image_is_noted_before_it_has_its_name_and_forgotten_if_it_gets_none() {
+        let (_folder, base, clone) = apart();
+        let note = base.with_file_name("base.mica-overlays");
         fs::remove_file(&clone).expect("removed");
-        forget_where_it_was(&base, &moved);
-        assert_eq!(found().len(), 3);
+        let found = || overlays_on(std::slice::from_ref(&base), &base).expect("listed");
+        let expected = expect_overlays(&base, &[&clone]);
+        assert_eq!(found()[0].evidence, Evidence::Gone, "a merge waits for it");
+        expected.forget();
+        assert!(!note.exists());
+        // A line that was there is of an image that may have been moved.
+        note_overlay(&base, &clone);
+        expect_overlays(&base, &[&clone]).forget();
+        assert!(note.exists());
+        let below = base.with_file_name("below");
+        image(&below, None);
+        let marks = MergeMarks::put(&below, std::slice::from_ref(&base)).expect("marked");
+        announce_overlays(&base, &[&clone]).expect_err("it is merged");
+        assert!(note.exists(), "what is refused was noted before");
+        drop(marks);
     }
 
     #[test]

@@ -111,6 +111,9 @@ fn layer_of_an_image_that_was_moved_is_not_changed_wherever_that_is() {
     chain.mica(&["rebase", "-u", "-b", &layer, "-F", "qcow2", "third/new.qcow2"]).ok();
     let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
     assert!(refused.contains("third/new.qcow2 stands on"), "{refused}");
+    assert!(refused.contains("far/new.qcow2"), "it may be another one: {refused}");
+    let refused = chain.mica(&["commit", "--ignore-gone", "top.qcow2"]).refusal();
+    assert!(refused.contains("third/new.qcow2 stands on"), "{refused}");
     assert!(!refused.contains("far/new.qcow2"), "{refused}");
     // What stands on something else is of no interest, and nor is what becomes of it.
     let here = chain.dir().to_str().expect("UTF-8");
@@ -118,6 +121,30 @@ fn layer_of_an_image_that_was_moved_is_not_changed_wherever_that_is() {
     fs::remove_file(chain.path("third/new.qcow2")).expect("removed");
     chain.mica(&["commit", "top.qcow2"]).ok();
     chain.judge(&chain.expected());
+}
+
+/// The story: a clone was moved out of the folder of the disk that was committed, or had the name of
+/// another one, whose line went; what it showed changed.
+#[test]
+fn image_that_was_moved_is_protected_whatever_is_in_its_folder_and_has_its_name() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    for folder in ["a", "b", "third"] {
+        fs::create_dir(chain.path(folder)).expect("made");
+    }
+    let layer = chain.path("three.qcow2").display().to_string();
+    for clone in ["a/own.qcow2", "a/disk.qcow2", "b/disk.qcow2"] {
+        chain.mica(&["clone", "three.qcow2", clone]).ok();
+    }
+    fs::rename(chain.path("a/disk.qcow2"), chain.path("third/disk.qcow2")).expect("moved");
+    chain.mica(&["rebase", "-u", "-b", &layer, "-F", "qcow2", "b/disk.qcow2"]).ok();
+    for removed in ["b/disk.qcow2", "top.qcow2"] {
+        fs::remove_file(chain.path(removed)).expect("removed");
+    }
+    let refused = chain.mica(&["commit", "--allow-path", "..", "a/own.qcow2"]).refusal();
+    assert!(refused.contains("a/disk.qcow2, which is not there any more"), "{refused}");
 }
 
 /// A merge may have an image stand on a layer in another folder, too.

@@ -2,7 +2,7 @@
 //! unfinished one is removed.
 //!
 //! ```text
-//! nothing has the name ─▶ made under another one, locked ─▶ complete ─▶ named ─▶ announced ─▶ kept
+//! nothing has the name ─▶ made under another one, locked ─▶ complete ─▶ expected ─▶ named ─▶ announced ─▶ kept
 //! a file has it: empty, or --force ─▶ overwritten there, as others may know it by its inode
 //! ```
 
@@ -191,6 +191,11 @@ impl NewFile {
     /// Where the file is now.
     pub(crate) fn place(&self) -> &Path {
         self.unfinished.place()
+    }
+
+    /// Where it is once it has its name.
+    pub(crate) fn path(&self) -> &Path {
+        &self.unfinished.path
     }
 
     /// Gives the file, which is complete and durable, its name.

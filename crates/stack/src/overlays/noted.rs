@@ -7,7 +7,8 @@
 //!
 //! | who | does, in this order |
 //! |---|---|
-//! | a verb that makes an image | writes it; adds its path; looks for a mark; looks for the path |
+//! | a verb that makes an image | writes it; adds its path; names it; looks for a mark and the path |
+//! | a verb that changes what an image stands on | writes that; adds its path; the same |
 //! | a merge | marks its layers; reads their notes; looks at what they name |
 //!
 //! A note is evidence of nothing but where to look. What it names is asked what it stands on; if it
@@ -19,9 +20,9 @@
 //!   folder may only not be mounted now, or that is gone. Nothing tells one that was removed from
 //!   one that was moved, and would show something else.
 //! - I3 A path leaves a note only if its image was given up, was merged into the layer, stands on
-//!   another one, was removed by mica, or is gone while the user says that it was removed, or where
-//!   an image of its name is now. One that is added while a note is written anew stays: who writes
-//!   it anew copies what came after, and who adds one looks for it.
+//!   another one, was removed by mica, or is gone while the user says that it was removed.
+//!   One that is added while a note is written anew stays: who writes it anew copies what came
+//!   after, and who adds one looks for it.
 //! - I4 An image is made also where the note cannot be written; that is said.
 
 use crate::files::{folder_of, sync_folder_of};
@@ -199,19 +200,42 @@ pub(super) fn cure(layer: &Path) -> String {
     format!("{} says so, and its line is to be removed if it is out of date", at.display())
 }
 
+/// Images that are about to get their names, and whose lines were added for that.
+#[must_use = "the lines stay otherwise"]
+#[derive(Debug)]
+pub struct ExpectedOverlays {
+    base: PathBuf,
+    added: HashSet<Noted>,
+}
+
+impl ExpectedOverlays {
+    /// The images get no names: they stand on nothing.
+    pub fn forget(self) {
+        if !self.added.is_empty() {
+            forget(&self.base, &self.added);
+        }
+    }
+}
+
+/// Adds the `images`, which have no names yet, to the note of the layer at `base`, so that one that
+/// has its name is never without its line. Once they have their names, [`announce_overlays`] says
+/// whether they may stay; what fails here is told then.
+pub fn expect_overlays(base: &Path, images: &[&Path]) -> ExpectedOverlays {
+    let added = note(base, images).map(|noted| noted.added).unwrap_or_default();
+    ExpectedOverlays { base: base.to_owned(), added: added.into_iter().collect() }
+}
+
 /// Makes sure that whoever is about to merge the layer at `base` finds the `images`, which exist
-/// and stand on it; refuses that if the layer is being merged, and then they are not noted.
+/// and stand on it; refuses that if the layer is being merged.
 ///
 /// # Errors
 /// As [`refuse_merged`].
 pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
     for _ in 0..TIMES_MAX {
         let is_noted = note(base, images);
-        if let Err(error) = refuse_merged(base) {
-            is_noted.iter().for_each(|noted| forget(base, &noted.iter().cloned().collect()));
-            return Err(error);
-        }
-        match is_noted.and_then(|noted| are_there(base, &noted)) {
+        // Their lines stay: what was noted before may be another image, or one that stays.
+        refuse_merged(base)?;
+        match is_noted.and_then(|noted| are_there(base, &noted.wanted)) {
             Ok(true) => return Ok(()),
             // Somebody wrote it anew meanwhile.
             Ok(false) => {}
@@ -229,7 +253,7 @@ pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
 /// merge that finds it.
 pub fn note_overlay(base: &Path, image: &Path) {
     for _ in 0..TIMES_MAX {
-        match note(base, &[image]).and_then(|noted| are_there(base, &noted)) {
+        match note(base, &[image]).and_then(|noted| are_there(base, &noted.wanted)) {
             Ok(true) => return,
             Ok(false) => {}
             Err(error) => return tell(base, &[image], &error),
@@ -261,15 +285,21 @@ fn are_there(base: &Path, noted: &[Noted]) -> Result<bool> {
     Ok(noted.iter().all(|one| there.contains(one)))
 }
 
-/// Adds what of `images` is in other folders to the note of `base`, durably. Returns what that
-/// should have in it now.
-fn note(base: &Path, images: &[&Path]) -> Result<Vec<Noted>> {
+/// What a note should have in it now, and what of that was added.
+#[derive(Default)]
+struct Added {
+    wanted: Vec<Noted>,
+    added: Vec<Noted>,
+}
+
+/// Adds what of `images` is in other folders to the note of `base`, durably.
+fn note(base: &Path, images: &[&Path]) -> Result<Added> {
     let failed =
         |error: io::Error| Error::from_io(format!("noting it of {}", base.display()), error);
     let layer = fs::metadata(base).map_err(failed)?;
     let real = base.canonicalize().map_err(failed)?;
     if !layer.is_file() {
-        return Ok(Vec::new());
+        return Ok(Added::default());
     }
     let folder = fs::metadata(folder_of(&real)).map_err(failed)?;
     let mut wanted = Vec::new();
@@ -277,15 +307,15 @@ fn note(base: &Path, images: &[&Path]) -> Result<Vec<Noted>> {
         wanted.extend(Noted::of(image, &folder).map_err(failed)?);
     }
     if wanted.is_empty() {
-        return Ok(wanted);
+        return Ok(Added::default());
     }
     let content = content_of(base)?.map(|(_, content)| content).unwrap_or_default();
     let there: HashSet<_> = decode(&content).collect();
-    let mut lines: Vec<u8> =
-        wanted.iter().filter(|one| !there.contains(one)).flat_map(Noted::encode).collect();
-    if lines.is_empty() {
-        return Ok(wanted);
+    let added: Vec<_> = wanted.iter().filter(|one| !there.contains(one)).cloned().collect();
+    if added.is_empty() {
+        return Ok(Added { wanted, added });
     }
+    let mut lines: Vec<u8> = added.iter().flat_map(Noted::encode).collect();
     if content.last().is_some_and(|byte| *byte != b'\n') {
         lines.splice(0..0, *CUT_SHORT);
     }
@@ -293,9 +323,9 @@ fn note(base: &Path, images: &[&Path]) -> Result<Vec<Noted>> {
         return Err(Error::new(ErrorKind::Limit, "its note is as long as it may be"));
     }
     match append(&place(base, SUFFIX)?, &layer, &lines) {
-        Ok(()) => Ok(wanted),
+        Ok(()) => Ok(Added { wanted, added }),
         // Nor can anybody change the layer there.
-        Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(Vec::new()),
+        Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(Added::default()),
         Err(error) => Err(failed(error)),
     }
 }
@@ -339,19 +369,6 @@ pub fn settle_notes(layers: &[PathBuf], dropped: &[PathBuf], base: Option<&Path>
     }
     if let Some(base) = base {
         forget_overlays(base, dropped);
-    }
-}
-
-/// The user says that `image` stands on the layer at `base`. If one image of its name is noted, and
-/// that is gone, this is where it is now (I3).
-pub fn forget_where_it_was(base: &Path, image: &Path) {
-    let Some(name) = image.file_name() else { return };
-    let is_it =
-        |noted: &Noted| noted.path.file_name() == Some(name) && matches!(noted.find(), Found::Gone);
-    let Ok(all) = noted_on(base) else { return };
-    // Of several nobody knows which it was.
-    if all.iter().filter(|noted| is_it(noted)).count() == 1 {
-        forget_if(base, is_it);
     }
 }
 
