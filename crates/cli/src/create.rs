@@ -10,7 +10,7 @@ mod sources;
 pub(crate) use device::{Device, claim, is_block_device};
 pub(crate) use encryption::{EncryptOptions, warn_of_plain};
 pub(crate) use names::{plain_backing, plain_names, warn_if_refused, warn_of_names};
-pub(crate) use new_file::{NewFile, NewName, open_writable, options_of};
+pub(crate) use new_file::{NewFile, open_writable, options_of};
 pub(crate) use options::{NewImageOptions, help as options_help, parse as parse_options};
 pub(crate) use sources::Sources;
 

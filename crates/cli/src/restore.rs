@@ -2,9 +2,7 @@
 
 use crate::backup::folder_and_state;
 use crate::convert::Progress;
-use crate::create::{
-    NewFile, NewImageOptions, NewName, Sources, fill_raw, is_block_device, parse_options,
-};
+use crate::create::{NewFile, NewImageOptions, Sources, fill_raw, is_block_device, parse_options};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{ReportArgs, human_size};
@@ -14,7 +12,8 @@ use mica_block::{Error, ErrorKind, Manage};
 use mica_daemon::IoSettings;
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{Preallocation, Stores, create};
-use mica_stack::{Format, sync_folder_of};
+use mica_stack::{Format, ImageOptions, sync_folder_of};
+use mica_store::Locking;
 use serde_json::json;
 use std::io::{BufReader, IsTerminal, Read};
 use std::path::{Path, PathBuf};
@@ -63,7 +62,8 @@ pub(crate) struct RestoreArgs {
 /// An image that is filled.
 struct Target {
     disk: Arc<dyn Manage>,
-    unfinished: NewName,
+    // Has it locked: another process would take it for left.
+    file: NewFile,
     progress: Progress,
 }
 
@@ -236,20 +236,21 @@ impl Target {
             Format::Raw => fill_raw(&**file.store(), len, Preallocation::Off).await?,
             _ => create(wish.plan(len)?, Stores { image: &**file.store(), data: None }).await?,
         }
-        let unfinished = file.into_unfinished();
+        // The lock is our own.
         let options = crate::create::options_of(images)?;
+        let options = ImageOptions { locking: Locking::Off, ..options };
         let chain = images.chain_options(IndexUse::Read)?;
-        let disk = mica_stack::open_writable(unfinished.place(), format, options, &chain).await?;
+        let disk = mica_stack::open_writable(file.place(), format, options, &chain).await?;
         let progress = Progress::start(total, args.report.progress(args.progress));
-        Ok(Self { disk, unfinished, progress })
+        Ok(Self { disk, file, progress })
     }
 
     async fn finish(mut self, args: &RestoreArgs) -> Result<(), Failure> {
         self.disk.flush().await?;
         self.disk.close().await?;
-        self.unfinished.give()?;
+        self.file.name()?;
         sync_folder_of(&args.file)?;
-        self.unfinished.keep();
+        self.file.keep();
         self.progress.finish();
         Ok(())
     }

@@ -4,17 +4,19 @@
 //!
 //! - I1 A file is removed only while it is on the list. It leaves the list when it is complete, or
 //!   when it is removed, both under the list's lock.
-//!   It gets its name under that lock, too.
+//!   It gets its name under that lock, too. One that this process made is removed, or gets its
+//!   name, only if it is still that file: whoever took it for left made another one there.
 //! - I2 A signal that ends the program takes that lock and never releases it: from then on no file
 //!   is completed, and no failure reported that only the end has caused.
 //! - I3 An existing file that was overwritten is emptied, not removed, after nothing can be written
 //!   to files any more.
 
+use mica_stack::is_file_at;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
-use std::fs::{OpenOptions, remove_file};
+use std::fs::{File, OpenOptions, remove_file};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
@@ -23,8 +25,8 @@ static FILES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
 
 struct Entry {
     path: PathBuf,
-    /// Whether this process created the file.
-    made: bool,
+    /// The file, if this process created it.
+    made: Option<File>,
 }
 
 /// A file that is removed on drop, or emptied if it existed before, unless it is kept.
@@ -34,7 +36,7 @@ pub(crate) struct Unfinished {
 
 impl Unfinished {
     /// The file at `path`, which this process has created (`made`) or is about to overwrite.
-    pub(crate) fn new(path: &Path, made: bool) -> Self {
+    pub(crate) fn new(path: &Path, made: Option<File>) -> Self {
         static WATCHING: Once = Once::new();
         WATCHING.call_once(watch_signals);
         files().push(Entry { path: path.to_owned(), made });
@@ -47,8 +49,13 @@ impl Unfinished {
     /// What the system reports. It is on the list still, under the name that it had.
     pub(crate) fn rename_to(&mut self, path: &Path) -> io::Result<()> {
         let mut files = files();
+        let entry = files.iter_mut().find(|entry| entry.path == self.path);
+        if entry.as_ref().is_some_and(|entry| !entry.is_ours()) {
+            let what = format!("{}: another process removed it", self.path.display());
+            return Err(io::Error::new(io::ErrorKind::NotFound, what));
+        }
         mica_stack::name_new(&self.path, path)?;
-        if let Some(entry) = files.iter_mut().find(|entry| entry.path == self.path) {
+        if let Some(entry) = entry {
             path.clone_into(&mut entry.path);
         }
         path.clone_into(&mut self.path);
@@ -71,11 +78,19 @@ impl Drop for Unfinished {
 }
 
 impl Entry {
+    /// Whether the file is still where it is to be, as far as that is known.
+    fn is_ours(&self) -> bool {
+        self.made.as_ref().is_none_or(|file| is_file_at(&self.path, file))
+    }
+
     fn discard(&self) {
+        if !self.is_ours() {
+            return;
+        }
         // The failure itself is reported, and what is left is not an image.
         let _ = match self.made {
-            true => remove_file(&self.path),
-            false => OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop),
+            Some(_) => remove_file(&self.path),
+            None => OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop),
         };
     }
 }
@@ -128,4 +143,38 @@ fn is_ignored(signal: i32) -> bool {
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     ignored.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// The story: restore removed what another process made in the place of its file.
+    #[test]
+    fn file_that_another_process_made_in_its_place_stays_and_gets_no_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (place, name) = (folder.path().join("place"), folder.path().join("name"));
+        let own = File::create_new(&place).expect("made");
+        let mut unfinished = Unfinished::new(&place, Some(own));
+        fs::remove_file(&place).expect("removed");
+        fs::write(&place, "of another").expect("written");
+        let said = unfinished.rename_to(&name).expect_err("it is another's");
+        assert_eq!(said.kind(), io::ErrorKind::NotFound);
+        drop(unfinished);
+        assert_eq!(fs::read(&place).expect("there"), b"of another");
+        assert!(!name.exists());
+    }
+
+    #[test]
+    fn file_of_this_process_gets_its_name_and_is_removed_on_drop() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (place, name) = (folder.path().join("place"), folder.path().join("name"));
+        let own = File::create_new(&place).expect("made");
+        let mut unfinished = Unfinished::new(&place, Some(own));
+        unfinished.rename_to(&name).expect("named");
+        assert!(name.exists() && !place.exists());
+        drop(unfinished);
+        assert!(!name.exists());
+    }
 }

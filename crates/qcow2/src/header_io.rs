@@ -37,7 +37,8 @@ pub(crate) async fn clear_autoclear(store: &dyn Store, bits: u64) -> Result<()> 
     store.sync().await
 }
 
-async fn read_start(store: &dyn Store, file_len: u64, len: usize) -> Result<Buf> {
+/// The first `len` bytes of a file of `file_len`, or all of it.
+pub(crate) async fn read_start(store: &dyn Store, file_len: u64, len: usize) -> Result<Buf> {
     let len = usize::try_from(file_len).unwrap_or(usize::MAX).min(len);
     read_exact(store, HostOffset::ZERO, len).await
 }

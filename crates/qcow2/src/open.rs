@@ -7,14 +7,14 @@
 //! - I3 A file appears in a chain only once: loops are found by identity.
 
 use crate::cipher::LayerCipher;
-use crate::header_io::{open_data_file, read_header};
+use crate::header_io::{open_data_file, read_header, read_start};
 use crate::layer::{Layer, Tables};
 use crate::layers::Layers;
 use crate::redo::{read_over, replay_redo_log, warn_of_log};
 use crate::unclosed::{close_frozen_at, is_unclosed};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
-use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
+use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result};
 use mica_crypt::luks::MAGIC as LUKS_MAGIC;
 use mica_qcow2_format::{Encryption, Header, ImageName, SnapshotEntry, parse_image_name};
 use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
@@ -241,7 +241,8 @@ pub(crate) async fn open_one(
 /// An overlay that does not state its base's format means raw; if the base looks like qcow2, that
 /// is either an old overlay or a guest that wrote a header to trick us. Neither is guessed.
 async fn refuse_unstated_qcow2(path: &Path, image: &OpenImage) -> Result<()> {
-    let magic = read_exact(&*image.store, HostOffset::ZERO, LUKS_MAGIC.len()).await?;
+    // A raw base may be shorter than that.
+    let magic = read_start(&*image.store, image.store.len()?, LUKS_MAGIC.len()).await?;
     if *magic == LUKS_MAGIC {
         tracing::warn!(
             "{} begins as a LUKS image does, and is shown as it is stored, as the overlay does not \

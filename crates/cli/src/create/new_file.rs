@@ -19,7 +19,7 @@ use mica_stack::{
 };
 use mica_store::{CacheMode, Locking};
 use mica_units::HostOffset;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(crate) struct NewFile {
 }
 
 /// A file that is not complete, and the name that it gets.
-pub(crate) struct NewName {
+struct NewName {
     unfinished: Unfinished,
     /// Where it is until it has its name; `None` if it has that.
     place: Option<PathBuf>,
@@ -40,13 +40,13 @@ pub(crate) struct NewName {
 }
 
 impl NewName {
-    fn new((path, place): (&Path, Option<PathBuf>), made: bool) -> Self {
+    fn new((path, place): (&Path, Option<PathBuf>), made: Option<File>) -> Self {
         let unfinished = Unfinished::new(place.as_deref().unwrap_or(path), made);
         Self { unfinished, place, path: path.to_owned() }
     }
 
     /// Where the file is now.
-    pub(crate) fn place(&self) -> &Path {
+    fn place(&self) -> &Path {
         self.place.as_deref().unwrap_or(&self.path)
     }
 
@@ -54,7 +54,7 @@ impl NewName {
     ///
     /// # Errors
     /// What the system reports, or if something has the name by now.
-    pub(crate) fn give(&mut self) -> Result<(), Failure> {
+    fn give(&mut self) -> Result<(), Failure> {
         if self.place.is_some() {
             let path = self.path.display();
             self.unfinished.rename_to(&self.path).map_err(|error| match error.kind() {
@@ -69,7 +69,7 @@ impl NewName {
     }
 
     /// Keeps the file, which has its name.
-    pub(crate) fn keep(self) {
+    fn keep(self) {
         debug_assert!(self.place.is_none(), "what is kept has its name");
         self.unfinished.keep();
     }
@@ -103,19 +103,19 @@ impl NewFile {
             return Ok(new);
         }
         let made = match OpenOptions::new().write(true).create_new(true).open(path) {
-            Ok(_) => true,
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
+            Ok(file) => Some(file),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
             Err(error) => {
                 return Err(Failure::new(format!("creating {}: {error}", path.display())));
             }
         };
         let may_write = match made {
-            true => MayWrite::new_file(),
-            false => MayWrite::check(path, &options).await?,
+            Some(_) => MayWrite::new_file(),
+            None => MayWrite::check(path, &options).await?,
         };
         // If another process has locked it meanwhile, the file is that one's, whoever made it.
         let store = match open(path, options, may_write).await {
-            Err(failure) if made && has_mark(path) => {
+            Err(failure) if made.is_some() && has_mark(path) => {
                 // An image of this name is gone, and its mark is not.
                 drop(Unfinished::new(path, made));
                 return Err(failure);
@@ -154,7 +154,7 @@ impl NewFile {
         let is_own = is_file_at(&place, &file);
         match opened {
             Ok(store) if is_own => {
-                let unfinished = NewName::new((path, Some(place)), true);
+                let unfinished = NewName::new((path, Some(place)), Some(file));
                 Ok(Some(Self { unfinished, store }))
             }
             Ok(_) => {
@@ -182,7 +182,7 @@ impl NewFile {
         sources.check(path)?;
         let may_write = MayWrite::check(path, &options).await?;
         let store = open(path, options, may_write).await?;
-        let unfinished = NewName::new((path, None), false);
+        let unfinished = NewName::new((path, None), None);
         let zeroed = zero(&*store, most.min(store.len()?)).await;
         zeroed.map_err(|error| error.wrap(path.display().to_string()))?;
         Ok(Self { unfinished, store })
@@ -222,11 +222,6 @@ impl NewFile {
     /// Keeps the file, which has its name.
     pub(crate) fn keep(self) {
         self.unfinished.keep();
-    }
-
-    /// Closes the file, which is not complete yet, so that it can be opened as an image.
-    pub(crate) fn into_unfinished(self) -> NewName {
-        self.unfinished
     }
 }
 
