@@ -73,7 +73,7 @@ pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
 pub use redo::folder::{
-    lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_directory,
+    lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_directory, volumes_folder,
 };
 pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;

@@ -56,8 +56,23 @@ pub enum Claimed {
     Refuse,
     /// Fence it: it writes no more, and learns that.
     TakeOver,
+    /// Fence it if it is this one, which is known to be dead. Another is left alone.
+    TakeOverOf(Writer),
     /// The same, where it is known that nobody has written: the volume was just made, unfinished.
     JustMade,
+}
+
+impl Claimed {
+    /// What this means for a volume with this head: who has it may change at any time.
+    fn at(self, head: &Head) -> Self {
+        match self {
+            Self::TakeOverOf(dead) if head.writer() == Some(dead) => Self::TakeOver,
+            Self::TakeOverOf(_) => Self::Refuse,
+            // Somebody has deleted it, and made another.
+            Self::JustMade if !head.is_unfinished => Self::Refuse,
+            Self::Refuse | Self::TakeOver | Self::JustMade => self,
+        }
+    }
 }
 
 /// A volume that was opened for writing.
@@ -191,6 +206,7 @@ impl Heads {
     pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest().await?;
+            let claimed = claimed.at(&before);
             if claimed != Claimed::JustMade || before.life == Life::Pinned {
                 self.check_ready(&before)?;
             }
@@ -220,29 +236,36 @@ impl Heads {
     pub(crate) async fn delete(&self, claimed: Claimed) -> Result<()> {
         for _ in 0..ROUNDS_MAX {
             let before = match self.newest().await {
-                Err(error) if claimed != Claimed::Refuse && error.kind() == ErrorKind::Corrupt => {
+                Err(error)
+                    if claimed == Claimed::TakeOver && error.kind() == ErrorKind::Corrupt =>
+                {
                     self.in_place_of_damaged(error).await?
                 }
                 newest => newest?,
             };
-            if claimed == Claimed::Refuse {
+            if claimed.at(&before) == Claimed::Refuse {
                 self.check_free(&before)?;
             }
-            let state = match before.writer() {
-                // Only a number of our own may fence.
-                Some(_) => {
-                    self.shut_out(&before).await;
-                    let by = self.claim(before.volume, Named::Nowhere).await?;
-                    self.fenced(&before, by).await?
-                }
-                None => before.state,
-            };
-            let head = self.after(&before, Life::Deleted, state)?;
-            if self.put_highest(&head).await? {
+            if self.put_deleted(&before).await? {
                 return Ok(());
             }
         }
         Err(self.too_busy())
+    }
+
+    /// Fences the writer of `before`, if it has one, and puts the head that says that the volume is
+    /// deleted; false if somebody else has put the next head.
+    async fn put_deleted(&self, before: &Head) -> Result<bool> {
+        let state = match before.writer() {
+            // Only a number of our own may fence.
+            Some(_) => {
+                self.shut_out(before).await;
+                let by = self.claim(before.volume, Named::Nowhere).await?;
+                self.fenced(before, by).await?
+            }
+            None => before.state,
+        };
+        self.put_highest(&self.after(before, Life::Deleted, state)?).await
     }
 
     /// What a head that cannot be read may have been, for one that deletes the volume: only its
@@ -263,6 +286,27 @@ impl Heads {
     /// What the store reports.
     pub(crate) async fn unmake(&self, made: &Head) -> Result<bool> {
         self.put_highest(&self.after(made, Life::Deleted, made.state)?).await
+    }
+
+    /// Deletes what `writer`, of this process, has not closed of a volume that was just made. One
+    /// that it did close, or that others have by now, stays.
+    ///
+    /// # Errors
+    /// What the store reports; `Corrupt` if the newest head is damaged.
+    pub(crate) async fn unmake_of(&self, volume: Id, writer: Writer) -> Result<()> {
+        for _ in 0..ROUNDS_MAX {
+            let before = match self.newest().await {
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+                newest => newest?,
+            };
+            if (before.volume, before.writer()) != (volume, Some(writer)) {
+                return Ok(());
+            }
+            if self.put_deleted(&before).await? {
+                return Ok(());
+            }
+        }
+        Err(self.too_busy())
     }
 
     /// The head that says that `owned` has `state`, with the extents before `sequence`, all of

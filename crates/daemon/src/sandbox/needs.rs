@@ -212,10 +212,9 @@ impl Needs {
                     self.allow(&file, AccessFs::ReadFile | AccessFs::ReadDir);
                 }
                 // A file there shows that this process lives. Without it, the next needs --force.
-                if writes
-                    && let Ok(usual) = mica_stack::redo_folder(mica_stack::usual_redo_directory())
-                {
-                    self.allow(&usual, REPLACE);
+                let usual = mica_stack::usual_redo_directory();
+                if writes && let Ok(folder) = mica_stack::volumes_folder(usual) {
+                    self.allow(&folder, REPLACE);
                 }
             }
             // A pool is refused.

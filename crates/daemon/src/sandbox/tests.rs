@@ -471,6 +471,30 @@ fn logs_of_this_user_are_left_and_nothing_beside_them() {
     }
 }
 
+/// The story: a server of volumes in a bucket could remove what other servers of this user had not
+/// flushed.
+#[test]
+fn server_of_volumes_in_a_bucket_can_do_nothing_to_logs() {
+    let mut place = Place::new();
+    let mut disk = DiskConfig::new("disk".to_owned(), place.at("in/layer"));
+    disk.volume.volume = Some("s3://bucket/web".to_owned());
+    place.needs.add_disk(&disk);
+    let usual = mica_stack::usual_redo_directory();
+    let logs = mica_stack::redo_folder(usual).expect("made");
+    let notes = mica_stack::volumes_folder(usual).expect("made");
+    let name = format!("test-{}", std::process::id());
+    let (log, note) = (logs.join(&name), notes.join(&name));
+    fs::write(&log, b"log").expect("written");
+    place.inside(|| {
+        assert!(is_refused(fs::read(&log)), "read");
+        assert!(is_refused(fs::write(&log, b"")), "written");
+        assert!(is_refused(fs::remove_file(&log)), "removed");
+        fs::write(&note, b"lives").expect("this is what it may");
+        fs::remove_file(&note).expect("removed");
+    });
+    fs::remove_file(&log).expect("it is there");
+}
+
 /// The story: such a disk was added, could not make its log at the first write, and lost what was
 /// not flushed by a kill.
 #[test]

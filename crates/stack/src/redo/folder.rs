@@ -30,6 +30,22 @@ pub fn redo_folder(directory: &Path) -> Result<PathBuf> {
     make(&path).map(|_| path)
 }
 
+/// The folder for what says of this user's writers of volumes that they live, below `directory`,
+/// created if it does not exist: one of its own in that of the logs, so that a process in a sandbox
+/// which needs these files can do nothing to the logs.
+///
+/// # Errors
+/// As [`redo_folder`].
+pub fn volumes_folder(directory: &Path) -> Result<PathBuf> {
+    let path = redo_folder(directory)?.join("volumes");
+    // If it is there, or cannot be made, that shows when it is opened.
+    let _ = mkdirat(CWD, &path, Mode::RWXU);
+    match find(&path)? {
+        Some(_) => Ok(path),
+        None => Err(Error::from_io(format!("making {}", path.display()), Errno::NOENT.into())),
+    }
+}
+
 /// The directory in which logs are, unless another is given.
 pub fn usual_redo_directory() -> &'static Path {
     Path::new(super::USUAL_DIRECTORY)
@@ -116,6 +132,21 @@ mod tests {
             redo_folder(&nowhere).err().map(|error| error.kind()),
             Some(ErrorKind::NotFound)
         );
+    }
+
+    #[test]
+    fn what_is_kept_of_volumes_has_a_folder_of_its_own() {
+        let place = tempfile::tempdir().expect("a folder");
+        let folder = volumes_folder(place.path()).expect("made");
+        assert_eq!(folder.parent(), redo_folder(place.path()).ok().as_deref());
+        let mode = fs::metadata(&folder).expect("there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o700, "{mode:o}");
+        fs::write(folder.join("volume"), b"x").expect("ours");
+        assert_eq!(volumes_folder(place.path()).expect("there"), folder);
+        assert!(folder.join("volume").exists());
+        fs::set_permissions(&folder, Permissions::from_mode(0o770)).expect("ours");
+        let error = volumes_folder(place.path()).expect_err("a group may write");
+        assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     }
 
     #[test]

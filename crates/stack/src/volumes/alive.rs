@@ -11,7 +11,7 @@
 //! - I3 Only this user can have put it there, as with redo logs.
 
 use super::machine::Machine;
-use crate::redo::folder::{redo_folder, usual_redo_directory};
+use crate::redo::folder::{usual_redo_directory, volumes_folder};
 use mica_block::{Error, Result};
 use mica_rt::sleep;
 use mica_volume::Writer;
@@ -62,7 +62,7 @@ impl AliveNote {
     /// # Errors
     /// Those of the system.
     pub(super) fn keep(of: &Kept) -> Result<Self> {
-        Self::keep_in(&redo_folder(usual_redo_directory())?, of)
+        Self::keep_in(&volumes_folder(usual_redo_directory())?, of)
     }
 
     fn keep_in(folder: &Path, of: &Kept) -> Result<Self> {
@@ -96,14 +96,14 @@ impl AliveNote {
 
     /// The writer was dead, and the volume is another's now.
     pub(super) fn forget(of: &Kept) {
-        if let Ok(folder) = redo_folder(usual_redo_directory()) {
+        if let Ok(folder) = volumes_folder(usual_redo_directory()) {
             let _ = unlink(of.path_in(&folder));
         }
     }
 
     /// Whether the writer was on this machine, and is dead.
     pub(super) async fn proves_end_of(of: &Kept) -> bool {
-        match redo_folder(usual_redo_directory()) {
+        match volumes_folder(usual_redo_directory()) {
             Ok(folder) => Self::proves_end_in(&folder, of).await,
             Err(_) => false,
         }

@@ -12,7 +12,7 @@ use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_volume::{
     Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Sparse, Volume,
-    VolumeInfo, VolumeKey, VolumeName, Volumes,
+    VolumeInfo, VolumeKey, VolumeName, Volumes, Writer,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -73,6 +73,8 @@ struct Locked {
     dead: Option<Kept>,
     /// Which volume it is.
     volume: [u8; 16],
+    /// The writer that its head named when that was found out.
+    writer: Option<Writer>,
 }
 
 impl Locked {
@@ -80,6 +82,15 @@ impl Locked {
     fn left(&self) -> Option<&Path> {
         let lock = self.lock.as_ref().filter(|_| self.standing == Standing::Abandoned)?;
         lock.found().log.as_deref()
+    }
+
+    /// What may be done about the writer without force: only the dead one is fenced, as another
+    /// process may have found out the same, and may serve the volume by now.
+    fn claimed(&self) -> Claimed {
+        match (self.standing, self.writer) {
+            (Standing::Abandoned, Some(dead)) => Claimed::TakeOverOf(dead),
+            _ => Claimed::Refuse,
+        }
     }
 
     /// That the volume is all of something.
@@ -170,7 +181,8 @@ async fn open_locked(
     let is_import = options.access == VolumeAccess::Import;
     let claimed = match (options.force, locked.standing, locked.left(), &log) {
         _ if is_import => Claimed::JustMade,
-        (true, ..) | (_, Standing::Abandoned, None, _) => Claimed::TakeOver,
+        (true, ..) => Claimed::TakeOver,
+        (_, Standing::Abandoned, None, _) => locked.claimed(),
         // The log knows whether it is the one.
         (_, Standing::Abandoned, Some(_), Some(_)) | (_, Standing::Closed | Standing::Open, ..) => {
             Claimed::Refuse
@@ -232,7 +244,7 @@ impl Store {
                 return Err(needs_log(name, left));
             }
             let volumes = self.volumes();
-            volumes.open_without_blocks(name, Claimed::TakeOver).await?.close().await?;
+            volumes.open_without_blocks(name, locked.claimed()).await?.close().await?;
             locked.dead.iter().for_each(AliveNote::forget);
         }
         if locked.standing != Standing::Open {
@@ -287,8 +299,11 @@ impl Store {
             }
             locked => locked?,
         };
-        let is_ours = locked.standing == Standing::Abandoned && locked.left().is_none();
-        let claimed = if force || is_ours { Claimed::TakeOver } else { Claimed::Refuse };
+        let claimed = match locked.left() {
+            _ if force => Claimed::TakeOver,
+            None => locked.claimed(),
+            Some(_) => Claimed::Refuse,
+        };
         let deleted = self.volumes().delete(name, claimed).await;
         deleted.inspect_err(|_| locked.give_back())?;
         locked.dead.iter().for_each(AliveNote::forget);
@@ -358,7 +373,7 @@ impl Store {
             Some(_) if dead.is_some() => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        Ok(Locked { lock, standing, dead, volume: info.volume })
+        Ok(Locked { lock, standing, dead, volume: info.volume, writer: info.writer })
     }
 
     /// That a volume which is only read is all of something, and that the store has what its last
@@ -463,4 +478,39 @@ fn needs_log(name: &VolumeName, log: &Path) -> Error {
          with --log-device {log}, or by --force without that"
     );
     Error::new(ErrorKind::Denied, what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::url::StoreUrl;
+    use super::super::{Patience, Stores};
+    use super::*;
+    use mica_rt::{Backend, Executor};
+    use mica_store::Handles;
+
+    /// The story: two servers found out that the writer of a volume was dead. One served the
+    /// volume, and the other took it from that one, or deleted it, without force.
+    #[test]
+    fn who_has_a_volume_by_now_is_left_alone_though_its_writer_before_is_dead() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let test = async {
+            let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
+            let name = VolumeName::new("web").expect("a name");
+            let url = StoreUrl::Directory(folder.path().to_owned());
+            let url = VolumeUrl { store: url, name: name.clone(), snapshot: None };
+            let store = stores.open_or_make(&url.store).await.expect("a store");
+            store.volumes().create(&name, 1 << 20).await.expect("made");
+            let options = VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() };
+            drop(stores.open_volume(&url, &options).await.expect("open"));
+            let locked = store.locked(&name, false).await.expect("nobody has it");
+            assert_eq!(locked.standing, Standing::Abandoned);
+            let fast = store.volumes().open_volume(&name, locked.claimed()).await.expect("open");
+            let opened = open_locked(store.volumes(), &name, &locked, &options, None).await;
+            assert_eq!(opened.map(drop).expect_err("it is served").kind(), ErrorKind::Denied);
+            let deleted = store.volumes().delete(&name, locked.claimed()).await;
+            assert_eq!(deleted.expect_err("it is served").kind(), ErrorKind::Denied);
+            fast.close().await.expect("nobody has fenced it");
+        };
+        Executor::new(Backend::Pool).expect("threads").block_on(test);
+    }
 }

@@ -9,10 +9,12 @@ use mica_block::{
     Disk, Entry, Error, ErrorKind, LocalFuture, Manage, Object, ObjectName, Objects, PutFuture,
     Result,
 };
-use mica_rt::Buf;
-use mica_store::object::MemoryObjects;
+use mica_rt::{Buf, join_all, sleep};
+use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects, ObjectOperation};
 use std::future::ready;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// A store that knows its clients, as one of them sees it.
 #[derive(Clone)]
@@ -179,5 +181,77 @@ fn part_of_what_a_volume_is_to_have_is_only_deleted() {
                 volume.close().await.expect("closed");
             }
         }
+    });
+}
+
+#[test]
+fn only_what_its_own_writer_has_not_closed_of_a_new_volume_is_taken_back() {
+    run(1, async {
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let (one, web) = (volumes(&objects, "one").await, name("web"));
+        let heads = one.heads(&web);
+        let made = one.make_unfinished(&web, 1 << 20, Default::default()).await.expect("made");
+        let first = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+        let writer = first.writer().expect("it writes");
+        // The answer to its last head was lost.
+        first.close().await.expect("closed");
+        heads.unmake_of(made.volume, writer).await.expect("left");
+        let again = one.open_volume(&web, Claimed::Refuse).await.expect("it is whole");
+        heads.unmake_of(made.volume, writer).await.expect("left");
+        write(&again, 0, &[1; 4096]).await;
+        again.flush().await.expect("nobody has fenced it");
+        heads.unmake_of([9; 16], again.writer().expect("it writes")).await.expect("left");
+        assert!(one.info(&web).await.is_ok());
+        heads.unmake_of(made.volume, again.writer().expect("it writes")).await.expect("deleted");
+        assert_eq!(one.info(&web).await.expect_err("none").kind(), ErrorKind::NotFound);
+        assert_eq!(again.close().await.expect_err("it is fenced").kind(), ErrorKind::Denied);
+    });
+}
+
+/// The story: two servers found out that the writer of a volume was dead. One served the volume,
+/// and the other fenced it, or deleted what it served: whoever had it was dead, so it thought.
+#[test]
+fn who_knows_that_one_writer_is_dead_leaves_another_alone() {
+    run(1, async {
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let (one, two) = (volumes(&objects, "one").await, volumes(&objects, "two").await);
+        let web = name("web");
+        one.create(&web, 1 << 20).await.expect("made");
+        let killed = one.open_volume(&web, Claimed::Refuse).await.expect("open");
+        write(&killed, 0, &[1; 4096]).await;
+        killed.flush().await.expect("it is in the store");
+        let dead = Claimed::TakeOverOf(killed.writer().expect("it writes"));
+        drop(killed);
+        let options = FaultyOptions {
+            only: Some(ObjectOperation::Put),
+            slow: 1.0,
+            slow_by: Duration::from_secs(10),
+            ..FaultyOptions::default()
+        };
+        let slow: Arc<dyn Objects> = Arc::new(FaultyObjects::new(Arc::clone(&objects), options));
+        let three = volumes(&slow, "three").await;
+        // The slow ones have read the head of the dead one, and the other is faster.
+        let (mut opened, mut deleted, mut served) = (None, None, None);
+        let futures: [Pin<Box<dyn Future<Output = ()> + '_>>; 3] = [
+            Box::pin(async { opened = Some(three.open_volume(&web, dead).await.map(drop)) }),
+            Box::pin(async { deleted = Some(three.delete(&web, dead).await) }),
+            Box::pin(async {
+                sleep(Duration::from_secs(1)).await;
+                served = Some(two.open_volume(&web, dead).await.expect("its writer is dead"));
+            }),
+        ];
+        join_all(futures).await;
+        let is_left = |outcome: Result<()>| {
+            assert_eq!(outcome.expect_err("it is served").kind(), ErrorKind::Denied);
+        };
+        is_left(opened.expect("done"));
+        is_left(deleted.expect("done"));
+        is_left(three.open_volume(&web, dead).await.map(drop));
+        is_left(three.delete(&web, dead).await);
+        let served = served.expect("open");
+        assert_eq!(read(&served, 0, 4096).await, [1; 4096]);
+        write(&served, 0, &[2; 4096]).await;
+        served.close().await.expect("nobody has fenced it");
+        three.delete(&web, dead).await.expect("nobody has it");
     });
 }

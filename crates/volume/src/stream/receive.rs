@@ -3,6 +3,7 @@
 use super::format::{BEGIN_BYTES, Begin, DATA_BYTES_MAX, PART_BYTES, Part};
 use crate::format::Id;
 use crate::format::frame::Malformed;
+use crate::format::head::Head;
 use crate::format::snapshot::Record;
 use crate::heads::{Claimed, End};
 use crate::known::Change;
@@ -133,24 +134,29 @@ impl Volumes {
             Err(error) => {
                 // The first failure is reported.
                 let is_back = take_back(&volume, base.as_deref()).await.is_ok();
-                return Err(self.unmade(name, made.is_some() && !is_back, error).await);
+                let left = made.filter(|_| !is_back);
+                return Err(self.unmade(name, left, &volume, error).await);
             }
         };
         match received {
             Ok(received) => Ok(received),
-            Err(error) => Err(self.unmade(name, made.is_some(), error).await),
+            Err(error) => Err(self.unmade(name, made, &volume, error).await),
         }
     }
 
-    /// Deletes a volume that was made for a stream, if its writer could not (`is_left`), as the
-    /// store has no room for its extents: a head is short. Returns why it was not received.
-    async fn unmade(&self, name: &VolumeName, is_left: bool, error: Error) -> Error {
-        if !is_left {
-            return error;
-        }
-        match self.heads(name).delete(Claimed::TakeOver).await {
+    /// Deletes a volume that was `made` for a stream if its writer could not, as the store has no
+    /// room for its extents: a head is short. What others have of this name by now is theirs, and
+    /// one that was closed after all is whole. Returns why it was not received.
+    async fn unmade(
+        &self,
+        name: &VolumeName,
+        made: Option<Head>,
+        volume: &Volume,
+        error: Error,
+    ) -> Error {
+        let (Some(made), Some(writer)) = (made, volume.writer()) else { return error };
+        match self.heads(name).unmake_of(made.volume, writer).await {
             Ok(()) => error,
-            Err(other) if other.kind() == ErrorKind::NotFound => error,
             Err(other) => {
                 let (name, what, other) = (name.as_str(), error.in_one_line(), other.in_one_line());
                 let what = format!("{what}; volume {name} has a part of it, delete it: {other}");

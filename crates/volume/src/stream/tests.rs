@@ -388,8 +388,8 @@ fn parts_out_of_order_or_bounds_are_refused_before_their_data_is_read() {
     }
 }
 
-/// A store without room for extents.
-struct Full(Arc<dyn Objects>);
+/// A store without room for extents, which says so after a while.
+struct Full(Arc<dyn Objects>, Duration);
 
 impl Objects for Full {
     fn name(&self) -> String {
@@ -402,8 +402,11 @@ impl Objects for Full {
 
     fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
         if content.len() as u64 > BLOCK {
-            let full = Error::new(ErrorKind::Limit, "no space left");
-            return Box::pin(std::future::ready((Err(full), content)));
+            let pause = self.1;
+            return Box::pin(async move {
+                sleep(pause).await;
+                (Err(Error::new(ErrorKind::Limit, "no space left")), content)
+            });
         }
         self.0.put_if_absent(name, content)
     }
@@ -432,12 +435,43 @@ fn nothing_is_left_of_a_new_volume_for_which_the_store_has_no_room() {
         change(&source, &name("web"), &mut rng).await;
         source.take_snapshot(&name("web"), "a").await.expect("taken");
         let stream = sent(&source, &name("web"), "a", None, false).await;
-        let full: Arc<dyn Objects> = Arc::new(Full(Arc::new(memory())));
+        let full: Arc<dyn Objects> = Arc::new(Full(Arc::new(memory()), Duration::ZERO));
         let target = volumes(&full, "host").await.for_verbs();
         let options = ReceiveOptions { force: false, new: kind(5) };
         let received = target.receive(&name("copy"), options, &mut &*stream, |_| ()).await;
         let error = received.expect_err("there is no room");
         assert!(error.in_one_line().contains("no space left"), "{error:?}");
         assert!(target.list().await.expect("listed").is_empty());
+    });
+}
+
+/// The story: somebody deleted by force what was being received, and made a volume of that name.
+/// The receiver could not take back what it had made, and deleted what it found instead.
+#[test]
+fn volume_that_has_the_name_of_what_could_not_be_received_stays() {
+    run(6, async {
+        let (source, copy) = (store().await, name("copy"));
+        history(&source, &name("web"), &mut Rng::new(4)).await;
+        let stream = sent(&source, &name("web"), "s0", None, false).await;
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let here = volumes(&objects, "host-1").await;
+        let full: Arc<dyn Objects> = Arc::new(Full(Arc::clone(&objects), Duration::from_secs(60)));
+        let target = volumes(&full, "host-2").await.for_verbs();
+        let other = async {
+            let writer = async || here.info(&copy).await.ok().and_then(|info| info.writer);
+            while writer().await.is_none() {
+                sleep(Duration::from_secs(1)).await;
+            }
+            // The receiver has opened it, and an extent is under way.
+            sleep(Duration::from_secs(10)).await;
+            here.delete(&copy, Claimed::TakeOver).await.expect("deleted");
+            here.create(&copy, LEN).await.expect("made");
+            here.open_volume(&copy, Claimed::Refuse).await.expect("open")
+        };
+        let (outcome, volume) = join2(received(&target, &copy, &stream, false), other).await;
+        outcome.expect_err("there is no room, and it is another's");
+        write(&volume, 0, &[77; 4096]).await;
+        volume.close().await.expect("nobody has fenced it");
+        assert_eq!(content(&here, &copy, None).await[..4096], [77; 4096]);
     });
 }
