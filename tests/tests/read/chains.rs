@@ -45,6 +45,28 @@ fn a_loop_is_refused_however_it_is_closed() {
     }
 }
 
+/// Its beginning is looked at, and is shorter than what is looked for.
+#[test]
+fn base_of_a_few_bytes_and_no_stated_format_is_raw() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    for bytes in [&b""[..], b"abcd", b"LUKS\xba", b"LUKS\xba\xbe"] {
+        fs::write(dir.join("base"), bytes).expect("written");
+        qemu::create(dir, "stated.qcow2", &["-u", "-b", "base", "-F", "raw"], "1M");
+        remove_backing_format(dir, "stated.qcow2", "top.qcow2");
+        let (top, raw) = (dir.join("top.qcow2"), dir.join("raw"));
+        let names = [top.display().to_string(), raw.display().to_string()];
+        mica::run(["convert", "-q", "-f", "qcow2", "-O", "raw", &names[0], &names[1]]).ok();
+        let content = fs::read(&raw).expect("converted");
+        assert!(content.starts_with(bytes) && content.len() == 1 << 20, "{bytes:?}");
+        assert!(content.iter().skip(bytes.len()).all(|byte| *byte == 0), "{bytes:?}");
+        fs::remove_file(&raw).expect("removed");
+    }
+}
+
 #[test]
 fn a_missing_layer_is_named() {
     if !tools::present(&[tools::QEMU_IMG]) {
