@@ -271,6 +271,23 @@ fn volume_that_is_served_is_rolled_back_once_it_is_drained() {
     assert!(content(&store, "web") == expected(&[(0, MB, 1), (MB, 4 << 10, 3)]));
 }
 
+/// The story: a server that only reads a volume changed it.
+#[test]
+fn drained_volume_that_is_served_read_only_is_not_rolled_back_by_its_server() {
+    let store = Store::new();
+    store.create("web", "16M");
+    run(["snapshot", "-q", &store.volume("web"), "a"]).ok();
+    let control = store.folder().join("control").display().to_string();
+    // Nothing else keeps it from that.
+    let options = ["--read-only", "--control", &control, "--sandbox", "off"];
+    let server = store.serve("web", &options).expect("served");
+    ctl(&store, &["drain", "web"]).ok();
+    let refused = ctl(&store, &["rollback", "web@a"]).refusal();
+    assert!(refused.contains("read-only"), "{refused}");
+    run(["rollback", "-q", &store.volume("web@a")]).ok();
+    stop(server);
+}
+
 /// Serves the volumes `names` of one store at one socket, with one log and a control socket.
 fn serve_all(store: &Store, names: &[&str], more: &str) -> Server {
     let (config, log) = (store.folder().join("mica.toml"), store.folder().join("log"));

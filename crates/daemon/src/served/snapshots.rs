@@ -100,14 +100,17 @@ impl Served {
     /// Makes a volume what it was at a snapshot, while it is drained.
     ///
     /// # Errors
-    /// `Denied` if it is open: its guest would go on with what it has read. `Unsupported` if it is
-    /// no volume; otherwise what the store reports.
+    /// `Denied` if it is open: its guest would go on with what it has read; or if it is not served
+    /// for writing. `Unsupported` if it is no volume; otherwise what the store reports.
     pub(crate) fn roll_back(&self, which: &Which) -> Result<()> {
         let _changes = self.lock_changes();
         let url = self.volume.url()?.filter(|url| url.snapshot.is_none()).ok_or_else(|| {
             let what = format!("the disk {:?} is no volume that can be rolled back", self.name);
             Error::new(ErrorKind::Unsupported, what)
         })?;
+        if !self.settings.writes() {
+            return Err(self.denied("is served read-only: use mica volume rollback"));
+        }
         match &*self.lock() {
             State::Ended(_, End::Closed(Ok(())) | End::NotServed(_)) => {}
             State::Ended(_, End::Closed(Err(_)) | End::Removed(_)) => {
