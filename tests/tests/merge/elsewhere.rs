@@ -123,7 +123,7 @@ fn layer_of_an_image_that_was_moved_is_not_changed_wherever_that_is() {
     chain.judge(&chain.expected());
 }
 
-/// The story: a clone was moved out of the folder of the disk that was committed, or had the name of
+/// The story: a clone was moved out of the folder of a disk that was committed, or had the name of
 /// another one, whose line went; what it showed changed.
 #[test]
 fn image_that_was_moved_is_protected_whatever_is_in_its_folder_and_has_its_name() {
@@ -139,7 +139,8 @@ fn image_that_was_moved_is_protected_whatever_is_in_its_folder_and_has_its_name(
         chain.mica(&["clone", "three.qcow2", clone]).ok();
     }
     fs::rename(chain.path("a/disk.qcow2"), chain.path("third/disk.qcow2")).expect("moved");
-    chain.mica(&["rebase", "-u", "-b", &layer, "-F", "qcow2", "b/disk.qcow2"]).ok();
+    let rebase = ["rebase", "-u", "-b", &layer, "-F", "qcow2"];
+    chain.mica(&[&rebase[..], &["b/disk.qcow2"]].concat()).ok();
     for removed in ["b/disk.qcow2", "top.qcow2"] {
         fs::remove_file(chain.path(removed)).expect("removed");
     }

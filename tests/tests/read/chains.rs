@@ -45,7 +45,7 @@ fn a_loop_is_refused_however_it_is_closed() {
     }
 }
 
-/// The story: mica read as much of a base whose format nobody stated as a LUKS image begins with.
+/// Its beginning is looked at, and is shorter than what is looked for.
 #[test]
 fn base_of_a_few_bytes_and_no_stated_format_is_raw() {
     if !tools::present(&[tools::QEMU_IMG]) {

@@ -278,7 +278,8 @@ fn drained_volume_that_is_served_read_only_is_not_rolled_back_by_its_server() {
     store.create("web", "16M");
     run(["snapshot", "-q", &store.volume("web"), "a"]).ok();
     let control = store.folder().join("control").display().to_string();
-    let options = ["--read-only", "--control", &control];
+    // Nothing else keeps it from that.
+    let options = ["--read-only", "--control", &control, "--sandbox", "off"];
     let server = store.serve("web", &options).expect("served");
     ctl(&store, &["drain", "web"]).ok();
     let refused = ctl(&store, &["rollback", "web@a"]).refusal();

@@ -2,7 +2,8 @@
 //! unfinished one is removed.
 //!
 //! ```text
-//! nothing has the name ─▶ made under another one, locked ─▶ complete ─▶ expected ─▶ named ─▶ announced ─▶ kept
+//! nothing has the name ─▶ made under another one, locked ─▶ complete ─▶ expected
+//!   ─▶ named ─▶ announced ─▶ kept
 //! a file has it: empty, or --force ─▶ overwritten there, as others may know it by its inode
 //! ```
 

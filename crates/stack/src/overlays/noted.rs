@@ -7,7 +7,7 @@
 //!
 //! | who | does, in this order |
 //! |---|---|
-//! | a verb that makes an image | writes it; adds its path; names it; looks for a mark and the path |
+//! | a verb that makes an image | writes it; adds its path; names it; looks for a mark, the path |
 //! | a verb that changes what an image stands on | writes that; adds its path; the same |
 //! | a merge | marks its layers; reads their notes; looks at what they name |
 //!

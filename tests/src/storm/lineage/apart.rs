@@ -3,6 +3,7 @@
 
 use super::disk::{format_of, is_raw};
 use super::fleet::Fleet;
+use super::frozen::Frozen;
 use super::giving::ending_of;
 use super::order::{Before, Ending, What};
 use super::state_in;
@@ -181,13 +182,11 @@ fn commit_by_qemu(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcom
     world.story.tell(format_args!("  qemu-img {args:?}"));
     foreign::img(&world.images, &args)?;
     world.counts.commits.add();
-    let len = disk.frozen.get(&base).map_or(0, super::frozen::Frozen::len);
-    if len > disk.model.len() {
-        // It leaves what is beyond the end of the disk as it was, and mica makes that zeros.
-        disk.frozen.remove(&base);
-    } else {
-        disk.frozen.insert(base.clone(), super::frozen::Frozen::as_now(&disk.model));
-    }
+    let len = disk.frozen.get(&base).map_or(0, Frozen::len);
+    // It leaves what is beyond the end of the disk as it was, and mica makes that zeros.
+    let now = Frozen::as_now(&disk.model).in_a_file_of(len);
+    disk.frozen.insert(base.clone(), now);
+    *disk.merges.entry(base.clone()).or_default() += 1;
     if !is_raw(&base) {
         let (corruptions, leaks) = foreign::check(&world.images, &base)?;
         if corruptions > 0 {

@@ -5,9 +5,9 @@
 //! shows to QEMU, unless it lacks nothing but what the killed server's log has; then the disk may
 //! be as it was. Anything between the two is wrong. A server that does nothing visible may write at
 //! that moment, so that a copy may be torn: one that shows what the disk cannot have held is left
-//! alone. So is one that was begun in the last moment of the writer's life, which has the name of
-//! the log that the killed server left: mica does not tell it from the image
-//! (`qcow2/src/redo.rs`, what is not detected).
+//! alone. One that was begun in the last moment of the writer's life has the name of the log that
+//! the killed server left: mica does not tell it from the image (`qcow2/src/redo/mod.rs`, what is
+//! not detected), and it only has to be sound.
 
 use super::disk::{Disk, is_raw};
 use super::fleet::Fleet;
@@ -31,14 +31,17 @@ pub(super) struct Copied {
     /// The disk, when it was made.
     chain: Vec<String>,
     model: Model,
+    /// How many merges had gone into the layer.
+    merges: u64,
     kept: PathBuf,
     /// When it was begun.
     begun: SystemTime,
 }
 
-/// A writer that lives on for so long after a copy was begun has given the image another name, also
-/// on a machine that is busy.
-const LAST_MOMENT: Duration = Duration::from_secs(1);
+/// A writer that lives on for so long after a copy was begun has given the image another name: it
+/// does so at the first change, or 200 ms after the last time (`qcow2/src/write/renaming.rs`). The
+/// rest is for a machine that is busy, and for a group that is under way.
+const LAST_MOMENT: Duration = Duration::from_millis(400);
 
 /// Perhaps copies a layer of a disk.
 pub(super) fn aside(fleet: &Fleet<'_>, rng: &mut Rng) -> Outcome<Option<Copied>> {
@@ -56,8 +59,8 @@ pub(super) fn aside(fleet: &Fleet<'_>, rng: &mut Rng) -> Outcome<Option<Copied>>
     fleet.tell(format_args!("  a copy of {file}"));
     let (kept, begun) = (fleet.world.run.join("copied"), SystemTime::now());
     copy_file(&fleet.world.images.join(&file), &kept, true)?;
-    let (chain, model) = (disk.chain.clone(), disk.model.clone());
-    Ok(Some(Copied { number, file, chain, model, kept, begun }))
+    let (chain, model, merges) = (disk.chain.clone(), disk.model.clone(), merges_into(disk, &file));
+    Ok(Some(Copied { number, file, chain, model, merges, kept, begun }))
 }
 
 impl Copied {
@@ -70,15 +73,19 @@ impl Copied {
         }
         let is_active = self.file == disk.active();
         let view = match is_active {
-            true if is_raw(&self.file) || self.is_of_the_last_moment(world)? => return Ok(false),
+            true if is_raw(&self.file) => return Ok(false),
             true => match self.view(world, disk)? {
-                Some(view) => Some(view),
                 None => return Ok(false),
+                Some(_) if self.is_of_the_last_moment(world)? => {
+                    self.judge_soundness(world, disk)?;
+                    return Ok(false);
+                }
+                Some(view) => Some(view),
             },
             // A merge may have begun to change it.
             false if !disk.frozen.contains_key(&self.file) => return Ok(false),
             // Or has changed it, be it the active layer that went into it.
-            false if self.was_written_since(world)? => return Ok(false),
+            false if merges_into(disk, &self.file) != self.merges => return Ok(false),
             false => None,
         };
         let (is_renamed, keeps_times) = (rng.percent(50), rng.percent(50));
@@ -109,10 +116,14 @@ impl Copied {
         Ok(true)
     }
 
-    /// Whether the layer was written since it was copied.
-    fn was_written_since(&self, world: &World<'_>) -> Outcome<bool> {
-        let written = |path: &Path| Ok::<_, Fault>(fs::metadata(path)?.modified()?);
-        Ok(written(&world.images.join(&self.file))? != written(&self.kept)?)
+    /// In the place of the image it can be read, whatever it shows. The image is put back then.
+    fn judge_soundness(&self, world: &World<'_>, disk: &Disk) -> Outcome {
+        world.story.tell(format_args!("  the copy of {} is only read in its place", self.file));
+        let (image, present) = (world.images.join(&self.file), world.run.join("present"));
+        copy_file(&image, &present, true)?;
+        copy_file(&self.kept, &image, true)?;
+        shown_by_mica(world, disk)?;
+        copy_file(&present, &image, true)
     }
 
     /// Whether the image has still the name that the copy has, and was not written for long after
@@ -138,6 +149,10 @@ impl Copied {
         let is_known = self.model.judge(0, &bytes, View::Lossy).is_ok();
         Ok((is_whole && is_known).then_some(bytes))
     }
+}
+
+fn merges_into(disk: &Disk, file: &str) -> u64 {
+    disk.merges.get(file).copied().unwrap_or_default()
 }
 
 /// By which name the image at `path` knows the log of its writer.

@@ -51,6 +51,8 @@ pub(super) struct Disk {
     /// What the files hold that nobody writes, as far as is known: frozen layers, clones, and what
     /// has left the chain.
     pub(super) frozen: BTreeMap<String, Frozen>,
+    /// How many merges went into a file, or began to.
+    pub(super) merges: BTreeMap<String, u64>,
     /// Files of kept states.
     pub(super) states: BTreeSet<String>,
     /// The state that is exported.
@@ -84,6 +86,7 @@ impl Disk {
             name,
             chain: Vec::new(),
             frozen: BTreeMap::new(),
+            merges: BTreeMap::new(),
             states: BTreeSet::new(),
             exported: None,
             since: None,

@@ -15,6 +15,8 @@ use crate::storm::story::{Fault, Outcome, Wrong};
 #[derive(Clone, Debug)]
 pub(super) struct Frozen {
     possible: Model,
+    /// How many sectors there are; what is beyond the end of `possible` is not known.
+    len: u64,
     /// What was sent while it was frozen; of no interest once that is decided.
     sent: Vec<Sent>,
     is_decided: bool,
@@ -60,19 +62,27 @@ impl Frozen {
         for sent in &sent {
             before.send(&sent.range, sent.seq);
         }
-        Self { possible: before, sent, is_decided: false, span: Span::ANY }
+        let len = before.len();
+        Self { possible: before, len, sent, is_decided: false, span: Span::ANY }
     }
 
     /// It is `sectors` long at least from now on: what was committed into it was.
     pub(super) fn at_least(mut self, sectors: u64) -> Self {
-        let sectors = sectors.max(self.possible.len());
+        let sectors = sectors.max(self.len);
         self.possible.resize(sectors);
+        self.len = sectors;
+        self
+    }
+
+    /// It is `sectors` long, and nothing is known of those at its end.
+    pub(super) fn in_a_file_of(mut self, sectors: u64) -> Self {
+        self.len = sectors.max(self.len);
         self
     }
 
     /// Its length.
     pub(super) fn len(&self) -> u64 {
-        self.possible.len()
+        self.len
     }
 
     /// When it was frozen, as far as is known.
@@ -83,12 +93,14 @@ impl Frozen {
     /// Holds `bytes`, which were read from all of it, against what it may be, and takes that as
     /// decided.
     pub(super) fn decide(&mut self, bytes: &[u8], what: &str) -> Outcome<Vec<Seq>> {
-        let (len, wanted) = ((bytes.len() / SECTOR) as u64, self.possible.len());
+        let (len, wanted) = ((bytes.len() / SECTOR) as u64, self.len);
         if len != wanted {
             let what = format!("{what}: {len} sectors, not {wanted}");
             return Err(Fault::new(Wrong::Length, what));
         }
-        let judged = self.possible.judge(0, bytes, View::Kept);
+        let sectors = bytes.chunks(SECTOR).zip(0..self.possible.len());
+        let known = sectors.map(|(sector, _)| sector.len()).sum();
+        let judged = self.possible.judge(0, &bytes[..known], View::Kept);
         let content = judged.map_err(|bad| judge::fault(&bad, what))?;
         if !self.is_decided {
             self.span = self.find_span(&content);
@@ -105,7 +117,8 @@ impl Frozen {
 
     /// Another program wrote to it.
     pub(super) fn write(&mut self, range: &std::ops::Range<u64>, seq: Seq) {
-        self.possible.foreign(range, seq);
+        let known = self.possible.len();
+        self.possible.foreign(&(range.start.min(known)..range.end.min(known)), seq);
     }
 
     fn find_span(&self, content: &[Seq]) -> Span {
@@ -175,6 +188,17 @@ mod tests {
             let other = bytes(&[1 - content[0], content[1]]);
             frozen.decide(&other, "a layer").expect_err("it was something else");
         }
+    }
+
+    #[test]
+    fn what_is_known_of_a_longer_file_is_judged_and_nothing_else() {
+        let all = vec![sent(0..1, 1, 1, 2)];
+        let mut frozen = Frozen::between(Model::new(DISK, 2), all).in_a_file_of(3);
+        assert_eq!(frozen.len(), 3);
+        frozen.decide(&bytes(&[1, 0, 7]), "a layer").expect("it may be");
+        frozen.decide(&bytes(&[1, 0, 0]), "a layer").expect("it may be, too");
+        frozen.decide(&bytes(&[0, 0, 7]), "a layer").expect_err("it was something else");
+        frozen.decide(&bytes(&[1, 0]), "a layer").expect_err("it is shorter");
     }
 
     #[test]

@@ -185,6 +185,7 @@ impl What {
 fn commit(disk: &mut Disk, below: Range<usize>, is_done: bool, content: Option<Frozen>) {
     let base = disk.chain[below.start].clone();
     let len = disk.frozen.get(&base).map_or(0, Frozen::len);
+    *disk.merges.entry(base.clone()).or_default() += 1;
     for file in &disk.chain[below] {
         disk.frozen.remove(file);
     }

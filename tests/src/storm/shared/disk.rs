@@ -87,7 +87,6 @@ impl Disk {
         at.dedup();
         let (slow, model) = (world.does(rng, Kind::Slow, 15), Model::new(id, sectors));
         let slow = slow.then(|| slowness(rng));
-        let image_model = world.does(rng, Kind::Ephemeral, 7).then(|| model.clone());
         Ok(Self {
             name,
             image,
@@ -95,7 +94,7 @@ impl Disk {
             sockets: at,
             slow,
             model,
-            image_model,
+            image_model: None,
             is_thrown_away: false,
             stamper: Stamper::new(id),
             hot: rng.next_u64(),
@@ -107,6 +106,11 @@ impl Disk {
 
     pub(super) fn is_serving(&self) -> bool {
         self.standing == Standing::Serving
+    }
+
+    /// What will be written to it ends with its server.
+    pub(super) fn make_ephemeral(&mut self) {
+        self.image_model = Some(self.model.clone());
     }
 
     pub(super) fn is_ephemeral(&self) -> bool {

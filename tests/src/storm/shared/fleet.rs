@@ -2,7 +2,9 @@
 
 use super::disk::{Disk, Source, Standing};
 use crate::clock;
+use crate::storm::configured;
 use crate::storm::foreign;
+use crate::storm::kinds::Kind;
 use crate::storm::loss;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::toml::toml_of_disk;
@@ -44,7 +46,12 @@ impl<'a> Fleet<'a> {
             .collect();
         let count = DISKS_MIN + rng.below(DISKS_MORE);
         let disks = (0..count).map(|number| Disk::create(&world, rng, number, &sockets));
-        let disks = disks.collect::<Outcome<Vec<_>>>()?;
+        let mut disks = disks.collect::<Outcome<Vec<_>>>()?;
+        // No server takes over while there is one: most fleets have none.
+        if world.does(rng, Kind::Ephemeral, 20) {
+            let some = disks.iter_mut().filter(|_| rng.percent(40));
+            some.for_each(Disk::make_ephemeral);
+        }
         let has_logs = rng.percent(50);
         // A server that begins with a qcow2 image makes the folder for logs.
         let may_begin = |disk: &&Disk| has_logs || disk.cluster.is_none();
@@ -160,6 +167,19 @@ impl<'a> Fleet<'a> {
                 disk.source = Source::Configuration;
             }
         }
+    }
+
+    /// Whether another server may have been kept from taking over, with this in its log: by
+    /// commands, or because of what clients would lose.
+    pub(super) fn may_keep_server(&self, log: &str) -> bool {
+        let mut ephemeral = self.disks.iter().filter(|disk| disk.is_ephemeral());
+        log.contains(configured::DISKS_CHANGE)
+            || ephemeral.any(|disk| {
+                let is_there = disk.standing != Standing::Absent;
+                let is_listed = self.listed.contains(&disk.name);
+                let is_named = log.contains(&format!("disk {:?} is ephemeral", disk.name));
+                is_there && is_named || is_listed && log.contains("ephemeral cannot take over")
+            })
     }
 
     /// Waits until the server has done with disk `number` what it was asked for by a client that

@@ -13,9 +13,6 @@ use rustix::process::Signal;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// Why another server may be kept from taking over: commands, and what would be lost.
-const KEPT: [&str; 3] = [configured::DISKS_CHANGE, "is ephemeral", "ephemeral cannot take over"];
-
 /// A server.
 #[derive(Debug)]
 pub(super) struct Server {
@@ -112,7 +109,7 @@ impl Server {
         });
         let is_well = ended.is_some() && self.process.is_running() != new.is_running();
         let said_by_new = new.log();
-        let is_kept = !new.is_running() && KEPT.iter().any(|why| said_by_new.contains(why));
+        let is_kept = !new.is_running() && fleet.may_keep_server(&said_by_new);
         if is_well && is_kept {
             fleet.tell(format_args!("  which is refused: {}", said_by_new.trim()));
             return Ok((self, said));
