@@ -5,7 +5,9 @@ use crate::clock;
 use crate::storm::configured;
 use crate::storm::foreign;
 use crate::storm::kinds::Kind;
+use crate::storm::load::Phase;
 use crate::storm::loss;
+use crate::storm::parties::Party;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::toml::toml_of_disk;
 use crate::storm::world::{World, text};
@@ -167,6 +169,13 @@ impl<'a> Fleet<'a> {
                 disk.source = Source::Configuration;
             }
         }
+    }
+
+    /// Another server takes over. A client of a disk that was taken away may not have noticed yet
+    /// that it has come to its end.
+    pub(super) fn moves(&self, parties: &[Party]) {
+        let served = parties.iter().filter(|party| self.disks[party.disk].is_serving());
+        served.for_each(|party| party.stage.enter(Phase::Moving));
     }
 
     /// Whether another server may have been kept from taking over, with this in its log: by

@@ -7,8 +7,7 @@ use super::fleet::Fleet;
 use super::server::Server;
 use crate::clock;
 use crate::command::{self as program, Finished};
-use crate::storm::load::Phase;
-use crate::storm::parties::{self, Party};
+use crate::storm::parties::Party;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::text;
 use mica_units::Rng;
@@ -42,7 +41,7 @@ pub(super) fn take_over(
     let pause = || Duration::from_micros(rng.below(PAUSE_US_MAX));
     let pauses = std::iter::repeat_with(pause);
     let lines: Vec<_> = pauses.zip(lines).collect();
-    parties::enter(parties, Phase::Moving);
+    fleet.moves(parties);
     orders.iter().for_each(|order| order.warn(parties));
     let (mut server, said) = server.take_over_amid(fleet, |fleet| all(fleet, &lines))?;
     for said in &said {

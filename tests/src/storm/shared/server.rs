@@ -89,7 +89,7 @@ impl Server {
 
     /// Another one takes over, under clients.
     pub(super) fn take_over(self, fleet: &mut Fleet<'_>, parties: &[Party]) -> Outcome<Self> {
-        parties::enter(parties, Phase::Moving);
+        fleet.moves(parties);
         let (server, ()) = self.take_over_amid(fleet, |_| Ok(()))?;
         Ok(server)
     }
