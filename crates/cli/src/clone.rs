@@ -2,7 +2,8 @@
 //! however many layers are beneath.
 
 use crate::create::{
-    EncryptOptions, NewFile, NewImageOptions, Sources, parse_options, warn_if_refused,
+    EncryptOptions, NamedBase, NewFile, NewImageOptions, Sources, keep_all, parse_options,
+    warn_if_refused,
 };
 use crate::failure::Failure;
 use crate::images::ImageArgs;
@@ -12,10 +13,7 @@ use mica_block::Images;
 use mica_qcow2::read_header;
 use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_stack::{
-    FileImages, Format, announce_overlays, base_name, expect_overlays, is_frozen, sync_folder_of,
-    wait_for_dead,
-};
+use mica_stack::{FileImages, Format, base_name, is_frozen, sync_folder_of, wait_for_dead};
 use mica_units::SECTOR_BYTES;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -69,6 +67,7 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         }
         let (len, base_is_encrypted) = base_facts(args, format).await?;
         wish.backing_format = Some(format.name().to_owned());
+        let base = NamedBase { path: args.base.clone(), may_be_missing: false };
         let names = names(args);
         for names in names.chunks(TOGETHER) {
             let mut files = Vec::with_capacity(names.len());
@@ -76,7 +75,7 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
                 let wishes = (&mut wish, &encrypt, base_is_encrypted);
                 files.push(make(args, name, len, wishes).await?);
             }
-            keep_all(&args.base, files)?;
+            keep_all(files, Some(&base))?;
         }
         for name in names.first().into_iter().chain(args.count.and(names.last())) {
             sync_folder_of(name)?;
@@ -87,22 +86,6 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         report(args, &names, len)?;
         Ok(ExitCode::SUCCESS)
     })
-}
-
-/// Gives the images, which are complete, their names. Whoever merges the `base` finds each as soon
-/// as it has its.
-fn keep_all(base: &Path, mut files: Vec<NewFile>) -> Result<(), Failure> {
-    let paths: Vec<_> = files.iter().map(|file| file.path().to_owned()).collect();
-    let paths: Vec<_> = paths.iter().map(PathBuf::as_path).collect();
-    let expected = expect_overlays(base, &paths);
-    let named = files.iter_mut().try_for_each(NewFile::name);
-    if let Err(failure) = named.and_then(|()| Ok(announce_overlays(base, &paths)?)) {
-        drop(files);
-        expected.forget();
-        return Err(failure);
-    }
-    files.into_iter().for_each(NewFile::keep);
-    Ok(())
 }
 
 /// The length of the disk of the base, which nobody is writing, and whether it is encrypted.

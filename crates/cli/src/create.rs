@@ -172,32 +172,39 @@ pub(crate) struct NamedBase {
     pub(crate) may_be_missing: bool,
 }
 
-/// Keeps a new image, which is complete, and its data file, if it has one: they get their names.
-/// Whoever merges the `base` finds the image as soon as it has its.
+/// Keeps a new image, which is complete, and its data file, if it has one, as [`keep_all`] does.
 pub(crate) fn keep_new(
-    mut image: NewFile,
+    image: NewFile,
     data: Option<NewFile>,
     base: Option<&NamedBase>,
 ) -> Result<(), Failure> {
     let data = data.map(NewFile::named).transpose()?;
-    let path = image.path().to_owned();
+    keep_all(vec![image], base)?;
+    data.into_iter().for_each(NewFile::keep);
+    Ok(())
+}
+
+/// Keeps new images, which are complete: they get their names. Whoever merges the `base` finds each
+/// as soon as it has its.
+pub(crate) fn keep_all(mut images: Vec<NewFile>, base: Option<&NamedBase>) -> Result<(), Failure> {
+    let paths: Vec<_> = images.iter().map(|image| image.path().to_owned()).collect();
+    let paths: Vec<_> = paths.iter().map(PathBuf::as_path).collect();
     let base = base.filter(|base| !base.may_be_missing || base.path.exists());
-    let expected = base.map(|base| expect_overlays(&base.path, &[&path]));
-    let named = image.name().and_then(|()| match base {
+    let expected = base.map(|base| expect_overlays(&base.path, &paths));
+    let named = images.iter_mut().try_for_each(NewFile::name).and_then(|()| match base {
         Some(base) if base.may_be_missing => {
-            note_overlay(&base.path, &path);
+            paths.iter().for_each(|path| note_overlay(&base.path, path));
             Ok(())
         }
-        Some(base) => Ok(announce_overlays(&base.path, &[&path])?),
+        Some(base) => Ok(announce_overlays(&base.path, &paths)?),
         None => Ok(()),
     });
     if let Err(failure) = named {
-        drop(image);
+        drop(images);
         expected.into_iter().for_each(ExpectedOverlays::forget);
         return Err(failure);
     }
-    image.keep();
-    data.into_iter().for_each(NewFile::keep);
+    images.into_iter().for_each(NewFile::keep);
     Ok(())
 }
 
