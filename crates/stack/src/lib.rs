@@ -78,7 +78,9 @@ pub use redo::folder::{
 pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
-pub use temporary::{is_file_at, make_unfinished, name_new, remove_unfinished, unfinished_place};
+pub use temporary::{
+    is_at as is_file_at, make_unfinished, name_new, remove_unfinished, unfinished_place,
+};
 pub use volumes::{
     Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,
     SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl,

@@ -52,7 +52,7 @@ pub enum RedoPlace {
 
 impl Default for RedoPlace {
     fn default() -> Self {
-        Self::Directory(usual_directory())
+        Self::Directory(folder::usual_redo_directory().to_owned())
     }
 }
 
@@ -83,13 +83,6 @@ impl RedoPlace {
         let usual = name_of(identity);
         if let Self::Limited(_, bytes) = self { format!("{usual}-{bytes}") } else { usual }
     }
-}
-
-/// Memory-backed and present on every Linux.
-const USUAL_DIRECTORY: &str = "/dev/shm";
-
-fn usual_directory() -> PathBuf {
-    PathBuf::from(USUAL_DIRECTORY)
 }
 
 /// Maximum size of such a file. It takes as much memory as was written between two flushes.
@@ -134,8 +127,8 @@ impl RedoFile {
         let folder = folder::path_of(directory, user);
         let (name, capacity) = (place.name_of(identity), place.capacity());
         let lock = FlockOperation::NonBlockingLockExclusive;
-        let usual =
-            (directory != usual_directory()).then(|| folder::path_of(&usual_directory(), user));
+        let usual = folder::usual_redo_directory();
+        let usual = (directory != usual).then(|| folder::path_of(usual, user));
         let (note, file) = (note_of(identity), Mutex::default());
         Some(Self { folder, user, name, note, capacity, usual, boot, lock, file })
     }
@@ -147,7 +140,7 @@ impl RedoFile {
         identity: Identity,
         created: SystemTime,
     ) -> Option<PathBuf> {
-        let usual = folder::path_of(&usual_directory(), own_user());
+        let usual = folder::path_of(folder::usual_redo_directory(), own_user());
         Self::elsewhere_than(place, &usual, identity).filter(|file| is_since(file, created))
     }
 

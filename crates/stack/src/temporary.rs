@@ -107,11 +107,6 @@ pub fn remove_unfinished(place: &Path) -> bool {
     remove_if_abandoned(place.to_owned(), is_lockable_image).is_some()
 }
 
-/// Whether `file` is what `path` names.
-pub fn is_file_at(path: &Path, file: &File) -> bool {
-    is_at(path, file)
-}
-
 /// Gives the file at `place` the name `path`, which nothing has.
 ///
 /// # Errors
@@ -248,7 +243,7 @@ fn is_own_file(found: &Metadata) -> bool {
 }
 
 /// Whether `file` is what `path` names, and not a symbolic link to it.
-pub(crate) fn is_at(path: &Path, file: &File) -> bool {
+pub fn is_at(path: &Path, file: &File) -> bool {
     let node = |found: Metadata| (found.dev(), found.ino());
     let there = path.symlink_metadata().map(node);
     there.is_ok_and(|there| file.metadata().map(node).is_ok_and(|own| own == there))

@@ -8,7 +8,7 @@
 //! | who | does, in this order |
 //! |---|---|
 //! | a verb that makes an image | writes it; adds its path; names it; looks for a mark, the path |
-//! | a verb that changes what an image stands on | writes that; adds its path; the same |
+//! | a verb that rebases one | writes its header; adds its path; looks for a mark, the path |
 //! | a merge | marks its layers; reads their notes; looks at what they name |
 //!
 //! A note is evidence of nothing but where to look. What it names is asked what it stands on; if it
