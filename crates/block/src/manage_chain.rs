@@ -35,6 +35,12 @@ pub trait ManageChain {
         group: Option<&'a SnapshotGroup>,
     ) -> LocalFuture<'a, Result<Pushed>>;
 
+    /// Makes durable what is waiting to be written out, if that is much: a [`Self::push`] soon after
+    /// has little left to do. For the time in which the new layer's file is made.
+    ///
+    /// Errors: as for [`crate::Disk::flush`].
+    fn write_ahead(&self) -> LocalFuture<'_, Result<()>>;
+
     /// Bytes of a cluster of the active layer; `None` if that is a raw image, on top of which
     /// nothing is yet.
     fn cluster_bytes(&self) -> Option<u64>;

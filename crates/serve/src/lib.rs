@@ -33,4 +33,4 @@ pub use prepared::Prepared;
 pub use scarce::warn_of_lack;
 pub use throttled::Throttled;
 pub use tls::{CERTIFICATE_FILES, CertificateSource, Clients, OpenFile, Tls, TlsPolicy};
-pub use workers::Workers;
+pub use workers::{Spawned, Workers};

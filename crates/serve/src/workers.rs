@@ -14,6 +14,21 @@ use std::thread::JoinHandle;
 /// Maximum number of threads of a process that serves.
 const WORKERS_MAX: usize = 256;
 
+/// What somebody started on a worker.
+#[derive(Debug)]
+#[must_use]
+pub struct Spawned<T>(mpsc::Receiver<T>);
+
+impl<T> Spawned<T> {
+    /// Waits for it. Not to be called on a worker.
+    ///
+    /// # Errors
+    /// `Io` if the worker ended before it did, by a failure in the server.
+    pub fn wait(self) -> Result<T> {
+        self.0.recv().map_err(|_| Error::new(ErrorKind::Io, "a worker failed"))
+    }
+}
+
 /// Threads with an executor each. They end when this is dropped; what still runs on them is
 /// dropped.
 pub struct Workers {
@@ -100,13 +115,23 @@ impl Workers {
         M: FnOnce() -> F + Send + 'static,
         F: Future<Output = T> + 'static,
     {
+        self.spawn(make).wait()
+    }
+
+    /// Starts what `make` makes on the first of them.
+    pub fn spawn<T, M, F>(&self, make: M) -> Spawned<T>
+    where
+        T: Send + 'static,
+        M: FnOnce() -> F + Send + 'static,
+        F: Future<Output = T> + 'static,
+    {
         let (sender, receiver) = mpsc::channel();
         // Always the same: another one that hangs holds up nobody who waits here.
         self.handles[0].spawn_with(move || async move {
             // The one that asked waits below.
             let _ = sender.send(make().await);
         });
-        receiver.recv().map_err(|_| Error::new(ErrorKind::Io, "a worker failed"))
+        Spawned(receiver)
     }
 
     /// What the clients of all servers on them share.

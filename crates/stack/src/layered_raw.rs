@@ -209,6 +209,16 @@ impl LayeredRaw {
         }
     }
 
+    /// As [`Chain::write_ahead`].
+    async fn write_ahead(&self) -> Result<()> {
+        let _alone = self.pushing.claim(0).await;
+        match (self.chain(), self.raw.load_full()) {
+            (Some(chain), _) => chain.write_ahead().await,
+            (None, Some(raw)) => flush_ahead(async || raw.flush().await.map(|()| true)).await,
+            (None, None) => Ok(()),
+        }
+    }
+
     async fn put_on_top(
         &self,
         path: &Path,
@@ -229,7 +239,7 @@ impl LayeredRaw {
         }
         let raw = self.raw.load_full().expect("I1: there is no chain");
         let chain = self.open_chain(path, &raw).await?;
-        let flushed = flush_ahead(async || raw.flush().await.map(|()| true)).await;
+        let flushed = raw.flush().await;
         let start = mica_rt::now();
         let held = self.hold().await;
         let named = match flushed.and_then(|()| check_length(&chain, &raw, path)) {

@@ -257,7 +257,9 @@ impl Served {
         let executor = Executor::new(Backend::Pool)
             .map_err(|error| Error::from_io("making a layer", error))?;
         let made = keeping.make_overlay(cluster_bytes, disk.geometry().len, options);
-        let kept = executor.block_on(made).and_then(|()| {
+        let ahead = self.write_ahead(disk);
+        let made = executor.block_on(made);
+        let kept = ahead.wait().flatten().and(made).and_then(|()| {
             keeping.link()?;
             let (names, disk) = (Arc::clone(&keeping), Arc::clone(disk));
             self.resources.workers.run(move || async move {

@@ -8,14 +8,15 @@
 //!   durable when it is on top already, it stays, and its disk accepts no more writes.
 
 use super::Served;
-use super::snapshots::in_group;
+use super::snapshots::{at_once, in_group};
 use crate::opened::is_raw;
 use crate::sandbox::Granted;
 use mica_block::{Error, ErrorKind, Manage, ManageChain, Pushed, Result, SnapshotGroup};
 use mica_rt::{Backend, Executor};
+use mica_serve::Spawned;
 use mica_stack::{Beneath, FileImages, MayWrite, NewLayer, NewLayerWish};
 use std::path::Path;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How a disk got a layer.
@@ -30,15 +31,13 @@ pub(crate) struct Layered {
     pub(crate) pause: Duration,
 }
 
-/// A disk, and the file that its chain is about to get.
-struct Ready<'a> {
-    served: &'a Served,
+/// A disk, and the file that its chain is about to get. Nobody else changes its life meanwhile.
+struct Ready {
+    served: Arc<Served>,
     disk: Arc<dyn Manage>,
     new: Arc<NewLayer>,
     /// Whether a kill lost none of its writes, as it was.
     was_strong: bool,
-    /// Nobody else changes its life.
-    _changes: MutexGuard<'a, ()>,
 }
 
 impl Served {
@@ -57,17 +56,26 @@ impl Served {
         all: Vec<(Arc<Self>, NewLayerWish)>,
         granted: Option<&Granted>,
     ) -> Result<Vec<Layered>> {
-        let (disks, wishes): (Vec<_>, Vec<_>) = all.into_iter().unzip();
-        let mut wanted: Vec<_> = disks.iter().zip(wishes).enumerate().collect();
+        let mut by_name: Vec<_> = all.iter().map(|(served, _)| served).collect();
         // Two groups with disks in common take turns.
-        wanted.sort_by(|(_, (one, _)), (_, (other, _))| one.name.cmp(&other.name));
-        let mut ready = Vec::new();
-        for (at, (served, wish)) in wanted {
-            let made = served.make_layer(wish, granted);
-            ready.push((at, made.map_err(|error| error.wrap(format!("disk {:?}", served.name)))?));
+        by_name.sort_by(|one, other| one.name.cmp(&other.name));
+        let _changes: Vec<_> = by_name.into_iter().map(|served| served.lock_changes()).collect();
+        // Layers that are made at the same time take no notice of each other's files.
+        if let Some(twice) = (1..all.len())
+            .find(|&at| all[..at].iter().any(|(_, before)| before.path == all[at].1.path))
+        {
+            let what = format!("{} is named for two disks", all[twice].1.path.display());
+            return Err(Error::new(ErrorKind::Invalid, what));
         }
-        ready.sort_by_key(|(at, _)| *at);
-        let ready: Vec<_> = ready.into_iter().map(|(_, ready)| ready).collect();
+        let make = |(served, wish): &(Arc<Self>, NewLayerWish)| {
+            let made = served.make_layer(wish.clone(), granted);
+            made.map_err(|error| error.wrap(format!("disk {:?}", served.name)))
+        };
+        let made = match &*all {
+            [one] => vec![make(one)],
+            all => at_once(all, make, |error| error),
+        };
+        let ready = made.into_iter().collect::<Result<Vec<_>>>()?;
         let pushed: Result<Vec<_>> = match &*ready {
             [one] => one.push(None).map(|pushed| vec![pushed]),
             all => {
@@ -85,9 +93,12 @@ impl Served {
         Ok(ready.into_iter().zip(pushed).map(|(ready, pushed)| ready.finish(pushed)).collect())
     }
 
-    /// Makes the file of a layer.
-    fn make_layer(&self, wish: NewLayerWish, granted: Option<&Granted>) -> Result<Ready<'_>> {
-        let changes = self.lock_changes();
+    /// Makes the file of a layer. The caller keeps others from changing the disk's life.
+    fn make_layer(
+        self: &Arc<Self>,
+        wish: NewLayerWish,
+        granted: Option<&Granted>,
+    ) -> Result<Ready> {
         let disk = self.opened().disk()?;
         self.check_gets_layers(&*disk)?;
         let image = self.image();
@@ -105,9 +116,24 @@ impl Served {
             .map_err(|error| Error::from_io("making a layer", error))?;
         let (len, is_raw) = (disk.geometry().len, is_raw(&*disk));
         let beneath = Beneath { active: &image, len, is_raw };
-        let new = executor.block_on(NewLayer::make(&images, beneath, wish))?;
+        let ahead = self.write_ahead(&disk);
+        let new = executor.block_on(NewLayer::make(&images, beneath, wish));
+        ahead.wait().flatten()?;
+        let new = new?;
         let was_strong = disk.weakness().is_none();
-        Ok(Ready { served: self, disk, new: Arc::new(new), was_strong, _changes: changes })
+        Ok(Ready { served: Arc::clone(self), disk, new: Arc::new(new), was_strong })
+    }
+
+    /// What waits to be written is made durable while the file of a layer is, so that nobody waits
+    /// for one after the other.
+    pub(super) fn write_ahead(&self, disk: &Arc<dyn Manage>) -> Spawned<Result<()>> {
+        let disk = Arc::clone(disk);
+        self.resources.workers.spawn(move || async move {
+            match disk.chain() {
+                Some(chain) => chain.write_ahead().await,
+                None => Ok(()),
+            }
+        })
     }
 
     /// Whether a layer can be put on top of it at all.
@@ -128,7 +154,7 @@ impl Served {
     }
 }
 
-impl Ready<'_> {
+impl Ready {
     /// Puts the layer on top of the chain.
     fn push(&self, group: Option<Arc<SnapshotGroup>>) -> Result<Pushed> {
         let (disk, new) = (Arc::clone(&self.disk), Arc::clone(&self.new));
@@ -166,7 +192,7 @@ impl Ready<'_> {
 
     /// The chain has it.
     fn finish(self, pushed: Pushed) -> Layered {
-        let Self { served, disk, new, was_strong, _changes } = self;
+        let Self { served, disk, new, was_strong } = self;
         let (frozen, active): (_, Arc<Path>) = (served.image(), new.path().into());
         served.set_image(Arc::clone(&active));
         let (layers, Pushed { pause }) = (disk.layer_count(), pushed);

@@ -182,17 +182,27 @@ pub(super) fn in_group<D: Sync, T: Send>(
     act: impl Fn(&D, Arc<SnapshotGroup>) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
     let group = Arc::new(SnapshotGroup::new(all.len()));
+    at_once(all, |one| act(one, Arc::clone(&group)), |error| group.fail(error))
+}
+
+/// What `act` did for each of `all`, on a thread each; what `not_started` makes of the error if
+/// there is none for it. All have ended when this returns.
+pub(super) fn at_once<D: Sync, T: Send>(
+    all: &[D],
+    act: impl Fn(&D) -> Result<T> + Sync,
+    not_started: impl Fn(Error) -> Error,
+) -> Vec<Result<T>> {
     let panicked = || Error::new(ErrorKind::Io, "the thread that took a snapshot panicked");
     thread::scope(|scope| {
         let start = |one| {
-            let (act, group) = (&act, Arc::clone(&group));
+            let act = &act;
             let thread = thread::Builder::new().name("mica-group".to_owned());
-            thread.spawn_scoped(scope, move || act(one, group))
+            thread.spawn_scoped(scope, move || act(one))
         };
         let threads: Vec<_> = all.iter().map(start).collect();
         let ended = threads.into_iter().map(|thread| match thread {
             Ok(thread) => thread.join().unwrap_or_else(|_| Err(panicked())),
-            Err(error) => Err(group.fail(Error::from_io("starting a thread", error))),
+            Err(error) => Err(not_started(Error::from_io("starting a thread", error))),
         });
         ended.collect()
     })

@@ -117,6 +117,10 @@ impl ManageChain for Chain {
         Box::pin(Chain::push(self, path, names, group))
     }
 
+    fn write_ahead(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(Chain::write_ahead(self))
+    }
+
     fn cluster_bytes(&self) -> Option<u64> {
         let layers = self.map.layers_now();
         Some(layers.active().tables.as_ref()?.l2.cluster_bits.bytes())

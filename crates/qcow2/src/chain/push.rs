@@ -1,8 +1,8 @@
 //! A new active layer under running requests.
 //!
 //! ```text
-//! open the overlay ─▶ flush, if there is much ─▶ hold the gate ─▶ write out ─▶ names
-//!   ─▶ the layers ─▶ the writer ─▶ let go ─▶ the frozen layer and the names durable
+//! [write ahead ─▶] open the overlay ─▶ sync, if there is data ─▶ hold the gate ─▶ write out
+//!   ─▶ names ─▶ the layers ─▶ the writer ─▶ let go ─▶ the frozen layer and the names durable
 //!   ─▶ close the old writer
 //! ```
 //!
@@ -64,6 +64,9 @@ use std::time::Duration;
 const FLUSHES_AHEAD_MAX: u32 = 4;
 /// A flush that took no longer had little to do.
 const SHORT_FLUSH: Duration = Duration::from_millis(1);
+/// A flush that took more of the time of the one before, in percent, took it for what every flush
+/// costs on this device.
+const SHORTER_PERCENT: u32 = 75;
 
 impl Chain {
     /// Puts the image at `path` on top: an empty overlay of the active layer. From then on it is
@@ -88,6 +91,18 @@ impl Chain {
         })
     }
 
+    /// Makes durable what the active layer has to write out, if that is much: a [`Chain::push`]
+    /// soon after finds little.
+    ///
+    /// # Errors
+    /// Any failure of the flush. A chain that is only read has nothing to write out.
+    pub async fn write_ahead(&self) -> Result<()> {
+        // What a flush is about to make durable, a push must not take for durable.
+        let _alone = self.pushing.claim(0).await;
+        let Some(writer) = self.writer.load_full() else { return Ok(()) };
+        flush_ahead(async || flush_if_much(&writer).await).await
+    }
+
     async fn put_on_top(
         &self,
         path: &Path,
@@ -101,14 +116,7 @@ impl Chain {
         let before = map.layers();
         let (layer, next) = self.open_next(path, &before, names).await?;
         self.continue_bitmaps(&writer, &next, path).await?;
-        let flush = async || {
-            if !writer.has_much_to_write_out() {
-                return Ok(false);
-            }
-            let flush = async |writer: Arc<Writer>| writer.flush_ahead().await;
-            Arc::clone(&writer).complete(flush).await.map(|()| true)
-        };
-        flush_ahead(flush).await?;
+        write_ahead_shortly(&writer).await?;
         let start = mica_rt::now();
         let held = self.gate.hold().await;
         let freezing = async |writer: Arc<Writer>| {
@@ -219,17 +227,45 @@ impl Chain {
     }
 }
 
-/// Flushes until little is left to be written out while changes wait: what came during one flush
-/// takes the next one. `flush` returns whether there was enough to be worth it.
+/// Flushes what `writer` has, if it would take long to write it out while changes wait. Returns
+/// whether it did.
+async fn flush_if_much(writer: &Arc<Writer>) -> Result<bool> {
+    if !writer.has_much_to_write_out() {
+        return Ok(false);
+    }
+    let flush = async |writer: Arc<Writer>| writer.flush_ahead().await;
+    Arc::clone(writer).complete(flush).await.map(|()| true)
+}
+
+/// Does what shortens the time for which changes wait, and takes no longer than it saves: of links
+/// that must not be written before their data is durable, there are soon others.
+async fn write_ahead_shortly(writer: &Arc<Writer>) -> Result<()> {
+    if writer.has_many_pages() {
+        flush_if_much(writer).await?;
+    } else if writer.needs_sync_between() {
+        let sync = async |writer: Arc<Writer>| writer.sync_ahead().await;
+        Arc::clone(writer).complete(sync).await?;
+    }
+    Ok(())
+}
+
+/// Flushes until little is left to be written out: what came during one flush takes the next one.
+/// `flush` returns whether there was enough to be worth it.
 ///
 /// # Errors
 /// Those of `flush`.
 pub async fn flush_ahead(mut flush: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    let mut before = Duration::MAX;
     for _ in 0..FLUSHES_AHEAD_MAX {
         let start = mica_rt::now();
-        if !flush().await? || mica_rt::now().saturating_since(start) <= SHORT_FLUSH {
+        if !flush().await? {
             break;
         }
+        let took = mica_rt::now().saturating_since(start);
+        if took <= SHORT_FLUSH || took > before / 100 * SHORTER_PERCENT {
+            break;
+        }
+        before = took;
     }
     Ok(())
 }

@@ -191,8 +191,26 @@ impl Writer {
     /// Whether it takes long to write out what there is: a sync is needed in between, or there are
     /// many pages.
     pub(crate) fn has_much_to_write_out(&self) -> bool {
-        let pages = self.metadata.lock();
-        pages.group.in_two_steps || pages.dirty_count() > PAGES_SOON_WRITTEN
+        self.needs_sync_between() || self.has_many_pages()
+    }
+
+    /// Whether writing out needs a sync in between.
+    pub(crate) fn needs_sync_between(&self) -> bool {
+        self.metadata.lock().group.in_two_steps
+    }
+
+    /// Whether it takes long to put what there is into the page cache.
+    pub(crate) fn has_many_pages(&self) -> bool {
+        self.metadata.lock().dirty_count() > PAGES_SOON_WRITTEN
+    }
+
+    /// Makes the guest's data durable: the next sync has so much less to do.
+    ///
+    /// # Errors
+    /// Any failure of the sync: then nothing more is acknowledged.
+    pub(crate) async fn sync_ahead(&self) -> Result<()> {
+        self.check_usable()?;
+        self.sync(false).await
     }
 
     /// Flushes so that everything that ends before the flush begins is durable afterwards, and

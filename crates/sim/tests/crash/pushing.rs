@@ -124,9 +124,14 @@ impl Growing {
         let beneath = self.tops.borrow()[number - 1].clone();
         let format = if self.is_raw(&beneath) { "raw" } else { "qcow2" };
         let len = self.shape.initial.len() as u64;
-        make_overlay_of(world, &path, (&beneath, format), len).await?;
         let disk = self.open.borrow().clone().unwrap();
         let chain = disk.chain().expect("it is written");
+        let mut made: Vec<LocalFuture<'_, Result<()>>> =
+            vec![Box::pin(make_overlay_of(world, &path, (&beneath, format), len))];
+        if world.random_below(2) == 0 {
+            made.push(chain.write_ahead());
+        }
+        mica_rt::join_all(made).await.into_iter().collect::<Result<()>>()?;
         self.tops.borrow_mut().push(path.clone());
         let mut names = Marks::of(world, &beneath);
         let pushed = match world.random_below(3) {

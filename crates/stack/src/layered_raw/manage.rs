@@ -194,6 +194,10 @@ impl ManageChain for LayeredRaw {
         })
     }
 
+    fn write_ahead(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(Self::write_ahead(self))
+    }
+
     fn cluster_bytes(&self) -> Option<u64> {
         self.chain()?.cluster_bytes()
     }
