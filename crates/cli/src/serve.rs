@@ -36,7 +36,7 @@ pub(crate) struct ServeArgs {
     /// Say what is wrong with --config, and exit.
     ///
     /// All of it; the images are opened for reading.
-    #[arg(long, requires = "config")]
+    #[arg(long, requires = "config", hide_short_help = true)]
     check_config: bool,
     /// How --check-config prints what it finds: human or json.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
@@ -48,7 +48,7 @@ pub(crate) struct ServeArgs {
     /// Its sockets, and its disks once it has closed them. Virtual machines only pause; NBD clients
     /// are disconnected, and those that reconnect find the same disk. If this server cannot serve,
     /// that one keeps serving. Disks that are served as files cannot be taken over.
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     takeover: bool,
     /// Exit once the disks are served.
     ///

@@ -5,8 +5,8 @@ use std::process::Command;
 
 /// Widths of terminals.
 const WIDTHS: [usize; 2] = [80, 100];
-/// The height of a terminal, with the command and the next prompt.
-const SCREEN_LINES: usize = 40;
+/// The height of a terminal, with the next prompt.
+const SCREEN_LINES: usize = 24;
 /// What only `--help` has, and under a heading of its own.
 const ENGINE: [&str; 7] =
     ["--inject", "--aio", "--cache", "--index-cache", "--index-dir", "--redo-dir", "--coroutines"];
@@ -19,7 +19,7 @@ fn help(words: &[&str], flag: &str, width: usize) -> String {
 
 /// The verbs below `words`.
 pub(super) fn verbs(words: &[&str]) -> Vec<String> {
-    let help = help(words, "-h", WIDTHS[0]);
+    let help = help(words, "--help", WIDTHS[0]);
     let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
     let listed = listed.take_while(|line| !line.trim().is_empty());
     let names = listed.filter(|line| !line.starts_with("   "));
@@ -46,6 +46,9 @@ fn every_verb_has_a_screen_of_help_and_more_with_examples() {
 fn judge(words: &[&str], width: usize) {
     let [short, long] = ["-h", "--help"].map(|flag| help(words, flag, width));
     assert!(short.lines().count() < SCREEN_LINES, "{words:?} -h: more than a screen:\n{short}");
+    let verb = [&["mica"][..], words].concat().join(" ");
+    let foot = short.lines().last().unwrap_or_default();
+    assert!(foot.contains(&format!("{verb} --help")), "{words:?} -h does not say where more is");
     for help in [&short, &long] {
         assert!(help.lines().all(|line| line.chars().count() <= width), "{words:?}: wide:\n{help}");
     }
@@ -59,6 +62,6 @@ fn judge(words: &[&str], width: usize) {
         }
     }
     let (_, examples) = long.split_once("\nEXAMPLES:\n").expect("examples");
-    let verb = [&["  mica"][..], words].concat().join(" ");
-    assert!(examples.lines().any(|line| line.starts_with(&verb)), "{words:?}: {examples}");
+    let begins = |line: &str| line.trim_start().starts_with(&verb);
+    assert!(examples.lines().any(begins), "{words:?}: {examples}");
 }
