@@ -27,19 +27,36 @@ pub(super) fn verbs(words: &[&str]) -> Vec<String> {
     names.filter(|verb| verb != "help").collect()
 }
 
-#[test]
-fn every_verb_has_a_screen_of_help_and_more_with_examples() {
+/// Calls `judge` for every verb, with whether there are verbs below it.
+fn walk(mut judge: impl FnMut(&[&str], bool)) {
     let mut seen = 0;
-    judge(&[], WIDTHS[0]);
     let mut next: Vec<Vec<String>> = verbs(&[]).into_iter().map(|verb| vec![verb]).collect();
     while let Some(words) = next.pop() {
         let words: Vec<_> = words.iter().map(String::as_str).collect();
-        WIDTHS.iter().for_each(|width| judge(&words, *width));
+        let below = verbs(&words);
+        judge(&words, !below.is_empty());
         seen += 1;
         let deeper = |word| words.iter().map(|word| (*word).to_owned()).chain([word]).collect();
-        next.extend(verbs(&words).into_iter().map(deeper));
+        next.extend(below.into_iter().map(deeper));
     }
     assert!(seen >= 28, "{seen} verbs");
+}
+
+#[test]
+fn every_verb_has_a_screen_of_help_and_more_with_examples() {
+    judge(&[], WIDTHS[0]);
+    walk(|words, _| WIDTHS.iter().for_each(|width| judge(words, *width)));
+}
+
+#[test]
+fn every_verb_has_json_or_says_why_not() {
+    walk(|words, is_group| {
+        if is_group || help(words, "--help", WIDTHS[0]).contains("--output <FORMAT>") {
+            return;
+        }
+        let said = mica::run([words, &["--output", "json"]].concat()).refusal();
+        assert!(said.starts_with(&format!("mica: mica {} has no --output:", words[0])), "{said}");
+    });
 }
 
 #[track_caller]
