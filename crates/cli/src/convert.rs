@@ -13,7 +13,7 @@ mod stream;
 use crate::create::{
     Device, NamedBase, NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted,
     is_block_device, keep_new, new_data_file, no_new_luks, open_backing, parse_options,
-    plain_names, warn_if_refused, warn_of_plain,
+    plain_names, refuse_protocol, warn_if_refused, warn_of_plain,
 };
 use crate::failure::Failure;
 use crate::images::{CacheWord, ImageArgs, size_of};
@@ -472,6 +472,7 @@ async fn open_base(
     sources: &mut Sources,
 ) -> Result<Option<Arc<dyn Manage>>, Failure> {
     let Some(backing) = &plan.backing else { return Ok(None) };
+    refuse_protocol(&backing.name)?;
     let path = beside(&args.names.target, Path::new(&backing.name));
     let opened =
         open_backing(&path, backing.format.as_deref(), IndexUse::Read, &args.images).await?;
