@@ -1,6 +1,6 @@
 //! Failures of verbs: one line on stderr and an exit code.
 
-use crate::client::plain;
+use crate::plain::plain;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;

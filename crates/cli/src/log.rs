@@ -5,8 +5,8 @@
 //! stderr that has left, must not end a server. A message is one line, whatever the names in it
 //! hold: nobody who chooses a name can forge another.
 
-use crate::client::plain;
 use crate::failure::Failure;
+use crate::plain::plain;
 use mica_daemon::{LogLevel, LogSwitch, SERVING};
 use std::fs::File;
 use std::io::{self, Write};

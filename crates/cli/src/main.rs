@@ -38,6 +38,7 @@ mod merging;
 mod output;
 mod pid_file;
 mod pipe;
+mod plain;
 mod rebase;
 mod resize;
 mod restore;

@@ -3,8 +3,8 @@
 //!
 //! Invariants
 //! - I1 An overlay that a server has open is locked, as images are, and stays.
-//! - I2 One that a disk still has that is drained is not locked. So only what nobody has written for
-//!   a day goes.
+//! - I2 That of a disk that is drained is not locked. So only what nobody has written for a day
+//!   goes.
 //! - I3 Only what this user owns goes, and only by these names: anybody may make files where
 //!   temporary files are.
 
