@@ -51,9 +51,9 @@ enum BackupVerb {
         #[arg(value_name = "DIR")]
         folder: PathBuf,
     },
-    /// Read states in a folder, and find what is damaged or missing, down to the extent.
+    /// Read states in a folder, and find what is damaged or missing.
     ///
-    /// All of them, or with @STATE that one and those that it goes on from.
+    /// Down to the extent. All of them, or with @STATE that one and those that it goes on from.
     #[command(after_long_help = sections::BACKUP_VERIFY)]
     Verify {
         /// Show progress on stderr.
@@ -77,10 +77,12 @@ enum BackupVerb {
 // What is written. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 struct WriteArgs {
-    /// Only what changed since this state, which must be in the folder.
+    /// Only what changed since this state in the folder.
     #[arg(long, value_name = "STATE")]
     since: Option<String>,
-    /// Since the newest state in the folder that the disk still has; all if there is none.
+    /// Only what changed since the newest state in it.
+    ///
+    /// The newest that the disk still has; all if there is none.
     #[arg(long, conflicts_with = "since")]
     since_last: bool,
     /// What the state is called.
@@ -103,7 +105,7 @@ struct WriteArgs {
     /// An image, with @ a state or snapshot of it, or an NBD URI.
     #[arg(value_name = "IMAGE[@STATE]|URI", required = true)]
     source: Option<String>,
-    /// The folder, which is made if it is not there; - for standard output.
+    /// The folder, made if it is not there; - for stdout.
     #[arg(value_name = "DIR", required = true)]
     target: Option<PathBuf>,
 }

@@ -28,14 +28,14 @@ pub(crate) struct BenchArgs {
     /// How many requests.
     #[arg(short = 'c', long, default_value_t = 75_000)]
     count: u64,
-    /// How many of them are under way at a time.
+    /// How many are under way at a time.
     #[arg(short = 'd', long, default_value_t = 64)]
     depth: u64,
     /// Bytes of a request.
     #[arg(short = 's', long, default_value = "4k", value_name = "SIZE")]
     buffer_size: String,
     /// From the start of a request to that of the next; its length by default.
-    #[arg(short = 'S', long, value_name = "SIZE")]
+    #[arg(short = 'S', long, value_name = "SIZE", hide_short_help = true)]
     step_size: Option<String>,
     /// Where the first request starts.
     #[arg(short = 'o', long, default_value = "0", value_name = "OFFSET")]
@@ -50,10 +50,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "COUNT", requires = "write")]
     flush_interval: Option<u64>,
     /// Flush while other requests are under way.
-    #[arg(long, requires = "flush_interval")]
+    #[arg(long, requires = "flush_interval", hide_short_help = true)]
     no_drain: bool,
     /// Only by io_uring: fail where the system refuses that.
-    #[arg(short = 'n', long, conflicts_with = "aio")]
+    #[arg(short = 'n', long, conflicts_with = "aio", hide_short_help = true)]
     native: bool,
     #[command(flatten)]
     report: ReportArgs,

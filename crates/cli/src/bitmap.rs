@@ -22,16 +22,26 @@ use std::process::ExitCode;
 pub(crate) struct BitmapArgs {
     #[command(flatten)]
     actions: Actions,
-    /// Bytes that a bit of a new bitmap stands for; by default as a cluster, 4k to 64k.
+    /// Bytes that a bit of a new bitmap stands for.
+    ///
+    /// By default as a cluster, 4k to 64k.
     #[arg(short, long, value_name = "SIZE")]
     granularity: Option<String>,
-    /// Merge from a bitmap of this image instead of the same one.
+    /// Merge from a bitmap of this image.
+    ///
+    /// Instead of the same one.
     #[arg(short = 'b', long, value_name = "FILE")]
     source_file: Option<PathBuf>,
     /// The format of that image, which is qcow2: no other has bitmaps.
-    #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file")]
+    #[arg(
+        short = 'F',
+        long,
+        value_name = "FORMAT",
+        requires = "source_file",
+        hide_short_help = true
+    )]
     source_format: Option<Format>,
-    /// How to print the outcome: human (nothing) or json.
+    /// How to print the result: human (nothing) or json.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
     #[arg(hide_possible_values = true, hide_default_value = true)]
     output: OutputFormat,
@@ -75,7 +85,7 @@ impl Args for Actions {
             command.arg(Arg::new(*name).long(*name).help(*help).action(ArgAction::SetTrue))
         });
         let merge = Arg::new(MERGE).long(MERGE).value_name("SOURCE").action(ArgAction::Append);
-        command.arg(merge.help("Also mark as dirty what this bitmap has; can be repeated"))
+        command.arg(merge.help("Also mark what this bitmap has; can be repeated"))
     }
 
     fn augment_args_for_update(command: Command) -> Command {

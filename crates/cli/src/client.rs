@@ -1,6 +1,7 @@
 //! A client of a server's control socket: one request, one answer.
 
 use crate::failure::Failure;
+use crate::plain::plain;
 use clap::Args;
 use serde_json::{Value, json};
 use std::io::{ErrorKind, Read, Write};
@@ -126,11 +127,6 @@ impl Client {
             }
         }
     }
-}
-
-/// A server's text as one line without control characters.
-pub(crate) fn plain(text: &str) -> String {
-    text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
 }
 
 fn exchange(

@@ -13,7 +13,7 @@ mod stream;
 use crate::create::{
     Device, NamedBase, NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted,
     is_block_device, keep_new, new_data_file, no_new_luks, open_backing, parse_options,
-    plain_names, warn_if_refused, warn_of_plain,
+    plain_names, refuse_protocol, warn_if_refused, warn_of_plain,
 };
 use crate::failure::Failure;
 use crate::images::{CacheWord, ImageArgs, size_of};
@@ -59,6 +59,7 @@ pub(crate) struct TargetArgs {
     ///
     /// Runs of this length in a raw image, whole clusters in a qcow2 image. 0 writes all zeros.
     #[arg(short = 'S', long = "sparse-size", default_value = SPARSE, value_name = "SIZE")]
+    #[arg(hide_short_help = true)]
     sparse: String,
     /// Pieces that are read, compressed and written in parallel.
     #[arg(short = 'm', long, alias = "parallel", default_value_t = COROUTINES, value_name = "COUNT")]
@@ -109,7 +110,7 @@ pub(crate) struct ConvertArgs {
     #[arg(short = 'B', long, value_name = "BASE")]
     backing: Option<OsString>,
     /// Format of the backing file: qcow2 or raw.
-    #[arg(short = 'F', long, value_name = "FMT")]
+    #[arg(short = 'F', long, value_name = "FMT", hide_short_help = true)]
     backing_format: Option<String>,
     /// Copy the dirty bitmaps, too.
     ///
@@ -144,7 +145,7 @@ pub(crate) struct ConvertArgs {
     #[arg(conflicts_with_all = ["options", "compress", "backing", "backing_format"])]
     no_create: bool,
     /// TARGET holds only zeros: write none.
-    #[arg(long, requires = "no_create")]
+    #[arg(long, requires = "no_create", hide_short_help = true)]
     target_is_zero: bool,
     #[command(flatten)]
     images: ImageArgs,
@@ -471,6 +472,7 @@ async fn open_base(
     sources: &mut Sources,
 ) -> Result<Option<Arc<dyn Manage>>, Failure> {
     let Some(backing) = &plan.backing else { return Ok(None) };
+    refuse_protocol(&backing.name)?;
     let path = beside(&args.names.target, Path::new(&backing.name));
     let opened =
         open_backing(&path, backing.format.as_deref(), IndexUse::Read, &args.images).await?;

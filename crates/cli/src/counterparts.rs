@@ -1,8 +1,8 @@
-//! What qemu-img has and mica has not: who asks for it is told what to use.
+//! What qemu-img or other verbs have and a verb has not: who asks for it is told what to use.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-/// An option that qemu-img or qemu-nbd has.
+/// An option that qemu-img, qemu-nbd or another verb has.
 struct Foreign {
     names: &'static [&'static str],
     /// The verb for which this holds; any other if it is empty.
@@ -31,6 +31,11 @@ const OPTIONS: &[Foreign] = &[
         "commit",
         &["-r", "--rate"],
         "mica ctl commit --rate bounds a merge of a disk that is served",
+    ),
+    option(
+        "read",
+        &["--output"],
+        "it prints the bytes of the disk; mica map --output json shows where they are",
     ),
     option("rebase", &["-c", "--compress"], "mica convert -c compresses a copy"),
     option("rebase", &["--backing-cache"], "use --cache for how images are read"),
@@ -61,7 +66,7 @@ const OPTIONS: &[Foreign] = &[
 const IMAGE_OPTS: &str = "name the image, and its format with --format";
 const KERNEL: &str = "nbd-client connects the kernel to a server";
 
-/// One line about a command line that means something to qemu-img only.
+/// One line about a command line that means something to others only.
 pub(crate) fn of(error: &clap::Error, verb: Option<&str>) -> Option<String> {
     if error.kind() != ErrorKind::UnknownArgument {
         return None;

@@ -9,7 +9,9 @@ mod sources;
 
 pub(crate) use device::{Device, claim, is_block_device};
 pub(crate) use encryption::{EncryptOptions, warn_of_plain};
-pub(crate) use names::{plain_backing, plain_names, warn_if_refused, warn_of_names};
+pub(crate) use names::{
+    plain_backing, plain_names, refuse_protocol, warn_if_refused, warn_of_names,
+};
 pub(crate) use new_file::{NewFile, open_writable, options_of};
 pub(crate) use options::{NewImageOptions, help as options_help, parse as parse_options};
 pub(crate) use sources::Sources;
@@ -115,6 +117,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
         if args.unsafe_backing {
             sources.add_file(&path);
         } else {
+            refuse_protocol(backing).map_err(named)?;
             let format = options.wish.backing_format.as_deref();
             let opened = open_backing(&path, format, IndexUse::Ignore, &args.images).await;
             let opened = opened.map_err(|failure| failure.within("the backing file"))?;

@@ -7,9 +7,10 @@ mod merges;
 mod saved;
 mod snapshots;
 
-use crate::client::{Client, ControlArgs, nothing, of_disk, plain};
+use crate::client::{Client, ControlArgs, nothing, of_disk};
 use crate::failure::Failure;
 use crate::output::{OutputFormat, human_size, print, print_json};
+use crate::plain::plain;
 use crate::sections;
 use crate::table::table;
 use backups::BackupVerb;

@@ -1,10 +1,10 @@
 //! `mica diff`: which parts of two states of chains differ.
 
-use crate::client::plain;
 use crate::cursor::Cursor;
 use crate::failure::{Failure, tell};
 use crate::images::ImageArgs;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
+use crate::plain::plain;
 use clap::Args;
 use mica_block::{Disk, Extent, Manage, read_whole, windows};
 use mica_qcow2::{ChainDiff, DiffFormat, DiffState, IndexUse};

@@ -1,5 +1,6 @@
 //! Failures of verbs: one line on stderr and an exit code.
 
+use crate::plain::plain;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -73,9 +74,6 @@ impl From<mica_block::Error> for Failure {
             let _ = write!(message, ": {error}");
             cause = error.source();
         }
-        // Names come from images: whatever they hold, print one line of plain text.
-        let plain = |letter: char| if letter.is_control() { '\u{fffd}' } else { letter };
-        let message: String = message.chars().map(plain).collect();
         Self::new(message)
     }
 }
@@ -87,6 +85,8 @@ impl From<std::io::Error> for Failure {
 }
 
 /// Prints a line on stderr. If nobody reads that, there is nowhere left to complain.
+///
+/// Names come from images and users: whatever they hold, it is one line of plain text.
 pub(crate) fn tell(line: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
+    let _ = writeln!(std::io::stderr().lock(), "{}", plain(line));
 }

@@ -69,7 +69,7 @@ impl FoldersArgs {
             _ => None,
         };
         let inner = inner.filter(|inner| !inner.as_os_str().is_empty());
-        crate::client::plain(&inner.unwrap_or(path).display().to_string())
+        crate::plain::plain(&inner.unwrap_or(path).display().to_string())
     }
 }
 
@@ -77,7 +77,7 @@ impl FoldersArgs {
 pub(crate) fn tell_problems(problems: &[Problem]) {
     for Problem { path, what, .. } in problems.iter().take(TOLD_MAX) {
         let line = format!("{}: {what}", path.display());
-        tell(&format!("mica: warning: {}", crate::client::plain(&line)));
+        tell(&format!("mica: warning: {}", crate::plain::plain(&line)));
     }
     if let more @ 1.. = problems.len().saturating_sub(TOLD_MAX) {
         tell(&format!("mica: warning: {more} more; --output json lists all"));

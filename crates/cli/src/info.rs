@@ -4,10 +4,10 @@
 mod encryption;
 
 use crate::calendar::utc;
-use crate::client::plain;
 use crate::failure::Failure;
 use crate::images::SubjectArgs;
 use crate::output::{OutputFormat, human_size, print, print_json};
+use crate::plain::plain;
 use clap::Args;
 use mica_block::{Disk, Images};
 use mica_crypt::luks::{LuksHeader, read_header as read_luks_header};

@@ -2,9 +2,11 @@
 //!
 //! With `--log-file` the lines of a server go to that file, and until it serves also to stderr,
 //! where somebody waits for it. Lines that cannot be written are lost: a full disk, or a reader of
-//! stderr that has left, must not end a server.
+//! stderr that has left, must not end a server. A message is one line, whatever the names in it
+//! hold: nobody who chooses a name can forge another.
 
 use crate::failure::Failure;
+use crate::plain::plain;
 use mica_daemon::{LogLevel, LogSwitch, SERVING};
 use std::fs::File;
 use std::io::{self, Write};
@@ -137,6 +139,10 @@ struct Lines(Arc<Mutex<Places>>);
 
 impl Write for Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let len = line.len();
+        let text = String::from_utf8_lossy(line);
+        let line = plain(text.strip_suffix('\n').unwrap_or(&text)) + "\n";
+        let line = line.as_bytes();
         let mut places = lock(&self.0);
         let is_settled = places.is_settled;
         // A failure that was returned would be reported on stderr, with a panic if that is closed.
@@ -144,7 +150,7 @@ impl Write for Lines {
         if !(is_written.is_some() && is_settled) {
             let _ = io::stderr().write_all(line);
         }
-        Ok(line.len())
+        Ok(len)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -174,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn log_goes_on_in_a_new_file_when_the_old_one_was_renamed() {
+    fn log_goes_on_in_a_new_file_and_names_make_no_lines() {
         let folder = tempfile::tempdir().expect("a folder");
         let (path, old) = (folder.path().join("log"), folder.path().join("log.1"));
         let log = start(LogLevel::Info);
@@ -185,8 +191,16 @@ mod tests {
         tracing::info!("two");
         log.reopen().expect("reopened");
         tracing::info!("three");
+        let name = "a\r\n ERROR forged\u{1b}[2J";
+        tracing::info!(image = %name, %name, "at {name}");
         let read = |path| std::fs::read_to_string(path).expect("there");
         assert_eq!(read(&old), " INFO one\n INFO two\n");
-        assert_eq!(read(&path), " INFO three\n");
+        let text = read(&path);
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines.len(), 2, "{text:?}");
+        assert_eq!(lines[0], " INFO three");
+        assert!(lines[1].starts_with(" INFO at a"), "{text:?}");
+        let has_control = |line: &&str| line.chars().any(char::is_control);
+        assert!(!lines.iter().any(has_control), "{text:?}");
     }
 }

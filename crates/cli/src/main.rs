@@ -8,6 +8,7 @@ mod args;
 mod backup;
 mod bench;
 mod bitmap;
+mod brief;
 mod calendar;
 mod captive;
 mod check;
@@ -37,6 +38,7 @@ mod merging;
 mod output;
 mod pid_file;
 mod pipe;
+mod plain;
 mod rebase;
 mod resize;
 mod restore;
@@ -127,8 +129,19 @@ fn main() -> ExitCode {
 /// What the command line says.
 fn parse() -> Result<Cli, clap::Error> {
     let mut command = command_for(std::env::args_os().nth(1));
-    let mut matches = command.try_get_matches_from_mut(std::env::args_os())?;
+    let mut matches = command.try_get_matches_from_mut(std::env::args_os()).map_err(|error| {
+        match brief::is_screen(&error, std::env::args_os()) {
+            true => screen().unwrap_or(error),
+            false => error,
+        }
+    })?;
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
+}
+
+/// The screen of help that the command line asks for.
+fn screen() -> Option<clap::Error> {
+    let screens = brief::screens(whole_command());
+    screens.try_get_matches_from(std::env::args_os()).err()
 }
 
 /// What is to be known for a command line with this `first` word: the verb that it names, none for

@@ -2,11 +2,13 @@
 
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
+use crate::output::{OutputFormat, print_json};
 use clap::Args;
 use mica_block::{Disk, read_whole};
 use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use serde_json::json;
 use std::io::{Read as _, Write as _};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -41,6 +43,10 @@ pub(crate) struct ReadArgs {
 /// Write bytes from stdin to a disk and make them durable.
 #[derive(Args)]
 pub(crate) struct WriteArgs {
+    /// How to print the result: human (nothing) or json.
+    #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
+    #[arg(hide_possible_values = true, hide_default_value = true)]
+    output: OutputFormat,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -83,20 +89,26 @@ pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
     let PlaceArgs { images, image, offset } = &args.place;
     let offset = size_of("OFFSET", offset)?;
     let executor = images.executor()?;
-    executor.block_on(async {
+    let bytes = executor.block_on(async {
         let (format, chain) = (images.format()?, images.chain_options(IndexUse::Read)?);
         let images = images.image_options()?;
         let disk = mica_stack::open_writable(image, format, images, &chain).await?;
         let written = write_all(&*disk, offset).await;
         // What was written before an error is made durable nevertheless.
         let closed = disk.close().await;
-        written?;
+        let bytes = written?;
         closed?;
-        Ok(ExitCode::SUCCESS)
-    })
+        Ok::<_, Failure>(bytes)
+    })?;
+    if args.output == OutputFormat::Json {
+        let filename = image.to_string_lossy();
+        print_json(&json!({ "filename": filename, "offset": offset, "written-bytes": bytes }))?;
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
-async fn write_all(disk: &dyn Disk, offset: u64) -> Result<(), Failure> {
+/// Writes what stdin has, and returns how many bytes that is.
+async fn write_all(disk: &dyn Disk, offset: u64) -> Result<u64, Failure> {
     let mut stdin = std::io::stdin().lock();
     let mut at = offset;
     loop {
@@ -104,7 +116,7 @@ async fn write_all(disk: &dyn Disk, offset: u64) -> Result<(), Failure> {
         let mut piece = Vec::new();
         stdin.by_ref().take(PIECE_BYTES - at % PIECE_BYTES).read_to_end(&mut piece)?;
         if piece.is_empty() {
-            return Ok(());
+            return Ok(at - offset);
         }
         let end = at.checked_add(piece.len() as u64);
         if end.is_none_or(|end| end > disk.geometry().len) {

@@ -1,7 +1,7 @@
 //! `mica rebase`: gives an image that is not in use another backing file.
 
 use crate::convert::Progress;
-use crate::create::{plain_backing, warn_of_names};
+use crate::create::{plain_backing, refuse_protocol, warn_of_names};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::merging::{Shown, position_of};
@@ -103,6 +103,9 @@ impl RebaseArgs {
         let path = folder.join(&self.base);
         let mut name = self.base.clone();
         plain_backing(&self.file, &mut name);
+        if !self.unsafe_mode {
+            refuse_protocol(&name)?;
+        }
         let name = BackingName { name, format: Some(format.name().to_owned()) };
         Ok(Some(Base { name, path, format }))
     }

@@ -3,12 +3,13 @@
 use crate::create::open_writable;
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
-use crate::output::print;
+use crate::output::ReportArgs;
 use clap::Args;
 use mica_block::Images;
 use mica_qcow2_tools::resize::Resizer;
 use mica_stack::{FileImages, Format, MayWrite, wait_for_dead};
 use mica_units::SECTOR_BYTES;
+use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -23,9 +24,8 @@ pub(crate) struct ResizeArgs {
     /// Data beyond the new end is lost.
     #[arg(long)]
     shrink: bool,
-    /// Print only errors.
-    #[arg(short = 'q', long)]
-    quiet: bool,
+    #[command(flatten)]
+    report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
     /// The image.
@@ -40,13 +40,14 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     let format = args.images.format()?;
     executor.block_on(async {
-        match format {
+        let (before, after) = match format {
             Format::Raw => {
                 let store = open_writable(&args.file, &args.images).await?;
                 let old = store.len()?;
                 let new = new_len(args, old)?;
                 store.set_len(new).await?;
                 store.sync().await?;
+                (old, new)
             }
             Format::Qcow2 => {
                 let options = args.images.image_options()?;
@@ -56,8 +57,10 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
                 let images: Arc<dyn Images> = Arc::new(images);
                 let open = async || Resizer::open(Arc::clone(&images), &args.file).await;
                 let mut resizer = wait_for_dead(open).await?;
-                let new = new_len(args, resizer.disk_bytes())?;
+                let old = resizer.disk_bytes();
+                let new = new_len(args, old)?;
                 resizer.resize(new).await?;
+                (old, new)
             }
             Format::Luks => {
                 let what = "a luks image is not resized: `qemu-img resize` does it, or \
@@ -65,10 +68,11 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
                 return Err(Failure::new(what));
             }
             Format::Null => return Err(Failure::new("the null format is not an image")),
-        }
-        if !args.quiet {
-            print("Image resized.\n")?;
-        }
+        };
+        let filename = args.file.to_string_lossy();
+        let done =
+            json!({ "filename": filename, "virtual-size-before": before, "virtual-size": after });
+        args.report.print("Image resized.\n", &done)?;
         Ok(ExitCode::SUCCESS)
     })
 }

@@ -3,13 +3,13 @@
 //! The exit code is 0 if everything acknowledged is in the images.
 
 use crate::captive;
-use crate::client::plain;
 use crate::failure::{Failure, tell};
 use crate::fork::{Fork, end_with_parent};
 use crate::images::ImageArgs;
 use crate::log::Log;
 use crate::output::{OutputFormat, print, print_json};
 use crate::pid_file::PidFile;
+use crate::plain::plain;
 use clap::{Args, Command, Id};
 use mica_daemon::{
     Config, Daemon, DiskConfig, DiskSettings, ProcessSettings, StatsSettings, VolumeSettings,
@@ -36,7 +36,7 @@ pub(crate) struct ServeArgs {
     /// Say what is wrong with --config, and exit.
     ///
     /// All of it; the images are opened for reading.
-    #[arg(long, requires = "config")]
+    #[arg(long, requires = "config", hide_short_help = true)]
     check_config: bool,
     /// How --check-config prints what it finds: human or json.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
@@ -48,7 +48,7 @@ pub(crate) struct ServeArgs {
     /// Its sockets, and its disks once it has closed them. Virtual machines only pause; NBD clients
     /// are disconnected, and those that reconnect find the same disk. If this server cannot serve,
     /// that one keeps serving. Disks that are served as files cannot be taken over.
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     takeover: bool,
     /// Exit once the disks are served.
     ///
@@ -122,13 +122,13 @@ pub(crate) fn run(args: ServeArgs, log: &Arc<Log>) -> Result<ExitCode, Failure> 
 
 /// Says all that is wrong with a configuration.
 fn check(file: &Path, process: ProcessSettings, output: OutputFormat) -> Result<ExitCode, Failure> {
-    let (problems, disks) = match Config::read_all(file) {
-        Ok(mut config) => {
-            config.process = process.or(config.process);
-            (check_config(&config)?, config.disks.len())
-        }
-        Err(problems) => (problems, 0),
-    };
+    let read = Config::read_all(file);
+    let (mut config, mut problems) = read.unwrap_or_else(|error| (Config::default(), vec![error]));
+    config.process = process.or(config.process);
+    let disks = config.disks.len();
+    if disks > 0 || problems.is_empty() {
+        problems.extend(check_config(&config)?);
+    }
     let said: Vec<_> = problems.iter().map(|problem| plain(&problem.in_one_line())).collect();
     match output {
         OutputFormat::Json => {

@@ -124,13 +124,13 @@ impl Config {
         Self::parse(file, &text)
     }
 
-    /// The same, with everything that is not understood.
+    /// What is understood of a configuration file, and all that is not.
     ///
     /// # Errors
-    /// As [`Self::read`]: at least one.
-    pub fn read_all(file: &Path) -> std::result::Result<Self, Vec<Error>> {
+    /// If nothing can be read.
+    pub fn read_all(file: &Path) -> Result<(Self, Vec<Error>)> {
         let text = std::fs::read_to_string(file)
-            .map_err(|error| vec![Error::from_io(file.display().to_string(), error)])?;
+            .map_err(|error| Error::from_io(file.display().to_string(), error))?;
         Self::parse_all(file, &text)
     }
 
@@ -139,30 +139,23 @@ impl Config {
     /// # Errors
     /// As [`Self::read`].
     pub(crate) fn parse(file: &Path, text: &str) -> Result<Self> {
-        Self::parse_all(file, text).map_err(|errors| {
-            let nothing = || Error::new(ErrorKind::Invalid, file.display().to_string());
-            errors.into_iter().next().unwrap_or_else(nothing)
-        })
+        let (config, misread) = Self::parse_all(file, text)?;
+        misread.into_iter().next().map_or(Ok(config), Err)
     }
 
-    /// The same, with everything that is not understood.
-    ///
-    /// # Errors
-    /// At least one.
-    pub(crate) fn parse_all(file: &Path, text: &str) -> std::result::Result<Self, Vec<Error>> {
+    /// What is understood of it, and all that is not.
+    fn parse_all(file: &Path, text: &str) -> Result<(Self, Vec<Error>)> {
         let named = || file.display().to_string();
-        let mut config = read::config(text).map_err(|misread| {
-            let said = |misread: &read::Misread| {
-                Error::new(ErrorKind::Invalid, format!("{}: {}", named(), misread.said(text)))
-            };
-            misread.iter().map(said).collect::<Vec<_>>()
-        })?;
-        let folder =
-            std::path::absolute(file).map_err(|error| vec![Error::from_io(named(), error)])?;
+        let (mut config, misread) = read::config(text);
+        let said = |misread: &read::Misread| {
+            Error::new(ErrorKind::Invalid, format!("{}: {}", named(), misread.said(text)))
+        };
+        let misread = misread.iter().map(said).collect();
+        let folder = std::path::absolute(file).map_err(|error| Error::from_io(named(), error))?;
         config.resolve(folder.parent().unwrap_or(Path::new("/")));
         (config.file, config.named) = (Some(folder), Some(file.to_owned()));
         config.process_in_file = config.process.clone();
-        Ok(config)
+        Ok((config, misread))
     }
 
     /// The file, and the line at which the table of a disk begins there, if it is from a file.

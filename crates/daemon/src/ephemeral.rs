@@ -14,6 +14,8 @@
 //!   name, image or format begins with an empty one.
 //! - I5 It can never be given a name.
 
+mod abandoned;
+
 use crate::config::Config;
 use crate::overlay::{Overlay, nameless_file};
 use crate::servers::Resources;
@@ -26,11 +28,15 @@ use mica_store::{Handles, NamelessFile};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Gives each disk that is to have an overlay one. Called outside of the sandbox.
+/// Gives each disk that is to have an overlay one, and removes what older versions left. Called
+/// outside of the sandbox.
 ///
 /// # Errors
 /// If there is no place for temporary files.
 pub(crate) fn prepare(config: &mut Config) -> Result<()> {
+    if config.disks.iter().any(|disk| disk.settings.ephemeral) {
+        abandoned::remove(&std::env::temp_dir());
+    }
     for disk in &mut config.disks {
         let Some(overlay) = Overlay::wanted(disk.settings.ephemeral) else { continue };
         // Also on file systems where files begin with a name.

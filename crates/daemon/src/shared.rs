@@ -251,10 +251,16 @@ impl Shared {
             Self::own_sockets(served);
             served.announce();
         });
-        let status = match disks.len() {
-            1 => "serving a disk".to_owned(),
-            count => format!("serving {count} disks"),
+        let open = disks.iter().filter(|served| served.is_open()).count();
+        let status = match (open, disks.len()) {
+            (1, 1) => "serving a disk".to_owned(),
+            (open, all) if open == all => format!("serving {all} disks"),
+            (open, all) => format!("serving {open} of {all} disks"),
         };
+        if open < disks.len() {
+            // Where there are many, the reasons are far above.
+            tracing::warn!("{status}");
+        }
         let process = NotifyState::MainPid(std::process::id());
         systemd::notify(&[process, NotifyState::Status(&status), NotifyState::Ready]);
     }

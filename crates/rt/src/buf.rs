@@ -21,6 +21,7 @@
 //! ones are mapped, and go to a list of the process: they are filled by one thread and freed by
 //! another.
 
+use crate::system;
 use rustix::io::Errno;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::any::Any;
@@ -58,9 +59,7 @@ unsafe impl Sync for Block {}
 /// Gives memory that was freed back to the system: the heap that blocks are taken from would keep
 /// it. That takes milliseconds in which other threads may wait for memory: not for the data path.
 pub fn release_freed_memory() {
-    // SAFETY: it takes no pointer, and any thread may call it at any time.
-    #[cfg(target_env = "gnu")]
-    let _ = unsafe { libc::malloc_trim(0) };
+    system::trim_heap();
 }
 
 impl Block {

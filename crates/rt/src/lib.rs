@@ -33,6 +33,7 @@ mod send;
 mod socket;
 mod submit;
 pub mod sync;
+mod system;
 mod task;
 mod task_key;
 mod time;

@@ -3,8 +3,9 @@
 //! of two processes do.
 
 use crate::file::File;
+use nix::fcntl::{FcntlArg, fcntl};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
 impl File {
@@ -14,7 +15,7 @@ impl File {
     /// # Errors
     /// Any error of the system.
     pub fn lock_shared(&self, start: u64, len: u64) -> io::Result<()> {
-        self.lock_call(libc::F_OFD_SETLK, libc::F_RDLCK, start, len)?;
+        self.set_lock(libc::F_RDLCK, start, len)?;
         self.has_locks.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -24,7 +25,7 @@ impl File {
     /// # Errors
     /// Any error of the system.
     pub fn unlock_range(&self, start: u64, len: u64) -> io::Result<()> {
-        self.lock_call(libc::F_OFD_SETLK, libc::F_UNLCK, start, len).map(drop)
+        self.set_lock(libc::F_UNLCK, start, len)
     }
 
     /// Releases all locks. Closing does so as well, but not at once: a ring releases a file some
@@ -32,7 +33,7 @@ impl File {
     pub(crate) fn unlock(&self) {
         if self.has_locks.swap(false, Ordering::Relaxed) {
             // If this fails, closing releases them.
-            let _ = self.lock_call(libc::F_OFD_SETLK, libc::F_UNLCK, 0, 0);
+            let _ = self.set_lock(libc::F_UNLCK, 0, 0);
         }
     }
 
@@ -42,23 +43,26 @@ impl File {
     /// # Errors
     /// Any error of the system.
     pub fn is_locked_elsewhere(&self, start: u64, len: u64) -> io::Result<bool> {
-        let answer = self.lock_call(libc::F_OFD_GETLK, libc::F_WRLCK, start, len)?;
+        let mut answer = lock(libc::F_WRLCK, start, len)?;
+        fcntl(self.as_fd(), FcntlArg::F_OFD_GETLK(&mut answer))?;
         Ok(i32::from(answer.l_type) != libc::F_UNLCK)
     }
 
-    fn lock_call(&self, call: i32, kind: i32, start: u64, len: u64) -> io::Result<libc::flock> {
-        let offset_of = |value| i64::try_from(value).map_err(|_| io::ErrorKind::InvalidInput);
-        let small = |value| i16::try_from(value).map_err(|_| io::ErrorKind::InvalidInput);
-        let mut lock = libc::flock {
-            l_type: small(kind)?,
-            l_whence: small(libc::SEEK_SET)?,
-            l_start: offset_of(start)?,
-            l_len: offset_of(len)?,
-            // The system requires zero here for this kind of lock.
-            l_pid: 0,
-        };
-        // SAFETY: the descriptor is open as long as `self`, and `lock` outlives the call.
-        let code = unsafe { libc::fcntl(self.as_fd().as_raw_fd(), call, &raw mut lock) };
-        if code == -1 { Err(io::Error::last_os_error()) } else { Ok(lock) }
+    fn set_lock(&self, kind: i32, start: u64, len: u64) -> io::Result<()> {
+        fcntl(self.as_fd(), FcntlArg::F_OFD_SETLK(&lock(kind, start, len)?))?;
+        Ok(())
     }
+}
+
+fn lock(kind: i32, start: u64, len: u64) -> io::Result<libc::flock> {
+    let offset_of = |value| i64::try_from(value).map_err(|_| io::ErrorKind::InvalidInput);
+    let small = |value| i16::try_from(value).map_err(|_| io::ErrorKind::InvalidInput);
+    Ok(libc::flock {
+        l_type: small(kind)?,
+        l_whence: small(libc::SEEK_SET)?,
+        l_start: offset_of(start)?,
+        l_len: offset_of(len)?,
+        // The system requires zero here for this kind of lock.
+        l_pid: 0,
+    })
 }

@@ -1,14 +1,13 @@
 //! Writing back what is in the page cache, without waiting for it.
 
-use rustix::fd::{AsFd, AsRawFd};
+use crate::system;
+use rustix::fd::AsFd;
 
 /// Asks the system to begin to write `len` bytes at `offset` of `file` to their device. A hint: it
 /// makes nothing durable, and takes no error away from the sync that does.
 pub fn begin_writeback(file: impl AsFd, offset: u64, len: u64) {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
-    let file = file.as_fd().as_raw_fd();
-    // SAFETY: no memory is passed, and the descriptor is open for as long as it is borrowed.
-    let _ = unsafe { libc::sync_file_range(file, offset, len, libc::SYNC_FILE_RANGE_WRITE) };
+    system::begin_sync_of_range(file.as_fd(), offset, len);
 }
 
 #[cfg(test)]

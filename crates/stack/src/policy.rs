@@ -16,6 +16,7 @@
 //!   named.
 
 use mica_block::{Error, ErrorKind, Result};
+use mica_serve::nbd::client::Uri;
 use mica_store::{FileKind, Located};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -52,6 +53,7 @@ impl Policy {
     /// The policy for the image that the user `named`, whose layers may name these, and anything in
     /// `allow_paths`.
     pub(crate) fn new(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Self> {
+        refuse_export(named)?;
         let start = match named.is_absolute() {
             true => PathBuf::new(),
             false => std::env::current_dir()
@@ -201,6 +203,21 @@ impl Policy {
 /// If there is no such image, or an option names a directory that does not exist.
 pub fn allowed_places(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(Policy::new(named, names, allow_paths)?.allowed)
+}
+
+/// # Errors
+/// If the user `named` an export where only a file is opened.
+fn refuse_export(named: &Path) -> Result<()> {
+    match named.to_str().filter(|named| Uri::is_meant(named)) {
+        Some(uri) if !named.exists() => {
+            let what = format!(
+                "{uri} is an export of a server, and a file is needed here: `mica convert {uri} \
+                 copy.qcow2` makes one of it"
+            );
+            Err(Error::new(ErrorKind::Unsupported, what))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {

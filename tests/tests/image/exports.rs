@@ -189,6 +189,7 @@ fn what_is_wrong_is_said() {
     let socket = server.socket().display().to_string();
     let other = format!("nbd+unix:///other?socket={socket}");
     let uri = server.uri();
+    let copies = format!("`mica convert {uri} ");
     for (words, why) in [
         (&["convert", &other, "no.qcow2"][..], "has no export \"other\", only \"web\""),
         (&["convert", "nbd+unix:///web?socket=/missing", "no.qcow2"], "connecting to the server"),
@@ -204,7 +205,14 @@ fn what_is_wrong_is_said() {
         (&["convert", "-f", "qcow2", &uri, "no.qcow2"], "an export is raw, and not qcow2"),
         (&["map", "-f", "qcow2", &uri], "an export is raw, and not qcow2"),
         // What an image names is never taken for a URI.
-        (&["convert", "-B", &uri, "-F", "raw", "image.qcow2", "no.qcow2"], "nbd+unix"),
+        (&["convert", "-B", &uri, "-F", "raw", "image.qcow2", "no.qcow2"], &copies),
+        (&["create", "-b", &uri, "-F", "raw", "no.qcow2"], &copies),
+        (&["create", "-b", "nbd:localhost:1", "-F", "raw", "no.qcow2"], "mica convert nbd://HOST"),
+        (&["create", "-b", "https://host/x", "-F", "raw", "no.qcow2"], "mica does not open"),
+        (&["rebase", "-b", &uri, "-F", "raw", "image.qcow2"], &copies),
+        (&["clone", &uri, "no.qcow2"], &copies),
+        (&["check", &uri], &copies),
+        (&["serve", "--nbd", "no.qcow2", &uri], &copies),
     ] {
         let said = mica_in(dir, words).refusal();
         assert!(said.contains(why), "{said}");

@@ -25,6 +25,28 @@ fn resized(dir: &Path, image: &str, size: &str) {
 }
 
 #[test]
+fn what_was_done_is_told_as_json() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "image.qcow2", "1M"]).ok();
+    fs::write(dir.join("image.raw"), vec![1; 1 << 20]).expect("there is room");
+    for (format, image) in [("qcow2", "image.qcow2"), ("raw", "image.raw")] {
+        let arguments = ["resize", "-q", "--output", "json", "-f", format, image, "+512k"];
+        let done = mica_in(dir, &arguments).json();
+        assert_eq!(done["filename"], image);
+        assert_eq!(done["virtual-size-before"], 1 << 20, "{image}");
+        assert_eq!(done["virtual-size"], 3 << 19, "{image}");
+    }
+    fs::write(dir.join("bytes"), [7; 1000]).expect("there is room");
+    let mut write = Command::new(mica::binary());
+    write.current_dir(dir).args(["write", "--output", "json", "image.qcow2", "4k"]);
+    let input = File::open(dir.join("bytes")).expect("it is there");
+    let done = command::finish_with(&mut write, input).json();
+    assert_eq!(done["offset"], 4096);
+    assert_eq!(done["written-bytes"], 1000);
+}
+
+#[test]
 fn images_of_every_shape_get_longer_and_shorter() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;

@@ -75,6 +75,38 @@ fn log_is_in_its_file_and_on_stderr_until_all_is_served() {
     assert!(!said.contains("stopping"), "{said}");
 }
 
+/// The story: an image whose name had line breaks wrote lines of its own into the log.
+#[test]
+fn names_make_no_lines_of_the_log() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let forged = "\n ERROR forged\r";
+    let [image, socket] = ["image", "socket"].map(|name| format!("{name}{forged}.qcow2"));
+    let path = dir.join(&image).display().to_string();
+    mica::run(["create", "-q", &path, "1M"]).ok();
+    let said = fs::File::create(dir.join("said")).expect("made");
+    let mut serve = Command::new(mica::binary());
+    serve.current_dir(dir).args(["--log-level", "debug", "serve", "--export-name"]);
+    serve.args([&format!("export{forged}"), "--nbd", &socket, &image]);
+    let mut child = serve.stdin(Stdio::null()).stderr(said).spawn().expect("started");
+    let there = || dir.join(&socket).exists().then_some(());
+    clock::poll(LIMIT, PAUSE, there).expect("it serves");
+    for export in [format!("export{forged}"), format!("other{forged}")] {
+        let client = nbd::Connection::open(&dir.join(&socket), &export, &nbd::Wish::default());
+        assert_eq!(client.is_ok(), export.starts_with("export"), "{export:?}");
+    }
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::TERM).expect("signalled");
+    assert!(command::wait(&mut child, LIMIT).expect("it stops").success());
+    let failed = mica::run(["info", &format!("none{forged}")]);
+    let said = fs::read_to_string(dir.join("said")).expect("there") + &failed.refusal();
+    for name in ["serving", "image", "socket", "export", "none"] {
+        assert!(said.contains(name), "{name} is not in the log:\n{said}");
+    }
+    assert!(!said.lines().any(|line| line.starts_with(" ERROR")), "{said}");
+    assert!(!said.contains('\r'), "{said}");
+}
+
 #[test]
 fn files_that_cannot_be_made_are_reported_before_anything_is_served() {
     let dir = tempfile::tempdir().expect("a folder");

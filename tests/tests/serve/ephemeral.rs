@@ -8,9 +8,10 @@ use mica_tests::{command, mica, qemu, tools};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File, FileTimes};
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, SystemTime};
 
 /// The content of all files in `dir`, by name.
 fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
@@ -138,6 +139,45 @@ fn what_was_written_does_not_outlive_a_server_that_is_killed() {
     for name in ["b", "c"] {
         qemu::io(world.path(), &["-r"], &format!("{name}.qcow2"), &["read -P 0 0 512"]);
     }
+}
+
+/// The story: servers of older versions had their overlays in folders, which stayed if they were
+/// killed.
+#[test]
+fn folder_of_a_killed_server_goes_and_that_of_a_living_one_stays() {
+    let Some(world) = World::new() else { return };
+    let temporary = world.at("temporary");
+    let folder = temporary.join("mica-ephemeral-aB3dEf");
+    fs::create_dir_all(&folder).expect("made");
+    let overlay = folder.join("overlay.qcow2");
+    fs::copy(world.at("b.qcow2"), &overlay).expect("copied");
+    let make_old = |path: &Path| {
+        let then = SystemTime::now() - Duration::from_hours(48);
+        let times = FileTimes::new().set_modified(then);
+        File::open(path).and_then(|file| file.set_times(times)).expect("older");
+    };
+    // As that version had it open: as an image.
+    let old = Server::start("", |socket| {
+        let mut serve = Command::new(mica::binary());
+        serve.arg("serve").arg("--nbd").arg(socket).arg(&overlay);
+        serve
+    });
+    let old = old.expect("served");
+    let serve_next = || {
+        make_old(&overlay);
+        make_old(&folder);
+        let mut command = Command::new(mica::binary());
+        command.env("TMPDIR", &temporary);
+        world.serve_by(command, &[]).stop();
+    };
+    let table = table("a").replace("nbd =", "ephemeral = true\nnbd =");
+    fs::write(world.at("mica.toml"), format!("control = \"control\"\n{table}")).expect("written");
+    serve_next();
+    assert!(overlay.exists(), "its server has it");
+    // By SIGKILL.
+    drop(old);
+    serve_next();
+    assert!(!folder.exists(), "nobody has it");
 }
 
 /// The story: a drained disk lost what was written to it when a reload gave it other settings, and

@@ -235,6 +235,8 @@ fn one_image_that_is_missing_keeps_no_other_disk_from_being_served() {
 
     let server = world.serve(&[]);
     world.is(&[("a", "serving"), ("missing", "failed"), ("b", "serving")]);
+    let says = || server.log().contains(" WARN serving 2 of 3 disks\n").then_some(());
+    assert!(clock::poll(LIMIT, Duration::from_millis(10), says).is_some(), "{}", server.log());
     let status = world.json(&["status"]);
     let failure = status["disks"][1]["failure"].as_str().expect("a reason");
     assert!(failure.contains("missing.qcow2"), "{failure}");

@@ -14,7 +14,7 @@ pub(crate) struct Names {
 
 const FILES: &str = "files";
 
-const HELP: &str = "The disks to copy, for a chain its active layer, and the image, last";
+const HELP: &str = "The disks to copy, and the image, last";
 
 const LONG_HELP: &str = "\
 The disks to copy, for a chain its active layer, and the image, last.

@@ -2,13 +2,16 @@
 
 use super::beside;
 use crate::failure::Failure;
-use crate::images::ImageArgs;
+use crate::images::{ImageArgs, is_old_export};
 use mica_block::Images;
 use mica_qcow2_tools::create::ImageWish;
 use mica_stack::{FileImages, looks_like_protocol};
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
+
+/// What exports are called.
+const EXPORT: &str = "nbd://HOST:PORT/EXPORT";
 
 /// Writes the names of files that look like protocols as paths: a:b as ./a:b.
 pub(crate) fn plain_names(image: &Path, wish: &mut ImageWish) {
@@ -20,6 +23,23 @@ pub(crate) fn plain_names(image: &Path, wish: &mut ImageWish) {
 /// Writes the name of a backing file that looks like a protocol, and is there, as a path.
 pub(crate) fn plain_backing(image: &Path, name: &mut OsString) {
     plain(name, |name| beside(image, name).exists());
+}
+
+/// # Errors
+/// If what a new image names as its `backing` file is an export or the like, and no file.
+pub(crate) fn refuse_protocol(backing: &OsStr) -> Result<(), Failure> {
+    if !looks_like_protocol(backing.as_bytes()) {
+        return Ok(());
+    }
+    let name = backing.display();
+    let what = match backing.as_bytes().starts_with(b"nbd") {
+        true => {
+            let uri = if is_old_export(Path::new(backing)) { EXPORT } else { &*name.to_string() };
+            format!("is an export of a server: `mica convert {uri} base.qcow2` copies it into one")
+        }
+        false => "names a protocol, which mica does not open".to_owned(),
+    };
+    Err(Failure::new(format!("a backing file is a file, and {name} {what}")))
 }
 
 fn plain(name: &mut OsString, is_file: impl Fn(&Path) -> bool) {

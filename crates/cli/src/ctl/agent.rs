@@ -154,7 +154,7 @@ impl<'a> Agent<'a> {
             Some(count) => Ok(count),
             None => {
                 let why = answer["error"]["desc"].as_str().unwrap_or("no number in the answer");
-                Err(self.failed(&format!("{command}: {}", crate::client::plain(why))))
+                Err(self.failed(&format!("{command}: {}", crate::plain::plain(why))))
             }
         }
     }

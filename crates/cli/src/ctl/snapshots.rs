@@ -35,27 +35,29 @@ pub(super) struct TakeArgs {
     /// the snapshots in that order. If one cannot be taken, none is.
     #[arg(long, value_name = "DISK")]
     with: Vec<String>,
-    /// Take snapshots of these disks at one instant, each with its own label or file.
+    /// Take snapshots of these disks at one instant.
     ///
-    /// All volumes, or all chains. If one cannot be taken, none is.
-    #[arg(long, value_name = "DISK=LABEL|FILE", num_args = 1..)]
+    /// Each with its own label or file: all volumes, or all chains. If one cannot be taken, none
+    /// is.
+    #[arg(long, value_name = "DISK=NAME", num_args = 1..)]
     #[arg(conflicts_with_all = ["disk", "name", "with"])]
     group: Vec<String>,
     /// Take FILE if it is there already, an empty overlay of the active layer.
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     reuse: bool,
     /// Size of the new layer's clusters; that of the layer beneath by default.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", hide_short_help = true)]
     cluster_size: Option<String>,
     /// Properties of the new layer, as of mica create.
     ///
     /// cluster_size, extended_l2, compression_type, refcount_bits and lazy_refcounts. Can be
     /// repeated.
-    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    #[arg(short = 'o', value_name = "KEY=VALUE,...", hide_short_help = true)]
     options: Vec<String>,
-    /// Have the guest freeze its file systems meanwhile: the socket of its QEMU guest agent.
+    /// Have this QEMU guest agent freeze the guest meanwhile.
     ///
-    /// Can be repeated, for disks of several guests. They are thawed whatever happens.
+    /// The socket of the agent, which freezes the guest's file systems; they are thawed whatever
+    /// happens. Can be repeated, for disks of several guests.
     #[arg(long, value_name = "SOCKET")]
     quiesce: Vec<PathBuf>,
     /// For how many seconds each answer of an agent, and the snapshot, is waited for at most.

@@ -2,9 +2,9 @@
 
 use super::order::{Problem, errors};
 use super::rates::{Rates, number};
-use crate::client::plain;
 use crate::ctl::{duration, text};
 use crate::output::human_size;
+use crate::plain::plain;
 use serde_json::Value;
 
 /// Between two columns.
@@ -107,7 +107,10 @@ pub(super) struct Table {
 pub(super) fn table(all: &[Rates<'_>], shown: &[&Rates<'_>], width: usize) -> Table {
     let name = |it: &Rates<'_>| text(&it.disk["name"]);
     let names: Vec<_> = shown.iter().map(|it| name(it)).collect();
-    let total_name = format!("{} disks", all.len());
+    let total_name = match all.len() {
+        1 => "1 disk".to_owned(),
+        count => format!("{count} disks"),
+    };
     let longest = names.iter().chain([&total_name]).map(|name| length(name)).max().unwrap_or(0);
     let mut columns: Vec<_> =
         COLUMNS.iter().map(|column| Filled::new(column, all, shown)).collect();

@@ -5,9 +5,9 @@ use super::order::{Problem, Sort};
 use super::rates::{Rates, between, number, ratio};
 use super::screen::{Key, Line, Style};
 use super::search::{Search, Use};
-use crate::client::plain;
 use crate::ctl::{disks, duration, text};
 use crate::output::human_size;
+use crate::plain::plain;
 use serde_json::Value;
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! The rows of a drawing of a forest, whatever it is drawn with. No step recurses by layer.
 
-use crate::client::plain;
 use crate::output::human_size;
+use crate::plain::plain;
 use mica_stack::forest::{Below, Forest, ForestImage, ImageId};
 
 /// What is folded.

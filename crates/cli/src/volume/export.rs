@@ -24,7 +24,9 @@ pub(super) struct ExportArgs {
     /// The volume, or with @LABEL one of its snapshots.
     #[arg(value_name = "URL")]
     url: String,
-    /// The image, with -O raw also a device that is not in use, or - for standard output.
+    /// The image, or - for standard output.
+    ///
+    /// With -O raw also a device that is not in use.
     #[arg(value_name = "FILE")]
     file: PathBuf,
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 // Of verbs that read or write blocks. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(super) struct KeyArgs {
-    /// The file with the key of a volume that is encrypted.
+    /// The file with the key of an encrypted volume.
     ///
     /// 32 bytes, or 64 hexadecimal digits. There is no option that takes the key itself: others see
     /// command lines.

@@ -2,9 +2,9 @@
 
 use super::sections;
 use super::session::SessionArgs;
-use crate::client::plain;
 use crate::failure::{Failure, tell};
 use crate::output::{OutputArgs, OutputFormat, ReportArgs, human_size, print, print_json};
+use crate::plain::plain;
 use crate::table::table;
 use clap::{Args, Subcommand};
 use mica_block::Error;

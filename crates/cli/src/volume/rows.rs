@@ -1,8 +1,8 @@
 //! How snapshots are shown, wherever they come from.
 
 use super::session::{instant, time_text};
-use crate::client::plain;
 use crate::output::human_size;
+use crate::plain::plain;
 use crate::table::table;
 use mica_block::SnapshotInfo;
 use serde_json::{Value, json};

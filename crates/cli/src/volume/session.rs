@@ -170,7 +170,7 @@ fn state_word(info: &VolumeInfo) -> &'static str {
 
 /// The same for people.
 pub(super) fn state_text(info: &VolumeInfo) -> String {
-    let on = |host: &str| crate::client::plain(host);
+    let on = |host: &str| crate::plain::plain(host);
     match (&info.open_on, &info.heir, info.is_ready) {
         (Some(host), _, true) => format!("open on {}", on(host)),
         (Some(host), _, false) => format!("being imported on {}", on(host)),

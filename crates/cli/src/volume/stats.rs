@@ -1,9 +1,9 @@
 //! `mica volume stats`.
 
 use super::session::{SessionArgs, Subject, instant, time_text, url_in};
-use crate::client::plain;
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json, progress_bar};
+use crate::plain::plain;
 use crate::table::table;
 use clap::Args;
 use mica_stack::StoreUrl;

@@ -4,9 +4,9 @@ use super::rows::{SnapshotRow, snapshot_json};
 use super::session::{
     SessionArgs, Subject, described, described_damage, exit_code_of, state_text, time_text,
 };
-use crate::client::plain;
 use crate::failure::Failure;
 use crate::output::{human_size, print, print_json};
+use crate::plain::plain;
 use crate::svg::{DrawnRow, draw_rows};
 use clap::{Args, ValueEnum};
 use mica_stack::Store;

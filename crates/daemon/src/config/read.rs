@@ -19,30 +19,20 @@ use toml::de::{DeTable, DeValue, Error};
 /// The key of the array of disks.
 const DISK: &str = "disk";
 
-/// Reads the text of a TOML file.
-///
-/// # Errors
-/// All that is not understood, and where: at least one.
-pub(super) fn config(text: &str) -> Result<Config, Vec<Misread>> {
-    let mut table = DeTable::parse(text).map_err(|error| vec![Misread::from(error)])?;
-    let disks = table.get_mut().remove(DISK);
-    let mut misread = Vec::new();
-    let (lines, disks) = match disks.map(|disks| all(text, disks)) {
-        None => (Vec::new(), Vec::new()),
-        Some(Ok(disks)) => disks.into_iter().unzip(),
-        Some(Err(of_disks)) => {
-            misread = of_disks;
-            (Vec::new(), Vec::new())
-        }
+/// Reads the text of a TOML file: what of it is understood, and what is not, and where.
+pub(super) fn config(text: &str) -> (Config, Vec<Misread>) {
+    let mut table = match DeTable::parse(text) {
+        Ok(table) => table,
+        Err(error) => return (Config::default(), vec![Misread::from(error)]),
     };
-    match of_process(&table) {
-        Ok(config) if misread.is_empty() => Ok(Config { disks, lines, ..config }),
-        Ok(_) => Err(misread),
-        Err(error) => {
-            misread.insert(0, Misread::from(error));
-            Err(misread)
-        }
-    }
+    let disks = table.get_mut().remove(DISK);
+    let (disks, of_disks) = disks.map(|disks| all(text, disks)).unwrap_or_default();
+    let (lines, disks) = disks.into_iter().unzip();
+    let (config, of_process) = match of_process(&table) {
+        Ok(config) => (config, None),
+        Err(error) => (Config::default(), Some(Misread::from(error))),
+    };
+    (Config { disks, lines, ..config }, of_process.into_iter().chain(of_disks).collect())
 }
 
 /// Everything but the disks.
@@ -82,14 +72,17 @@ impl From<Error> for Misread {
     }
 }
 
-/// The disks, and the line where each of them begins.
-fn all(text: &str, disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig)>, Vec<Misread>> {
+/// The disks that are understood, each with the line where it begins, and what is not.
+fn all(text: &str, disks: Spanned<DeValue<'_>>) -> (Vec<(usize, DiskConfig)>, Vec<Misread>) {
     let disks = match disks.as_ref() {
         DeValue::Array(disks) => disks.clone(),
         _ => {
             let what = "write [[disk]], with two brackets, above the keys of each disk";
             let table = Some(disks.span().start);
-            return Err(vec![Misread { disk: None, table, error: de::Error::custom(what) }]);
+            return (
+                Vec::new(),
+                vec![Misread { disk: None, table, error: de::Error::custom(what) }],
+            );
         }
     };
     let checked = |table: &Spanned<DeValue<'_>>| {
@@ -111,7 +104,7 @@ fn all(text: &str, disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig
             }
         }
     }
-    if misread.is_empty() { Ok(read) } else { Err(misread) }
+    (read, misread)
 }
 
 /// serde's words for what it found and expected, as somebody says them who writes the file.
@@ -355,7 +348,7 @@ mod tests {
     #[test]
     fn what_is_misread_is_said_in_plain_words_and_for_all_disks() {
         let said = |text: &str| {
-            let misread = config(text).map(drop).expect_err("not understood");
+            let (_, misread) = config(text);
             misread.iter().map(|misread| misread.said(text)).collect::<Vec<_>>()
         };
         assert_eq!(

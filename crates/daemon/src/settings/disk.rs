@@ -65,7 +65,7 @@ pub struct DiskSettings {
     /// Serve this internal snapshot, read-only.
     ///
     /// By id or name, instead of the current state of the image.
-    #[arg(short = 'l', long, value_name = "NAME")]
+    #[arg(short = 'l', long, value_name = "NAME", hide_short_help = true)]
     pub load_snapshot: Option<String>,
     /// Serve this partition of the disk.
     ///
@@ -92,7 +92,7 @@ pub struct DiskSettings {
     ///
     /// Where no other disk is served, also under the empty name. By default the image's name
     /// without its extension; in a configuration the disk's name.
-    #[arg(short = 'x', long, value_name = "NAME", help_heading = NBD)]
+    #[arg(short = 'x', long, value_name = "NAME", help_heading = NBD, hide_short_help = true)]
     pub export_name: Option<String>,
     /// Description of the export that clients can show.
     #[arg(short = 'D', long, value_name = "TEXT", help_heading = NBD, hide_short_help = true)]
@@ -109,14 +109,14 @@ pub struct DiskSettings {
     ///
     /// Of each disk by itself, over all its sockets, also where disks share one. A client beyond
     /// that is refused when it chooses the export.
-    #[arg(short = 'e', long, value_name = "COUNT", help_heading = NBD)]
+    #[arg(short = 'e', long, value_name = "COUNT", help_heading = NBD, hide_short_help = true)]
     pub shared: Option<usize>,
     /// Serve with the certificates in here.
     ///
     /// The directory of server-cert.pem and server-key.pem and, to verify clients, ca-cert.pem and
     /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509. They are read again on `mica ctl
     /// reload` and SIGHUP.
-    #[arg(long, value_name = "DIR", help_heading = NBD)]
+    #[arg(long, value_name = "DIR", help_heading = NBD, hide_short_help = true)]
     pub tls_certificates: Option<PathBuf>,
     /// Whether clients use TLS; with certificates they must, by default.
     ///
@@ -145,7 +145,7 @@ pub struct DiskSettings {
     /// Of all clients of the disk together. Long requests of NBD and of a file are divided into
     /// several operations.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
-    #[arg(help_heading = LIMITS)]
+    #[arg(help_heading = LIMITS, hide_short_help = true)]
     pub iops: u64,
     /// Burst size, in operations; a tenth of a second's worth by default.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
@@ -155,7 +155,7 @@ pub struct DiskSettings {
     ///
     /// Of reads and writes together.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
-    #[arg(help_heading = LIMITS)]
+    #[arg(help_heading = LIMITS, hide_short_help = true)]
     pub bps: Size,
     /// Burst size, in bytes; a tenth of a second's worth by default.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]

@@ -43,7 +43,7 @@ pub struct ProcessSettings {
     /// With mica ctl add: their images, stores of volumes and sockets are in this directory or
     /// below. The sandbox allows no others; and volumes in buckets only where the server begins
     /// with one. A --log-device has to exist. Can be repeated.
-    #[arg(long, value_name = "DIR", help_heading = SERVER)]
+    #[arg(long, value_name = "DIR", help_heading = SERVER, hide_short_help = true)]
     pub disks_in: Vec<PathBuf>,
     /// End when the last client has left.
     ///
@@ -54,7 +54,7 @@ pub struct ProcessSettings {
     ///
     /// Until all is served, it also goes to stderr. In the sandbox the server may write to all
     /// files of the folder: give the log one of its own.
-    #[arg(long, value_name = "FILE", help_heading = SERVER)]
+    #[arg(long, value_name = "FILE", help_heading = SERVER, hide_short_help = true)]
     pub log_file: Option<PathBuf>,
     /// Write the process's number to this file.
     ///

@@ -24,6 +24,18 @@ const BANNED: &[(&str, &str)] = &[
     (concat!("use super::", "*;"), "name what is used, so that dependencies can be seen"),
 ];
 
+/// Where `unsafe` may stand: rings, aligned buffers, lone system calls, guest memory, and librados.
+const UNSAFE_PLACES: &[&str] = &[
+    "crates/rt/src/backend/uring.rs",
+    "crates/rt/src/buf.rs",
+    "crates/rt/src/doorbell.rs",
+    "crates/rt/src/restrict.rs",
+    "crates/rt/src/system.rs",
+    "crates/serve/src/vhost_user",
+    "crates/rados/src/ffi",
+    "crates/rados/src/ffi.rs",
+];
+
 /// Checks one file.
 pub(super) fn check(file: &Path, text: &str, allowed: &mut Allowed, findings: &mut Vec<Finding>) {
     let name = file.display().to_string();
@@ -47,6 +59,7 @@ pub(super) fn check(file: &Path, text: &str, allowed: &mut Allowed, findings: &m
         findings.push(Finding::new(&*name, "begin with //! and say what the file is for"));
     }
     let code = scan::code_only(production);
+    unsafe_code(file, &code, findings);
     let lines = code.lines().filter(|line| !line.trim().is_empty()).count();
     if lines > FILE_LINES_MAX && !allowed.allows(&name, lines) {
         let what = format!("{lines} lines of code, more than {FILE_LINES_MAX}: find a better cut");
@@ -61,6 +74,20 @@ pub(super) fn check(file: &Path, text: &str, allowed: &mut Allowed, findings: &m
             );
             findings.push(Finding::new(format!("{name}:{}", function.line), what));
         }
+    }
+}
+
+fn unsafe_code(file: &Path, code: &str, findings: &mut Vec<Finding>) {
+    if !file.starts_with("crates") || UNSAFE_PLACES.iter().any(|place| file.starts_with(place)) {
+        return;
+    }
+    let begins = ["{", "fn ", "impl ", "extern ", "trait "];
+    let is_unsafe = |line: &str| {
+        line.split("unsafe ").skip(1).any(|rest| begins.iter().any(|word| rest.starts_with(word)))
+    };
+    for (number, _) in (1..).zip(code.lines()).filter(|(_, line)| is_unsafe(line)) {
+        let what = "unsafe: use a safe crate, or put the call behind a function of rt/system.rs";
+        findings.push(Finding::new(format!("{}:{number}", file.display()), what));
     }
 }
 
@@ -130,6 +157,9 @@ mod tests {
         assert!(findings("a.rs", &long)[0].contains("long has 72 lines"));
         let big = format!("//! x\n{}", "const A: u8 = 1;\n".repeat(501));
         assert!(findings("a.rs", &big)[0].contains("501 lines of code"));
+        let call = "//! x\nfn f() {\n    let _ = unsafe { g() };\n}\n";
+        assert!(findings("crates/rt/src/lock.rs", call)[0].contains("rt/system.rs"));
+        assert!(findings("crates/rt/src/system.rs", call).is_empty());
         let path = concat!("see ..", "/shared/x\n");
         assert!(findings("README.md", path)[0].contains("no such folder"));
     }
