@@ -181,8 +181,8 @@ impl Volumes {
     /// meanwhile, also by other collectors, stays as it is.
     ///
     /// # Errors
-    /// `Corrupt` if a head or a node of a map is damaged: then nothing was deleted. Otherwise what
-    /// the store reports. What could not be deleted is no error, but counted.
+    /// `Corrupt` if a head or a node of a map is damaged, `Unsupported` if only a newer version of
+    /// mica can read it: then nothing was deleted. Otherwise what the store reports. What could not be deleted is no error, but counted.
     pub async fn collect(
         &self,
         options: CollectOptions,
@@ -262,15 +262,18 @@ pub(crate) struct AllMarked<'a> {
 
 /// Why nothing is collected if a head cannot be read.
 fn without_head(error: Error) -> Error {
-    if error.kind() != ErrorKind::Corrupt {
-        return error;
-    }
+    let cure = match error.kind() {
+        ErrorKind::Corrupt => {
+            "restore the head from a copy, or give the volume up: mica volume delete --force"
+        }
+        ErrorKind::Unsupported => "use that version of mica for this store",
+        _ => return error,
+    };
     let what = format!(
-        "{}; so it is unknown what its volume needs, and nothing may be deleted: restore the head \
-         from a copy, or give the volume up: mica volume delete --force",
+        "{}; so it is unknown what its volume needs, and nothing may be deleted: {cure}",
         error.in_one_line()
     );
-    Error::new(ErrorKind::Corrupt, what)
+    Error::new(error.kind(), what)
 }
 
 /// Why nothing is collected.

@@ -71,8 +71,10 @@ pub struct VolumeInfo {
 pub struct Listed {
     /// Those whose newest heads can be read, by name.
     pub volumes: Vec<VolumeInfo>,
-    /// The others, by name, and what is wrong with their newest heads.
+    /// Those whose newest heads are damaged, by name, and what is wrong with them.
     pub damaged: Vec<(VolumeName, Error)>,
+    /// Those whose newest heads only a newer version of mica can read, by name.
+    pub newer: Vec<(VolumeName, Error)>,
 }
 
 impl Volumes {
@@ -257,16 +259,18 @@ impl Volumes {
     /// All volumes, by name.
     ///
     /// # Errors
-    /// What the store reports; `Corrupt` if the newest head of one is damaged.
+    /// What the store reports; `Corrupt` if the newest head of one is damaged, `Unsupported` if only
+    /// a newer version of mica can read it.
     pub async fn list(&self) -> Result<Vec<VolumeInfo>> {
         let listed = self.list_with_damaged().await?;
-        match listed.damaged.into_iter().next() {
+        match listed.damaged.into_iter().chain(listed.newer).next() {
             Some((_, error)) => Err(error),
             None => Ok(listed.volumes),
         }
     }
 
-    /// As [`Self::list`], but a volume whose newest head is damaged is no obstacle to the others.
+    /// As [`Self::list`], but a volume whose newest head cannot be read is no obstacle to the
+    /// others.
     ///
     /// # Errors
     /// What the store reports.
@@ -283,6 +287,9 @@ impl Volumes {
                     Ok(info) => all.volumes.push(info),
                     Err(error) if error.kind() == ErrorKind::Corrupt => {
                         all.damaged.push((name, error));
+                    }
+                    Err(error) if error.kind() == ErrorKind::Unsupported => {
+                        all.newer.push((name, error));
                     }
                     Err(error) if error.kind() == ErrorKind::NotFound => {}
                     Err(error) => return Err(error),

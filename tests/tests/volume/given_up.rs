@@ -163,13 +163,33 @@ fn volume_that_was_handed_over_says_to_whom() {
 
 /// The newest head of a volume, of which a bit is wrong from now on.
 fn damage_head(store: &Store, name: &str) {
+    change_head(store, name, |bytes| bytes[100] ^= 1);
+}
+
+fn change_head(store: &Store, name: &str, change: impl FnOnce(&mut [u8])) {
     let folder = store.folder().join("store/volumes").join(name);
     let heads = std::fs::read_dir(folder).expect("a volume");
     let newest = heads.map(|head| head.expect("a head").path()).max().expect("there is one");
     let mut bytes = std::fs::read(&newest).expect("read");
-    bytes[100] ^= 1;
+    change(&mut bytes);
     std::fs::remove_file(&newest).expect("removed");
     std::fs::write(&newest, bytes).expect("written");
+}
+
+/// As a version of mica that is to come would write it.
+fn make_head_newer(bytes: &mut [u8]) {
+    bytes[8..12].copy_from_slice(&1000_u32.to_le_bytes());
+    let (summed, sum) = bytes.split_at_mut(bytes.len() - 4);
+    sum.copy_from_slice(&crc32c(summed).to_le_bytes());
+}
+
+fn crc32c(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(u32::MAX, |sum, byte| {
+        (0..8).fold(sum ^ u32::from(*byte), |sum, _| match sum & 1 {
+            0 => sum >> 1,
+            _ => (sum >> 1) ^ 0x82f6_3b78,
+        })
+    })
 }
 
 /// The story: one damaged head stopped all verbs about the whole store, and could not be deleted.
@@ -199,6 +219,43 @@ fn volume_whose_head_is_damaged_is_no_obstacle_to_others_and_can_be_deleted() {
         run([verb, &url]).ok();
     }
     store.create("db", "64M");
+}
+
+/// The story: a newer mica had made one volume, and nobody could list the others of the store.
+#[test]
+fn volume_of_a_newer_version_is_named_and_no_obstacle_to_others() {
+    let store = Store::new();
+    for name in ["db", "web"] {
+        store.create(name, "64M");
+    }
+    change_head(&store, "db", make_head_newer);
+    let url = store.url();
+    for (verb, count) in [("list", 2), ("tree", 2), ("check", 1)] {
+        let finished = run([verb, "--output", "json", &url]);
+        assert_eq!(finished.status.code(), Some(1), "{verb}: {finished}");
+        let said = "volume db was made by a newer version of mica";
+        assert!(finished.stderr.contains(said), "{verb}: {finished}");
+        let all = json(&finished.stdout);
+        assert_eq!(all.as_array().map(Vec::len), Some(count), "{verb}: {all}");
+        let is_named = finished.stdout.contains("\"newer-version\"");
+        assert_eq!(is_named, verb != "check", "{verb}: {all}");
+    }
+    let finished = run(["scrub", &url]);
+    assert_eq!(finished.status.code(), Some(1), "{finished}");
+    assert!(finished.stderr.contains("volume db was made by a newer version"), "{finished}");
+    assert!(finished.stdout.contains("nothing is damaged"), "{finished}");
+    for (verb, of) in [("gc", &url), ("stats", &url), ("check", &store.volume("db"))] {
+        let finished = run([verb, of]);
+        assert_eq!(finished.status.code(), Some(1), "{finished}");
+        assert!(finished.stderr.contains("a newer mica reads"), "{finished}");
+        let is_refused = finished.stderr.contains("nothing may be deleted: use that version");
+        assert_eq!(is_refused, verb != "check", "{finished}");
+    }
+    // What is damaged besides is what the exit code says.
+    damage_head(&store, "web");
+    for verb in ["list", "tree", "check"] {
+        assert_eq!(run([verb, &url]).status.code(), Some(2), "{verb}");
+    }
 }
 
 /// The story: the server of the old host went on behind a lock that another process could not take.

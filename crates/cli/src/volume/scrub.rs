@@ -1,7 +1,7 @@
 //! `mica volume scrub`, with the exit codes of `mica volume check`.
 
 use super::check::{described, human};
-use super::session::{EXIT_DAMAGED, SessionArgs, Subject, url_in};
+use super::session::{SessionArgs, Subject, exit_code_with, url_in};
 use crate::failure::{Failure, tell};
 use crate::output::{ReportArgs, progress_bar};
 use clap::Args;
@@ -45,6 +45,5 @@ pub(super) fn run(args: &ScrubArgs) -> Result<ExitCode, Failure> {
     let (url, found) = found?;
     found.damaged.iter().for_each(|line| tell(&format!("{url}: {line}")));
     args.report.print(&human(&url, &found), &described(&url, &found))?;
-    let is_damaged = found.damaged_count > 0;
-    Ok(if is_damaged { ExitCode::from(EXIT_DAMAGED) } else { ExitCode::SUCCESS })
+    Ok(exit_code_with(&found.newer, found.damaged_count))
 }
