@@ -182,7 +182,8 @@ impl Volumes {
     ///
     /// # Errors
     /// `Corrupt` if a head or a node of a map is damaged, `Unsupported` if only a newer version of
-    /// mica can read it: then nothing was deleted. Otherwise what the store reports. What could not be deleted is no error, but counted.
+    /// mica can read it: then nothing was deleted. Otherwise what the store reports. What could not
+    /// be deleted is no error, but counted.
     pub async fn collect(
         &self,
         options: CollectOptions,

@@ -69,8 +69,8 @@ impl Volumes {
     /// As [`Self::scrub`], of one volume with its snapshots.
     ///
     /// # Errors
-    /// `NotFound` if there is no such volume, `Unsupported` if only a newer version of mica can read
-    /// it; as [`Self::scrub`].
+    /// `NotFound` if there is no such volume; `Unsupported` if only a newer version of mica can
+    /// read it; as [`Self::scrub`].
     pub async fn check(
         &self,
         name: &VolumeName,

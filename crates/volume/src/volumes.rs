@@ -259,8 +259,8 @@ impl Volumes {
     /// All volumes, by name.
     ///
     /// # Errors
-    /// What the store reports; `Corrupt` if the newest head of one is damaged, `Unsupported` if only
-    /// a newer version of mica can read it.
+    /// What the store reports; `Corrupt` if the newest head of one is damaged, `Unsupported` if
+    /// only a newer version of mica can read it.
     pub async fn list(&self) -> Result<Vec<VolumeInfo>> {
         let listed = self.list_with_damaged().await?;
         match listed.damaged.into_iter().chain(listed.newer).next() {

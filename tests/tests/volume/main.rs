@@ -12,6 +12,7 @@ mod handover;
 mod hosts;
 mod kill;
 mod life;
+mod live;
 mod readme;
 mod snapshots;
 mod streams;

@@ -1,8 +1,8 @@
 //! `mica volume check`, with the exit codes of `mica check`.
 
-use super::session::{SessionArgs, Subject, exit_code_with, url_in};
+use super::session::{SessionArgs, Subject, exit_code_with, show_on, url_in};
 use crate::failure::{Failure, tell};
-use crate::output::{ReportArgs, human_size};
+use crate::output::{ReportArgs, human_size, progress_bar};
 use clap::Args;
 use mica_block::ErrorKind;
 use mica_volume::{BLOCK_BYTES, Findings};
@@ -17,17 +17,18 @@ use std::process::ExitCode;
 #[derive(Args)]
 pub(super) struct CheckArgs {
     #[command(flatten)]
-    report: ReportArgs,
+    pub(super) report: ReportArgs,
     #[command(flatten)]
-    session: SessionArgs,
+    pub(super) session: SessionArgs,
     /// The volume, or a store.
     #[arg(value_name = "URL")]
-    url: String,
+    pub(super) url: String,
 }
 
 pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let (mut all, mut text, mut damaged) = (Vec::new(), String::new(), 0);
+    let bar = progress_bar(0, "extents");
     let newer = session.executor.block_on(async {
         let (store, names, mut newer) = match session.subject(&args.url, "volume check").await? {
             Subject::Volume(store, name) => (store, vec![name], None),
@@ -41,7 +42,7 @@ pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
             }
         };
         for name in names {
-            let found = match (store.volumes().check(&name, &mut |_| {}).await, &mut newer) {
+            let found = match (store.volumes().check(&name, &mut show_on(&bar)).await, &mut newer) {
                 (Ok(found), _) => found,
                 // It is no obstacle to the others.
                 (Err(error), Some(newer)) if error.kind() == ErrorKind::Unsupported => {
@@ -51,13 +52,16 @@ pub(super) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
                 (Err(error), _) => return Err(error.into()),
             };
             let url = url_in(store.url(), &name);
-            found.damaged.iter().for_each(|line| tell(&format!("{url}: {line}")));
+            let tell_line = |line| bar.suspend(|| tell(&format!("{url}: {line}")));
+            found.damaged.iter().for_each(tell_line);
             damaged += found.damaged_count;
             text += &human(&url, &found);
             all.push(described(&url, &found));
         }
         Ok::<_, Failure>(newer.unwrap_or_default())
-    })?;
+    });
+    bar.finish_and_clear();
+    let newer = newer?;
     args.report.print(&text, &all)?;
     Ok(exit_code_with(&newer, damaged))
 }

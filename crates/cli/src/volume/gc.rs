@@ -21,22 +21,22 @@ use std::sync::Arc;
 pub(super) struct GcArgs {
     /// Only say what would be freed.
     #[arg(short = 'n', long)]
-    dry_run: bool,
+    pub(super) dry_run: bool,
     /// Write sparse extents again in a bucket or a pool, too.
     ///
     /// While that is done with a volume it is open on this host, and no other opens it, except by
     /// force; nor afterwards, if this verb is killed.
     #[arg(long, conflicts_with = "dry_run")]
-    compact: bool,
+    pub(super) compact: bool,
     #[command(flatten)]
-    report: ReportArgs,
+    pub(super) report: ReportArgs,
     #[command(flatten)]
-    session: SessionArgs,
+    pub(super) session: SessionArgs,
     #[command(flatten)]
-    key: KeyArgs,
+    pub(super) key: KeyArgs,
     /// The store: file:///DIR, s3://BUCKET/PREFIX or rados://POOL/PREFIX.
     #[arg(value_name = "STORE")]
-    store: String,
+    pub(super) store: String,
 }
 
 pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {

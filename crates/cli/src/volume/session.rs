@@ -3,18 +3,19 @@
 use super::keys::add_properties;
 use crate::failure::{Failure, tell};
 use clap::Args;
+use indicatif::ProgressBar;
 use mica_block::{Error, ErrorKind};
 use mica_daemon::{ImageSettings, IoSettings};
 use mica_rt::Executor;
 use mica_stack::{Patience, Store, StoreUrl, Stores, VolumeUrl};
-use mica_volume::{Listed, VolumeInfo, VolumeName, Volumes};
+use mica_volume::{Listed, Progress, VolumeInfo, VolumeName, Volumes};
 use serde_json::{Map, Value, json};
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::sync::Arc;
 
 // Options of verbs about volumes. (A doc comment would become the help of the verb.)
-#[derive(Args)]
+#[derive(Args, Default)]
 pub(super) struct SessionArgs {
     #[command(flatten)]
     pub(super) io: IoSettings,
@@ -84,6 +85,14 @@ impl Session {
         }
         let VolumeUrl { store, name, .. } = volume(url)?.without_snapshot(verb)?.clone();
         Ok(Subject::Volume(self.stores.open(&store).await?, name))
+    }
+}
+
+/// Shows how many extents were looked at.
+pub(super) fn show_on(bar: &ProgressBar) -> impl FnMut(Progress) + use<'_> {
+    |at| {
+        bar.set_length(at.of_extents.max(at.extents));
+        bar.set_position(at.extents);
     }
 }
 

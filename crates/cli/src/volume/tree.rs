@@ -23,16 +23,16 @@ pub(super) struct TreeArgs {
     /// dot is for graphviz, svg is a picture.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
     #[arg(hide_possible_values = true, hide_default_value = true)]
-    output: TreeFormat,
+    pub(super) output: TreeFormat,
     #[command(flatten)]
-    session: SessionArgs,
+    pub(super) session: SessionArgs,
     /// The store, or one volume.
     #[arg(value_name = "URL")]
-    url: String,
+    pub(super) url: String,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum TreeFormat {
+pub(super) enum TreeFormat {
     Human,
     Json,
     Dot,
