@@ -3,6 +3,7 @@
 mod boot;
 mod bucket;
 mod collection;
+mod collectors;
 mod copies;
 mod encryption;
 mod faults;
