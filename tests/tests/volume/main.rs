@@ -15,6 +15,7 @@ mod kill;
 mod life;
 mod live;
 mod readme;
+mod signals;
 mod snapshots;
 mod streams;
 mod urls;
