@@ -81,7 +81,8 @@ impl Volumes {
     /// The volumes in `objects`, with a cache of nodes of about `cache_bytes`.
     ///
     /// # Errors
-    /// `NotFound` if this is no store of volumes; otherwise what the store reports.
+    /// `NotFound` if this is no store of volumes, `Corrupt` if it is one that has lost what says
+    /// so; otherwise what the store reports.
     pub async fn open(
         objects: Arc<dyn Objects>,
         environment: Environment,
@@ -90,6 +91,7 @@ impl Volumes {
         match stored_id(&*objects).await? {
             Some(store) => Ok(Self::with_id(objects, environment, cache_bytes, store)),
             None => {
+                expect_none(&*objects).await?;
                 let what = format!("{} has no volumes", objects.name());
                 Err(Error::new(ErrorKind::NotFound, what))
             }
@@ -110,6 +112,7 @@ impl Volumes {
             if let Some(store) = stored_id(&*objects).await? {
                 return Ok(Self::with_id(objects, environment, cache_bytes, store));
             }
+            expect_none(&*objects).await?;
             if !is_empty(&*objects, Patience::VERB).await? {
                 // Another process may have made it in between.
                 if let Some(store) = stored_id(&*objects).await? {
@@ -399,6 +402,25 @@ impl Volumes {
 }
 
 /// Which store this is; `None` if it is none yet.
+/// That there are no volumes where nothing says that there is a store.
+///
+/// # Errors
+/// `Corrupt` if there are.
+async fn expect_none(objects: &dyn Objects) -> Result<()> {
+    let volumes = list(objects, &names::volumes(), None, Patience::VERB).await?;
+    // Another process may have made the store in between.
+    if volumes.is_empty() || stored_id(objects).await?.is_some() {
+        return Ok(());
+    }
+    let what = format!(
+        "{} of {} is missing, and says which store this is, although there are volumes: restore it \
+         from a copy",
+        names::format(),
+        objects.name()
+    );
+    Err(Error::new(ErrorKind::Corrupt, what))
+}
+
 async fn stored_id(objects: &dyn Objects) -> Result<Option<Id>> {
     let name = names::format();
     let Some(bytes) = read(objects, &name, STORE_BYTES, Patience::VERB).await? else {

@@ -212,13 +212,50 @@ fn volume_whose_head_is_damaged_is_no_obstacle_to_others_and_can_be_deleted() {
     let finished = run(["scrub", &url]);
     assert_eq!(finished.status.code(), Some(2), "{finished}");
     assert!(finished.stderr.contains("head of volume db"), "{finished}");
-    assert!(run(["gc", &url]).refusal().contains("volume delete --force"));
-    run(["delete", &db]).refusal();
+    let copy = store.folder().join("copy").display().to_string();
+    for words in [&["gc", &url][..], &["info", &db], &["export", &db, &copy], &["delete", &db]] {
+        let refused = run(words.iter().copied()).refusal();
+        assert!(refused.contains("or give volume db up: mica volume delete --force"), "{refused}");
+    }
     run(["delete", "--force", &db]).ok();
     for verb in ["list", "tree", "check", "scrub", "gc"] {
         run([verb, &url]).ok();
     }
     store.create("db", "64M");
+}
+
+/// What is lost is named with what to do: a head that has nothing, the object that says what store
+/// this is, and an extent.
+#[test]
+fn what_a_store_has_lost_is_named_with_what_to_do() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    for name in ["db", "web"] {
+        store.create(name, "64M");
+    }
+    let (url, web) = (store.url(), store.volume("web"));
+    let server = store.serve("web", &[]).expect("served");
+    let acts = ["-f", "raw", "-c", "write -P 7 0 64k", "-c", "flush"];
+    command::run("qemu-io", acts.into_iter().chain([&*server.uri()])).ok();
+    server.stop().expect("stopped");
+    let (format, away) = (store.folder().join("store/format"), store.folder().join("format"));
+    std::fs::rename(&format, &away).expect("moved");
+    for words in [&["list", &url][..], &["check", &url], &["info", &web], &["create", &web, "1M"]] {
+        let refused = run(words.iter().copied()).refusal();
+        let said = "format of file://";
+        assert!(refused.contains(said) && refused.contains("from a copy"), "{words:?}: {refused}");
+    }
+    std::fs::rename(&away, &format).expect("moved back");
+    run(["check", &url]).ok();
+    std::fs::remove_dir_all(store.folder().join("store/extents")).expect("removed");
+    let refused = run(["gc", &url]).refusal();
+    assert!(refused.contains("volume web is damaged"), "{refused}");
+    assert!(refused.contains("the extent is missing; mica volume check says"), "{refused}");
+    change_head(&store, "db", |bytes| bytes.fill(0));
+    let refused = run(["info", &store.volume("db")]).refusal();
+    assert!(refused.contains("it is empty; restore this head from a copy"), "{refused}");
 }
 
 /// The story: a newer mica had made one volume, and nobody could list the others of the store.

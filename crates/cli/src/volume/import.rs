@@ -74,7 +74,9 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
                 ending.end_if_raised();
             }
             return Err(match deleted {
-                Ok(()) => failure,
+                Ok(()) => {
+                    failure.within(format!("{url} is not imported, and nothing of it is left"))
+                }
                 Err(error) => {
                     let (message, error) = (failure.message(), error.in_one_line());
                     let what = format!("{message}; {url} has a part of it, delete it: {error}");
