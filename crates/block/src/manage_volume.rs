@@ -11,6 +11,12 @@ pub trait ManageVolume {
     /// Why the disk is latched.
     fn store(&self) -> LocalFuture<'_, Result<()>>;
 
+    /// As [`Self::store`]; whoever reads the volume there then finds all of that, too.
+    ///
+    /// # Errors
+    /// As [`Self::store`].
+    fn checkpoint(&self) -> LocalFuture<'_, Result<()>>;
+
     /// Whether it is about to be handed over: then little waits for the store, and guests are as
     /// slow as that is.
     fn set_leaving(&self, is_leaving: bool);

@@ -6,6 +6,7 @@ mod members;
 mod merges;
 mod saved;
 mod snapshots;
+mod stores;
 
 use crate::client::{Client, ControlArgs, nothing, of_disk};
 use crate::failure::Failure;
@@ -24,6 +25,8 @@ use std::process::ExitCode;
 ///
 /// Through its control socket (`mica serve --control`).
 #[derive(Args)]
+// No blank line before the usage: so many verbs hardly fit a screen.
+#[command(help_template = "{about-with-newline}{usage-heading} {usage}\n\n{all-args}{after-help}")]
 pub(crate) struct CtlArgs {
     #[command(flatten)]
     control: ControlArgs,
@@ -43,6 +46,9 @@ enum CtlVerb {
     /// Show statistics since the start.
     #[command(after_long_help = sections::CTL_STATS)]
     Stats {
+        /// What a volume holds, shares and has alone, as mica volume stats.
+        #[arg(long, requires = "disk")]
+        space: bool,
         /// The disk; all by default.
         #[arg(value_name = "DISK")]
         disk: Option<String>,
@@ -75,22 +81,24 @@ enum CtlVerb {
     /// Give a snapshot of a volume that is served another label.
     #[command(after_long_help = sections::CTL_LABEL)]
     Label(snapshots::LabelArgs),
-    /// Make a volume that begins as one that is served, or as a snapshot of it.
+    /// Make a volume that begins as one that is served, or a snapshot.
     ///
     /// In the same store, where nothing is copied. What was answered before is in it.
     #[command(after_long_help = sections::CTL_CLONE)]
     Clone(snapshots::CloneArgs),
-    /// Show which parts of a volume that is served may have changed since a snapshot.
+    /// Show what of a volume that is served may differ from a snapshot.
     ///
     /// By its maps, without reading data.
     #[command(after_long_help = sections::CTL_DIFF)]
     Diff(snapshots::DiffArgs),
-    /// Make a volume what it was at one of its snapshots, while it is drained.
+    /// Make a drained volume what it was at one of its snapshots.
     ///
     /// A guest would go on with what it has read, so of one that is served it is refused. What was
     /// written since is lost, unless there is a snapshot of it; all snapshots stay.
     #[command(after_long_help = sections::CTL_ROLLBACK)]
     Rollback(snapshots::RollbackArgs),
+    #[command(flatten)]
+    InStore(stores::StoreVerb),
     /// Back a disk up while it is served: keep states, and export them.
     #[command(after_long_help = sections::CTL_BACKUP)]
     Backup {
@@ -201,7 +209,10 @@ enum CtlVerb {
 
 pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
     let client = args.control.client();
-    let (answer, human) = ask(&client, &args.verb)?;
+    let (answer, human) = match ask(&client, &args.verb, args.output)? {
+        Told::Answer(answer, human) => (answer, human),
+        Told::Done(exit_code) => return Ok(exit_code),
+    };
     match args.output {
         OutputFormat::Json => print_json(&answer)?,
         OutputFormat::Human => print(&human(&answer))?,
@@ -214,10 +225,21 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
 /// Formats an answer for people.
 type Human = fn(&Value) -> String;
 
-fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
-    Ok(match verb {
+/// What there is to tell.
+enum Told {
+    Answer(Value, Human),
+    /// It was told while it was done.
+    Done(ExitCode),
+}
+
+fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Told, Failure> {
+    let (answer, human): (Value, Human) = match verb {
+        CtlVerb::InStore(verb) => return verb.run(client, output).map(Told::Done),
+        CtlVerb::Stats { disk: Some(disk), space: true } => {
+            return stores::space(client, disk, output).map(Told::Done);
+        }
         CtlVerb::Status => (client.get("/v1/status")?, status),
-        CtlVerb::Stats { disk } => {
+        CtlVerb::Stats { disk, .. } => {
             let mut answer = client.get("/v1/stats")?;
             if let Some(disk) = disk {
                 only(&mut answer, disk)?;
@@ -257,7 +279,8 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::LogLevel { level: Some(level) } => {
             (client.put("/v1/log-level", &json!({ "level": level }))?, log_level)
         }
-    })
+    };
+    Ok(Told::Answer(answer, human))
 }
 
 /// Reduces an answer to one disk.

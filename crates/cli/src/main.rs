@@ -23,6 +23,7 @@ mod ctl;
 mod cursor;
 mod dd;
 mod diff;
+mod ending;
 mod failure;
 mod folders;
 mod fork;

@@ -34,6 +34,11 @@ pub(crate) struct ReportArgs {
 }
 
 impl ReportArgs {
+    /// Those of a verb that prints its result so.
+    pub(crate) fn printing(output: OutputFormat) -> Self {
+        Self { quiet: false, output: OutputArgs { output } }
+    }
+
     /// How to print progress, if it is `wanted`.
     pub(crate) fn progress(&self, wanted: bool) -> Option<OutputFormat> {
         Some(self.output.output).filter(|_| wanted && !self.quiet)

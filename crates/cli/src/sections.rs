@@ -172,6 +172,39 @@ EXAMPLES:
   mica ctl rollback web@monday
   mica ctl undrain web";
 
+pub(crate) const CTL_INFO: &str = "\
+EXAMPLES:
+  mica ctl info web";
+
+pub(crate) const CTL_TREE: &str = "\
+EXAMPLES:
+  mica ctl tree web
+  mica ctl tree --store web                 # with all others of its store";
+
+pub(crate) const CTL_CHECK: &str = "\
+EXAMPLES:
+  mica ctl check web
+  mica ctl check --store web                # and all others of its store
+
+EXIT STATUS:
+  0  nothing is damaged
+  1  something could not be checked
+  2  something is damaged; each line on standard error names a part";
+
+pub(crate) const CTL_SCRUB: &str = "\
+EXAMPLES:
+  mica ctl scrub --store web                # everything in its store
+
+EXIT STATUS:
+  0  nothing is damaged
+  1  something could not be read
+  2  something is damaged; each line on standard error names a part";
+
+pub(crate) const CTL_GC: &str = "\
+EXAMPLES:
+  mica ctl gc web
+  mica ctl gc --dry-run web                 # what would be freed";
+
 pub(crate) const CTL_BACKUP: &str = "\
 EXAMPLES:
   mica ctl backup begin web --as monday --nbd unix:/run/mica/backup.sock
@@ -234,7 +267,8 @@ EXAMPLES:
 
 pub(crate) const CTL_STATS: &str = "\
 EXAMPLES:
-  mica ctl stats web";
+  mica ctl stats web
+  mica ctl stats --space web                # what a volume holds in its store";
 
 pub(crate) const CTL_RESIZE: &str = "\
 EXAMPLES:

@@ -37,10 +37,22 @@ pub(crate) struct Unfinished {
 impl Unfinished {
     /// The file at `path`, which this process has created (`made`) or is about to overwrite.
     pub(crate) fn new(path: &Path, made: Option<File>) -> Self {
-        static WATCHING: Once = Once::new();
-        WATCHING.call_once(watch_signals);
+        watch();
         files().push(Entry { path: path.to_owned(), made });
         Self { path: path.to_owned() }
+    }
+
+    /// Makes a file at `path`, where none is. No signal comes between that and its place on the
+    /// list.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) fn create_new(path: &Path) -> io::Result<(Self, File)> {
+        watch();
+        let mut files = files();
+        let file = File::create_new(path)?;
+        files.push(Entry { path: path.to_owned(), made: Some(file.try_clone()?) });
+        Ok((Self { path: path.to_owned() }, file))
     }
 
     /// Gives the file, which is complete, the name `path`, which nothing has.
@@ -104,11 +116,15 @@ fn files() -> MutexGuard<'static, Vec<Entry>> {
     FILES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+fn watch() {
+    static WATCHING: Once = Once::new();
+    WATCHING.call_once(watch_signals);
+}
+
 /// Removes what is unfinished when the user or the system ends the program. If that cannot be
 /// arranged, the signals end it as they would otherwise.
 fn watch_signals() {
-    let ending = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
-    let watched = Signals::new(ending).and_then(|mut signals| {
+    let watched = Signals::new(ending_signals()).and_then(|mut signals| {
         let watch = move || {
             if let Some(signal) = signals.forever().next() {
                 end(signal);
@@ -135,6 +151,11 @@ fn end(signal: i32) {
     if emulate_default_handler(signal).is_err() {
         std::process::exit(128 + signal);
     }
+}
+
+/// By which the user or the system ends the program.
+pub(crate) fn ending_signals() -> impl Iterator<Item = i32> {
+    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal))
 }
 
 /// Whether the program was started with `signal` ignored, as by nohup: then it stays ignored.

@@ -21,6 +21,7 @@ mod merges;
 mod report;
 mod resize;
 mod snapshots;
+mod stored;
 
 pub(crate) use backup::{BackupInfo, Wanted};
 pub(crate) use doors::Doors;
@@ -28,6 +29,7 @@ pub(crate) use extents::Asked;
 pub(crate) use layers::Layered;
 pub(crate) use merges::StatesInTheWay;
 pub(crate) use resize::NewLength;
+pub(crate) use stored::Stored;
 
 use crate::config::{DiskConfig, LeftClosed};
 use crate::contexts;

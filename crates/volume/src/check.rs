@@ -1,12 +1,13 @@
 //! What a check of a volume, or of a whole store, found.
 
+use crate::names::VolumeName;
 use mica_block::{Error, ErrorKind, Result};
 
 /// Lines about damage that are kept; more are only counted.
 const FINDINGS_MAX: usize = 1000;
 
 /// What a check found.
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, Default, Debug)]
 pub struct Findings {
     /// Blocks with data, each counted once.
     pub blocks: u64,
@@ -20,6 +21,9 @@ pub struct Findings {
     pub damaged: Vec<String>,
     /// How much is damaged.
     pub damaged_count: u64,
+    /// Volumes of the store that only a newer version of mica can read: nothing was found out about
+    /// them.
+    pub newer: Vec<(VolumeName, Error)>,
 }
 
 impl Findings {

@@ -181,8 +181,9 @@ impl Volumes {
     /// meanwhile, also by other collectors, stays as it is.
     ///
     /// # Errors
-    /// `Corrupt` if a head or a node of a map is damaged: then nothing was deleted. Otherwise what
-    /// the store reports. What could not be deleted is no error, but counted.
+    /// `Corrupt` if a head or a node of a map is damaged, `Unsupported` if only a newer version of
+    /// mica can read it: then nothing was deleted. Otherwise what the store reports. What could not
+    /// be deleted is no error, but counted.
     pub async fn collect(
         &self,
         options: CollectOptions,
@@ -262,27 +263,31 @@ pub(crate) struct AllMarked<'a> {
 
 /// Why nothing is collected if a head cannot be read.
 fn without_head(error: Error) -> Error {
-    if error.kind() != ErrorKind::Corrupt {
-        return error;
-    }
-    let what = format!(
-        "{}; so it is unknown what its volume needs, and nothing may be deleted: restore the head \
-         from a copy, or give the volume up: mica volume delete --force",
-        error.in_one_line()
-    );
-    Error::new(ErrorKind::Corrupt, what)
+    let so = match error.kind() {
+        ErrorKind::Corrupt => "until then it is unknown what it needs, and nothing is deleted",
+        ErrorKind::Unsupported => {
+            "so it is unknown what its volume needs, and nothing may be deleted: use that version \
+             of mica for this store"
+        }
+        _ => return error,
+    };
+    Error::new(error.kind(), format!("{}; {so}", error.in_one_line()))
 }
 
 /// Why nothing is collected.
 fn damage_of(damage: &Damage, named: &Arc<Named>) -> Error {
     let snapshot = damage.via.snapshot.map_or(String::new(), |number| format!("@{number}"));
+    let why = match damage.error.kind() {
+        ErrorKind::NotFound => "the extent is missing".to_owned(),
+        _ => damage.error.in_one_line(),
+    };
     let what = format!(
         "volume {}{snapshot} is damaged at offset {} of {}, so that it is unknown what it needs, \
-         and nothing was deleted: {}; check says what was lost",
+         and nothing was deleted: {why}; mica volume check says what was lost: restore that from a \
+         copy, or delete what needs it",
         named.name.as_str(),
         damage.at.offset(),
         damage.at.extent().name(),
-        damage.error.in_one_line()
     );
     Error::new(ErrorKind::Corrupt, what)
 }

@@ -364,7 +364,7 @@ pub(crate) async fn decode_head(
     bytes: &[u8],
 ) -> Result<Head> {
     let object = name.head(number);
-    let head = Head::decode(bytes).map_err(|why| why.explain(&object, objects))?;
+    let head = Head::decode(bytes).map_err(|why| lost(why.explain(&object, objects), name))?;
     let is_own = (head.store, head.number) == (store, number)
         && match head.name_sum {
             Some(sum) => sum == name.sum(),
@@ -372,8 +372,22 @@ pub(crate) async fn decode_head(
         };
     match is_own {
         true => Ok(head),
-        false => Err(elsewhere(&object, objects)),
+        false => Err(lost(elsewhere(&object, objects), name)),
     }
+}
+
+/// What to do about a head that is damaged. Others of the volume are of no use: its writers went on
+/// from this one.
+fn lost(error: Error, name: &VolumeName) -> Error {
+    if error.kind() != ErrorKind::Corrupt {
+        return error;
+    }
+    let what = format!(
+        "{}; restore this head from a copy, or give volume {} up: mica volume delete --force",
+        error.in_one_line(),
+        name.as_str()
+    );
+    Error::new(ErrorKind::Corrupt, what)
 }
 
 /// Whether a head that does not say whose it is may follow the one before it among those of volume

@@ -41,7 +41,8 @@ impl Volumes {
     /// have lost what.
     ///
     /// # Errors
-    /// What the store reports, but damage.
+    /// What the store reports, but damage. Of volumes that only a newer version of mica can read
+    /// nothing is known but their names, which [`Findings::newer`] has.
     pub async fn scrub(
         &self,
         speed: Speed,
@@ -52,21 +53,24 @@ impl Volumes {
             progress(Progress { extents, ..Progress::default() });
         });
         let listed = listed.await?;
-        let damaged = self.list_with_damaged().await?.damaged;
-        let without = damaged.iter().map(|(name, _)| name.clone()).collect();
+        let unread = self.list_with_damaged().await?;
+        let (damaged, newer) = (unread.damaged, unread.newer);
+        let without = damaged.iter().chain(&newer).map(|(name, _)| name.clone()).collect();
         let names = stable_names(&client, self.store, &without).await?;
         let which = Whose::All { without };
         let mut findings = self.read_all(&client, &names, &listed, which, progress).await?;
         for (name, error) in damaged {
             findings.add(|| damaged_head(&name, &error));
         }
+        findings.newer = newer;
         Ok(findings)
     }
 
     /// As [`Self::scrub`], of one volume with its snapshots.
     ///
     /// # Errors
-    /// `NotFound` if there is no such volume; as [`Self::scrub`].
+    /// `NotFound` if there is no such volume; `Unsupported` if only a newer version of mica can
+    /// read it; as [`Self::scrub`].
     pub async fn check(
         &self,
         name: &VolumeName,
@@ -144,7 +148,7 @@ impl Volumes {
 
 /// Whose extents are read.
 enum Whose<'a> {
-    /// Those of all volumes but these, whose heads are damaged.
+    /// Those of all volumes but these, whose heads cannot be read.
     All { without: BTreeSet<VolumeName> },
     /// Those of this one.
     Of(&'a VolumeName),
@@ -226,6 +230,10 @@ async fn read_whole(
     };
     let header = match decode_header(&*client.objects, id, &bytes) {
         Ok(header) if header.store == store && header.kind == Kind::Extent => header,
+        // A volume of that version may have put it.
+        Err(error) if error.kind() == ErrorKind::Unsupported && marked.is_none() => {
+            return Ok(whole);
+        }
         other => {
             whole.is_complete = marked.is_none();
             whole.frame = other.and(Err(elsewhere(&name, &*client.objects)));

@@ -37,8 +37,14 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Bytes of memory that a node in the cache takes, about.
-const NODE_MEMORY_BYTES: u64 = 512;
+/// Bytes of memory that a node takes: a multiple of 16 for it and its two counts, with what the
+/// allocator has before it.
+const NODE_BYTES: u64 = ((size_of::<Directory<Place>>() + 16 + 8).next_multiple_of(16)) as u64;
+/// What the cache has for it besides, at most: places for half as many that it had before; both of
+/// its tables grow twofold. One has a place and a pointer with 16 bytes of its own, the other 5.
+const ENTRY_BYTES: u64 = 3 * (size_of::<(Place, Node)>() as u64 + 16) + 16;
+/// Bytes of memory that a node in the cache takes.
+const NODE_MEMORY_BYTES: u64 = NODE_BYTES + ENTRY_BYTES;
 /// The levels of the directories to which there are shortcuts, and which part of the cache's memory
 /// these may have.
 const SHORTCUT_PARTS: [(u8, u64); 2] = [(0, 4), (1, 32)];
@@ -234,11 +240,12 @@ impl Tree {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (hits, misses) = (count(&self.shared.hits), count(&self.shared.misses));
         let shortcut_bytes: u64 = self.shared.shortcuts.iter().map(Shortcuts::budget_bytes).sum();
+        let slot_bytes: u64 = self.shared.shortcuts.iter().map(Shortcuts::slot_bytes).sum();
         MapStats {
             hits,
             misses,
             index_loads: misses,
-            cached_bytes: self.shared.nodes.weight(),
+            cached_bytes: self.shared.nodes.weight() + slot_bytes,
             budget_bytes: self.shared.nodes.capacity() + shortcut_bytes,
             ..MapStats::default()
         }
@@ -635,3 +642,6 @@ pub(crate) fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Err
     let (extent, offset) = (at.extent().name(), at.offset());
     Error::new(ErrorKind::Corrupt, format!("{what} at offset {offset} of {extent}: {why}"))
 }
+
+#[cfg(test)]
+mod tests;

@@ -71,15 +71,18 @@ pub struct VolumeInfo {
 pub struct Listed {
     /// Those whose newest heads can be read, by name.
     pub volumes: Vec<VolumeInfo>,
-    /// The others, by name, and what is wrong with their newest heads.
+    /// Those whose newest heads are damaged, by name, and what is wrong with them.
     pub damaged: Vec<(VolumeName, Error)>,
+    /// Those whose newest heads only a newer version of mica can read, by name.
+    pub newer: Vec<(VolumeName, Error)>,
 }
 
 impl Volumes {
     /// The volumes in `objects`, with a cache of nodes of about `cache_bytes`.
     ///
     /// # Errors
-    /// `NotFound` if this is no store of volumes; otherwise what the store reports.
+    /// `NotFound` if this is no store of volumes, `Corrupt` if it is one that has lost what says
+    /// so; otherwise what the store reports.
     pub async fn open(
         objects: Arc<dyn Objects>,
         environment: Environment,
@@ -88,6 +91,7 @@ impl Volumes {
         match stored_id(&*objects).await? {
             Some(store) => Ok(Self::with_id(objects, environment, cache_bytes, store)),
             None => {
+                expect_none(&*objects).await?;
                 let what = format!("{} has no volumes", objects.name());
                 Err(Error::new(ErrorKind::NotFound, what))
             }
@@ -108,6 +112,7 @@ impl Volumes {
             if let Some(store) = stored_id(&*objects).await? {
                 return Ok(Self::with_id(objects, environment, cache_bytes, store));
             }
+            expect_none(&*objects).await?;
             if !is_empty(&*objects, Patience::VERB).await? {
                 // Another process may have made it in between.
                 if let Some(store) = stored_id(&*objects).await? {
@@ -257,16 +262,18 @@ impl Volumes {
     /// All volumes, by name.
     ///
     /// # Errors
-    /// What the store reports; `Corrupt` if the newest head of one is damaged.
+    /// What the store reports; `Corrupt` if the newest head of one is damaged, `Unsupported` if
+    /// only a newer version of mica can read it.
     pub async fn list(&self) -> Result<Vec<VolumeInfo>> {
         let listed = self.list_with_damaged().await?;
-        match listed.damaged.into_iter().next() {
+        match listed.damaged.into_iter().chain(listed.newer).next() {
             Some((_, error)) => Err(error),
             None => Ok(listed.volumes),
         }
     }
 
-    /// As [`Self::list`], but a volume whose newest head is damaged is no obstacle to the others.
+    /// As [`Self::list`], but a volume whose newest head cannot be read is no obstacle to the
+    /// others.
     ///
     /// # Errors
     /// What the store reports.
@@ -283,6 +290,9 @@ impl Volumes {
                     Ok(info) => all.volumes.push(info),
                     Err(error) if error.kind() == ErrorKind::Corrupt => {
                         all.damaged.push((name, error));
+                    }
+                    Err(error) if error.kind() == ErrorKind::Unsupported => {
+                        all.newer.push((name, error));
                     }
                     Err(error) if error.kind() == ErrorKind::NotFound => {}
                     Err(error) => return Err(error),
@@ -392,6 +402,25 @@ impl Volumes {
 }
 
 /// Which store this is; `None` if it is none yet.
+/// That there are no volumes where nothing says that there is a store.
+///
+/// # Errors
+/// `Corrupt` if there are.
+async fn expect_none(objects: &dyn Objects) -> Result<()> {
+    let volumes = list(objects, &names::volumes(), None, Patience::VERB).await?;
+    // Another process may have made the store in between.
+    if volumes.is_empty() || stored_id(objects).await?.is_some() {
+        return Ok(());
+    }
+    let what = format!(
+        "{} of {} is missing, and says which store this is, although there are volumes: restore it \
+         from a copy",
+        names::format(),
+        objects.name()
+    );
+    Err(Error::new(ErrorKind::Corrupt, what))
+}
+
 async fn stored_id(objects: &dyn Objects) -> Result<Option<Id>> {
     let name = names::format();
     let Some(bytes) = read(objects, &name, STORE_BYTES, Patience::VERB).await? else {

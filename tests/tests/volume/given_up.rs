@@ -163,13 +163,33 @@ fn volume_that_was_handed_over_says_to_whom() {
 
 /// The newest head of a volume, of which a bit is wrong from now on.
 fn damage_head(store: &Store, name: &str) {
+    change_head(store, name, |bytes| bytes[100] ^= 1);
+}
+
+fn change_head(store: &Store, name: &str, change: impl FnOnce(&mut [u8])) {
     let folder = store.folder().join("store/volumes").join(name);
     let heads = std::fs::read_dir(folder).expect("a volume");
     let newest = heads.map(|head| head.expect("a head").path()).max().expect("there is one");
     let mut bytes = std::fs::read(&newest).expect("read");
-    bytes[100] ^= 1;
+    change(&mut bytes);
     std::fs::remove_file(&newest).expect("removed");
     std::fs::write(&newest, bytes).expect("written");
+}
+
+/// As a version of mica that is to come would write it.
+fn make_head_newer(bytes: &mut [u8]) {
+    bytes[8..12].copy_from_slice(&1000_u32.to_le_bytes());
+    let (summed, sum) = bytes.split_at_mut(bytes.len() - 4);
+    sum.copy_from_slice(&crc32c(summed).to_le_bytes());
+}
+
+fn crc32c(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(u32::MAX, |sum, byte| {
+        (0..8).fold(sum ^ u32::from(*byte), |sum, _| match sum & 1 {
+            0 => sum >> 1,
+            _ => (sum >> 1) ^ 0x82f6_3b78,
+        })
+    })
 }
 
 /// The story: one damaged head stopped all verbs about the whole store, and could not be deleted.
@@ -192,13 +212,87 @@ fn volume_whose_head_is_damaged_is_no_obstacle_to_others_and_can_be_deleted() {
     let finished = run(["scrub", &url]);
     assert_eq!(finished.status.code(), Some(2), "{finished}");
     assert!(finished.stderr.contains("head of volume db"), "{finished}");
-    assert!(run(["gc", &url]).refusal().contains("volume delete --force"));
-    run(["delete", &db]).refusal();
+    let copy = store.folder().join("copy").display().to_string();
+    for words in [&["gc", &url][..], &["info", &db], &["export", &db, &copy], &["delete", &db]] {
+        let refused = run(words.iter().copied()).refusal();
+        assert!(refused.contains("or give volume db up: mica volume delete --force"), "{refused}");
+    }
     run(["delete", "--force", &db]).ok();
     for verb in ["list", "tree", "check", "scrub", "gc"] {
         run([verb, &url]).ok();
     }
     store.create("db", "64M");
+}
+
+/// What is lost is named with what to do: a head that has nothing, the object that says what store
+/// this is, and an extent.
+#[test]
+fn what_a_store_has_lost_is_named_with_what_to_do() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    for name in ["db", "web"] {
+        store.create(name, "64M");
+    }
+    let (url, web) = (store.url(), store.volume("web"));
+    let server = store.serve("web", &[]).expect("served");
+    let acts = ["-f", "raw", "-c", "write -P 7 0 64k", "-c", "flush"];
+    command::run("qemu-io", acts.into_iter().chain([&*server.uri()])).ok();
+    server.stop().expect("stopped");
+    let (format, away) = (store.folder().join("store/format"), store.folder().join("format"));
+    std::fs::rename(&format, &away).expect("moved");
+    for words in [&["list", &url][..], &["check", &url], &["info", &web], &["create", &web, "1M"]] {
+        let refused = run(words.iter().copied()).refusal();
+        let said = "format of file://";
+        assert!(refused.contains(said) && refused.contains("from a copy"), "{words:?}: {refused}");
+    }
+    std::fs::rename(&away, &format).expect("moved back");
+    run(["check", &url]).ok();
+    std::fs::remove_dir_all(store.folder().join("store/extents")).expect("removed");
+    let refused = run(["gc", &url]).refusal();
+    assert!(refused.contains("volume web is damaged"), "{refused}");
+    assert!(refused.contains("the extent is missing; mica volume check says"), "{refused}");
+    change_head(&store, "db", |bytes| bytes.fill(0));
+    let refused = run(["info", &store.volume("db")]).refusal();
+    assert!(refused.contains("it is empty; restore this head from a copy"), "{refused}");
+}
+
+/// The story: a newer mica had made one volume, and nobody could list the others of the store.
+#[test]
+fn volume_of_a_newer_version_is_named_and_no_obstacle_to_others() {
+    let store = Store::new();
+    for name in ["db", "web"] {
+        store.create(name, "64M");
+    }
+    change_head(&store, "db", make_head_newer);
+    let url = store.url();
+    for (verb, count) in [("list", 2), ("tree", 2), ("check", 1)] {
+        let finished = run([verb, "--output", "json", &url]);
+        assert_eq!(finished.status.code(), Some(1), "{verb}: {finished}");
+        let said = "volume db was made by a newer version of mica";
+        assert!(finished.stderr.contains(said), "{verb}: {finished}");
+        let all = json(&finished.stdout);
+        assert_eq!(all.as_array().map(Vec::len), Some(count), "{verb}: {all}");
+        let is_named = finished.stdout.contains("\"newer-version\"");
+        assert_eq!(is_named, verb != "check", "{verb}: {all}");
+    }
+    let finished = run(["scrub", &url]);
+    assert_eq!(finished.status.code(), Some(1), "{finished}");
+    assert!(finished.stderr.contains("volume db was made by a newer version"), "{finished}");
+    assert!(finished.stdout.contains("nothing is damaged"), "{finished}");
+    for (verb, of) in [("gc", &url), ("stats", &url), ("check", &store.volume("db"))] {
+        let finished = run([verb, of]);
+        assert_eq!(finished.status.code(), Some(1), "{finished}");
+        assert!(finished.stderr.contains("a newer mica reads"), "{finished}");
+        let is_refused = finished.stderr.contains("nothing may be deleted: use that version");
+        assert_eq!(is_refused, verb != "check", "{finished}");
+    }
+    // What is damaged besides is what the exit code says.
+    damage_head(&store, "web");
+    for verb in ["list", "tree", "check"] {
+        assert_eq!(run([verb, &url]).status.code(), Some(2), "{verb}");
+    }
 }
 
 /// The story: the server of the old host went on behind a lock that another process could not take.

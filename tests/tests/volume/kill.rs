@@ -24,7 +24,7 @@ fn kills() -> u64 {
     told.unwrap_or(KILLS_DEFAULT)
 }
 
-fn kill(server: &Server) {
+pub(crate) fn kill(server: &Server) {
     let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
     kill_process(pid, Signal::KILL).expect("killed");
 }

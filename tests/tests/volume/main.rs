@@ -3,6 +3,7 @@
 mod boot;
 mod bucket;
 mod collection;
+mod collectors;
 mod copies;
 mod encryption;
 mod faults;
@@ -12,7 +13,9 @@ mod handover;
 mod hosts;
 mod kill;
 mod life;
+mod live;
 mod readme;
+mod signals;
 mod snapshots;
 mod streams;
 mod urls;

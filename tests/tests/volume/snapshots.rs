@@ -310,7 +310,7 @@ fn serve_all(store: &Store, names: &[&str], more: &str) -> Server {
     started.expect("served")
 }
 
-fn ctl(store: &Store, words: &[&str]) -> command::Finished {
+pub(crate) fn ctl(store: &Store, words: &[&str]) -> command::Finished {
     let control = store.folder().join("control").display().to_string();
     mica::run(["ctl", "--control", &control].into_iter().chain(words.iter().copied()))
 }

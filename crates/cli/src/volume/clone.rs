@@ -1,6 +1,7 @@
 //! `mica volume clone`.
 
 use super::session::{SessionArgs, volume};
+use crate::ending::Ending;
 use crate::failure::Failure;
 use crate::output::ReportArgs;
 use clap::Args;
@@ -43,7 +44,10 @@ pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         if source.snapshot.is_none() {
             store.check_readable(&source.name).await?;
         }
-        store.volumes().clone_volume(&source.name, source.which().as_ref(), &target.name).await
+        // Half a clone can only be deleted.
+        let which = source.which();
+        let cloned = store.volumes().clone_volume(&source.name, which.as_ref(), &target.name);
+        Ok::<_, Failure>(Ending::watch()?.finish(cloned).await?)
     })?;
     let json = json!({
         "name": target.name.as_str(),

@@ -2,6 +2,7 @@
 
 use super::keys::KeyArgs;
 use super::session::{SessionArgs, Subject};
+use crate::ending::Ending;
 use crate::failure::{Failure, tell};
 use crate::output::{ReportArgs, human_size, progress_bar};
 use clap::Args;
@@ -21,22 +22,22 @@ use std::sync::Arc;
 pub(super) struct GcArgs {
     /// Only say what would be freed.
     #[arg(short = 'n', long)]
-    dry_run: bool,
+    pub(super) dry_run: bool,
     /// Write sparse extents again in a bucket or a pool, too.
     ///
     /// While that is done with a volume it is open on this host, and no other opens it, except by
     /// force; nor afterwards, if this verb is killed.
     #[arg(long, conflicts_with = "dry_run")]
-    compact: bool,
+    pub(super) compact: bool,
     #[command(flatten)]
-    report: ReportArgs,
+    pub(super) report: ReportArgs,
     #[command(flatten)]
-    session: SessionArgs,
+    pub(super) session: SessionArgs,
     #[command(flatten)]
-    key: KeyArgs,
+    pub(super) key: KeyArgs,
     /// The store: file:///DIR, s3://BUCKET/PREFIX or rados://POOL/PREFIX.
     #[arg(value_name = "STORE")]
-    store: String,
+    pub(super) store: String,
 }
 
 pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
@@ -64,7 +65,11 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
             let sparse_bytes = if compacts { sparse_bytes(&store, &collected).await? } else { 0 };
             return Ok::<_, Failure>((collected, sparse_bytes));
         }
-        if compacts && compact(&store, &collected, key.as_ref()).await? {
+        let ending = Ending::watch()?;
+        let is_compacted = compacts && compact(&store, &collected, (key.as_ref(), &ending)).await?;
+        // Volumes are closed again; what is left of a collection is done by the next one.
+        ending.end_if_raised();
+        if is_compacted {
             collected += store.volumes().collect(options, &mut show).await?;
         }
         Ok((collected, 0))
@@ -101,11 +106,14 @@ async fn sparse_bytes(store: &Store, collected: &Collected) -> Result<u64, Failu
 async fn compact(
     store: &Store,
     collected: &Collected,
-    key: Option<&Arc<VolumeKey>>,
+    (key, ending): (Option<&Arc<VolumeKey>>, &Ending),
 ) -> Result<bool, Failure> {
     let mut is_any = false;
     for sparse in &collected.sparse {
-        match store.compact(sparse, key.cloned()).await {
+        if ending.signal().is_raised() {
+            break;
+        }
+        match store.compact(sparse, key.cloned(), ending.signal()).await {
             Ok(blocks) => is_any |= blocks > 0,
             // Its server has it, or it is gone, or takes another key.
             Err(error) if matches!(error.kind(), ErrorKind::Denied | ErrorKind::NotFound) => {}

@@ -6,6 +6,7 @@ mod layers;
 use super::keys::NewArgs;
 use super::session::{Session, SessionArgs, volume};
 use crate::convert::Progress;
+use crate::ending::Ending;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{ReportArgs, human_size};
@@ -28,7 +29,8 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 /// Make a volume of an image.
 ///
 /// Each layer of a chain becomes a snapshot, labelled with the name of its file; what layers share
-/// is kept once. The volume has what the uppermost has.
+/// is kept once. The volume has what the uppermost has. If it fails, or a signal ends it, there is
+/// no volume.
 #[derive(Args)]
 pub(super) struct ImportArgs {
     /// Show progress on stderr.
@@ -63,11 +65,18 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
         let last = layers.last().map_or(0, |layer| layer.len);
         let store = session.stores.open_or_make(&url.store).await?;
         let len = layers.first().map_or(last, |layer| layer.len);
-        store.begin_import(&url.name, len, key, args.new.new_volume()).await?;
-        if let Err(failure) = fill(args, &session, url, &layers).await {
+        let ending = Ending::watch()?;
+        ending.finish(store.begin_import(&url.name, len, key, args.new.new_volume())).await?;
+        if let Err(failure) = fill(args, &session, url, (&layers, &ending)).await {
             // Half an image must not be taken for all of it.
-            return Err(match store.delete(&url.name, true).await {
-                Ok(()) => failure,
+            let deleted = store.delete(&url.name, true).await;
+            if deleted.is_ok() {
+                ending.end_if_raised();
+            }
+            return Err(match deleted {
+                Ok(()) => {
+                    failure.within(format!("{url} is not imported, and nothing of it is left"))
+                }
                 Err(error) => {
                     let (message, error) = (failure.message(), error.in_one_line());
                     let what = format!("{message}; {url} has a part of it, delete it: {error}");
@@ -94,7 +103,7 @@ async fn fill(
     args: &ImportArgs,
     session: &Session,
     url: &VolumeUrl,
-    layers: &[Layer],
+    (layers, ending): (&[Layer], &Ending),
 ) -> Result<(), Failure> {
     let access = VolumeAccess::Import;
     let key = args.new.key.volume_key.clone().filter(|_| args.new.encrypts());
@@ -105,7 +114,7 @@ async fn fill(
     let tending = spawn(async move {
         ends.unless_raised(tended.tend()).await;
     });
-    let copied = copy_layers(args, &*volume, layers).await;
+    let copied = ending.unless_raised(copy_layers(args, &*volume, layers)).await;
     let closed = match copied {
         Ok(()) => volume.close().await.map_err(Failure::from),
         Err(failure) => {

@@ -13,12 +13,12 @@ use std::process::ExitCode;
 #[derive(Args)]
 pub(super) struct InfoArgs {
     #[command(flatten)]
-    output: OutputArgs,
+    pub(super) output: OutputArgs,
     #[command(flatten)]
-    session: SessionArgs,
+    pub(super) session: SessionArgs,
     /// The volume.
     #[arg(value_name = "URL")]
-    url: String,
+    pub(super) url: String,
 }
 
 pub(super) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 // Of verbs that read or write blocks. (A doc comment would become the help of the verb.)
-#[derive(Args)]
+#[derive(Args, Default)]
 pub(super) struct KeyArgs {
     /// The file with the key of an encrypted volume.
     ///

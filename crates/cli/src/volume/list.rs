@@ -2,19 +2,22 @@
 
 use super::keys::properties_text;
 use super::session::{
-    SessionArgs, described, described_damage, exit_code_of, state_text, store, time_text,
+    DAMAGED, NEWER, SessionArgs, described, described_unread, exit_code_of, state_text, store,
+    time_text,
 };
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
 use crate::table::table;
 use clap::Args;
-use mica_volume::Listed;
+use mica_block::Error;
+use mica_volume::VolumeName;
 use std::process::ExitCode;
 
 /// List the volumes of a store.
 ///
 /// Of one that is open somewhere, what its host has said of it last. If the head of one is damaged,
-/// the exit code is 2, as of `mica volume check`.
+/// the exit code is 2, as of `mica volume check`; if only a newer version of mica can read one, it
+/// is 1. The others are listed.
 #[derive(Args)]
 pub(super) struct ListArgs {
     #[command(flatten)]
@@ -29,19 +32,18 @@ pub(super) struct ListArgs {
 pub(super) fn run(args: &ListArgs) -> Result<ExitCode, Failure> {
     let url = store(&args.store)?;
     let session = args.session.start()?;
-    let all = session.executor.block_on(async {
+    let listed = session.executor.block_on(async {
         let store = session.stores.open(&url).await?;
         store.volumes().list_with_damaged().await
     })?;
-    let Listed { volumes: all, damaged } = all;
     match args.output.output {
         OutputFormat::Json => {
-            let whole = all.iter().map(|info| described(&url, info));
-            let damaged = damaged.iter().map(|(name, error)| described_damage(&url, name, error));
-            print_json(&whole.chain(damaged).collect::<Vec<_>>())?;
+            let whole = listed.volumes.iter().map(|info| described(&url, info));
+            let all: Vec<_> = whole.chain(described_unread(&url, &listed)).collect();
+            print_json(&all)?;
         }
         OutputFormat::Human => {
-            let rows = all.iter().map(|info| {
+            let rows = listed.volumes.iter().map(|info| {
                 let name = info.name.as_str().to_owned();
                 let size = human_size(info.state.len);
                 let data = match properties_text(&info.properties) {
@@ -51,14 +53,17 @@ pub(super) fn run(args: &ListArgs) -> Result<ExitCode, Failure> {
                 vec![name, size, state_text(info), time_text(info.state.time_ns), data]
             });
             let unknown = || "-".to_owned();
-            let damaged = damaged.iter().map(|(name, _)| {
-                let (name, state) = (name.as_str().to_owned(), "damaged".to_owned());
-                vec![name, unknown(), state, unknown(), unknown()]
-            });
-            let rows = rows.chain(damaged);
+            let unread = |state: &'static str| {
+                move |(name, _): &(VolumeName, Error)| {
+                    let (name, state) = (name.as_str().to_owned(), state.to_owned());
+                    vec![name, unknown(), state, unknown(), unknown()]
+                }
+            };
+            let rows = rows.chain(listed.damaged.iter().map(unread(DAMAGED)));
+            let rows = rows.chain(listed.newer.iter().map(unread(NEWER)));
             let titles = ["VOLUME", "SIZE", "STATE", "WRITTEN (UTC)", "DATA"];
             print(&table(&titles, &[1], rows.collect()))?;
         }
     }
-    Ok(exit_code_of(&damaged))
+    Ok(exit_code_of(&listed))
 }

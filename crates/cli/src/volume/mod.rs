@@ -13,6 +13,7 @@ mod info;
 mod keep;
 mod keys;
 mod list;
+mod live;
 mod log;
 mod receive;
 mod rekey;
@@ -25,6 +26,7 @@ mod snapshots;
 mod stats;
 mod tree;
 
+pub(crate) use live::{LiveVerb, run as run_live};
 pub(crate) use rows::{SnapshotRow, snapshot_json, snapshot_table};
 
 use crate::failure::Failure;

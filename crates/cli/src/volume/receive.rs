@@ -3,6 +3,7 @@
 use super::keys::NewArgs;
 use super::send::{named, of_file};
 use super::session::{SessionArgs, volume};
+use crate::ending::Ending;
 use crate::failure::Failure;
 use crate::output::{ReportArgs, human_size};
 use clap::Args;
@@ -10,7 +11,8 @@ use mica_stack::VolumeUrl;
 use mica_volume::{ReceiveOptions, Received};
 use serde_json::{Value, json};
 use std::fs::File;
-use std::io::{IsTerminal, Read};
+use std::io::{BufReader, IsTerminal, Read};
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -18,7 +20,8 @@ use std::process::ExitCode;
 ///
 /// A whole snapshot makes a new volume. What changed since a snapshot goes into a volume that has
 /// that one and was not written since; nobody may have it open. What is there already is left
-/// alone, so that a stream that was cut off can be received again.
+/// alone, so that a stream that was cut off, or whose reception a signal ended, can be received
+/// again.
 #[derive(Args)]
 pub(super) struct ReceiveArgs {
     /// Give up what was written to the volume since the snapshot that the stream goes on from.
@@ -38,25 +41,34 @@ pub(super) struct ReceiveArgs {
     file: PathBuf,
 }
 
+/// Bytes that are read at once.
+const BUFFER_BYTES: usize = 64 << 10;
+
 pub(super) fn run(args: &ReceiveArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume receive")?;
     let mut received = Vec::new();
-    let outcome = if args.file.as_os_str() == "-" {
-        let mut stdin = std::io::stdin().lock();
+    let file = if args.file.as_os_str() == "-" {
+        let stdin = std::io::stdin();
         if stdin.is_terminal() {
             let what = "standard input is a terminal: name a FILE, or pipe `mica volume send` in";
             return Err(Failure::new(what));
         }
-        receive(args, url, &mut stdin, &mut received)
+        // Read without its buffer, in which nobody waits for a signal.
+        stdin.as_fd().try_clone_to_owned().map(File::from)
     } else {
-        let file = File::open(&args.file);
-        let mut file = file.map_err(|error| of_file(&args.file, error))?;
-        receive(args, url, &mut file, &mut received)
+        File::open(&args.file)
     };
+    let file = file.map_err(|error| of_file(&args.file, error))?;
+    let ending = Ending::watch()?;
+    let mut source = BufReader::with_capacity(BUFFER_BYTES, ending.reader(file));
+    let outcome = receive(args, url, &mut source, &mut received);
     // What was received before a failure is there.
     let text: String = received.iter().map(|step| line(url, step)).collect();
     args.report.print(&text, &received.iter().map(described).collect::<Vec<_>>())?;
+    if outcome.is_err() {
+        ending.end_if_raised();
+    }
     outcome?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,7 +1,7 @@
 //! `mica volume scrub`, with the exit codes of `mica volume check`.
 
 use super::check::{described, human};
-use super::session::{EXIT_DAMAGED, SessionArgs, Subject, url_in};
+use super::session::{SessionArgs, Subject, exit_code_with, show_on, url_in};
 use crate::failure::{Failure, tell};
 use crate::output::{ReportArgs, progress_bar};
 use clap::Args;
@@ -14,22 +14,19 @@ use std::process::ExitCode;
 #[derive(Args)]
 pub(super) struct ScrubArgs {
     #[command(flatten)]
-    report: ReportArgs,
+    pub(super) report: ReportArgs,
     #[command(flatten)]
-    session: SessionArgs,
+    pub(super) session: SessionArgs,
     /// The store, or a volume.
     #[arg(value_name = "URL")]
-    url: String,
+    pub(super) url: String,
 }
 
 pub(super) fn run(args: &ScrubArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let bar = progress_bar(0, "extents");
     let found = session.executor.block_on(async {
-        let mut show = |at: mica_volume::Progress| {
-            bar.set_length(at.of_extents);
-            bar.set_position(at.extents);
-        };
+        let mut show = show_on(&bar);
         match session.subject(&args.url, "volume scrub").await? {
             Subject::Store(store) => {
                 let found = store.volumes().scrub(Speed::default(), &mut show).await?;
@@ -45,6 +42,5 @@ pub(super) fn run(args: &ScrubArgs) -> Result<ExitCode, Failure> {
     let (url, found) = found?;
     found.damaged.iter().for_each(|line| tell(&format!("{url}: {line}")));
     args.report.print(&human(&url, &found), &described(&url, &found))?;
-    let is_damaged = found.damaged_count > 0;
-    Ok(if is_damaged { ExitCode::from(EXIT_DAMAGED) } else { ExitCode::SUCCESS })
+    Ok(exit_code_with(&found.newer, found.damaged_count))
 }

@@ -40,7 +40,7 @@ EXAMPLES:
 
 EXIT STATUS:
   0  nothing is damaged
-  1  it could not be checked
+  1  something could not be checked
   2  something is damaged; each line on standard error names a part";
 
 pub(super) const SCRUB: &str = "\
@@ -49,7 +49,7 @@ EXAMPLES:
 
 EXIT STATUS:
   0  nothing is damaged
-  1  it could not be read
+  1  something could not be read
   2  something is damaged; each line on standard error names a part";
 
 pub(super) const GC: &str = "\

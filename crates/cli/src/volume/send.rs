@@ -5,12 +5,13 @@ use super::session::{SessionArgs, volume};
 use crate::convert::Progress;
 use crate::failure::Failure;
 use crate::output::{ReportArgs, human_size};
+use crate::unfinished::{Unfinished, wait_if_ending};
 use clap::Args;
 use mica_block::{Error, ErrorKind};
 use mica_stack::VolumeUrl;
 use mica_volume::Sent;
 use serde_json::{Value, json};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -53,16 +54,11 @@ pub(super) fn run(args: &SendArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     url.needed_snapshot("volume send")?;
     if args.file.as_os_str() != "-" {
-        let file = File::create_new(&args.file).map_err(|error| of_file(&args.file, error))?;
-        let sent = send(args, &url, &file).and_then(|sent| {
-            file.sync_all().map_err(|error| of_file(&args.file, error))?;
-            Ok(sent)
-        });
-        if sent.is_err() {
-            // A part of a stream is of no use. The first failure is reported.
-            let _ = fs::remove_file(&args.file);
-        }
-        let sent = sent?;
+        // A part of a stream is of no use.
+        let (part, file) = new_file(&args.file)?;
+        let sent = send(args, &url, &file).inspect_err(|_| wait_if_ending())?;
+        file.sync_all().map_err(|error| of_file(&args.file, error))?;
+        part.keep();
         let text: String = sent.iter().map(|sent| line(&url, sent)).collect();
         args.report.print(&text, &sent.iter().map(described).collect::<Vec<_>>())?;
         return Ok(ExitCode::SUCCESS);
@@ -123,6 +119,15 @@ fn of_damage(error: Error, url: &VolumeUrl) -> Failure {
     let (message, store, name) = (failure.message(), &url.store, url.name.as_str());
     let check = format!("mica volume check {store}/{name} says what is lost");
     Failure::new(format!("{url} is damaged: {message}; {check}"))
+}
+
+fn new_file(path: &Path) -> Result<(Unfinished, File), Failure> {
+    Unfinished::create_new(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::AlreadyExists => {
+            Failure::new(format!("{} exists already: name another file", path.display()))
+        }
+        _ => of_file(path, error),
+    })
 }
 
 /// Why `path` cannot be used.

@@ -3,18 +3,19 @@
 use super::keys::add_properties;
 use crate::failure::{Failure, tell};
 use clap::Args;
+use indicatif::ProgressBar;
 use mica_block::{Error, ErrorKind};
 use mica_daemon::{ImageSettings, IoSettings};
 use mica_rt::Executor;
 use mica_stack::{Patience, Store, StoreUrl, Stores, VolumeUrl};
-use mica_volume::{VolumeInfo, VolumeName, Volumes};
+use mica_volume::{Listed, Progress, VolumeInfo, VolumeName, Volumes};
 use serde_json::{Map, Value, json};
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::sync::Arc;
 
 // Options of verbs about volumes. (A doc comment would become the help of the verb.)
-#[derive(Args)]
+#[derive(Args, Default)]
 pub(super) struct SessionArgs {
     #[command(flatten)]
     pub(super) io: IoSettings,
@@ -33,7 +34,11 @@ pub(super) enum Subject {
 }
 
 /// Something is damaged, as with `mica check`.
-pub(super) const EXIT_DAMAGED: u8 = 2;
+const EXIT_DAMAGED: u8 = 2;
+
+/// How a volume is called whose newest head cannot be read.
+pub(super) const DAMAGED: &str = "damaged";
+pub(super) const NEWER: &str = "of a newer version";
 
 /// Memory for what is read of maps.
 const CACHE_BYTES: u64 = 32 << 20;
@@ -83,6 +88,14 @@ impl Session {
     }
 }
 
+/// Shows how many extents were looked at.
+pub(super) fn show_on(bar: &ProgressBar) -> impl FnMut(Progress) + use<'_> {
+    |at| {
+        bar.set_length(at.of_extents.max(at.extents));
+        bar.set_position(at.extents);
+    }
+}
+
 /// The URL of a volume.
 pub(super) fn volume(text: &str) -> Result<VolumeUrl, Failure> {
     let url: VolumeUrl = text.parse()?;
@@ -118,28 +131,55 @@ pub(super) fn described(store: &StoreUrl, info: &VolumeInfo) -> Map<String, Valu
     all
 }
 
-/// A volume whose newest head is damaged, as JSON.
-pub(super) fn described_damage(
-    store: &StoreUrl,
-    name: &VolumeName,
+/// The volumes of a store whose newest heads cannot be read, as JSON.
+pub(super) fn described_unread(store: &StoreUrl, listed: &Listed) -> Vec<Map<String, Value>> {
+    let described = |state: &'static str| {
+        move |(name, error): &(VolumeName, Error)| described_as(state, (store, name), error)
+    };
+    let damaged = listed.damaged.iter().map(described(DAMAGED));
+    damaged.chain(listed.newer.iter().map(described("newer-version"))).collect()
+}
+
+fn described_as(
+    state: &str,
+    (store, name): (&StoreUrl, &VolumeName),
     error: &Error,
 ) -> Map<String, Value> {
     let mut all = Map::new();
     let mut set = |key: &str, value: Value| all.insert(key.to_owned(), value);
     set("name", name.as_str().into());
     set("url", url_in(store, name).into());
-    set("state", "damaged".into());
+    set("state", state.into());
     set("error", error.in_one_line().into());
     all
 }
 
-/// Says what is wrong with damaged volumes, and how a verb ends that has told all of the others.
-pub(super) fn exit_code_of(damaged: &[(VolumeName, Error)]) -> ExitCode {
-    for (name, error) in damaged {
+/// Says what is wrong with volumes that could not be read, and how a verb ends that has told all of
+/// the others.
+pub(super) fn exit_code_of(listed: &Listed) -> ExitCode {
+    for (name, error) in &listed.damaged {
         let (name, error) = (name.as_str(), error.in_one_line());
         tell(&format!("mica: volume {name} is damaged: {error}"));
     }
-    if damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_DAMAGED) }
+    exit_code_with(&listed.newer, listed.damaged.len() as u64)
+}
+
+/// How a verb ends that has found so much damage, after it has named what it could not look at.
+pub(super) fn exit_code_with(newer: &[(VolumeName, Error)], damaged_count: u64) -> ExitCode {
+    tell_newer(newer);
+    match damaged_count {
+        0 if newer.is_empty() => ExitCode::SUCCESS,
+        0 => ExitCode::FAILURE,
+        _ => ExitCode::from(EXIT_DAMAGED),
+    }
+}
+
+/// Names the volumes that this version of mica cannot read, which is no damage.
+fn tell_newer(newer: &[(VolumeName, Error)]) {
+    for (name, error) in newer {
+        let (name, error) = (name.as_str(), error.in_one_line());
+        tell(&format!("mica: volume {name} was made by a newer version of mica: {error}"));
+    }
 }
 
 /// A time, by ISO 8601.

@@ -1,6 +1,6 @@
 //! `mica volume stats`.
 
-use super::session::{SessionArgs, Subject, instant, time_text, url_in};
+use super::session::{SessionArgs, Subject, instant, show_on, time_text, url_in};
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json, progress_bar};
 use crate::plain::plain;
@@ -19,22 +19,19 @@ use std::process::ExitCode;
 #[derive(Args)]
 pub(super) struct StatsArgs {
     #[command(flatten)]
-    output: OutputArgs,
+    pub(super) output: OutputArgs,
     #[command(flatten)]
-    session: SessionArgs,
+    pub(super) session: SessionArgs,
     /// The store, or a volume.
     #[arg(value_name = "URL")]
-    url: String,
+    pub(super) url: String,
 }
 
 pub(super) fn run(args: &StatsArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let bar = progress_bar(0, "extents");
     let found = session.executor.block_on(async {
-        let mut show = |at: mica_volume::Progress| {
-            bar.set_length(at.of_extents.max(at.extents));
-            bar.set_position(at.extents);
-        };
+        let mut show = show_on(&bar);
         let (store, name) = match session.subject(&args.url, "volume stats").await? {
             Subject::Store(store) => (store, None),
             Subject::Volume(store, name) => (store, Some(name)),

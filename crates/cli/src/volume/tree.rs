@@ -2,7 +2,7 @@
 
 use super::rows::{SnapshotRow, snapshot_json};
 use super::session::{
-    SessionArgs, Subject, described, described_damage, exit_code_of, state_text, time_text,
+    SessionArgs, Subject, described, described_unread, exit_code_of, state_text, time_text,
 };
 use crate::failure::Failure;
 use crate::output::{human_size, print, print_json};
@@ -23,16 +23,16 @@ pub(super) struct TreeArgs {
     /// dot is for graphviz, svg is a picture.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
     #[arg(hide_possible_values = true, hide_default_value = true)]
-    output: TreeFormat,
+    pub(super) output: TreeFormat,
     #[command(flatten)]
-    session: SessionArgs,
+    pub(super) session: SessionArgs,
     /// The store, or one volume.
     #[arg(value_name = "URL")]
-    url: String,
+    pub(super) url: String,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum TreeFormat {
+pub(super) enum TreeFormat {
     Human,
     Json,
     Dot,
@@ -47,20 +47,19 @@ struct Branch {
 
 pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
-    let (store, branches, damaged) = session.executor.block_on(async {
-        let (store, Listed { volumes, damaged }) =
-            match session.subject(&args.url, "volume tree").await? {
-                Subject::Volume(store, name) => {
-                    let info = store.volumes().info(&name).await?;
-                    (store, Listed { volumes: vec![info], ..Listed::default() })
-                }
-                Subject::Store(store) => {
-                    let all = store.volumes().list_with_damaged().await?;
-                    (store, all)
-                }
-            };
+    let (store, branches, listed) = session.executor.block_on(async {
+        let (store, listed) = match session.subject(&args.url, "volume tree").await? {
+            Subject::Volume(store, name) => {
+                let info = store.volumes().info(&name).await?;
+                (store, Listed { volumes: vec![info], ..Listed::default() })
+            }
+            Subject::Store(store) => {
+                let all = store.volumes().list_with_damaged().await?;
+                (store, all)
+            }
+        };
         let mut branches = Vec::new();
-        for volume in volumes {
+        for volume in listed.volumes.clone() {
             let snapshots = match volume.is_ready {
                 true => store.volumes().snapshots(&volume.name).await?,
                 // Nobody can do anything with them yet.
@@ -69,21 +68,20 @@ pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
             let snapshots = snapshots.into_iter().map(SnapshotRow::from).collect();
             branches.push(Branch { volume, snapshots });
         }
-        Ok::<_, Failure>((store, branches, damaged))
+        Ok::<_, Failure>((store, branches, listed))
     })?;
     match args.output {
         TreeFormat::Human => print(&human(&store, &branches))?,
         TreeFormat::Json => {
             let mut all = json(&store, &branches);
-            let damaged =
-                damaged.iter().map(|(name, error)| described_damage(store.url(), name, error));
-            all.extend(damaged.map(Value::Object));
+            let unread = described_unread(store.url(), &listed);
+            all.extend(unread.into_iter().map(Value::Object));
             print_json(&all)?;
         }
         TreeFormat::Dot => print(&dot(&branches))?,
         TreeFormat::Svg => print(&picture(&store, &branches))?,
     }
-    Ok(exit_code_of(&damaged))
+    Ok(exit_code_of(&listed))
 }
 
 fn human(store: &Store, branches: &[Branch]) -> String {

@@ -28,6 +28,7 @@
 //! | `POST /v1/disks/NAME/clone` | `{"snapshot": "monday", "volume": "web2"}`: in the same store |
 //! | `POST /v1/disks/NAME/rollback` | `{"snapshot": "monday"}`: of a volume that is drained |
 //! | `POST /v1/disks/NAME/diff` | `{"before": "monday", "after": "tuesday"}`: what may differ |
+//! | `POST /v1/disks/NAME/store` | puts what a volume's store lacks, and says where it is |
 //! | `GET /v1/disks/NAME/extents?since=…` | what of a disk is allocated, or has changed |
 //! | `GET /v1/disks/NAME/backups` | the states of a chain that are kept, and its backup |
 //! | `POST /v1/disks/NAME/backup` | `{"as": "tue", "since": "mon", "nbd": SOCKET}`: begins one |
@@ -103,6 +104,7 @@ pub(super) fn commands(sources: &Sources) -> Router {
         .route("/v1/disks/{name}/clone", post(snapshots::clone))
         .route("/v1/disks/{name}/diff", post(snapshots::diff))
         .route("/v1/disks/{name}/rollback", post(snapshots::roll_back))
+        .route("/v1/disks/{name}/store", post(snapshots::store))
         .route("/v1/disks/{name}/extents", get(extents::extents))
         .route("/v1/disks/{name}/backups", get(backups::list))
         .route("/v1/disks/{name}/backup", post(backups::begin))

@@ -4,7 +4,7 @@
 use super::perform::{Answer, find, perform, perform_held};
 use super::reply::{Refusal, body, json};
 use super::sources::Sources;
-use crate::served::{Layered, Served};
+use crate::served::{Layered, Served, Stored};
 use crate::shared::Shared;
 use axum::body::Body;
 use axum::extract::{Path, State};
@@ -282,6 +282,17 @@ pub(super) async fn diff(
     let one =
         |range: &GuestRange| value!({ "start": range.start().bytes(), "length": range.len() });
     Ok(json(&value!({ "disk": name, "ranges": found.iter().map(one).collect::<Vec<_>>() })))
+}
+
+pub(super) async fn store(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let Stored { url, missing } = perform_held(&sources, move |_| served.stored()).await?;
+    Ok(json(&value!({
+        "disk": name,
+        "url": url.to_string(),
+        "store": url.store.to_string(),
+        "missing": missing.map(|error| error.in_one_line()),
+    })))
 }
 
 fn described(snapshot: &SnapshotInfo) -> Value {

@@ -145,7 +145,7 @@ impl Store {
             };
             let Some(volume) = volume.upgrade() else { continue };
             let extents = sparse.extents.iter().copied().collect();
-            let tidied = volume.tidy(&extents, REWRITE_RATE).await;
+            let tidied = volume.tidy(&extents, Some(REWRITE_RATE)).await;
             let stored = match tidied {
                 Ok(0) => continue,
                 Ok(blocks) => {

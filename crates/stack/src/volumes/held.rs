@@ -99,6 +99,10 @@ impl ManageVolume for HeldVolume {
         self.volume.store()
     }
 
+    fn checkpoint(&self) -> LocalFuture<'_, Result<()>> {
+        ManageVolume::checkpoint(&*self.volume)
+    }
+
     fn set_leaving(&self, is_leaving: bool) {
         self.volume.set_leaving(is_leaving);
     }

@@ -10,6 +10,7 @@ use super::machine::host;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_rt::sync::Signal;
 use mica_volume::{
     Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Sparse, Volume,
     VolumeInfo, VolumeKey, VolumeName, Volumes, Writer,
@@ -315,12 +316,18 @@ impl Store {
 
     /// Writes again what is in sparse extents of a volume that nobody has open, with its key if it
     /// is encrypted; returns how many blocks that were. Whoever opens the volume meanwhile, on this
-    /// machine or by force, has it: this ends then.
+    /// machine or by force, has it: this ends then. When `given_up` is raised the rest is left as
+    /// it is.
     ///
     /// # Errors
     /// `Denied` if somebody has it open, or it takes another key; `NotFound` if it is no more;
     /// otherwise what the store reports.
-    pub async fn compact(&self, sparse: &Sparse, key: Option<Arc<VolumeKey>>) -> Result<u64> {
+    pub async fn compact(
+        &self,
+        sparse: &Sparse,
+        key: Option<Arc<VolumeKey>>,
+        given_up: &Signal,
+    ) -> Result<u64> {
         let name = &sparse.name;
         let open = || {
             let what = format!("volume {} is open", name.as_str());
@@ -338,7 +345,7 @@ impl Store {
         // was here, whose lock is free, and fences it.
         locked.sign(None, false)?;
         drop(locked);
-        self.volumes().with_key(key).compact(sparse).await
+        self.volumes().with_key(key).compact(sparse, given_up).await
     }
 
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.

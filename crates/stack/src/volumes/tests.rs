@@ -1,5 +1,6 @@
 use super::*;
 use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_rt::sync::Signal;
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::Handles;
 use mica_units::GuestOffset;
@@ -268,13 +269,17 @@ fn compaction_gives_way_to_a_server_that_starts() {
         let store = stores.open(&url.store).await.expect("open");
         let (name, extents) = (url.name.clone(), Vec::new());
         let sparse = mica_volume::Sparse { name, extents, bytes: 0, live_bytes: 0 };
-        store.compact(&sparse, None).await.expect("nothing to do");
+        store.compact(&sparse, None, &Signal::default()).await.expect("nothing to do");
         // What it does while it has something to do.
         let refuse = mica_volume::Claimed::Refuse;
         let compacting = store.volumes().open_volume(&url.name, refuse).await.expect("open");
         let disk = others.open_volume(&url, &WRITE).await.expect("open");
         write(&*disk, 1).await.expect("written");
-        assert_eq!(kind(store.compact(&sparse, None).await), ErrorKind::Denied, "it is open");
+        assert_eq!(
+            kind(store.compact(&sparse, None, &Signal::default()).await),
+            ErrorKind::Denied,
+            "it is open"
+        );
         assert_eq!(kind(write(&compacting, 2).await), ErrorKind::Denied, "it was fenced");
         assert_eq!(first(&*disk).await, 1);
         disk.close().await.expect("closed");

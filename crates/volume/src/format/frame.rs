@@ -51,7 +51,9 @@ impl Frame {
     fn open_any<'a>(&self, bytes: &'a [u8]) -> Result<(&'a [u8], u32), Malformed> {
         let framed = bytes.get(..self.len).ok_or(Malformed::Truncated)?;
         if !framed.starts_with(&self.magic) {
-            return Err(Malformed::Magic);
+            // What is read beyond the end of an object is zeros.
+            let is_empty = framed.iter().all(|byte| *byte == 0);
+            return Err(if is_empty { Malformed::Empty } else { Malformed::Magic });
         }
         let (summed, sum) = framed.split_at(self.len - SUM_BYTES);
         if *sum != crc32c(summed).to_le_bytes() {
@@ -67,6 +69,8 @@ impl Frame {
 pub(crate) enum Malformed {
     /// They end too early.
     Truncated,
+    /// There are none, or only zeros.
+    Empty,
     /// They are something else.
     Magic,
     /// Written by a version of mica that has another format.
@@ -92,6 +96,7 @@ impl fmt::Display for Malformed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Truncated => f.write_str("it is truncated"),
+            Self::Empty => f.write_str("it is empty"),
             Self::Magic => f.write_str("it is something else"),
             Self::Version(version) => {
                 write!(f, "it has version {version} of the format, which a newer mica reads")

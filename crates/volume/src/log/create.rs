@@ -35,7 +35,7 @@ pub(super) async fn beginning(file: &dyn Store) -> Result<Beginning> {
         Err(Malformed::Magic) if is_but_for_its_magic(&bytes) => {
             Err(explain(file, Malformed::Checksum))
         }
-        Err(Malformed::Magic) => {
+        Err(Malformed::Magic | Malformed::Empty) => {
             let what = format!(
                 "{} is not a log, and is not empty: name another file, or empty it first",
                 file.name()
@@ -105,6 +105,14 @@ pub(super) async fn allocate(file: &dyn Store, header: &DeviceHeader) -> Result<
             let file = file.name();
             tracing::warn!(file, "the file system cannot allocate: writes to the log may fail");
             Ok(())
+        }
+        Err(error) if error.kind() == ErrorKind::NoSpace => {
+            let (name, len) = (file.name(), header.len());
+            let what = format!(
+                "{name}, which is to be {len} bytes: there is no room for it: make some, or choose \
+                 a smaller --log-size and remove the file"
+            );
+            Err(Error::new(ErrorKind::NoSpace, what))
         }
         other => other.map_err(|error| error.wrap(format!("allocating the log {}", file.name()))),
     }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::collect::CollectOptions;
 use crate::environment::Environment;
 use crate::format::extent::Header;
 use crate::heads::Claimed;
@@ -162,7 +163,7 @@ fn missing_extent_is_found_with_all_that_it_had() {
                 continue;
             }
             // Its block was overwritten later, so that nothing needs it any more.
-            assert_eq!(found, sound);
+            assert_eq!(format!("{found:?}"), format!("{sound:?}"));
         }
         let gone = ExtentId { sequence: 2, ..root.extent() };
         objects.delete(&gone.name()).await.expect("deleted");
@@ -174,4 +175,48 @@ fn missing_extent_is_found_with_all_that_it_had() {
         let found = volumes.check(&b, &mut |_| ()).await.expect("checked");
         assert_eq!(found.damaged_count, 0, "the other one is sound");
     });
+}
+
+/// What a version that is to come has put is neither damage nor an obstacle; nothing is collected.
+#[test]
+fn volume_of_a_newer_version_is_named_and_keeps_what_it_needs() {
+    run(async {
+        let objects = store().await;
+        let heads = objects.contents().into_keys();
+        let head = heads.filter(|name| name.as_str().starts_with("volumes/a/")).max();
+        let newer = made_newer(&objects, &head.expect("it has one")).await;
+        let volumes = volumes(&newer).await;
+        let found = scrub(&newer).await;
+        assert_eq!(found.damaged_count, 0, "{:?}", found.damaged);
+        let names: Vec<_> = found.newer.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["a"]);
+        let listed = volumes.list_with_damaged().await.expect("listed");
+        assert_eq!((listed.volumes.len(), listed.damaged.len(), listed.newer.len()), (1, 0, 1));
+        let (before, options) = (newer.contents().len(), CollectOptions::default());
+        let refused = volumes.collect(options, &mut |_| ()).await.expect_err("a needs something");
+        assert_eq!(refused.kind(), ErrorKind::Unsupported);
+        assert!(refused.to_string().contains("nothing may be deleted"), "{refused}");
+        assert_eq!(newer.contents().len(), before);
+        // An extent of that version, which no volume that can be read needs.
+        let extents = newer.contents().into_keys();
+        let first = extents.filter(|name| name.as_str().starts_with("extents/")).min();
+        let newer = made_newer(&newer, &first.expect("it has some")).await;
+        assert_eq!(scrub(&newer).await.damaged_count, 0);
+    });
+}
+
+/// A copy whose object `wanted` has another version.
+async fn made_newer(objects: &MemoryObjects, wanted: &ObjectName) -> MemoryObjects {
+    let copy = MemoryObjects::new("copy");
+    for (name, content) in objects.contents() {
+        let mut content = content.to_vec();
+        if name == *wanted {
+            content[8] = 99;
+            let len = if name.as_str().starts_with("extents/") { 512 } else { content.len() };
+            let sum = crc32c(&content[..len - 4]).to_le_bytes();
+            content[len - 4..len].copy_from_slice(&sum);
+        }
+        copy.put_if_absent(&name, Buf::from_slice(&content)).await.0.expect("put");
+    }
+    copy
 }

@@ -43,6 +43,11 @@ impl Shortcuts {
         self.count * NODE_MEMORY_BYTES
     }
 
+    /// What their slots take; a directory is most often in the cache of nodes, too.
+    pub(super) fn slot_bytes(&self) -> u64 {
+        self.slots.get().map_or(0, |slots| size_of_val(&**slots) as u64)
+    }
+
     /// The level of the directories; the lowest is 0.
     pub(super) fn level(&self) -> u8 {
         self.level

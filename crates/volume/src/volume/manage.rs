@@ -47,6 +47,13 @@ impl ManageVolume for Volume {
         Box::pin(self.shared.store())
     }
 
+    fn checkpoint(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            self.shared.store().await?;
+            Self::checkpoint(self).await
+        })
+    }
+
     fn set_leaving(&self, is_leaving: bool) {
         self.shared.now().is_leaving = is_leaving;
         // There may be room again, or an extent to make.

@@ -7,7 +7,6 @@
 //! - I2 A node of the map in such an extent moves, too: the first block beneath it is written
 //!   again.
 
-use super::Volume;
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::recent::Block;
 use crate::shared::Shared;
@@ -25,23 +24,6 @@ use std::time::Duration;
 const BATCH_BLOCKS_MAX: usize = 512;
 /// Reads at a time.
 const READS_MAX: usize = 64;
-
-impl Volume {
-    /// Writes again what the volume has in `extents`; returns how many blocks that were. A flush
-    /// makes it durable. What is written meanwhile is not touched.
-    ///
-    /// # Errors
-    /// As a write; `Corrupt` if something of it is damaged.
-    pub async fn rewrite(&self, extents: &BTreeSet<ExtentId>) -> Result<u64> {
-        self.shared.putter()?;
-        let extents = extents.clone();
-        self.request(async move |shared| {
-            let mut progress = Progress::default();
-            shared.rewrite(&extents, &mut progress).await.map(|()| progress.count)
-        })
-        .await
-    }
-}
 
 /// How far a rewrite is.
 #[derive(Default)]

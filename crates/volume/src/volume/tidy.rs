@@ -34,14 +34,20 @@ impl Volume {
         done.unwrap_or(Ok(()))
     }
 
-    /// As [`Self::rewrite`], no faster than this; what is not done when the volume is closed stays
-    /// as it is.
+    /// Writes again what the volume has in `extents`, no faster than this, and yielding to guests,
+    /// if it is to; returns how many blocks that were. A flush makes it durable. What is written
+    /// meanwhile is not touched, and what is not done when the volume is closed, or this is
+    /// dropped, stays as it is.
     ///
     /// # Errors
-    /// As [`Self::rewrite`].
-    pub async fn tidy(&self, extents: &BTreeSet<ExtentId>, bytes_per_second: u64) -> Result<u64> {
+    /// As a write; `Corrupt` if something of it is damaged.
+    pub async fn tidy(
+        &self,
+        extents: &BTreeSet<ExtentId>,
+        bytes_per_second: Option<u64>,
+    ) -> Result<u64> {
         self.shared.putter()?;
-        let mut progress = Progress::paced(bytes_per_second);
+        let mut progress = bytes_per_second.map_or_else(Progress::default, Progress::paced);
         let rewritten = self.shared.rewrite(extents, &mut progress);
         match self.shared.over.unless_raised(rewritten).await {
             Some(Err(error)) if !self.shared.now().is_closing => Err(error),
@@ -121,7 +127,7 @@ mod tests {
                 assert_eq!(found.recent_bytes, 0, "its head has everything");
                 for sparse in &found.sparse {
                     let extents = sparse.extents.iter().copied().collect();
-                    volume.tidy(&extents, 1 << 30).await.expect("written again");
+                    volume.tidy(&extents, Some(1 << 30)).await.expect("written again");
                 }
                 volume.flush().await.expect("flushed");
                 volume.checkpoint().await.expect("put");
@@ -174,7 +180,7 @@ mod tests {
             let tidying = {
                 let volume = Arc::clone(&volume);
                 // A block a second.
-                spawn(async move { volume.tidy(&[id].into(), BLOCK).await })
+                spawn(async move { volume.tidy(&[id].into(), Some(BLOCK)).await })
             };
             sleep(Duration::from_secs(3)).await;
             let start = now();

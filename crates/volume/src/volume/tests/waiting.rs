@@ -82,7 +82,7 @@ fn walks_of_a_map_that_was_collected_meanwhile_go_on_in_the_one_of_now() {
         let survey = volume.survey(range(0, WHOLE));
         let plan = async { volume.plan(range(0, 512), Vec::new()).finish().await };
         let part = async { write(&volume, 512, &[3; 512]).await };
-        let rewrite = volume.rewrite(&extents);
+        let rewrite = volume.tidy(&extents, None);
         let replaced = async {
             sleep(SECOND).await;
             replaced(&volume, &memory, 2).await;

@@ -1,0 +1,103 @@
+//! Verbs about a volume that is served, and about its store: the server puts there what was
+//! written, and says where that is; the verb of `mica volume` reads it, in this process.
+
+use crate::client::{Client, nothing, of_disk, plain};
+use crate::failure::{Failure, tell};
+use crate::output::OutputFormat;
+use crate::sections;
+use crate::volume::{LiveVerb, run_live};
+use clap::{Args, Subcommand};
+use std::process::ExitCode;
+
+#[derive(Subcommand)]
+pub(super) enum StoreVerb {
+    /// Show what a volume that is served is.
+    ///
+    /// As mica volume info.
+    #[command(after_long_help = sections::CTL_INFO)]
+    Info {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+    /// Show a volume that is served with its snapshots.
+    ///
+    /// As mica volume tree.
+    #[command(after_long_help = sections::CTL_TREE)]
+    Tree(ScopeArgs),
+    /// Name what is damaged of a volume that is served.
+    ///
+    /// As mica volume check. What was answered before is in the store then, and is read there by
+    /// this process, with the rights and credentials of who runs it.
+    #[command(after_long_help = sections::CTL_CHECK)]
+    Check(ScopeArgs),
+    /// Read a volume that is served whole, or its store.
+    ///
+    /// As mica volume scrub. What was answered before is in the store then, and is read there by
+    /// this process, with the rights and credentials of who runs it.
+    #[command(after_long_help = sections::CTL_SCRUB)]
+    Scrub(ScopeArgs),
+    /// Free what nothing needs in the store of a volume.
+    ///
+    /// As mica volume gc, by this process, with the rights and credentials of who runs it. The
+    /// server does so in the background, unless it has --gc off.
+    #[command(after_long_help = sections::CTL_GC)]
+    Gc {
+        /// Only say what would be freed.
+        #[arg(short = 'n', long)]
+        dry_run: bool,
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+}
+
+// What is looked at. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(super) struct ScopeArgs {
+    /// All volumes of its store.
+    #[arg(long)]
+    store: bool,
+    /// The disk.
+    #[arg(value_name = "DISK")]
+    disk: String,
+}
+
+impl StoreVerb {
+    pub(super) fn run(&self, client: &Client, output: OutputFormat) -> Result<ExitCode, Failure> {
+        let (disk, of_store, verb) = match self {
+            Self::Info { disk } => (disk, false, LiveVerb::Info),
+            Self::Tree(ScopeArgs { store, disk }) => (disk, *store, LiveVerb::Tree),
+            Self::Check(ScopeArgs { store, disk }) => (disk, *store, LiveVerb::Check),
+            Self::Scrub(ScopeArgs { store, disk }) => (disk, *store, LiveVerb::Scrub),
+            Self::Gc { dry_run, disk } => (disk, true, LiveVerb::Gc { dry_run: *dry_run }),
+        };
+        run_live(verb, url(client, disk, of_store)?, output)
+    }
+}
+
+/// What a volume holds, shares and has alone.
+pub(super) fn space(
+    client: &Client,
+    disk: &str,
+    output: OutputFormat,
+) -> Result<ExitCode, Failure> {
+    run_live(LiveVerb::Stats, url(client, disk, false)?, output)
+}
+
+/// Where the volume of a disk is, or its store. What was answered before is there, or it is said
+/// why it is not.
+fn url(client: &Client, disk: &str, of_store: bool) -> Result<String, Failure> {
+    let answer = client.post(&of_disk(disk, "store"), &nothing())?;
+    if let Some(why) = answer["missing"].as_str() {
+        let why = plain(why);
+        tell(&format!("mica: what was written to {disk} last may not be in its store: {why}"));
+    }
+    let url = |key: &str| answer[key].as_str().map(plain);
+    let (volume, store) = (url("url"), url("store"));
+    let unexpected = || Failure::new(format!("{disk}: the server does not say where it is"));
+    let (volume, store) = volume.zip(store).ok_or_else(unexpected)?;
+    // A snapshot that is served is one of a volume, which is what verbs are about.
+    let volume = volume.rsplit_once('@').map_or(&*volume, |(volume, _)| volume).to_owned();
+    Ok(if of_store { store } else { volume })
+}

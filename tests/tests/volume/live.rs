@@ -1,0 +1,140 @@
+//! `mica ctl` about the volume of a disk, and its store.
+
+use crate::snapshots::ctl;
+use mica_tests::guest::Guest;
+use mica_tests::volume::{Store, run};
+use mica_tests::{command, tools};
+
+const TOOLS: &[tools::Tool] = &[tools::QEMU_IO];
+/// What the verbs are, and what they are about.
+const VERBS: [&[&str]; 9] = [
+    &["info"],
+    &["tree"],
+    &["tree", "--store"],
+    &["check"],
+    &["check", "--store"],
+    &["scrub"],
+    &["scrub", "--store"],
+    &["gc", "--dry-run"],
+    &["stats", "--space"],
+];
+
+/// The words of `mica volume` for the same.
+fn of_volume(store: &Store, verb: &[&str]) -> Vec<String> {
+    let is_of_store = verb.contains(&"--store") || verb[0] == "gc";
+    let url = if is_of_store { store.url() } else { store.volume("web") };
+    let flags = verb.iter().filter(|word| !["--store", "--space"].contains(word));
+    flags.map(ToString::to_string).chain([url]).collect()
+}
+
+/// What is in the log only, when they are asked, is in what they say.
+#[test]
+fn volume_that_is_served_is_looked_at_by_the_same_verbs() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    store.create("other", "16M");
+    let [control, log] = ["control", "log"].map(|name| store.folder().join(name));
+    let (control, log) = (control.display().to_string(), log.display().to_string());
+    let options =
+        ["--control", &control, "--log-device", &log, "--log-size", "64M", "--sandbox", "require"];
+    let server = store.serve("web", &options).expect("served");
+    let uri = server.uri();
+    let io = |what: &str| command::run("qemu-io", ["-f", "raw", "-c", what, &uri]).ok();
+    io("write -P 1 0 1M");
+    let json_of = |verb: &[&str]| ctl(&store, &[&["--output", "json"], verb].concat()).json();
+    assert_eq!(json_of(&["check", "web"])[0]["data-bytes"], 1 << 20);
+    io("write -P 2 4M 64k");
+    ctl(&store, &["snapshot", "web", "a"]).ok();
+    assert_eq!(json_of(&["tree", "web"])[0]["snapshots"][0]["label"], "a");
+    io("write -P 3 4M 64k");
+    let space = json_of(&["stats", "--space", "web"]);
+    assert_eq!(space["data-bytes"], (1 << 20) + 2 * (64 << 10), "{space}");
+    assert_eq!(json_of(&["info", "web"])["state"], "open");
+    for verb in VERBS {
+        let words = of_volume(&store, verb);
+        let both = [&["--output", "json"], verb, &["web"]].concat();
+        let same = run(words.iter().map(String::as_str).chain(["--output", "json"]));
+        assert_eq!(ctl(&store, &both).json(), same.json(), "{verb:?}");
+        let both = [verb, &["web"]].concat();
+        let same = run(words.iter().map(String::as_str));
+        assert_eq!(ctl(&store, &both).ok(), same.ok(), "{verb:?}");
+    }
+    io("write -P 4 0 1M");
+    ctl(&store, &["drop", "web", "a"]).ok();
+    let freed = json_of(&["gc", "web"]);
+    assert!(freed["freed-bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{freed}");
+    ctl(&store, &["drain", "web"]).ok();
+    assert_eq!(json_of(&["info", "web"])["state"], "closed");
+    server.stop().expect("stopped");
+}
+
+/// Disks that are no volumes, snapshots that are served, and damage, which has its own exit code.
+#[test]
+fn verbs_about_volumes_say_what_is_none_and_what_is_damaged() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "16M");
+    run(["snapshot", "-q", &store.volume("web"), "a"]).ok();
+    let folder = store.folder().display().to_string();
+    let control = format!("{folder}/control");
+    let options = ["--control", &control, "--disks-in", &folder];
+    let server = store.serve("web", &options).expect("served");
+    let image = format!("{folder}/raw.img");
+    std::fs::write(&image, [0; 1 << 20]).expect("written");
+    let socket = |name: &str| format!("{folder}/{name}.sock");
+    let raw = ["add", "--name", "raw", "-f", "raw", "--nbd", &socket("raw"), &image];
+    ctl(&store, &raw).ok();
+    let snapshot = ["--volume", &store.volume("web@a"), "--name", "old"];
+    ctl(&store, &[&["add", "--nbd", &socket("old")], &snapshot[..]].concat()).ok();
+    for verb in VERBS {
+        let refused = ctl(&store, &[verb, &["raw"]].concat()).refusal();
+        assert!(refused.contains(r#"the disk "raw" is no volume"#), "{verb:?}: {refused}");
+        ctl(&store, &[verb, &["old"]].concat()).ok();
+    }
+    assert!(ctl(&store, &["stats", "--space"]).stderr.contains("<DISK>"));
+    let io = |what: &str| command::run("qemu-io", ["-f", "raw", "-c", what, &server.uri()]).ok();
+    io("write -P 1 0 1M");
+    ctl(&store, &["check", "web"]).ok();
+    damage_an_extent(&store);
+    for verb in [&["check"][..], &["check", "--store"], &["scrub"], &["scrub", "--store"]] {
+        let found = ctl(&store, &[verb, &["web"]].concat());
+        assert_eq!(found.code(), Some(2), "{verb:?}: {found}");
+        assert!(found.stderr.contains("of the disk"), "{verb:?}: {found}");
+    }
+    server.stop().expect("stopped");
+}
+
+fn damage_an_extent(store: &Store) {
+    let folder = store.folder().join("store/extents");
+    let writers = std::fs::read_dir(folder).expect("extents").map(|writer| writer.expect("one"));
+    let extents = writers.flat_map(|writer| std::fs::read_dir(writer.path()).expect("extents"));
+    let extents = extents.map(|extent| extent.expect("one").path());
+    let len = |path: &std::path::PathBuf| path.metadata().expect("there").len();
+    let largest = extents.max_by_key(len).expect("there is one");
+    let mut bytes = std::fs::read(&largest).expect("read");
+    bytes[4096 + 100] ^= 1;
+    std::fs::remove_file(&largest).expect("removed");
+    std::fs::write(&largest, bytes).expect("written");
+}
+
+/// Who was taken over cannot put what it has: that is said, and what is there is shown.
+#[test]
+fn what_the_store_lacks_is_said() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let control = store.folder().join("control").display().to_string();
+    let server = store.serve("web", &["--control", &control]).expect("served");
+    let mut guest = Guest::connect(&server).expect("a guest");
+    let other = store.serve("web", &["--force"]).expect("served");
+    // It does not know yet.
+    assert_eq!(guest.write(0, &[7; 4096]).expect("answered"), 0);
+    let found = ctl(&store, &["--output", "json", "info", "web"]);
+    assert!(found.stderr.contains("written to web last may not be in its store"), "{found}");
+    assert_eq!(found.json()["state"], "open");
+    drop((server, other));
+}

@@ -1,0 +1,186 @@
+//! Verbs that a signal ends: nothing is left of what they made, and they can be run again.
+
+use mica_gen::Rng;
+use mica_tests::volume::{Store, run};
+use mica_tests::{clock, command, mica};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(60);
+const LEN: usize = 24 << 20;
+
+/// Those that end a program. In the background of a shell some are ignored, by verbs as well.
+fn signals() -> Vec<Signal> {
+    let status = fs::read_to_string("/proc/self/status").expect("readable");
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).expect("a mask");
+    let ignored = u64::from_str_radix(ignored.trim(), 16).expect("a mask");
+    let is_taken = |signal: &Signal| ignored >> (signal.as_raw() - 1) & 1 == 0;
+    [Signal::INT, Signal::TERM, Signal::HUP].into_iter().filter(is_taken).collect()
+}
+
+fn start(words: &[&str]) -> Child {
+    let mut verb = Command::new(mica::binary());
+    verb.arg("volume").args(words).stdin(Stdio::piped());
+    verb.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started")
+}
+
+#[track_caller]
+fn wait_for(path: &Path) {
+    let is_there = || path.exists().then_some(());
+    clock::poll(LIMIT, Duration::from_millis(1), is_there).expect("it is made");
+}
+
+#[track_caller]
+fn end(child: Child, signal: Signal) -> Output {
+    kill_process(Pid::from_child(&child), signal).expect("it runs");
+    let ended = child.wait_with_output().expect("it ends");
+    assert_eq!(ended.status.signal(), Some(signal.as_raw()), "{ended:?}");
+    assert_eq!(String::from_utf8_lossy(&ended.stderr), "");
+    ended
+}
+
+/// The volumes of a store, and what state they are in.
+fn states(store: &Store) -> Vec<(String, String)> {
+    let all = run(["list", "--output", "json", &store.url()]).json();
+    let text = |value: &Value| value.as_str().expect("text").to_owned();
+    let of = |one: &Value| (text(&one["name"]), text(&one["state"]));
+    all.as_array().expect("an array").iter().map(of).collect()
+}
+
+/// An image that cannot be made smaller.
+fn source(store: &Store) -> String {
+    let mut rng = Rng::new(13);
+    let words = (0..LEN / 8).flat_map(|_| rng.next_u64().to_le_bytes());
+    let file = store.folder().join("source.raw");
+    fs::write(&file, words.collect::<Vec<_>>()).expect("written");
+    file.display().to_string()
+}
+
+/// The story: the volume stayed as a part, its name could not be used, and nobody said why.
+#[test]
+fn import_that_a_signal_ends_leaves_no_volume() {
+    let store = Store::new();
+    store.create("other", "16M");
+    let (image, url) = (source(&store), store.volume("web"));
+    let mut rng = Rng::new(14);
+    for signal in signals() {
+        let words = ["import", "-q", "-f", "raw", "--inject", "delay=30ms", &image, &url];
+        let child = start(&words);
+        wait_for(&store.folder().join("store/volumes/web"));
+        clock::sleep(Duration::from_micros(rng.below(100_000)));
+        end(child, signal);
+        assert_eq!(states(&store), [("other".to_owned(), "closed".to_owned())]);
+        run(["check", "-q", &store.url()]).ok();
+    }
+    run(["import", "-q", "-f", "raw", &image, &url]).ok();
+    run(["gc", "-q", &store.url()]).ok();
+    let copy = store.folder().join("copy.raw").display().to_string();
+    run(["export", "-q", "-O", "raw", &url, &copy]).ok();
+    assert!(fs::read(copy).expect("read") == fs::read(image).expect("read"));
+}
+
+#[test]
+fn send_into_a_file_that_a_signal_ends_leaves_none() {
+    let store = Store::new();
+    let (image, url) = (source(&store), store.volume("web"));
+    run(["import", "-q", "-f", "raw", &image, &url]).ok();
+    let stream = store.folder().join("stream");
+    let (name, snapshot) = (stream.display().to_string(), format!("{url}@source.raw"));
+    for signal in signals() {
+        let child = start(&["send", "-q", &snapshot, &name]);
+        wait_for(&stream);
+        kill_process(Pid::from_child(&child), signal).expect("it runs, or has just ended");
+        let ended = child.wait_with_output().expect("it ends");
+        assert_eq!(stream.exists(), ended.status.success(), "{ended:?}");
+        let _ = fs::remove_file(&stream);
+    }
+    run(["send", "-q", &snapshot, &name]).ok();
+    let refused = run(["send", "-q", &snapshot, &name]).refusal();
+    assert!(refused.contains("exists already"), "{refused}");
+    run(["receive", "-q", &store.volume("copy"), &name]).ok();
+}
+
+/// It waits for more of the stream when the signal comes: of a new volume, and of one that is.
+#[test]
+fn receive_that_a_signal_ends_leaves_what_there_was() {
+    let store = Store::new();
+    let (image, url) = (source(&store), store.volume("web"));
+    run(["import", "-q", "-f", "raw", &image, &url]).ok();
+    run(["snapshot", "-q", &url, "two"]).ok();
+    let file = |name: &str| store.folder().join(name).display().to_string();
+    let (first, second) = (file("first"), file("second"));
+    run(["send", "-q", &format!("{url}@source.raw"), &first]).ok();
+    // Written again with other bytes.
+    let server = store.serve("web", &[]).expect("served");
+    let mut guest = mica_tests::guest::Guest::connect(&server).expect("a guest");
+    assert_eq!(guest.write(0, &vec![3; 8 << 20]).expect("written"), 0);
+    drop(guest);
+    server.stop().expect("stopped");
+    run(["snapshot", "-q", &url, "three"]).ok();
+    run(["send", "-q", "--since", "source.raw", &format!("{url}@three"), &second]).ok();
+    let copy = store.volume("copy");
+    let closed = |name: &str| (name.to_owned(), "closed".to_owned());
+    let interrupted = |stream: &str, signal| {
+        let stream = fs::read(stream).expect("read");
+        let mut child = start(&["receive", "-q", &copy]);
+        let mut input = child.stdin.take().expect("a pipe");
+        input.write_all(&stream[..stream.len() / 2]).expect("taken");
+        wait_for(&store.folder().join("store/volumes/copy"));
+        end(child, signal);
+        drop(input);
+        run(["check", "-q", &store.url()]).ok();
+    };
+    for signal in signals() {
+        interrupted(&first, signal);
+        assert_eq!(states(&store), [closed("web")]);
+    }
+    run(["receive", "-q", &copy, &first]).ok();
+    let labels = || {
+        let all = run(["snapshots", "--output", "json", &copy]).json();
+        let all = all.as_array().expect("an array").clone();
+        all.iter().map(|one| one["label"].as_str().expect("text").to_owned()).collect::<Vec<_>>()
+    };
+    for signal in signals() {
+        interrupted(&second, signal);
+        assert_eq!(states(&store), [closed("copy"), closed("web")]);
+        assert_eq!(labels(), ["source.raw"]);
+    }
+    run(["receive", "-q", &copy, &second]).ok();
+    assert_eq!(labels(), ["source.raw", "three"]);
+    let [here, there] = [("web@three", "here.raw"), ("copy@three", "there.raw")].map(|(of, to)| {
+        run(["export", "-q", "-O", "raw", &store.volume(of), &file(to)]).ok();
+        fs::read(file(to)).expect("read")
+    });
+    assert!(here == there);
+}
+
+/// A clone is there whole or not at all, and what it could not be made of is no obstacle.
+#[test]
+fn clone_that_a_signal_ends_is_whole_or_not_there() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let (url, clone) = (store.volume("web"), store.volume("clone"));
+    let mut rng = Rng::new(15);
+    let signals = signals();
+    for round in 0..60 {
+        let child = start(&["clone", "-q", &url, &clone]);
+        clock::sleep(Duration::from_micros(rng.below(20_000)));
+        kill_process(Pid::from_child(&child), signals[round % signals.len()])
+            .expect("it runs, or has ended");
+        let ended = child.wait_with_output().expect("it ends");
+        let states = states(&store);
+        let made = states.iter().find(|(name, _)| name == "clone");
+        assert!(made.is_none_or(|(_, state)| state == "closed"), "{round}: {states:?}, {ended:?}");
+        if made.is_some() {
+            run(["delete", "-q", &clone]).ok();
+        }
+    }
+    let words = ["volume", "clone", "-q", &url, &clone];
+    command::finish(Command::new(mica::binary()).args(words)).ok();
+}
