@@ -79,7 +79,8 @@ pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
 pub use temporary::{
-    is_at as is_file_at, make_unfinished, name_new, remove_unfinished, unfinished_place,
+    change_places, is_at as is_file_at, make_unfinished, name_new, remove_unfinished,
+    unfinished_place,
 };
 pub use volumes::{
     Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,

@@ -121,6 +121,20 @@ pub fn name_new(place: &Path, path: &Path) -> io::Result<()> {
     }
 }
 
+/// Gives the file at `place` the name `path`, and the one that has it that of `place`, in one step.
+/// Returns whether it is there: some file systems can only drop it.
+///
+/// # Errors
+/// What the system reports.
+pub fn change_places(place: &Path, path: &Path) -> io::Result<bool> {
+    match renameat_with(CWD, place, CWD, path, RenameFlags::EXCHANGE) {
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+            std::fs::rename(place, path).map(|()| false)
+        }
+        changed => changed.map(|()| true).map_err(io::Error::from),
+    }
+}
+
 /// A file that is being written, locked until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Locked {
