@@ -66,7 +66,7 @@ pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
 pub use overlays::{
     ExpectedOverlays, GoneImages, announce_overlays, check_no_overlays, expect_overlays,
-    forget_overlays, note_overlay, settle_notes,
+    forget_gone, forget_overlays, note_overlay, settle_notes,
 };
 pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};
