@@ -228,12 +228,15 @@ pub(super) async fn drop_one(
     with_one(&sources, name, sent, ("dropped", Served::drop_snapshot)).await
 }
 
+/// What is done with one snapshot.
+type OnSnapshot = fn(&Served, Which) -> mica_block::Result<()>;
+
 /// Does something with one snapshot of the disk `name`, which is told as what it is then.
 async fn with_one(
     sources: &Sources,
     name: String,
     sent: Body,
-    (told, act): (&str, fn(&Served, Which) -> mica_block::Result<()>),
+    (told, act): (&str, OnSnapshot),
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
     let OneSnapshot { snapshot } = body(sent).await?;

@@ -488,8 +488,10 @@ mod tests {
         let mut content = line.encode().repeat(count);
         fs::write(&at, &content).expect("written");
         assert_eq!(noted_on(&base).expect("read").len(), 1);
-        fs::create_dir(folder.path().join("there")).expect("made");
-        let said = note(&base, &[&folder.path().join("there").join("a".repeat(200))]).map(drop);
+        let there = folder.path().join("a".repeat(240));
+        fs::create_dir(&there).expect("made");
+        // Longer than what is left.
+        let said = note(&base, &[&there.join("b".repeat(240))]).map(drop);
         let said = said.expect_err("there is no room").to_string();
         assert!(said.contains("mica clone --ignore-gone"), "{said}");
         content.extend(line.encode());

@@ -4,7 +4,7 @@
 //! Layers come by snapshots of one disk or of all at one instant, and by states that are kept for
 //! backups and exported; they go by merges up and down, which rest or are cancelled on their way,
 //! and by states that are dropped. Clones stand on frozen layers meanwhile, in the same folder and
-//! in another one, and disks grow. Between two servers QEMU reads all of it, writes, and merges the
+//! in another one, are moved to a third one, and disks grow. Between two servers QEMU reads all of it, writes, and merges the
 //! active layer down; copies of single layers are put back; mica's verbs merge layers then, and are
 //! killed while they do.
 //!
@@ -21,6 +21,7 @@ mod exported;
 mod fleet;
 mod frozen;
 mod giving;
+mod moved;
 mod order;
 mod server;
 
