@@ -4,5 +4,6 @@
 mod beside;
 mod chain;
 mod elsewhere;
+mod full;
 mod live;
 mod offline;
