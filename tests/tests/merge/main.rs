@@ -2,6 +2,7 @@
 //! and while nobody does: QEMU reads what is left.
 
 mod beside;
+mod bitmaps;
 mod chain;
 mod elsewhere;
 mod full;
