@@ -13,7 +13,9 @@ use mica_block::Images;
 use mica_qcow2::read_header;
 use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_stack::{FileImages, Format, base_name, is_frozen, sync_folder_of, wait_for_dead};
+use mica_stack::{
+    FileImages, Format, base_name, forget_gone, is_frozen, sync_folder_of, wait_for_dead,
+};
 use mica_units::SECTOR_BYTES;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -39,6 +41,12 @@ pub(crate) struct CloneArgs {
     /// Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
+    /// Take images that stood on BASE and are gone as removed.
+    ///
+    /// Each clone in another folder is noted beside BASE (BASE.mica-overlays), and one that is gone
+    /// may have been moved: its line stays until somebody says that it was not.
+    #[arg(long)]
+    ignore_gone: bool,
     #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
@@ -66,6 +74,9 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
             return Err(Failure::new(what));
         }
         let (len, base_is_encrypted) = base_facts(args, format).await?;
+        if args.ignore_gone {
+            forget_gone(&args.base)?;
+        }
         wish.backing_format = Some(format.name().to_owned());
         let base = NamedBase { path: args.base.clone(), may_be_missing: false };
         let names = names(args);

@@ -24,6 +24,7 @@ use engine::{Job, Target};
 pub(crate) use input::Input;
 use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
+use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
 use mica_qcow2_tools::measure::data_bytes;
@@ -72,6 +73,9 @@ pub(crate) struct TargetArgs {
     #[arg(short = 'p', long)]
     progress: bool,
     /// Overwrite an existing file.
+    ///
+    /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
+    /// there must be room for both.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -163,9 +167,8 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let checked = args.check()?;
     let executor = args.images.executor()?;
     let bitmaps = executor.block_on(bitmaps::wanted(args))?;
-    let input = executor.block_on(input::open(args))?;
+    let input = Input { bitmaps, ..executor.block_on(input::open(args))? };
     copy(args, checked, &executor, input)?;
-    executor.block_on(bitmaps::copy(args, bitmaps))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -244,7 +247,7 @@ fn copy(
     input: Input,
 ) -> Result<(), Failure> {
     // Not even with --force is a disk copied over one of its own files.
-    let Input { disk: source, files: sources, is_encrypted, spooled: _spooled } = input;
+    let Input { disk: source, files: sources, is_encrypted, spooled: _spooled, bitmaps } = input;
     let len = source.geometry().len;
     let progress = Progress::start(len, args.new.report.progress(args.new.progress));
     if stream::is_stream(&args.names.target) {
@@ -256,13 +259,14 @@ fn copy(
         refuse_creation_options(args)?;
         let job = existing::Onto { args, format, executor, sparse };
         job.convert((source, is_encrypted), &sources, &progress)?;
+        executor.block_on(bitmaps::copy(args, bitmaps, None))?;
     } else if format == Format::Raw {
         if is_encrypted {
             warn_of_plain(&args.names.target);
         }
         convert_to_raw(args, executor, source, &sources, (sparse, &progress))?;
     } else {
-        let source = (source, is_encrypted);
+        let source = (source, is_encrypted, bitmaps);
         convert_to_qcow2(args, executor, source, sources, (sparse, &progress))?;
     }
     let figures = progress.finish();
@@ -353,7 +357,7 @@ fn convert_to_raw(
 fn convert_to_qcow2(
     args: &ConvertArgs,
     executor: &Executor,
-    (source, source_is_encrypted): (Arc<dyn Disk>, bool),
+    (source, source_is_encrypted, bitmaps): (Arc<dyn Disk>, bool, Vec<BitmapEntry>),
     mut sources: Sources,
     (sparse, progress): (u64, &Progress),
 ) -> Result<(), Failure> {
@@ -409,7 +413,7 @@ fn convert_to_qcow2(
         if falloc && (device.is_none() || data_store.is_some()) {
             allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
         }
-        Ok::<_, Failure>(())
+        bitmaps::copy(args, bitmaps, Some(&image)).await
     })?;
     let base = wish.backing_name.as_deref().map(|name| NamedBase {
         path: beside(&args.names.target, Path::new(name)),

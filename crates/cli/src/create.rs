@@ -5,6 +5,7 @@ mod encryption;
 mod names;
 mod new_file;
 pub(crate) mod options;
+mod replaced;
 mod sources;
 
 pub(crate) use device::{Device, claim, is_block_device};
@@ -59,6 +60,9 @@ pub(crate) struct CreateArgs {
     #[arg(short = 'o', long, value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
     /// Overwrite an existing file, or a block device.
+    ///
+    /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
+    /// there must be room for both.
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]

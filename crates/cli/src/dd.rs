@@ -28,6 +28,9 @@ pub(crate) struct DdArgs {
     #[arg(hide_default_value = true)]
     output_format: String,
     /// Overwrite an existing file.
+    ///
+    /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
+    /// there must be room for both.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -45,6 +45,9 @@ pub(crate) struct RestoreArgs {
     #[arg(short = 'p', long)]
     progress: bool,
     /// Overwrite an existing file.
+    ///
+    /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
+    /// there must be room for both.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

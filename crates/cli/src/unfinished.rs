@@ -8,16 +8,19 @@
 //!   name, only if it is still that file: whoever took it for left made another one there.
 //! - I2 A signal that ends the program takes that lock and never releases it: from then on no file
 //!   is completed, and no failure reported that only the end has caused.
-//! - I3 An existing file that was overwritten is emptied, not removed, after nothing can be written
-//!   to files any more.
+//! - I3 An existing file that was overwritten in place is emptied, not removed, after nothing can
+//!   be written to files any more.
+//! - I4 A file that another one has taken the place of is removed when that is kept, and gets its
+//!   name back if it is not.
 
 use mica_stack::is_file_at;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
-use std::fs::{File, OpenOptions, remove_file};
+use std::fs::{File, OpenOptions, remove_file, rename};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
@@ -27,6 +30,20 @@ struct Entry {
     path: PathBuf,
     /// The file, if this process created it.
     made: Option<File>,
+    /// What had its name before, and where that is now.
+    old: Option<Old>,
+}
+
+/// A file, by device and inode, that another one has taken the place of.
+struct Old {
+    place: PathBuf,
+    node: (u64, u64),
+}
+
+impl Old {
+    fn is_there(&self) -> bool {
+        is_node_at(&self.place, self.node)
+    }
 }
 
 /// A file that is removed on drop, or emptied if it existed before, unless it is kept.
@@ -38,7 +55,7 @@ impl Unfinished {
     /// The file at `path`, which this process has created (`made`) or is about to overwrite.
     pub(crate) fn new(path: &Path, made: Option<File>) -> Self {
         watch();
-        files().push(Entry { path: path.to_owned(), made });
+        files().push(Entry { path: path.to_owned(), made, old: None });
         Self { path: path.to_owned() }
     }
 
@@ -51,7 +68,7 @@ impl Unfinished {
         watch();
         let mut files = files();
         let file = File::create_new(path)?;
-        files.push(Entry { path: path.to_owned(), made: Some(file.try_clone()?) });
+        files.push(Entry { path: path.to_owned(), made: Some(file.try_clone()?), old: None });
         Ok((Self { path: path.to_owned() }, file))
     }
 
@@ -60,15 +77,40 @@ impl Unfinished {
     /// # Errors
     /// What the system reports. It is on the list still, under the name that it had.
     pub(crate) fn rename_to(&mut self, path: &Path) -> io::Result<()> {
+        self.named(path, |place| mica_stack::name_new(place, path).map(|()| None))
+    }
+
+    /// The same for the name of the file `old`, by device and inode, which stays beside it until
+    /// this one is kept.
+    ///
+    /// # Errors
+    /// As [`Self::rename_to`]; `AlreadyExists` if `path` is another file by now.
+    pub(crate) fn replace(&mut self, path: &Path, old: (u64, u64)) -> io::Result<()> {
+        self.named(path, |place| {
+            if !is_node_at(path, old) {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            let is_beside = mica_stack::change_places(place, path)?;
+            Ok(is_beside.then(|| Old { place: place.to_owned(), node: old }))
+        })
+    }
+
+    /// Gives the file the name `path`, as `give` does, which knows what had it.
+    fn named(
+        &mut self,
+        path: &Path,
+        give: impl FnOnce(&Path) -> io::Result<Option<Old>>,
+    ) -> io::Result<()> {
         let mut files = files();
         let entry = files.iter_mut().find(|entry| entry.path == self.path);
         if entry.as_ref().is_some_and(|entry| !entry.is_ours()) {
             let what = format!("{}: another process removed it", self.path.display());
             return Err(io::Error::new(io::ErrorKind::NotFound, what));
         }
-        mica_stack::name_new(&self.path, path)?;
+        let old = give(&self.path)?;
         if let Some(entry) = entry {
             path.clone_into(&mut entry.path);
+            entry.old = old;
         }
         path.clone_into(&mut self.path);
         Ok(())
@@ -76,7 +118,11 @@ impl Unfinished {
 
     /// Keeps the file: it is complete.
     pub(crate) fn keep(self) {
-        files().retain(|entry| entry.path != self.path);
+        let mut files = files();
+        let Some(at) = files.iter().position(|entry| entry.path == self.path) else { return };
+        let old = files.swap_remove(at).old.filter(Old::is_there);
+        // What is left is taken for that of a killed process, as it is when this one is killed now.
+        let _ = old.map(|old| remove_file(old.place));
     }
 }
 
@@ -99,10 +145,14 @@ impl Entry {
         if !self.is_ours() {
             return;
         }
+        let old = self.old.as_ref().filter(|old| old.is_there());
         // The failure itself is reported, and what is left is not an image.
-        let _ = match self.made {
-            Some(_) => remove_file(&self.path),
-            None => OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop),
+        let _ = match (&self.made, old) {
+            (_, Some(old)) => rename(&old.place, &self.path),
+            (Some(_), None) => remove_file(&self.path),
+            (None, None) => {
+                OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop)
+            }
         };
     }
 }
@@ -110,6 +160,11 @@ impl Entry {
 /// Waits forever if a signal is ending the program (I2).
 pub(crate) fn wait_if_ending() {
     drop(files());
+}
+
+/// Whether the file with this device and inode is what `path` names.
+fn is_node_at(path: &Path, node: (u64, u64)) -> bool {
+    path.symlink_metadata().is_ok_and(|found| (found.dev(), found.ino()) == node)
 }
 
 fn files() -> MutexGuard<'static, Vec<Entry>> {
@@ -185,6 +240,35 @@ mod tests {
         drop(unfinished);
         assert_eq!(fs::read(&place).expect("there"), b"of another");
         assert!(!name.exists());
+    }
+
+    #[test]
+    fn file_that_is_replaced_is_back_unless_the_new_one_is_kept() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (place, name) = (folder.path().join("place"), folder.path().join("name"));
+        let read = || fs::read(&name).expect("there");
+        let replace = |node| {
+            let own = File::create_new(&place).expect("made");
+            fs::write(&place, "new").expect("written");
+            let mut unfinished = Unfinished::new(&place, Some(own));
+            unfinished.replace(&name, node).map(|()| unfinished)
+        };
+        let node_at = |path: &Path| {
+            let found = fs::metadata(path).expect("there");
+            (found.dev(), found.ino())
+        };
+        fs::write(&name, "old").expect("written");
+        let old = node_at(&name);
+        let new = replace(old).expect("replaced");
+        assert_eq!(read(), b"new");
+        drop(new);
+        assert_eq!((read(), node_at(&name), place.exists()), (b"old".to_vec(), old, false));
+        replace(old).expect("replaced").keep();
+        assert_eq!((read(), place.exists()), (b"new".to_vec(), false));
+        // Somebody has put another one there meanwhile.
+        let said = replace(old).map(drop).expect_err("another one");
+        assert_eq!(said.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!((read(), place.exists()), (b"new".to_vec(), false));
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};
 pub use header::field;
 pub use header::{
     Autoclear, BackingChange, BackingName, Compatible, Encryption, HEADER_READ_BYTES, Header,
-    HeaderChange, Incompatible, L1_BYTES_MAX, REFCOUNT_TABLE_BYTES_MAX, Version,
+    HeaderChange, Incompatible, L1_BYTES_MAX, MAGIC, REFCOUNT_TABLE_BYTES_MAX, Version,
 };
 pub use name::{ImageName, parse_data_file_name, parse_image_name};
 pub use refcount::{RefcountTableEntry, RefcountWidth};

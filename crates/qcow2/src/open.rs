@@ -16,7 +16,7 @@ use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result};
 use mica_crypt::luks::MAGIC as LUKS_MAGIC;
-use mica_qcow2_format::{Encryption, Header, ImageName, SnapshotEntry, parse_image_name};
+use mica_qcow2_format::{Encryption, Header, ImageName, MAGIC, SnapshotEntry, parse_image_name};
 use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -251,7 +251,7 @@ async fn refuse_unstated_qcow2(path: &Path, image: &OpenImage) -> Result<()> {
             path.display()
         );
     }
-    if !magic.starts_with(b"QFI\xfb") {
+    if !magic.starts_with(&MAGIC) {
         return Ok(());
     }
     Err(Error::new(

@@ -38,17 +38,21 @@ const LET_GO_LIMIT: Duration = Duration::from_secs(2);
 const LET_GO_LOOK: Duration = Duration::from_millis(20);
 
 /// Removes files of states that were dropped from the disk whose chain has these `layers`, the last
-/// of which is the active one. Returns their paths. The caller keeps layers from coming and going
-/// meanwhile.
+/// of which is the active one. Returns their paths. Images on them that are `gone` count as the
+/// user says. The caller keeps layers from coming and going meanwhile.
 ///
 /// # Errors
 /// The first failure, after all others were tried.
-pub fn remove_dropped(layers: &[PathBuf], options: &ImageOptions) -> Result<Vec<PathBuf>> {
+pub fn remove_dropped(
+    layers: &[PathBuf],
+    options: &ImageOptions,
+    gone: GoneImages,
+) -> Result<Vec<PathBuf>> {
     let (mut removed, mut failed) = (Vec::new(), None);
     // States are kept beside the active layer.
     let Some(folder) = layers.last().map(|active| folder_of(active)) else { return Ok(removed) };
     for (file, at) in marks_in(folder)? {
-        match remove_if_dropped(&file, &at, layers, options) {
+        match remove_if_dropped((&file, &at), layers, options, gone) {
             Ok(true) => removed.push(file),
             Ok(false) => {}
             Err(error) => failed = failed.or(Some(error)),
@@ -127,10 +131,10 @@ fn sleep(time: Duration) {
 
 /// The same for the `file`, whose mark would be `at`. Returns whether there was something.
 fn remove_if_dropped(
-    file: &Path,
-    at: &Path,
+    (file, at): (&Path, &Path),
     layers: &[PathBuf],
     options: &ImageOptions,
+    gone: GoneImages,
 ) -> Result<bool> {
     match file.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -145,7 +149,7 @@ fn remove_if_dropped(
     let Some(into) = merged::dropped_into(file)? else { return Ok(false) };
     let Some(into) = position_of(layers, &into).map(|into| &layers[into]) else { return Ok(false) };
     let _alone = alone_with(file, options)?;
-    check_no_overlays(&[file.to_owned()], into, GoneImages::MayBeMoved)?;
+    check_no_overlays(&[file.to_owned()], into, gone)?;
     let synced = File::open(into).and_then(|layer| layer.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
     sync_folder_of(into)?;
@@ -203,7 +207,11 @@ mod tests {
         }
 
         fn remove(&self) -> Result<Vec<PathBuf>> {
-            remove_dropped(&self.layers, &ImageOptions::new(Handles::new(8)))
+            self.remove_with(GoneImages::MayBeMoved)
+        }
+
+        fn remove_with(&self, gone: GoneImages) -> Result<Vec<PathBuf>> {
+            remove_dropped(&self.layers, &ImageOptions::new(Handles::new(8)), gone)
         }
 
         fn names(&self) -> Vec<String> {
@@ -292,6 +300,21 @@ mod tests {
         assert!(world.file.exists());
         drop(open);
         assert_eq!(world.remove().expect("removed").len(), 1);
+    }
+
+    #[test]
+    fn file_that_only_an_image_that_is_gone_stood_on_goes_if_the_user_says_that_it_was_removed() {
+        let world = World::new(MergeMarks::put_dropped);
+        let elsewhere = tempfile::tempdir().expect("a folder");
+        let clone = elsewhere.path().join("clone.qcow2");
+        crate::overlays::put_image(&clone, world.file.to_str());
+        crate::note_overlay(&world.file, &clone);
+        world.remove_with(GoneImages::Removed).expect_err("it is there");
+        fs::remove_file(&clone).expect("removed");
+        world.remove().expect_err("it may have been moved");
+        assert!(world.file.exists());
+        assert_eq!(world.remove_with(GoneImages::Removed).expect("removed").len(), 1);
+        assert_eq!(world.names(), ["base.qcow2", "base.qcow2.mica-above", "disk.qcow2"]);
     }
 
     /// The story: who removed the file of a state looked for images on it, and then waited until

@@ -66,7 +66,7 @@ pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
 pub use overlays::{
     ExpectedOverlays, GoneImages, announce_overlays, check_no_overlays, expect_overlays,
-    forget_overlays, note_overlay, settle_notes,
+    forget_gone, forget_overlays, note_overlay, settle_notes,
 };
 pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};
@@ -79,7 +79,8 @@ pub use secrets::{Secret, Secrets};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
 pub use temporary::{
-    is_at as is_file_at, make_unfinished, name_new, remove_unfinished, unfinished_place,
+    change_places, is_at as is_file_at, make_unfinished, name_new, remove_unfinished,
+    unfinished_place,
 };
 pub use volumes::{
     Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,

@@ -19,6 +19,7 @@ use crate::forest::{ScanDepth, images_on};
 use crate::mark::{Mark, cure};
 use crate::merged::was_merged;
 use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2_format::MAGIC;
 use noted::{Found, noted_on};
 use std::collections::{HashMap, HashSet};
 use std::os::unix::fs::FileExt;
@@ -217,10 +218,7 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: GoneImages) -> 
     let mut overlays = overlays_on(layers, above)?;
     if gone == GoneImages::Removed {
         // A note that cannot be written does not make them any less gone.
-        let removed = overlays.extract_if(.., |overlay| overlay.evidence == Evidence::Gone);
-        for (layer, images) in by_layer(removed) {
-            forget_overlays(&layer, &images);
-        }
+        forget_gone_of(&mut overlays);
     }
     if overlays.is_empty() {
         return Ok(());
@@ -230,8 +228,9 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: GoneImages) -> 
         match overlay.evidence {
             Evidence::Header => format!("{path} stands on {layer}"),
             Evidence::Hidden => format!(
-                "{path}, which may not be read here, stood on {layer} ({})",
-                noted::cure(&overlay.stands_on)
+                "{path}, which may not be read here, stood on {layer}: a server that is started with \
+                 --disks-in {} sees what it stands on now, as does a verb of a user who may read it",
+                folder_of(&overlay.path).display()
             ),
             Evidence::Gone => format!(
                 "{path}, which is not there any more, stood on {layer}: if it was moved, say where \
@@ -250,6 +249,24 @@ pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: GoneImages) -> 
     Err(Error::new(ErrorKind::Denied, what))
 }
 
+/// Takes the lines of images that are gone out of the note of the layer at `base`: the user says
+/// that they were removed.
+///
+/// # Errors
+/// `Denied` if a note leads to a folder that may only not be mounted; `Limit` if the note is longer
+/// than may be; else if a folder cannot be listed.
+pub fn forget_gone(base: &Path) -> Result<()> {
+    forget_gone_of(&mut overlays_on(&[base.to_owned()], base)?);
+    Ok(())
+}
+
+fn forget_gone_of(overlays: &mut Vec<Overlay>) {
+    let gone = overlays.extract_if(.., |overlay| overlay.evidence == Evidence::Gone);
+    for (layer, images) in by_layer(gone) {
+        forget_overlays(&layer, &images);
+    }
+}
+
 fn by_layer(overlays: impl Iterator<Item = Overlay>) -> HashMap<PathBuf, Vec<PathBuf>> {
     let mut images: HashMap<_, Vec<_>> = HashMap::new();
     for Overlay { path, stands_on, .. } in overlays {
@@ -262,7 +279,7 @@ fn by_layer(overlays: impl Iterator<Item = Overlay>) -> HashMap<PathBuf, Vec<Pat
 fn format_of(layer: &Path) -> &'static str {
     let mut magic = [0; 4];
     let read = std::fs::File::open(layer).and_then(|file| file.read_exact_at(&mut magic, 0));
-    if read.is_ok() && magic == *b"QFI\xfb" { "qcow2" } else { "raw" }
+    if read.is_ok() && magic == MAGIC { "qcow2" } else { "raw" }
 }
 
 /// Makes an image that has nothing but what it stands on.

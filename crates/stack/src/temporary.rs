@@ -8,7 +8,7 @@
 //! | `LAYER.mica-overlays.tmp` | a layer's note, written again | who has it locked |
 //! | `.ACTIVE.mica-new` | the layer above the active one, in its folder | who has ACTIVE locked |
 //! | `.LAYER.mica-new` | a new layer LAYER, in a folder without the active one | the same |
-//! | `.IMAGE.mica-unfinished` | an image that a verb makes | who has it locked |
+//! | `.IMAGE.mica-unfinished` | an image that a verb makes, or replaces | who has it locked |
 //! | `.mica-index-PID-NUMBER.tmp` | a sidecar (`sidecars/temporary.rs`) | who has it locked |
 //!
 //! Who writes one of them again takes the place of what is left there. What is left beside the
@@ -118,6 +118,20 @@ pub fn name_new(place: &Path, path: &Path) -> io::Result<()> {
             std::fs::rename(place, path)
         }
         named => named.map_err(io::Error::from),
+    }
+}
+
+/// Gives the file at `place` the name `path`, and the one that has it that of `place`, in one step.
+/// Returns whether it is there: some file systems can only drop it.
+///
+/// # Errors
+/// What the system reports.
+pub fn change_places(place: &Path, path: &Path) -> io::Result<bool> {
+    match renameat_with(CWD, place, CWD, path, RenameFlags::EXCHANGE) {
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+            std::fs::rename(place, path).map(|()| false)
+        }
+        changed => changed.map(|()| true).map_err(io::Error::from),
     }
 }
 

@@ -212,6 +212,8 @@ counts! {
     layers_refused = "commands refused, as they may be";
     /// Clones of frozen layers.
     clones = "clones";
+    /// Those that were moved to another folder.
+    clones_moved = "  moved to another folder";
     /// Copies put back.
     copies = "copies put back";
     /// Times that the index of a chain was damaged, or removed.

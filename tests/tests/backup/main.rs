@@ -1,5 +1,6 @@
 //! Backups to folders and streams, and what is given back of them.
 
+mod at_once;
 mod damage;
 mod night;
 mod offline;

@@ -6,6 +6,7 @@ use mica_tests::server::Server;
 use mica_tests::{command, judge, mica, qemu, tools};
 use std::path::Path;
 use std::process::Command;
+use std::time::UNIX_EPOCH;
 
 #[test]
 fn kept_states_are_backed_up_over_nbd_and_from_their_files() {
@@ -188,6 +189,43 @@ fn dropped_states_leave_the_others_as_they_are() {
     }
 }
 
+/// The story: a server was killed over a drop, and a clone that is gone had stood on the state.
+#[test]
+fn file_that_a_killed_drop_left_goes_when_the_drop_is_repeated() {
+    use std::os::unix::fs::MetadataExt as _;
+    let Some(mut world) = World::new(10, &[]) else { return };
+    for state in ["a", "b"] {
+        let mut guest = world.guest();
+        (0..20).for_each(|_| world.change(&mut guest));
+        world.begin(None, state).ok();
+        world.ctl(&["backup", "end", "disk"]).ok();
+    }
+    let (file, above) = (world.path("disk@a.qcow2"), world.path("disk@b.qcow2"));
+    let bytes = std::fs::read(&file).expect("it is there");
+    world.ctl(&["backup", "drop", "disk", "a"]).ok();
+    // As it is when the server dies before it removes the file.
+    std::fs::write(&file, bytes).expect("there is room");
+    let far = tempfile::tempdir().expect("a folder");
+    let clone = far.path().join("clone.qcow2");
+    mica::run([Path::new("clone"), &file, &clone]).ok();
+    std::fs::remove_file(&clone).expect("it is there");
+    let found = file.metadata().expect("it is there");
+    let made = found.created().ok().and_then(|made| made.duration_since(UNIX_EPOCH).ok());
+    let made = made.map_or(0, |made| made.as_nanos());
+    let changed = i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec());
+    let (into, inode) = (above.canonicalize().expect("there"), found.ino());
+    let mark = format!("dropped into: {}\nfile: {inode} {made} {changed}\n", into.display());
+    std::fs::write(world.path("disk@a.qcow2.mica-merged"), mark).expect("written");
+    let said = world.ctl(&["backup", "drop", "disk", "a"]).refusal();
+    assert!(said.contains("no state \"a\"") && file.exists(), "{said}");
+    let said = world.ctl(&["backup", "drop", "--ignore-gone", "disk", "a"]).refusal();
+    assert!(said.contains("disk@a.qcow2, which is removed now"), "{said}");
+    for left in ["", ".mica-merged", ".mica-overlays"] {
+        assert!(!world.path(&format!("disk@a.qcow2{left}")).exists(), "{left}");
+    }
+    world.stop();
+}
+
 /// Also where only the note of the layer knows of it, and where nothing does but who has it open.
 #[test]
 fn state_that_an_image_in_another_folder_needs_keeps_its_file() {
@@ -206,7 +244,7 @@ fn state_that_an_image_in_another_folder_needs_keeps_its_file() {
     let clone = far.path().join("clone.qcow2");
     mica::run([Path::new("clone"), &file, &clone]).ok();
     let needed = world.ctl(&["backup", "drop", "disk", "a"]).refusal();
-    assert!(needed.contains("clone.qcow2") && needed.contains("mica-overlays"), "{needed}");
+    assert!(needed.contains("clone.qcow2") && needed.contains("--disks-in"), "{needed}");
     // It may have been moved.
     std::fs::remove_file(&clone).expect("it is there");
     let needed = world.ctl(&["backup", "drop", "disk", "a"]).refusal();

@@ -71,13 +71,125 @@ fn a_signal_ends_a_copy_and_leaves_no_junk() {
             assert!(!place(dir, "copy").exists(), "{verb:?}: junk was left");
         }
     }
-    // An existing file is emptied, so that the next attempt needs no --force.
-    fs::write(dir.join("copy"), vec![1; 4096]).expect("there is room");
+    // An existing file stays, and one that cannot be replaced is emptied.
     let forced = [to_raw.concat(), vec!["--force"]].concat();
-    let child = start(dir, &forced, "copy");
-    signal(&child, Signal::INT);
-    child.wait_with_output().expect("it ends");
-    assert_eq!(fs::metadata(dir.join("copy")).expect("it was there before").len(), 0);
+    let left = || {
+        fs::write(dir.join("copy"), vec![1; 4096]).expect("there is room");
+        let child = start(dir, &forced, "copy");
+        signal(&child, Signal::INT);
+        child.wait_with_output().expect("it ends");
+        assert!(!place(dir, "copy").exists(), "junk was left");
+        fs::read(dir.join("copy")).expect("it was there before")
+    };
+    assert!(left() == vec![1; 4096]);
+    fs::hard_link(dir.join("copy"), dir.join("again")).expect("a second name");
+    assert!(left().is_empty());
+    assert_eq!(fs::metadata(dir.join("again")).expect("the same file").len(), 0);
+}
+
+/// The story: an image was restored over an older one, which was the only other copy, and the
+/// machine went down.
+#[test]
+fn whatever_is_killed_over_an_existing_file_leaves_the_old_or_the_new_one() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("source.raw"), vec![7; 8 << 20]).expect("there is room");
+    mica_in(dir, &["convert", "-f", "raw", "source.raw", "source.qcow2"]).ok();
+    qemu::img(dir, ["bitmap", "--add", "source.qcow2", "mon"]).ok();
+    mica_in(dir, &["backup", "-q", "source.qcow2", "folder", "--as", "one"]).ok();
+    let old: Vec<u8> = (0..3 << 20).map(|at: u32| u8::try_from(at % 251).expect("small")).collect();
+    let verbs: [&[&str]; 5] = [
+        &["convert", "--force", "-f", "raw", "-O", "raw", "source.raw", "disk"],
+        &["convert", "--force", "-f", "raw", "source.raw", "disk"],
+        &["convert", "--force", "--bitmaps", "source.qcow2", "disk"],
+        &["restore", "--force", "-q", "folder@one", "disk"],
+        &["create", "--force", "-q", "-b", "source.qcow2", "-F", "qcow2", "disk"],
+    ];
+    let mut rng = Rng::new(15);
+    for verb in verbs {
+        let is_raw = verb.contains(&"-O");
+        let is_old = || {
+            let now = fs::read(dir.join("disk")).expect("it is there");
+            if now == old {
+                return true;
+            }
+            let format = if is_raw { "raw" } else { "qcow2" };
+            let whole = ["compare", "-q", "-f", format, "-F", "raw", "disk", "source.raw"];
+            qemu::img(dir, whole).ok();
+            if !is_raw {
+                qemu::img(dir, ["check", "-q", "disk"]).ok();
+                let told = qemu::img(dir, ["info", "--output", "json", "disk"]).json();
+                let bitmaps = &told["format-specific"]["data"]["bitmaps"];
+                assert_eq!(bitmaps.is_array(), verb.contains(&"--bitmaps"), "{told}");
+            }
+            false
+        };
+        let put_old = || fs::write(dir.join("disk"), &old).expect("there is room");
+        put_old();
+        let began = clock::now();
+        mica_in(dir, verb).ok();
+        let took = u64::try_from(began.elapsed().as_micros()).expect("seconds");
+        assert!(!is_old(), "{verb:?}");
+        for _ in 0..12 {
+            put_old();
+            let mut mica = Command::new(mica::binary());
+            let mica = mica.current_dir(dir).args(verb).stdin(Stdio::null());
+            let mut child = mica.stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("runs");
+            clock::sleep(Duration::from_micros(rng.below(took)));
+            child.kill().expect("killed, unless it has ended");
+            child.wait().expect("it ends");
+            is_old();
+        }
+        mica_in(dir, verb).ok();
+        assert!(!is_old() && !place(dir, "disk").exists(), "{verb:?}");
+        fs::remove_file(dir.join("disk")).expect("there");
+    }
+}
+
+#[test]
+fn file_that_is_replaced_gives_its_mode_owner_and_attributes_to_the_new_one() {
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown, symlink};
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let (disk, link) = (dir.join("disk"), dir.join("link"));
+    fs::write(dir.join("source.raw"), vec![7; 1 << 20]).expect("there is room");
+    fs::write(&disk, "old").expect("there is room");
+    fs::set_permissions(&disk, fs::Permissions::from_mode(0o640)).expect("set");
+    let is_root = rustix::process::geteuid().is_root();
+    if is_root {
+        chown(&disk, Some(1234), Some(4321)).expect("set");
+    }
+    let flags = rustix::fs::XattrFlags::empty();
+    let has_attributes = rustix::fs::setxattr(&disk, "user.whose", b"ours", flags).is_ok();
+    symlink("disk", &link).expect("a link");
+    let before = fs::metadata(&disk).expect("there");
+    let convert = || mica_in(dir, &["convert", "--force", "-f", "raw", "source.raw", "link"]);
+    convert().ok();
+    let after = fs::metadata(&disk).expect("there");
+    let what = |found: &fs::Metadata| (found.mode(), found.uid(), found.gid());
+    assert_eq!(what(&after), what(&before));
+    assert_ne!(after.ino(), before.ino(), "it is another file");
+    assert!(after.len() > 1 << 20 && link.is_symlink());
+    if has_attributes {
+        let mut value = [0; 8];
+        let len = rustix::fs::getxattr(&disk, "user.whose", &mut value[..]).expect("it has it");
+        assert_eq!(&value[..len], b"ours");
+    }
+    // Nobody replaces it while it is in use.
+    let busy = dir.join("slow");
+    mica_in(dir, &["clone", "-q", "disk", "over"]).ok();
+    let slow = ["convert", "--inject", "delay=30ms", "-O", "raw", "over", "slow"];
+    fs::write(&busy, "").expect("there is room");
+    let mut reader = Command::new(mica::binary());
+    let mut reader = reader.current_dir(dir).args(slow).spawn().expect("started");
+    let reads = || busy.metadata().is_ok_and(|slow| slow.len() > 0).then_some(());
+    assert!(clock::poll(LIMIT, Duration::from_millis(1), reads).is_some());
+    convert().refusal();
+    assert_eq!(fs::metadata(&disk).expect("there").ino(), after.ino());
+    assert!(reader.wait().expect("it ends").success());
 }
 
 /// The story: a verb that was killed left the first part of an image under the name that was wished

@@ -30,8 +30,13 @@ pub(crate) struct Chain {
 impl Chain {
     /// Five layers with data, zeros and compressed clusters in each; the base is shorter than the
     /// others.
-    pub(crate) fn new((base, options): (&str, &str)) -> Self {
-        let dir = tempfile::tempdir().expect("a folder");
+    pub(crate) fn new(kind: (&str, &str)) -> Self {
+        Self::new_in(&std::env::temp_dir(), kind)
+    }
+
+    /// The same in a folder of this one.
+    pub(crate) fn new_in(folder: &Path, (base, options): (&str, &str)) -> Self {
+        let dir = tempfile::tempdir_in(folder).expect("a folder");
         let at = dir.path();
         let name = if base == "raw" { "base.raw" } else { LAYERS[0] };
         match base {

@@ -148,6 +148,39 @@ fn image_that_was_moved_is_protected_whatever_is_in_its_folder_and_has_its_name(
     assert!(refused.contains("a/disk.qcow2, which is not there any more"), "{refused}");
 }
 
+/// Clones of a layer that is never merged come and go, and its note does not grow by them.
+#[test]
+fn lines_of_clones_that_were_removed_go_when_the_next_one_is_made_and_the_user_says_so() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    fs::create_dir(chain.path("far")).expect("made");
+    let clone = |more: &[&str], name: &str| {
+        let name = format!("far/{name}.qcow2");
+        chain.mica(&[&["clone", "-q"], more, &["three.qcow2", &name]].concat()).ok();
+        name
+    };
+    let noted = || {
+        let note = fs::read_to_string(chain.path("three.qcow2.mica-overlays")).expect("noted");
+        let names = note.lines().map(|line| line.rsplit('/').next().expect("a path").to_owned());
+        names.collect::<Vec<_>>()
+    };
+    clone(&[], "stays");
+    fs::remove_file(chain.path(&clone(&[], "gone"))).expect("removed");
+    let renamed = clone(&[], "renamed");
+    fs::rename(chain.path(&renamed), chain.path("far/again.qcow2")).expect("renamed");
+    clone(&[], "next");
+    assert_eq!(noted(), ["stays.qcow2", "gone.qcow2", "renamed.qcow2", "next.qcow2"]);
+    clone(&["--ignore-gone"], "last");
+    // One of the two is the image that has another name now, and nobody knows which.
+    let left = noted();
+    assert_eq!(left.len(), 4, "{left:?}");
+    fs::remove_file(chain.path("far/again.qcow2")).expect("removed");
+    clone(&["--ignore-gone"], "more");
+    assert_eq!(noted(), ["stays.qcow2", "next.qcow2", "last.qcow2", "more.qcow2"]);
+}
+
 /// A merge may have an image stand on a layer in another folder, too.
 #[test]
 fn image_that_a_merge_puts_on_a_layer_in_another_folder_is_found() {

@@ -2,7 +2,9 @@
 //! and while nobody does: QEMU reads what is left.
 
 mod beside;
+mod bitmaps;
 mod chain;
 mod elsewhere;
+mod full;
 mod live;
 mod offline;

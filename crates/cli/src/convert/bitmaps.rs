@@ -2,12 +2,14 @@
 
 use super::ConvertArgs;
 use super::stream::is_stream;
+use crate::create::NewFile;
 use crate::failure::Failure;
 use mica_qcow2::find_bitmap;
 use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::inspect;
-use mica_stack::{FileImages, Format, MayWrite};
+use mica_stack::{FileImages, Format, ImageOptions, MayWrite};
+use mica_store::Locking;
 use std::path::Path;
 
 /// # Errors
@@ -48,19 +50,28 @@ pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failu
     Ok(wanted)
 }
 
-/// Adds `bitmaps` to the target, which is complete otherwise.
-pub(super) async fn copy(args: &ConvertArgs, bitmaps: Vec<BitmapEntry>) -> Result<(), Failure> {
+/// Adds `bitmaps` to the target, which is complete otherwise: the `new` image, which is locked and
+/// has no name yet, or the one that exists.
+pub(super) async fn copy(
+    args: &ConvertArgs,
+    bitmaps: Vec<BitmapEntry>,
+    new: Option<&NewFile>,
+) -> Result<(), Failure> {
     let Some(source) = args.names.sources.first() else { return Ok(()) };
     for bitmap in bitmaps {
-        let copied = copy_one(args, source, &bitmap).await;
-        copied.map_err(|failure| {
-            failure.within(format!("the bitmap {:?}, which is not copied", bitmap.name))
-        })?;
+        let copied = copy_one(args, source, &bitmap, new).await;
+        copied
+            .map_err(|failure| failure.within(format!("copying the bitmap {:?}", bitmap.name)))?;
     }
     Ok(())
 }
 
-async fn copy_one(args: &ConvertArgs, source: &Path, bitmap: &BitmapEntry) -> Result<(), Failure> {
+async fn copy_one(
+    args: &ConvertArgs,
+    source: &Path,
+    bitmap: &BitmapEntry,
+    new: Option<&NewFile>,
+) -> Result<(), Failure> {
     let from = FileImages::new(source, args.source_options()?)?;
     let found = find_bitmap(&from, &[source.to_owned()], &bitmap.name).await?;
     let mut actions = vec![BitmapAction::Add(Some(1 << bitmap.granularity_bits))];
@@ -69,7 +80,17 @@ async fn copy_one(args: &ConvertArgs, source: &Path, bitmap: &BitmapEntry) -> Re
     }
     actions.push(BitmapAction::MergeFrom(found));
     let options = args.target_options()?;
-    let may_write = MayWrite::check(&args.names.target, &options).await?;
-    let to = FileImages::to_write(&args.names.target, options, may_write)?;
-    Ok(edit_bitmap(&to, &args.names.target, &bitmap.name, actions).await?)
+    let (path, to) = match new {
+        // The lock is our own.
+        Some(new) => {
+            let options = ImageOptions { locking: Locking::Off, ..options };
+            (new.place(), FileImages::to_write(new.place(), options, MayWrite::new_file())?)
+        }
+        None => {
+            let path = &*args.names.target;
+            let may_write = MayWrite::check(path, &options).await?;
+            (path, FileImages::to_write(path, options, may_write)?)
+        }
+    };
+    Ok(edit_bitmap(&to, path, &bitmap.name, actions).await?)
 }

@@ -10,6 +10,7 @@ use crate::failure::Failure;
 use crate::images::{export_uri, is_old_export, no_snapshots};
 use mica_block::{Disk, Manage};
 use mica_qcow2::IndexUse;
+use mica_qcow2_format::BitmapEntry;
 use mica_stack::{Format, Joined, is_zero, warn_of_luks};
 use mica_store::NamelessFile;
 use std::fs::File;
@@ -32,6 +33,8 @@ pub(crate) struct Input {
     pub(super) is_encrypted: bool,
     /// What standard input had, in a file that ends when this is dropped.
     pub(super) spooled: Option<NamelessFile>,
+    /// The bitmaps that are copied, too.
+    pub(super) bitmaps: Vec<BitmapEntry>,
 }
 
 impl Input {
@@ -40,7 +43,7 @@ impl Input {
         let mut files = Sources::default();
         files.add(path, &*disk);
         let is_encrypted = is_any_encrypted(&*disk);
-        Self { disk, files, is_encrypted, spooled: None }
+        Self { disk, files, is_encrypted, spooled: None, bitmaps: Vec::new() }
     }
 
     /// The same files, of which only `part` is copied.
@@ -144,7 +147,7 @@ pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
         Some(only) if disks.is_empty() => only,
         last => Arc::new(Joined::new(disks.into_iter().chain(last).map(|disk| disk as _))),
     };
-    Ok(Input { disk, files, is_encrypted, spooled })
+    Ok(Input { disk, files, is_encrypted, spooled, bitmaps: Vec::new() })
 }
 
 /// The id or name in the parameters of a snapshot.

@@ -4,10 +4,13 @@
 //! ```text
 //! nothing has the name ─▶ made under another one, locked ─▶ complete ─▶ expected
 //!   ─▶ named ─▶ announced ─▶ kept
-//! a file has it: empty, or --force ─▶ overwritten there, as others may know it by its inode
+//! a file has it, and --force ─▶ made beside it, the same ─▶ complete ─▶ they change places
+//!   ─▶ announced ─▶ kept: the old one is removed
+//! an empty one has it, or one that cannot be replaced ─▶ overwritten there (`replaced.rs`)
 //! ```
 
 use super::device::{Device, is_block_device};
+use super::replaced::Replaced;
 use super::sources::Sources;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
@@ -32,18 +35,27 @@ pub(crate) struct NewFile {
     store: Arc<dyn Store>,
 }
 
+/// What a file is that a verb makes, until it is opened.
+struct Made {
+    place: PathBuf,
+    file: File,
+    replaced: Option<Replaced>,
+}
+
 /// A file that is not complete, and the name that it gets.
 struct NewName {
     unfinished: Unfinished,
     /// Where it is until it has its name; `None` if it has that.
     place: Option<PathBuf>,
     path: PathBuf,
+    /// What has the name until then.
+    replaced: Option<Replaced>,
 }
 
 impl NewName {
     fn new((path, place): (&Path, Option<PathBuf>), made: Option<File>) -> Self {
         let unfinished = Unfinished::new(place.as_deref().unwrap_or(path), made);
-        Self { unfinished, place, path: path.to_owned() }
+        Self { unfinished, place, path: path.to_owned(), replaced: None }
     }
 
     /// Where the file is now.
@@ -58,7 +70,11 @@ impl NewName {
     fn give(&mut self) -> Result<(), Failure> {
         if self.place.is_some() {
             let path = self.path.display();
-            self.unfinished.rename_to(&self.path).map_err(|error| match error.kind() {
+            let named = match &self.replaced {
+                Some(old) => self.unfinished.replace(old.path(), old.node()),
+                None => self.unfinished.rename_to(&self.path),
+            };
+            named.map_err(|error| match error.kind() {
                 ErrorKind::AlreadyExists => {
                     Failure::new(format!("{path}: another file has got this name meanwhile"))
                 }
@@ -77,7 +93,7 @@ impl NewName {
 }
 
 impl NewFile {
-    /// Creates the file at `path`, or truncates it if `force` permits and it is none of `sources`.
+    /// Creates the file at `path`, or replaces it if `force` permits and it is none of `sources`.
     /// `None` is that of a verb that has no `--force`.
     pub(crate) async fn create(
         path: &Path,
@@ -115,7 +131,7 @@ impl NewFile {
             None => MayWrite::check(path, &options).await?,
         };
         // If another process has locked it meanwhile, the file is that one's, whoever made it.
-        let store = match open(path, options, may_write).await {
+        let store = match open(path, options.clone(), may_write).await {
             Err(failure) if made.is_some() && has_mark(path) => {
                 // An image of this name is gone, and its mark is not.
                 drop(Unfinished::new(path, made));
@@ -128,6 +144,11 @@ impl NewFile {
             let cure = force.map_or("choose another name", |_| "--force overwrites it");
             let what = format!("{} exists and is not empty: {cure}", path.display());
             return Err(Failure::new(what));
+        }
+        if made.is_none()
+            && let Some(new) = Self::make_beside(path, &store, (sources, &options)).await?
+        {
+            return Ok(new);
         }
         let unfinished = NewName::new((path, None), made);
         store.set_len(0).await.map_err(|error| error.wrap(path.display().to_string()))?;
@@ -145,18 +166,46 @@ impl NewFile {
         if !is_new || !matches!(options.locking, Locking::On) {
             return Ok(None);
         }
-        if unfinished_place(path).is_some_and(|place| sources.has(&place)) {
-            let what = "is the new image itself: give its data file another name";
-            return Err(Failure::new(format!("{} {what}", path.display())));
-        }
+        refuse_place(unfinished_place(path), path, sources)?;
         let Some((place, file)) = make_unfinished(path)? else { return Ok(None) };
+        let made = Made { place, file, replaced: None };
+        Self::open_made(path, made, options).await.map(Some)
+    }
+
+    /// The same beside the file at `path`, which `old` has locked, if the new one can take its
+    /// place.
+    async fn make_beside(
+        path: &Path,
+        old: &Arc<dyn Store>,
+        (sources, options): (&Sources, &ImageOptions),
+    ) -> Result<Option<Self>, Failure> {
+        if !matches!(options.locking, Locking::On) {
+            return Ok(None);
+        }
+        let Some(old) = Replaced::of(path, old)? else { return Ok(None) };
+        refuse_place(old.place(), path, sources)?;
+        let Some((place, file)) = make_unfinished(old.path())? else { return Ok(None) };
+        if !old.describe(&file) {
+            if is_file_at(&place, &file) {
+                remove_unfinished(&place);
+            }
+            return Ok(None);
+        }
+        let made = Made { place, file, replaced: Some(old) };
+        Self::open_made(path, made, options).await.map(Some)
+    }
+
+    /// Opens the file that was `made` for the image at `path`, and locks it.
+    async fn open_made(path: &Path, made: Made, options: &ImageOptions) -> Result<Self, Failure> {
+        let Made { place, file, replaced } = made;
         let opened = open(&place, options.clone(), MayWrite::new_file()).await;
         // Before it was locked another process may have taken it for left.
         let is_own = is_file_at(&place, &file);
         match opened {
             Ok(store) if is_own => {
-                let unfinished = NewName::new((path, Some(place)), Some(file));
-                Ok(Some(Self { unfinished, store }))
+                let mut unfinished = NewName::new((path, Some(place)), Some(file));
+                unfinished.replaced = replaced;
+                Ok(Self { unfinished, store })
             }
             Ok(_) => {
                 let what = format!("another process is making {}", path.display());
@@ -224,6 +273,15 @@ impl NewFile {
     pub(crate) fn keep(self) {
         self.unfinished.keep();
     }
+}
+
+/// Refuses to make the image at `path` where another file of its own is.
+fn refuse_place(place: Option<PathBuf>, path: &Path, sources: &Sources) -> Result<(), Failure> {
+    if place.is_none_or(|place| !sources.has(&place)) {
+        return Ok(());
+    }
+    let what = "is the new image itself: give its data file another name";
+    Err(Failure::new(format!("{} {what}", path.display())))
 }
 
 /// Makes the first `len` bytes of a device read as zeros, durably.

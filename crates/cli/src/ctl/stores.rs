@@ -1,9 +1,10 @@
 //! Verbs about a volume that is served, and about its store: the server puts there what was
 //! written, and says where that is; the verb of `mica volume` reads it, in this process.
 
-use crate::client::{Client, nothing, of_disk, plain};
+use crate::client::{Client, nothing, of_disk};
 use crate::failure::{Failure, tell};
 use crate::output::OutputFormat;
+use crate::plain::plain;
 use crate::sections;
 use crate::volume::{LiveVerb, run_live};
 use clap::{Args, Subcommand};

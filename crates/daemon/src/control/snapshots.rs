@@ -225,11 +225,24 @@ pub(super) async fn drop_one(
     Path(name): Path<String>,
     sent: Body,
 ) -> Answer {
+    with_one(&sources, name, sent, ("dropped", Served::drop_snapshot)).await
+}
+
+/// What is done with one snapshot.
+type OnSnapshot = fn(&Served, Which) -> mica_block::Result<()>;
+
+/// Does something with one snapshot of the disk `name`, which is told as what it is then.
+async fn with_one(
+    sources: &Sources,
+    name: String,
+    sent: Body,
+    (told, act): (&str, OnSnapshot),
+) -> Answer {
     let served = find(&sources.shared, &name)?;
     let OneSnapshot { snapshot } = body(sent).await?;
     let which: Which = snapshot.parse()?;
-    perform_held(&sources, move |_| served.drop_snapshot(which)).await?;
-    Ok(json(&value!({ "disk": name, "dropped": snapshot })))
+    perform_held(sources, move |_| act(&served, which)).await?;
+    Ok(json(&value!({ "disk": name, told: snapshot })))
 }
 
 pub(super) async fn label(
@@ -262,11 +275,8 @@ pub(super) async fn roll_back(
     Path(name): Path<String>,
     sent: Body,
 ) -> Answer {
-    let served = find(&sources.shared, &name)?;
-    let OneSnapshot { snapshot } = body(sent).await?;
-    let which: Which = snapshot.parse()?;
-    perform_held(&sources, move |_| served.roll_back(&which)).await?;
-    Ok(json(&value!({ "disk": name, "rolled_back_to": snapshot })))
+    let roll_back = |served: &Served, which| served.roll_back(&which);
+    with_one(&sources, name, sent, ("rolled_back_to", roll_back)).await
 }
 
 pub(super) async fn diff(

@@ -131,13 +131,13 @@ impl Served {
         check: impl FnOnce(&[PathBuf]) -> Result<()>,
     ) -> Result<Arc<Job>> {
         self.start_merge(rate, |layers| {
-            let kept = self.kept_states()?;
-            let at = self.find(&kept, state)?.position;
-            let active = layers.len().saturating_sub(1);
             self.check_no_backup()?;
+            let left = self.remove_dropped(layers, gone);
+            let kept = self.kept_states()?;
+            let at = self.find(&kept, state).map_err(|error| error_but(error, &left))?.position;
+            let active = layers.len().saturating_sub(1);
             self.check_only_state(&layers[at])?;
             let above = at + 1;
-            self.remove_dropped(layers);
             // Whoever makes an image on it sees that, or is found now.
             let marks = MergeMarks::put_dropped(&layers[above], &layers[at])?;
             check(&layers[at..=above])?;
@@ -158,21 +158,30 @@ impl Served {
     }
 
     /// Removes files of states that were dropped from the chain with these `layers`, which a server
-    /// that was killed left. If that fails they are only in the way of states of the same name.
-    pub(super) fn remove_dropped(&self, layers: &[PathBuf]) {
+    /// that was killed left, and returns them. If that fails they are only in the way of states of
+    /// the same name. Images on them that are `gone` count as the user says.
+    pub(super) fn remove_dropped(&self, layers: &[PathBuf], gone: GoneImages) -> Vec<PathBuf> {
         // Without locks nobody knows who has a file open.
         if self.images.force_share {
-            return;
+            return Vec::new();
         }
         let disk = &self.name;
         let options = self.images.image_options(Arc::clone(&self.resources.handles));
-        match options.and_then(|options| mica_stack::remove_dropped(layers, &options)) {
-            Ok(removed) => removed.iter().for_each(|file| {
-                let file = file.display();
-                tracing::info!(disk, %file, "removed what a drop that was cut short had left");
-            }),
+        match options.and_then(|options| mica_stack::remove_dropped(layers, &options, gone)) {
+            Ok(removed) => {
+                for file in &removed {
+                    let file = file.display();
+                    tracing::info!(disk, %file, "removed what a drop that was cut short had left");
+                }
+                removed
+            }
             Err(error) => {
-                tracing::warn!(disk, %error, "what a drop that was cut short has left stays");
+                tracing::warn!(
+                    disk, %error,
+                    "what a drop that was cut short has left stays until `mica ctl backup drop` is \
+                     repeated"
+                );
+                Vec::new()
             }
         }
     }
@@ -267,6 +276,17 @@ impl Served {
     fn lock_job(&self) -> MutexGuard<'_, Option<Arc<Job>>> {
         self.job.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The `error` of one who repeats a drop that was cut short, and which files that had `left` are
+/// removed now.
+fn error_but(error: Error, left: &[PathBuf]) -> Error {
+    let Some(file) = left.first() else { return error };
+    let what = format!(
+        "a drop that was cut short had left {}, which is removed now; {error}",
+        file.display()
+    );
+    Error::new(error.kind(), what)
 }
 
 /// The position of the layer that the user calls `name`: a path, or a name that only one has.

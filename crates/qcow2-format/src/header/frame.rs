@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use zerocopy::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-pub(super) const MAGIC: u32 = 0x5146_49fb;
+pub(super) const MAGIC: u32 = u32::from_be_bytes(super::MAGIC);
 pub(super) const V2_BYTES: usize = 72;
 const V3_BYTES_MIN: usize = 104;
 const COMPRESSION_TYPE_AT: usize = 104;

@@ -12,7 +12,7 @@ use crate::header_io::{clear_autoclear, open_data_file, read_header};
 use mica_block::{
     Error, ErrorKind, Images, OpenImage, RedoMemory, Result, Store, read_exact, write_all,
 };
-use mica_qcow2_format::{Header, field};
+use mica_qcow2_format::{Header, MAGIC, field};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
@@ -380,7 +380,7 @@ async fn named_log(store: &dyn Store) -> Result<Option<u32>> {
     }
     let start = read_exact(store, HostOffset::ZERO, START_BYTES).await?;
     // Version 2 lacks such bits.
-    if start[..8] != *b"QFI\xfb\0\0\0\x03" {
+    if start[..4] != MAGIC || start[4..8] != [0, 0, 0, 3] {
         return Ok(None);
     }
     let bits =

@@ -1,7 +1,7 @@
 //! What the header of one file says.
 
 use mica_block::{Error, Identity, Result};
-use mica_qcow2_format::{BackingName, Encryption, HEADER_READ_BYTES, Header, Version};
+use mica_qcow2_format::{BackingName, Encryption, HEADER_READ_BYTES, Header, MAGIC, Version};
 use mica_store::nanoseconds;
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, StatxTimestamp, makedev, open, statx,
@@ -11,9 +11,6 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-
-/// With which a qcow2 image begins.
-const MAGIC: &[u8] = b"QFI\xfb";
 
 /// What the header of a qcow2 image says.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -130,7 +127,7 @@ impl Opened {
         let mut len = read_start(&self.file, room)?;
         let stat = self.stat;
         let record = |content| Ok(Record { stat, content });
-        if !room[..len].starts_with(MAGIC) {
+        if !room[..len].starts_with(&MAGIC) {
             return record(Content::Other);
         }
         loop {

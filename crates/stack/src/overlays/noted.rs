@@ -320,7 +320,11 @@ fn note(base: &Path, images: &[&Path]) -> Result<Added> {
         lines.splice(0..0, *CUT_SHORT);
     }
     if (content.len() + lines.len()) as u64 > CONTENT_BYTES_MAX {
-        return Err(Error::new(ErrorKind::Limit, "its note is as long as it may be"));
+        return Err(Error::new(
+            ErrorKind::Limit,
+            "its note is as long as it may be, and `mica clone --ignore-gone` makes it shorter by images \
+             that were removed",
+        ));
     }
     match append(&place(base, SUFFIX)?, &layer, &lines) {
         Ok(()) => Ok(Added { wanted, added }),
@@ -484,6 +488,12 @@ mod tests {
         let mut content = line.encode().repeat(count);
         fs::write(&at, &content).expect("written");
         assert_eq!(noted_on(&base).expect("read").len(), 1);
+        let there = folder.path().join("a".repeat(240));
+        fs::create_dir(&there).expect("made");
+        // Longer than what is left.
+        let said = note(&base, &[&there.join("b".repeat(240))]).map(drop);
+        let said = said.expect_err("there is no room").to_string();
+        assert!(said.contains("mica clone --ignore-gone"), "{said}");
         content.extend(line.encode());
         fs::write(&at, &content).expect("written");
         let said = crate::check_no_overlays(

@@ -92,7 +92,8 @@ fn merge(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome {
             (What::Stream { base: None, drops_states: true }, args)
         }
         _ => {
-            let args = vec!["commit", "-q", "--ignore-gone", "-b", &base, &active];
+            let mut args = vec!["commit", "-q", "-b", &base, &active];
+            args.extend(disk.of_gone(rng));
             (What::Commit { top: None, base: at }, args)
         }
     };

@@ -1,8 +1,9 @@
 //! Overlays of frozen layers, which belong to nobody here: made by several verbs and by QEMU, in
-//! the folder of the disks and in another one, moved within that, and removed.
+//! the folder of the disks and in another one, moved within that and to a third one, and removed.
 
 use super::disk::{Disk, FAR, is_raw};
 use super::fleet::Fleet;
+use super::moved;
 use crate::clock;
 use crate::storm::foreign;
 use crate::storm::kinds::Kind;
@@ -143,9 +144,16 @@ fn make(world: &World<'_>, disk: &Disk, maker: Maker, (base, name): (&str, &str)
     }
 }
 
-/// A clone goes, or gets another name in its folder.
+/// A clone goes, is moved to another folder, or gets another name in its own.
 fn shift(world: &World<'_>, rng: &mut Rng, disk: &mut Disk) -> Outcome {
     let at = usize::try_from(rng.below(disk.clones.len() as u64)).map_err(trouble)?;
+    if rng.percent(50) {
+        return moved::on(world, rng, disk, at);
+    }
+    // Nobody would know of it by that name.
+    if disk.untold.contains(&disk.clones[at]) {
+        return Ok(());
+    }
     let clone = disk.clones.swap_remove(at);
     let content = disk.frozen.remove(&clone);
     let path = world.images.join(&clone);
@@ -156,8 +164,8 @@ fn shift(world: &World<'_>, rng: &mut Rng, disk: &mut Disk) -> Outcome {
         return Ok(());
     }
     let mut name = disk.new_name("moved");
-    if clone.starts_with(FAR) {
-        name = format!("{FAR}/{name}");
+    if let Some((folder, _)) = clone.rsplit_once('/') {
+        name = format!("{folder}/{name}");
     }
     world.story.tell(format_args!("  the clone {clone} is called {name} from now on"));
     fs::rename(path, world.images.join(&name))?;

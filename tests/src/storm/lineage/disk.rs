@@ -61,6 +61,8 @@ pub(super) struct Disk {
     pub(super) since: Option<String>,
     /// Overlays of frozen layers, which belong to nobody here.
     pub(super) clones: Vec<String>,
+    /// Those of them that were moved without telling anybody where they are.
+    pub(super) untold: BTreeSet<String>,
     pub(super) model: Model,
     pub(super) stamper: Stamper,
     hot: u64,
@@ -91,6 +93,7 @@ impl Disk {
             exported: None,
             since: None,
             clones: Vec::new(),
+            untold: BTreeSet::new(),
             model: Model::new(id, 0),
             stamper: Stamper::new(id),
             hot: rng.next_u64(),
@@ -184,6 +187,13 @@ impl Disk {
             (world.log_key(), text(&world.log)?.to_owned()),
             ("nbd", text(&self.socket)?.to_owned()),
         ])
+    }
+
+    /// What is said to a merge of noted images that are gone.
+    pub(super) fn of_gone(&self, rng: &mut Rng) -> Option<&'static str> {
+        // The dice do not depend on what came before.
+        let says_so = rng.percent(75);
+        (says_so && self.untold.is_empty()).then_some("--ignore-gone")
     }
 
     pub(super) fn aim(&self) -> Aim {

@@ -4,9 +4,9 @@
 //! Layers come by snapshots of one disk or of all at one instant, and by states that are kept for
 //! backups and exported; they go by merges up and down, which rest or are cancelled on their way,
 //! and by states that are dropped. Clones stand on frozen layers meanwhile, in the same folder and
-//! in another one, and disks grow. Between two servers QEMU reads all of it, writes, and merges the
-//! active layer down; copies of single layers are put back; mica's verbs merge layers then, and are
-//! killed while they do.
+//! in another one, are moved to a third one, and disks grow. Between two servers QEMU reads all of
+//! it, writes, and merges the active layer down; copies of single layers are put back; mica's verbs
+//! merge layers then, and are killed while they do.
 //!
 //! Judged: which layers a disk has after each command; that it shows what was acknowledged; that
 //! each frozen layer and each clone holds what its disk held at an instant while the command was
@@ -21,6 +21,7 @@ mod exported;
 mod fleet;
 mod frozen;
 mod giving;
+mod moved;
 mod order;
 mod server;
 

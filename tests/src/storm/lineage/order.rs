@@ -151,8 +151,8 @@ impl What {
             }
             Self::Commit { top, base } => {
                 let base = layer(*base);
-                let mut args: Vec<String> =
-                    words(&["commit", "--ignore-gone", name, "--base", &base]);
+                let mut args: Vec<String> = words(&["commit", name, "--base", &base]);
+                args.extend(disk.of_gone(rng).map(str::to_owned));
                 args.extend(top.iter().flat_map(|at| ["--top".to_owned(), layer(*at)]));
                 args
             }
@@ -165,7 +165,9 @@ impl What {
             Self::End => words(&["backup", "end", name]),
             Self::Drop { at } => {
                 let state = state_in(&disk.chain[*at]).unwrap_or_default();
-                words(&["backup", "drop", "--ignore-gone", name, state])
+                let mut args: Vec<String> = words(&["backup", "drop", name, state]);
+                args.extend(disk.of_gone(rng).map(str::to_owned));
+                args
             }
         };
         if is_slow && self.is_merge() {
