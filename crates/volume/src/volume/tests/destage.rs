@@ -97,14 +97,14 @@ fn guest_waits_when_the_batches_are_full() {
 }
 
 /// Nodes of extents that are not there yet are not in the cache either, which is too small: they
-/// are read from memory. Flushes that wait together share an extent.
+/// are read from memory. It has room for two. Flushes that wait together share an extent.
 #[test]
 fn extents_under_way_are_gone_on_from() {
     run(3, async {
         let objects = objects().with_latency(Duration::from_millis(20));
         let len = 1 << 40;
         let shared: Arc<dyn Objects> = Arc::new(objects.clone());
-        let volumes = Volumes::open_or_make(shared, environment("host-1"), 1 << 10).await;
+        let volumes = Volumes::open_or_make(shared, environment("host-1"), 1200).await;
         let volumes = volumes.expect("a store");
         volumes.create(&name("web"), len).await.expect("made");
         let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
