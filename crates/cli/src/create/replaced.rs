@@ -19,6 +19,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// Where names are those of descriptors.
+const DESCRIPTORS: [&str; 5] = ["/proc", "/dev/fd", "/dev/stdin", "/dev/stdout", "/dev/stderr"];
 /// Longest list of names of attributes, and longest value, as of Linux.
 const ATTRIBUTE_BYTES_MAX: usize = 64 << 10;
 
@@ -44,7 +46,7 @@ impl Replaced {
         let Ok(found) = real.symlink_metadata() else { return Ok(None) };
         let folder = real.parent().unwrap_or(Path::new("/"));
         // A descriptor is what its owner means, not what has the name of that file.
-        let is_descriptor = path.starts_with("/proc") || path.starts_with("/dev");
+        let is_descriptor = DESCRIPTORS.iter().any(|place| path.starts_with(place));
         let is_alone = found.is_file() && found.nlink() == 1 && !is_descriptor;
         let can_be = is_alone
             && access(folder, Access::WRITE_OK | Access::EXEC_OK).is_ok()
