@@ -35,8 +35,8 @@ pub trait ManageChain {
         group: Option<&'a SnapshotGroup>,
     ) -> LocalFuture<'a, Result<Pushed>>;
 
-    /// Makes durable what is waiting to be written out, if that is much: a [`Self::push`] soon after
-    /// has little left to do. For the time in which the new layer's file is made.
+    /// Makes durable what is waiting to be written out, if that is much: a [`Self::push`] soon
+    /// after has little left to do. For the time in which the new layer's file is made.
     ///
     /// Errors: as for [`crate::Disk::flush`].
     fn write_ahead(&self) -> LocalFuture<'_, Result<()>>;

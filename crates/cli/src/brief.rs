@@ -25,9 +25,10 @@ const MICA: Groups = &[
 
 const CTL: Groups = &[
     ("Look at a server", &["status", "stats", "jobs", "log-level"]),
+    ("Look at volumes", &["info", "tree", "diff", "check", "scrub", "gc"]),
     ("Disks come and go", &["add", "remove", "drain", "undrain", "handover", "reload"]),
     ("Change a disk", &["resize", "rollback"]),
-    ("Snapshots", &["snapshot", "snapshots", "label", "drop", "clone", "diff"]),
+    ("Snapshots", &["snapshot", "snapshots", "label", "drop", "clone"]),
     ("Backups", &["backup"]),
     ("Merges of layers", &["stream", "commit", "pause", "resume", "cancel"]),
 ];

@@ -257,7 +257,7 @@ impl Shared {
             (open, all) if open == all => format!("serving {all} disks"),
             (open, all) => format!("serving {open} of {all} disks"),
         };
-        if open < disks.len() {
+        if disks.iter().any(|served| served.could_not_be_served()) {
             // Where there are many, the reasons are far above.
             tracing::warn!("{status}");
         }

@@ -11,7 +11,7 @@ mod merge;
 mod push;
 mod view;
 
-pub use push::flush_ahead;
+pub use push::{flush_ahead, flush_while_long};
 
 use crate::gate::Gate;
 use crate::header_io::read_header;

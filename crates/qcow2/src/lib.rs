@@ -30,7 +30,7 @@ mod unclosed;
 mod write;
 
 pub use bitmaps::{Bitmap, find_bitmap, open_bitmap};
-pub use chain::{Chain, ChainOptions, IndexUse, Repair, flush_ahead};
+pub use chain::{Chain, ChainOptions, IndexUse, Repair, flush_ahead, flush_while_long};
 pub use cipher::{needed_passphrase, read_luks_header};
 pub use diff::{ChainDiff, DiffFormat, DiffState};
 pub use header_io::{open_data_file, read_header, read_header_as};

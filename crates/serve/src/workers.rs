@@ -128,7 +128,7 @@ impl Workers {
         let (sender, receiver) = mpsc::channel();
         // Always the same: another one that hangs holds up nobody who waits here.
         self.handles[0].spawn_with(move || async move {
-            // The one that asked waits below.
+            // Nobody may wait for it any more.
             let _ = sender.send(make().await);
         });
         Spawned(receiver)

@@ -29,7 +29,7 @@ use mica_block::{
     Disk, Error, ErrorKind, Extent, Geometry, Images, IoFuture, LocalFuture, Manage as _, Plan,
     Planned, Pushed, Renaming, Requests, Result, SnapshotGroup, Writing, Zeroes,
 };
-use mica_qcow2::{Chain, ChainOptions, flush_ahead};
+use mica_qcow2::{Chain, ChainOptions, flush_ahead, flush_while_long};
 use mica_rt::sync::{Claims, Notify, OwnedInFlight, Waiters};
 use mica_rt::{Buf, spawn};
 use mica_units::{GuestOffset, GuestRange};
@@ -239,7 +239,7 @@ impl LayeredRaw {
         }
         let raw = self.raw.load_full().expect("I1: there is no chain");
         let chain = self.open_chain(path, &raw).await?;
-        let flushed = raw.flush().await;
+        let flushed = flush_while_long(async || raw.flush().await.map(|()| true)).await;
         let start = mica_rt::now();
         let held = self.hold().await;
         let named = match flushed.and_then(|()| check_length(&chain, &raw, path)) {

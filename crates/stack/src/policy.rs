@@ -211,8 +211,9 @@ fn refuse_export(named: &Path) -> Result<()> {
     match named.to_str().filter(|named| Uri::is_meant(named)) {
         Some(uri) if !named.exists() => {
             let what = format!(
-                "{uri} is an export of a server, and a file is needed here: `mica convert {uri} \
-                 copy.qcow2` makes one of it"
+                "{uri} is an export of a server, and a file is needed here: `mica convert {} \
+                 copy.qcow2` makes one of it",
+                shell_word(named)
             );
             Err(Error::new(ErrorKind::Unsupported, what))
         }

@@ -132,6 +132,8 @@ fn if_one_of_a_group_fails_no_disk_gets_a_layer() {
     let said = pair.ctl(&["snapshot", "--reuse", "--group", &a, &b]).refusal();
     assert!(said.contains("overlay"), "{said}");
     assert!(!folder.join("a-1.qcow2").exists() && !folder.join("a.qcow2.mica-above").exists());
+    let said = pair.group("same.qcow2", "./same.qcow2").refusal();
+    assert!(said.contains("named for two disks") && !folder.join("same.qcow2").exists(), "{said}");
     pair.ctl(&["snapshot", "--group", "a=x", "a=y"]).refusal();
     pair.ctl(&["snapshot", "--group", "a"]).refusal();
     let status = pair.ctl(&["status", "--output", "json"]).json();

@@ -127,6 +127,11 @@ fn check_finds_what_would_keep_disks_from_being_served() {
     assert!(said.contains("line 5: disk \"a\": a number from 0 on is expected"), "{said}");
     assert!(said.contains("line 10: disk \"b\": unknown key `read_only`"), "{said}");
 
+    // Nor does a key that is unknown make the others what they are not.
+    fs::write(&config, format!("queus = 2\nqueues = 0\n{}", table("a"))).expect("written");
+    let said = mica::run(check).stderr;
+    assert!(said.contains("unknown key `queus`") && said.contains("queues 0"), "{said}");
+
     // It does not hide what is wrong with the others.
     let text = table("a") + "shared = \"x\"\n" + &table("gone") + &table("b");
     fs::write(&config, text).expect("written");

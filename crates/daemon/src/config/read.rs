@@ -28,18 +28,34 @@ pub(super) fn config(text: &str) -> (Config, Vec<Misread>) {
     let disks = table.get_mut().remove(DISK);
     let (disks, of_disks) = disks.map(|disks| all(text, disks)).unwrap_or_default();
     let (lines, disks) = disks.into_iter().unzip();
-    let (config, of_process) = match of_process(&table) {
-        Ok(config) => (config, None),
-        Err(error) => (Config::default(), Some(Misread::from(error))),
-    };
-    (Config { disks, lines, ..config }, of_process.into_iter().chain(of_disks).collect())
+    let (config, mistake) = of_process(&table);
+    let mistake = mistake.map(Misread::from);
+    (Config { disks, lines, ..config }, mistake.into_iter().chain(of_disks).collect())
 }
 
-/// Everything but the disks.
-fn of_process(table: &Spanned<DeTable<'_>>) -> Result<Config, Error> {
+/// Everything but the disks, and what is not understood: the disks are judged by the rest.
+fn of_process(table: &Spanned<DeTable<'_>>) -> (Config, Option<Error>) {
     let options = [keys::<ProcessSettings>(), keys::<IoSettings>(), keys::<StatsSettings>()];
-    check_keys(table.clone(), &[&[DISK.to_owned()], &*options.concat()].concat())?;
-    Ok(Config { process: part(table)?, io: part(table)?, stats: part(table)?, ..Config::default() })
+    let known = [&[DISK.to_owned()], &*options.concat()].concat();
+    let mut mistake = check_keys(table.clone(), &known).err();
+    let config = Config {
+        process: understood(table, &mut mistake),
+        io: understood(table, &mut mistake),
+        stats: understood(table, &mut mistake),
+        ..Config::default()
+    };
+    (config, mistake)
+}
+
+/// A part of the `table`, or its default and the first `mistake`.
+fn understood<'de, T: Deserialize<'de> + Default>(
+    table: &Spanned<DeTable<'de>>,
+    mistake: &mut Option<Error>,
+) -> T {
+    part(table).unwrap_or_else(|error| {
+        mistake.get_or_insert(error);
+        T::default()
+    })
 }
 
 /// The line of the byte at `at`.

@@ -3,7 +3,7 @@
 //!
 //! Invariants
 //! - I1 An overlay that a server has open is locked, as images are, and stays.
-//! - I2 That of a disk that is drained is not locked. So only what nobody has written for a day
+//! - I2 That of a disk that is drained is not locked. So only what nobody has written for a week
 //!   goes.
 //! - I3 Only what this user owns goes, and only by these names: anybody may make files where
 //!   temporary files are.
@@ -15,15 +15,21 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
-/// Begins the name of a folder, and the name of the overlay in it.
+/// Begins the name of a folder, of which so many letters and digits are left; and the name of the
+/// overlay in it.
 const FOLDER: &[u8] = b"mica-ephemeral-";
+const REST_LEN: usize = 6;
 const OVERLAY: &str = "overlay.qcow2";
-const OLD: Duration = Duration::from_hours(24);
+const OLD: Duration = Duration::from_hours(7 * 24);
 
 /// Removes what nobody has in `place`. What cannot be removed stays.
 pub(super) fn remove(place: &Path) {
     for entry in fs::read_dir(place).into_iter().flatten().flatten() {
-        if entry.file_name().as_encoded_bytes().starts_with(FOLDER) {
+        let name = entry.file_name();
+        let rest = name.as_encoded_bytes().strip_prefix(FOLDER);
+        if rest.is_some_and(|rest| {
+            rest.len() == REST_LEN && rest.iter().all(u8::is_ascii_alphanumeric)
+        }) {
             remove_folder(&entry.path());
         }
     }
@@ -88,6 +94,7 @@ mod tests {
         fs::write(young.join(OVERLAY), "just now").unwrap();
         let link = place.join("mica-ephemeral-link00");
         std::os::unix::fs::symlink(&elsewhere, &link).unwrap();
+        let named = folder(place, "mica-ephemeral-notes-of-mine", Some(OVERLAY));
         let other = folder(place, "mica-ephemeral-other0", Some("another.qcow2"));
         let file = place.join("mica-ephemeral-file00");
         fs::write(&file, "a file").unwrap();
@@ -96,8 +103,10 @@ mod tests {
         for path in gone {
             assert!(!path.exists(), "{}", path.display());
         }
-        let stay = [elsewhere.join(OVERLAY), young.join(OVERLAY), other.join("another.qcow2")];
-        for path in stay.iter().chain([&link, &file]) {
+        let of_others = other.join("another.qcow2");
+        let stay = [&elsewhere, &young, &named].map(|folder| folder.join(OVERLAY));
+        let stay = stay.iter().chain([&of_others]);
+        for path in stay.chain([&link, &file]) {
             assert!(path.exists(), "{}", path.display());
         }
     }

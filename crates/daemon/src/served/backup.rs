@@ -259,7 +259,7 @@ impl Served {
         let made = keeping.make_overlay(cluster_bytes, disk.geometry().len, options);
         let ahead = self.write_ahead(disk);
         let made = executor.block_on(made);
-        let kept = ahead.wait().flatten().and(made).and_then(|()| {
+        let kept = made.and_then(|()| ahead.wait().flatten()).and_then(|()| {
             keeping.link()?;
             let (names, disk) = (Arc::clone(&keeping), Arc::clone(disk));
             self.resources.workers.run(move || async move {

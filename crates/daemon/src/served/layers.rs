@@ -15,7 +15,8 @@ use mica_block::{Error, ErrorKind, Manage, ManageChain, Pushed, Result, Snapshot
 use mica_rt::{Backend, Executor};
 use mica_serve::Spawned;
 use mica_stack::{Beneath, FileImages, MayWrite, NewLayer, NewLayerWish};
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -61,10 +62,10 @@ impl Served {
         by_name.sort_by(|one, other| one.name.cmp(&other.name));
         let _changes: Vec<_> = by_name.into_iter().map(|served| served.lock_changes()).collect();
         // Layers that are made at the same time take no notice of each other's files.
-        if let Some(twice) = (1..all.len())
-            .find(|&at| all[..at].iter().any(|(_, before)| before.path == all[at].1.path))
+        let mut places = BTreeSet::new();
+        if let Some((_, twice)) = all.iter().find(|(_, wish)| !places.insert(place_of(&wish.path)))
         {
-            let what = format!("{} is named for two disks", all[twice].1.path.display());
+            let what = format!("{} is named for two disks", twice.path.display());
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let make = |(served, wish): &(Arc<Self>, NewLayerWish)| {
@@ -118,8 +119,8 @@ impl Served {
         let beneath = Beneath { active: &image, len, is_raw };
         let ahead = self.write_ahead(&disk);
         let new = executor.block_on(NewLayer::make(&images, beneath, wish));
-        ahead.wait().flatten()?;
         let new = new?;
+        ahead.wait().flatten()?;
         let was_strong = disk.weakness().is_none();
         Ok(Ready { served: Arc::clone(self), disk, new: Arc::new(new), was_strong })
     }
@@ -151,6 +152,15 @@ impl Served {
         };
         let what = format!("the disk {:?} {what}", self.name);
         Err(Error::new(ErrorKind::Unsupported, what))
+    }
+}
+
+/// Where a file will be, by whatever way its folder is named.
+fn place_of(file: &Path) -> PathBuf {
+    let folder = file.parent().and_then(|folder| folder.canonicalize().ok());
+    match (folder, file.file_name()) {
+        (Some(folder), Some(name)) => folder.join(name),
+        _ => file.to_owned(),
     }
 }
 

@@ -64,8 +64,9 @@ use std::time::Duration;
 const FLUSHES_AHEAD_MAX: u32 = 4;
 /// A flush that took no longer had little to do.
 const SHORT_FLUSH: Duration = Duration::from_millis(1);
-/// A flush that took more of the time of the one before, in percent, took it for what every flush
-/// costs on this device.
+/// A flush that took no longer, but more of the time of the one before, in percent, took it for
+/// what every flush costs on this device.
+const LONG_FLUSH: Duration = Duration::from_millis(50);
 const SHORTER_PERCENT: u32 = 75;
 
 impl Chain {
@@ -116,7 +117,7 @@ impl Chain {
         let before = map.layers();
         let (layer, next) = self.open_next(path, &before, names).await?;
         self.continue_bitmaps(&writer, &next, path).await?;
-        write_ahead_shortly(&writer).await?;
+        flush_while_long(async || sync_if_much(&writer).await).await?;
         let start = mica_rt::now();
         let held = self.gate.hold().await;
         let freezing = async |writer: Arc<Writer>| {
@@ -239,14 +240,12 @@ async fn flush_if_much(writer: &Arc<Writer>) -> Result<bool> {
 
 /// Does what shortens the time for which changes wait, and takes no longer than it saves: of links
 /// that must not be written before their data is durable, there are soon others.
-async fn write_ahead_shortly(writer: &Arc<Writer>) -> Result<()> {
-    if writer.has_many_pages() {
-        flush_if_much(writer).await?;
-    } else if writer.needs_sync_between() {
-        let sync = async |writer: Arc<Writer>| writer.sync_ahead().await;
-        Arc::clone(writer).complete(sync).await?;
+async fn sync_if_much(writer: &Arc<Writer>) -> Result<bool> {
+    if writer.has_many_pages() || !writer.needs_sync_between() {
+        return flush_if_much(writer).await;
     }
-    Ok(())
+    let sync = async |writer: Arc<Writer>| writer.sync_ahead().await;
+    Arc::clone(writer).complete(sync).await.map(|()| true)
 }
 
 /// Flushes until little is left to be written out: what came during one flush takes the next one.
@@ -262,10 +261,26 @@ pub async fn flush_ahead(mut flush: impl AsyncFnMut() -> Result<bool>) -> Result
             break;
         }
         let took = mica_rt::now().saturating_since(start);
-        if took <= SHORT_FLUSH || took > before / 100 * SHORTER_PERCENT {
+        let is_of_device = took <= LONG_FLUSH && took > before / 100 * SHORTER_PERCENT;
+        if took <= SHORT_FLUSH || is_of_device {
             break;
         }
         before = took;
+    }
+    Ok(())
+}
+
+/// Flushes once, and again only while it takes so long that much came meanwhile. `flush` returns
+/// whether there was enough to be worth it.
+///
+/// # Errors
+/// Those of `flush`.
+pub async fn flush_while_long(mut flush: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    for _ in 0..FLUSHES_AHEAD_MAX {
+        let start = mica_rt::now();
+        if !flush().await? || mica_rt::now().saturating_since(start) <= LONG_FLUSH {
+            break;
+        }
     }
     Ok(())
 }
