@@ -118,6 +118,28 @@ fn import_that_a_signal_ends_leaves_no_volume() {
     same(&store, &url, &image);
 }
 
+/// The story: a terminal that is closed sends SIGHUP, and its shell another one. The second ended
+/// the import before its volume was deleted.
+#[test]
+fn signals_that_come_together_are_one() {
+    let store = Store::new();
+    let (image, signals) = (source(&store), signals());
+    for round in 0..3 {
+        let name = format!("web{round}");
+        let child = importing(&image, &store.volume(&name));
+        wait_for(&store.folder().join("store/volumes").join(&name));
+        for signal in &signals {
+            // One that has ended by the first is not waited for yet, and so it is found.
+            kill_process(Pid::from_child(&child), *signal).expect("it runs, or has just ended");
+        }
+        let ended = child.wait_with_output().expect("it ends");
+        if ended.status.success() {
+            run(["delete", "-q", &store.volume(&name)]).ok();
+        }
+        assert_eq!(states(&store), [], "{round}: {ended:?}");
+    }
+}
+
 /// The story: the import failed, and deleted what had its name by then.
 #[test]
 fn import_whose_volume_was_deleted_leaves_another_of_its_name() {
