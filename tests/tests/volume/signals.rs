@@ -3,6 +3,7 @@
 use mica_gen::Rng;
 use mica_tests::volume::{Store, run};
 use mica_tests::{clock, command, mica};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs;
@@ -153,6 +154,45 @@ fn import_whose_volume_was_deleted_leaves_another_of_its_name() {
     assert!(!ended.status.success(), "{ended:?}");
     assert_eq!(states(&store), [("web".to_owned(), "closed".to_owned())]);
     assert_eq!(run(["info", "--output", "json", &url]).json()["virtual-size"], 16 << 20);
+}
+
+/// The story: a loop of a shell went on after Ctrl-C, as the verb that it hit was done and ended as
+/// if nothing had come.
+#[test]
+fn signal_that_comes_when_a_verb_is_done_ends_it_nevertheless() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let (url, all, image) = (store.volume("web"), store.url(), source(&store));
+    let names = ["clone", "image", "copy"];
+    let [clone, imported, copy] = names.map(|name| store.volume(name));
+    run(["snapshot", "-q", &url, "one"]).ok();
+    let stream = store.folder().join("stream").display().to_string();
+    run(["send", "-q", &format!("{url}@one"), &stream]).ok();
+    let verbs: [&[&str]; 4] = [
+        &["clone", &url, &clone],
+        &["import", "-f", "raw", &image, &imported],
+        &["receive", &copy, &stream],
+        &["gc", &all],
+    ];
+    let signal = signals()[0];
+    for words in verbs {
+        // It waits until somebody reads what it did.
+        let (mut reader, mut writer) = std::io::pipe().expect("a pipe");
+        let flags = fcntl_getfl(&writer).expect("flags");
+        fcntl_setfl(&writer, flags | OFlags::NONBLOCK).expect("set");
+        while writer.write(&[0]).is_ok() {}
+        fcntl_setfl(&writer, flags).expect("set");
+        let mut verb = Command::new(mica::binary());
+        verb.arg("volume").args(words).stdin(Stdio::null()).stdout(writer).stderr(Stdio::piped());
+        let child = verb.spawn().expect("started");
+        drop(verb);
+        clock::sleep(Duration::from_secs(2));
+        kill_process(Pid::from_child(&child), signal).expect("it waits");
+        clock::sleep(Duration::from_millis(500));
+        std::io::copy(&mut reader, &mut std::io::sink()).expect("read");
+        let ended = child.wait_with_output().expect("it ends");
+        assert_eq!(ended.status.signal(), Some(signal.as_raw()), "{words:?}: {ended:?}");
+    }
 }
 
 /// A stream that is there is whole, also if the signal came when it had its name already.

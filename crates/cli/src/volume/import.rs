@@ -81,6 +81,8 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
             "snapshots": labels,
         });
         args.report.print(&text, &json)?;
+        // It is whole; but whoever wanted an end here may have more to do after this.
+        ending.end_if_raised();
         Ok(ExitCode::SUCCESS)
     })
 }
