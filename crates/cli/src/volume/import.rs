@@ -30,7 +30,7 @@ const UNMAKE_LIMIT: Duration = Duration::from_secs(5);
 ///
 /// Each layer of a chain becomes a snapshot, labelled with the name of its file; what layers share
 /// is kept once. The volume has what the uppermost has. If it fails, or a signal ends it, there is
-/// no volume.
+/// no volume; what was copied until then stays in the store until `mica volume gc`.
 #[derive(Args)]
 pub(super) struct ImportArgs {
     /// Show progress on stderr.
@@ -98,7 +98,9 @@ async fn undo(
     match store.undo_import(&url.name, made).await {
         Ok(false) => {
             ending.end_if_raised();
-            failure.within(format!("{url} is not imported, and nothing of it is left"))
+            failure.within(format!(
+                "{url} is not imported, and mica volume gc frees what of it was copied"
+            ))
         }
         Ok(true) => failure.within(format!("{url} has all of the image, but its end failed")),
         Err(error) => {
