@@ -35,6 +35,13 @@ pub trait ManageVolume {
     /// [`Self::is_ending`] says no, the volume is open as before.
     fn hand_over<'a>(&'a self, host: &'a str) -> LocalFuture<'a, Result<()>>;
 
+    /// Deletes it as its writer, instead of closing it: of what was to be written into it there is
+    /// only a part, and at no time it looks like all of that.
+    ///
+    /// # Errors
+    /// What the store reports; the volume may be there, and open, then.
+    fn unmake(&self) -> LocalFuture<'_, Result<()>>;
+
     /// Whether it takes no more changes because it is being closed, or was.
     fn is_ending(&self) -> bool;
 

@@ -1,9 +1,11 @@
 //! A verb that has something to take back, or to finish, when the user or the system ends it.
 //!
-//! The first signal is noted, and the verb does what it has to; a second one ends it at once, as
-//! does the first where nobody watches.
+//! The first signal is noted, and the verb does what it has to; a later one ends it at once, as
+//! does the first where nobody watches. But not one that comes with the first: a terminal that is
+//! closed sends several, as do timeout(1) and systemd.
 
 use crate::failure::Failure;
+use crate::output::monotonic;
 use crate::unfinished::ending_signals;
 use mica_rt::sync::Signal;
 use mica_rt::timeout;
@@ -19,6 +21,9 @@ use std::time::Duration;
 
 /// How long what is nearly done may take after a signal.
 const FINISH_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long after the first signal another one is that of somebody who does not want to wait.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Whether a signal has come.
 pub(crate) struct Ending {
@@ -45,14 +50,17 @@ impl Ending {
         let shared = Arc::new(Shared::default());
         let noted = Arc::clone(&shared);
         let watch = move || {
-            let mut sender = Some(sender);
+            let (mut sender, mut first) = (Some(sender), None);
             for signal in signals.forever() {
+                let now = monotonic();
+                let since = now.saturating_sub(*first.get_or_insert(now));
                 // The end of its only sender makes the pipe readable.
-                if sender.take().is_none() {
+                if sender.take().is_some() {
+                    noted.number.store(signal, Ordering::Relaxed);
+                    noted.raised.raise();
+                } else if since >= PATIENCE {
                     end_by(signal);
                 }
-                noted.number.store(signal, Ordering::Relaxed);
-                noted.raised.raise();
             }
         };
         std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(failed)?;

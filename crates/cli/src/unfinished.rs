@@ -65,10 +65,21 @@ impl Unfinished {
     /// # Errors
     /// What the system reports.
     pub(crate) fn create_new(path: &Path) -> io::Result<(Self, File)> {
+        Self::create_with(path, File::try_clone)
+    }
+
+    /// As [`Self::create_new`], with a second descriptor from `clone`: there may be no more.
+    fn create_with(
+        path: &Path,
+        clone: impl FnOnce(&File) -> io::Result<File>,
+    ) -> io::Result<(Self, File)> {
         watch();
         let mut files = files();
         let file = File::create_new(path)?;
-        files.push(Entry { path: path.to_owned(), made: Some(file.try_clone()?), old: None });
+        let cloned = clone(&file);
+        let entry = Entry { path: path.to_owned(), made: Some(file), old: None };
+        let file = cloned.inspect_err(|_| entry.discard())?;
+        files.push(entry);
         Ok((Self { path: path.to_owned() }, file))
     }
 
@@ -240,6 +251,17 @@ mod tests {
         drop(unfinished);
         assert_eq!(fs::read(&place).expect("there"), b"of another");
         assert!(!name.exists());
+    }
+
+    #[test]
+    fn file_that_cannot_be_listed_for_want_of_descriptors_is_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = folder.path().join("place");
+        let none_left = |_: &File| Err(rustix::io::Errno::MFILE.into());
+        Unfinished::create_with(&place, none_left).map(drop).expect_err("no descriptor");
+        assert!(!place.exists());
+        Unfinished::create_new(&place).map(drop).expect("there is one");
+        assert!(!place.exists(), "it was not kept");
     }
 
     #[test]

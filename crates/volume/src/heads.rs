@@ -206,6 +206,12 @@ impl Heads {
     pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest().await?;
+            if claimed == Claimed::JustMade && !before.is_unfinished {
+                let name = self.name.as_str();
+                let what =
+                    format!("volume {name} is another now: the one that was made is no more");
+                return Err(Error::new(ErrorKind::Denied, what));
+            }
             let claimed = claimed.at(&before);
             if claimed != Claimed::JustMade || before.life == Life::Pinned {
                 self.check_ready(&before)?;
@@ -294,16 +300,33 @@ impl Heads {
     /// # Errors
     /// What the store reports; `Corrupt` if the newest head is damaged.
     pub(crate) async fn unmake_of(&self, volume: Id, writer: Writer) -> Result<()> {
+        let is_its = |head: &Head| (head.volume, head.writer()) == (volume, Some(writer));
+        self.delete_if(is_its).await.map(drop)
+    }
+
+    /// Deletes `volume` if it is a part of what it is to have, whoever writes it. One that was
+    /// closed stays, and what others made of its name; returns whether there is the former.
+    ///
+    /// # Errors
+    /// As [`Self::unmake_of`].
+    pub(crate) async fn unmake_part(&self, volume: Id) -> Result<bool> {
+        let is_part = |head: &Head| head.volume == volume && head.is_unfinished;
+        let left = self.delete_if(is_part).await?;
+        Ok(left.is_some_and(|head| head.volume == volume))
+    }
+
+    /// Deletes the volume as long as its newest head is ours; returns one that is not.
+    async fn delete_if(&self, is_ours: impl Fn(&Head) -> bool) -> Result<Option<Head>> {
         for _ in 0..ROUNDS_MAX {
             let before = match self.newest().await {
-                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
                 newest => newest?,
             };
-            if (before.volume, before.writer()) != (volume, Some(writer)) {
-                return Ok(());
+            if !is_ours(&before) {
+                return Ok(Some(before));
             }
             if self.put_deleted(&before).await? {
-                return Ok(());
+                return Ok(None);
             }
         }
         Err(self.too_busy())

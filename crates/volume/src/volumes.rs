@@ -210,7 +210,7 @@ impl Volumes {
     }
 
     /// Makes a volume of `len` bytes whose content follows. Until it is opened with
-    /// [`Claimed::JustMade`], and closed, nobody takes it for a whole one.
+    /// [`Claimed::JustMade`], and closed, nobody takes it for a whole one. Returns which it is.
     ///
     /// # Errors
     /// As [`Self::create_as`].
@@ -219,8 +219,17 @@ impl Volumes {
         name: &VolumeName,
         len: u64,
         new: NewVolume,
-    ) -> Result<()> {
-        self.make_unfinished(name, len, new).await.map(drop)
+    ) -> Result<Id> {
+        self.make_unfinished(name, len, new).await.map(|head| head.volume)
+    }
+
+    /// Deletes what [`Self::create_unfinished`] made, `volume`, if it was not closed; its writer is
+    /// fenced. What others made of its name stays. Returns whether it is there, and whole.
+    ///
+    /// # Errors
+    /// What the store reports; `Corrupt` if the newest head is damaged.
+    pub async fn unmake_part(&self, name: &VolumeName, volume: Id) -> Result<bool> {
+        self.heads(name).unmake_part(volume).await
     }
 
     /// As [`Self::create_unfinished`]; returns its first head.

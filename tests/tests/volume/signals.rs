@@ -3,12 +3,13 @@
 use mica_gen::Rng;
 use mica_tests::volume::{Store, run};
 use mica_tests::{clock, command, mica};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs;
 use std::io::Write as _;
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
@@ -62,29 +63,139 @@ fn source(store: &Store) -> String {
     file.display().to_string()
 }
 
-/// The story: the volume stayed as a part, its name could not be used, and nobody said why.
+fn importing(image: &str, url: &str) -> Child {
+    start(&["import", "-q", "-f", "raw", "--inject", "delay=300ms", image, url])
+}
+
+/// The head with the highest number of a volume.
+fn last_head(store: &Store, name: &str) -> PathBuf {
+    let heads = fs::read_dir(store.folder().join("store/volumes").join(name)).expect("a folder");
+    heads.map(|head| head.expect("read").path()).max().expect("heads")
+}
+
+fn same(store: &Store, url: &str, image: &str) {
+    let copy = store.folder().join("copy.raw").display().to_string();
+    run(["export", "-q", "-O", "raw", url, &copy]).ok();
+    assert!(fs::read(&copy).expect("read") == fs::read(image).expect("read"));
+    fs::remove_file(copy).expect("removed");
+}
+
+/// The stories: the volume stayed as a part, its name could not be used, and nobody said why. And
+/// it was closed before it was deleted: in between, a part looked like all of it.
 #[test]
 fn import_that_a_signal_ends_leaves_no_volume() {
     let store = Store::new();
     store.create("other", "16M");
-    let (image, url) = (source(&store), store.volume("web"));
+    let image = source(&store);
     let mut rng = Rng::new(14);
-    for signal in signals() {
-        let words = ["import", "-q", "-f", "raw", "--inject", "delay=30ms", &image, &url];
-        let child = start(&words);
-        wait_for(&store.folder().join("store/volumes/web"));
-        clock::sleep(Duration::from_micros(rng.below(100_000)));
-        end(child, signal);
+    for (round, signal) in signals().into_iter().enumerate() {
+        // What is left of one that was deleted has its name until it is collected.
+        let name = format!("web{round}");
+        let (url, folder) = (store.volume(&name), store.folder().join("store/volumes").join(&name));
+        let child = importing(&image, &url);
+        wait_for(&folder);
+        clock::sleep(Duration::from_micros(rng.below(500_000)));
+        kill_process(Pid::from_child(&child), signal).expect("it runs, or has just ended");
+        let ended = child.wait_with_output().expect("it ends");
+        if ended.status.success() {
+            // This test was slow.
+            same(&store, &url, &image);
+            run(["delete", "-q", &url]).ok();
+            continue;
+        }
+        assert_eq!(ended.status.signal(), Some(signal.as_raw()), "{ended:?}");
+        assert_eq!(String::from_utf8_lossy(&ended.stderr), "");
         assert_eq!(states(&store), [("other".to_owned(), "closed".to_owned())]);
         run(["check", "-q", &store.url()]).ok();
+        // As if it had been killed before it put its last head.
+        fs::remove_file(last_head(&store, &name)).expect("removed");
+        let refused = run(["export", "-q", "-O", "raw", &url, "/dev/null"]).refusal();
+        assert!(refused.contains("part of an image"), "{refused}");
+        run(["delete", "-q", "--force", &url]).ok();
     }
+    let url = store.volume("web0");
     run(["import", "-q", "-f", "raw", &image, &url]).ok();
     run(["gc", "-q", &store.url()]).ok();
-    let copy = store.folder().join("copy.raw").display().to_string();
-    run(["export", "-q", "-O", "raw", &url, &copy]).ok();
-    assert!(fs::read(copy).expect("read") == fs::read(image).expect("read"));
+    same(&store, &url, &image);
 }
 
+/// The story: a terminal that is closed sends SIGHUP, and its shell another one. The second ended
+/// the import before its volume was deleted.
+#[test]
+fn signals_that_come_together_are_one() {
+    let store = Store::new();
+    let (image, signals) = (source(&store), signals());
+    for round in 0..3 {
+        let name = format!("web{round}");
+        let child = importing(&image, &store.volume(&name));
+        wait_for(&store.folder().join("store/volumes").join(&name));
+        for signal in &signals {
+            // One that has ended by the first is not waited for yet, and so it is found.
+            kill_process(Pid::from_child(&child), *signal).expect("it runs, or has just ended");
+        }
+        let ended = child.wait_with_output().expect("it ends");
+        if ended.status.success() {
+            run(["delete", "-q", &store.volume(&name)]).ok();
+        }
+        assert_eq!(states(&store), [], "{round}: {ended:?}");
+    }
+}
+
+/// The story: the import failed, and deleted what had its name by then.
+#[test]
+fn import_whose_volume_was_deleted_leaves_another_of_its_name() {
+    let store = Store::new();
+    let (image, url) = (source(&store), store.volume("web"));
+    let child = importing(&image, &url);
+    wait_for(&store.folder().join("store/volumes/web"));
+    run(["delete", "-q", "--force", &url]).ok();
+    store.create("web", "16M");
+    let ended = child.wait_with_output().expect("it ends");
+    assert!(!ended.status.success(), "{ended:?}");
+    assert_eq!(states(&store), [("web".to_owned(), "closed".to_owned())]);
+    assert_eq!(run(["info", "--output", "json", &url]).json()["virtual-size"], 16 << 20);
+}
+
+/// The story: a loop of a shell went on after Ctrl-C, as the verb that it hit was done and ended as
+/// if nothing had come.
+#[test]
+fn signal_that_comes_when_a_verb_is_done_ends_it_nevertheless() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let (url, all, image) = (store.volume("web"), store.url(), source(&store));
+    let names = ["clone", "image", "copy"];
+    let [clone, imported, copy] = names.map(|name| store.volume(name));
+    run(["snapshot", "-q", &url, "one"]).ok();
+    let stream = store.folder().join("stream").display().to_string();
+    run(["send", "-q", &format!("{url}@one"), &stream]).ok();
+    let verbs: [&[&str]; 4] = [
+        &["clone", &url, &clone],
+        &["import", "-f", "raw", &image, &imported],
+        &["receive", &copy, &stream],
+        &["gc", &all],
+    ];
+    let signal = signals()[0];
+    for words in verbs {
+        // It waits until somebody reads what it did.
+        let (mut reader, mut writer) = std::io::pipe().expect("a pipe");
+        let flags = fcntl_getfl(&writer).expect("flags");
+        fcntl_setfl(&writer, flags | OFlags::NONBLOCK).expect("set");
+        while writer.write(&[0]).is_ok() {}
+        fcntl_setfl(&writer, flags).expect("set");
+        let mut verb = Command::new(mica::binary());
+        verb.arg("volume").args(words).stdin(Stdio::null()).stdout(writer).stderr(Stdio::piped());
+        let child = verb.spawn().expect("started");
+        drop(verb);
+        clock::sleep(Duration::from_secs(2));
+        kill_process(Pid::from_child(&child), signal).expect("it waits");
+        clock::sleep(Duration::from_millis(500));
+        std::io::copy(&mut reader, &mut std::io::sink()).expect("read");
+        let ended = child.wait_with_output().expect("it ends");
+        assert_eq!(ended.status.signal(), Some(signal.as_raw()), "{words:?}: {ended:?}");
+    }
+}
+
+/// A stream that is there is whole, also if the signal came when it had its name already.
 #[test]
 fn send_into_a_file_that_a_signal_ends_leaves_none() {
     let store = Store::new();
@@ -92,13 +203,16 @@ fn send_into_a_file_that_a_signal_ends_leaves_none() {
     run(["import", "-q", "-f", "raw", &image, &url]).ok();
     let stream = store.folder().join("stream");
     let (name, snapshot) = (stream.display().to_string(), format!("{url}@source.raw"));
-    for signal in signals() {
+    for (round, signal) in signals().into_iter().enumerate() {
         let child = start(&["send", "-q", &snapshot, &name]);
         wait_for(&stream);
         kill_process(Pid::from_child(&child), signal).expect("it runs, or has just ended");
         let ended = child.wait_with_output().expect("it ends");
-        assert_eq!(stream.exists(), ended.status.success(), "{ended:?}");
-        let _ = fs::remove_file(&stream);
+        assert!(stream.exists() || !ended.status.success(), "{ended:?}");
+        if stream.exists() {
+            run(["receive", "-q", &store.volume(&format!("copy{round}")), &name]).ok();
+            fs::remove_file(&stream).expect("removed");
+        }
     }
     run(["send", "-q", &snapshot, &name]).ok();
     let refused = run(["send", "-q", &snapshot, &name]).refusal();

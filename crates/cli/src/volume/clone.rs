@@ -39,7 +39,7 @@ pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::new(what));
     }
     let session = args.session.start()?;
-    session.executor.block_on(async {
+    let ending = session.executor.block_on(async {
         let store = session.stores.open(&source.store).await?;
         if source.snapshot.is_none() {
             store.check_readable(&source.name).await?;
@@ -47,7 +47,9 @@ pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         // Half a clone can only be deleted.
         let which = source.which();
         let cloned = store.volumes().clone_volume(&source.name, which.as_ref(), &target.name);
-        Ok::<_, Failure>(Ending::watch()?.finish(cloned).await?)
+        let ending = Ending::watch()?;
+        ending.finish(cloned).await?;
+        Ok::<_, Failure>(ending)
     })?;
     let json = json!({
         "name": target.name.as_str(),
@@ -55,5 +57,7 @@ pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         "source": source.to_string(),
     });
     args.report.print(&format!("{target}: a clone of {source}\n"), &json)?;
+    // It is whole; but whoever wanted an end here may have more to do after this.
+    ending.end_if_raised();
     Ok(ExitCode::SUCCESS)
 }

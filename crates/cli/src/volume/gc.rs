@@ -63,19 +63,22 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
         let compacts = args.compact || !store.is_remote();
         if args.dry_run {
             let sparse_bytes = if compacts { sparse_bytes(&store, &collected).await? } else { 0 };
-            return Ok::<_, Failure>((collected, sparse_bytes));
+            return Ok::<_, Failure>((collected, sparse_bytes, None));
         }
         let ending = Ending::watch()?;
         let is_compacted = compacts && compact(&store, &collected, (key.as_ref(), &ending)).await?;
         // Volumes are closed again; what is left of a collection is done by the next one.
         ending.end_if_raised();
         if is_compacted {
-            collected += store.volumes().collect(options, &mut show).await?;
+            let again = async { Ok(store.volumes().collect(options, &mut show).await?) };
+            let again = ending.unless_raised(again).await;
+            ending.end_if_raised();
+            collected += again?;
         }
-        Ok((collected, 0))
+        Ok((collected, 0, Some(ending)))
     });
     bar.finish_and_clear();
-    let (collected, sparse_bytes) = collected?;
+    let (collected, sparse_bytes, ending) = collected?;
     if let Some(error) = &collected.failure {
         tell(&format!("mica: {} objects stay: {}", collected.failed, error.in_one_line()));
     }
@@ -84,6 +87,7 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
         described["sparse-bytes"] = sparse_bytes.into();
     }
     args.report.print(&human(args, &collected, sparse_bytes), &described)?;
+    ending.iter().for_each(Ending::end_if_raised);
     Ok(if collected.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

@@ -16,21 +16,21 @@ use layers::{Layer, layers};
 use mica_block::Manage;
 use mica_rt::sync::Signal;
 use mica_rt::{spawn, timeout};
-use mica_stack::{VolumeAccess, VolumeOptions, VolumeUrl};
+use mica_stack::{Store, VolumeAccess, VolumeOptions, VolumeUrl};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a volume may take to be closed that is deleted then.
-const CLOSE_LIMIT: Duration = Duration::from_secs(5);
+/// How long its own writer may take to delete a volume of which there is only a part.
+const UNMAKE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Make a volume of an image.
 ///
 /// Each layer of a chain becomes a snapshot, labelled with the name of its file; what layers share
 /// is kept once. The volume has what the uppermost has. If it fails, or a signal ends it, there is
-/// no volume.
+/// no volume; what was copied until then stays in the store until `mica volume gc`.
 #[derive(Args)]
 pub(super) struct ImportArgs {
     /// Show progress on stderr.
@@ -66,23 +66,10 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
         let store = session.stores.open_or_make(&url.store).await?;
         let len = layers.first().map_or(last, |layer| layer.len);
         let ending = Ending::watch()?;
-        ending.finish(store.begin_import(&url.name, len, key, args.new.new_volume())).await?;
+        let begun = store.begin_import(&url.name, len, key, args.new.new_volume());
+        let made = ending.finish(begun).await?;
         if let Err(failure) = fill(args, &session, url, (&layers, &ending)).await {
-            // Half an image must not be taken for all of it.
-            let deleted = store.delete(&url.name, true).await;
-            if deleted.is_ok() {
-                ending.end_if_raised();
-            }
-            return Err(match deleted {
-                Ok(()) => {
-                    failure.within(format!("{url} is not imported, and nothing of it is left"))
-                }
-                Err(error) => {
-                    let (message, error) = (failure.message(), error.in_one_line());
-                    let what = format!("{message}; {url} has a part of it, delete it: {error}");
-                    Failure::new(what)
-                }
-            });
+            return Err(undo(&store, url, made, (failure, &ending)).await);
         }
         let labels: Vec<_> = layers.iter().map(|layer| &*layer.label).collect();
         let (size, count) = (human_size(last), labels.len());
@@ -94,8 +81,33 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
             "snapshots": labels,
         });
         args.report.print(&text, &json)?;
+        // It is whole; but whoever wanted an end here may have more to do after this.
+        ending.end_if_raised();
         Ok(ExitCode::SUCCESS)
     })
+}
+
+/// Deletes the volume that was made, as half an image must not be taken for all of it. Returns why
+/// it is not imported.
+async fn undo(
+    store: &Store,
+    url: &VolumeUrl,
+    made: [u8; 16],
+    (failure, ending): (Failure, &Ending),
+) -> Failure {
+    match store.undo_import(&url.name, made).await {
+        Ok(false) => {
+            ending.end_if_raised();
+            failure.within(format!(
+                "{url} is not imported, and mica volume gc frees what of it was copied"
+            ))
+        }
+        Ok(true) => failure.within(format!("{url} has all of the image, but its end failed")),
+        Err(error) => {
+            let (message, error) = (failure.message(), error.in_one_line());
+            Failure::new(format!("{message}; {url} has a part of it, delete it: {error}"))
+        }
+    }
 }
 
 /// Copies all layers, one after the other, each with a snapshot.
@@ -118,8 +130,11 @@ async fn fill(
     let closed = match copied {
         Ok(()) => volume.close().await.map_err(Failure::from),
         Err(failure) => {
-            // Its store may be what fails. Whatever comes of this, the volume is deleted.
-            let _ = timeout(CLOSE_LIMIT, volume.close()).await;
+            // Never closed: if this process is killed now, the volume is a part still. Its store
+            // may be what fails; then whoever deletes it fences its writer.
+            if let Some(volume) = volume.volume() {
+                let _ = timeout(UNMAKE_LIMIT, volume.unmake()).await;
+            }
             Err(failure)
         }
     };

@@ -66,9 +66,7 @@ pub(super) fn run(args: &ReceiveArgs) -> Result<ExitCode, Failure> {
     // What was received before a failure is there.
     let text: String = received.iter().map(|step| line(url, step)).collect();
     args.report.print(&text, &received.iter().map(described).collect::<Vec<_>>())?;
-    if outcome.is_err() {
-        ending.end_if_raised();
-    }
+    ending.end_if_raised();
     outcome?;
     Ok(ExitCode::SUCCESS)
 }

@@ -119,6 +119,11 @@ impl ManageVolume for HeldVolume {
         })
     }
 
+    fn unmake(&self) -> LocalFuture<'_, Result<()>> {
+        // Its lock says that it is a part until nothing of it is there.
+        self.volume.unmake()
+    }
+
     fn is_ending(&self) -> bool {
         self.volume.is_ending()
     }

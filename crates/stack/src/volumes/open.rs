@@ -256,7 +256,8 @@ impl Store {
     }
 
     /// Makes a volume of `len` bytes for an image, which is written into it when it is opened for
-    /// that. Until it is closed then, nobody takes it for a whole one: at no step of this.
+    /// that. Until it is closed then, nobody takes it for a whole one: at no step of this. Returns
+    /// which volume it is.
     ///
     /// # Errors
     /// As [`mica_volume::Volumes::create`]; `Denied` if another process of this machine makes it.
@@ -266,7 +267,7 @@ impl Store {
         len: u64,
         key: Option<Arc<VolumeKey>>,
         new: NewVolume,
-    ) -> Result<()> {
+    ) -> Result<[u8; 16]> {
         let volumes = self.volumes().with_key(key);
         let Some(directory) = self.directory() else {
             return volumes.create_unfinished(name, len, new).await;
@@ -284,6 +285,26 @@ impl Store {
             }
         }
         made
+    }
+
+    /// Deletes `volume`, which [`Self::begin_import`] made, if it was not closed. Its name may be
+    /// that of another by now, which stays. Returns whether it is there, and whole.
+    ///
+    /// # Errors
+    /// What the store reports; `Corrupt` if its newest head is damaged.
+    pub async fn undo_import(&self, name: &VolumeName, volume: [u8; 16]) -> Result<bool> {
+        let locked = match self.locked(name, false).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            // Whoever has the lock deletes it by force, or has another one.
+            Err(error) if error.kind() == ErrorKind::Denied => None,
+            locked => Some(locked?),
+        };
+        let is_whole = self.volumes().unmake_part(name, volume).await?;
+        let lock = locked.filter(|locked| locked.volume == volume).and_then(|locked| locked.lock);
+        if let Some(lock) = lock.filter(|_| !is_whole) {
+            lock.remove();
+        }
+        Ok(is_whole)
     }
 
     /// Deletes a volume that nobody writes, or with `force` one that somebody may write: that

@@ -206,7 +206,9 @@ fn part_of_an_image_is_only_deleted() {
     run(async {
         let (stores, others) = (stores(), self::stores());
         let url = volume(folder.path(), "web");
-        make(&stores, &url).await.expect("made");
+        let made_in = stores.open_or_make(&url.store).await.expect("a store");
+        let begin = || made_in.begin_import(&url.name, LEN, None, NewVolume::default());
+        begin().await.expect("made");
         let import = VolumeOptions { access: VolumeAccess::Import, ..WRITE };
         let disk = stores.open_volume(&url, &import).await.expect("open");
         write(&*disk, 1).await.expect("written");
@@ -221,7 +223,7 @@ fn part_of_an_image_is_only_deleted() {
         let store = others.open(&url.store).await.expect("open");
         assert_eq!(kind(store.settle(&url.name).await), ErrorKind::Denied);
         store.delete(&url.name, false).await.expect("deleted");
-        make(&stores, &url).await.expect("made");
+        begin().await.expect("made");
         let disk = stores.open_volume(&url, &import).await.expect("open");
         disk.close().await.expect("closed");
         drop(disk);
@@ -254,6 +256,49 @@ fn import_that_has_not_begun_to_write_is_no_image() {
         disk.close().await.expect("closed");
         drop(disk);
         others.open_volume(&url, &WRITE).await.expect("all of it").close().await.expect("closed");
+    });
+}
+
+/// The story: an import that a signal ended closed its volume before it deleted it, and in between
+/// half an image looked like all of it.
+#[test]
+fn import_that_is_undone_never_looks_whole_and_leaves_another_of_its_name() {
+    let folder = tempfile::tempdir().expect("a folder");
+    run(async {
+        let (stores, others) = (stores(), self::stores());
+        let url = volume(folder.path(), "web");
+        let (store, other) = (stores.open_or_make(&url.store).await.expect("a store"), &url.store);
+        let other = others.open(other).await.expect("open");
+        let begin = || store.begin_import(&url.name, 1 << 20, None, NewVolume::default());
+        let import = VolumeOptions { access: VolumeAccess::Import, ..WRITE };
+        let made = begin().await.expect("made");
+        let disk = stores.open_volume(&url, &import).await.expect("open");
+        write(&*disk, 1).await.expect("written");
+        disk.volume().expect("a volume").unmake().await.expect("deleted");
+        drop(disk);
+        // What there would be if its last head had not come.
+        let heads = folder.path().join("volumes/web");
+        let names = std::fs::read_dir(&heads).expect("a folder").map(|entry| entry.expect("read"));
+        let last = names.map(|entry| entry.file_name()).max().expect("heads");
+        let kept = folder.path().join("kept");
+        std::fs::rename(heads.join(&last), &kept).expect("moved");
+        let refused = others.open_volume(&url, &WRITE).await.map(drop).expect_err("a part");
+        assert!(refused.to_string().contains("part of an image"), "{refused}");
+        std::fs::rename(&kept, heads.join(&last)).expect("moved");
+        assert!(!store.undo_import(&url.name, made).await.expect("it is no more"));
+        assert_eq!(std::fs::read_dir(folder.path().join(".locks")).expect("a folder").count(), 0);
+
+        let made = begin().await.expect("made");
+        drop(stores.open_volume(&url, &import).await.expect("open"));
+        assert!(!store.undo_import(&url.name, made).await.expect("its writer is fenced"));
+        assert_eq!(kind(other.settle(&url.name).await), ErrorKind::NotFound);
+
+        let made = begin().await.expect("made");
+        other.delete(&url.name, true).await.expect("deleted");
+        make(&others, &url).await.expect("made");
+        assert_eq!(kind(stores.open_volume(&url, &import).await), ErrorKind::Denied);
+        assert!(!store.undo_import(&url.name, made).await.expect("left alone"));
+        others.open_volume(&url, &WRITE).await.expect("there").close().await.expect("closed");
     });
 }
 

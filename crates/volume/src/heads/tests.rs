@@ -208,6 +208,39 @@ fn only_what_its_own_writer_has_not_closed_of_a_new_volume_is_taken_back() {
     });
 }
 
+/// The story: somebody deleted a volume whose import was under way, and made another of its name.
+/// That one was deleted when the import failed.
+#[test]
+fn only_a_part_is_unmade_and_never_another_of_its_name() {
+    run(1, async {
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let (one, two) = (volumes(&objects, "one").await, volumes(&objects, "two").await);
+        let web = name("web");
+        let begin = || one.create_unfinished(&web, 1 << 20, Default::default());
+        let made = begin().await.expect("made");
+        let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+        write(&volume, 0, &[1; 4096]).await;
+        assert!(!one.unmake_part(&web, made).await.expect("deleted"));
+        assert_eq!(one.info(&web).await.expect_err("none").kind(), ErrorKind::NotFound);
+        assert_eq!(volume.close().await.expect_err("it is fenced").kind(), ErrorKind::Denied);
+        assert!(!one.unmake_part(&web, made).await.expect("there is none"));
+
+        let made = begin().await.expect("made");
+        two.delete(&web, Claimed::TakeOver).await.expect("deleted");
+        two.create(&web, 1 << 20).await.expect("made");
+        let another = one.open_volume(&web, Claimed::JustMade).await.map(drop);
+        assert_eq!(another.expect_err("it is another's").kind(), ErrorKind::Denied);
+        assert!(!one.unmake_part(&web, made).await.expect("left"));
+        two.delete(&web, Claimed::Refuse).await.expect("it is there");
+
+        let made = begin().await.expect("made");
+        let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+        volume.close().await.expect("closed");
+        assert!(one.unmake_part(&web, made).await.expect("left"));
+        assert!(one.info(&web).await.expect("it is whole").is_ready);
+    });
+}
+
 /// The story: two servers found out that the writer of a volume was dead. One served the volume,
 /// and the other fenced it, or deleted what it served: whoever had it was dead, so it thought.
 #[test]

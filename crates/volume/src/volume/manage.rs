@@ -68,6 +68,10 @@ impl ManageVolume for Volume {
         Box::pin(Self::hand_over(self, host))
     }
 
+    fn unmake(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.shared.end(&End::Deleted))
+    }
+
     fn is_ending(&self) -> bool {
         self.shared.now().is_closing
     }
