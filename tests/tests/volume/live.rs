@@ -2,7 +2,7 @@
 
 use crate::snapshots::ctl;
 use mica_tests::guest::Guest;
-use mica_tests::volume::{Store, run};
+use mica_tests::volume::{Store, run, serve};
 use mica_tests::{command, tools};
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO];
@@ -105,6 +105,29 @@ fn verbs_about_volumes_say_what_is_none_and_what_is_damaged() {
         let found = ctl(&store, &[verb, &["web"]].concat());
         assert_eq!(found.code(), Some(2), "{verb:?}: {found}");
         assert!(found.stderr.contains("of the disk"), "{verb:?}: {found}");
+    }
+    server.stop().expect("stopped");
+}
+
+/// The story: everything behind the last '@' was taken for a snapshot, wherever that was.
+#[test]
+fn volume_in_a_folder_whose_name_has_the_sign_of_snapshots_is_found() {
+    let store = Store::new();
+    let folder = store.folder().display().to_string();
+    let url = format!("file://{folder}/a@b/web");
+    run(["create", "-q", &url, "16M"]).ok();
+    run(["snapshot", "-q", &url, "one"]).ok();
+    let (control, socket) = (format!("{folder}/control"), format!("{folder}/old"));
+    let options = ["--control", &control, "--disks-in", &folder];
+    let server = serve(&url, &options).expect("served");
+    let snapshot = format!("{url}@one");
+    ctl(&store, &["add", "--nbd", &socket, "--volume", &snapshot, "--name", "old"]).ok();
+    for disk in ["web", "old"] {
+        for verb in VERBS {
+            ctl(&store, &[verb, &[disk]].concat()).ok();
+        }
+        let info = ctl(&store, &["--output", "json", "info", disk]).json();
+        assert_eq!(info["url"], *url, "{info}");
     }
     server.stop().expect("stopped");
 }

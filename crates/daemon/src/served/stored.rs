@@ -12,6 +12,7 @@ const STORE_LIMIT: Duration = Duration::from_secs(30);
 
 /// A volume in its store.
 pub(crate) struct Stored {
+    /// That of the volume, also where one of its snapshots is served: it is what verbs are about.
     pub(crate) url: VolumeUrl,
     /// Why what was written last may not be there, if so.
     pub(crate) missing: Option<Error>,
@@ -32,6 +33,7 @@ impl Served {
             );
             Error::new(ErrorKind::Unsupported, what)
         })?;
+        let url = VolumeUrl { snapshot: None, ..url };
         // What is closed is in the store, or its log: then those who read it are told.
         let Ok(disk) = self.opened().disk() else { return Ok(Stored { url, missing: None }) };
         let stored = self.resources.workers.run(move || checkpoint(disk));
