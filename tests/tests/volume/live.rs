@@ -3,8 +3,13 @@
 use crate::snapshots::ctl;
 use mica_tests::guest::Guest;
 use mica_tests::volume::{Store, run, serve};
-use mica_tests::{command, tools};
+use mica_tests::{clock, command, mica, tools};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
+/// How long something is waited for, and how often it is looked.
+const LIMIT: Duration = Duration::from_secs(60);
+const PAUSE: Duration = Duration::from_millis(50);
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO];
 /// What the verbs are, and what they are about.
 const VERBS: [&[&str]; 9] = [
@@ -159,5 +164,34 @@ fn what_the_store_lacks_is_said() {
     let found = ctl(&store, &["--output", "json", "info", "web"]);
     assert!(found.stderr.contains("written to web last may not be in its store"), "{found}");
     assert_eq!(found.json()["state"], "open");
+    // It knows it once it is to end; what it has lost stays lost.
+    assert_eq!(ctl(&store, &["drain", "web"]).code(), Some(1));
+    let found = ctl(&store, &["info", "web"]);
+    assert!(found.stderr.contains("written to web last may not be in its store"), "{found}");
     drop((server, other));
+}
+
+/// A volume whose store does not answer those who open it.
+#[test]
+fn what_the_store_lacks_of_a_volume_that_is_being_opened_is_not_known() {
+    let store = Store::new();
+    for name in ["db", "web"] {
+        store.create(name, "16M");
+    }
+    let folder = store.folder().display().to_string();
+    let control = format!("{folder}/control");
+    let server = store.serve("db", &["--control", &control]).expect("served");
+    let mut add = Command::new(mica::binary());
+    add.args(["ctl", "--control", &control, "add", "--nbd", &format!("{folder}/socket")]);
+    add.args(["--volume", &store.volume("web"), "--inject", "hang=100%,op=read"]);
+    let mut adding = add.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("started");
+    let found = clock::poll(LIMIT, PAUSE, || {
+        let found = ctl(&store, &["info", "web"]);
+        found.status.success().then_some(found)
+    });
+    adding.kill().expect("killed");
+    adding.wait().expect("ended");
+    let said = found.expect("it is a disk").stderr;
+    assert!(said.contains("may not be in its store") && said.contains("being opened"), "{said}");
+    drop(server);
 }

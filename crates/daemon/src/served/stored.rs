@@ -34,10 +34,16 @@ impl Served {
             Error::new(ErrorKind::Unsupported, what)
         })?;
         let url = VolumeUrl { snapshot: None, ..url };
-        // What is closed is in the store, or its log: then those who read it are told.
-        let Ok(disk) = self.opened().disk() else { return Ok(Stored { url, missing: None }) };
-        let stored = self.resources.workers.run(move || checkpoint(disk));
-        Ok(Stored { url, missing: stored.and_then(|stored| stored).err() })
+        let disk = self.opened().disk();
+        let missing = match disk {
+            Ok(disk) => {
+                let stored = self.resources.workers.run(move || checkpoint(disk));
+                stored.and_then(|stored| stored).err()
+            }
+            Err(_) if !self.settings.writes() || self.volume.is_snapshot() => None,
+            Err(_) => self.why_not_stored(),
+        };
+        Ok(Stored { url, missing })
     }
 }
 
