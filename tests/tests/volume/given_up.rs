@@ -240,7 +240,7 @@ fn what_a_store_has_lost_is_named_with_what_to_do() {
     let acts = ["-f", "raw", "-c", "write -P 7 0 64k", "-c", "flush"];
     command::run("qemu-io", acts.into_iter().chain([&*server.uri()])).ok();
     server.stop().expect("stopped");
-    let (format, away) = (store.folder().join("store/format"), store.folder().join("format"));
+    let (format, away) = (store.folder().join("store/format"), store.folder().join("away"));
     std::fs::rename(&format, &away).expect("moved");
     for words in [&["list", &url][..], &["check", &url], &["info", &web], &["create", &web, "1M"]] {
         let refused = run(words.iter().copied()).refusal();
