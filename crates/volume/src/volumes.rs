@@ -97,8 +97,8 @@ impl Volumes {
         Err(Error::new(ErrorKind::NotFound, what))
     }
 
-    /// As [`Self::open`], for those who look in several places: `None` if no store is there, without
-    /// looking for one that has lost what says so, for which it has to be listed.
+    /// As [`Self::open`], for those who look in several places: `None` if no store is there. One
+    /// that has lost what says so is not looked for, as it would have to be listed.
     ///
     /// # Errors
     /// What the store reports.

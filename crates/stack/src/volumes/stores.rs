@@ -85,8 +85,8 @@ impl Stores {
         self.open_with(url, &StoreFaults::NONE).await
     }
 
-    /// As [`Self::open`], for those who look in several places: `None` if there is none, which costs
-    /// one request.
+    /// As [`Self::open`], for those who look in several places: `None` if there is none, which
+    /// costs one request.
     ///
     /// # Errors
     /// What it reports.
