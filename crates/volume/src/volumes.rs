@@ -88,14 +88,27 @@ impl Volumes {
         environment: Environment,
         cache_bytes: u64,
     ) -> Result<Self> {
-        match stored_id(&*objects).await? {
-            Some(store) => Ok(Self::with_id(objects, environment, cache_bytes, store)),
-            None => {
-                expect_none(&*objects).await?;
-                let what = format!("{} has no volumes", objects.name());
-                Err(Error::new(ErrorKind::NotFound, what))
-            }
+        let found = Self::find(Arc::clone(&objects), environment, cache_bytes).await?;
+        if let Some(found) = found {
+            return Ok(found);
         }
+        expect_none(&*objects).await?;
+        let what = format!("{} has no volumes", objects.name());
+        Err(Error::new(ErrorKind::NotFound, what))
+    }
+
+    /// As [`Self::open`], for those who look in several places: `None` if no store is there. One
+    /// that has lost what says so is not looked for, as it would have to be listed.
+    ///
+    /// # Errors
+    /// What the store reports.
+    pub async fn find(
+        objects: Arc<dyn Objects>,
+        environment: Environment,
+        cache_bytes: u64,
+    ) -> Result<Option<Self>> {
+        let store = stored_id(&*objects).await?;
+        Ok(store.map(|store| Self::with_id(objects, environment, cache_bytes, store)))
     }
 
     /// As [`Self::open`]; makes a store of volumes of an empty one.
@@ -410,15 +423,13 @@ impl Volumes {
     }
 }
 
-/// Which store this is; `None` if it is none yet.
 /// That there are no volumes where nothing says that there is a store.
 ///
 /// # Errors
 /// `Corrupt` if there are.
 async fn expect_none(objects: &dyn Objects) -> Result<()> {
-    let volumes = list(objects, &names::volumes(), None, Patience::VERB).await?;
     // Another process may have made the store in between.
-    if volumes.is_empty() || stored_id(objects).await?.is_some() {
+    if !has_heads(objects).await? || stored_id(objects).await?.is_some() {
         return Ok(());
     }
     let what = format!(
@@ -430,6 +441,24 @@ async fn expect_none(objects: &dyn Objects) -> Result<()> {
     Err(Error::new(ErrorKind::Corrupt, what))
 }
 
+/// Whether there are heads of volumes. Others, too, have folders of this name.
+async fn has_heads(objects: &dyn Objects) -> Result<bool> {
+    let page = list(objects, &names::volumes(), None, Patience::VERB).await?;
+    let folders = page.iter().filter(|entry| matches!(entry, Entry::Folder(_)));
+    for folder in folders.take(FOLDERS_MAX) {
+        let heads = list(objects, folder.name(), None, Patience::VERB).await?;
+        let is_head = |entry: &Entry| match entry {
+            Entry::Object { name, .. } => names::number(name).is_some(),
+            Entry::Folder(_) => false,
+        };
+        if heads.iter().any(is_head) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Which store this is; `None` if it is none yet.
 async fn stored_id(objects: &dyn Objects) -> Result<Option<Id>> {
     let name = names::format();
     let Some(bytes) = read(objects, &name, STORE_BYTES, Patience::VERB).await? else {
@@ -437,3 +466,6 @@ async fn stored_id(objects: &dyn Objects) -> Result<Option<Id>> {
     };
     store::decode(&bytes).map(Some).map_err(|why| why.explain(&name, objects))
 }
+
+/// Folders in which heads are looked for, at most, where nothing says that there is a store.
+const FOLDERS_MAX: usize = 16;

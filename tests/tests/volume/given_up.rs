@@ -4,7 +4,10 @@ use mica_tests::volume::{Store, run};
 use mica_tests::{command, tools};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use std::path::{Path, PathBuf};
 
+/// The part of an extent that has its version.
+const EXTENT_HEADER: usize = 512;
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO];
 
 fn json(text: &str) -> Value {
@@ -170,14 +173,18 @@ fn change_head(store: &Store, name: &str, change: impl FnOnce(&mut [u8])) {
     let folder = store.folder().join("store/volumes").join(name);
     let heads = std::fs::read_dir(folder).expect("a volume");
     let newest = heads.map(|head| head.expect("a head").path()).max().expect("there is one");
-    let mut bytes = std::fs::read(&newest).expect("read");
+    self::change(&newest, change);
+}
+
+fn change(object: &Path, change: impl FnOnce(&mut [u8])) {
+    let mut bytes = std::fs::read(object).expect("read");
     change(&mut bytes);
-    std::fs::remove_file(&newest).expect("removed");
-    std::fs::write(&newest, bytes).expect("written");
+    std::fs::remove_file(object).expect("removed");
+    std::fs::write(object, bytes).expect("written");
 }
 
 /// As a version of mica that is to come would write it.
-fn make_head_newer(bytes: &mut [u8]) {
+fn make_newer(bytes: &mut [u8]) {
     bytes[8..12].copy_from_slice(&1000_u32.to_le_bytes());
     let (summed, sum) = bytes.split_at_mut(bytes.len() - 4);
     sum.copy_from_slice(&crc32c(summed).to_le_bytes());
@@ -240,7 +247,7 @@ fn what_a_store_has_lost_is_named_with_what_to_do() {
     let acts = ["-f", "raw", "-c", "write -P 7 0 64k", "-c", "flush"];
     command::run("qemu-io", acts.into_iter().chain([&*server.uri()])).ok();
     server.stop().expect("stopped");
-    let (format, away) = (store.folder().join("store/format"), store.folder().join("format"));
+    let (format, away) = (store.folder().join("store/format"), store.folder().join("away"));
     std::fs::rename(&format, &away).expect("moved");
     for words in [&["list", &url][..], &["check", &url], &["info", &web], &["create", &web, "1M"]] {
         let refused = run(words.iter().copied()).refusal();
@@ -265,7 +272,7 @@ fn volume_of_a_newer_version_is_named_and_no_obstacle_to_others() {
     for name in ["db", "web"] {
         store.create(name, "64M");
     }
-    change_head(&store, "db", make_head_newer);
+    change_head(&store, "db", make_newer);
     let url = store.url();
     for (verb, count) in [("list", 2), ("tree", 2), ("check", 1)] {
         let finished = run([verb, "--output", "json", &url]);
@@ -293,6 +300,48 @@ fn volume_of_a_newer_version_is_named_and_no_obstacle_to_others() {
     for verb in ["list", "tree", "check"] {
         assert_eq!(run([verb, &url]).status.code(), Some(2), "{verb}");
     }
+}
+
+/// The story: `tree` of a store ended at the first volume whose snapshots could not be read.
+#[test]
+fn volume_whose_snapshots_a_newer_version_has_put_is_no_obstacle_to_a_tree() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    for name in ["db", "web"] {
+        store.create(name, "64M");
+    }
+    let server = store.serve("db", &[]).expect("served");
+    let acts = ["-f", "raw", "-c", "write -P 7 0 64k", "-c", "flush"];
+    command::run("qemu-io", acts.into_iter().chain([&*server.uri()])).ok();
+    let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::KILL).expect("killed");
+    drop(server);
+    // No head has it yet, and its snapshots are in what comes last.
+    let last = extents_of(&store).pop().expect("there is one");
+    change(&last, |bytes| make_newer(&mut bytes[..EXTENT_HEADER]));
+    let (url, db) = (store.url(), store.volume("db"));
+    let finished = run(["tree", "--output", "json", &url]);
+    assert_eq!(finished.status.code(), Some(1), "{finished}");
+    assert!(finished.stderr.contains("volume db was made by a newer version"), "{finished}");
+    let all = json(&finished.stdout);
+    let known = |at: usize| (all[at]["name"].clone(), all[at]["state"].clone());
+    assert_eq!(known(0), ("web".into(), "closed".into()), "{all}");
+    assert_eq!(known(1), ("db".into(), "newer-version".into()), "{all}");
+    let refused = run(["tree", &db]).refusal();
+    assert!(refused.contains("a newer mica reads"), "{refused}");
+}
+
+/// The extents of a store, by name.
+fn extents_of(store: &Store) -> Vec<PathBuf> {
+    let entries = |folder: PathBuf| {
+        let entries = std::fs::read_dir(folder).expect("a folder");
+        entries.map(|entry| entry.expect("readable").path())
+    };
+    let mut all: Vec<_> = entries(store.folder().join("store/extents")).flat_map(entries).collect();
+    all.sort();
+    all
 }
 
 /// The story: the server of the old host went on behind a lock that another process could not take.

@@ -2,9 +2,14 @@
 
 use crate::snapshots::ctl;
 use mica_tests::guest::Guest;
-use mica_tests::volume::{Store, run};
-use mica_tests::{command, tools};
+use mica_tests::volume::{Store, run, serve};
+use mica_tests::{clock, command, mica, tools};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
+/// How long something is waited for, and how often it is looked.
+const LIMIT: Duration = Duration::from_secs(60);
+const PAUSE: Duration = Duration::from_millis(50);
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO];
 /// What the verbs are, and what they are about.
 const VERBS: [&[&str]; 9] = [
@@ -109,6 +114,29 @@ fn verbs_about_volumes_say_what_is_none_and_what_is_damaged() {
     server.stop().expect("stopped");
 }
 
+/// The story: everything behind the last '@' was taken for a snapshot, wherever that was.
+#[test]
+fn volume_in_a_folder_whose_name_has_the_sign_of_snapshots_is_found() {
+    let store = Store::new();
+    let folder = store.folder().display().to_string();
+    let url = format!("file://{folder}/a@b/web");
+    run(["create", "-q", &url, "16M"]).ok();
+    run(["snapshot", "-q", &url, "one"]).ok();
+    let (control, socket) = (format!("{folder}/control"), format!("{folder}/old"));
+    let options = ["--control", &control, "--disks-in", &folder];
+    let server = serve(&url, &options).expect("served");
+    let snapshot = format!("{url}@one");
+    ctl(&store, &["add", "--nbd", &socket, "--volume", &snapshot, "--name", "old"]).ok();
+    for disk in ["web", "old"] {
+        for verb in VERBS {
+            ctl(&store, &[verb, &[disk]].concat()).ok();
+        }
+        let info = ctl(&store, &["--output", "json", "info", disk]).json();
+        assert_eq!(info["url"], *url, "{info}");
+    }
+    server.stop().expect("stopped");
+}
+
 fn damage_an_extent(store: &Store) {
     let folder = store.folder().join("store/extents");
     let writers = std::fs::read_dir(folder).expect("extents").map(|writer| writer.expect("one"));
@@ -136,5 +164,34 @@ fn what_the_store_lacks_is_said() {
     let found = ctl(&store, &["--output", "json", "info", "web"]);
     assert!(found.stderr.contains("written to web last may not be in its store"), "{found}");
     assert_eq!(found.json()["state"], "open");
+    // It knows it once it is to end; what it has lost stays lost.
+    assert_eq!(ctl(&store, &["drain", "web"]).code(), Some(1));
+    let found = ctl(&store, &["info", "web"]);
+    assert!(found.stderr.contains("written to web last may not be in its store"), "{found}");
     drop((server, other));
+}
+
+/// A volume whose store does not answer those who open it.
+#[test]
+fn what_the_store_lacks_of_a_volume_that_is_being_opened_is_not_known() {
+    let store = Store::new();
+    for name in ["db", "web"] {
+        store.create(name, "16M");
+    }
+    let folder = store.folder().display().to_string();
+    let control = format!("{folder}/control");
+    let server = store.serve("db", &["--control", &control]).expect("served");
+    let mut add = Command::new(mica::binary());
+    add.args(["ctl", "--control", &control, "add", "--nbd", &format!("{folder}/socket")]);
+    add.args(["--volume", &store.volume("web"), "--inject", "hang=100%,op=read"]);
+    let mut adding = add.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("started");
+    let found = clock::poll(LIMIT, PAUSE, || {
+        let found = ctl(&store, &["info", "web"]);
+        found.status.success().then_some(found)
+    });
+    adding.kill().expect("killed");
+    adding.wait().expect("ended");
+    let said = found.expect("it is a disk").stderr;
+    assert!(said.contains("may not be in its store") && said.contains("being opened"), "{said}");
+    drop(server);
 }

@@ -73,6 +73,36 @@ fn folder_with_other_files_does_not_become_a_store() {
     assert!(refusal.contains("use an empty folder"), "{refusal}");
 }
 
+/// The story: any folder called volumes was taken for a store that had lost what says that it is
+/// one, as that of another program is none.
+#[test]
+fn folder_of_another_program_is_not_taken_for_a_damaged_store() {
+    let store = Store::new();
+    let other = store.folder().join("store/volumes/data/_data");
+    fs::create_dir_all(&other).expect("made");
+    fs::write(other.with_file_name("note"), "its own").expect("written");
+    let refusal = run(["create", &store.volume("web"), "1M"]).refusal();
+    assert!(refusal.contains("use an empty folder"), "{refusal}");
+    for url in [store.url(), store.volume("web")] {
+        let refusal = run(["check", &url]).refusal();
+        assert!(refusal.contains("has no volumes"), "{refusal}");
+    }
+}
+
+/// The story: whether the folder of a volume was a store that is damaged was looked for first, by
+/// listing it, which takes as long as a pool is large.
+#[test]
+fn volume_is_found_without_a_look_for_a_damaged_store_in_its_place() {
+    let store = Store::new();
+    store.create("web", "1M");
+    let inner = store.folder().join("store/web/volumes/a");
+    fs::create_dir_all(&inner).expect("made");
+    fs::write(inner.join(format!("{:016x}", 1)), "a head").expect("written");
+    for verb in ["check", "tree", "stats", "scrub"] {
+        run([verb, &store.volume("web")]).ok();
+    }
+}
+
 #[test]
 fn options_that_belong_together_are_asked_for() {
     let store = Store::new();

@@ -98,7 +98,5 @@ fn url(client: &Client, disk: &str, of_store: bool) -> Result<String, Failure> {
     let (volume, store) = (url("url"), url("store"));
     let unexpected = || Failure::new(format!("{disk}: the server does not say where it is"));
     let (volume, store) = volume.zip(store).ok_or_else(unexpected)?;
-    // A snapshot that is served is one of a volume, which is what verbs are about.
-    let volume = volume.rsplit_once('@').map_or(&*volume, |(volume, _)| volume).to_owned();
     Ok(if of_store { store } else { volume })
 }

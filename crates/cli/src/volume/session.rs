@@ -75,15 +75,27 @@ impl Session {
 
     /// What `url` names, which may be a store, or a volume in one, for `verb`.
     pub(super) async fn subject(&self, url: &str, verb: &str) -> Result<Subject, Failure> {
-        if let Ok(store) = StoreUrl::from_str(url) {
-            store.check_lasting()?;
-            match self.stores.open(&store).await {
-                Ok(store) => return Ok(Subject::Store(store)),
-                Err(error) if error.kind() == ErrorKind::NotFound => {}
-                Err(error) => return Err(error.into()),
+        let whole = StoreUrl::from_str(url);
+        if let Ok(whole) = &whole {
+            whole.check_lasting()?;
+            if let Some(store) = self.stores.find(whole).await? {
+                return Ok(Subject::Store(store));
             }
         }
-        let VolumeUrl { store, name, .. } = volume(url)?.without_snapshot(verb)?.clone();
+        let one = volume(url).and_then(|one| Ok(one.without_snapshot(verb)?.clone()));
+        if let Ok(VolumeUrl { store, name, .. }) = &one
+            && let Some(store) = self.stores.find(store).await?
+        {
+            return Ok(Subject::Volume(store, name.clone()));
+        }
+        // Neither is a store any more: why is looked for now, as that takes longer.
+        if let Ok(whole) = &whole {
+            match self.stores.open(whole).await {
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                opened => return Ok(Subject::Store(opened?)),
+            }
+        }
+        let VolumeUrl { store, name, .. } = one?;
         Ok(Subject::Volume(self.stores.open(&store).await?, name))
     }
 }

@@ -9,6 +9,7 @@ use crate::output::{human_size, print, print_json};
 use crate::plain::plain;
 use crate::svg::{DrawnRow, draw_rows};
 use clap::{Args, ValueEnum};
+use mica_block::{Error, ErrorKind};
 use mica_stack::Store;
 use mica_volume::{Listed, VolumeInfo};
 use serde_json::Value;
@@ -39,6 +40,13 @@ pub(super) enum TreeFormat {
     Svg,
 }
 
+/// Whether volumes are shown besides the one that cannot be.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Others {
+    None,
+    Shown,
+}
+
 /// A volume, and its snapshots by number.
 struct Branch {
     volume: VolumeInfo,
@@ -48,26 +56,17 @@ struct Branch {
 pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let (store, branches, listed) = session.executor.block_on(async {
-        let (store, listed) = match session.subject(&args.url, "volume tree").await? {
+        let (store, mut listed, others) = match session.subject(&args.url, "volume tree").await? {
             Subject::Volume(store, name) => {
                 let info = store.volumes().info(&name).await?;
-                (store, Listed { volumes: vec![info], ..Listed::default() })
+                (store, Listed { volumes: vec![info], ..Listed::default() }, Others::None)
             }
             Subject::Store(store) => {
                 let all = store.volumes().list_with_damaged().await?;
-                (store, all)
+                (store, all, Others::Shown)
             }
         };
-        let mut branches = Vec::new();
-        for volume in listed.volumes.clone() {
-            let snapshots = match volume.is_ready {
-                true => store.volumes().snapshots(&volume.name).await?,
-                // Nobody can do anything with them yet.
-                false => Vec::new(),
-            };
-            let snapshots = snapshots.into_iter().map(SnapshotRow::from).collect();
-            branches.push(Branch { volume, snapshots });
-        }
+        let branches = branches(&store, &mut listed, others).await?;
         Ok::<_, Failure>((store, branches, listed))
     })?;
     match args.output {
@@ -82,6 +81,41 @@ pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
         TreeFormat::Svg => print(&picture(&store, &branches))?,
     }
     Ok(exit_code_of(&listed))
+}
+
+/// The volumes in `listed`, which has from then on those whose snapshots cannot be read among the
+/// others that cannot be.
+async fn branches(
+    store: &Store,
+    listed: &mut Listed,
+    others: Others,
+) -> Result<Vec<Branch>, Error> {
+    let mut branches = Vec::new();
+    for volume in std::mem::take(&mut listed.volumes) {
+        let found = match volume.is_ready {
+            true => store.volumes().snapshots(&volume.name).await,
+            // Nobody can do anything with them yet.
+            false => Ok(Vec::new()),
+        };
+        match found {
+            Ok(found) => {
+                let snapshots = found.into_iter().map(SnapshotRow::from).collect();
+                branches.push(Branch { volume, snapshots });
+            }
+            Err(error) if others == Others::None => return Err(error),
+            Err(error) => match error.kind() {
+                ErrorKind::Corrupt => listed.damaged.push((volume.name, error)),
+                ErrorKind::Unsupported => listed.newer.push((volume.name, error)),
+                // Somebody has deleted it meanwhile.
+                ErrorKind::NotFound => {}
+                _ => return Err(error),
+            },
+        }
+    }
+    for unread in [&mut listed.damaged, &mut listed.newer] {
+        unread.sort_by(|(one, _), (other, _)| one.cmp(other));
+    }
+    Ok(branches)
 }
 
 fn human(store: &Store, branches: &[Branch]) -> String {

@@ -94,6 +94,19 @@ impl Served {
         }
     }
 
+    /// Why the store may lack what was written, of a volume that is not open. What was closed whole
+    /// is there.
+    pub(super) fn why_not_stored(&self) -> Option<Error> {
+        match &*self.lock() {
+            State::Ended(_, End::Closed(outcome) | End::Removed(outcome)) => outcome.clone().err(),
+            State::Ended(_, End::NotServed(error)) => Some(error.clone()),
+            State::Ended(_, End::Closing) => Some(self.denied("is being closed")),
+            State::Ended(_, End::New) | State::Opening | State::Prepared(_) | State::Serving(_) => {
+                Some(self.denied("is being opened"))
+            }
+        }
+    }
+
     /// Why its device does not serve, if it does not.
     pub(crate) fn device_error(&self) -> Option<&'static str> {
         let State::Serving(servers) = &*self.lock() else { return None };

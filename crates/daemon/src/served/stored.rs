@@ -12,6 +12,7 @@ const STORE_LIMIT: Duration = Duration::from_secs(30);
 
 /// A volume in its store.
 pub(crate) struct Stored {
+    /// That of the volume, also where one of its snapshots is served: it is what verbs are about.
     pub(crate) url: VolumeUrl,
     /// Why what was written last may not be there, if so.
     pub(crate) missing: Option<Error>,
@@ -32,10 +33,17 @@ impl Served {
             );
             Error::new(ErrorKind::Unsupported, what)
         })?;
-        // What is closed is in the store, or its log: then those who read it are told.
-        let Ok(disk) = self.opened().disk() else { return Ok(Stored { url, missing: None }) };
-        let stored = self.resources.workers.run(move || checkpoint(disk));
-        Ok(Stored { url, missing: stored.and_then(|stored| stored).err() })
+        let url = VolumeUrl { snapshot: None, ..url };
+        let disk = self.opened().disk();
+        let missing = match disk {
+            Ok(disk) => {
+                let stored = self.resources.workers.run(move || checkpoint(disk));
+                stored.and_then(|stored| stored).err()
+            }
+            Err(_) if !self.settings.writes() || self.volume.is_snapshot() => None,
+            Err(_) => self.why_not_stored(),
+        };
+        Ok(Stored { url, missing })
     }
 }
 

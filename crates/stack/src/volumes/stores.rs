@@ -85,6 +85,24 @@ impl Stores {
         self.open_with(url, &StoreFaults::NONE).await
     }
 
+    /// As [`Self::open`], for those who look in several places: `None` if there is none, which
+    /// costs one request.
+    ///
+    /// # Errors
+    /// What it reports.
+    pub async fn find(&self, url: &StoreUrl) -> Result<Option<Arc<Store>>> {
+        let named = (url.clone(), StoreFaults::NONE);
+        if let Some(store) = self.known(&named) {
+            return Ok(Some(store));
+        }
+        let objects = match self.reach(url) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            reached => self.waited_for(url, reached?),
+        };
+        let volumes = Volumes::find(Arc::clone(&objects), environment()?, self.cache_bytes).await?;
+        Ok(volumes.map(|volumes| self.keep(named, volumes, objects)))
+    }
+
     /// As [`Self::open`], with faults: those who name others, or none, have another one.
     pub(super) async fn open_with(
         &self,
@@ -92,7 +110,7 @@ impl Stores {
         faults: &StoreFaults,
     ) -> Result<Arc<Store>> {
         let named = (url.clone(), faults.clone());
-        if let Some(store) = self.lock().get(&named).and_then(Weak::upgrade) {
+        if let Some(store) = self.known(&named) {
             return Ok(store);
         }
         let objects = self.waited_for(url, faults.stack_on(self.reach(url)?)?);
@@ -106,9 +124,8 @@ impl Stores {
     /// # Errors
     /// `Unsupported` if it breaks its promises; `Invalid` if something else is there.
     pub async fn open_or_make(&self, url: &StoreUrl) -> Result<Arc<Store>> {
-        match self.open(url).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            opened => return opened,
+        if let Some(store) = self.find(url).await? {
+            return Ok(store);
         }
         if let StoreUrl::Directory(path) = url {
             self.check_no_store_above(path).await?;
@@ -126,7 +143,7 @@ impl Stores {
     async fn check_no_store_above(&self, path: &Path) -> Result<()> {
         let Some(above) = path.parent().filter(|_| !path.exists()) else { return Ok(()) };
         let above = StoreUrl::Directory(above.to_owned());
-        if self.open(&above).await.is_err() {
+        if !matches!(self.find(&above).await, Ok(Some(_))) {
             return Ok(());
         }
         let path = path.display();
@@ -139,6 +156,11 @@ impl Stores {
     /// Those that are open.
     pub(super) fn all(&self) -> Vec<Arc<Store>> {
         self.lock().values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The one that is open already.
+    fn known(&self, named: &(StoreUrl, StoreFaults)) -> Option<Arc<Store>> {
+        self.lock().get(named).and_then(Weak::upgrade)
     }
 
     /// Keeps a store that was opened, unless somebody else was faster.

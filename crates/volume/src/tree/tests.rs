@@ -3,6 +3,8 @@ use crate::place::Writer;
 use mica_map::Reference;
 
 const BUDGET: u64 = 96 << 20;
+/// What the allocator may have taken besides: ends of its heaps, in huge pages.
+const TOLERANCE: u64 = 4 << 20;
 /// Set in the process that measures itself.
 const MEASURES: &str = "MICA_TEST_CACHE_MEMORY";
 
@@ -19,10 +21,11 @@ fn node(number: usize) -> Node {
     Node::new(Directory::decode(&bytes, place(number + 1)).expect("a directory"))
 }
 
-/// What the system has given this process.
+/// What the system has given this process, to the page: what `status` says may be off by some pages
+/// for each processor.
 fn memory() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/status").expect("readable");
-    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("it says so");
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").expect("readable");
+    let line = text.lines().find_map(|line| line.strip_prefix("Rss:")).expect("it says so");
     let number = line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number");
     number << 10
 }
@@ -53,7 +56,7 @@ fn measure() -> u64 {
 fn full_cache_takes_what_its_budget_allows() {
     if std::env::var_os(MEASURES).is_some() {
         let measured = measure();
-        assert!(measured <= BUDGET, "{measured} bytes");
+        assert!(measured <= BUDGET + TOLERANCE, "{measured} bytes");
         // Nor is much of it left unused.
         assert!(measured >= BUDGET / 4 * 3, "{measured} bytes");
         return;

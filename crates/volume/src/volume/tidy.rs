@@ -21,8 +21,9 @@ use std::time::Duration;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 impl Volume {
-    /// Puts a head with every extent that is in the store, unless the newest has them all: then a
-    /// collector knows what of them is needed.
+    /// Puts a head with every extent that is in the store when this is called, unless the newest
+    /// has them all: then a collector knows what of them is needed. What is put meanwhile is not
+    /// waited for.
     ///
     /// # Errors
     /// Why the volume is latched.
@@ -58,11 +59,13 @@ impl Volume {
 
 impl Shared {
     async fn checkpoint_if_newer(self: &Arc<Self>) -> Result<()> {
+        // A guest that goes on writing has put more whenever a head is answered.
+        let wanted = self.now().sequence;
         loop {
             let turn = || {
                 let mut now = self.now();
                 let refusal = self.refusal(&now).map(Err);
-                let is_done = now.sequence <= now.heads.sequence;
+                let is_done = wanted <= now.heads.sequence;
                 refusal.or_else(|| match is_done {
                     true => Some(Ok(None)),
                     false => self.head_turn(&mut now).map(|turn| Ok(Some(turn))),
@@ -89,9 +92,11 @@ mod tests {
     use crate::heads::Claimed;
     use crate::place::BLOCK_BYTES;
     use crate::testing::{memory, name, read, run, volumes, write};
-    use mica_block::{Disk as _, Manage as _, Objects};
-    use mica_rt::{now, spawn};
+    use mica_block::{Disk as _, Manage as _, ManageVolume as _, Objects};
+    use mica_rt::{now, spawn, timeout};
+    use mica_store::object::{FaultyObjects, FaultyOptions, ObjectOperation};
     use mica_units::Rng;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     const BLOCK: u64 = BLOCK_BYTES as u64;
     /// Blocks of the disk, and of a round of writing.
@@ -160,6 +165,46 @@ mod tests {
             assert_eq!(store.contents().len(), before + 1);
             volume.close().await.expect("closed");
             volume.checkpoint().await.expect("nothing to put");
+        });
+    }
+
+    /// The story: while its guest wrote, somebody who asked for a head waited without end, and the
+    /// volume put one after the other.
+    #[test]
+    fn checkpoint_of_a_volume_whose_guest_goes_on_writing_puts_two_heads_at_most() {
+        run(10, async {
+            let (only, latency) = (Some(ObjectOperation::Put), Duration::from_secs(1));
+            let options = FaultyOptions { seed: 10, only, latency, ..FaultyOptions::default() };
+            let objects: Arc<dyn Objects> =
+                Arc::new(FaultyObjects::new(Arc::new(memory()), options));
+            let volumes = volumes(&objects, "host-1").await;
+            volumes.create(&name("web"), DISK * BLOCK).await.expect("made");
+            let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+            let (volume, is_over) = (Arc::new(volume), Arc::new(AtomicBool::new(false)));
+            let guest = {
+                let (volume, is_over) = (Arc::clone(&volume), Arc::clone(&is_over));
+                spawn(async move {
+                    for block in 0.. {
+                        write(&volume, block % DISK * BLOCK, &[1; BLOCK_BYTES]).await;
+                        volume.flush().await.expect("flushed");
+                        if is_over.load(Ordering::Relaxed) {
+                            break;
+                        }
+                    }
+                })
+            };
+            for _ in 0..5 {
+                sleep(Duration::from_millis(3700)).await;
+                let put = || volume.figures().heads;
+                let (start, before) = (now(), put());
+                let done = timeout(Duration::from_secs(30), volume.checkpoint()).await;
+                done.expect("it ends").expect("put");
+                assert!(now().saturating_since(start) < 3 * latency, "two heads");
+                assert!(put() - before <= 2, "{} heads", put() - before);
+            }
+            is_over.store(true, Ordering::Relaxed);
+            guest.await;
+            volume.close().await.expect("closed");
         });
     }
 
