@@ -91,7 +91,13 @@ impl Unfinished {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
             let is_beside = mica_stack::change_places(place, path)?;
-            Ok(is_beside.then(|| Old { place: place.to_owned(), node: old }))
+            let old = is_beside.then(|| Old { place: place.to_owned(), node: old });
+            if old.as_ref().is_none_or(Old::is_there) {
+                return Ok(old);
+            }
+            // Somebody put it there just now: it is back where that one wants it.
+            mica_stack::change_places(place, path)?;
+            Err(io::ErrorKind::AlreadyExists.into())
         })
     }
 

@@ -6,7 +6,7 @@
 //!   Where it cannot have them the old one is overwritten in place, as are an empty file, which
 //!   somebody may have made for this and know by its descriptor, and one that has other names, too.
 
-use mica_block::{Result, Store};
+use mica_block::{Error, ErrorKind, Result, Store, StoreIdentity};
 use mica_stack::unfinished_place;
 use rustix::fs::{
     Access, AtFlags, CWD, Gid, Mode, Statx, StatxFlags, Uid, XattrFlags, access, fchmod, fchown,
@@ -37,17 +37,22 @@ impl Replaced {
     /// The file at `path`, if another one can take its place; `store` has it locked.
     ///
     /// # Errors
-    /// If it cannot be asked how long it is.
+    /// If it cannot be asked how long it is; `Denied` if `path` is another file by now.
     pub(super) fn of(path: &Path, store: &Arc<dyn Store>) -> Result<Option<Self>> {
-        if store.len()? == 0 {
+        // A descriptor is what its owner means, not what has the name of that file.
+        let is_descriptor = DESCRIPTORS.iter().any(|place| path.starts_with(place));
+        if store.len()? == 0 || is_descriptor {
             return Ok(None);
         }
         let Ok(real) = path.canonicalize() else { return Ok(None) };
         let Ok(found) = real.symlink_metadata() else { return Ok(None) };
+        let locked = store.identity();
+        if (StoreIdentity::File { device: found.dev(), inode: found.ino() }) != locked {
+            let what = "another process has put another file there meanwhile";
+            return Err(Error::new(ErrorKind::Denied, format!("{}: {what}", path.display())));
+        }
         let folder = real.parent().unwrap_or(Path::new("/"));
-        // A descriptor is what its owner means, not what has the name of that file.
-        let is_descriptor = DESCRIPTORS.iter().any(|place| path.starts_with(place));
-        let is_alone = found.is_file() && found.nlink() == 1 && !is_descriptor;
+        let is_alone = found.is_file() && found.nlink() == 1;
         let can_be = is_alone
             && access(folder, Access::WRITE_OK | Access::EXEC_OK).is_ok()
             && is_same_mount(&real, folder);
@@ -130,4 +135,33 @@ fn attributes_of(path: &Path) -> rustix::io::Result<Vec<(CString, Vec<u8>)>> {
         attributes.push((name, value));
     }
     Ok(attributes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_store::{CacheMode, Handles, Located, Locking, WritableFile};
+    use std::fs;
+
+    fn locked(path: &Path) -> Arc<dyn Store> {
+        let mut located = Located::find(path).expect("there");
+        let (cache, handles) = (CacheMode::Writeback, Handles::new(4));
+        let store = WritableFile::open(&mut located, cache, Locking::On, &handles);
+        Arc::new(store.expect("opened"))
+    }
+
+    /// The story: two runs replaced the same file; the second had locked what the first removed,
+    /// and replaced the new one under a server.
+    #[test]
+    fn only_the_file_that_is_locked_is_replaced() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (name, new) = (folder.path().join("name"), folder.path().join("new"));
+        fs::write(&name, "old").expect("written");
+        fs::write(&new, "new").expect("written");
+        let store = locked(&name);
+        assert!(Replaced::of(&name, &store).expect("asked").is_some());
+        fs::rename(&new, &name).expect("replaced");
+        let said = Replaced::of(&name, &store).err().expect("another file");
+        assert_eq!(said.kind(), ErrorKind::Denied, "{said}");
+    }
 }
