@@ -12,6 +12,7 @@
 use super::device::{Device, is_block_device};
 use super::replaced::Replaced;
 use super::sources::Sources;
+use super::spoiled::Spoiled;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
@@ -111,6 +112,25 @@ impl NewFile {
         sources: &Sources,
         options: ImageOptions,
     ) -> Result<Self, Failure> {
+        Self::create_for(path, (force, None), sources, options).await
+    }
+
+    /// As [`Self::create_with`], for the data file of the new `image`.
+    pub(crate) async fn create_data(
+        path: &Path,
+        (force, image): (bool, &Self),
+        sources: &Sources,
+        options: ImageOptions,
+    ) -> Result<Self, Failure> {
+        Self::create_for(path, (Some(force), Some(image)), sources, options).await
+    }
+
+    async fn create_for(
+        path: &Path,
+        (force, image): (Option<bool>, Option<&Self>),
+        sources: &Sources,
+        options: ImageOptions,
+    ) -> Result<Self, Failure> {
         sources.check(path)?;
         if is_block_device(path) {
             let what = "is a block device: `mica convert` writes a disk onto one";
@@ -149,6 +169,12 @@ impl NewFile {
             && let Some(new) = Self::make_beside(path, &store, (sources, &options)).await?
         {
             return Ok(new);
+        }
+        if made.is_none()
+            && let Some(image) = image
+        {
+            // For good: the data that it had is gone.
+            image.spoil_old().await?;
         }
         let unfinished = NewName::new((path, None), made);
         store.set_len(0).await.map_err(|error| error.wrap(path.display().to_string()))?;
@@ -236,6 +262,17 @@ impl NewFile {
         let zeroed = zero(&*store, most.min(store.len()?)).await;
         zeroed.map_err(|error| error.wrap(path.display().to_string()))?;
         Ok(Self { unfinished, store })
+    }
+
+    /// Makes the image that this one replaces none, if it is one with a data file.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) async fn spoil_old(&self) -> Result<Option<Spoiled>, Failure> {
+        match &self.unfinished.replaced {
+            Some(old) => Ok(Spoiled::new(old.store()).await?),
+            None => Ok(None),
+        }
     }
 
     /// Where the file is now.

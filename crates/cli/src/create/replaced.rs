@@ -29,8 +29,8 @@ pub(super) struct Replaced {
     /// Where it really is.
     real: PathBuf,
     found: Metadata,
-    // Has it locked.
-    _store: Arc<dyn Store>,
+    /// Has it locked.
+    store: Arc<dyn Store>,
 }
 
 impl Replaced {
@@ -57,12 +57,17 @@ impl Replaced {
             && access(folder, Access::WRITE_OK | Access::EXEC_OK).is_ok()
             && is_same_mount(&real, folder);
         let store = Arc::clone(store);
-        Ok(can_be.then_some(Self { real, found, _store: store }))
+        Ok(can_be.then_some(Self { real, found, store }))
     }
 
     /// Where it really is.
     pub(super) fn path(&self) -> &Path {
         &self.real
+    }
+
+    /// The file itself, which it has locked.
+    pub(super) fn store(&self) -> &Arc<dyn Store> {
+        &self.store
     }
 
     /// Where the new one is made.
