@@ -67,14 +67,15 @@ fn unnamed_of(owner: &Path) -> OsString {
 /// Makes an empty file for the image that is to be at `path`, where there is nothing, under a name
 /// of its own; what a killed process left of an image of that name goes. The caller locks it as an
 /// image, makes sure that it has got this file, and gives it its name with [`name_new`] when it is
-/// complete. `None` if there cannot be such a name: `path` is too long, or ends in no name.
+/// complete. It gets this `mode`, as far as the process and the folder let it. `None` if there
+/// cannot be such a name: `path` is too long, or ends in no name.
 ///
 /// # Errors
 /// `Denied` if another process makes an image there; else what the system reports.
-pub fn make_unfinished(path: &Path) -> Result<Option<(PathBuf, File)>> {
+pub fn make_unfinished(path: &Path, mode: u32) -> Result<Option<(PathBuf, File)>> {
     let Some(place) = unfinished_place(path) else { return Ok(None) };
     for _ in 0..TRIES {
-        match OpenOptions::new().write(true).create_new(true).open(&place) {
+        match OpenOptions::new().write(true).create_new(true).mode(mode).open(&place) {
             Ok(file) => return Ok(Some((place, file))),
             Err(error) if error.kind() == io::ErrorKind::InvalidFilename => return Ok(None),
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {

@@ -193,7 +193,7 @@ impl NewFile {
             return Ok(None);
         }
         refuse_place(unfinished_place(path), path, sources)?;
-        let Some((place, file)) = make_unfinished(path)? else { return Ok(None) };
+        let Some((place, file)) = make_unfinished(path, 0o666)? else { return Ok(None) };
         let made = Made { place, file, replaced: None };
         Self::open_made(path, made, options).await.map(Some)
     }
@@ -210,7 +210,7 @@ impl NewFile {
         }
         let Some(old) = Replaced::of(path, old)? else { return Ok(None) };
         refuse_place(old.place(), path, sources)?;
-        let Some((place, file)) = make_unfinished(old.path())? else { return Ok(None) };
+        let Some((place, file)) = make_unfinished(old.path(), 0o600)? else { return Ok(None) };
         if !old.describe(&file) {
             if is_file_at(&place, &file) {
                 remove_unfinished(&place);
