@@ -213,8 +213,7 @@ fn keep_together(
     let paths: Vec<_> = paths.iter().map(PathBuf::as_path).collect();
     let base = base.filter(|base| !base.may_be_missing || base.path.exists());
     let expected = base.map(|base| expect_overlays(&base.path, &paths));
-    let named = data.iter_mut().chain(&mut images).try_for_each(NewFile::name);
-    let named = named.and_then(|()| match base {
+    let named = name_all(&mut images, data.as_mut()).and_then(|()| match base {
         Some(base) if base.may_be_missing => {
             paths.iter().for_each(|path| note_overlay(&base.path, path));
             Ok(())
@@ -228,6 +227,25 @@ fn keep_together(
         return Err(failure);
     }
     images.into_iter().chain(data).for_each(NewFile::keep);
+    Ok(())
+}
+
+/// Gives the images their names after their `data` file has its own, all durably.
+fn name_all(images: &mut [NewFile], data: Option<&mut NewFile>) -> Result<(), Failure> {
+    if let Some(data) = data {
+        data.name()?;
+        data.sync_name()?;
+    }
+    images.iter_mut().try_for_each(NewFile::name)?;
+    let mut synced = None;
+    for image in images {
+        // Many are in one folder.
+        let folder = image.path().parent().map(Path::to_owned);
+        if synced.as_ref() != Some(&folder) {
+            image.sync_name()?;
+        }
+        synced = Some(folder);
+    }
     Ok(())
 }
 

@@ -3,9 +3,9 @@
 //!
 //! ```text
 //! nothing has the name ─▶ made under another one, locked ─▶ complete ─▶ expected
-//!   ─▶ named ─▶ announced ─▶ kept
-//! a file has it, and --force ─▶ made beside it, the same ─▶ complete ─▶ they change places
-//!   ─▶ announced ─▶ kept: the old one is removed
+//!   ─▶ named, durably ─▶ announced ─▶ kept
+//! a file has it, and --force ─▶ made beside it, the same ─▶ complete ─▶ they change places,
+//!   durably ─▶ announced ─▶ kept: the old one is removed
 //! an empty one has it, or one that cannot be replaced ─▶ overwritten there (`replaced.rs`)
 //! ```
 
@@ -16,11 +16,12 @@ use super::spoiled::Spoiled;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
+use mica_block::ErrorKind::{Denied, Invalid, Unsupported};
 use mica_block::{Images, Space, Store, write_all};
 use mica_rt::Buf;
 use mica_stack::{
     FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, remove_unfinished,
-    unfinished_place, wait_for_dead,
+    sync_folder_of, unfinished_place, wait_for_dead,
 };
 use mica_store::{CacheMode, Locking};
 use mica_units::HostOffset;
@@ -51,12 +52,15 @@ struct NewName {
     path: PathBuf,
     /// What has the name until then.
     replaced: Option<Replaced>,
+    /// Whether this process has given it its name, which may not be durable yet.
+    is_new: bool,
 }
 
 impl NewName {
     fn new((path, place): (&Path, Option<PathBuf>), made: Option<File>) -> Self {
+        let is_new = made.is_some();
         let unfinished = Unfinished::new(place.as_deref().unwrap_or(path), made);
-        Self { unfinished, place, path: path.to_owned(), replaced: None }
+        Self { unfinished, place, path: path.to_owned(), replaced: None, is_new }
     }
 
     /// Where the file is now.
@@ -84,6 +88,25 @@ impl NewName {
             self.place = None;
         }
         Ok(())
+    }
+
+    /// Makes the name that the file has durable, as far as its folder lets this process do that.
+    ///
+    /// # Errors
+    /// What the system reports.
+    fn sync(&self) -> Result<(), Failure> {
+        if !self.is_new {
+            return Ok(());
+        }
+        let path = self.replaced.as_ref().map_or(&*self.path, Replaced::path);
+        match sync_folder_of(path) {
+            // It may not be read, or its file system syncs no folders.
+            Err(error) if matches!(error.kind(), Denied | Invalid | Unsupported) => {
+                tracing::debug!(path = %path.display(), %error, "its name may not be durable");
+                Ok(())
+            }
+            synced => Ok(synced?),
+        }
     }
 
     /// Keeps the file, which has its name.
@@ -293,12 +316,21 @@ impl NewFile {
         self.unfinished.give()
     }
 
-    /// The same, for one that is passed on.
+    /// Makes its name durable.
     ///
     /// # Errors
-    /// As [`Self::name`].
+    /// What the system reports.
+    pub(crate) fn sync_name(&self) -> Result<(), Failure> {
+        self.unfinished.sync()
+    }
+
+    /// Gives the file, which is complete and durable, its name, durably. It is passed on.
+    ///
+    /// # Errors
+    /// As [`Self::name`] and [`Self::sync_name`].
     pub(crate) fn named(mut self) -> Result<Self, Failure> {
         self.name()?;
+        self.sync_name()?;
         Ok(self)
     }
 
