@@ -20,12 +20,12 @@ use mica_block::ErrorKind::{Denied, Invalid, Unsupported};
 use mica_block::{Images, Space, Store, write_all};
 use mica_rt::Buf;
 use mica_stack::{
-    FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, remove_unfinished,
-    sync_folder_of, unfinished_place, wait_for_dead,
+    FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, sync_folder_of,
+    unfinished_place, wait_for_dead,
 };
 use mica_store::{CacheMode, Locking};
 use mica_units::HostOffset;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, remove_file};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -235,9 +235,7 @@ impl NewFile {
         refuse_place(old.place(), path, sources)?;
         let Some((place, file)) = make_unfinished(old.path(), 0o600)? else { return Ok(None) };
         if !old.describe(&file) {
-            if is_file_at(&place, &file) {
-                remove_unfinished(&place);
-            }
+            remove_own(&place, &file);
             return Ok(None);
         }
         let made = Made { place, file, replaced: Some(old) };
@@ -261,9 +259,7 @@ impl NewFile {
                 Err(Failure::new(what))
             }
             Err(failure) => {
-                if is_own {
-                    remove_unfinished(&place);
-                }
+                remove_own(&place, &file);
                 Err(failure)
             }
         }
@@ -341,6 +337,14 @@ impl NewFile {
     /// Keeps the file, which has its name.
     pub(crate) fn keep(self) {
         self.unfinished.keep();
+    }
+}
+
+/// Removes the `file` at `place`, which this process has made, and may have given away.
+fn remove_own(place: &Path, file: &File) {
+    if is_file_at(place, file) {
+        // What is left is taken for that of a killed process.
+        let _ = remove_file(place);
     }
 }
 
