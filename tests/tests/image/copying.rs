@@ -1,5 +1,6 @@
 //! A copy under way: what it says, what a signal does, and copies to standard output.
 
+use mica_tests::server::Server;
 use mica_tests::{clock, command, mica, qemu, tools};
 use mica_units::Rng;
 use rustix::process::{Pid, Signal, kill_process};
@@ -216,17 +217,11 @@ fn file_that_is_replaced_gives_its_mode_owner_and_attributes_to_the_new_one() {
         assert_eq!(&value[..len], b"ours");
     }
     // Nobody replaces it while it is in use.
-    let busy = dir.join("slow");
     mica_in(dir, &["clone", "-q", "disk", "over"]).ok();
-    let slow = ["convert", "--inject", "delay=30ms", "-O", "raw", "over", "slow"];
-    fs::write(&busy, "").expect("there is room");
-    let mut reader = Command::new(mica::binary());
-    let mut reader = reader.current_dir(dir).args(slow).spawn().expect("started");
-    let reads = || busy.metadata().is_ok_and(|slow| slow.len() > 0).then_some(());
-    assert!(clock::poll(LIMIT, Duration::from_millis(1), reads).is_some());
+    let server = Server::mica_writable(&dir.join("over"), "qcow2", &[]).expect("served");
     convert().refusal();
     assert_eq!(fs::metadata(&disk).expect("there").ino(), after.ino());
-    assert!(reader.wait().expect("it ends").success());
+    drop(server);
 }
 
 /// The story: a verb that was killed left the first part of an image under the name that was wished
