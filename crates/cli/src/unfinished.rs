@@ -153,8 +153,11 @@ impl Unfinished {
         let Some(at) = files.iter().position(|entry| entry.path == self.path) else { return };
         let Before::Beside(old) = files.swap_remove(at).before else { return };
         if old.is_there() {
-            // As if this process were killed now.
-            let _ = remove_file(old.place);
+            // Then it is as if this process were killed now.
+            if let Err(error) = remove_file(&old.place) {
+                let place = old.place.display();
+                tracing::warn!(%place, %error, "the file that was replaced stays, and its space");
+            }
         }
     }
 }
