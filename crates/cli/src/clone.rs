@@ -13,9 +13,7 @@ use mica_block::Images;
 use mica_qcow2::read_header;
 use mica_qcow2_format::Encryption;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
-use mica_stack::{
-    FileImages, Format, base_name, forget_gone, is_frozen, sync_folder_of, wait_for_dead,
-};
+use mica_stack::{FileImages, Format, base_name, forget_gone, is_frozen, wait_for_dead};
 use mica_units::SECTOR_BYTES;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -87,9 +85,6 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
                 files.push(make(args, name, len, wishes).await?);
             }
             keep_all(files, Some(&base))?;
-        }
-        for name in names.first().into_iter().chain(args.count.and(names.last())) {
-            sync_folder_of(name)?;
         }
         if let Some(first) = names.first() {
             warn_if_refused(first, &wish, &args.images)?;

@@ -388,9 +388,10 @@ fn convert_to_qcow2(
         let source = (!args.new.compress).then_some(&*source);
         let place = (device.as_ref(), &sources, options.clone());
         let image = new_image(args, &plan, source, place).await?;
-        // The image itself is there by now.
+        // The image itself is there by now, and what it replaces is still.
         sources.add_file(image.place());
-        let data = new_data_file(&args.names.target, &plan, force, &sources, options).await?;
+        sources.add_file(image.path());
+        let data = new_data_file(&image, &plan, force, &sources, options).await?;
         Ok::<_, Failure>((image, data))
     })?;
     let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
@@ -419,7 +420,7 @@ fn convert_to_qcow2(
         path: beside(&args.names.target, Path::new(name)),
         may_be_missing: false,
     });
-    keep_new(image, data, base.as_ref())?;
+    executor.block_on(keep_new(image, data, base.as_ref()))?;
     warn_if_refused(&args.names.target, &wish, &args.images)
 }
 

@@ -7,6 +7,7 @@ mod new_file;
 pub(crate) mod options;
 mod replaced;
 mod sources;
+mod spoiled;
 
 pub(crate) use device::{Device, claim, is_block_device};
 pub(crate) use encryption::{EncryptOptions, warn_of_plain};
@@ -157,9 +158,10 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
         // It has its space, which reads as zeros now.
         plan.preallocation = Preallocation::Metadata;
     }
-    // The image itself is there by now.
+    // The image itself is there by now, and what it replaces is still.
     sources.add_file(image.place());
-    let data = new_data_file(&args.file, &plan, args.force, &sources, images).await?;
+    sources.add_file(image.path());
+    let data = new_data_file(&image, &plan, args.force, &sources, images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
@@ -167,7 +169,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
         path: beside(&args.file, Path::new(name)),
         may_be_missing: args.unsafe_backing,
     });
-    keep_new(image, data, base.as_ref())?;
+    keep_new(image, data, base.as_ref()).await?;
     warn_if_refused(&args.file, &options.wish, &args.images)?;
     report(args, fields)
 }
@@ -180,25 +182,38 @@ pub(crate) struct NamedBase {
 }
 
 /// Keeps a new image, which is complete, and its data file, if it has one, as [`keep_all`] does.
-pub(crate) fn keep_new(
+pub(crate) async fn keep_new(
     image: NewFile,
     data: Option<NewFile>,
     base: Option<&NamedBase>,
 ) -> Result<(), Failure> {
-    let data = data.map(NewFile::named).transpose()?;
-    keep_all(vec![image], base)?;
-    data.into_iter().for_each(NewFile::keep);
-    Ok(())
+    let Some(data) = data else { return keep_all(vec![image], base) };
+    // Whoever is killed between the two leaves no image that shows what is another one's.
+    let spoiled = image.spoil_old().await?;
+    let kept = keep_together(vec![image], Some(data), base);
+    if let (Err(_), Some(spoiled)) = (&kept, spoiled) {
+        spoiled.mend().await;
+    }
+    kept
 }
 
 /// Keeps new images, which are complete: they get their names. Whoever merges the `base` finds each
 /// as soon as it has its.
-pub(crate) fn keep_all(mut images: Vec<NewFile>, base: Option<&NamedBase>) -> Result<(), Failure> {
+pub(crate) fn keep_all(images: Vec<NewFile>, base: Option<&NamedBase>) -> Result<(), Failure> {
+    keep_together(images, None, base)
+}
+
+/// The same for images, one of which may have this `data` file, which gets its name first.
+fn keep_together(
+    mut images: Vec<NewFile>,
+    mut data: Option<NewFile>,
+    base: Option<&NamedBase>,
+) -> Result<(), Failure> {
     let paths: Vec<_> = images.iter().map(|image| image.path().to_owned()).collect();
     let paths: Vec<_> = paths.iter().map(PathBuf::as_path).collect();
     let base = base.filter(|base| !base.may_be_missing || base.path.exists());
     let expected = base.map(|base| expect_overlays(&base.path, &paths));
-    let named = images.iter_mut().try_for_each(NewFile::name).and_then(|()| match base {
+    let named = name_all(&mut images, data.as_mut()).and_then(|()| match base {
         Some(base) if base.may_be_missing => {
             paths.iter().for_each(|path| note_overlay(&base.path, path));
             Ok(())
@@ -207,11 +222,30 @@ pub(crate) fn keep_all(mut images: Vec<NewFile>, base: Option<&NamedBase>) -> Re
         None => Ok(()),
     });
     if let Err(failure) = named {
-        drop(images);
+        drop((images, data));
         expected.into_iter().for_each(ExpectedOverlays::forget);
         return Err(failure);
     }
-    images.into_iter().for_each(NewFile::keep);
+    images.into_iter().chain(data).for_each(NewFile::keep);
+    Ok(())
+}
+
+/// Gives the images their names after their `data` file has its own, all durably.
+fn name_all(images: &mut [NewFile], data: Option<&mut NewFile>) -> Result<(), Failure> {
+    if let Some(data) = data {
+        data.name()?;
+        data.sync_name()?;
+    }
+    images.iter_mut().try_for_each(NewFile::name)?;
+    let mut synced = None;
+    for image in images {
+        // Many are in one folder.
+        let folder = image.path().parent().map(Path::to_owned);
+        if synced.as_ref() != Some(&folder) {
+            image.sync_name()?;
+        }
+        synced = Some(folder);
+    }
     Ok(())
 }
 
@@ -220,9 +254,9 @@ pub(crate) fn is_any_encrypted(disk: &dyn Manage) -> bool {
     (0..disk.layer_count()).any(|position| disk.is_encrypted(position))
 }
 
-/// Creates the external data file of an image at `file`, if the plan has one.
+/// Creates the external data file of a new `image`, if the plan has one.
 pub(crate) async fn new_data_file(
-    file: &Path,
+    image: &NewFile,
     plan: &ImagePlan,
     force: bool,
     sources: &Sources,
@@ -231,8 +265,9 @@ pub(crate) async fn new_data_file(
     match &plan.data_file {
         None => Ok(None),
         Some(data) => {
-            let path = beside(file, Path::new(&data.name));
-            Ok(Some(NewFile::create_with(&path, Some(force), sources, images).await?))
+            let path = beside(image.path(), Path::new(&data.name));
+            let made = NewFile::create_data(&path, (force, image), sources, images).await;
+            Ok(Some(made?))
         }
     }
 }

@@ -12,7 +12,7 @@ use mica_block::{Error, ErrorKind, Manage};
 use mica_daemon::IoSettings;
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::create::{Preallocation, Stores, create};
-use mica_stack::{Format, ImageOptions, sync_folder_of};
+use mica_stack::{Format, ImageOptions};
 use mica_store::Locking;
 use serde_json::json;
 use std::io::{BufReader, IsTerminal, Read};
@@ -136,7 +136,7 @@ async fn from_folder(
             return Err(target.give_up(error).await);
         }
     }
-    target.finish(args).await?;
+    target.finish().await?;
     Ok(last)
 }
 
@@ -157,7 +157,7 @@ async fn from_stream(
     let target = Target::make(args, images, first.len, first.len).await?;
     match fill(args, &mut stream, first, &target).await {
         Ok(last) => {
-            target.finish(args).await?;
+            target.finish().await?;
             Ok(last)
         }
         Err(error) => Err(target.give_up(error).await),
@@ -248,12 +248,10 @@ impl Target {
         Ok(Self { disk, file, progress })
     }
 
-    async fn finish(mut self, args: &RestoreArgs) -> Result<(), Failure> {
+    async fn finish(self) -> Result<(), Failure> {
         self.disk.flush().await?;
         self.disk.close().await?;
-        self.file.name()?;
-        sync_folder_of(&args.file)?;
-        self.file.keep();
+        self.file.named()?.keep();
         self.progress.finish();
         Ok(())
     }

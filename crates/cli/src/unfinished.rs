@@ -11,7 +11,8 @@
 //! - I3 An existing file that was overwritten in place is emptied, not removed, after nothing can
 //!   be written to files any more.
 //! - I4 A file that another one has taken the place of is removed when that is kept, and gets its
-//!   name back if it is not.
+//!   name back if it is not. Where a file system could only drop it, the new one, which is complete,
+//!   stays in any case.
 
 use mica_stack::is_file_at;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -30,8 +31,17 @@ struct Entry {
     path: PathBuf,
     /// The file, if this process created it.
     made: Option<File>,
-    /// What had its name before, and where that is now.
-    old: Option<Old>,
+    before: Before,
+}
+
+/// What had the name of a file before it.
+enum Before {
+    /// Nothing, or the file itself.
+    Nothing,
+    /// A file that is beside it now.
+    Beside(Old),
+    /// One that is gone.
+    Gone,
 }
 
 /// A file, by device and inode, that another one has taken the place of.
@@ -55,7 +65,7 @@ impl Unfinished {
     /// The file at `path`, which this process has created (`made`) or is about to overwrite.
     pub(crate) fn new(path: &Path, made: Option<File>) -> Self {
         watch();
-        files().push(Entry { path: path.to_owned(), made, old: None });
+        files().push(Entry { path: path.to_owned(), made, before: Before::Nothing });
         Self { path: path.to_owned() }
     }
 
@@ -77,7 +87,7 @@ impl Unfinished {
         let mut files = files();
         let file = File::create_new(path)?;
         let cloned = clone(&file);
-        let entry = Entry { path: path.to_owned(), made: Some(file), old: None };
+        let entry = Entry { path: path.to_owned(), made: Some(file), before: Before::Nothing };
         let file = cloned.inspect_err(|_| entry.discard())?;
         files.push(entry);
         Ok((Self { path: path.to_owned() }, file))
@@ -88,7 +98,7 @@ impl Unfinished {
     /// # Errors
     /// What the system reports. It is on the list still, under the name that it had.
     pub(crate) fn rename_to(&mut self, path: &Path) -> io::Result<()> {
-        self.named(path, |place| mica_stack::name_new(place, path).map(|()| None))
+        self.named(path, |place| mica_stack::name_new(place, path).map(|()| Before::Nothing))
     }
 
     /// The same for the name of the file `old`, by device and inode, which stays beside it until
@@ -97,12 +107,29 @@ impl Unfinished {
     /// # Errors
     /// As [`Self::rename_to`]; `AlreadyExists` if `path` is another file by now.
     pub(crate) fn replace(&mut self, path: &Path, old: (u64, u64)) -> io::Result<()> {
+        self.replace_by(path, old, mica_stack::change_places)
+    }
+
+    fn replace_by(
+        &mut self,
+        path: &Path,
+        old: (u64, u64),
+        change: impl Fn(&Path, &Path) -> io::Result<bool>,
+    ) -> io::Result<()> {
         self.named(path, |place| {
             if !is_node_at(path, old) {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
-            let is_beside = mica_stack::change_places(place, path)?;
-            Ok(is_beside.then(|| Old { place: place.to_owned(), node: old }))
+            if !change(place, path)? {
+                return Ok(Before::Gone);
+            }
+            let old = Old { place: place.to_owned(), node: old };
+            if old.is_there() {
+                return Ok(Before::Beside(old));
+            }
+            // Somebody put it there just now: it is back where that one wants it.
+            change(place, path)?;
+            Err(io::ErrorKind::AlreadyExists.into())
         })
     }
 
@@ -110,7 +137,7 @@ impl Unfinished {
     fn named(
         &mut self,
         path: &Path,
-        give: impl FnOnce(&Path) -> io::Result<Option<Old>>,
+        give: impl FnOnce(&Path) -> io::Result<Before>,
     ) -> io::Result<()> {
         let mut files = files();
         let entry = files.iter_mut().find(|entry| entry.path == self.path);
@@ -118,10 +145,10 @@ impl Unfinished {
             let what = format!("{}: another process removed it", self.path.display());
             return Err(io::Error::new(io::ErrorKind::NotFound, what));
         }
-        let old = give(&self.path)?;
+        let before = give(&self.path)?;
         if let Some(entry) = entry {
             path.clone_into(&mut entry.path);
-            entry.old = old;
+            entry.before = before;
         }
         path.clone_into(&mut self.path);
         Ok(())
@@ -131,9 +158,14 @@ impl Unfinished {
     pub(crate) fn keep(self) {
         let mut files = files();
         let Some(at) = files.iter().position(|entry| entry.path == self.path) else { return };
-        let old = files.swap_remove(at).old.filter(Old::is_there);
-        // What is left is taken for that of a killed process, as it is when this one is killed now.
-        let _ = old.map(|old| remove_file(old.place));
+        let Before::Beside(old) = files.swap_remove(at).before else { return };
+        if old.is_there() {
+            // Then it is as if this process were killed now.
+            if let Err(error) = remove_file(&old.place) {
+                let place = old.place.display();
+                tracing::warn!(%place, %error, "the file that was replaced stays, and its space");
+            }
+        }
     }
 }
 
@@ -156,14 +188,12 @@ impl Entry {
         if !self.is_ours() {
             return;
         }
-        let old = self.old.as_ref().filter(|old| old.is_there());
         // The failure itself is reported, and what is left is not an image.
-        let _ = match (&self.made, old) {
-            (_, Some(old)) => rename(&old.place, &self.path),
-            (Some(_), None) => remove_file(&self.path),
-            (None, None) => {
-                OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop)
-            }
+        let _ = match (&self.made, &self.before) {
+            (_, Before::Gone) => Ok(()),
+            (_, Before::Beside(old)) if old.is_there() => rename(&old.place, &self.path),
+            (Some(_), _) => remove_file(&self.path),
+            (None, _) => OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop),
         };
     }
 }
@@ -291,6 +321,47 @@ mod tests {
         let said = replace(old).map(drop).expect_err("another one");
         assert_eq!(said.kind(), io::ErrorKind::AlreadyExists);
         assert_eq!((read(), place.exists()), (b"new".to_vec(), false));
+    }
+
+    /// The story: where files cannot be exchanged a verb that failed late left neither.
+    #[test]
+    fn file_that_could_only_drop_the_old_one_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (place, name) = (folder.path().join("place"), folder.path().join("name"));
+        fs::write(&name, "old").expect("written");
+        let found = fs::metadata(&name).expect("there");
+        let own = File::create_new(&place).expect("made");
+        fs::write(&place, "new").expect("written");
+        let mut unfinished = Unfinished::new(&place, Some(own));
+        let drop_it = |place: &Path, path: &Path| rename(place, path).map(|()| false);
+        unfinished.replace_by(&name, (found.dev(), found.ino()), drop_it).expect("replaced");
+        drop(unfinished);
+        assert_eq!((fs::read(&name).expect("there"), place.exists()), (b"new".to_vec(), false));
+    }
+
+    #[test]
+    fn file_that_somebody_puts_there_in_the_last_moment_stays_there() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        let (place, name, other) = (at("place"), at("name"), at("other"));
+        fs::write(&name, "old").expect("written");
+        fs::write(&other, "of another").expect("written");
+        let found = fs::metadata(&name).expect("there");
+        let own = File::create_new(&place).expect("made");
+        let mut unfinished = Unfinished::new(&place, Some(own));
+        let late = |place: &Path, path: &Path| {
+            if other.exists() {
+                rename(&other, path)?;
+            }
+            mica_stack::change_places(place, path)
+        };
+        let said = unfinished.replace_by(&name, (found.dev(), found.ino()), late);
+        assert_eq!(said.expect_err("another one").kind(), io::ErrorKind::AlreadyExists);
+        drop(unfinished);
+        assert_eq!(
+            (fs::read(&name).expect("there"), place.exists()),
+            (b"of another".to_vec(), false)
+        );
     }
 
     #[test]

@@ -20,8 +20,7 @@
 //!   there when the disk is opened, or leaves by another merge, is the user's ([`forget_drops`]).
 
 use crate::files::{folder_of, position_of, sync_folder_of};
-use crate::keep::may_keep_state;
-use crate::keep::remove_state;
+use crate::keep::{is_called, may_keep_state, remove_state};
 use crate::merged;
 use crate::{FileImages, ImageOptions, MayWrite};
 use crate::{GoneImages, check_no_overlays, forget_overlays, settle_marks};
@@ -38,20 +37,23 @@ const LET_GO_LIMIT: Duration = Duration::from_secs(2);
 const LET_GO_LOOK: Duration = Duration::from_millis(20);
 
 /// Removes files of states that were dropped from the disk whose chain has these `layers`, the last
-/// of which is the active one. Returns their paths. Images on them that are `gone` count as the
-/// user says. The caller keeps layers from coming and going meanwhile.
+/// of which is the active one. Returns their paths. Images that are gone and stood on the file of
+/// the state `freed` were removed, as the user says; others may have been moved. The caller keeps
+/// layers from coming and going meanwhile.
 ///
 /// # Errors
 /// The first failure, after all others were tried.
 pub fn remove_dropped(
     layers: &[PathBuf],
     options: &ImageOptions,
-    gone: GoneImages,
+    freed: Option<&str>,
 ) -> Result<Vec<PathBuf>> {
     let (mut removed, mut failed) = (Vec::new(), None);
     // States are kept beside the active layer.
     let Some(folder) = layers.last().map(|active| folder_of(active)) else { return Ok(removed) };
     for (file, at) in marks_in(folder)? {
+        let is_freed = freed.is_some_and(|freed| is_called(&file, layers, freed));
+        let gone = GoneImages::new(is_freed);
         match remove_if_dropped((&file, &at), layers, options, gone) {
             Ok(true) => removed.push(file),
             Ok(false) => {}
@@ -207,11 +209,11 @@ mod tests {
         }
 
         fn remove(&self) -> Result<Vec<PathBuf>> {
-            self.remove_with(GoneImages::MayBeMoved)
+            self.remove_with(None)
         }
 
-        fn remove_with(&self, gone: GoneImages) -> Result<Vec<PathBuf>> {
-            remove_dropped(&self.layers, &ImageOptions::new(Handles::new(8)), gone)
+        fn remove_with(&self, freed: Option<&str>) -> Result<Vec<PathBuf>> {
+            remove_dropped(&self.layers, &ImageOptions::new(Handles::new(8)), freed)
         }
 
         fn names(&self) -> Vec<String> {
@@ -309,11 +311,14 @@ mod tests {
         let clone = elsewhere.path().join("clone.qcow2");
         crate::overlays::put_image(&clone, world.file.to_str());
         crate::note_overlay(&world.file, &clone);
-        world.remove_with(GoneImages::Removed).expect_err("it is there");
+        world.remove_with(Some("a")).expect_err("it is there");
         fs::remove_file(&clone).expect("removed");
-        world.remove().expect_err("it may have been moved");
+        // What is said of other states does not count.
+        for freed in [None, Some("b"), Some("disk@a")] {
+            world.remove_with(freed).expect_err("it may have been moved");
+        }
         assert!(world.file.exists());
-        assert_eq!(world.remove_with(GoneImages::Removed).expect("removed").len(), 1);
+        assert_eq!(world.remove_with(Some("a")).expect("removed").len(), 1);
         assert_eq!(world.names(), ["base.qcow2", "base.qcow2.mica-above", "disk.qcow2"]);
     }
 

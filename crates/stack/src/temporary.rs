@@ -26,6 +26,7 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Access;
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
+use rustix::process::geteuid;
 use std::ffi::OsString;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Write};
@@ -67,14 +68,15 @@ fn unnamed_of(owner: &Path) -> OsString {
 /// Makes an empty file for the image that is to be at `path`, where there is nothing, under a name
 /// of its own; what a killed process left of an image of that name goes. The caller locks it as an
 /// image, makes sure that it has got this file, and gives it its name with [`name_new`] when it is
-/// complete. `None` if there cannot be such a name: `path` is too long, or ends in no name.
+/// complete. It gets this `mode`, as far as the process and the folder let it. `None` if there
+/// cannot be such a name: `path` is too long, or ends in no name.
 ///
 /// # Errors
 /// `Denied` if another process makes an image there; else what the system reports.
-pub fn make_unfinished(path: &Path) -> Result<Option<(PathBuf, File)>> {
+pub fn make_unfinished(path: &Path, mode: u32) -> Result<Option<(PathBuf, File)>> {
     let Some(place) = unfinished_place(path) else { return Ok(None) };
     for _ in 0..TRIES {
-        match OpenOptions::new().write(true).create_new(true).open(&place) {
+        match OpenOptions::new().write(true).create_new(true).mode(mode).open(&place) {
             Ok(file) => return Ok(Some((place, file))),
             Err(error) if error.kind() == io::ErrorKind::InvalidFilename => return Ok(None),
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
@@ -104,7 +106,9 @@ pub fn unfinished_place(path: &Path) -> Option<PathBuf> {
 /// Removes what is at `place`, where an image is made, if nobody has it locked. Returns whether it
 /// did.
 pub fn remove_unfinished(place: &Path) -> bool {
-    remove_if_abandoned(place.to_owned(), is_lockable_image).is_some()
+    // Root gives what it replaces another user's image with to that user before it is complete.
+    let is_own = |found: &Metadata| found.is_file() && (geteuid().is_root() || is_own_file(found));
+    remove_if_abandoned(place.to_owned(), is_own, is_lockable_image).is_some()
 }
 
 /// Gives the file at `place` the name `path`, which nothing has.
@@ -217,23 +221,27 @@ pub(crate) fn remove_beside(real: &[Option<PathBuf>]) -> Vec<PathBuf> {
         for ending in [NEW_ABOVE, NEW_MERGED, NEW_OVERLAYS] {
             let mut path = layer.clone().into_os_string();
             path.push(ending);
-            removed.extend(remove_if_abandoned(path.into(), |_| true));
+            removed.extend(remove_if_abandoned(path.into(), is_own_file, |_| true));
         }
     }
     if let Some(Some(active)) = real.last() {
         let path = active.with_file_name(unnamed_of(active));
         // Its owner has the active one locked, not this: but where there are no locks, the caller
         // only thinks that it has.
-        removed.extend(remove_if_abandoned(path, is_lockable_image));
+        removed.extend(remove_if_abandoned(path, is_own_file, is_lockable_image));
     }
     removed
 }
 
-/// Removes the file at `path` if nobody has it locked, and it `is_free`.
-fn remove_if_abandoned(path: PathBuf, is_free: impl FnOnce(&File) -> bool) -> Option<PathBuf> {
+/// Removes the file at `path` if it `is_own`, nobody has it locked, and it `is_free`.
+fn remove_if_abandoned(
+    path: PathBuf,
+    is_own: impl FnOnce(&Metadata) -> bool,
+    is_free: impl FnOnce(&File) -> bool,
+) -> Option<PathBuf> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(&path).ok()?;
-    let is_abandoned = is_own_file(&file.metadata().ok()?)
+    let is_abandoned = is_own(&file.metadata().ok()?)
         && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
         && is_free(&file)
         && is_at(&path, &file);
@@ -253,7 +261,7 @@ fn is_lockable_image(file: &File) -> bool {
 
 /// Whether it is a file that a process of this user may have left.
 fn is_own_file(found: &Metadata) -> bool {
-    found.is_file() && found.uid() == rustix::process::geteuid().as_raw()
+    found.is_file() && found.uid() == geteuid().as_raw()
 }
 
 /// Whether `file` is what `path` names, and not a symbolic link to it.
@@ -333,6 +341,30 @@ mod tests {
         fs::write(&new, "other").expect("written");
         taken.remove();
         assert!(new.exists());
+    }
+
+    /// The story: root was killed over the image of another user, and never made one there again.
+    #[test]
+    fn what_root_left_of_another_users_image_goes_and_nothing_but_a_file_does() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (disk, place) =
+            (folder.path().join("disk"), folder.path().join(".disk.mica-unfinished"));
+        let layer = folder.path().join("disk.mica-above.tmp");
+        for file in [&disk, &place, &layer] {
+            fs::write(file, "left").expect("written");
+        }
+        fs::create_dir(folder.path().join("folder")).expect("made");
+        std::os::unix::fs::symlink("disk", folder.path().join("link")).expect("a link");
+        if geteuid().is_root() {
+            for file in [&place, &layer] {
+                std::os::unix::fs::chown(file, Some(1234), None).expect("given away");
+            }
+        }
+        assert!(remove_unfinished(&place) && !place.exists());
+        for name in ["folder", "link"] {
+            assert!(!remove_unfinished(&folder.path().join(name)), "{name}");
+        }
+        assert_eq!(remove_abandoned(&[disk]).is_empty(), geteuid().is_root());
     }
 
     /// The story: where files cannot be locked, a server removed the layer that another was making.

@@ -98,7 +98,7 @@ impl FileStore {
         }
         let file = handles.open_located(located, mode.access)?;
         lock::take(&file, located.path(), Role::Reader, locking)?;
-        located.refresh(&file)?;
+        located.refresh_locked(&file)?;
         Self::opened(located, file, mode, handles)
     }
 

@@ -5,12 +5,13 @@
 //! is opened, through its descriptor, so that nobody can swap the name in between.
 
 use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
+use crate::lock;
 use crate::nameless;
 use crate::stamp::nanoseconds;
 use mica_block::{Error, ErrorKind, Identity, Result};
 use mica_rt::{Access, File, FileSystem};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, open, openat, readlink};
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, open, openat, readlink, stat};
 use rustix::io::Errno;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
@@ -247,6 +248,25 @@ impl Located {
             Error::from_io(format!("asking about {}", self.path.display()), error.into())
         })?;
         Ok(())
+    }
+
+    /// The same once `file` is locked: whoever had it locked until then may have given its name to
+    /// another one and removed it.
+    ///
+    /// # Errors
+    /// As [`Self::refresh`]; one that is worth a retry if that happened.
+    pub(crate) fn refresh_locked(&mut self, file: &File) -> Result<()> {
+        self.refresh(file)?;
+        let is_nameless = self.kind == FileKind::Regular && self.stat.st_nlink == 0;
+        // Names in /proc lead to files that have no others.
+        let is_gone = || match stat(&self.path) {
+            Ok(found) => (found.st_dev, found.st_ino) != self.node(),
+            Err(error) => error == Errno::NOENT,
+        };
+        match is_nameless && is_gone() {
+            true => Err(lock::taken_away(&self.path)),
+            false => Ok(()),
+        }
     }
 
     /// Opens this inode, whatever the name refers to by now; for reading unless `flags` add to

@@ -71,6 +71,9 @@ const ALL: u64 = UNSHARED + RESIZE + 1 - USED;
 /// Time for somebody who wants to be alone with an image to be done with it.
 const ALONE_LIMIT: Duration = Duration::from_secs(5);
 
+/// Time for finding an image again that was replaced: once is enough.
+const REPLACED_LIMIT: Duration = Duration::from_secs(1);
+
 /// The permissions that `role` uses, and those that it does not share.
 fn permissions(role: Role, locking: Locking) -> Option<(&'static [u64], &'static [u64])> {
     match (role, locking) {
@@ -166,6 +169,13 @@ pub(crate) fn read_here(path: &Path) -> Error {
         path.display()
     );
     Error::new(ErrorKind::Denied, what)
+}
+
+/// The error of opening the image at `path` when another process has just put another file there.
+/// Who looks again finds that one.
+pub(crate) fn taken_away(path: &Path) -> Error {
+    let what = format!("{}: another process has removed or replaced the image", path.display());
+    Error::from_io(what, holder::may_be_released_within(REPLACED_LIMIT))
 }
 
 /// Takes the locks of a writer on `file`, which has those of a reader; after an error it has those

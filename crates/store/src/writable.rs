@@ -138,7 +138,7 @@ impl WritableFile {
         let file = handles.open_located_writable(located, cache.access())?;
         let file = handles.in_place().apply_to(file);
         let is_locked = lock::take(&file, located.path(), role, locking)?;
-        located.refresh(&file)?;
+        located.refresh_locked(&file)?;
         let align = Alignment::of(&file, located)?;
         let inner = Inner {
             file: Arc::new(file),

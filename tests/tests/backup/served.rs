@@ -218,6 +218,9 @@ fn file_that_a_killed_drop_left_goes_when_the_drop_is_repeated() {
     std::fs::write(world.path("disk@a.qcow2.mica-merged"), mark).expect("written");
     let said = world.ctl(&["backup", "drop", "disk", "a"]).refusal();
     assert!(said.contains("no state \"a\"") && file.exists(), "{said}");
+    // Of another state.
+    let said = world.ctl(&["backup", "drop", "--ignore-gone", "disk", "A"]).refusal();
+    assert!(said.contains("no state \"A\"") && file.exists(), "{said}");
     let said = world.ctl(&["backup", "drop", "--ignore-gone", "disk", "a"]).refusal();
     assert!(said.contains("disk@a.qcow2, which is removed now"), "{said}");
     for left in ["", ".mica-merged", ".mica-overlays"] {

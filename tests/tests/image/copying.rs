@@ -1,5 +1,6 @@
 //! A copy under way: what it says, what a signal does, and copies to standard output.
 
+use mica_tests::server::Server;
 use mica_tests::{clock, command, mica, qemu, tools};
 use mica_units::Rng;
 use rustix::process::{Pid, Signal, kill_process};
@@ -149,6 +150,43 @@ fn whatever_is_killed_over_an_existing_file_leaves_the_old_or_the_new_one() {
     }
 }
 
+/// The story: between the two files of an image the machine went down, and the old image showed
+/// parts of the new data at the old places.
+#[test]
+fn old_image_is_none_while_its_data_file_is_another_one() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    fs::write(dir.join("small.raw"), vec![9; 512 << 10]).expect("there is room");
+    let convert = |source| {
+        ["convert", "--force", "-f", "raw", "-o", "data_file=data", source, "disk"].to_vec()
+    };
+    mica_in(dir, &convert("small.raw")).ok();
+    mica_in(dir, &["compare", "-s", "-F", "raw", "disk", "small.raw"]).ok();
+    // Then it is overwritten in place.
+    fs::hard_link(dir.join("data"), dir.join("again")).expect("a second name");
+    let slowly = [&convert("source.raw")[..], &SLOWLY].concat();
+    let mut child = start(dir, &slowly, "data");
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    let said = mica_in(dir, &["info", "disk"]).refusal();
+    assert!(said.contains("version"), "{said}");
+    for alone in [false, true] {
+        if alone {
+            fs::remove_file(dir.join("again")).expect("there");
+        }
+        for source in ["source.raw", "small.raw"] {
+            mica_in(dir, &convert(source)).ok();
+            mica_in(dir, &["compare", "-s", "-F", "raw", "disk", source]).ok();
+        }
+    }
+    // The image's own name is no place for its data.
+    let said = mica_in(dir, &["create", "--force", "-o", "data_file=disk", "disk", "1M"]);
+    let said = said.refusal();
+    assert!(!said.contains("another process"), "{said}");
+    mica_in(dir, &["compare", "-s", "-F", "raw", "disk", "small.raw"]).ok();
+}
+
 #[test]
 fn file_that_is_replaced_gives_its_mode_owner_and_attributes_to_the_new_one() {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown, symlink};
@@ -179,17 +217,11 @@ fn file_that_is_replaced_gives_its_mode_owner_and_attributes_to_the_new_one() {
         assert_eq!(&value[..len], b"ours");
     }
     // Nobody replaces it while it is in use.
-    let busy = dir.join("slow");
     mica_in(dir, &["clone", "-q", "disk", "over"]).ok();
-    let slow = ["convert", "--inject", "delay=30ms", "-O", "raw", "over", "slow"];
-    fs::write(&busy, "").expect("there is room");
-    let mut reader = Command::new(mica::binary());
-    let mut reader = reader.current_dir(dir).args(slow).spawn().expect("started");
-    let reads = || busy.metadata().is_ok_and(|slow| slow.len() > 0).then_some(());
-    assert!(clock::poll(LIMIT, Duration::from_millis(1), reads).is_some());
+    let server = Server::mica_writable(&dir.join("over"), "qcow2", &[]).expect("served");
     convert().refusal();
     assert_eq!(fs::metadata(&disk).expect("there").ino(), after.ino());
-    assert!(reader.wait().expect("it ends").success());
+    drop(server);
 }
 
 /// The story: a verb that was killed left the first part of an image under the name that was wished

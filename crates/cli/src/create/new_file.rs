@@ -3,27 +3,29 @@
 //!
 //! ```text
 //! nothing has the name ─▶ made under another one, locked ─▶ complete ─▶ expected
-//!   ─▶ named ─▶ announced ─▶ kept
-//! a file has it, and --force ─▶ made beside it, the same ─▶ complete ─▶ they change places
-//!   ─▶ announced ─▶ kept: the old one is removed
+//!   ─▶ named, durably ─▶ announced ─▶ kept
+//! a file has it, and --force ─▶ made beside it, the same ─▶ complete ─▶ they change places,
+//!   durably ─▶ announced ─▶ kept: the old one is removed
 //! an empty one has it, or one that cannot be replaced ─▶ overwritten there (`replaced.rs`)
 //! ```
 
 use super::device::{Device, is_block_device};
 use super::replaced::Replaced;
 use super::sources::Sources;
+use super::spoiled::Spoiled;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
+use mica_block::ErrorKind::{Denied, Invalid, Unsupported};
 use mica_block::{Images, Space, Store, write_all};
 use mica_rt::Buf;
 use mica_stack::{
-    FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, remove_unfinished,
+    FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, sync_folder_of,
     unfinished_place, wait_for_dead,
 };
 use mica_store::{CacheMode, Locking};
 use mica_units::HostOffset;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, remove_file};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -50,12 +52,15 @@ struct NewName {
     path: PathBuf,
     /// What has the name until then.
     replaced: Option<Replaced>,
+    /// Whether this process has given it its name, which may not be durable yet.
+    is_new: bool,
 }
 
 impl NewName {
     fn new((path, place): (&Path, Option<PathBuf>), made: Option<File>) -> Self {
+        let is_new = made.is_some();
         let unfinished = Unfinished::new(place.as_deref().unwrap_or(path), made);
-        Self { unfinished, place, path: path.to_owned(), replaced: None }
+        Self { unfinished, place, path: path.to_owned(), replaced: None, is_new }
     }
 
     /// Where the file is now.
@@ -85,6 +90,25 @@ impl NewName {
         Ok(())
     }
 
+    /// Makes the name that the file has durable, as far as its folder lets this process do that.
+    ///
+    /// # Errors
+    /// What the system reports.
+    fn sync(&self) -> Result<(), Failure> {
+        if !self.is_new {
+            return Ok(());
+        }
+        let path = self.replaced.as_ref().map_or(&*self.path, Replaced::path);
+        match sync_folder_of(path) {
+            // It may not be read, or its file system syncs no folders.
+            Err(error) if matches!(error.kind(), Denied | Invalid | Unsupported) => {
+                tracing::debug!(path = %path.display(), %error, "its name may not be durable");
+                Ok(())
+            }
+            synced => Ok(synced?),
+        }
+    }
+
     /// Keeps the file, which has its name.
     fn keep(self) {
         debug_assert!(self.place.is_none(), "what is kept has its name");
@@ -108,6 +132,25 @@ impl NewFile {
     pub(crate) async fn create_with(
         path: &Path,
         force: Option<bool>,
+        sources: &Sources,
+        options: ImageOptions,
+    ) -> Result<Self, Failure> {
+        Self::create_for(path, (force, None), sources, options).await
+    }
+
+    /// As [`Self::create_with`], for the data file of the new `image`.
+    pub(crate) async fn create_data(
+        path: &Path,
+        (force, image): (bool, &Self),
+        sources: &Sources,
+        options: ImageOptions,
+    ) -> Result<Self, Failure> {
+        Self::create_for(path, (Some(force), Some(image)), sources, options).await
+    }
+
+    async fn create_for(
+        path: &Path,
+        (force, image): (Option<bool>, Option<&Self>),
         sources: &Sources,
         options: ImageOptions,
     ) -> Result<Self, Failure> {
@@ -150,6 +193,12 @@ impl NewFile {
         {
             return Ok(new);
         }
+        if made.is_none()
+            && let Some(image) = image
+        {
+            // For good: the data that it had is gone.
+            image.spoil_old().await?;
+        }
         let unfinished = NewName::new((path, None), made);
         store.set_len(0).await.map_err(|error| error.wrap(path.display().to_string()))?;
         Ok(Self { unfinished, store })
@@ -167,7 +216,7 @@ impl NewFile {
             return Ok(None);
         }
         refuse_place(unfinished_place(path), path, sources)?;
-        let Some((place, file)) = make_unfinished(path)? else { return Ok(None) };
+        let Some((place, file)) = make_unfinished(path, 0o666)? else { return Ok(None) };
         let made = Made { place, file, replaced: None };
         Self::open_made(path, made, options).await.map(Some)
     }
@@ -184,11 +233,9 @@ impl NewFile {
         }
         let Some(old) = Replaced::of(path, old)? else { return Ok(None) };
         refuse_place(old.place(), path, sources)?;
-        let Some((place, file)) = make_unfinished(old.path())? else { return Ok(None) };
+        let Some((place, file)) = make_unfinished(old.path(), 0o600)? else { return Ok(None) };
         if !old.describe(&file) {
-            if is_file_at(&place, &file) {
-                remove_unfinished(&place);
-            }
+            remove_own(&place, &file);
             return Ok(None);
         }
         let made = Made { place, file, replaced: Some(old) };
@@ -212,9 +259,7 @@ impl NewFile {
                 Err(Failure::new(what))
             }
             Err(failure) => {
-                if is_own {
-                    remove_unfinished(&place);
-                }
+                remove_own(&place, &file);
                 Err(failure)
             }
         }
@@ -238,6 +283,17 @@ impl NewFile {
         Ok(Self { unfinished, store })
     }
 
+    /// Makes the image that this one replaces none, if it is one with a data file.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) async fn spoil_old(&self) -> Result<Option<Spoiled>, Failure> {
+        match &self.unfinished.replaced {
+            Some(old) => Ok(Spoiled::new(old.store()).await?),
+            None => Ok(None),
+        }
+    }
+
     /// Where the file is now.
     pub(crate) fn place(&self) -> &Path {
         self.unfinished.place()
@@ -256,12 +312,21 @@ impl NewFile {
         self.unfinished.give()
     }
 
-    /// The same, for one that is passed on.
+    /// Makes its name durable.
     ///
     /// # Errors
-    /// As [`Self::name`].
+    /// What the system reports.
+    pub(crate) fn sync_name(&self) -> Result<(), Failure> {
+        self.unfinished.sync()
+    }
+
+    /// Gives the file, which is complete and durable, its name, durably. It is passed on.
+    ///
+    /// # Errors
+    /// As [`Self::name`] and [`Self::sync_name`].
     pub(crate) fn named(mut self) -> Result<Self, Failure> {
         self.name()?;
+        self.sync_name()?;
         Ok(self)
     }
 
@@ -272,6 +337,14 @@ impl NewFile {
     /// Keeps the file, which has its name.
     pub(crate) fn keep(self) {
         self.unfinished.keep();
+    }
+}
+
+/// Removes the `file` at `place`, which this process has made, and may have given away.
+fn remove_own(place: &Path, file: &File) {
+    if is_file_at(place, file) {
+        // What is left is taken for that of a killed process.
+        let _ = remove_file(place);
     }
 }
 

@@ -2,15 +2,16 @@
 //! locked.
 //!
 //! Invariants
-//! - I1 The new file has the old one's mode, owner and attributes before anything is written to it.
+//! - I1 The new file has the old one's mode, owner and attributes, and no others, before anything is
+//!   written to it. Until then its owner alone may open it.
 //!   Where it cannot have them the old one is overwritten in place, as are an empty file, which
 //!   somebody may have made for this and know by its descriptor, and one that has other names, too.
 
-use mica_block::{Result, Store};
+use mica_block::{Error, ErrorKind, Result, Store, StoreIdentity};
 use mica_stack::unfinished_place;
 use rustix::fs::{
     Access, AtFlags, CWD, Gid, Mode, Statx, StatxFlags, Uid, XattrFlags, access, fchmod, fchown,
-    fsetxattr, lgetxattr, llistxattr, statx,
+    flistxattr, fremovexattr, fsetxattr, lgetxattr, llistxattr, statx,
 };
 use rustix::io::Errno;
 use std::ffi::CString;
@@ -29,35 +30,45 @@ pub(super) struct Replaced {
     /// Where it really is.
     real: PathBuf,
     found: Metadata,
-    // Has it locked.
-    _store: Arc<dyn Store>,
+    /// Has it locked.
+    store: Arc<dyn Store>,
 }
 
 impl Replaced {
     /// The file at `path`, if another one can take its place; `store` has it locked.
     ///
     /// # Errors
-    /// If it cannot be asked how long it is.
+    /// If it cannot be asked how long it is; `Denied` if `path` is another file by now.
     pub(super) fn of(path: &Path, store: &Arc<dyn Store>) -> Result<Option<Self>> {
-        if store.len()? == 0 {
+        // A descriptor is what its owner means, not what has the name of that file.
+        let is_descriptor = DESCRIPTORS.iter().any(|place| path.starts_with(place));
+        if store.len()? == 0 || is_descriptor {
             return Ok(None);
         }
         let Ok(real) = path.canonicalize() else { return Ok(None) };
         let Ok(found) = real.symlink_metadata() else { return Ok(None) };
+        let locked = store.identity();
+        if (StoreIdentity::File { device: found.dev(), inode: found.ino() }) != locked {
+            let what = "another process has put another file there meanwhile";
+            return Err(Error::new(ErrorKind::Denied, format!("{}: {what}", path.display())));
+        }
         let folder = real.parent().unwrap_or(Path::new("/"));
-        // A descriptor is what its owner means, not what has the name of that file.
-        let is_descriptor = DESCRIPTORS.iter().any(|place| path.starts_with(place));
-        let is_alone = found.is_file() && found.nlink() == 1 && !is_descriptor;
+        let is_alone = found.is_file() && found.nlink() == 1;
         let can_be = is_alone
             && access(folder, Access::WRITE_OK | Access::EXEC_OK).is_ok()
             && is_same_mount(&real, folder);
         let store = Arc::clone(store);
-        Ok(can_be.then_some(Self { real, found, _store: store }))
+        Ok(can_be.then_some(Self { real, found, store }))
     }
 
     /// Where it really is.
     pub(super) fn path(&self) -> &Path {
         &self.real
+    }
+
+    /// The file itself, which it has locked.
+    pub(super) fn store(&self) -> &Arc<dyn Store> {
+        &self.store
     }
 
     /// Where the new one is made.
@@ -84,8 +95,14 @@ impl Replaced {
         // After the owner, who changes it; before the attributes, as those may have a longer list
         // of who may do what.
         fchmod(new, Mode::from_raw_mode(self.found.mode() & 0o7777))?;
-        for (name, value) in attributes_of(&self.real)? {
-            fsetxattr(new, &*name, &value, XattrFlags::empty())?;
+        let attributes = attributes_of(&self.real)?;
+        for (name, value) in &attributes {
+            fsetxattr(new, &**name, value, XattrFlags::empty())?;
+        }
+        // As a list of who may do what, which it has from its folder.
+        let is_foreign = |name: &CString| attributes.iter().all(|(old, _)| old != name);
+        for name in names_in(|names| flistxattr(new, names))?.into_iter().filter(is_foreign) {
+            fremovexattr(new, &*name)?;
         }
         Ok(())
     }
@@ -115,19 +132,92 @@ fn is_same_mount(file: &Path, folder: &Path) -> bool {
 
 /// The extended attributes of a file, and among them lists of who may do what.
 fn attributes_of(path: &Path) -> rustix::io::Result<Vec<(CString, Vec<u8>)>> {
-    let mut names = vec![0; ATTRIBUTE_BYTES_MAX];
-    let len = match llistxattr(path, &mut names[..]) {
-        Ok(len) => len,
-        Err(Errno::OPNOTSUPP) => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    };
     let mut attributes = Vec::new();
-    for name in names[..len].split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
-        let name = CString::new(name).map_err(|_| Errno::INVAL)?;
+    for name in names_in(|names| llistxattr(path, names))? {
         let mut value = vec![0; ATTRIBUTE_BYTES_MAX];
         let len = lgetxattr(path, &*name, &mut value[..])?;
         value.truncate(len);
         attributes.push((name, value));
     }
     Ok(attributes)
+}
+
+/// The names of attributes that `list` puts there.
+fn names_in(
+    list: impl FnOnce(&mut [u8]) -> rustix::io::Result<usize>,
+) -> rustix::io::Result<Vec<CString>> {
+    let mut names = vec![0; ATTRIBUTE_BYTES_MAX];
+    let len = match list(&mut names) {
+        Ok(len) => len,
+        Err(Errno::OPNOTSUPP) => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let names = names[..len].split(|byte| *byte == 0).filter(|name| !name.is_empty());
+    names.map(|name| CString::new(name).map_err(|_| Errno::INVAL)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_store::{CacheMode, Handles, Located, Locking, WritableFile};
+    use std::fs;
+
+    fn locked(path: &Path) -> Arc<dyn Store> {
+        let mut located = Located::find(path).expect("there");
+        let (cache, handles) = (CacheMode::Writeback, Handles::new(4));
+        let store = WritableFile::open(&mut located, cache, Locking::On, &handles);
+        Arc::new(store.expect("opened"))
+    }
+
+    /// The story: two runs replaced the same file; the second had locked what the first removed,
+    /// and replaced the new one under a server.
+    #[test]
+    fn only_the_file_that_is_locked_is_replaced() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (name, new) = (folder.path().join("name"), folder.path().join("new"));
+        fs::write(&name, "old").expect("written");
+        fs::write(&new, "new").expect("written");
+        let store = locked(&name);
+        assert!(Replaced::of(&name, &store).expect("asked").is_some());
+        fs::rename(&new, &name).expect("replaced");
+        let said = Replaced::of(&name, &store).err().expect("another file");
+        assert_eq!(said.kind(), ErrorKind::Denied, "{said}");
+    }
+
+    /// The story: a folder gives what is made in it to somebody who could not read the old file.
+    #[test]
+    fn new_file_has_no_attributes_but_those_of_the_old_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (name, new) = (folder.path().join("name"), folder.path().join("new"));
+        fs::write(&name, "old").expect("written");
+        let new = File::create_new(&new).expect("made");
+        let set = |attribute, value| {
+            let is_set = rustix::fs::setxattr(&name, attribute, value, XattrFlags::empty());
+            is_set.is_ok()
+                && fsetxattr(&new, "user.new", b"of the folder", XattrFlags::empty()).is_ok()
+        };
+        if !set("user.old", &b"old"[..]) {
+            return;
+        }
+        // Of the owner, user 12345, the group, the mask and others (version 2).
+        let list = |entries: &[(u16, u16, u32)]| {
+            let mut list = vec![2, 0, 0, 0];
+            for (tag, rights, id) in entries {
+                list.extend([tag.to_le_bytes(), rights.to_le_bytes()].concat());
+                list.extend(id.to_le_bytes());
+            }
+            list
+        };
+        let none = u32::MAX;
+        let rights = [(1, 6, none), (2, 6, 12345), (4, 4, none), (16, 6, none), (32, 4, none)];
+        let acl = "system.posix_acl_access";
+        let has_acl = fsetxattr(&new, acl, &list(&rights), XattrFlags::empty()).is_ok();
+        let replaced = Replaced::of(&name, &locked(&name)).expect("asked").expect("can be");
+        assert!(replaced.describe(&new));
+        let names = names_in(|names| flistxattr(&new, names)).expect("listed");
+        let has = |name: &str| names.iter().any(|own| own.to_bytes() == name.as_bytes());
+        assert!(has("user.old") && !has("user.new") && !has(acl), "{has_acl}: {names:?}");
+        let mode = |file: std::io::Result<Metadata>| file.expect("there").mode();
+        assert_eq!(mode(new.metadata()), mode(fs::metadata(&name)));
+    }
 }

@@ -24,7 +24,7 @@ use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, ManageChain, Result};
 use mica_rt::{Backend, Executor};
 use mica_serve::nbd::{self, Context, Export, Exports, Limits};
-use mica_stack::{GoneImages, Keeping, kept_states};
+use mica_stack::{Keeping, kept_states};
 use mica_store::SetAside;
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
@@ -251,7 +251,7 @@ impl Served {
             );
             Error::new(ErrorKind::Unsupported, what)
         })?;
-        self.remove_dropped(&disk.layer_paths(), GoneImages::MayBeMoved);
+        self.remove_dropped(&disk.layer_paths(), None);
         let keeping = Arc::new(Keeping::new(&self.image(), state)?);
         let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
         let executor = Executor::new(Backend::Pool)

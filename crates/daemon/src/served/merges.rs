@@ -132,7 +132,8 @@ impl Served {
     ) -> Result<Arc<Job>> {
         self.start_merge(rate, |layers| {
             self.check_no_backup()?;
-            let left = self.remove_dropped(layers, gone);
+            let freed = (gone == GoneImages::Removed).then_some(state);
+            let left = self.remove_dropped(layers, freed);
             let kept = self.kept_states()?;
             let at = self.find(&kept, state).map_err(|error| error_but(error, &left))?.position;
             let active = layers.len().saturating_sub(1);
@@ -159,15 +160,16 @@ impl Served {
 
     /// Removes files of states that were dropped from the chain with these `layers`, which a server
     /// that was killed left, and returns them. If that fails they are only in the way of states of
-    /// the same name. Images on them that are `gone` count as the user says.
-    pub(super) fn remove_dropped(&self, layers: &[PathBuf], gone: GoneImages) -> Vec<PathBuf> {
+    /// the same name. Images that are gone and stood on the state `freed` were removed, as the user
+    /// says.
+    pub(super) fn remove_dropped(&self, layers: &[PathBuf], freed: Option<&str>) -> Vec<PathBuf> {
         // Without locks nobody knows who has a file open.
         if self.images.force_share {
             return Vec::new();
         }
         let disk = &self.name;
         let options = self.images.image_options(Arc::clone(&self.resources.handles));
-        match options.and_then(|options| mica_stack::remove_dropped(layers, &options, gone)) {
+        match options.and_then(|options| mica_stack::remove_dropped(layers, &options, freed)) {
             Ok(removed) => {
                 for file in &removed {
                     let file = file.display();

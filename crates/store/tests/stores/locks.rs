@@ -97,6 +97,31 @@ fn who_is_alone_with_an_image_is_waited_for_and_keeps_away_from_who_has_it() {
     assert_eq!(error.unwrap().kind(), ErrorKind::Denied);
 }
 
+/// The story: who had waited for a process that replaced an image served the old one, which had no
+/// name any more.
+#[test]
+fn image_that_lost_its_name_before_it_was_locked_is_looked_for_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    let found = || Located::find(&path).unwrap();
+    let (mut to_write, mut to_read) = (found(), found());
+    let new = folder.path().join("new");
+    std::fs::write(&new, "new").unwrap();
+    std::fs::rename(&new, &path).unwrap();
+    let (cache, handles) = (CacheMode::Writeback, Handles::new(4));
+    for locking in [Locking::On, Locking::Off] {
+        let said = WritableFile::open(&mut to_write, cache, locking, &handles).err().unwrap();
+        assert!(lock_patience(&said).is_some() && said.to_string().contains("replaced"), "{said}");
+    }
+    let said = FileStore::new_shared(&mut to_read, cache, Locking::On, &handles).err().unwrap();
+    assert!(lock_patience(&said).is_some(), "{said}");
+    assert_eq!(writer(&path, Locking::On).unwrap().len().unwrap(), 3);
+    // One that never had another name is what its descriptor says.
+    let nameless = tempfile::tempfile_in(folder.path()).unwrap();
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&nameless));
+    writer(Path::new(&path), Locking::On).unwrap();
+}
+
 /// The bytes that QEMU's raw driver locks and checks.
 #[test]
 fn locked_bytes_are_those_of_qemu() {
