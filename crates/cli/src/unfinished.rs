@@ -11,8 +11,8 @@
 //! - I3 An existing file that was overwritten in place is emptied, not removed, after nothing can
 //!   be written to files any more.
 //! - I4 A file that another one has taken the place of is removed when that is kept, and gets its
-//!   name back if it is not. Where a file system could only drop it, the new one, which is complete,
-//!   stays in any case.
+//!   name back if it is not. Where a file system could only drop it, the new one, which is
+//!   complete, stays in any case.
 
 use mica_stack::is_file_at;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

@@ -107,8 +107,8 @@ pub(crate) fn may_keep_state(file: &Path) -> bool {
     name.is_some_and(|name| name.contains(BEFORE_STATE))
 }
 
-/// Whether the `file` of a state of the disk with these `layers`, one of which it may be no more, is
-/// that of this `state`.
+/// Whether the `file` of a state of the disk with these `layers`, one of which it may be no more,
+/// is that of this `state`.
 pub(crate) fn is_called(file: &Path, layers: &[PathBuf], state: &str) -> bool {
     let named = layers.iter().rev().find_map(|layer| state_of(layer, file));
     named.or_else(|| state_named(file)).is_some_and(|named| named == state)

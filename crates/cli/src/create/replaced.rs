@@ -2,8 +2,8 @@
 //! locked.
 //!
 //! Invariants
-//! - I1 The new file has the old one's mode, owner and attributes, and no others, before anything is
-//!   written to it. Until then its owner alone may open it.
+//! - I1 The new file has the old one's mode, owner and attributes, and no others, before anything
+//!   is written to it. Until then its owner alone may open it.
 //!   Where it cannot have them the old one is overwritten in place, as are an empty file, which
 //!   somebody may have made for this and know by its descriptor, and one that has other names, too.
 
