@@ -286,8 +286,8 @@ fn compaction_gives_way_to_a_server_that_starts() {
     });
 }
 
-/// The story: a storm killed `mica volume gc` while it wrote sparse extents again; every verb went on
-/// with the volume but `clone`, which said that it was open.
+/// The story: a storm killed `mica volume gc` while it wrote sparse extents again; every verb went
+/// on with the volume but `clone`, which said that it was open.
 #[test]
 fn volume_whose_writer_was_killed_here_is_cloned() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -312,8 +312,8 @@ fn volume_whose_writer_was_killed_here_is_cloned() {
     });
 }
 
-/// The story: the same before a head had the snapshot that its writer had taken: `clone` said to try
-/// again, for ever.
+/// The story: the same before a head had the snapshot that its writer had taken: `clone` said to
+/// try again, for ever.
 #[test]
 fn snapshot_whose_writer_was_killed_before_a_head_had_it_is_cloned() {
     let folder = tempfile::tempdir().expect("a folder");
