@@ -219,6 +219,28 @@ fn reader_of_a_volume_is_told_of_the_log_that_may_have_more_wherever_that_is() {
     told("it was served on another machine");
 }
 
+/// The story: the server of a gold image was killed, and nobody could clone that until somebody
+/// served it again.
+#[test]
+fn volume_whose_server_was_killed_can_be_cloned() {
+    let store = Store::new();
+    let (url, clone) = (store.volume("gold"), store.volume("clone"));
+    store.create("gold", "64M");
+    let server = store.serve("gold", &[]).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(0, &[5; BLOCK]).expect("written"), 0);
+    assert_eq!(guest.flush().expect("flushed"), 0);
+    let alive = run(["clone", &url, &clone]).refusal();
+    assert!(alive.contains("take a snapshot"), "{alive}");
+    kill(&server);
+    drop(server);
+    run(["clone", &url, &clone]).ok();
+    let server = store.serve("clone", &[]).expect("served");
+    let mut client = server.connect(&nbd::Wish::default()).expect("served");
+    assert_eq!(client.read(0, BLOCK as u64).expect("read"), [5; BLOCK]);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+}
+
 /// fio verifies what it wrote, in the same run and in the next server.
 #[test]
 fn fio_finds_what_it_wrote() {

@@ -46,7 +46,7 @@ pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         }
         // Half a clone can only be deleted.
         let which = source.which();
-        let cloned = store.volumes().clone_volume(&source.name, which.as_ref(), &target.name);
+        let cloned = store.clone_volume(&source.name, which.as_ref(), &target.name);
         let ending = Ending::watch()?;
         ending.finish(cloned).await?;
         Ok::<_, Failure>(ending)

@@ -7,6 +7,7 @@
 
 mod alive;
 mod bucket;
+mod cloning;
 mod collecting;
 mod collector;
 mod faults;

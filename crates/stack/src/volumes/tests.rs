@@ -331,6 +331,66 @@ fn compaction_gives_way_to_a_server_that_starts() {
     });
 }
 
+/// The story: a storm killed `mica volume gc` while it wrote sparse extents again; every verb went
+/// on with the volume but `clone`, which said that it was open.
+#[test]
+fn volume_whose_writer_was_killed_here_is_cloned() {
+    let folder = tempfile::tempdir().expect("a folder");
+    run(async {
+        let (stores, others) = (stores(), self::stores());
+        let (url, clone) = (volume(folder.path(), "web"), volume(folder.path(), "clone"));
+        make(&stores, &url).await.expect("made");
+        let store = others.open(&url.store).await.expect("open");
+        let disk = stores.open_volume(&url, &WRITE).await.expect("open");
+        write(&*disk, 1).await.expect("written");
+        let refused = store.clone_volume(&url.name, None, &clone.name).await.expect_err("it lives");
+        assert!(refused.to_string().contains("take a snapshot"), "{refused}");
+        write(&*disk, 2).await.expect("nobody has fenced it");
+        // It ends without closing the volume, as one that is killed does.
+        drop(disk);
+        store.clone_volume(&url.name, None, &clone.name).await.expect("cloned");
+        for url in [&url, &clone] {
+            let disk = others.open_volume(url, &WRITE).await.expect("nobody has it");
+            assert_eq!(first(&*disk).await, 2);
+            disk.close().await.expect("closed");
+        }
+    });
+}
+
+/// The story: the same before a head had the snapshot that its writer had taken: `clone` said to
+/// try again, for ever.
+#[test]
+fn snapshot_whose_writer_was_killed_before_a_head_had_it_is_cloned() {
+    let folder = tempfile::tempdir().expect("a folder");
+    run(async {
+        let (stores, others) = (stores(), self::stores());
+        let (url, clone) = (volume(folder.path(), "web"), volume(folder.path(), "clone"));
+        make(&stores, &url).await.expect("made");
+        let disk = stores.open_volume(&url, &WRITE).await.expect("open");
+        let heads = || {
+            let all = std::fs::read_dir(folder.path().join("volumes/web")).expect("heads");
+            all.map(|head| head.expect("a head").path()).collect::<Vec<_>>()
+        };
+        let opening = heads();
+        write(&*disk, 1).await.expect("written");
+        disk.snapshots().expect("a volume").take("a").await.expect("taken");
+        disk.volume().expect("a volume").checkpoint().await.expect("in a head");
+        drop(disk);
+        // As if it had not come to that.
+        for head in heads().iter().filter(|head| !opening.contains(head)) {
+            std::fs::remove_file(head).expect("removed");
+        }
+        let (store, which) = (
+            others.open(&url.store).await.expect("open"),
+            mica_block::Which::Label("a".to_owned()),
+        );
+        store.clone_volume(&url.name, Some(&which), &clone.name).await.expect("cloned");
+        let disk = others.open_volume(&clone, &WRITE).await.expect("nobody has it");
+        assert_eq!(first(&*disk).await, 1);
+        disk.close().await.expect("closed");
+    });
+}
+
 /// The story: two machines had one name, and a store over a network that kept no locks.
 #[test]
 fn writer_of_another_machine_with_our_name_may_be_alive() {

@@ -5,11 +5,14 @@ use super::Fleet;
 use super::disk::Disk;
 use super::guest::Stage;
 use super::host::{self, Plan, Server};
+use crate::clock;
+use crate::storm::kinds::Kind;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use mica_units::Rng;
 use rustix::process::Signal;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// A server there, and what its disk showed first.
 pub(super) struct Taken {
@@ -38,6 +41,16 @@ pub(super) fn begin(
     fleet.tell(format_args!("  {name}: {told:?}, force: {by_force}"));
     fleet.world.counts.lives.add();
     let site = fleet.site();
+    if by_force && fleet.does(rng, Kind::Kill, 30) {
+        // Before it has it, or just after, and with nothing written.
+        let first =
+            Server::begin(&site, &format!("{name}-first"), vec![plan.clone()], (true, true))?;
+        let pause = Duration::from_micros(rng.below(150_000));
+        fleet.tell(format_args!("    the first one is killed after {pause:?}"));
+        clock::sleep(pause);
+        fleet.world.counts.kills.add();
+        first.kill()?;
+    }
     let mut server = Server::begin(&site, &name, vec![plan.clone()], (true, by_force))?;
     if !server.serves(&site)? {
         return Err(Fault::new(Wrong::NotServed, server.said()));
