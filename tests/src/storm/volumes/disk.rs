@@ -406,6 +406,22 @@ mod tests {
     }
 
     #[test]
+    fn killed_rollback_is_done_or_not_as_a_whole() {
+        let mut known = with_three_writes();
+        known.flushes_to_store = true;
+        known.closed();
+        known.or_else.push(vec![1, 0, 0]);
+        for (content, is_right) in [([1, 2, 3], true), ([1, 0, 0], true), ([1, 2, 0], false)] {
+            let mut known = known.clone();
+            let settled = known.settle(&bytes(&content), View::Kept, "");
+            assert_eq!(settled.is_ok(), is_right, "{content:?}");
+            assert_eq!(known.is_known(), is_right, "{content:?}");
+        }
+        known.settle(&bytes(&[1, 0, 0]), View::Kept, "").expect("it was rolled back");
+        known.settle(&bytes(&[1, 2, 3]), View::Lossy, "").expect_err("that is decided");
+    }
+
+    #[test]
     fn snapshot_has_what_was_answered_before_it_and_nothing_later() {
         let mut known = with_three_writes();
         let since = known.moment();
