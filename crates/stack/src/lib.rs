@@ -69,7 +69,7 @@ pub use overlays::{
     forget_gone, forget_overlays, note_overlay, settle_notes,
 };
 pub use partition::find_partition;
-pub use policy::{Names, allowed_places, looks_like_protocol};
+pub use policy::{Names, allowed_places, looks_like_protocol, shell_word};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
 pub use redo::folder::{

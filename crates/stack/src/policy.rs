@@ -259,7 +259,7 @@ pub(crate) fn likely_place(path: &Path) -> PathBuf {
 }
 
 /// `path` as a word that can be pasted into a shell.
-fn shell_word(path: &Path) -> String {
+pub fn shell_word(path: &Path) -> String {
     let text = path.to_string_lossy();
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@,=".contains(c);
     if text.chars().all(plain) {

@@ -189,7 +189,7 @@ fn what_is_wrong_is_said() {
     let socket = server.socket().display().to_string();
     let other = format!("nbd+unix:///other?socket={socket}");
     let uri = server.uri();
-    let copies = format!("`mica convert {uri} ");
+    let copies = format!("`mica convert '{uri}' ");
     for (words, why) in [
         (&["convert", &other, "no.qcow2"][..], "has no export \"other\", only \"web\""),
         (&["convert", "nbd+unix:///web?socket=/missing", "no.qcow2"], "connecting to the server"),

@@ -152,7 +152,7 @@ fn folder_of_a_killed_server_goes_and_that_of_a_living_one_stays() {
     let overlay = folder.join("overlay.qcow2");
     fs::copy(world.at("b.qcow2"), &overlay).expect("copied");
     let make_old = |path: &Path| {
-        let then = SystemTime::now() - Duration::from_hours(48);
+        let then = SystemTime::now() - Duration::from_hours(14 * 24);
         let times = FileTimes::new().set_modified(then);
         File::open(path).and_then(|file| file.set_times(times)).expect("older");
     };

@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::images::{ImageArgs, is_old_export};
 use mica_block::Images;
 use mica_qcow2_tools::create::ImageWish;
-use mica_stack::{FileImages, looks_like_protocol};
+use mica_stack::{FileImages, looks_like_protocol, shell_word};
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
@@ -34,7 +34,10 @@ pub(crate) fn refuse_protocol(backing: &OsStr) -> Result<(), Failure> {
     let name = backing.display();
     let what = match backing.as_bytes().starts_with(b"nbd") {
         true => {
-            let uri = if is_old_export(Path::new(backing)) { EXPORT } else { &*name.to_string() };
+            let uri = match is_old_export(Path::new(backing)) {
+                true => EXPORT.to_owned(),
+                false => shell_word(Path::new(backing)),
+            };
             format!("is an export of a server: `mica convert {uri} base.qcow2` copies it into one")
         }
         false => "names a protocol, which mica does not open".to_owned(),
