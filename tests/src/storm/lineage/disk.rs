@@ -53,6 +53,8 @@ pub(super) struct Disk {
     pub(super) frozen: BTreeMap<String, Frozen>,
     /// How many merges went into a file, or began to.
     pub(super) merges: BTreeMap<String, u64>,
+    /// How many sectors files that were merged into have at least.
+    pub(super) lengths: BTreeMap<String, u64>,
     /// Files of kept states.
     pub(super) states: BTreeSet<String>,
     /// The state that is exported.
@@ -89,6 +91,7 @@ impl Disk {
             chain: Vec::new(),
             frozen: BTreeMap::new(),
             merges: BTreeMap::new(),
+            lengths: BTreeMap::new(),
             states: BTreeSet::new(),
             exported: None,
             since: None,

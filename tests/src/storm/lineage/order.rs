@@ -186,7 +186,10 @@ impl What {
 /// then, as far as that is known. Before all of it is done nobody knows what any of them show.
 fn commit(disk: &mut Disk, below: Range<usize>, is_done: bool, content: Option<Frozen>) {
     let base = disk.chain[below.start].clone();
-    let len = disk.frozen.get(&base).map_or(0, Frozen::len);
+    // Also if nobody knows what it holds, since a merge into it that was not done.
+    let known = disk.lengths.entry(base.clone()).or_default();
+    *known = disk.frozen.get(&base).map_or(0, Frozen::len).max(*known);
+    let len = *known;
     *disk.merges.entry(base.clone()).or_default() += 1;
     for file in &disk.chain[below] {
         disk.frozen.remove(file);

@@ -4,7 +4,7 @@
 use super::Fleet;
 use super::disk::Disk;
 use super::guest::Stage;
-use super::host::{self, Plan, Server};
+use super::host::{self, NO_ROOM, Plan, Server};
 use crate::clock;
 use crate::storm::kinds::Kind;
 use crate::storm::story::{Fault, Outcome, Wrong};
@@ -51,9 +51,21 @@ pub(super) fn begin(
         fleet.world.counts.kills.add();
         first.kill()?;
     }
+    let mut plan = plan;
     let mut server = Server::begin(&site, &name, vec![plan.clone()], (true, by_force))?;
     if !server.serves(&site)? {
-        return Err(Fault::new(Wrong::NotServed, server.said()));
+        let said = server.said();
+        // Logs that were left take room.
+        if plan.log.is_none() || !said.contains(NO_ROOM) {
+            return Err(Fault::new(Wrong::NotServed, said));
+        }
+        fleet.tell("    its log has no room");
+        plan.log = None;
+        let name = format!("{name}-without");
+        server = Server::begin(&site, &name, vec![plan.clone()], (true, by_force))?;
+        if !server.serves(&site)? {
+            return Err(Fault::new(Wrong::NotServed, server.said()));
+        }
     }
     let bytes = server.read(&site, &plan)?;
     Ok(Taken { server, bytes })
