@@ -174,9 +174,11 @@ fn synced(peer: &Peer, made: &Made, sample: &mut Sample) -> Result<()> {
     let control = made.folder.path().join("control");
     let log = made.folder.path().join("calls");
     let calls = log.display().to_string();
-    // What is asked for through a ring is no system call of its own: nobody gets one.
+    // As a grandchild, strace leaves the server as our child, which can be stopped. What is asked
+    // for through a ring is no system call of its own: nobody gets one.
     let trace = [
-        "strace",
+        tools::STRACE.program,
+        "-D",
         "-f",
         "-qq",
         "-e",
@@ -203,8 +205,7 @@ fn synced(peer: &Peer, made: &Made, sample: &mut Sample) -> Result<()> {
         most = most.max(count() - before);
     }
     sample.put("syncs", ratio(most as u64, 1));
-    drop(running);
-    Ok(())
+    running.stop().map(drop)
 }
 
 /// Clones by mica, and by `qemu-img create -b`, of one chain.
