@@ -241,8 +241,11 @@ async fn flush_if_much(writer: &Arc<Writer>) -> Result<bool> {
 /// Does what shortens the time for which changes wait, and takes no longer than it saves: of links
 /// that must not be written before their data is durable, there are soon others.
 async fn sync_if_much(writer: &Arc<Writer>) -> Result<bool> {
-    if writer.has_many_pages() || !writer.needs_sync_between() {
+    if writer.has_many_pages() {
         return flush_if_much(writer).await;
+    }
+    if !writer.needs_sync_between() {
+        return Ok(false);
     }
     let sync = async |writer: Arc<Writer>| writer.sync_ahead().await;
     Arc::clone(writer).complete(sync).await.map(|()| true)
