@@ -226,12 +226,13 @@ impl Config {
         self.takeover || has_inherited_sockets()
     }
 
-    /// Doorbells of virtual machines that may have to be rung at the same time.
+    /// Doorbells of virtual machines that may have to be rung at the same time: a front end may
+    /// name another one for a queue that still has the one before.
     pub(crate) fn doorbells(&self) -> usize {
         let devices = self.disks.iter().filter(|disk| disk.settings.vhost_user.is_some());
         let queues = devices.map(|disk| usize::from(disk.settings.num_queues()));
         let later = if self.process.disks_in.is_empty() { 0 } else { DOORBELLS_LATER };
-        (queues.sum::<usize>() + later).min(DOORBELLS_MAX)
+        (2 * queues.sum::<usize>() + later).min(DOORBELLS_MAX)
     }
 
     /// Starts relative paths from `folder`.
@@ -300,7 +301,7 @@ impl Config {
 
 /// Most doorbells with a ring of their own, which costs a descriptor and some memory.
 const DOORBELLS_MAX: usize = 1024;
-/// Doorbells for disks that are added later. Further ones are rung by system calls.
+/// Doorbells for disks that are added later. Further ones share a ring.
 const DOORBELLS_LATER: usize = 64;
 /// Why a volume in a pool of Ceph is not served.
 pub(crate) const NO_ROOM_FOR_POOLS: &str =

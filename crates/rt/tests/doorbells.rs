@@ -32,6 +32,15 @@ fn bells_reuse_prepared_rings_and_make_none() {
         assert_eq!(fds.each_ref().map(count), [2; 3]);
         assert_eq!(rings(), before);
     }
+    // Nor does one beyond their number block on a counter that is full.
+    let fds = [(); 3].map(|()| eventfd(0, EventfdFlags::CLOEXEC).expect("an event"));
+    let bells = fds.each_ref().map(|fd| Doorbell::new(fd.try_clone().expect("a descriptor")));
+    bells.iter().for_each(Doorbell::ring);
+    rustix::io::write(&fds[2], &(u64::MAX - 2).to_ne_bytes()).expect("there is room");
+    bells[2].ring();
+    bells[2].ring();
+    assert!(count(&fds[2]) >= u64::MAX - 1);
+    drop(bells);
     // Anything but an eventfd takes no ring.
     for _ in 0..5 {
         let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
