@@ -33,8 +33,9 @@ impl Shared {
     /// once that process is known to be one of ours, or with the reason why not: `Denied` if it is
     /// another user's or another takeover is in progress; otherwise whatever prevents connecting.
     pub(crate) fn hand_over(&self, path: &Path, on_started: impl FnOnce(Result<()>)) {
+        // Whether it may be handed over stays so only while nothing else can be done.
+        let alone = self.hold_alone().and_then(|alone| self.check_hand_over().map(|()| alone));
         // The other process takes a connection for consent, so that this comes last.
-        let alone = self.check_hand_over().and_then(|()| self.hold_alone());
         let connected =
             alone.and_then(|alone| Ok((Channel::new(self.outside.connect(path)?)?, alone)));
         let (channel, _alone) = match connected {

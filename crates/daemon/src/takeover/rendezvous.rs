@@ -8,11 +8,11 @@ use mica_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketAddrUnix, SocketFlags};
-use rustix::process::{Pid, test_kill_process};
+use rustix::process::{Pid, geteuid, test_kill_process};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -122,7 +122,12 @@ fn remove_leftovers(parent: Option<&Path>) {
         let process = name.to_str().and_then(|name| name.strip_prefix(FOLDER)?.split('-').next());
         let process = process.and_then(|process| process.parse().ok()).and_then(Pid::from_raw);
         let is_gone = |process| test_kill_process(process) == Err(Errno::SRCH);
-        if process.is_some_and(is_gone) {
+        // In a folder that others may write, one of this name may be theirs, or lead elsewhere.
+        let is_ours = || {
+            let found = entry.path().symlink_metadata();
+            found.is_ok_and(|found| found.is_dir() && found.uid() == geteuid().as_raw())
+        };
+        if process.is_some_and(is_gone) && is_ours() {
             let _ = std::fs::remove_file(entry.path().join(SOCKET));
             // This removes empty folders only.
             let _ = std::fs::remove_dir(entry.path());
@@ -164,4 +169,42 @@ fn check_answer(http: &mut UnixStream) -> Result<()> {
     let reason = answer.as_ref().and_then(|answer| answer["error"].as_str()).unwrap_or(body);
     let context = format!("--takeover: the server refused ({status}): {}", reason.trim());
     Err(Error::new(ErrorKind::Denied, context))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// The number of a process that has ended.
+    fn gone() -> u32 {
+        let mut process = std::process::Command::new("true").spawn().expect("started");
+        process.wait().expect("a child");
+        process.id()
+    }
+
+    #[test]
+    fn leftovers_of_processes_that_are_gone_are_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let left = folder.path().join(format!("{FOLDER}{}-0", gone()));
+        let used = folder.path().join(format!("{FOLDER}{}-0", std::process::id()));
+        for place in [&left, &used] {
+            fs::create_dir(place).expect("a folder");
+            fs::write(place.join(SOCKET), "").expect("written");
+        }
+        remove_leftovers(Some(folder.path()));
+        assert!(!left.exists() && used.join(SOCKET).exists());
+    }
+
+    #[test]
+    fn symbolic_link_of_such_a_name_is_not_followed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let elsewhere = tempfile::tempdir().expect("a folder");
+        let precious = elsewhere.path().join(SOCKET);
+        fs::write(&precious, "").expect("written");
+        let planted = folder.path().join(format!("{FOLDER}{}-0", gone()));
+        std::os::unix::fs::symlink(elsewhere.path(), planted).expect("linked");
+        remove_leftovers(Some(folder.path()));
+        assert!(precious.exists());
+    }
 }
