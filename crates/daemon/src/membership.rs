@@ -185,7 +185,8 @@ impl Shared {
     /// Whether there is a configuration or a certificate to read again. An address is locked while
     /// its certificates are read, so this may hang.
     pub(crate) fn has_what_to_reload(&self) -> bool {
-        self.config_file.is_some() || certificates::are_used(&self.resources.addresses)
+        self.config_file.is_some()
+            || certificates::are_used(&self.resources.addresses, &self.disks.all())
     }
 
     /// Reads certificates and the configuration file again, as far as there are any: disks that are
@@ -235,7 +236,8 @@ impl Shared {
         let _held = self.hold()?;
         let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
         // Addresses that the configuration adds read them anyway.
-        let certificates = certificates::renew(&self.resources.addresses, &self.outside);
+        let (addresses, disks) = (&self.resources.addresses, self.disks.all());
+        let certificates = certificates::renew(addresses, &disks, &self.outside);
         let is_config_read = config.is_some();
         let mut outcome = Reloaded { is_config_read, certificates, ..Reloaded::default() };
         match config {

@@ -4,7 +4,7 @@
 use crate::tls::certify;
 use mica_tests::command::{self, Finished};
 use mica_tests::takeover::{LIMIT, Process};
-use mica_tests::{clock, mica, tools};
+use mica_tests::{clock, mica, qemu, tools};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::fs;
@@ -81,8 +81,12 @@ impl World {
     }
 
     fn admits(&self, export: &str, client: &str) -> bool {
-        command::run("nbdinfo", ["--size", &self.uri(export, client)]).code() == Some(0)
+        is_admitted(&self.uri(export, client))
     }
+}
+
+fn is_admitted(uri: &str) -> bool {
+    command::run("nbdinfo", ["--size", uri]).code() == Some(0)
 }
 
 /// qemu-io with a disk that stays open.
@@ -201,6 +205,34 @@ fn renewed_certificates_are_for_new_clients_and_connections_go_on() {
     assert!(world.admits("a", "new/client"));
     session.reads();
     process.stop();
+}
+
+/// The story: clients of a backup that was under way got the old certificates, and those that the
+/// new CA does not know were let in.
+#[test]
+fn clients_of_a_backup_get_renewed_certificates_too() {
+    let Some(world) = World::new() else { return };
+    qemu::create(world.dir.path(), "c.qcow2", &[], "4M");
+    // A sandbox has only the ports from the start.
+    let mut process = world.serve("log", &["--sandbox", "off"]);
+    let (image, certificates) = (world.at("c.qcow2"), world.at("server"));
+    let (image, certificates) = (image.display().to_string(), certificates.display().to_string());
+    let at = world.at("c.sock").display().to_string();
+    let settings = ["--nbd", &at, "--tls-certificates", &certificates];
+    world.ctl(&[&["add", &image][..], &settings].concat()).ok();
+    let begin = ["backup", "begin", "c", "--as", "mon", "--nbd", "tcp:127.0.0.1:0"];
+    let begun = world.ctl(&[&begin[..], &["--output", "json"]].concat()).json();
+    let place = begun["nbd"].as_str().expect("a place").strip_prefix("tcp:").expect("TCP");
+    let uri = |client: &str| {
+        let folder = world.at(client);
+        format!("nbds://{place}/c?tls-certificates={}", folder.display())
+    };
+    assert!(is_admitted(&uri("client")), "{}", process.log());
+    world.renew();
+    world.ctl(&["reload"]).ok();
+    assert!(is_admitted(&uri("new/client")) && !is_admitted(&uri("client")));
+    process.signal(Signal::TERM);
+    assert_eq!(process.ended_within(LIMIT), Some(0), "{}", process.log());
 }
 
 #[test]

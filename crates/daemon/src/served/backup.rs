@@ -23,6 +23,7 @@ use crate::settings::DiskSettings;
 use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, ManageChain, Result};
 use mica_rt::{Backend, Executor};
+use mica_serve::Tls;
 use mica_serve::nbd::{self, Context, Export, Exports, Limits};
 use mica_stack::{Keeping, kept_states};
 use mica_store::SetAside;
@@ -50,6 +51,8 @@ struct Inner {
 /// A backup that is under way. Dropping it ends the export, also for clients that read.
 struct Backup {
     about: BackupInfo,
+    /// What its clients get, if they may use TLS.
+    tls: Option<Tls>,
     // In the order in which they end.
     _running: nbd::Running,
     _address: nbd::Address,
@@ -159,10 +162,11 @@ impl Served {
         let known = match known {
             Some(known) => known.clone(),
             None => {
-                let kept = self.keep(&disk, &wanted.state)?;
-                // One of this name was dropped.
-                self.backups.lock().ended.remove(&wanted.state);
-                kept
+                let new = self.keep(&disk, &wanted.state)?;
+                // One of this name was dropped, and others may have been.
+                let is_kept = |state: &str| kept.iter().any(|one| one.state == state);
+                self.backups.lock().ended.retain(|state| is_kept(state));
+                new
             }
         };
         let since = since.map(|since| (since.state.as_str(), since.position));
@@ -203,6 +207,13 @@ impl Served {
     /// The backup that is under way.
     pub(crate) fn backup(&self) -> Option<BackupInfo> {
         self.backups.lock().under_way.as_ref().map(|backup| backup.about.clone())
+    }
+
+    /// What clients of the backup that is under way get if they use TLS, and where.
+    pub(crate) fn backup_tls(&self) -> Option<(Tls, String)> {
+        let backups = self.backups.lock();
+        let backup = backups.under_way.as_ref()?;
+        Some((backup.tls.clone()?, backup.about.place.clone()))
     }
 
     /// The states that are kept, from the oldest.
@@ -310,6 +321,7 @@ impl Served {
 /// Where a backup is read. Clients that connect wait until it is served.
 struct Door {
     place: String,
+    tls: Option<Tls>,
     exports: Arc<Exports>,
     address: nbd::Address,
     descriptors: SetAside,
@@ -338,15 +350,15 @@ impl Door {
         let security = Security::of(&settings);
         let held = security.listen(&served.name, place, &mut None, &certificate)?;
         held.listener.own_file();
-        let place = held.place();
+        let (place, tls) = (held.place(), held.listener.tls().cloned());
         let limits = Limits::default();
         let address = nbd::Address::open(held.listener, &exports, &resources.workers, &limits)?;
         let descriptors = resources.handles.set_aside(DESCRIPTORS);
-        Ok(Self { place, exports, address, descriptors })
+        Ok(Self { place, tls, exports, address, descriptors })
     }
 
     fn serve(self, served: &Served, export: Export, about: BackupInfo) -> Result<Backup> {
-        let Self { exports, address, descriptors, .. } = self;
+        let Self { tls, exports, address, descriptors, .. } = self;
         let limits = Limits { connections_max: served.settings.clients_max(), ..Limits::default() };
         let prepared = nbd::Server::prepare(nbd::ServerConfig {
             seats: vec![Arc::new(exports.join(&export.name)?)],
@@ -355,7 +367,7 @@ impl Door {
             limits,
         })?;
         let running = prepared.start();
-        Ok(Backup { about, _running: running, _address: address, _descriptors: descriptors })
+        Ok(Backup { about, tls, _running: running, _address: address, _descriptors: descriptors })
     }
 }
 
