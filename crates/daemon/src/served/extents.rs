@@ -42,11 +42,12 @@ impl Served {
     /// beyond the end, or a state that is not older; `Unsupported` if states are asked for and the
     /// disk has none; else why its map cannot be read.
     pub(crate) fn extents(&self, asked: &Asked) -> Result<Extents> {
-        // Positions of layers hold only while none leaves.
+        // Positions of layers hold only while none leaves: that is checked again at the end.
         if self.job().is_some_and(|job| !job.has_ended()) {
             return Err(self.denied("is being merged: wait for the end, or cancel it"));
         }
         let disk = self.opened().disk()?;
+        let layers = disk.layer_paths();
         let kept = match (&asked.state, &asked.since) {
             (None, None) => Vec::new(),
             _ => self.kept_states()?,
@@ -62,13 +63,20 @@ impl Served {
             return Err(Error::new(ErrorKind::Invalid, "the state to compare with is not older"));
         }
         let (start, max) = (asked.start, asked.max.clamp(1, EXTENTS_MAX));
-        self.resources.workers.run(move || async move {
+        let surveyed = Arc::clone(&disk);
+        let extents = self.resources.workers.run(move || async move {
             let disk = match state {
-                None => Layered::Live(disk),
-                Some(position) => Layered::fixed(chain(&disk)?.view(position).await?),
+                None => Layered::Live(surveyed),
+                Some(position) => Layered::fixed(chain(&surveyed)?.view(position).await?),
             };
             survey(&disk, since, start, max).await
-        })?
+        });
+        let now = disk.layer_paths();
+        let moved = |position: usize| now.get(..=position) != layers.get(..=position);
+        if state.max(since).is_some_and(moved) {
+            return Err(self.denied("was merged meanwhile: ask again"));
+        }
+        extents?
     }
 }
 
