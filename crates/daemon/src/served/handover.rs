@@ -128,8 +128,12 @@ impl Served {
             Ok(()) => self.start(),
             Err(error) => {
                 tracing::error!("{:?} is served no more: {}", self.name, error.in_one_line());
+                // If it is open, what was acknowledged is stored, or its loss stays known.
+                let is_closed = self.end().is_ok();
                 self.doors.close(super::FAILED);
-                *self.lock() = State::ended(End::NotServed(error));
+                if is_closed {
+                    *self.lock() = State::ended(End::NotServed(error));
+                }
             }
         }
     }
