@@ -19,6 +19,8 @@ pub(crate) struct Needs {
     pub(super) files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
     /// Those of `files` that are folders for redo logs.
     logs: BTreeSet<PathBuf>,
+    /// Files that disks are mounted over.
+    mounts: BTreeSet<PathBuf>,
     /// TCP ports to listen on.
     pub(super) ports: BTreeSet<u16>,
     /// Whether files get a second name.
@@ -43,6 +45,8 @@ pub(crate) struct Needs {
 pub(crate) struct Granted {
     /// By real paths, what existed when the sandbox was entered.
     files: BTreeMap<PathBuf, Grant>,
+    /// The files that the helper mounts disks over.
+    mounts: BTreeSet<PathBuf>,
     ports: BTreeSet<u16>,
     has_links: bool,
     has_network: bool,
@@ -193,6 +197,7 @@ impl Needs {
         for file in disk.images.fault_logs() {
             self.allow(file, AccessFs::WriteFile.into());
         }
+        self.mounts.extend(disk.settings.fuse.clone());
         self.add_sockets(&disk.settings);
         places
     }
@@ -328,7 +333,8 @@ impl Needs {
             grant.access |= access;
         }
         let has_network = !self.connects.is_empty();
-        Granted { files, ports: self.ports.clone(), has_links: self.has_links, has_network }
+        let (mounts, ports) = (self.mounts.clone(), self.ports.clone());
+        Granted { files, mounts, ports, has_links: self.has_links, has_network }
     }
 
     pub(super) fn allow(&mut self, path: &Path, access: BitFlags<AccessFs>) {
@@ -343,7 +349,9 @@ impl Granted {
     /// `Denied` with what the sandbox would refuse.
     pub(crate) fn check(&self, disk: &DiskConfig) -> Result<()> {
         let denied = |what: String| Err(Error::new(ErrorKind::Denied, what));
-        if let Some(file) = &disk.settings.fuse {
+        if let Some(file) = &disk.settings.fuse
+            && !self.mounts.contains(file)
+        {
             return denied(format!(
                 "{}: the sandbox allows no further FUSE files: put the disk into the \
                  configuration and restart the server",

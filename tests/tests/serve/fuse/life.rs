@@ -1,7 +1,7 @@
 //! Servers that are killed, started twice, or asked for nonsense.
 
 use super::served::{self, Cleared, Served, may_run};
-use mica_tests::{command, qemu, tools};
+use mica_tests::{command, mica, qemu, tools};
 use rustix::io::Errno;
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -74,6 +74,29 @@ fn missing_file_or_other_inode_is_refused() {
         let refusal = command::finish(&mut serve).refusal();
         assert!(refusal.contains(why), "{refusal}");
     }
+}
+
+/// The story: in a sandbox a file that the server had from the start counted as a further one, and
+/// a disk that was drained came back with a restart only.
+#[test]
+fn drained_disk_comes_back() {
+    if !may_run(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "top.qcow2", &[], "16M");
+    let control = dir.join("control").display().to_string();
+    let ctl = |verb: &str| mica::run(["ctl", verb, "top", "--control", &control]);
+    let served = Served::start(dir, "top.qcow2", &["--control", &control]);
+    served.open().write_all_at(&[1; 512], 0).expect("written");
+    ctl("drain").ok();
+    assert_eq!(fs::read(served.file()).expect("unmounted"), served::UNDERNEATH);
+    ctl("undrain").ok();
+    let mut first = [0; 512];
+    served.open().read_exact_at(&mut first, 0).expect("served");
+    assert_eq!(first, [1; 512]);
+    served.stop();
 }
 
 #[test]
