@@ -25,7 +25,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -418,12 +418,25 @@ const SANDBOXED_LOOKS_MAX: u32 = 50;
 const SANDBOXED_PAUSE: rustix::event::Timespec =
     rustix::event::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
+/// Connects to the unix socket at `path`, or returns `None` if as many clients wait there as may: a
+/// server that is stopped lets nobody in, and would be waited for without end.
+fn connect_at_once(path: &Path) -> io::Result<Option<OwnedFd>> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) => Ok(Some(socket)),
+        Err(Errno::AGAIN) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Connects to the server on `path`. A process that was killed still listens for a moment: that is
 /// waited for.
 fn probe_listener(path: &Path) -> io::Result<()> {
     let mut looks = 0;
     loop {
-        let stream = UnixStream::connect(path)?;
+        let Some(stream) = connect_at_once(path)? else { return Ok(()) };
         // The process that called listen(): another one may have the socket by now.
         let process = rustix::net::sockopt::socket_peercred(&stream)?.pid;
         let number = u32::try_from(process.as_raw_nonzero().get()).unwrap_or(0);

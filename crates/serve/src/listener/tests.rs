@@ -1,6 +1,7 @@
 use super::*;
 use rustix::fs::inotify;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 
 /// The story: a client whose machine had lost its power kept its place for ever.
@@ -144,6 +145,26 @@ fn socket_of_a_living_server_is_left_alone() {
 
     assert_eq!(error.kind(), ErrorKind::Denied);
     UnixStream::connect(&path).expect("it still listens");
+}
+
+/// The story: a start waited without end for a server that was stopped, and kept all others in that
+/// folder from starting.
+#[test]
+fn server_that_lets_nobody_in_counts_as_living() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("socket");
+    let stopped = UnixListener::bind(&path).expect("bind");
+    rustix::net::listen(&stopped, 0).expect("listens");
+    let mut waiting = Vec::new();
+    while let Ok(Some(client)) = connect_at_once(&path) {
+        waiting.push(client);
+    }
+    assert!(!waiting.is_empty());
+
+    let error = Listener::unix(&path).expect_err("it lives");
+
+    assert_eq!(error.kind(), ErrorKind::Denied);
+    assert!(path.exists());
 }
 
 #[test]

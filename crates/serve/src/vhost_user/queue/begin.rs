@@ -70,10 +70,13 @@ impl<'a> Running<'a> {
             && !self.settings.stop
         {
             let bytes = match &request.action {
-                Action::Read(range) | Action::Write(range) => range.len(),
-                _ => 0,
+                Action::Read(range) | Action::Write(range) => Some(range.len()),
+                Action::Discard(_) | Action::WriteZeroes(_) => Some(0),
+                // They do not count (as of `Throttled`).
+                Action::Flush | Action::GetId | Action::Refuse(_) => None,
             };
-            if let Err(wait) = limiter.admit(bytes, mica_rt::now()) {
+            let admitted = bytes.map_or(Ok(()), |bytes| limiter.admit(bytes, mica_rt::now()));
+            if let Err(wait) = admitted {
                 let mut timer = Box::pin(mica_rt::sleep(wait));
                 let mut context = Context::from_waker(&self.part_wakers.timer);
                 if timer.as_mut().poll(&mut context).is_pending() {

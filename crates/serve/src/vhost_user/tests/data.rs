@@ -265,6 +265,18 @@ fn disk_that_is_only_read_takes_no_writes() {
 }
 
 #[test]
+fn flushes_do_not_count_as_operations() {
+    let rates = Rates { iops: 1, iops_burst: 1, ..Rates::default() };
+    let world = World::with(TestDisk::new(MIB), rates, 1);
+    let (_front_end, mut rings) = world.guest(Way::default());
+    assert_eq!(rings[0].write(0, &[7; 512]), 0);
+    for _ in 0..5 {
+        assert_eq!(rings[0].run(4, 0, &[]).0, 0);
+    }
+    assert_eq!(world.counters().delayed, 0);
+}
+
+#[test]
 fn rates_delay_and_lose_nothing() {
     let rates = Rates { iops: 200, iops_burst: 1, ..Rates::default() };
     let world = World::with(TestDisk::new(MIB), rates, 2);
