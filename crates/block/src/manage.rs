@@ -74,9 +74,7 @@ pub trait Manage: Disk {
     fn chain(&self) -> Option<&dyn ManageChain>;
 
     /// The dirty bitmaps of a chain; `None` if it is not a chain.
-    fn bitmaps(&self) -> Option<&dyn ManageBitmaps> {
-        None
-    }
+    fn bitmaps(&self) -> Option<&dyn ManageBitmaps>;
 
     /// The snapshots of a volume; `None` of a disk that has none of its own.
     fn snapshots(&self) -> Option<&dyn ManageSnapshots>;

@@ -1,8 +1,8 @@
 //! Disks of which there is nothing to manage but that they are served.
 
 use crate::{
-    Disk, Error, ErrorKind, Haste, LocalFuture, Manage, ManageChain, ManageIndex, ManageSnapshots,
-    ManageVolume, MapStats, Result, WriteStats,
+    Disk, Error, ErrorKind, Haste, LocalFuture, Manage, ManageBitmaps, ManageChain, ManageIndex,
+    ManageSnapshots, ManageVolume, MapStats, Result, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::borrow::Cow;
@@ -74,6 +74,10 @@ impl<D: Unmanaged> Manage for D {
     }
 
     fn chain(&self) -> Option<&dyn ManageChain> {
+        None
+    }
+
+    fn bitmaps(&self) -> Option<&dyn ManageBitmaps> {
         None
     }
 

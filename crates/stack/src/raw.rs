@@ -399,6 +399,10 @@ impl Manage for RawDisk {
         None
     }
 
+    fn bitmaps(&self) -> Option<&dyn mica_block::ManageBitmaps> {
+        None
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }

@@ -362,6 +362,10 @@ impl Manage for Volume {
         None
     }
 
+    fn bitmaps(&self) -> Option<&dyn mica_block::ManageBitmaps> {
+        None
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         Some(self)
     }

@@ -140,6 +140,10 @@ impl Manage for FakeChain {
         None
     }
 
+    fn bitmaps(&self) -> Option<&dyn mica_block::ManageBitmaps> {
+        None
+    }
+
     fn snapshots(&self) -> Option<&dyn mica_block::ManageSnapshots> {
         None
     }

@@ -277,6 +277,10 @@ impl Manage for HeldVolume {
         self.volume.chain()
     }
 
+    fn bitmaps(&self) -> Option<&dyn mica_block::ManageBitmaps> {
+        self.volume.bitmaps()
+    }
+
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         self.volume.snapshots()
     }
