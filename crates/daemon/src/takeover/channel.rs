@@ -12,8 +12,9 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-/// Bytes of a message.
-const MESSAGE_BYTES_MAX: usize = 32 << 10;
+/// Bytes of a message: a disk's table may have 64 KiB, and becomes longer in JSON. The system passes
+/// on a little more at once.
+const MESSAGE_BYTES_MAX: usize = 160 << 10;
 
 /// The messages, in order.
 #[derive(Serialize, Deserialize, Debug)]
@@ -190,4 +191,24 @@ fn check_user(user: Uid) -> Result<()> {
 
 fn broken(error: impl Into<io::Error>) -> Error {
     Error::from_io("communicating with the other process of a takeover", error.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    #[test]
+    fn longest_message_arrives_and_a_longer_one_is_refused() {
+        let kind = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let pair = socketpair(AddressFamily::UNIX, kind.0, kind.1, None).expect("a pair");
+        let (here, there) = (Channel::new(pair.0).unwrap(), Channel::new(pair.1).unwrap());
+        let message = |len: usize| Message::Failed { why: "x".repeat(len) };
+        let around = serde_json::to_vec(&message(0)).unwrap().len();
+        here.send(&message(MESSAGE_BYTES_MAX - around), &[]).expect("sent");
+        let (received, _) = there.receive(Duration::from_secs(10), &mut || false).expect("there");
+        let Message::Failed { why } = received else { panic!("{received:?}") };
+        assert_eq!(why.len(), MESSAGE_BYTES_MAX - around);
+        assert!(here.send(&message(MESSAGE_BYTES_MAX), &[]).is_err());
+    }
 }
