@@ -1,6 +1,6 @@
 //! Leave to write an image. Without one nothing opens an image file for writing
-//! ([`FileImages::to_write`](crate::FileImages::to_write)), and for an image that exists only the
-//! check for a mark gives one out: nobody writes a frozen layer unasked.
+//! ([`FileImages::to_write`](crate::FileImages::to_write)). The check for a mark gives it out; who
+//! goes around that says by name what for: nobody writes a frozen layer unasked.
 //!
 //! | who | has it from |
 //! |---|---|
