@@ -14,6 +14,7 @@
 //! big-endian fields whose size is asserted.
 
 mod bitmap;
+pub mod bits;
 mod compressed;
 mod extension;
 mod foreign;

@@ -7,13 +7,13 @@
 //!   the offset.
 //! - I3. An address that is not a multiple of the cluster size never leaves this file.
 
+use super::bits::COPIED;
 use super::compressed::CompressedCluster;
 use super::corrupt;
 use super::header::Version;
 use mica_block::Result;
 use mica_units::{ClusterBits, GuestCluster, GuestOffset, HostOffset};
 
-const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;

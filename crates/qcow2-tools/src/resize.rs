@@ -29,14 +29,12 @@ use mica_block::{
 use mica_qcow2::FileSpace;
 use mica_qcow2::read_header;
 use mica_qcow2::{Chain, ChainOptions, IndexUse, check_resizable};
+use mica_qcow2_format::bits::{DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, Version, field};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// A raw data file: it stays one at the new length. Bitmaps are true again when they have it, too.
-const AUTOCLEAR_KEPT: u64 = 2;
 
 /// An image whose length is to be changed.
 pub struct Resizer {
@@ -436,9 +434,13 @@ impl Resizer {
         if self.header.version == Version::V3 {
             let field = &mut sector.own_bytes()[field::AUTOCLEAR..field::AUTOCLEAR + 8];
             let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
-            field.copy_from_slice(&(bits & AUTOCLEAR_KEPT).to_be_bytes());
-            // The lowest bit of the incompatible features.
-            sector.own_bytes()[field::INCOMPATIBLE + 7] |= u8::from(self.header.incompatible.dirty);
+            // Bitmaps are true again when they have the new length, too.
+            field.copy_from_slice(&(bits & RAW_EXTERNAL).to_be_bytes());
+            if self.header.incompatible.dirty {
+                let field = &mut sector.own_bytes()[field::INCOMPATIBLE..field::INCOMPATIBLE + 8];
+                let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
+                field.copy_from_slice(&(bits | DIRTY).to_be_bytes());
+            }
         }
         write_all(store, sector, HostOffset::ZERO).await?;
         store.sync().await

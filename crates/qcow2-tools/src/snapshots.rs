@@ -30,6 +30,7 @@ use crate::recover::{Which, open_for_change, rewrite};
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact, write_all};
 use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{FileSpace, read_header};
+use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, COPIED, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{
     BitmapEntry, BitmapFields, BitmapTableEntry, Header, L1Entry, SNAPSHOT_COUNT_MAX,
     SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version, change_bitmap_directory,
@@ -44,12 +45,8 @@ use std::sync::Arc;
 const PIECE_BYTES: usize = 1 << 18;
 /// Longest name: what an entry has room for.
 const NAME_BYTES_MAX: usize = u16::MAX as usize;
-/// "Refcount is one".
-const COPIED: u64 = 1 << 63;
-/// The lowest incompatible bit.
-const DIRTY: u64 = 1;
-/// Bits of features that stay true: bitmaps, which have a flag of their own, and a raw data file.
-const AUTOCLEAR_KEPT: u64 = 3;
+/// Autoclear features that stay true: bitmaps have a flag of their own.
+const STILL_TRUE: u64 = BITMAPS_CONSISTENT | RAW_EXTERNAL;
 /// What QEMU puts in the place of a count of instructions that nobody counted.
 const NO_ICOUNT: u64 = u64::MAX;
 
@@ -392,7 +389,7 @@ impl SnapshotEditor {
             let bits = word(sector, field::INCOMPATIBLE);
             let bits = if dirty { bits | DIRTY } else { bits & !DIRTY };
             put(sector, field::INCOMPATIBLE, &bits.to_be_bytes());
-            let kept = word(sector, field::AUTOCLEAR) & AUTOCLEAR_KEPT;
+            let kept = word(sector, field::AUTOCLEAR) & STILL_TRUE;
             put(sector, field::AUTOCLEAR, &kept.to_be_bytes());
         })
         .await?;

@@ -1,5 +1,6 @@
 //! Version, feature bits and encryption: what an image requires of its reader.
 
+use crate::bits::{BITMAPS_CONSISTENT, CORRUPT, DIRTY, RAW_EXTERNAL};
 use crate::{Compression, unsupported};
 use mica_block::Result;
 use mica_units::HostOffset;
@@ -175,13 +176,9 @@ fn flag(set: bool, bit: u64) -> u64 {
     if set { bit } else { 0 }
 }
 
-const DIRTY: u64 = 1 << 0;
-const CORRUPT: u64 = 1 << 1;
 const DATA_FILE: u64 = 1 << 2;
 pub(super) const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 pub(super) const INCOMPATIBLE_KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
 const LAZY_REFCOUNTS: u64 = 1 << 0;
 const KEPT_BITMAPS_SHIFT: usize = 8;
-const BITMAPS_CONSISTENT: u64 = 1 << 0;
-const RAW_EXTERNAL: u64 = 1 << 1;

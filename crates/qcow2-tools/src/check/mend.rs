@@ -8,12 +8,12 @@
 use super::tables::has_data;
 use super::{Checker, Finding, Task};
 use mica_block::{Result, Store, read_exact, write_all};
+use mica_qcow2_format::bits::COPIED;
 use mica_qcow2_format::{L2Format, RawL2Entry};
 use mica_units::{HostOffset, SECTOR_BYTES};
 
 /// Maximum number of bytes that are read and written at once around words that change.
 const SPAN_BYTES_MAX: u64 = 1 << 16;
-const COPIED: u64 = 1 << 63;
 
 /// A word of eight bytes to be written.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

@@ -3,6 +3,7 @@
 
 use super::*;
 use futures_util::FutureExt;
+use mica_qcow2_format::bits::COPIED;
 use mica_qcow2_format::{
     BitmapEntry, BitmapsExtension, Compression, L1Entry, L2Entry, L2Format, RefcountTableEntry,
     RefcountWidth, Version,
@@ -11,7 +12,6 @@ use mica_store::MemoryStore;
 use mica_units::{ClusterBits, HostCluster};
 
 const CLUSTER: usize = 65536;
-const COPIED: u64 = 1 << 63;
 
 struct Image {
     header: Header,

@@ -3,12 +3,12 @@
 
 use super::Repairer;
 use mica_block::{Result, Store, read_exact, write_all};
+use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, CORRUPT, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{Header, field};
 use mica_units::{HostOffset, SECTOR_BYTES};
 
-const DIRTY_AND_CORRUPT: u64 = 3;
 /// Bitmaps, and a raw data file: a repair changes nothing that they describe.
-const AUTOCLEAR_KNOWN: u64 = 3;
+const AUTOCLEAR_KNOWN: u64 = BITMAPS_CONSISTENT | RAW_EXTERNAL;
 
 impl Repairer {
     /// Clears the bits that mark the image as untrustworthy, after everything else is durable.
@@ -23,7 +23,7 @@ impl Repairer {
             return Ok(());
         }
         change(&*self.store, |sector| {
-            keep_bits(sector, field::INCOMPATIBLE, !DIRTY_AND_CORRUPT);
+            keep_bits(sector, field::INCOMPATIBLE, !(DIRTY | CORRUPT));
         })
         .await
     }

@@ -11,11 +11,10 @@ use crate::check::Verdict;
 use futures_util::FutureExt;
 use image::{Image, Shape, guest};
 use mica_qcow2_format::RawL2Entry;
+use mica_qcow2_format::bits::COPIED;
 use power::Random;
 use std::future::Future;
 use store::{Logged, index};
-
-const COPIED: u64 = 1 << 63;
 
 fn now<T>(future: impl Future<Output = T>) -> T {
     future.now_or_never().expect("the store is always ready")

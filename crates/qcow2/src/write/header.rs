@@ -7,15 +7,11 @@ use super::pages::Metadata;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
 use mica_block::{Error, Result, Store};
 use mica_map::crc32c;
+use mica_qcow2_format::bits::{CORRUPT, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{Autoclear, Header, Version, field};
 use mica_units::HostOffset;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-
-const DIRTY: u64 = 1;
-const CORRUPT: u64 = 2;
-/// An autoclear bit that stays true while mica writes: the data file is a raw disk.
-const RAW_EXTERNAL: u64 = 2;
 
 const VERSION_2: &str = "writes that are not flushed are lost if this process is killed: images of \
                          version 2 have no redo log";

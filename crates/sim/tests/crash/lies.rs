@@ -3,6 +3,7 @@
 
 use crate::plain::{Plain, range, read, write};
 use mica_block::{Disk as _, ErrorKind, Manage as _};
+use mica_qcow2_format::bits::COPIED;
 use mica_qcow2_tools::create::ImageWish;
 use mica_sim::crash::Mode;
 use mica_sim::{World, scenario};
@@ -10,7 +11,6 @@ use mica_sim::{World, scenario};
 const CLUSTER: u64 = 64 << 10;
 const CLUSTER_LEN: usize = 64 << 10;
 const MIB: u64 = 1 << 20;
-const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 /// What the guest writes.
 const GUEST: u8 = 0xee;

@@ -3,6 +3,7 @@
 use crate::chain::{ChainSubject, FOLDER, Shape};
 use mica_block::{Disk as _, Images as _, Result, write_all};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
+use mica_qcow2_format::bits::CORRUPT;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Stores, create, finish};
 use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter};
 use mica_rt::Buf;
@@ -18,8 +19,6 @@ pub(crate) const L1_AT: u64 = 40;
 pub(crate) const REFCOUNT_TABLE_AT: u64 = 48;
 const INCOMPATIBLE_AT: u64 = 72;
 const AUTOCLEAR_AT: u64 = 88;
-/// The incompatible bit of an image that is corrupt.
-const CORRUPT: u64 = 2;
 /// The bits of an address in an entry of an L1 or L2 table.
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
