@@ -211,8 +211,8 @@ enum CtlVerb {
 pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
     let client = args.control.client();
     let (answer, human) = match ask(&client, &args.verb, args.output)? {
-        Told::Answer(answer, human) => (answer, human),
-        Told::Done(exit_code) => return Ok(exit_code),
+        Outcome::Answer(answer, human) => (answer, human),
+        Outcome::Done(exit_code) => return Ok(exit_code),
     };
     match args.output {
         OutputFormat::Json => print_json(&answer)?,
@@ -226,18 +226,19 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
 /// Formats an answer for people.
 type Human = fn(&Value) -> String;
 
-/// What there is to tell.
-enum Told {
+/// How a verb ended.
+enum Outcome {
+    /// This is to be printed.
     Answer(Value, Human),
-    /// It was told while it was done.
+    /// Everything has been printed.
     Done(ExitCode),
 }
 
-fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Told, Failure> {
+fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Outcome, Failure> {
     let (answer, human): (Value, Human) = match verb {
-        CtlVerb::InStore(verb) => return verb.run(client, output).map(Told::Done),
+        CtlVerb::InStore(verb) => return verb.run(client, output).map(Outcome::Done),
         CtlVerb::Stats { disk: Some(disk), space: true } => {
-            return stores::space(client, disk, output).map(Told::Done);
+            return stores::space(client, disk, output).map(Outcome::Done);
         }
         CtlVerb::Status => (client.get("/v1/status")?, status),
         CtlVerb::Stats { disk, .. } => {
@@ -281,7 +282,7 @@ fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Told, Fa
             (client.put("/v1/log-level", &json!({ "level": level }))?, log_level)
         }
     };
-    Ok(Told::Answer(answer, human))
+    Ok(Outcome::Answer(answer, human))
 }
 
 /// Reduces an answer to one disk.

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// How long its own writer may take to delete a volume of which there is only a part.
-const UNMAKE_LIMIT: Duration = Duration::from_secs(5);
+const ABORT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Create a volume from an image.
 ///
@@ -134,7 +134,7 @@ async fn fill(
             // Never closed: if this process is killed now, the volume is a part still. Its store
             // may be what fails; then whoever deletes it fences its writer.
             if let Some(volume) = volume.volume() {
-                let _ = timeout(UNMAKE_LIMIT, volume.unmake()).await;
+                let _ = timeout(ABORT_LIMIT, volume.abort_import()).await;
             }
             Err(failure)
         }
