@@ -5,27 +5,30 @@ use mica_units::GuestRange;
 
 /// A volume as its owner sees it.
 pub trait ManageVolume {
-    /// Returns when everything that was done before is in the store. Requests go on meanwhile.
+    /// Puts everything that was acknowledged so far into the store. Requests go on meanwhile.
     ///
     /// # Errors
     /// Why the disk is latched.
-    fn store(&self) -> LocalFuture<'_, Result<()>>;
+    fn destage_all(&self) -> LocalFuture<'_, Result<()>>;
 
-    /// As [`Self::store`]; whoever reads the volume there then finds all of that, too.
+    /// As [`Self::destage_all`]; whoever reads the volume there then finds all of that, too.
     ///
     /// # Errors
-    /// As [`Self::store`].
+    /// As [`Self::destage_all`].
     fn checkpoint(&self) -> LocalFuture<'_, Result<()>>;
 
-    /// Whether it is about to be handed over: then little waits for the store, and guests are as
-    /// slow as that is.
-    fn set_leaving(&self, is_leaving: bool);
+    /// Prepares for a handover: from now on little may wait for the store, which slows guests down
+    /// to its speed.
+    fn prepare_handover(&self);
 
-    /// That a host can have this name.
+    /// Undoes [`Self::prepare_handover`]: the volume stays here.
+    fn abandon_handover(&self);
+
+    /// Checks that a host can have this name.
     ///
     /// # Errors
     /// `Invalid` if none can.
-    fn check_heir(&self, host: &str) -> Result<()>;
+    fn check_handover_target(&self, host: &str) -> Result<()>;
 
     /// As [`Manage::close`](crate::Manage::close), for the host of this name: no other opens it
     /// then, except by force.
@@ -35,12 +38,12 @@ pub trait ManageVolume {
     /// [`Self::is_ending`] says no, the volume is open as before.
     fn hand_over<'a>(&'a self, host: &'a str) -> LocalFuture<'a, Result<()>>;
 
-    /// Deletes it as its writer, instead of closing it: of what was to be written into it there is
-    /// only a part, and at no time it looks like all of that.
+    /// Deletes the volume, whose import failed, instead of closing it. At no time does it look as
+    /// if all of its data were there.
     ///
     /// # Errors
     /// What the store reports; the volume may be there, and open, then.
-    fn unmake(&self) -> LocalFuture<'_, Result<()>>;
+    fn abort_import(&self) -> LocalFuture<'_, Result<()>>;
 
     /// Whether it takes no more changes because it is being closed, or was.
     fn is_ending(&self) -> bool;

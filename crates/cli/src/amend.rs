@@ -21,16 +21,16 @@ use std::sync::Arc;
 
 /// Change the options of an image.
 ///
-/// The image must not be in use. What its disk shows stays the same. All changes are made or none,
-/// also if the power fails; a new size comes after the others.
+/// The image must not be in use. The content of its disk stays the same. Either all changes are
+/// made or none, even if the power fails; a new size is applied after the others.
 #[derive(Args)]
 pub(crate) struct AmendArgs {
-    /// What to change, see -o help.
+    /// Options to change, see -o help.
     ///
     /// Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...", required = true)]
     options: Vec<String>,
-    /// Remove the last key, too: nobody can read the image then.
+    /// Allow the last key to be removed: nobody can read the image then.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -129,7 +129,7 @@ pub(crate) enum Verb {
     /// Write man pages and completions for shells into a directory.
     #[command(hide = true)]
     Manual(ManualArgs),
-    /// Do for a server what its sandbox forbids. Only servers start this.
+    /// Do what a server's sandbox forbids it to do. Only servers start this.
     #[command(hide = true, name = HELPER_VERB)]
     Helper,
 }

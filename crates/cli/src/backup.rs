@@ -27,10 +27,10 @@ use subject::Subject;
 
 /// Write a state of a disk into a folder, or as a stream.
 ///
-/// Of an image that nobody writes, of a state that `mica ctl backup begin` keeps, of an internal
-/// snapshot, or of an export of an NBD server. With --since only what changed is read and written.
-/// A state is in the folder wholly or not at all; if this is killed, the same command goes on where
-/// it was. Zeros take no space. `mica restore` gives states back.
+/// The source is an image that nobody writes, a state that `mica ctl backup begin` keeps, an
+/// internal snapshot, or an export of an NBD server. With --since only what changed is read and
+/// written. A state is either complete in the folder or not there at all; if this is killed, the
+/// same command continues where it stopped. Zeros take no space. `mica restore` restores states.
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct BackupArgs {
@@ -42,7 +42,7 @@ pub(crate) struct BackupArgs {
 
 #[derive(Subcommand)]
 enum BackupVerb {
-    /// List the states in a folder, from the oldest.
+    /// List the states in a folder, oldest first.
     #[command(after_long_help = sections::BACKUP_LIST)]
     List {
         #[command(flatten)]
@@ -51,9 +51,10 @@ enum BackupVerb {
         #[arg(value_name = "DIR")]
         folder: PathBuf,
     },
-    /// Read states in a folder, and find what is damaged or missing.
+    /// Read the states in a folder, and report what is damaged or missing.
     ///
-    /// Down to the extent. All of them, or with @STATE that one and those that it goes on from.
+    /// Down to the extent. Checks all states, or with @STATE that one and those that it is based
+    /// on.
     #[command(after_long_help = sections::BACKUP_VERIFY)]
     Verify {
         /// Show progress on stderr.
@@ -61,15 +62,16 @@ enum BackupVerb {
         progress: bool,
         #[command(flatten)]
         report: ReportArgs,
-        /// The folder, with @ a state in it.
+        /// The folder, with @STATE for one state in it.
         #[arg(value_name = "DIR[@STATE]")]
         folder: PathBuf,
     },
     /// Remove old states from a folder.
     ///
-    /// Also such as others go on from: those get what they need of them, and go on from the next
-    /// that stays, or become whole. The newest always stays. A kill loses nothing: the same command
-    /// does the rest.
+    /// States that later ones depend on can be removed too: the later ones take over the data that
+    /// they need, and are then based on the next older state that stays, or become whole states.
+    /// The newest state always stays. If this is killed, nothing is lost, and the same command does
+    /// the rest.
     #[command(after_long_help = sections::BACKUP_PRUNE)]
     Prune(prune::PruneArgs),
 }
@@ -77,17 +79,17 @@ enum BackupVerb {
 // What is written. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 struct WriteArgs {
-    /// Only what changed since this state in the folder.
+    /// Write only what changed since this state in the folder.
     #[arg(long, value_name = "STATE")]
     since: Option<String>,
-    /// Only what changed since the newest state in it.
+    /// Write only what changed since the newest state in the folder.
     ///
-    /// The newest that the disk still has; all if there is none.
+    /// More precisely, the newest one that the disk still has; everything if there is none.
     #[arg(long, conflicts_with = "since")]
     since_last: bool,
-    /// What the state is called.
+    /// Name of the state.
     ///
-    /// By default as in IMAGE@STATE, or as an NBD server says, or else the time.
+    /// By default the one given as IMAGE@STATE or by the NBD server, or else the time.
     #[arg(long = "as", value_name = "STATE")]
     state: Option<String>,
     /// Compress with zstd.
@@ -102,10 +104,10 @@ struct WriteArgs {
     report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
-    /// An image, with @ a state or snapshot of it, or an NBD URI.
+    /// An image, with @NAME one of its states or snapshots, or an NBD URI.
     #[arg(value_name = "IMAGE[@STATE]|URI", required = true)]
     source: Option<String>,
-    /// The folder, made if it is not there; - for stdout.
+    /// The folder, created if missing; - for stdout.
     #[arg(value_name = "DIR", required = true)]
     target: Option<PathBuf>,
 }

@@ -21,38 +21,38 @@ const USAGE: u8 = 1;
 
 /// Measure how fast an image is read or written.
 ///
-/// One thread sends requests in a row, and keeps so many of them under way. At the end of the disk
-/// it goes on at the start. The page cache is part of it, without --cache=none.
+/// One thread sends requests to consecutive offsets and keeps a fixed number of them in flight. At
+/// the end of the disk it wraps around. The page cache is included, unless --cache=none is given.
 #[derive(Args)]
 pub(crate) struct BenchArgs {
-    /// How many requests.
+    /// Number of requests.
     #[arg(short = 'c', long, default_value_t = 75_000)]
     count: u64,
-    /// How many are under way at a time.
+    /// Number of requests in flight.
     #[arg(short = 'd', long, default_value_t = 64)]
     depth: u64,
-    /// Bytes of a request.
+    /// Bytes per request.
     #[arg(short = 's', long, default_value = "4k", value_name = "SIZE")]
     buffer_size: String,
-    /// From the start of a request to that of the next; its length by default.
+    /// Distance between the starts of two requests; by default their length.
     #[arg(short = 'S', long, value_name = "SIZE", hide_short_help = true)]
     step_size: Option<String>,
-    /// Where the first request starts.
+    /// Offset of the first request.
     #[arg(short = 'o', long, default_value = "0", value_name = "OFFSET")]
     offset: String,
-    /// Write, over what is there.
+    /// Write, overwriting what is there.
     #[arg(short = 'w', long)]
     write: bool,
-    /// The byte that is written.
+    /// The byte to write.
     #[arg(long, default_value_t = 0, value_name = "BYTE", requires = "write")]
     pattern: u8,
-    /// Flush after so many requests.
+    /// Flush after every COUNT requests.
     #[arg(long, value_name = "COUNT", requires = "write")]
     flush_interval: Option<u64>,
-    /// Flush while other requests are under way.
+    /// Do not wait for requests in flight before a flush.
     #[arg(long, requires = "flush_interval", hide_short_help = true)]
     no_drain: bool,
-    /// Only by io_uring: fail where the system refuses that.
+    /// Use io_uring only: fail where the system does not permit it.
     #[arg(short = 'n', long, conflicts_with = "aio", hide_short_help = true)]
     native: bool,
     #[command(flatten)]

@@ -17,22 +17,23 @@ use std::process::ExitCode;
 
 /// Add, remove and change dirty bitmaps of an image.
 ///
-/// The image must not be in use. Several actions are done in their order, all of them or none.
+/// The image must not be in use. Actions are applied in the order given, either all of them or
+/// none.
 #[derive(Args)]
 pub(crate) struct BitmapArgs {
     #[command(flatten)]
     actions: Actions,
-    /// Bytes that a bit of a new bitmap stands for.
+    /// Bytes per bit of a new bitmap.
     ///
-    /// By default as a cluster, 4k to 64k.
+    /// By default the size of a cluster, within 4k to 64k.
     #[arg(short, long, value_name = "SIZE")]
     granularity: Option<String>,
-    /// Merge from a bitmap of this image.
+    /// Take the bitmaps to merge from this image.
     ///
-    /// Instead of the same one.
+    /// By default they are in the same image.
     #[arg(short = 'b', long, value_name = "FILE")]
     source_file: Option<PathBuf>,
-    /// The format of that image, which is qcow2: no other has bitmaps.
+    /// The format of that image: qcow2, as no other has bitmaps.
     #[arg(
         short = 'F',
         long,

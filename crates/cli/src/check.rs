@@ -34,16 +34,14 @@ pub(crate) struct CheckArgs {
     report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
-    /// Repair: leaks, or all.
-    ///
-    /// Leaks only, or everything possible.
+    /// Repair: leaks only, or all that can be repaired.
     #[arg(short = 'r', long, value_enum, value_name = "WHAT", hide_possible_values = true)]
     // Of several the last counts, as with qemu-img.
     #[arg(overrides_with = "repair")]
     repair: Option<RepairChoice>,
-    /// How the image is read, as of qemu-img: writeback, or none (O_DIRECT).
+    /// How to read the image, same values as qemu-img: writeback, or none (O_DIRECT).
     ///
-    /// As --cache; the other words of qemu-img mean one of these two.
+    /// Same as --cache; the other values of qemu-img mean one of these two.
     #[arg(short = 'T', value_name = "MODE", conflicts_with = "cache")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     cache_mode: Option<CacheWord>,

@@ -24,14 +24,14 @@ const COUNT_MAX: u32 = 100_000;
 /// As many are announced at once.
 const TOGETHER: usize = 256;
 
-/// Make a disk that begins as an image is, and shares its content.
+/// Create an image that starts with the content of another and shares it.
 ///
-/// A new overlay, in milliseconds at any depth: of BASE only the header is read. BASE must not be
-/// written any more, by anybody; one that is being written is refused. The clone has subclusters
-/// unless -o says otherwise, as `mica create -b`.
+/// The clone is a new overlay, created in milliseconds at any depth: only the header of BASE is
+/// read. BASE must not be written any more, by anybody; if it is being written, this is refused.
+/// The clone has subclusters unless -o says otherwise, as with `mica create -b`.
 #[derive(Args)]
 pub(crate) struct CloneArgs {
-    /// Make so many, called NEW-1 and so on before the ending of the name.
+    /// Make this many clones: NEW-1, NEW-2, … before the extension.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(COUNT_MAX)))]
     count: Option<u32>,
     /// Options of the format, see mica create -o help.
@@ -39,10 +39,10 @@ pub(crate) struct CloneArgs {
     /// Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
-    /// Take images that stood on BASE and are gone as removed.
+    /// Treat missing images that were overlays of BASE as removed.
     ///
-    /// Each clone in another folder is noted beside BASE (BASE.mica-overlays), and one that is gone
-    /// may have been moved: its line stays until somebody says that it was not.
+    /// Each clone in another folder is recorded beside BASE (BASE.mica-overlays). One that is
+    /// missing may have been moved, so its entry stays until this option says that it was not.
     #[arg(long)]
     ignore_gone: bool,
     #[command(flatten)]

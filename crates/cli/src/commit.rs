@@ -19,16 +19,16 @@ use std::process::ExitCode;
 
 /// Merge an image into one beneath it.
 ///
-/// What the image owns, and all layers between it and BASE, is copied into BASE. Then the image is
-/// empty and stands on BASE. The images must not be in use; `mica ctl commit` merges layers of a
-/// disk that is served. Refused if another image needs one of the layers: in their folders, or in
-/// any other if mica put it there.
+/// What the image and the layers between it and BASE own is copied into BASE. Afterwards the image
+/// is empty and its backing file is BASE. The images must not be in use; `mica ctl commit` merges
+/// layers of a disk that is served. Refused if another image needs one of the layers: one in their
+/// folders, or anywhere else if mica put it there.
 #[derive(Args)]
 pub(crate) struct CommitArgs {
-    /// The layer that is written; by default the one that the image names.
+    /// The layer to merge into; by default the image's backing file.
     #[arg(short = 'b', long, value_name = "FILE")]
     base: Option<PathBuf>,
-    /// Leave the image as it is.
+    /// Do not empty the image afterwards.
     #[arg(short = 'd', long, alias = "drop")]
     keep: bool,
     /// Show progress on stderr.
@@ -48,10 +48,10 @@ pub(crate) struct CommitArgs {
 // What is said of images that are gone. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(crate) struct GoneArgs {
-    /// Take images that stood on these layers and are gone as removed.
+    /// Treat missing images that were overlays of these layers as removed.
     ///
-    /// Without this they may have been moved, and keep the layers from being changed. With it,
-    /// their lines leave the notes beside the layers (LAYER.mica-overlays).
+    /// Without this they may have been moved, and so prevent the layers from being changed. With
+    /// it, their entries are removed from the records beside the layers (LAYER.mica-overlays).
     #[arg(long)]
     pub(crate) ignore_gone: bool,
 }

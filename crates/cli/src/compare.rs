@@ -25,7 +25,7 @@ pub(crate) struct CompareArgs {
     /// Format of the second image.
     #[arg(short = 'F', long, value_name = "FMT")]
     second_format: Option<String>,
-    /// Disks of other lengths differ.
+    /// Treat disks of different lengths as different.
     ///
     /// Even if the rest is zeros.
     #[arg(short = 's', long)]

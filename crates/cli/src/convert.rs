@@ -45,30 +45,30 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) struct TargetArgs {
     /// Format of the new image: qcow2 or raw.
     ///
-    /// qcow2 by default, but for a block device.
+    /// qcow2 by default, raw on a block device.
     #[arg(short = 'O', long, value_name = "FMT", alias = "target-format")]
     output_format: Option<String>,
     /// Options of the new image, see -o help.
     ///
-    /// All but size: a copy is as long as its source. Can be repeated.
+    /// All except size: a copy is as long as its source. Can be repeated.
     #[arg(short = 'o', long, alias = "target-options", value_name = "KEY=VALUE,...")]
     options: Vec<String>,
     /// Compress the clusters.
     #[arg(short = 'c', long)]
     compress: bool,
-    /// Zeros to leave out; 0 for none.
+    /// Length of runs of zeros to leave out; 0 for none.
     ///
     /// Runs of this length in a raw image, whole clusters in a qcow2 image. 0 writes all zeros.
     #[arg(short = 'S', long = "sparse-size", default_value = SPARSE, value_name = "SIZE")]
     #[arg(hide_short_help = true)]
     sparse: String,
-    /// Pieces that are read, compressed and written in parallel.
+    /// Number of pieces to read, compress and write in parallel.
     #[arg(short = 'm', long, alias = "parallel", default_value_t = COROUTINES, value_name = "COUNT")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     coroutines: usize,
     /// Show progress on stderr.
     ///
-    /// A bar on a terminal, elsewhere a line a second, JSON with --output json. SIGUSR1 asks for a
+    /// On a terminal a bar, elsewhere a line per second, JSON with --output json. SIGUSR1 prints a
     /// line at any time.
     #[arg(short = 'p', long)]
     progress: bool,
@@ -98,17 +98,17 @@ impl TargetArgs {
 
 /// Copy a disk, with everything its chain holds, into a new image.
 ///
-/// Several sources are copied one behind the other.
+/// Several sources are concatenated.
 #[derive(Args, Default)]
 pub(crate) struct ConvertArgs {
     #[command(flatten)]
     new: TargetArgs,
     /// Copy this internal snapshot.
     ///
-    /// By id or name.
+    /// By ID or name.
     #[arg(short = 'l', long, alias = "source-snapshot", value_name = "NAME")]
     load_snapshot: Option<String>,
-    /// Copy what differs from this base.
+    /// Copy only what differs from this base.
     ///
     /// It becomes the backing file of the new image. Relative names start from its directory.
     #[arg(short = 'B', long, value_name = "BASE")]
@@ -116,39 +116,39 @@ pub(crate) struct ConvertArgs {
     /// Format of the backing file: qcow2 or raw.
     #[arg(short = 'F', long, value_name = "FMT", hide_short_help = true)]
     backing_format: Option<String>,
-    /// Copy the dirty bitmaps, too.
+    /// Copy the dirty bitmaps too.
     ///
     /// Those of the source itself, not of its backing files.
     #[arg(long, conflicts_with = "load_snapshot")]
     bitmaps: bool,
-    /// Leave out bitmaps that are inconsistent.
+    /// Skip bitmaps that are inconsistent.
     #[arg(long, requires = "bitmaps", hide_short_help = true)]
     skip_broken_bitmaps: bool,
-    /// Copy at most so many bytes of the disk a second.
+    /// Limit copying to this many bytes of the disk per second.
     #[arg(short = 'r', long, value_name = "SIZE")]
     rate: Option<String>,
-    /// How the source is read, as of qemu-img: writeback, or none (O_DIRECT).
+    /// How to read the source, same values as qemu-img: writeback, or none (O_DIRECT).
     ///
-    /// As --cache; the other words of qemu-img mean one of these two.
+    /// Same as --cache; the other values of qemu-img mean one of these two.
     #[arg(short = 'T', long, value_name = "MODE", conflicts_with = "cache")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     source_cache: Option<CacheWord>,
-    /// How the target is written, as of qemu-img: writeback, or none (O_DIRECT).
+    /// How to write the target, same values as qemu-img: writeback, or none (O_DIRECT).
     ///
-    /// It is synced once, at the end, in any case.
+    /// In either case it is synced once, at the end.
     #[arg(short = 't', long, value_name = "MODE")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     target_cache: Option<CacheWord>,
     /// Accepted for compatibility with qemu-img: pieces are always written out of order.
     #[arg(short = 'W', long = "oob-writes", hide_short_help = true, help_heading = "Engine")]
     out_of_order: bool,
-    /// Write into TARGET, which exists.
+    /// Write into TARGET, which must exist.
     ///
-    /// It must be as long or longer; what it has beyond stays.
+    /// It must be at least as long as the source; anything beyond that length stays.
     #[arg(short = 'n', long)]
     #[arg(conflicts_with_all = ["options", "compress", "backing", "backing_format"])]
     no_create: bool,
-    /// TARGET holds only zeros: write none.
+    /// TARGET reads as zeros already: write no zeros.
     #[arg(long, requires = "no_create", hide_short_help = true)]
     target_is_zero: bool,
     #[command(flatten)]

@@ -52,7 +52,7 @@ pub(crate) struct CreateArgs {
     /// Format of the backing file: qcow2, raw or luks.
     #[arg(short = 'F', long, value_name = "FMT")]
     pub(crate) backing_format: Option<String>,
-    /// Do not open the base; SIZE is needed.
+    /// Do not open the backing file; SIZE is required.
     #[arg(short = 'u', long, alias = "backing-unsafe")]
     pub(crate) unsafe_backing: bool,
     /// Options of the format, see -o help.
@@ -73,7 +73,7 @@ pub(crate) struct CreateArgs {
     /// The image to create.
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
-    /// Length of its disk, or that of the base.
+    /// Length of its disk; by default that of the backing file.
     #[arg(value_name = "SIZE")]
     pub(crate) size: Option<String>,
 }

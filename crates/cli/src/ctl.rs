@@ -40,13 +40,13 @@ pub(crate) struct CtlArgs {
 
 #[derive(Subcommand)]
 enum CtlVerb {
-    /// Show which disks are served, from what and where.
+    /// Show which disks are served, from which image and where.
     #[command(after_long_help = sections::CTL_STATUS)]
     Status,
     /// Show statistics since the start.
     #[command(after_long_help = sections::CTL_STATS)]
     Stats {
-        /// What a volume holds, shares and has alone, as mica volume stats.
+        /// Show what a volume holds, shares and owns alone, like mica volume stats.
         #[arg(long, requires = "disk")]
         space: bool,
         /// The disk; all by default.
@@ -67,39 +67,40 @@ enum CtlVerb {
     },
     /// Take a snapshot of a disk while it is served.
     ///
-    /// What was answered before is in it; requests go on meanwhile. A snapshot of a chain is a new
-    /// layer: FILE is written from now on, and the image that was written until now stays as it is.
-    /// A server that is started with that image goes on in FILE.
+    /// Includes every write acknowledged so far; requests continue meanwhile. A snapshot of a chain
+    /// is a new layer: from then on writes go to FILE, and the image that was written before stays
+    /// as it is. A server that is started with the old image continues in FILE.
     #[command(after_long_help = sections::CTL_SNAPSHOT)]
     Snapshot(Box<snapshots::TakeArgs>),
-    /// List the snapshots of a volume that is served.
+    /// List the snapshots of a served volume.
     #[command(after_long_help = sections::CTL_SNAPSHOTS)]
     Snapshots(snapshots::ListArgs),
-    /// Drop a snapshot of a volume that is served.
+    /// Drop a snapshot of a served volume.
     #[command(after_long_help = sections::CTL_DROP)]
     Drop(snapshots::DropArgs),
-    /// Give a snapshot of a volume that is served another label.
+    /// Relabel a snapshot of a served volume.
     #[command(after_long_help = sections::CTL_LABEL)]
     Label(snapshots::LabelArgs),
-    /// Make a volume that begins as one that is served, or a snapshot.
+    /// Clone a served volume or one of its snapshots.
     ///
-    /// In the same store, where nothing is copied. What was answered before is in it.
+    /// The clone is in the same store, and nothing is copied. It includes every write acknowledged
+    /// so far.
     #[command(after_long_help = sections::CTL_CLONE)]
     Clone(snapshots::CloneArgs),
-    /// Show what of a volume that is served may differ from a snapshot.
+    /// Show which parts of a served volume may differ from a snapshot.
     ///
-    /// By its maps, without reading data.
+    /// Compares their maps, without reading data.
     #[command(after_long_help = sections::CTL_DIFF)]
     Diff(snapshots::DiffArgs),
-    /// Make a drained volume what it was at one of its snapshots.
+    /// Roll a drained volume back to a snapshot.
     ///
-    /// A guest would go on with what it has read, so of one that is served it is refused. What was
-    /// written since is lost, unless there is a snapshot of it; all snapshots stay.
+    /// Refused while the volume is served, because a guest would keep using what it has read
+    /// before. Anything written since is lost, unless another snapshot has it; all snapshots stay.
     #[command(after_long_help = sections::CTL_ROLLBACK)]
     Rollback(snapshots::RollbackArgs),
     #[command(flatten)]
     InStore(stores::StoreVerb),
-    /// Back a disk up while it is served: keep states, and export them.
+    /// Back up a disk while it is served: keep states, and export them.
     #[command(after_long_help = sections::CTL_BACKUP)]
     Backup {
         #[command(subcommand)]
@@ -107,39 +108,39 @@ enum CtlVerb {
     },
     /// Merge layers up into the active one while the disk is served.
     ///
-    /// What it shows through the layers above --base is copied; these layers leave the chain, and
-    /// their files stay as they are. Without --base the active layer needs no other afterwards.
+    /// What the disk shows through the layers above --base is copied; these layers leave the chain,
+    /// and their files stay as they are. Without --base the active layer needs no other afterwards.
     #[command(after_long_help = sections::CTL_STREAM)]
     Stream(merges::StreamArgs),
     /// Merge layers down into one beneath them while the disk is served.
     ///
     /// What the layers above --base own, up to --top, is copied into it, and they leave the chain.
-    /// The active layer, which is the top by default, stays, and is empty afterwards. Refused if
+    /// The active layer, which is the default for --top, stays and is empty afterwards. Refused if
     /// another disk or image needs one of these layers.
     #[command(after_long_help = sections::CTL_COMMIT)]
     Commit(merges::CommitArgs),
-    /// Show merges that are under way, and the last one of each disk.
+    /// Show running merges, and the last one of each disk.
     #[command(after_long_help = sections::CTL_JOBS)]
     Jobs {
-        /// Also show the merges before, from the oldest: 32 of each disk.
+        /// Also show earlier merges, oldest first: up to 32 per disk.
         #[arg(long)]
         all: bool,
     },
-    /// End the merge of a disk: the chain keeps the layers that it has.
+    /// Cancel a disk's merge: the chain keeps the layers that it has.
     #[command(after_long_help = sections::CTL_CANCEL)]
     Cancel {
         /// The disk.
         #[arg(value_name = "DISK")]
         disk: String,
     },
-    /// Let the merge of a disk rest.
+    /// Pause a disk's merge.
     #[command(after_long_help = sections::CTL_PAUSE)]
     Pause {
         /// The disk.
         #[arg(value_name = "DISK")]
         disk: String,
     },
-    /// Let the merge of a disk go on.
+    /// Resume a disk's merge.
     #[command(after_long_help = sections::CTL_RESUME)]
     Resume {
         /// The disk.
@@ -148,7 +149,7 @@ enum CtlVerb {
     },
     /// Serve another disk.
     ///
-    /// An image with options of `mica serve`, or the disks that a TOML file lists.
+    /// Either an image with options of `mica serve`, or the disks that a TOML file lists.
     #[command(after_long_help = sections::CTL_ADD)]
     Add(Box<AddArgs>),
     /// Stop serving a disk, as drain does, and forget it.
@@ -156,19 +157,19 @@ enum CtlVerb {
     Remove(RemoveArgs),
     /// Stop serving a disk, or all, and close the images.
     ///
-    /// Requests in flight complete, and everything is flushed. Without a name, do so with all disks
-    /// and end the server.
+    /// Requests in flight complete, and everything is flushed. Without a name, all disks are closed
+    /// and the server exits.
     #[command(after_long_help = sections::CTL_DRAIN)]
     Drain {
         /// The disk; all by default.
         #[arg(value_name = "DISK")]
         disk: Option<String>,
     },
-    /// Hand a volume to another host while it is served, and close it here.
+    /// Hand a served volume over to another host, and close it here.
     ///
-    /// What was written goes into the store while requests go on; then they end, as with drain. No
-    /// host but that one opens the volume afterwards, except by force. If the store does not answer
-    /// the disk goes on being served here.
+    /// Outstanding writes go into the store while requests continue; then requests end, as with
+    /// drain. No other host can open the volume afterwards, except by force. If the store does not
+    /// answer, the disk continues to be served here.
     #[command(after_long_help = sections::CTL_HANDOVER)]
     Handover {
         /// The disk.
@@ -177,13 +178,13 @@ enum CtlVerb {
         /// The name of the host, as `uname -n` prints it there.
         #[arg(long, value_name = "HOST")]
         to: String,
-        /// Leave it if the store has not taken what was written within so many seconds.
+        /// Give up if the store has not taken all writes within this many seconds.
         #[arg(long, value_name = "SECONDS", default_value_t = 60)]
         limit: u32,
     },
     /// Serve a disk again.
     ///
-    /// One that was drained, or that could not be served until now.
+    /// One that was drained, or that could not be served so far.
     #[command(after_long_help = sections::CTL_UNDRAIN)]
     Undrain {
         /// The disk.
@@ -192,10 +193,10 @@ enum CtlVerb {
     },
     /// Read the configuration file and certificates again.
     ///
-    /// Add the disks that are new in it, and remove those that it no longer has. One that cannot be
-    /// served is failed, until it can. A disk whose settings have changed is left as it is, and
-    /// named, unless it is closed: failed or drained. New clients get the certificates that are
-    /// there now; connections that there are go on.
+    /// Adds the disks that are new in it, and removes those that it no longer has. A disk that
+    /// cannot be served is shown as failed until it can. A disk whose settings have changed is left
+    /// as it is and named in the answer, unless it is closed: failed or drained. New clients get
+    /// the new certificates; existing connections continue.
     #[command(after_long_help = sections::CTL_RELOAD)]
     Reload,
     /// Show or set the log level of the server.
@@ -210,8 +211,8 @@ enum CtlVerb {
 pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
     let client = args.control.client();
     let (answer, human) = match ask(&client, &args.verb, args.output)? {
-        Told::Answer(answer, human) => (answer, human),
-        Told::Done(exit_code) => return Ok(exit_code),
+        Outcome::Answer(answer, human) => (answer, human),
+        Outcome::Done(exit_code) => return Ok(exit_code),
     };
     match args.output {
         OutputFormat::Json => print_json(&answer)?,
@@ -225,18 +226,19 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
 /// Formats an answer for people.
 type Human = fn(&Value) -> String;
 
-/// What there is to tell.
-enum Told {
+/// How a verb ended.
+enum Outcome {
+    /// This is to be printed.
     Answer(Value, Human),
-    /// It was told while it was done.
+    /// Everything has been printed.
     Done(ExitCode),
 }
 
-fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Told, Failure> {
+fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Outcome, Failure> {
     let (answer, human): (Value, Human) = match verb {
-        CtlVerb::InStore(verb) => return verb.run(client, output).map(Told::Done),
+        CtlVerb::InStore(verb) => return verb.run(client, output).map(Outcome::Done),
         CtlVerb::Stats { disk: Some(disk), space: true } => {
-            return stores::space(client, disk, output).map(Told::Done);
+            return stores::space(client, disk, output).map(Outcome::Done);
         }
         CtlVerb::Status => (client.get("/v1/status")?, status),
         CtlVerb::Stats { disk, .. } => {
@@ -280,7 +282,7 @@ fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Told, Fa
             (client.put("/v1/log-level", &json!({ "level": level }))?, log_level)
         }
     };
-    Ok(Told::Answer(answer, human))
+    Ok(Outcome::Answer(answer, human))
 }
 
 /// Reduces an answer to one disk.

@@ -18,9 +18,9 @@ const BLOCK_BYTES: u64 = 512;
 
 /// Copy blocks of a disk into a new image.
 ///
-/// As qemu-img dd. if=FILE and of=FILE name the image and the new one; bs=SIZE is the length of a
-/// block, 512 by default; skip=COUNT leaves out blocks at the start; count=COUNT is where the input
-/// ends, counted from its start, so that skip=1 count=3 copies two blocks.
+/// Like qemu-img dd. if=FILE and of=FILE name the source and the new image; bs=SIZE is the block
+/// size, 512 by default; skip=COUNT skips blocks at the start; count=COUNT is where the input ends,
+/// counted from its start, so that skip=1 count=3 copies two blocks.
 #[derive(Args)]
 pub(crate) struct DdArgs {
     /// Format of the new image: raw or qcow2.

@@ -23,19 +23,20 @@ const PRINT_BYTES: usize = 64 << 10;
 
 /// Show which parts of two states of chains may differ.
 ///
-/// What the layers own that only one of the two has: known without reading data, and with the index
-/// of these layers from that alone. The same bytes written again are shown, too, unless --content
-/// is given. If the two have no layer in common, all that either of them has is shown.
+/// These are the parts owned by layers that only one of the two has. No data is read, and if these
+/// layers are indexed, only the index is. Bytes that were overwritten with the same content are
+/// reported too, unless --content is given. If the two have no layer in common, everything that
+/// either of them has is reported.
 #[derive(Args)]
 pub(crate) struct DiffArgs {
     /// Format of the second image.
     #[arg(short = 'F', long, default_value = "qcow2", value_name = "FMT")]
     #[arg(hide_default_value = true)]
     second_format: String,
-    /// Show only how much differs, and which layers each has alone.
+    /// Show only how much differs, and which layers only one of them has.
     #[arg(short = 's', long)]
     summary: bool,
-    /// Read these parts, and show only those whose bytes differ.
+    /// Read these parts, and show only those whose content differs.
     #[arg(short = 'c', long)]
     content: bool,
     #[command(flatten)]

@@ -14,16 +14,16 @@ const TOLD_MAX: usize = 20;
 // Options of verbs that look at folders. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(crate) struct FoldersArgs {
-    /// Look also at files in here that images name.
+    /// Also look at files in this directory that images name.
     ///
-    /// Files in this directory and below. Can be repeated. What images name elsewhere, outside of
-    /// the folders that are looked at, is shown by name only.
+    /// Files in this directory and below. Can be repeated. Files elsewhere that images name are
+    /// shown by name only.
     #[arg(long, value_name = "DIR")]
     allow_path: Vec<PathBuf>,
     /// Where the indexes of layers are, if not beside them.
     #[arg(long, value_name = "DIRECTORY", hide_short_help = true, help_heading = "Engine")]
     index_dir: Option<PathBuf>,
-    /// Folders, with all in them and below; or single images.
+    /// Folders, including everything below; or single images.
     #[arg(value_name = "DIR", required = true)]
     folders: Vec<PathBuf>,
 }

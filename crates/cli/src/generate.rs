@@ -22,19 +22,19 @@ enum GenVerb {
     /// Generate a chain of qcow2 layers whose content can be verified.
     #[command(after_long_help = sections::GEN_CHAIN)]
     Chain(GenChainArgs),
-    /// Generate many chains of tiny images, as a cloud has them.
+    /// Generate many chains of tiny images, like those of a cloud.
     ///
-    /// Lengths, sharing, sizes and times follow what was published of one in 2020 (section 3 of
-    /// "Virtual Disk Snapshot Management at Scale"): for `mica survey` and `mica tree`, and to
-    /// compare one's own with. The folder first has the disks of the provider, third those of
-    /// customers, images what both stand on.
+    /// Lengths, sharing, sizes and times follow figures that were published of a cloud in 2020
+    /// (section 3 of "Virtual Disk Snapshot Management at Scale"): for `mica survey` and `mica
+    /// tree`, and for comparison with your own. The folder `first` has the disks of the provider,
+    /// `third` those of customers, `images` what both are based on.
     #[command(after_long_help = sections::GEN_FLEET)]
     Fleet(GenFleetArgs),
 }
 
 #[derive(Args)]
 struct GenFleetArgs {
-    /// Chains.
+    /// Number of chains.
     #[arg(short = 'n', long, default_value_t = 500, value_name = "COUNT")]
     chains: u64,
     /// Random seed.
@@ -49,7 +49,7 @@ struct GenFleetArgs {
 
 #[derive(Args)]
 struct GenChainArgs {
-    /// Layers, the active one included.
+    /// Number of layers, including the active one.
     #[arg(short = 'n', long, default_value_t = 10, value_name = "COUNT")]
     layers: u32,
     /// Length of the disk.
@@ -58,13 +58,13 @@ struct GenChainArgs {
     /// Size of a cluster.
     #[arg(short = 'c', long, default_value = "64k", value_name = "SIZE")]
     cluster_size: String,
-    /// Part of the disk with data, 0 to 1.
+    /// Fraction of the disk with data, 0 to 1.
     #[arg(long, default_value_t = 0.3, value_name = "PART")]
     fill: f64,
-    /// Where: uniform, or newest-heavy.
+    /// Distribution of the data: uniform, or newest-heavy.
     #[arg(long, default_value = "uniform", value_name = "NAME")]
     distribution: String,
-    /// Features to mix in, with commas; or all.
+    /// Features to mix in, separated by commas; or all.
     #[arg(long, default_value = "", value_name = "LIST")]
     features: String,
     /// Random seed.

@@ -22,16 +22,16 @@ pub(crate) struct IndexArgs {
 enum IndexVerb {
     /// Write sidecars for all frozen layers that have no valid one.
     ///
-    /// Waits a second if a layer has just been changed: until then its timestamps do not prove
+    /// Waits for a second if a layer has just been changed: until then its timestamps do not prove
     /// that it was not changed again.
     #[command(after_long_help = sections::INDEX_BUILD)]
     Build(SubjectArgs),
     /// Show for each frozen layer whether its sidecar is valid.
     ///
-    /// sealed: the sidecar is used at once. unproven: it is used once the layer's tables are read
-    /// and their digest matches, because timestamps prove nothing (the layer was copied, moved, or
-    /// changed within a second of being indexed); `mica index build` seals it again. stale: it
-    /// belongs to another state of the layer, or of a layer below. missing: there is none.
+    /// sealed: the sidecar is used at once. unproven: it is used once the layer's tables have been
+    /// read and their digest matches, because timestamps prove nothing (the layer was copied,
+    /// moved, or changed within a second of being indexed); `mica index build` seals it again.
+    /// stale: it describes another state of the layer, or of a layer below. missing: there is none.
     #[command(after_long_help = sections::INDEX_STATUS)]
     Status(SubjectArgs),
     /// Remove the sidecars of all frozen layers.

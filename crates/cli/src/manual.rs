@@ -16,7 +16,7 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 pub(crate) struct ManualArgs {
-    /// The directory, such as /usr/local/share: man, bash-completion, zsh and fish are made in it.
+    /// The directory, such as /usr/local/share: creates man, bash-completion, zsh and fish in it.
     #[arg(value_name = "DIRECTORY")]
     dir: PathBuf,
 }

@@ -18,7 +18,7 @@ pub(crate) struct MapArgs {
     /// Offset on the disk to start at, in bytes (suffixes k, M, G, T).
     #[arg(short = 's', long, default_value = "0", value_name = "OFFSET")]
     start_offset: String,
-    /// Number of bytes; up to the end by default.
+    /// Number of bytes; up to the end of the disk by default.
     #[arg(long, value_name = "LENGTH")]
     max_length: Option<String>,
     #[command(flatten)]

@@ -33,14 +33,12 @@ pub(crate) struct MeasureArgs {
     /// Can be repeated.
     #[arg(short = 'o', long, value_name = "KEY=VALUE,...")]
     options: Vec<String>,
-    /// Measure for a full disk instead.
-    ///
-    /// Of this length.
+    /// Measure for a full disk of this length instead.
     #[arg(short = 's', long, value_name = "SIZE", conflicts_with = "image")]
     size: Option<String>,
     /// Measure this internal snapshot.
     ///
-    /// By id or name.
+    /// By ID or name.
     #[arg(short = 'l', long, alias = "snapshot", value_name = "NAME", conflicts_with = "size")]
     load_snapshot: Option<String>,
     #[command(flatten)]

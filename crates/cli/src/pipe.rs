@@ -35,7 +35,7 @@ struct PlaceArgs {
 pub(crate) struct ReadArgs {
     #[command(flatten)]
     place: PlaceArgs,
-    /// How many bytes; those up to the end of the disk by default.
+    /// Number of bytes; up to the end of the disk by default.
     #[arg(value_name = "LENGTH")]
     length: Option<String>,
 }

@@ -24,11 +24,11 @@ use std::process::ExitCode;
 /// Bytes that are compared at a time.
 const STEP_BYTES: u64 = 1 << 20;
 
-/// Give an image another backing file.
+/// Change the backing file of an image.
 ///
-/// What the image shows does not change: where the new backing file differs from the present one,
-/// the bytes are written into the image first. With -u only the name changes. The images must not
-/// be in use; `mica ctl stream` does this for a disk that is served.
+/// The content of the disk does not change: where the new backing file differs from the present
+/// one, the bytes are copied into the image first. With -u only the name changes. The images must
+/// not be in use; `mica ctl stream` does this for a disk that is served.
 #[derive(Args)]
 pub(crate) struct RebaseArgs {
     /// The new backing file, as the image names it; '' for none.
@@ -39,7 +39,7 @@ pub(crate) struct RebaseArgs {
     base_format: Option<Format>,
     /// Change only the name.
     ///
-    /// The new file must show what the present one shows, which may be missing.
+    /// The new file must have the content of the present one, which may be missing.
     #[arg(short = 'u', long, alias = "backing-unsafe")]
     unsafe_mode: bool,
     /// Show progress on stderr.

@@ -20,11 +20,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Make an image of a state that `mica backup` wrote.
+/// Create an image from a state that `mica backup` wrote.
 ///
-/// The newest state of the folder, or the one that is named, together with those that it goes on
-/// from. From a stream its last state: one that begins with a whole state. Every piece is checked
-/// against its checksum; the image is there when all of it was right.
+/// The newest state of the folder, or the one that is named, together with those that it is based
+/// on. From a stream, its last state; the stream must begin with a whole state. Every piece is
+/// checked against its checksum; the image appears only when all of it is correct.
 #[derive(Args)]
 pub(crate) struct RestoreArgs {
     /// Format of the image: qcow2 or raw.
@@ -36,7 +36,7 @@ pub(crate) struct RestoreArgs {
     /// Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
-    /// The state, as with DIR@STATE; of a stream the one at which to end.
+    /// The state, like DIR@STATE; for a stream, the last one to restore.
     #[arg(long = "to", value_name = "STATE")]
     state: Option<String>,
     /// Show progress on stderr.
@@ -54,10 +54,10 @@ pub(crate) struct RestoreArgs {
     report: ReportArgs,
     #[command(flatten)]
     io: IoSettings,
-    /// The folder, with @ a state in it; - for standard input.
+    /// The folder, with @STATE for one state in it; - for standard input.
     #[arg(value_name = "DIR[@STATE]")]
     source: PathBuf,
-    /// The image to make.
+    /// The image to create.
     #[arg(value_name = "FILE")]
     file: PathBuf,
 }

@@ -23,19 +23,19 @@ use std::sync::Arc;
 
 /// Serve one disk or many: over NBD, to virtual machines, and as files.
 ///
-/// Until SIGTERM or SIGINT; then what is in flight is answered and flushed, and the images are
-/// closed.
+/// Runs until SIGTERM or SIGINT; then requests in flight are answered and flushed, and the images
+/// are closed.
 #[derive(Args)]
 pub(crate) struct ServeArgs {
-    /// Serve what this TOML file lists.
+    /// Serve the disks that this TOML file lists.
     ///
-    /// A table "disk" for each disk, with the keys name, image and the options of this verb.
-    /// Relative paths start from the folder of the file.
+    /// One table "disk" for each, with the keys name, image and the options of this verb. Relative
+    /// paths start from the folder of the file.
     #[arg(long, conflicts_with_all = of_one_disk(), value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Say what is wrong with --config, and exit.
+    /// Check --config, report all errors in it, and exit.
     ///
-    /// All of it; the images are opened for reading.
+    /// The images are opened for reading.
     #[arg(long, requires = "config", hide_short_help = true)]
     check_config: bool,
     /// How --check-config prints what it finds: human or json.
@@ -45,24 +45,24 @@ pub(crate) struct ServeArgs {
     output: OutputFormat,
     /// Take over from the server at --control.
     ///
-    /// Its sockets, and its disks once it has closed them. Virtual machines only pause; NBD clients
-    /// are disconnected, and those that reconnect find the same disk. If this server cannot serve,
-    /// that one keeps serving. Disks that are served as files cannot be taken over.
+    /// Takes its sockets, and its disks once it has closed them. Virtual machines only pause; NBD
+    /// clients are disconnected, and find the same disk when they reconnect. If this server cannot
+    /// serve, the old one continues. Disks that are served as files cannot be taken over.
     #[arg(long, hide_short_help = true)]
     takeover: bool,
     /// Exit once the disks are served.
     ///
-    /// Or once startup has failed: the server is another process, in the background. With
-    /// --takeover this is what systemd runs to reload.
+    /// Or once startup has failed. The server itself runs as another process, in the background.
+    /// With --takeover this is what systemd runs to reload.
     #[arg(long)]
     fork: bool,
     /// Serve while this shell command runs.
     ///
-    /// And exit as it does. It finds the disk at $uri (a URI of NBD), $nbd (the same, for QEMU) and
-    /// $unixsocket.
+    /// Then exit with its exit code. It finds the disk at $uri (an NBD URI), $nbd (the same, for
+    /// QEMU) and $unixsocket.
     #[arg(long, value_name = "COMMAND", conflicts_with_all = ["config", "fork", "takeover"])]
     run: Option<OsString>,
-    /// End, as on SIGTERM, when the process that started this server ends.
+    /// Exit, as on SIGTERM, when the process that started this server exits.
     #[arg(long, conflicts_with = "fork", hide_short_help = true)]
     exit_with_parent: bool,
     #[command(flatten)]

@@ -12,26 +12,26 @@ use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Make, apply, delete or list the internal snapshots of an image.
+/// Create, apply, delete or list the internal snapshots of an image.
 ///
-/// The image must not be in use; `mica ctl snapshot` takes one of a disk that is served, which is a
-/// layer of its own. Lists them unless another letter is given. An image with internal snapshots is
-/// written without a redo log.
+/// The image must not be in use; `mica ctl snapshot` takes a snapshot of a disk that is served, as
+/// a layer of its own. Without another option the snapshots are listed. An image with internal
+/// snapshots is written without a redo log.
 #[derive(Args)]
 #[group(id = "deed", multiple = false, args = ["list", "create", "apply", "delete"])]
 pub(crate) struct SnapshotArgs {
     /// List the snapshots.
     #[arg(short = 'l', long)]
     list: bool,
-    /// Make a snapshot of the disk as it is.
+    /// Take a snapshot of the disk as it is.
     #[arg(short = 'c', long, value_name = "NAME")]
     create: Option<String>,
-    /// Make the disk what it was when this snapshot was taken.
+    /// Revert the disk to this snapshot.
     ///
-    /// An id, or else a name. What was written since is lost, unless another snapshot has it.
+    /// An ID, or else a name. Anything written since is lost, unless another snapshot has it.
     #[arg(short = 'a', long, value_name = "NAME")]
     apply: Option<String>,
-    /// Delete this snapshot: an id, or else a name.
+    /// Delete this snapshot: an ID, or else a name.
     #[arg(short = 'd', long, value_name = "NAME")]
     delete: Option<String>,
     #[command(flatten)]

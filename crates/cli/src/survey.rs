@@ -18,14 +18,15 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Show what a fleet of images is like: sizes, chains, sharing.
+/// Show statistics of a fleet of images: sizes, chains, sharing.
 ///
-/// Reads headers only, also of images that are in use. A chain counts once for each image on which
-/// nothing stands. --html writes the figures of a published survey, drawn from these images. What
-/// snapshots were taken when is told from the times of files, as far as these were not copied.
+/// Reads headers only, also of images that are in use. Each image that is not the backing file of
+/// another counts as a chain. --html writes the figures of a published survey, drawn from these
+/// images. When snapshots were taken is estimated from the timestamps of the files, which is right
+/// as far as these were not copied.
 #[derive(Args)]
 pub(crate) struct SurveyArgs {
-    /// Write a page with the figures to this file, too.
+    /// Also write a page with the figures to this file.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]

@@ -30,8 +30,8 @@ const ANSWER_WAIT: Duration = Duration::from_secs(3);
 
 /// Show what the disks of a server are doing.
 ///
-/// Refreshed every second; q quits, / searches names, states and notes for words, and Esc ends
-/// that. Where stdout is no terminal, lines are printed.
+/// Refreshed every second; q quits, / searches names, states and notes for words, and Esc ends the
+/// search. If stdout is not a terminal, lines are printed instead.
 #[derive(Args)]
 pub(crate) struct TopArgs {
     #[command(flatten)]
@@ -50,9 +50,9 @@ pub(crate) struct TopArgs {
     count: Option<u64>,
     /// Sort by problems, load, reads, writes, time, errors or name.
     ///
-    /// On a terminal the first letter of each does the same. By default disks with problems come
-    /// first there, and where lines are printed disks stay in the server's order. Load is the bytes
-    /// that are moved, plus 4 KiB for each request; time is the 99th percentile.
+    /// On a terminal the first letter of each does the same. By default a terminal shows disks with
+    /// problems first, and lines are printed in the server's order. Load is the bytes transferred,
+    /// plus 4 KiB for each request; time is the 99th percentile.
     #[arg(long, value_enum, value_name = "KEY", hide_possible_values = true)]
     sort: Option<Sort>,
 }

@@ -14,11 +14,11 @@ use rows::{Fold, rows};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Show which images stand on which.
+/// Show which images are based on which.
 ///
-/// Reads headers only, also of images that are in use. An image is drawn beneath the one that it
-/// stands on. Runs of layers on each of which only the next one stands are folded. What a header
-/// names that is not there, or not in these folders, is said.
+/// Reads headers only, also of images that are in use. An image is drawn beneath its backing file.
+/// Runs of layers that each have only one overlay are folded. Backing files that are missing, or
+/// that are not in these folders, are marked.
 #[derive(Args)]
 pub(crate) struct TreeArgs {
     /// How to print it: human, json, dot or svg.

@@ -216,14 +216,14 @@ impl Memberships {
         self.members.iter().map(|member| Arc::clone(&member.seat)).collect()
     }
 
-    /// It is about to be served: clients that ask for it wait.
-    pub(crate) fn are_awaited(&self) {
-        self.members.iter().for_each(|member| member.seat.is_awaited());
+    /// Makes clients that ask for the disk wait: it is about to be served.
+    pub(crate) fn mark_opening(&self) {
+        self.members.iter().for_each(|member| member.seat.mark_opening());
     }
 
-    /// It is not served, for this reason.
-    pub(crate) fn are_absent(&self, why: &'static str) {
-        self.members.iter().for_each(|member| member.seat.is_absent(why));
+    /// Tells clients that ask for the disk `why` it is not served.
+    pub(crate) fn mark_absent(&self, why: &'static str) {
+        self.members.iter().for_each(|member| member.seat.mark_absent(why));
     }
 
     /// Whether a socket was inherited that has its name.

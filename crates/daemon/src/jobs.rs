@@ -153,9 +153,9 @@ struct End {
     outcome: Result<Merged>,
 }
 
-/// What is told of a job.
+/// How a job is doing, or ended, as clients of the control socket see it.
 #[derive(Serialize, Clone, Debug)]
-pub(crate) struct Told {
+pub(crate) struct JobReport {
     number: u64,
     pub(crate) disk: String,
     pub(crate) kind: &'static str,
@@ -176,7 +176,7 @@ pub(crate) struct Told {
     file: Option<FileEnd>,
 }
 
-impl Told {
+impl JobReport {
     /// Whether it has not ended.
     pub(crate) fn is_under_way(&self) -> bool {
         UNDER_WAY.contains(&self.state)
@@ -242,7 +242,7 @@ impl Job {
                 let disk = &self.disk;
                 tracing::warn!(disk, %error, "the mark of a frozen layer is out of date");
             }
-            self.tell_if_unnamed(&layers, dropped);
+            self.warn_if_configured_layer_left(&layers, dropped);
             mica_stack::settle_notes(&layers, dropped, base.as_deref());
             self.settle_files((dropped, &layers), file.as_ref());
         }
@@ -278,9 +278,10 @@ impl Job {
         }
     }
 
-    /// Nothing leads from a layer that is `dropped` to those that the disk has now: what it shows
-    /// is not what the disk shows, and whoever names it is told so only when it is opened.
-    fn tell_if_unnamed(&self, layers: &[PathBuf], dropped: &[PathBuf]) {
+    /// Warns if the layer that the configuration names is among those `dropped`: nothing leads from
+    /// it to the layers that the disk has now, which would otherwise be noticed only at the next
+    /// start.
+    fn warn_if_configured_layer_left(&self, layers: &[PathBuf], dropped: &[PathBuf]) {
         if let Some(active) = layers.last()
             && mica_stack::position_of(dropped, &self.named).is_some()
         {
@@ -332,8 +333,8 @@ impl Job {
         }
     }
 
-    /// What is told of it.
-    pub(crate) fn told(&self) -> Told {
+    /// How it is doing, or ended.
+    pub(crate) fn report(&self) -> JobReport {
         let state = self.lock();
         let MergeProgress { done, total, copied, .. } = state.progress;
         let (name, failure, dropped) = match &state.end {
@@ -355,7 +356,7 @@ impl Job {
             None => estimate_ms(state.progress, worked_ms),
             Some(_) => None,
         };
-        Told {
+        JobReport {
             number: self.number,
             disk: self.disk.clone(),
             kind: self.kind,

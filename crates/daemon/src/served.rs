@@ -33,7 +33,7 @@ pub(crate) use stored::Stored;
 
 use crate::config::{DiskConfig, LeftClosed};
 use crate::contexts;
-use crate::jobs::{Job, Told};
+use crate::jobs::{Job, JobReport};
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
 use crate::opening::{Opening, open};
@@ -93,7 +93,7 @@ pub(crate) struct Served {
     /// The merge of its layers that is under way, or the last one.
     job: Mutex<Option<Arc<Job>>>,
     /// What is told of those before it, from the oldest.
-    past_jobs: Mutex<VecDeque<Told>>,
+    past_jobs: Mutex<VecDeque<JobReport>>,
     /// Where its clients come in.
     doors: Doors,
     backups: Backups,
@@ -284,7 +284,7 @@ impl Served {
         self.doors.close(DRAINED);
         self.doors.remove_device();
         let outcome = self.end();
-        self.doors.are_closed(DRAINED);
+        self.doors.mark_absent(DRAINED);
         if let State::Ended(_, end) = &mut *self.lock() {
             *end = End::Removed(outcome.clone());
         }
@@ -334,7 +334,7 @@ impl Served {
         by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
     ) -> Result<()> {
         *self.lock() = State::Opening;
-        self.doors.are_awaited();
+        self.doors.mark_opening();
         self.has_opener.store(true, Ordering::Release);
         let opened = by(&|| self.open_image());
         let is_wanted = {
@@ -351,7 +351,7 @@ impl Served {
         };
         let opened = opened.inspect(|disk| self.tend(disk)).inspect_err(|_| {
             if is_wanted {
-                self.doors.are_closed(FAILED);
+                self.doors.mark_absent(FAILED);
             }
             self.has_opener.store(false, Ordering::Release);
         })?;
@@ -439,7 +439,7 @@ impl Served {
         self.doors.close(DRAINED);
         let outcome = self.end();
         // It may have been started just before it ended.
-        self.doors.are_closed(DRAINED);
+        self.doors.mark_absent(DRAINED);
         outcome
     }
 

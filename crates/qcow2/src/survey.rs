@@ -44,26 +44,27 @@ impl Map {
 
     /// The detail of `planned`, or of the beginning of it.
     async fn add_detail(&self, planned: Vec<Extent>, pace: &mut Pace) -> Result<Vec<Extent>> {
-        let mut told = Told { extents: Vec::with_capacity(planned.len()), file_runs: 0 };
+        let mut found =
+            SurveyedExtents { extents: Vec::with_capacity(planned.len()), file_runs: 0 };
         let layers = self.layers();
         for extent in planned {
             pace.steps(1).await;
-            match append_detail(&layers, extent, &mut told, pace).await {
+            match append_detail(&layers, extent, &mut found, pace).await {
                 Ok(()) => (),
                 // As above.
-                Err(_) if !told.extents.is_empty() => break,
+                Err(_) if !found.extents.is_empty() => break,
                 Err(error) => return Err(error),
             }
-            if told.file_runs == FILE_RUNS_MAX {
+            if found.file_runs == FILE_RUNS_MAX {
                 break;
             }
         }
-        Ok(told.extents)
+        Ok(found.extents)
     }
 }
 
-/// What a survey has found.
-struct Told {
+/// The extents that a survey has found so far.
+struct SurveyedExtents {
     extents: Vec<Extent>,
     file_runs: usize,
 }
@@ -72,7 +73,7 @@ struct Told {
 async fn append_detail(
     layers: &Layers,
     extent: Extent,
-    told: &mut Told,
+    found: &mut SurveyedExtents,
     pace: &mut Pace,
 ) -> Result<()> {
     // A hole may name a layer that the chain has no longer.
@@ -84,17 +85,17 @@ async fn append_detail(
         ExtentKind::Hole => {
             // The most that it costs, if every layer is queried.
             pace.steps(layers.all().len() as u64 / LAYERS_PER_STEP).await;
-            append_holes(layers, extent, &mut told.extents).await
+            append_holes(layers, extent, &mut found.extents).await
         }
         // Zeros according to the file: this layer owns them, in their place.
         ExtentKind::Data if layer.tables.is_none() => {
-            append_file_runs(layer, (extent, ExtentKind::ZeroAllocated), told, pace).await
+            append_file_runs(layer, (extent, ExtentKind::ZeroAllocated), found, pace).await
         }
         ExtentKind::Data if layer.is_preallocated().await => {
-            append_file_runs(layer, (extent, ExtentKind::DataInHole), told, pace).await
+            append_file_runs(layer, (extent, ExtentKind::DataInHole), found, pace).await
         }
         _ => {
-            told.extents.push(extent);
+            found.extents.push(extent);
             Ok(())
         }
     }
@@ -145,12 +146,12 @@ fn push_hole(hole: Extent, end: GuestOffset, extents: &mut Vec<Extent>) {
 async fn append_file_runs(
     layer: &Layer,
     (extent, hole): (Extent, ExtentKind),
-    told: &mut Told,
+    found: &mut SurveyedExtents,
     pace: &mut Pace,
 ) -> Result<()> {
     let mut done = 0;
-    while done < extent.len && told.file_runs < FILE_RUNS_MAX {
-        told.file_runs += 1;
+    while done < extent.len && found.file_runs < FILE_RUNS_MAX {
+        found.file_runs += 1;
         pace.steps(STEPS_PER_FILE_RUN).await;
         let host = HostOffset::new(extent.host.bytes() + done);
         let left = extent.len - done;
@@ -162,7 +163,7 @@ async fn append_file_runs(
         let len = run.len.clamp(1, left);
         let start = GuestOffset::new(extent.start.bytes() + done);
         let layer = extent.layer;
-        Extent::push_joined(&mut told.extents, Extent { start, len, kind, host, layer });
+        Extent::push_joined(&mut found.extents, Extent { start, len, kind, host, layer });
         done += len;
     }
     Ok(())

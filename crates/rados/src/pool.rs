@@ -148,8 +148,8 @@ impl Pool {
 }
 
 /// `address` as monitors take it, if it is that of one client. It may come from an object that
-/// anybody could write, and goes into a command as it is: so it is made anew of its parts. A nonce
-/// of zero would be a whole host, and a port other than zero is a daemon's.
+/// anybody could write, and goes into a command as it is: so it is put together again from its
+/// parts. A nonce of zero would be a whole host, and a port other than zero is a daemon's.
 fn client_address(address: &str) -> Option<CString> {
     let (address, nonce) = address.rsplit_once('/')?;
     let (ip, port) = address.rsplit_once(':')?;

@@ -75,7 +75,7 @@ struct State {
     memory_is_full: bool,
     memory_capacity: u64,
     /// Whether file systems report that they were remounted.
-    tells_life: bool,
+    reports_remounts: bool,
     changes: Changes,
 }
 
@@ -114,7 +114,7 @@ impl World {
             memories_made: 0,
             memory_is_full: false,
             memory_capacity: redo::CAPACITY,
-            tells_life: true,
+            reports_remounts: true,
             changes: Changes::default(),
         };
         Self { state: Arc::new(Mutex::new(state)) }
@@ -314,7 +314,7 @@ impl World {
     /// Whether file systems report that they were remounted; if not, only the times of files show
     /// it.
     pub fn report_remounts(&self, tells: bool) {
-        lock(&self.state).tells_life = tells;
+        lock(&self.state).reports_remounts = tells;
     }
 
     fn with_file<T>(&self, path: &Path, act: impl FnOnce(&mut SimFile) -> T) -> T {

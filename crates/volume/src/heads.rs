@@ -290,7 +290,7 @@ impl Heads {
     ///
     /// # Errors
     /// What the store reports.
-    pub(crate) async fn unmake(&self, made: &Head) -> Result<bool> {
+    pub(crate) async fn delete_just_made(&self, made: &Head) -> Result<bool> {
         self.put_highest(&self.after(made, Life::Deleted, made.state)?).await
     }
 
@@ -299,7 +299,7 @@ impl Heads {
     ///
     /// # Errors
     /// What the store reports; `Corrupt` if the newest head is damaged.
-    pub(crate) async fn unmake_of(&self, volume: Id, writer: Writer) -> Result<()> {
+    pub(crate) async fn delete_unclosed(&self, volume: Id, writer: Writer) -> Result<()> {
         let is_its = |head: &Head| (head.volume, head.writer()) == (volume, Some(writer));
         self.delete_if(is_its).await.map(drop)
     }
@@ -308,8 +308,8 @@ impl Heads {
     /// closed stays, and what others made of its name; returns whether there is the former.
     ///
     /// # Errors
-    /// As [`Self::unmake_of`].
-    pub(crate) async fn unmake_part(&self, volume: Id) -> Result<bool> {
+    /// As [`Self::delete_unclosed`].
+    pub(crate) async fn delete_unfinished(&self, volume: Id) -> Result<bool> {
         let is_part = |head: &Head| head.volume == volume && head.is_unfinished;
         let left = self.delete_if(is_part).await?;
         Ok(left.is_some_and(|head| head.volume == volume))

@@ -309,7 +309,7 @@ async fn replay(shared: &Arc<Shared>) -> Result<()> {
     loop {
         let next = shared.now().records;
         if next >= recovered.end {
-            shared.store().await?;
+            shared.destage_all().await?;
             return shared.at_rest().await;
         }
         let mut is_full = false;
@@ -332,7 +332,7 @@ async fn replay(shared: &Arc<Shared>) -> Result<()> {
             .await;
         match read {
             Err(error) if !is_full => return Err(error),
-            _ => shared.store().await?,
+            _ => shared.destage_all().await?,
         }
     }
 }

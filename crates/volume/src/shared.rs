@@ -272,8 +272,15 @@ impl Shared {
         Err(self.latch_with(self.heads.lost(putter.writer).await))
     }
 
-    /// Everything that was done until now is in the store when this returns.
-    pub(crate) async fn store(self: &Arc<Self>) -> Result<()> {
+    /// Sets whether the volume is about to leave this host: then little waits for the store.
+    pub(crate) fn set_handover_expected(&self, is_leaving: bool) {
+        self.now().is_leaving = is_leaving;
+        // There may be room again, or an extent to make.
+        self.progress.wake_all();
+    }
+
+    /// Puts everything that was acknowledged so far into the store.
+    pub(crate) async fn destage_all(self: &Arc<Self>) -> Result<()> {
         self.putter()?;
         let records = {
             let mut now = self.now();
@@ -301,7 +308,7 @@ impl Shared {
         left <= unsynced / 2
     }
 
-    /// As [`Self::store`] if that is nearer than the device of the log; `None` if not, or if it
+    /// As [`Self::destage_all`] if that is nearer than the log's device; `None` if not, or if it
     /// takes too long nevertheless. The second time in a row the log is synced, too, beside that:
     /// what comes next may be small.
     async fn store_if_nearer(self: &Arc<Self>, putter: &Putter, log: &Log) -> Option<Result<()>> {
@@ -313,7 +320,7 @@ impl Shared {
         if was_nearer {
             log.sync_in_background();
         }
-        timeout(NEARER_LIMIT, self.store()).await.ok()
+        timeout(NEARER_LIMIT, self.destage_all()).await.ok()
     }
 
     /// Everything that was done until now is as durable as was promised when this returns.
@@ -329,7 +336,7 @@ impl Shared {
                 putter.counts.syncs.note(now().saturating_since(start));
                 self.latch().map_or(Ok(()), Err)
             }
-            (Durability::Host | Durability::Store, _) => self.store().await,
+            (Durability::Host | Durability::Store, _) => self.destage_all().await,
         }
     }
 }

@@ -105,7 +105,7 @@ impl Shared {
         let putter = self.putter()?;
         self.now().is_closing = true;
         self.progress.wake_all();
-        self.store().await?;
+        self.destage_all().await?;
         // A checkpoint that is under way is waited for: nothing is left to do for its task.
         let turn = || {
             let mut now = self.now();

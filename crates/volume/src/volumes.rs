@@ -241,8 +241,8 @@ impl Volumes {
     ///
     /// # Errors
     /// What the store reports; `Corrupt` if the newest head is damaged.
-    pub async fn unmake_part(&self, name: &VolumeName, volume: Id) -> Result<bool> {
-        self.heads(name).unmake_part(volume).await
+    pub async fn delete_unfinished(&self, name: &VolumeName, volume: Id) -> Result<bool> {
+        self.heads(name).delete_unfinished(volume).await
     }
 
     /// As [`Self::create_unfinished`]; returns its first head.

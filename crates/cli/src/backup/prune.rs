@@ -17,10 +17,10 @@ use std::str::FromStr;
 
 #[derive(Args)]
 pub(super) struct PruneArgs {
-    /// How many of the newest stay, or for how long one of which time: 7, or 1d/1h,30d/1d.
+    /// How many of the newest to keep, or how densely for how long: 7, or 1d/1h,30d/1d.
     #[arg(long, value_name = "COUNT|RULES")]
     keep: Kept,
-    /// Only say what would go.
+    /// Only show what would be removed.
     #[arg(short = 'n', long)]
     dry_run: bool,
     /// Show progress on stderr.

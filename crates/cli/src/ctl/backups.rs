@@ -14,37 +14,38 @@ use serde_json::{Value, json};
 
 #[derive(Subcommand)]
 pub(super) enum BackupVerb {
-    /// Keep the present state of a disk, and export it for a backup.
+    /// Keep the current state of a disk, and export it for a backup.
     ///
-    /// Guests write on meanwhile. The state becomes a layer: DISK@STATE.qcow2 beside the image,
-    /// which keeps its name. With --since, the export has the context qemu:dirty-bitmap:STATE:
-    /// what has changed since then. If the server or the reader is killed, the same command
-    /// exports the same state again.
+    /// Guests continue to write. The state becomes a layer: DISK@STATE.qcow2 beside the image,
+    /// which keeps its name. With --since, the export has the context qemu:dirty-bitmap:STATE,
+    /// which says what has changed since then. If the server or the reader is killed, the same
+    /// command exports the same state again.
     #[command(after_long_help = sections::CTL_BACKUP_BEGIN)]
     Begin(BeginArgs),
-    /// End a backup: its state is no longer exported, and stays kept.
+    /// End a backup: its state is kept, but no longer exported.
     #[command(after_long_help = sections::CTL_BACKUP_END)]
     End {
         /// The disk.
         #[arg(value_name = "DISK")]
         disk: String,
     },
-    /// Keep a state no longer: its layer is merged, and its file removed.
+    /// Drop a kept state: its layer is merged, and its file removed.
     ///
-    /// While guests write on. The newest goes up into the active layer, any other into the next
-    /// state, which shows what it did. What changed since the state cannot be told any more. Copies
-    /// by `mica backup` stay. Refused if another image stands on the state, in the folder of the
-    /// disk or, if mica put it there, in any other. Who else has the file open keeps it from being
-    /// removed; the answer says what became of it.
+    /// Guests continue to write. The newest state is merged into the active layer, any other into
+    /// the next state, whose content does not change. Afterwards changes since the dropped state
+    /// can no longer be determined. Copies made by `mica backup` stay. Refused if another image is
+    /// based on the state: one in the folder of the disk, or anywhere else if mica put it there.
+    /// The file is not removed while another process has it open; the answer says what became of
+    /// it.
     #[command(after_long_help = sections::CTL_BACKUP_DROP)]
     Drop(DropArgs),
-    /// Keep only the newest states: the others are dropped, one after the other.
+    /// Keep only the newest states, and drop the others one by one.
     ///
-    /// As by `mica ctl backup drop`, from the newest of them. If this is killed, the same command
+    /// Drops them as `mica ctl backup drop` does, newest first. If this is killed, the same command
     /// does the rest.
     #[command(after_long_help = sections::CTL_BACKUP_PRUNE)]
     Prune(PruneArgs),
-    /// List the states of a disk that are kept, from the oldest.
+    /// List the kept states of a disk, oldest first.
     #[command(after_long_help = sections::CTL_BACKUP_LIST)]
     List {
         /// The disk.
@@ -59,16 +60,16 @@ pub(super) struct BeginArgs {
     /// The disk.
     #[arg(value_name = "DISK")]
     disk: String,
-    /// What the state is called from now on.
+    /// Name of the state from now on.
     #[arg(long = "as", value_name = "STATE")]
     state: String,
-    /// A state that is kept: also tell what has changed since then.
+    /// A kept state: also export what has changed since then.
     #[arg(long, value_name = "STATE")]
     since: Option<String>,
-    /// Where it is exported: unix:PATH or tcp:HOST:PORT.
+    /// Where to export it: unix:PATH or tcp:HOST:PORT.
     ///
     /// TCP needs TLS as the disk itself does, and a port that the server was started with, or
-    /// --sandbox off. The export is called as that of the disk.
+    /// --sandbox off. The export has the name of the disk's own export.
     #[arg(long, value_name = "SOCKET")]
     nbd: String,
 }
@@ -94,12 +95,12 @@ pub(super) struct PruneArgs {
     /// The disk.
     #[arg(value_name = "DISK")]
     disk: String,
-    /// How many states stay: at least the newest, which the next backup goes on from.
+    /// How many states to keep: at least the newest, on which the next backup is based.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     keep: u32,
     #[command(flatten)]
     gone: GoneArgs,
-    /// Copy at most so many bytes a second.
+    /// Limit copying to this many bytes per second.
     #[arg(long, value_name = "SIZE")]
     rate: Option<String>,
 }

@@ -12,14 +12,14 @@ use std::path::PathBuf;
 // What is added. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(crate) struct AddArgs {
-    /// Add what this TOML file lists.
+    /// Add the disks that this TOML file lists.
     ///
-    /// A table "disk" for each, as in a server's configuration.
+    /// One table "disk" each, as in a server's configuration.
     #[arg(long, conflicts_with_all = of_one_disk(), value_name = "FILE")]
     config: Option<PathBuf>,
     /// Also write it into the server's configuration.
     ///
-    /// So that it is served after a restart.
+    /// It is then served again after a restart.
     #[arg(long)]
     save: bool,
     #[command(flatten)]
@@ -54,7 +54,7 @@ pub(crate) struct RemoveArgs {
     disk: String,
     /// Also remove it from the server's configuration.
     ///
-    /// So that it is not served after a restart.
+    /// It is then no longer served after a restart.
     #[arg(long)]
     save: bool,
 }

@@ -19,10 +19,10 @@ const ASK_EVERY: Duration = Duration::from_millis(200);
 // How a merge is done. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(super) struct HowArgs {
-    /// Return at once; `mica ctl jobs` shows how far it is.
+    /// Return at once; `mica ctl jobs` shows the progress.
     #[arg(long)]
     background: bool,
-    /// Copy at most so many bytes a second.
+    /// Limit copying to this many bytes per second.
     #[arg(long, value_name = "SIZE")]
     rate: Option<String>,
 }
@@ -36,7 +36,7 @@ pub(super) struct StreamArgs {
     /// The layer that stays beneath the active one; none by default.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
-    /// Also take out layers that keep states of backups; their files stay.
+    /// Also merge layers that keep states of backups; their files stay.
     #[arg(long)]
     drop_states: bool,
     #[command(flatten)]
@@ -49,10 +49,10 @@ pub(super) struct CommitArgs {
     /// The disk.
     #[arg(value_name = "DISK")]
     disk: String,
-    /// The uppermost layer that is merged; the active one by default.
+    /// The uppermost layer to merge; the active one by default.
     #[arg(long, value_name = "FILE")]
     top: Option<PathBuf>,
-    /// The layer that it is merged into; by default the one beneath.
+    /// The layer to merge into; by default the one beneath.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
     #[command(flatten)]

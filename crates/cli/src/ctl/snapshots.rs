@@ -23,32 +23,32 @@ pub(super) struct TakeArgs {
     /// The disk.
     #[arg(value_name = "DISK", required_unless_present = "group")]
     disk: Option<String>,
-    /// What it is called, or the file of the new active layer.
+    /// Label of the snapshot, or file of the new active layer.
     ///
-    /// A label of a volume, which no other snapshot of it has. Of a chain, a qcow2 image that is
-    /// made: what there is now is frozen beneath it.
+    /// For a volume, a label that no other snapshot of it has. For a chain, a qcow2 image to
+    /// create: the current content is frozen beneath it.
     #[arg(value_name = "LABEL|FILE", required_unless_present = "group")]
     name: Option<String>,
-    /// Take one of this volume, too, at the same instant.
+    /// Also take a snapshot of this volume, at the same instant.
     ///
-    /// Can be repeated. What a program writes to several of the disks, one after the other, is in
-    /// the snapshots in that order. If one cannot be taken, none is.
+    /// Can be repeated. If a program writes to several of the disks, one after the other, the
+    /// snapshots preserve that order. If one cannot be taken, none is.
     #[arg(long, value_name = "DISK")]
     with: Vec<String>,
-    /// Take snapshots of these disks at one instant.
+    /// Take snapshots of these disks at the same instant.
     ///
     /// Each with its own label or file: all volumes, or all chains. If one cannot be taken, none
     /// is.
     #[arg(long, value_name = "DISK=NAME", num_args = 1..)]
     #[arg(conflicts_with_all = ["disk", "name", "with"])]
     group: Vec<String>,
-    /// Take FILE if it is there already, an empty overlay of the active layer.
+    /// Use FILE if it exists: it must be an empty overlay of the active layer.
     #[arg(long, hide_short_help = true)]
     reuse: bool,
     /// Size of the new layer's clusters; that of the layer beneath by default.
     #[arg(long, value_name = "SIZE", hide_short_help = true)]
     cluster_size: Option<String>,
-    /// Properties of the new layer, as of mica create.
+    /// Properties of the new layer, same as for mica create.
     ///
     /// cluster_size, extended_l2, compression_type, refcount_bits and lazy_refcounts. Can be
     /// repeated.
@@ -56,11 +56,11 @@ pub(super) struct TakeArgs {
     options: Vec<String>,
     /// Have this QEMU guest agent freeze the guest meanwhile.
     ///
-    /// The socket of the agent, which freezes the guest's file systems; they are thawed whatever
-    /// happens. Can be repeated, for disks of several guests.
+    /// SOCKET is that of the agent, which freezes the guest's file systems; they are thawed in any
+    /// case. Can be repeated, for disks of several guests.
     #[arg(long, value_name = "SOCKET")]
     quiesce: Vec<PathBuf>,
-    /// For how many seconds each answer of an agent, and the snapshot, is waited for at most.
+    /// Timeout in seconds for each answer of an agent, and for the snapshot.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, requires = "quiesce")]
     #[arg(hide_short_help = true)]
     quiesce_limit: u32,
@@ -232,10 +232,10 @@ pub(super) struct CloneArgs {
 // What is compared. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(super) struct DiffArgs {
-    /// The disk, and the snapshot before.
+    /// The disk, and the earlier snapshot.
     #[arg(value_name = "DISK@LABEL")]
     before: String,
-    /// The snapshot after; what was answered until now by default.
+    /// The later snapshot; by default the current content.
     #[arg(value_name = "LABEL")]
     after: Option<String>,
 }

@@ -12,39 +12,39 @@ use std::process::ExitCode;
 
 #[derive(Subcommand)]
 pub(super) enum StoreVerb {
-    /// Show what a volume that is served is.
+    /// Show the properties of a served volume.
     ///
-    /// As mica volume info.
+    /// Like mica volume info.
     #[command(after_long_help = sections::CTL_INFO)]
     Info {
         /// The disk.
         #[arg(value_name = "DISK")]
         disk: String,
     },
-    /// Show a volume that is served with its snapshots.
+    /// Show a served volume with its snapshots.
     ///
-    /// As mica volume tree.
+    /// Like mica volume tree.
     #[command(after_long_help = sections::CTL_TREE)]
     Tree(ScopeArgs),
-    /// Name what is damaged of a volume that is served.
+    /// Check a served volume, and report what is damaged.
     ///
-    /// As mica volume check. What was answered before is in the store then, and is read there by
-    /// this process, with the rights and credentials of who runs it.
+    /// Like mica volume check. Every write acknowledged so far is put into the store first. The
+    /// store is then read by this process, with the rights and credentials of the user who runs it.
     #[command(after_long_help = sections::CTL_CHECK)]
     Check(ScopeArgs),
-    /// Read a volume that is served whole, or its store.
+    /// Read all of a served volume, or its store.
     ///
-    /// As mica volume scrub. What was answered before is in the store then, and is read there by
-    /// this process, with the rights and credentials of who runs it.
+    /// Like mica volume scrub. Every write acknowledged so far is put into the store first. The
+    /// store is then read by this process, with the rights and credentials of the user who runs it.
     #[command(after_long_help = sections::CTL_SCRUB)]
     Scrub(ScopeArgs),
-    /// Free what nothing needs in the store of a volume.
+    /// Free space that nothing in the store of a volume needs.
     ///
-    /// As mica volume gc, by this process, with the rights and credentials of who runs it. The
-    /// server does so in the background, unless it has --gc off.
+    /// Like mica volume gc, by this process, with the rights and credentials of the user who runs
+    /// it. The server does so in the background, unless it has --gc off.
     #[command(after_long_help = sections::CTL_GC)]
     Gc {
-        /// Only say what would be freed.
+        /// Only show what would be freed.
         #[arg(short = 'n', long)]
         dry_run: bool,
         /// The disk.

@@ -9,10 +9,10 @@ use mica_volume::{BLOCK_BYTES, Findings};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Read everything of a volume or a store, and name what is damaged.
+/// Read all of a volume or a store, and report what is damaged.
 ///
-/// Changes nothing. A volume that is open somewhere is checked as its host has left it last. Those
-/// of a store that only a newer version of mica can read are named, and the exit code is 1 if
+/// Changes nothing. If a host has a volume open, the state that it put into the store last is
+/// checked. Volumes that only a newer version of mica can read are named, and the exit code is 1 if
 /// nothing else is wrong.
 #[derive(Args)]
 pub(super) struct CheckArgs {

@@ -8,11 +8,11 @@ use clap::Args;
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Make a volume that begins as another, or as a snapshot of it.
+/// Create a volume that starts as a copy of another, or of a snapshot.
 ///
-/// In the same store: both share what they have in common, and each is written on its own. It takes
-/// a moment, whatever the length. A clone is compressed and encrypted as its source is, with the
-/// same key and secret; the key is not needed for this.
+/// In the same store: the two share the data that they have in common, and are written
+/// independently. Takes a moment, whatever the length. A clone is compressed and encrypted as its
+/// source is, with the same key and secret; the key is not needed for this.
 #[derive(Args)]
 pub(super) struct CloneArgs {
     #[command(flatten)]

@@ -12,8 +12,8 @@ use std::process::ExitCode;
 
 /// Create a volume that reads as zeros.
 ///
-/// An empty directory, bucket or pool becomes a store of volumes, once it has shown that it keeps
-/// what volumes rely on: of several that put an object of one name, one is first.
+/// An empty directory, bucket or pool becomes a store of volumes, once it has been shown to provide
+/// what volumes rely on: if several clients create an object of one name, exactly one succeeds.
 #[derive(Args)]
 pub(super) struct CreateArgs {
     #[command(flatten)]
@@ -25,7 +25,7 @@ pub(super) struct CreateArgs {
     /// The volume: file:///DIR/NAME, s3://BUCKET/PREFIX/NAME or rados://POOL/PREFIX/NAME.
     #[arg(value_name = "URL")]
     url: String,
-    /// Length of the disk, up to 256T. Only what is written takes space.
+    /// Length of the disk, up to 256T. Only written data takes space.
     #[arg(value_name = "SIZE")]
     size: String,
 }

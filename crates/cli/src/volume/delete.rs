@@ -9,12 +9,13 @@ use std::process::ExitCode;
 
 /// Delete a volume, with its snapshots.
 ///
-/// Clones of it stay as they are. The space comes back with `mica volume gc`.
+/// Its clones stay as they are. `mica volume gc` frees the space.
 #[derive(Args)]
 pub(super) struct DeleteArgs {
-    /// Delete it also if a host has it open that may be alive.
+    /// Delete it even if a host that may be alive has it open.
     ///
-    /// That host can write no more, and learns it. What it has not put into the store yet is lost.
+    /// That host can write no more, and notices it. Writes that it has not put into the store are
+    /// lost.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

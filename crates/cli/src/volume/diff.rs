@@ -11,8 +11,8 @@ use std::process::ExitCode;
 
 /// Show which parts of two volumes or snapshots may differ.
 ///
-/// They are in one store. By their maps, without reading data: what was written with the same bytes
-/// is shown, too.
+/// Both must be in the same store. Compares their maps, without reading data: parts that were
+/// overwritten with the same content are reported too.
 #[derive(Args)]
 pub(super) struct DiffArgs {
     #[command(flatten)]

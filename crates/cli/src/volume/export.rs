@@ -12,7 +12,8 @@ use std::process::ExitCode;
 
 /// Copy a volume, or one of its snapshots, into a new image.
 ///
-/// Of a volume that is open somewhere, what its host has said of it last: take a snapshot first.
+/// If a host has the volume open, copies the state that it put into the store last: take a snapshot
+/// first.
 #[derive(Args)]
 pub(super) struct ExportArgs {
     #[command(flatten)]

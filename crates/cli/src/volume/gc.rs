@@ -13,20 +13,20 @@ use serde_json::{Value, json};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Delete what no volume, snapshot or clone of a store needs.
+/// Delete what no volume, snapshot or clone in a store needs.
 ///
-/// In a directory, sparse extents of volumes that nobody has open are written again. Whatever is
-/// done in the store meanwhile goes on; it may be stopped at any time. No key is needed, but to
-/// write extents again of a volume that is encrypted.
+/// In a directory, sparse extents of volumes that no host has open are also rewritten. Other work
+/// on the store can continue meanwhile, and this may be stopped at any time. Needs no key, except
+/// to rewrite extents of an encrypted volume.
 #[derive(Args)]
 pub(super) struct GcArgs {
-    /// Only say what would be freed.
+    /// Only show what would be freed.
     #[arg(short = 'n', long)]
     pub(super) dry_run: bool,
-    /// Write sparse extents again in a bucket or a pool, too.
+    /// Also rewrite sparse extents in a bucket or a pool.
     ///
-    /// While that is done with a volume it is open on this host, and no other opens it, except by
-    /// force; nor afterwards, if this verb is killed.
+    /// During that time the volume is open on this host, and no other host can open it, except by
+    /// force; this remains so if this verb is killed.
     #[arg(long, conflicts_with = "dry_run")]
     pub(super) compact: bool,
     #[command(flatten)]

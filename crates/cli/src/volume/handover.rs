@@ -7,10 +7,10 @@ use clap::Args;
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Hand a volume that nobody has open to another host.
+/// Hand a volume that no host has open over to another host.
 ///
-/// No other host opens it then, except by force. Of one that is served, `mica ctl handover` does it
-/// where it is served.
+/// No other host can open it then, except by force. `mica ctl handover` does this for a volume that
+/// is served.
 #[derive(Args)]
 pub(super) struct HandoverArgs {
     #[command(flatten)]

@@ -24,13 +24,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// How long its own writer may take to delete a volume of which there is only a part.
-const UNMAKE_LIMIT: Duration = Duration::from_secs(5);
+const ABORT_LIMIT: Duration = Duration::from_secs(5);
 
-/// Make a volume of an image.
+/// Create a volume from an image.
 ///
-/// Each layer of a chain becomes a snapshot, labelled with the name of its file; what layers share
-/// is kept once. The volume has what the uppermost has. If it fails, or a signal ends it, there is
-/// no volume; what was copied until then stays in the store until `mica volume gc`.
+/// Each layer of a chain becomes a snapshot, labelled with the name of its file; data that layers
+/// share is stored once. The volume has the content of the uppermost layer. If the import fails or
+/// is ended by a signal, there is no volume; data copied until then stays in the store until `mica
+/// volume gc`.
 #[derive(Args)]
 pub(super) struct ImportArgs {
     /// Show progress on stderr.
@@ -133,7 +134,7 @@ async fn fill(
             // Never closed: if this process is killed now, the volume is a part still. Its store
             // may be what fails; then whoever deletes it fences its writer.
             if let Some(volume) = volume.volume() {
-                let _ = timeout(UNMAKE_LIMIT, volume.unmake()).await;
+                let _ = timeout(ABORT_LIMIT, volume.abort_import()).await;
             }
             Err(failure)
         }

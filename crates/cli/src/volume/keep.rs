@@ -9,13 +9,13 @@ use mica_volume::Keep;
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Drop the automatic snapshots that rules do not keep.
+/// Drop automatic snapshots that the rules do not keep.
 ///
-/// Of a volume that nobody has open. Automatic snapshots are those without a label. The newest of
-/// them always stays. What only the others have is freed by `mica volume gc`.
+/// No host may have the volume open. Automatic snapshots are those without a label. The newest of
+/// them always stays. `mica volume gc` frees the space of those dropped.
 #[derive(Args)]
 pub(super) struct KeepArgs {
-    /// Only say which would be dropped, also of a volume that is open.
+    /// Only show which would be dropped; the volume may be open.
     #[arg(short = 'n', long)]
     dry_run: bool,
     #[command(flatten)]
@@ -25,7 +25,7 @@ pub(super) struct KeepArgs {
     /// The volume.
     #[arg(value_name = "URL")]
     url: String,
-    /// For how long one is kept of which time: 60s/10ms,1h/1s,1d/1h.
+    /// How densely to keep them for how long: 60s/10ms,1h/1s,1d/1h.
     #[arg(value_name = "RULES")]
     rules: Keep,
 }

@@ -13,8 +13,8 @@ use std::sync::Arc;
 pub(super) struct KeyArgs {
     /// The file with the key of an encrypted volume.
     ///
-    /// 32 bytes, or 64 hexadecimal digits. There is no option that takes the key itself: others see
-    /// command lines.
+    /// 32 bytes, or 64 hexadecimal digits. No option takes the key itself, because other users can
+    /// see command lines.
     #[arg(long, value_name = "FILE")]
     pub(super) volume_key: Option<PathBuf>,
 }
@@ -22,14 +22,14 @@ pub(super) struct KeyArgs {
 // Of verbs that make volumes.
 #[derive(Args)]
 pub(super) struct NewArgs {
-    /// Compress what is written, where that saves at least an eighth.
+    /// Compress written data where that saves at least an eighth.
     #[arg(long, value_enum, value_name = "zstd")]
     compress: Option<Compress>,
-    /// Encrypt what is written, with the key in --volume-key.
+    /// Encrypt written data with the key in --volume-key.
     ///
-    /// In the store and in logs: the bytes of blocks, by AES-256-XTS. The key is needed to read or
-    /// write them, and to make copies; not for snapshots, clones, checks and collection. Nobody
-    /// reads the volume without it, ever.
+    /// Encrypts the content of blocks, in the store and in logs, with AES-256-XTS. The key is
+    /// needed to read, write and copy them, but not for snapshots, clones, checks and collection.
+    /// Without the key nobody can ever read the volume.
     #[arg(long)]
     encrypt: bool,
     #[command(flatten)]

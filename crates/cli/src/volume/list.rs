@@ -15,9 +15,9 @@ use std::process::ExitCode;
 
 /// List the volumes of a store.
 ///
-/// Of one that is open somewhere, what its host has said of it last. If the head of one is damaged,
-/// the exit code is 2, as of `mica volume check`; if only a newer version of mica can read one, it
-/// is 1. The others are listed.
+/// For a volume that a host has open, shows the state that it put into the store last. If the head
+/// of a volume is damaged, the exit code is 2, as with `mica volume check`; if only a newer version
+/// of mica can read one, it is 1. All others are listed.
 #[derive(Args)]
 pub(super) struct ListArgs {
     #[command(flatten)]

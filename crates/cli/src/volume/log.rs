@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 
-/// Look at the log of this machine's volumes, and give up what nobody needs.
+/// Show the logs of this machine's volumes, and discard those that nobody needs.
 #[derive(Args)]
 pub(super) struct LogArgs {
     #[command(subcommand)]
@@ -31,10 +31,10 @@ enum LogVerb {
     Drop(DropArgs),
 }
 
-/// List the volumes that have a log in a file, which no server has open.
+/// List the volumes that have a log in a file, which no server may have open.
 ///
-/// The file knows them by their identities; with their stores, it is said what they are called, and
-/// which of them are gone.
+/// The file identifies them by ID; with --store, their names are shown too, and which of them no
+/// longer exist.
 #[derive(Args)]
 struct ListArgs {
     #[command(flatten)]
@@ -44,18 +44,18 @@ struct ListArgs {
     /// The file, or the device.
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Stores that volumes may be in.
+    /// Stores in which to look for the volumes.
     #[arg(value_name = "STORE")]
     stores: Vec<String>,
 }
 
-/// Set the log of a volume aside, so that others can use its space.
+/// Discard the log of a volume, so that others can use its space.
 ///
-/// It is refused if the log has what the store of the volume may lack: serve the volume with it
-/// once, or give that up by `--force`.
+/// Refused if the log has writes that the volume's store may lack: either serve the volume with
+/// this log once, or lose them with `--force`.
 #[derive(Args)]
 struct DropArgs {
-    /// Give up what the store may lack.
+    /// Lose the writes that the store may lack.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -65,8 +65,8 @@ struct DropArgs {
     /// The file, or the device.
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// The identity of the volume, as `mica volume log list` shows it, or how it begins; or
-    /// `damaged`, for the segments whose headers are damaged.
+    /// The ID of the volume, as `mica volume log list` shows it, or its first digits; or `damaged`,
+    /// for the segments whose headers are damaged.
     #[arg(value_name = "VOLUME")]
     volume: String,
 }

@@ -16,15 +16,14 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Make snapshots of a stream that `mica volume send` wrote.
+/// Create snapshots from a stream that `mica volume send` wrote.
 ///
-/// A whole snapshot makes a new volume. What changed since a snapshot goes into a volume that has
-/// that one and was not written since; nobody may have it open. What is there already is left
-/// alone, so that a stream that was cut off, or whose reception a signal ended, can be received
-/// again.
+/// A whole snapshot makes a new volume. Changes since a snapshot go into a volume that has that
+/// snapshot and was not written since; no host may have it open. What is there already is skipped,
+/// so that a stream that was cut off or interrupted by a signal can be received again.
 #[derive(Args)]
 pub(super) struct ReceiveArgs {
-    /// Give up what was written to the volume since the snapshot that the stream goes on from.
+    /// Lose what was written to the volume since the snapshot on which the stream is based.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -10,11 +10,11 @@ use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Give a volume that nobody has open another key.
+/// Change the key of a volume that no host has open.
 ///
-/// No block is written again: the key wraps the volume's secret, which stays. Whoever has the old
-/// key and an old copy of the store can read both; to be rid of that, copy the volume with `send`
-/// and `receive`. Clones keep their keys, and have the same secret.
+/// No block is rewritten: the key wraps the volume's secret, which does not change. Anyone who has
+/// the old key and an old copy of the store can still read both; to prevent that, copy the volume
+/// with `send` and `receive`. Clones keep their keys, and have the same secret.
 #[derive(Args)]
 pub(super) struct RekeyArgs {
     #[command(flatten)]
@@ -23,7 +23,7 @@ pub(super) struct RekeyArgs {
     session: SessionArgs,
     #[command(flatten)]
     key: KeyArgs,
-    /// The file with the key that opens the volume from then on.
+    /// The file with the new key of the volume.
     #[arg(long, value_name = "FILE")]
     new_volume_key: PathBuf,
     /// The volume.

@@ -8,9 +8,10 @@ use clap::Args;
 use mica_volume::Speed;
 use std::process::ExitCode;
 
-/// Read every extent of a store whole, and say which volumes and snapshots have lost what.
+/// Read all extents of a store, and report which volumes and snapshots have lost what.
 ///
-/// Also what no volume needs any more. Of one volume it reads what `mica volume check` reads.
+/// Includes extents that no volume needs any more. For a single volume it reads what `mica volume
+/// check` reads.
 #[derive(Args)]
 pub(super) struct ScrubArgs {
     #[command(flatten)]

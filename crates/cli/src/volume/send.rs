@@ -18,14 +18,14 @@ use std::process::ExitCode;
 
 /// Write a snapshot as a stream, for `mica volume receive`.
 ///
-/// Whole, or what changed since an older snapshot of the volume, without reading the rest. The
-/// volume may be served meanwhile. The stream is not encrypted, whatever the volume is.
+/// The whole snapshot, or what changed since an older one of the volume, without reading the rest.
+/// The volume may be served meanwhile. The stream is not encrypted, even if the volume is.
 #[derive(Args)]
 pub(super) struct SendArgs {
     /// The older snapshot, which the receiver has: its label or number.
     #[arg(long, value_name = "LABEL")]
     since: Option<String>,
-    /// Also each snapshot before this one, or between the two.
+    /// Also send each earlier snapshot, or each one between the two.
     #[arg(long)]
     each: bool,
     /// Show progress on stderr.
@@ -42,7 +42,7 @@ pub(super) struct SendArgs {
     /// The snapshot.
     #[arg(value_name = "URL@LABEL")]
     url: String,
-    /// The file to make; - for standard output.
+    /// The file to create; - for standard output.
     #[arg(value_name = "FILE", default_value = "-", hide_default_value = true)]
     file: PathBuf,
 }

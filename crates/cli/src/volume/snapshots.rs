@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 /// List the snapshots of a volume.
 ///
-/// Of one that is open somewhere, also those that its host has taken since.
+/// If a host has the volume open, includes those that it has taken since.
 #[derive(Args)]
 pub(super) struct ListArgs {
     #[command(flatten)]
@@ -26,9 +26,9 @@ pub(super) struct ListArgs {
     url: String,
 }
 
-/// Take a snapshot of a volume that nobody has open.
+/// Take a snapshot of a volume that no host has open.
 ///
-/// Of one that is served, `mica ctl snapshot` takes it where it is served.
+/// `mica ctl snapshot` takes one of a volume that is served.
 #[derive(Args)]
 pub(super) struct TakeArgs {
     #[command(flatten)]
@@ -38,21 +38,21 @@ pub(super) struct TakeArgs {
     /// The volume.
     #[arg(value_name = "URL")]
     url: String,
-    /// What it is called; no other snapshot of the volume is.
+    /// Its label, which no other snapshot of the volume may have.
     #[arg(value_name = "LABEL")]
     label: String,
 }
 
-/// Drop a snapshot of a volume that nobody has open.
+/// Drop a snapshot of a volume that no host has open.
 ///
-/// What only it has is freed by `mica volume gc`. Clones of it stay as they are.
+/// `mica volume gc` frees the space that only it used. Its clones stay as they are.
 #[derive(Args)]
 pub(super) struct DropArgs {
     #[command(flatten)]
     one: OneArgs,
 }
 
-/// Give a snapshot another label.
+/// Relabel a snapshot.
 #[derive(Args)]
 pub(super) struct LabelArgs {
     #[command(flatten)]
@@ -62,10 +62,10 @@ pub(super) struct LabelArgs {
     label: String,
 }
 
-/// Make a volume what it was at one of its snapshots.
+/// Roll a volume back to one of its snapshots.
 ///
-/// Nobody may have it open. What was written since is lost, unless there is a snapshot of it; the
-/// snapshots stay, also later ones.
+/// No host may have it open. Anything written since is lost, unless another snapshot has it; all
+/// snapshots stay, later ones too.
 #[derive(Args)]
 pub(super) struct RollbackArgs {
     #[command(flatten)]

@@ -11,10 +11,10 @@ use mica_volume::{Bytes, SnapshotUsage, Speed, Usage, VolumeUsage};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Show how much each volume holds, shares, and has alone.
+/// Show how much each volume holds, shares, and owns alone.
 ///
-/// Of a store, a line for each volume; of a volume, also what each of its snapshots has alone: that
-/// is free when the snapshot is dropped. Changes nothing. All maps are read: of a large store this
+/// For a store, a line per volume; for a volume, also what each of its snapshots owns alone, which
+/// is freed when the snapshot is dropped. Changes nothing. Reads all maps: for a large store this
 /// takes as long as `mica volume gc --dry-run`.
 #[derive(Args)]
 pub(super) struct StatsArgs {

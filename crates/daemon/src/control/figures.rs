@@ -2,7 +2,7 @@
 
 use super::history::History;
 use super::sources::Sources;
-use crate::jobs::Told;
+use crate::jobs::JobReport;
 use crate::own_process::ProcessFigures;
 use crate::served::Served;
 use crate::stats::Totals;
@@ -120,7 +120,7 @@ struct Brief {
     device_error: Option<&'static str>,
     weakness: Option<Cow<'static, str>>,
     /// The merge of its layers that is under way.
-    merge: Option<Told>,
+    merge: Option<JobReport>,
 }
 
 impl Brief {
@@ -138,7 +138,7 @@ impl Brief {
             latch: image.latch.map(|error| error.in_one_line()),
             device_error: served.device_error(),
             weakness: image.weakness,
-            merge: served.job().filter(|job| !job.has_ended()).map(|job| job.told()),
+            merge: served.job().filter(|job| !job.has_ended()).map(|job| job.report()),
         }
     }
 }

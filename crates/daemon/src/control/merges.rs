@@ -46,7 +46,7 @@ struct DropState {
 
 pub(super) async fn jobs(State(sources): State<Sources>) -> Response {
     let all = sources.shared.disks.all();
-    let jobs = all.iter().filter_map(|served| served.job()).map(|job| value!(job.told()));
+    let jobs = all.iter().filter_map(|served| served.job()).map(|job| value!(job.report()));
     let past = all.iter().flat_map(|served| served.past_jobs());
     json(&value!({ "jobs": jobs.collect::<Vec<_>>(), "past": past.collect::<Vec<_>>() }))
 }
@@ -60,7 +60,7 @@ pub(super) async fn stream(
     let Stream { base, drop_states, rate } = body(sent).await?;
     let states = if drop_states { StatesInTheWay::Leave } else { StatesInTheWay::Stay };
     let begin = move |_: &_| served.start_stream(base.as_deref(), states, rate);
-    Ok(told(&*perform_held(&sources, begin).await?))
+    Ok(answer_with(&*perform_held(&sources, begin).await?))
 }
 
 pub(super) async fn commit(
@@ -75,7 +75,7 @@ pub(super) async fn commit(
         let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers, gone);
         served.start_commit((top.as_deref(), base.as_deref()), rate, check)
     });
-    Ok(told(&*begun.await?))
+    Ok(answer_with(&*begun.await?))
 }
 
 pub(super) async fn drop_state(
@@ -90,7 +90,7 @@ pub(super) async fn drop_state(
         let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers, gone);
         served.start_drop((&state, gone), rate, check)
     });
-    Ok(told(&*begun.await?))
+    Ok(answer_with(&*begun.await?))
 }
 
 pub(super) async fn cancel(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
@@ -99,7 +99,7 @@ pub(super) async fn cancel(State(sources): State<Sources>, Path(name): Path<Stri
         job.stop();
         job
     });
-    Ok(told(&*job.await?))
+    Ok(answer_with(&*job.await?))
 }
 
 pub(super) async fn pause(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
@@ -113,9 +113,9 @@ pub(super) async fn resume(State(sources): State<Sources>, Path(name): Path<Stri
 fn set_paused(sources: &Sources, name: &str, is_paused: bool) -> Answer {
     let job = find(&sources.shared, name)?.present_job()?;
     job.set_paused(is_paused);
-    Ok(told(&job))
+    Ok(answer_with(&job))
 }
 
-fn told(job: &Job) -> Response {
-    json(&value!({ "job": job.told() }))
+fn answer_with(job: &Job) -> Response {
+    json(&value!({ "job": job.report() }))
 }

@@ -13,7 +13,7 @@ mod exposition;
 pub(super) use exposition::KIND;
 
 use super::sources::Sources;
-use crate::jobs::Told;
+use crate::jobs::JobReport;
 use crate::opened::Figures;
 use crate::own_process::ProcessFigures;
 use crate::stats::{self, Counts};
@@ -46,24 +46,24 @@ pub(super) fn text(sources: &Sources) -> String {
         );
     }
     for job in sources.shared.disks.all().iter().filter_map(|served| served.job()) {
-        of_merge(&mut page, &job.told());
+        of_merge(&mut page, &job.report());
     }
     page.to_string()
 }
 
 /// A merge of a disk's layers, which may have ended.
-fn of_merge(page: &mut Page, told: &Told) {
-    let merge = [("disk", &*told.disk), ("kind", told.kind)];
+fn of_merge(page: &mut Page, job: &JobReport) {
+    let merge = [("disk", &*job.disk), ("kind", job.kind)];
     let help = "Whether layers of a disk are being merged.";
-    page.gauge("mica_merge_running", help, merge, u64::from(told.is_under_way()));
+    page.gauge("mica_merge_running", help, merge, u64::from(job.is_under_way()));
     let help = "Whether the last merge of a disk failed; see `mica ctl jobs`.";
-    page.gauge("mica_merge_failed", help, merge, u64::from(told.failure.is_some()));
+    page.gauge("mica_merge_failed", help, merge, u64::from(job.failure.is_some()));
     let help = "Bytes of a disk that a merge has dealt with.";
-    page.gauge("mica_merge_done_bytes", help, merge, told.done);
+    page.gauge("mica_merge_done_bytes", help, merge, job.done);
     let help = "Bytes that a merge has to deal with.";
-    page.gauge("mica_merge_total_bytes", help, merge, told.total);
+    page.gauge("mica_merge_total_bytes", help, merge, job.total);
     let help = "Bytes that a merge copied.";
-    page.gauge("mica_merge_copied_bytes", help, merge, told.copied_bytes);
+    page.gauge("mica_merge_copied_bytes", help, merge, job.copied_bytes);
 }
 
 /// What Prometheus expects of every process, and which one it is.

@@ -51,10 +51,10 @@ impl Doors {
         })
     }
 
-    /// Clients that ask for the disk wait: it is about to be served.
-    pub(super) fn are_awaited(&self) {
+    /// Makes clients that ask for the disk wait: it is about to be served.
+    pub(super) fn mark_opening(&self) {
         if let Some(memberships) = &*self.memberships() {
-            memberships.are_awaited();
+            memberships.mark_opening();
         }
     }
 
@@ -83,15 +83,15 @@ impl Doors {
     /// Closes its sockets, but for those of systemd's units and those that other disks share. Of
     /// these, clients that ask for this one are told `why` it is not served.
     pub(super) fn close(&self, why: &'static str) {
-        self.are_closed(why);
+        self.mark_absent(why);
         systemd::close(self.device().take_if(|held| held.origin != Origin::Unit));
         self.listening().clear();
     }
 
-    /// Clients that ask for it where others are served are told `why` it is not.
-    pub(super) fn are_closed(&self, why: &'static str) {
+    /// Tells clients that ask for it at a shared address `why` it is not served.
+    pub(super) fn mark_absent(&self, why: &'static str) {
         if let Some(memberships) = &*self.memberships() {
-            memberships.are_absent(why);
+            memberships.mark_absent(why);
         }
     }
 

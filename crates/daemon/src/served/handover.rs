@@ -41,7 +41,7 @@ impl Served {
             return Err(self.denied("is not served"));
         }
         let disk = self.opened().disk()?;
-        volume(&*disk)?.check_heir(host)?;
+        volume(&*disk)?.check_handover_target(host)?;
         self.store_in_advance(&disk, limit)?;
         let elapsed = stopwatch();
         let servers = match &mut *self.lock() {
@@ -82,15 +82,15 @@ impl Served {
         let stored = self.resources.workers.run(move || async move {
             let volume = volume(&*disk)?;
             let rounds = async {
-                volume.store().await?;
+                volume.destage_all().await?;
                 // What was written meanwhile: little from now on.
-                volume.set_leaving(true);
-                volume.store().await
+                volume.prepare_handover();
+                volume.destage_all().await
             };
             match timeout(limit, rounds).await {
                 Ok(stored) => stored,
                 Err(_) => {
-                    volume.set_leaving(false);
+                    volume.abandon_handover();
                     let seconds = limit.as_secs();
                     let what = format!(
                         "the store has not taken what was written within {seconds} s: the disk is \
@@ -106,7 +106,7 @@ impl Served {
     /// Serves the disk again, after its hand-over failed. The caller holds `changes`.
     fn go_on(&self, disk: Arc<dyn Manage>, error: &Error) {
         let is_open = disk.volume().is_some_and(|volume| !volume.is_ending());
-        disk.volume().into_iter().for_each(|volume| volume.set_leaving(false));
+        disk.volume().into_iter().for_each(|volume| volume.abandon_handover());
         drop(disk);
         let why = error.in_one_line();
         tracing::warn!("{:?} is not handed over, and goes on being served: {why}", self.name);

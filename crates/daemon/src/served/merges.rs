@@ -2,7 +2,7 @@
 
 use super::backup::state_names;
 use super::{Served, State};
-use crate::jobs::{DroppedFile, Job, Merge, PAST_MAX, Told};
+use crate::jobs::{DroppedFile, Job, JobReport, Merge, PAST_MAX};
 use crate::opened::is_raw;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::{Backend, Executor};
@@ -33,7 +33,7 @@ impl Served {
     }
 
     /// What is told of the merges before that one, from the oldest.
-    pub(crate) fn past_jobs(&self) -> Vec<Told> {
+    pub(crate) fn past_jobs(&self) -> Vec<JobReport> {
         self.lock_past_jobs().iter().cloned().collect()
     }
 
@@ -245,7 +245,7 @@ impl Served {
             Job::start((self.name.as_str(), self.first_image.as_path()), disk, merge, rate)?;
         if let Some(last) = last {
             let mut past = self.lock_past_jobs();
-            past.push_back(last.told());
+            past.push_back(last.report());
             let spare = past.len().saturating_sub(PAST_MAX);
             past.drain(..spare);
         }
@@ -271,7 +271,7 @@ impl Served {
         }
     }
 
-    fn lock_past_jobs(&self) -> MutexGuard<'_, VecDeque<Told>> {
+    fn lock_past_jobs(&self) -> MutexGuard<'_, VecDeque<JobReport>> {
         self.past_jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

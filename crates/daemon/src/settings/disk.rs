@@ -25,8 +25,8 @@ pub struct DiskSettings {
     /// Serve over NBD at unix:PATH or tcp:HOST:PORT.
     ///
     /// PATH alone is a unix socket, too. TCP needs TLS, unless the address is a loopback address.
-    /// Can be repeated. In a configuration several disks may name the same socket: clients choose
-    /// by the name of the export, and all of them need the same settings of TLS.
+    /// Can be repeated. In a configuration several disks may share a socket: clients choose by
+    /// export name, and all of these disks need the same TLS settings.
     #[arg(long, value_name = "SOCKET")]
     #[serde(deserialize_with = "nbd_places")]
     pub nbd: Vec<String>,
@@ -50,11 +50,11 @@ pub struct DiskSettings {
     /// Otherwise the image is opened for writing, as by qemu-nbd.
     #[arg(short = 'r', long)]
     pub read_only: bool,
-    /// Throw away at the end what clients write.
+    /// Discard what clients write when the server exits.
     ///
-    /// The image stays as it is: what they write goes to a temporary file without a name (in
-    /// TMPDIR, or else /tmp), which ends with the server, however that ends. `mica ctl add` and a
-    /// reload need a file system for it that has such files (O_TMPFILE): NFS, for one, has none.
+    /// The image stays as it is: writes go to a temporary file without a name (in TMPDIR, or else
+    /// /tmp), which disappears with the server, however that ends. For `mica ctl add` and a reload
+    /// its file system must support such files (O_TMPFILE); NFS, for example, does not.
     #[arg(short = 's', long, alias = "snapshot")]
     #[arg(conflicts_with_all = ["read_only", "load_snapshot"])]
     pub ephemeral: bool,
@@ -69,14 +69,14 @@ pub struct DiskSettings {
     pub load_snapshot: Option<String>,
     /// Serve this partition of the disk.
     ///
-    /// As Linux counts them, of an MBR or a GPT, where it is when the disk is opened.
+    /// Numbered as by Linux, in an MBR or GPT that is read when the disk is opened.
     #[arg(long, value_name = "NUMBER", conflicts_with_all = ["offset", "size"])]
     #[arg(hide_short_help = true, help_heading = PART)]
     pub partition: Option<u32>,
     /// Serve the disk from this byte on.
     #[arg(short = 'o', long, value_name = "OFFSET", hide_short_help = true, help_heading = PART)]
     pub offset: Option<Size>,
-    /// Serve so many bytes of the disk; all behind --offset by default.
+    /// Serve this many bytes of the disk; by default everything after --offset.
     #[arg(long, value_name = "SIZE", hide_short_help = true, help_heading = PART)]
     pub size: Option<Size>,
     /// What happens to space that clients no longer need.
@@ -90,32 +90,32 @@ pub struct DiskSettings {
     pub detect_zeroes: ZeroDetection,
     /// Name of the NBD export.
     ///
-    /// Where no other disk is served, also under the empty name. By default the image's name
-    /// without its extension; in a configuration the disk's name.
+    /// If no other disk is served, it is also available under the empty name. By default the
+    /// image's name without its extension; in a configuration the disk's name.
     #[arg(short = 'x', long, value_name = "NAME", help_heading = NBD, hide_short_help = true)]
     pub export_name: Option<String>,
     /// Description of the export that clients can show.
     #[arg(short = 'D', long, value_name = "TEXT", help_heading = NBD, hide_short_help = true)]
     pub description: Option<String>,
-    /// Let clients ask which layer has what: the context qemu:allocation-depth.
+    /// Let clients query which layer owns what: the context qemu:allocation-depth.
     #[arg(short = 'A', long, help_heading = NBD, hide_short_help = true)]
     pub allocation_depth: bool,
-    /// Let clients ask what this dirty bitmap of the image has: qemu:dirty-bitmap:NAME.
+    /// Let clients query this dirty bitmap of the image: qemu:dirty-bitmap:NAME.
     ///
-    /// Can be repeated. All layers that have one of this name count, as they are now.
+    /// Can be repeated. Combines the bitmaps of this name in all layers, as they are now.
     #[arg(short = 'B', long, value_name = "NAME", help_heading = NBD, hide_short_help = true)]
     pub bitmap: Vec<String>,
-    /// Clients of this export at a time; 256 by default.
+    /// Maximum number of clients of this export; 256 by default.
     ///
-    /// Of each disk by itself, over all its sockets, also where disks share one. A client beyond
-    /// that is refused when it chooses the export.
+    /// Counted for each disk, over all its sockets, even where disks share one. Further clients are
+    /// refused when they choose the export.
     #[arg(short = 'e', long, value_name = "COUNT", help_heading = NBD, hide_short_help = true)]
     pub shared: Option<usize>,
-    /// Serve with the certificates in here.
+    /// Serve with the certificates in this directory.
     ///
-    /// The directory of server-cert.pem and server-key.pem and, to verify clients, ca-cert.pem and
-    /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509. They are read again on `mica ctl
-    /// reload` and SIGHUP.
+    /// It has server-cert.pem and server-key.pem and, to verify clients, ca-cert.pem and optionally
+    /// ca-crl.pem: the layout of QEMU's tls-creds-x509. They are read again on `mica ctl reload`
+    /// and SIGHUP.
     #[arg(long, value_name = "DIR", help_heading = NBD, hide_short_help = true)]
     pub tls_certificates: Option<PathBuf>,
     /// Whether clients use TLS; with certificates they must, by default.
@@ -127,8 +127,8 @@ pub struct DiskSettings {
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "on|off")]
     #[arg(help_heading = NBD, hide_short_help = true)]
     pub tls_verify_peer: Option<VerifyPeer>,
-    /// Allow unencrypted TCP from other machines: for networks on which anybody may read and change
-    /// the disk.
+    /// Allow unencrypted TCP from other machines: only for networks on which anybody may read and
+    /// change the disk.
     #[arg(long, help_heading = NBD, hide_short_help = true)]
     pub allow_plain_tcp: bool,
     /// Virtqueues of the vhost-user-blk device; 4 by default.
@@ -142,7 +142,7 @@ pub struct DiskSettings {
     pub serial: Option<String>,
     /// Limit on operations per second.
     ///
-    /// Of all clients of the disk together. Long requests of NBD and of a file are divided into
+    /// For all clients of the disk together. Long requests over NBD and to a file are split into
     /// several operations.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
     #[arg(help_heading = LIMITS, hide_short_help = true)]
@@ -153,7 +153,7 @@ pub struct DiskSettings {
     pub iops_burst: u64,
     /// Limit on bytes per second.
     ///
-    /// Of reads and writes together.
+    /// For reads and writes together.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
     #[arg(help_heading = LIMITS, hide_short_help = true)]
     pub bps: Size,

@@ -45,7 +45,7 @@ fn is_word(name: &Path) -> bool {
 pub struct ImageSettings {
     /// Format of the image: qcow2, raw, luks, null.
     ///
-    /// qcow2 by default: nothing is probed. null is a disk of zeros; IMAGE is its size.
+    /// qcow2 by default: formats are never probed. null is a disk of zeros; IMAGE is its size.
     #[arg(short = 'f', long, default_value = FORMAT, value_name = "FORMAT")]
     #[arg(hide_default_value = true)]
     pub format: String,
@@ -57,37 +57,36 @@ pub struct ImageSettings {
     #[arg(long, value_name = "none|beside|DIRECTORY", hide_short_help = true)]
     #[serde(deserialize_with = "one_or_many")]
     pub names: Vec<PathBuf>,
-    /// Let images name files in here, too.
+    /// Let images also name files in this directory.
     ///
-    /// Files in this directory and below, besides those of --names. Can be repeated. So do
+    /// Files in this directory and below, in addition to those of --names. Can be repeated.
     /// MICA_ALLOW_PATH=DIRECTORY:... and allow-path = ["DIRECTORY", ...] in /etc/mica/config.toml
-    /// and ~/.config/mica/config.toml, unless --names lists directories.
+    /// and ~/.config/mica/config.toml have the same effect, unless --names lists directories.
     #[arg(long, value_name = "DIR")]
     pub allow_path: Vec<PathBuf>,
     /// How images are read: through the page cache, or bypassing it (O_DIRECT).
     #[arg(long, value_enum, default_value_t, value_name = "MODE")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     pub cache: Cache,
-    /// The file with the passphrase of encrypted images; of those that PATTERN names, if there is
-    /// one.
+    /// File with the passphrase of encrypted images; with PATTERN, only of those that match.
     ///
-    /// All of the file is the passphrase, a line break at its end, too, as for QEMU. PATTERN is the
-    /// name of an image's file, with * for anything. Can be repeated. SOURCE is a file, or
-    /// fd:NUMBER, or keyring:NAME for a key of type user. There is no option that takes a
-    /// passphrase itself: others see command lines.
+    /// The whole file is the passphrase, including a line break at its end, as for QEMU. PATTERN is
+    /// the name of an image's file, with * for anything. Can be repeated. SOURCE is a file, or
+    /// fd:NUMBER, or keyring:NAME for a key of type user. No option takes a passphrase itself,
+    /// because other users can see command lines.
     #[arg(long, value_name = "[PATTERN=]SOURCE", hide_short_help = true)]
     #[serde(deserialize_with = "one_or_many")]
     pub secret: Vec<String>,
-    /// Read images that others have open.
+    /// Read images that other processes have open.
     ///
-    /// Also if another program has them open for writing: what is read may then be inconsistent.
-    /// Writing still requires exclusive access.
+    /// Even for writing: what is read may then be inconsistent. Writing still requires exclusive
+    /// access.
     #[arg(short = 'U', long)]
     pub force_share: bool,
     /// Memory budget for the maps of all disks of the process together.
     ///
-    /// Disks on one base share what they have in common. If the disks of a configuration say
-    /// different things, the largest counts.
+    /// Disks on the same base share their common part. If the disks of a configuration have
+    /// different values, the largest counts.
     #[arg(long, default_value_t = INDEX_CACHE, value_name = "SIZE")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     pub index_cache: Size,

@@ -17,7 +17,7 @@ const SERVER: &str = "Server";
 #[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct ProcessSettings {
-    /// Listen here for `mica ctl` and `mica top`.
+    /// Listen on this socket for `mica ctl` and `mica top`.
     ///
     /// A unix socket for root and this user.
     #[arg(long, value_name = "SOCKET", help_heading = SERVER)]
@@ -38,16 +38,17 @@ pub struct ProcessSettings {
     /// shown as failed, and the others are served.
     #[arg(long, help_heading = SERVER, hide_short_help = true)]
     pub strict: bool,
-    /// Allow disks from here to be added later.
+    /// Allow disks in this directory to be added later.
     ///
-    /// With mica ctl add: their images, stores of volumes and sockets are in this directory or
-    /// below. The sandbox allows no others; and volumes in buckets only where the server begins
-    /// with one. A --log-device has to exist. Can be repeated.
+    /// By `mica ctl add`: their images, stores of volumes and sockets must be in this directory or
+    /// below. The sandbox allows no others; and volumes in buckets only if the server starts with
+    /// one. A --log-device must exist. Can be repeated.
     #[arg(long, value_name = "DIR", help_heading = SERVER, hide_short_help = true)]
     pub disks_in: Vec<PathBuf>,
-    /// End when the last client has left.
+    /// Exit when the last client has disconnected.
     ///
-    /// Once there was one. Of NBD and of a virtual machine; a file of --fuse has no clients.
+    /// Once there was one. Counts clients over NBD and virtual machines; a file of --fuse has no
+    /// clients.
     #[arg(long, help_heading = SERVER, hide_short_help = true)]
     pub exit_after_last: bool,
     /// Append the log to this file.
@@ -56,15 +57,15 @@ pub struct ProcessSettings {
     /// files of the folder: give the log one of its own.
     #[arg(long, value_name = "FILE", help_heading = SERVER, hide_short_help = true)]
     pub log_file: Option<PathBuf>,
-    /// Write the process's number to this file.
+    /// Write the process ID to this file.
     ///
-    /// Once all is served; it is removed at the end.
+    /// Once all disks are served; it is removed at exit.
     #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = SERVER)]
     pub pid_file: Option<PathBuf>,
     /// Whether to free in the background what no volume and no snapshot needs: auto, or off.
     ///
-    /// In the stores of volumes that are served for writing; sparse extents of these are written
-    /// again. Guests go first. `mica volume gc` does it where nobody serves a volume.
+    /// In the stores of volumes that are served for writing, whose sparse extents are rewritten,
+    /// too. Guests have priority. `mica volume gc` does it for volumes that are not served.
     #[arg(long, value_enum, value_name = "auto|off", help_heading = SERVER)]
     #[arg(hide_short_help = true, hide_possible_values = true)]
     pub gc: Option<GcMode>,

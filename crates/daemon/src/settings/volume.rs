@@ -21,67 +21,71 @@ const LOG_SIZE: Size = Size(1 << 30);
 #[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct VolumeSettings {
-    /// Serve this volume, and no image.
+    /// Serve this volume, instead of an image.
     ///
-    /// file:///DIR/NAME, s3://BUCKET/PREFIX/NAME or rados://POOL/PREFIX/NAME; with @LABEL behind it
-    /// a snapshot, read-only. `mica volume create` makes one.
+    /// file:///DIR/NAME, s3://BUCKET/PREFIX/NAME or rados://POOL/PREFIX/NAME; append @LABEL for a
+    /// snapshot, which is read-only. `mica volume create` makes a volume.
     #[arg(long, value_name = "URL")]
     pub volume: Option<String>,
-    /// Keep what the store does not have yet in this file or device.
+    /// Log writes that the store does not have yet in this file or device.
     ///
-    /// Then a flush is answered as soon as that has it. Volumes of one server may share it. If the
-    /// server is killed, start it again with the same: what it has acknowledged is there.
+    /// A flush is then answered as soon as the log has them. Volumes of one server may share it. If
+    /// the server is killed, start it again with the same log: it has everything that was
+    /// acknowledged.
     #[arg(long, requires = "volume", value_name = "FILE", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub log_device: Option<PathBuf>,
-    /// Length of the log if it is made; 1G by default.
+    /// Length of the log if it is created; 1G by default.
     ///
-    /// What guests write faster than the store takes it has to fit. A device has its own length.
+    /// It has to hold what guests write faster than the store takes it. A device has its own
+    /// length.
     #[arg(long, requires = "log_device", value_name = "SIZE", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub log_size: Option<Size>,
-    /// What the answer to a flush promises: host, that the log has it; store, that the store does.
+    /// What a completed flush guarantees: host, that the log has the data; store, that the store
+    /// does.
     ///
-    /// host by default where there is a log: the loss of this machine then loses what the store did
+    /// host by default if there is a log: the loss of this machine then loses what the store did
     /// not have yet.
     #[arg(long, requires = "volume", value_enum, value_name = "host|store", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub durability: Option<FlushDurability>,
     /// The file with the volume's key, if it is encrypted.
     ///
-    /// 32 bytes, or 64 hexadecimal digits; read whenever the volume is opened. Nothing takes the
-    /// key itself: others see command lines.
+    /// 32 bytes, or 64 hexadecimal digits; read whenever the volume is opened. No option takes the
+    /// key itself, because other users can see command lines.
     #[arg(long, requires = "volume", value_name = "FILE", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub volume_key: Option<PathBuf>,
-    /// Take snapshots while the volume is written, and keep those that RULES say.
+    /// Take snapshots while the volume is written, and keep them by these rules.
     ///
-    /// 60s/10ms,1h/1s,1d/1h: of the last minute one every 10 ms, of the last hour one a second, of
-    /// the last day one an hour. They have no label; one that gets a label is kept for good.
+    /// 60s/10ms,1h/1s,1d/1h: one every 10 ms for the last minute, one a second for the last hour,
+    /// one an hour for the last day. They have no label; one that gets a label is kept for good.
     #[arg(long, requires = "volume", value_name = "RULES", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub keep: Option<KeepRules>,
-    /// Take a snapshot after each write, or before each flush: any of them can be gone back to.
+    /// Take a snapshot after each write, or before each flush: the volume can be rolled back to
+    /// any.
     ///
     /// --keep says for how long they are kept. flush costs little; write costs a record in the log
-    /// and in the store for each.
+    /// and in the store for each write.
     #[arg(long, requires = "keep", value_enum, value_name = "write|flush", help_heading = VOLUME)]
     #[arg(hide_short_help = true, hide_possible_values = true)]
     pub snapshot_per: Option<SnapshotAfter>,
-    /// Memory for what boots read first, fetched ahead; 0: neither recorded nor fetched.
+    /// Memory for prefetching what boots read first; 0: neither record nor prefetch.
     ///
-    /// What the first two minutes after opening read is recorded in the store, once for a volume
-    /// and its clones, and fetched in that order the next time, beside what the guest asks for.
-    /// 128M by default in a bucket or a pool, and 0 in a folder, which is near.
+    /// What is read in the first two minutes after opening is recorded in the store, once for a
+    /// volume and its clones, and prefetched in that order the next time, beside what the guest
+    /// requests. 128M by default in a bucket or a pool, and 0 in a folder, which is near.
     #[arg(long, requires = "volume", value_name = "SIZE", help_heading = VOLUME)]
     #[arg(hide_short_help = true)]
     pub boot_fetch: Option<Size>,
     /// Take the volume over from a host that has it open and may be alive.
     ///
-    /// That host can write no more, and learns it. What it has not put into the store yet is lost.
-    /// A server of this machine that was killed needs no force, unless the machine restarted since
-    /// and the volume is in a bucket or a pool, without a log. It counts for the first opening
-    /// only; no configuration has it.
+    /// That host can write no more, and notices it. Writes that it has not put into the store are
+    /// lost. A server of this machine that was killed needs no force, unless the machine restarted
+    /// since and the volume is in a bucket or a pool, without a log. Applies to the first opening
+    /// only; it cannot be set in a configuration.
     #[arg(long, requires = "volume", help_heading = VOLUME, hide_short_help = true)]
     pub force: bool,
 }

@@ -273,9 +273,9 @@ impl Repairer {
 
     /// Sets the refcounts to what was counted. Returns the resulting places of everything.
     async fn mend_refcounts(&mut self, counted: Counted, found: &Found) -> Result<Kept> {
-        let anew = self.mode == RepairMode::All
+        let is_rebuilt = self.mode == RepairMode::All
             && (found.broken_structure > 0 || rebuild::is_needed(&self.header, &counted));
-        if anew {
+        if is_rebuilt {
             let differences = refcounts::differences(&*self.store, &counted).await?;
             self.repaired.leaks += differences.leaks;
             self.repaired.corruptions += differences.corruptions + found.broken_structure;

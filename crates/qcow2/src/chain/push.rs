@@ -101,7 +101,7 @@ impl Chain {
         // What a flush is about to make durable, a push must not take for durable.
         let _alone = self.pushing.claim(0).await;
         let Some(writer) = self.writer.load_full() else { return Ok(()) };
-        flush_ahead(async || flush_if_much(&writer).await).await
+        flush_ahead(async || flush_if_slow_to_write_out(&writer).await).await
     }
 
     async fn put_on_top(
@@ -117,7 +117,7 @@ impl Chain {
         let before = map.layers();
         let (layer, next) = self.open_next(path, &before, names).await?;
         self.continue_bitmaps(&writer, &next, path).await?;
-        flush_while_long(async || sync_if_much(&writer).await).await?;
+        flush_while_long(async || flush_or_sync_ahead(&writer).await).await?;
         let start = mica_rt::now();
         let held = self.gate.hold().await;
         let freezing = async |writer: Arc<Writer>| {
@@ -228,9 +228,9 @@ impl Chain {
     }
 }
 
-/// Flushes what `writer` has, if it would take long to write it out while changes wait. Returns
-/// whether it did.
-async fn flush_if_much(writer: &Arc<Writer>) -> Result<bool> {
+/// Flushes `writer` if writing out its changes would keep guests waiting for long. Returns whether
+/// it did.
+async fn flush_if_slow_to_write_out(writer: &Arc<Writer>) -> Result<bool> {
     if !writer.has_much_to_write_out() {
         return Ok(false);
     }
@@ -238,11 +238,12 @@ async fn flush_if_much(writer: &Arc<Writer>) -> Result<bool> {
     Arc::clone(writer).complete(flush).await.map(|()| true)
 }
 
-/// Does what shortens the time for which changes wait, and takes no longer than it saves: of links
-/// that must not be written before their data is durable, there are soon others.
-async fn sync_if_much(writer: &Arc<Writer>) -> Result<bool> {
+/// Shortens the time for which changes will wait: flushes if there are many pages to write, syncs
+/// if only data has to be durable before links to it. A flush would not help then: there are soon
+/// other such links. Returns whether it did either.
+async fn flush_or_sync_ahead(writer: &Arc<Writer>) -> Result<bool> {
     if writer.has_many_pages() {
-        return flush_if_much(writer).await;
+        return flush_if_slow_to_write_out(writer).await;
     }
     if !writer.needs_sync_between() {
         return Ok(false);

@@ -80,8 +80,8 @@ impl Writer {
             let named_only = (marked ^ autoclear) >> LOG_NAME_SHIFT << LOG_NAME_SHIFT;
             if marked != autoclear {
                 self.write_autoclear(marked).await?;
-                // A power cut ends the log, and its name with it. A file system that is mounted
-                // anew does not, and whoever then only reads is warned by the name alone. What
+                // A power cut ends the log, and its name with it. A file system that is remounted
+                // does not, and a process that then only reads is warned by the name alone. What
                 // other programs rely on has to be durable before anything is written.
                 let was_pushed = self.header.was_pushed.load(Ordering::Acquire);
                 if !was_pushed || named_only != marked ^ autoclear {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// Jobs of a lane at work at once, at first: enough to keep a disk busy at depth 32.
 pub(super) const TURNS_MAX: usize = 32;
-/// Lanes that are kept when they are empty, so that a job need not make its lane anew.
+/// Lanes that are kept when they are empty, so that a job need not create its lane again.
 const EMPTY_MAX: usize = 64;
 
 /// Name of a lane.

@@ -303,13 +303,13 @@ impl Seat {
         &self.name
     }
 
-    /// It is about to be served: clients that ask for it wait.
-    pub fn is_awaited(&self) {
+    /// Makes clients that ask for the disk wait: it is about to be served.
+    pub fn mark_opening(&self) {
         self.set(Standing::Awaited);
     }
 
-    /// It is not served, for this reason, which clients are told.
-    pub fn is_absent(&self, why: &'static str) {
+    /// Tells clients that ask for the disk `why` it is not served.
+    pub fn mark_absent(&self, why: &'static str) {
         self.set(Standing::Absent(why));
     }
 

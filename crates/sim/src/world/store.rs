@@ -210,11 +210,11 @@ impl Store for SimStore {
     }
 
     fn witness(&self) -> Witness {
-        let (tells_life, life) = {
+        let (reports_remounts, life) = {
             let state = lock(&self.world.state);
-            (state.tells_life, state.changes.lives)
+            (state.reports_remounts, state.changes.lives)
         };
-        match tells_life {
+        match reports_remounts {
             true => Witness::MountGeneration(life),
             false => Witness::Changed(lock(&self.file).ctime_ns),
         }

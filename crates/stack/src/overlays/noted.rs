@@ -21,8 +21,8 @@
 //!   one that was moved, and would show something else.
 //! - I3 A path leaves a note only if its image was given up, was merged into the layer, stands on
 //!   another one, was removed by mica, or is gone while the user says that it was removed.
-//!   One that is added while a note is written anew stays: who writes it anew copies what came
-//!   after, and who adds one looks for it.
+//!   One that is added while a note is being rewritten stays: the process that rewrites it copies
+//!   later additions, and the process that adds one checks that it is there.
 //! - I4 An image is made also where the note cannot be written; that is said.
 
 use crate::files::{folder_of, sync_folder_of};
@@ -45,7 +45,7 @@ const SUFFIX: &str = ".mica-overlays";
 const CONTENT_BYTES_MAX: u64 = 16 << 20;
 /// What is put behind a line that was cut short: it names nothing then.
 const CUT_SHORT: &[u8; 2] = b"\0\n";
-/// How often a path is added, at most: it is lost if the note is written anew at that instant.
+/// How often a path is added, at most: it is lost if the note is rewritten at that instant.
 const TIMES_MAX: usize = 8;
 
 /// An image that stood on a layer when it was noted.
@@ -237,7 +237,7 @@ pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
         refuse_merged(base)?;
         match is_noted.and_then(|noted| are_there(base, &noted.wanted)) {
             Ok(true) => return Ok(()),
-            // Somebody wrote it anew meanwhile.
+            // Another process rewrote it meanwhile.
             Ok(false) => {}
             Err(error) => {
                 tell(base, images, &error);
@@ -245,7 +245,7 @@ pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
             }
         }
     }
-    tell(base, images, &written_anew());
+    tell(base, images, &kept_being_rewritten());
     Ok(())
 }
 
@@ -259,11 +259,11 @@ pub fn note_overlay(base: &Path, image: &Path) {
             Err(error) => return tell(base, &[image], &error),
         }
     }
-    tell(base, &[image], &written_anew());
+    tell(base, &[image], &kept_being_rewritten());
 }
 
-fn written_anew() -> Error {
-    Error::new(ErrorKind::Io, "others wrote its note anew again and again")
+fn kept_being_rewritten() -> Error {
+    Error::new(ErrorKind::Io, "other processes kept rewriting its note; try again")
 }
 
 /// The image is made all the same (I4).
@@ -455,9 +455,9 @@ mod tests {
         }
     }
 
-    /// The story: a note is written anew, and somebody adds to the old file just before its end.
+    /// The story: a note is rewritten, and somebody adds to the old file just before its end.
     #[test]
-    fn what_is_added_while_a_note_is_written_anew_stays() {
+    fn what_is_added_while_a_note_is_rewritten_stays() {
         let folder = tempfile::tempdir().expect("a folder");
         let base = folder.path().join("base");
         fs::write(&base, "layer").expect("written");
@@ -469,7 +469,7 @@ mod tests {
         forget_amid(&base, &HashSet::from([of("/gone")]), || {
             late.write_all(&of("/late").encode()).expect("written");
         })
-        .expect("it is written anew");
+        .expect("it is rewritten");
         assert_eq!(noted_on(&base).expect("read"), HashSet::from([of("/stays"), of("/late")]));
         forget(&base, &HashSet::from([of("/stays"), of("/late")]));
         assert!(!at.exists());

@@ -150,7 +150,7 @@ impl Store {
                 Ok(0) => continue,
                 Ok(blocks) => {
                     rewritten += blocks * mica_volume::BLOCK_BYTES as u64;
-                    volume.store().await
+                    volume.destage_all().await
                 }
                 Err(error) => Err(error),
             };

@@ -56,7 +56,7 @@ impl HeldVolume {
 
     /// Clones a snapshot, which a head has to have first: it is put in the background.
     async fn clone_snapshot(&self, which: &Which, target: &VolumeName) -> Result<()> {
-        self.volume.store().await?;
+        self.volume.destage_all().await?;
         let (volumes, mut tries) = (self.volumes(), 0);
         loop {
             tries += 1;
@@ -95,20 +95,24 @@ impl HeldVolume {
 }
 
 impl ManageVolume for HeldVolume {
-    fn store(&self) -> LocalFuture<'_, Result<()>> {
-        self.volume.store()
+    fn destage_all(&self) -> LocalFuture<'_, Result<()>> {
+        self.volume.destage_all()
     }
 
     fn checkpoint(&self) -> LocalFuture<'_, Result<()>> {
         ManageVolume::checkpoint(&*self.volume)
     }
 
-    fn set_leaving(&self, is_leaving: bool) {
-        self.volume.set_leaving(is_leaving);
+    fn prepare_handover(&self) {
+        self.volume.prepare_handover();
     }
 
-    fn check_heir(&self, host: &str) -> Result<()> {
-        self.volume.check_heir(host)
+    fn abandon_handover(&self) {
+        self.volume.abandon_handover();
+    }
+
+    fn check_handover_target(&self, host: &str) -> Result<()> {
+        self.volume.check_handover_target(host)
     }
 
     fn hand_over<'a>(&'a self, host: &'a str) -> LocalFuture<'a, Result<()>> {
@@ -119,9 +123,9 @@ impl ManageVolume for HeldVolume {
         })
     }
 
-    fn unmake(&self) -> LocalFuture<'_, Result<()>> {
+    fn abort_import(&self) -> LocalFuture<'_, Result<()>> {
         // Its lock says that it is a part until nothing of it is there.
-        self.volume.unmake()
+        self.volume.abort_import()
     }
 
     fn is_ending(&self) -> bool {
@@ -152,7 +156,7 @@ impl ManageVolume for HeldVolume {
         after: Option<&'a Which>,
     ) -> LocalFuture<'a, Result<Vec<GuestRange>>> {
         Box::pin(async move {
-            self.volume.store().await?;
+            self.volume.destage_all().await?;
             let (mut ranges, mut count) = (Vec::new(), 0_usize);
             let add = |range| {
                 count += 1;

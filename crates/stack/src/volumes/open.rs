@@ -299,7 +299,7 @@ impl Store {
             Err(error) if error.kind() == ErrorKind::Denied => None,
             locked => Some(locked?),
         };
-        let is_whole = self.volumes().unmake_part(name, volume).await?;
+        let is_whole = self.volumes().delete_unfinished(name, volume).await?;
         let lock = locked.filter(|locked| locked.volume == volume).and_then(|locked| locked.lock);
         if let Some(lock) = lock.filter(|_| !is_whole) {
             lock.remove();

@@ -274,7 +274,7 @@ fn import_that_is_undone_never_looks_whole_and_leaves_another_of_its_name() {
         let made = begin().await.expect("made");
         let disk = stores.open_volume(&url, &import).await.expect("open");
         write(&*disk, 1).await.expect("written");
-        disk.volume().expect("a volume").unmake().await.expect("deleted");
+        disk.volume().expect("a volume").abort_import().await.expect("deleted");
         drop(disk);
         // What there would be if its last head had not come.
         let heads = folder.path().join("volumes/web");

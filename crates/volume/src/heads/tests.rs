@@ -195,14 +195,17 @@ fn only_what_its_own_writer_has_not_closed_of_a_new_volume_is_taken_back() {
         let writer = first.writer().expect("it writes");
         // The answer to its last head was lost.
         first.close().await.expect("closed");
-        heads.unmake_of(made.volume, writer).await.expect("left");
+        heads.delete_unclosed(made.volume, writer).await.expect("left");
         let again = one.open_volume(&web, Claimed::Refuse).await.expect("it is whole");
-        heads.unmake_of(made.volume, writer).await.expect("left");
+        heads.delete_unclosed(made.volume, writer).await.expect("left");
         write(&again, 0, &[1; 4096]).await;
         again.flush().await.expect("nobody has fenced it");
-        heads.unmake_of([9; 16], again.writer().expect("it writes")).await.expect("left");
+        heads.delete_unclosed([9; 16], again.writer().expect("it writes")).await.expect("left");
         assert!(one.info(&web).await.is_ok());
-        heads.unmake_of(made.volume, again.writer().expect("it writes")).await.expect("deleted");
+        heads
+            .delete_unclosed(made.volume, again.writer().expect("it writes"))
+            .await
+            .expect("deleted");
         assert_eq!(one.info(&web).await.expect_err("none").kind(), ErrorKind::NotFound);
         assert_eq!(again.close().await.expect_err("it is fenced").kind(), ErrorKind::Denied);
     });
@@ -220,23 +223,23 @@ fn only_a_part_is_unmade_and_never_another_of_its_name() {
         let made = begin().await.expect("made");
         let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
         write(&volume, 0, &[1; 4096]).await;
-        assert!(!one.unmake_part(&web, made).await.expect("deleted"));
+        assert!(!one.delete_unfinished(&web, made).await.expect("deleted"));
         assert_eq!(one.info(&web).await.expect_err("none").kind(), ErrorKind::NotFound);
         assert_eq!(volume.close().await.expect_err("it is fenced").kind(), ErrorKind::Denied);
-        assert!(!one.unmake_part(&web, made).await.expect("there is none"));
+        assert!(!one.delete_unfinished(&web, made).await.expect("there is none"));
 
         let made = begin().await.expect("made");
         two.delete(&web, Claimed::TakeOver).await.expect("deleted");
         two.create(&web, 1 << 20).await.expect("made");
         let another = one.open_volume(&web, Claimed::JustMade).await.map(drop);
         assert_eq!(another.expect_err("it is another's").kind(), ErrorKind::Denied);
-        assert!(!one.unmake_part(&web, made).await.expect("left"));
+        assert!(!one.delete_unfinished(&web, made).await.expect("left"));
         two.delete(&web, Claimed::Refuse).await.expect("it is there");
 
         let made = begin().await.expect("made");
         let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
         volume.close().await.expect("closed");
-        assert!(one.unmake_part(&web, made).await.expect("left"));
+        assert!(one.delete_unfinished(&web, made).await.expect("left"));
         assert!(one.info(&web).await.expect("it is whole").is_ready);
     });
 }

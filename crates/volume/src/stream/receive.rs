@@ -113,7 +113,7 @@ impl Volumes {
             Err(error) => {
                 if let Some(made) = &made {
                     // The first failure is reported.
-                    let _ = self.heads(name).unmake(made).await;
+                    let _ = self.heads(name).delete_just_made(made).await;
                 }
                 return Err(error);
             }
@@ -155,7 +155,7 @@ impl Volumes {
         error: Error,
     ) -> Error {
         let (Some(made), Some(writer)) = (made, volume.writer()) else { return error };
-        match self.heads(name).unmake_of(made.volume, writer).await {
+        match self.heads(name).delete_unclosed(made.volume, writer).await {
             Ok(()) => error,
             Err(other) => {
                 let (name, what, other) = (name.as_str(), error.in_one_line(), other.in_one_line());

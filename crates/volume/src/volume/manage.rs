@@ -27,7 +27,7 @@ impl Volume {
     /// store does not take the last writes in time, the volume is open as before.
     pub async fn hand_over(&self, host: &str) -> Result<()> {
         check_host(host)?;
-        match timeout(LAST_WRITES_MAX, self.shared.store()).await {
+        match timeout(LAST_WRITES_MAX, self.shared.destage_all()).await {
             Ok(stored) => stored?,
             Err(_) => {
                 let (seconds, name) = (LAST_WRITES_MAX.as_secs(), self.shared.heads.name.as_str());
@@ -43,24 +43,26 @@ impl Volume {
 }
 
 impl ManageVolume for Volume {
-    fn store(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.shared.store())
+    fn destage_all(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.shared.destage_all())
     }
 
     fn checkpoint(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
-            self.shared.store().await?;
+            self.shared.destage_all().await?;
             Self::checkpoint(self).await
         })
     }
 
-    fn set_leaving(&self, is_leaving: bool) {
-        self.shared.now().is_leaving = is_leaving;
-        // There may be room again, or an extent to make.
-        self.shared.progress.wake_all();
+    fn prepare_handover(&self) {
+        self.shared.set_handover_expected(true);
     }
 
-    fn check_heir(&self, host: &str) -> Result<()> {
+    fn abandon_handover(&self) {
+        self.shared.set_handover_expected(false);
+    }
+
+    fn check_handover_target(&self, host: &str) -> Result<()> {
         check_host(host)
     }
 
@@ -68,7 +70,7 @@ impl ManageVolume for Volume {
         Box::pin(Self::hand_over(self, host))
     }
 
-    fn unmake(&self) -> LocalFuture<'_, Result<()>> {
+    fn abort_import(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(self.shared.end(&End::Deleted))
     }
 
@@ -164,9 +166,9 @@ mod tests {
             let refused = volume.hand_over("host-2").await.expect_err("it takes too long");
             assert!(refused.in_one_line().contains("not handed over"), "{refused:?}");
             assert!(!volume.is_ending() && volume.latch().is_none());
-            volume.set_leaving(true);
+            volume.prepare_handover();
             write(&volume, 4096, &[2; 4096]).await;
-            ManageVolume::store(&volume).await.expect("stored");
+            ManageVolume::destage_all(&volume).await.expect("stored");
             assert_eq!(volume.figures().pending_records, 0);
             volume.hand_over("host-2").await.expect("handed over");
             assert!(volume.is_ending());
@@ -214,7 +216,7 @@ mod tests {
             let elsewhere = crate::testing::volumes(&volumes.objects, "host-2").await;
             let heir = elsewhere.open_volume(&name("web"), Claimed::TakeOver).await.expect("ours");
             write(&volume, 0, &[4; 4096]).await;
-            ManageVolume::store(&volume).await.expect_err("fenced");
+            ManageVolume::destage_all(&volume).await.expect_err("fenced");
             assert!(volume.figures().is_fenced);
             // What it has is not what the volume is.
             let planned = volume.plan(range(0, 4096), Vec::new()).finish().await;

@@ -18,7 +18,8 @@ impl Volumes {
     /// `new` is its key already. Clones keep the key that they have.
     ///
     /// Heads that have the secret wrapped by the old key are deleted. Whoever has copied one, and
-    /// has that key, has the secret: only a copy of the volume that is encrypted anew has another.
+    /// has that key, has the secret: only a copy of the volume that is encrypted from scratch has
+    /// another.
     ///
     /// # Errors
     /// `Denied` if it is open, or the key at hand is another or none; `Invalid` if it is not

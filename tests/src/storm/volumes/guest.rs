@@ -35,8 +35,8 @@ pub(super) struct Stage<'a> {
 /// How a client ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum End {
-    /// It was told to.
-    Told,
+    /// It was asked to.
+    Stopped,
     /// Its connection is gone.
     Gone,
     /// Its server refused a request.
@@ -87,7 +87,7 @@ pub(super) fn work(
             Err(Failure::Wrong(fault)) => return Err(fault),
         }
     }
-    Ok(End::Told)
+    Ok(End::Stopped)
 }
 
 enum Failure {

@@ -6,7 +6,7 @@
 //! it, or reads it after a power cut at any step, notices nothing.
 
 use super::pace::Pace;
-use super::stream::{PASSES_MAX, first_missing, numbers_of, step_from};
+use super::stream::{PASSES_MAX, first_missing, is_layer_of, step_from};
 use super::target::Target;
 use super::{backing_name, position_at};
 use crate::chain::Chain;
@@ -67,7 +67,7 @@ impl Chain {
         let gone = &before.all()[at.from..at.into];
         let dropped = gone.iter().map(|layer| layer.path.to_path_buf()).collect();
         let next = before.replaced(frozen).without(at.from, at.into, at.from);
-        let stays = numbers_of(&next);
+        let stays = is_layer_of(&next);
         self.exchange_layers(next, stays);
         drop((held, before));
         self.forget_retired().await;

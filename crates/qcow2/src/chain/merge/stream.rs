@@ -118,7 +118,7 @@ impl Chain {
         named.await?;
         let before = map.layers();
         let next = before.without(from, before.frozen().len(), from);
-        let stays = numbers_of(&next);
+        let stays = is_layer_of(&next);
         self.exchange_layers(next, stays);
         drop(held);
         self.forget_retired().await;
@@ -126,8 +126,8 @@ impl Chain {
     }
 }
 
-/// Whether a number is that of a layer of `layers` that is not retired.
-pub(super) fn numbers_of(layers: &Layers) -> impl Fn(LayerNumber) -> bool + use<> {
+/// A predicate: whether a number is that of a layer of `layers` that is not retired.
+pub(super) fn is_layer_of(layers: &Layers) -> impl Fn(LayerNumber) -> bool + use<> {
     let count = layers.all().iter().map(|layer| layer.number.index() + 1).max().unwrap_or(0);
     let mut stays = vec![false; count];
     layers.all().iter().for_each(|layer| stays[layer.number.index()] = true);

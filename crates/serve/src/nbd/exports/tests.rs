@@ -119,11 +119,11 @@ fn client_waits_for_an_export_that_is_about_to_be_served_and_learns_why_one_is_n
             later.serves(&entry);
         });
         assert_eq!(info(&mut client, "b").await, Ok(2 * LEN));
-        seat.is_absent("it is drained");
+        seat.mark_absent("it is drained");
         let (error, told) = info(&mut client, "b").await.expect_err("drained");
         assert_eq!((error, &*told), (UNKNOWN, "\"b\" is not served: it is drained"));
         assert_eq!(listed(&mut client).await, ["disk"]);
-        seat.is_awaited();
+        seat.mark_opening();
         let (_, told) = info(&mut client, "b").await.expect_err("it never comes");
         assert!(told.contains("still being opened"), "{told}");
     });
@@ -136,7 +136,7 @@ fn list_waits_for_nothing_and_names_what_is_about_to_be_served() {
     simulated(disk, async |world| {
         let (_hanging, _) = another(&world, "b", 9);
         let (drained, _) = another(&world, "c", 9);
-        drained.is_absent("it is drained");
+        drained.mark_absent("it is drained");
         let mut client = greeted(&world).await;
         let begin = now();
         assert_eq!(listed(&mut client).await, ["b", "disk"]);
@@ -199,7 +199,7 @@ fn list_of_thousands_is_made_a_page_at_a_time() {
         let seats: Vec<_> = names.iter().map(|name| another(&world, name, 1)).collect();
         for (index, (seat, entry)) in seats.iter().enumerate() {
             match index % 3 {
-                0 => seat.is_absent("it is drained"),
+                0 => seat.mark_absent("it is drained"),
                 _ => seat.serves(entry),
             }
         }
@@ -231,7 +231,7 @@ fn clients_are_let_in_while_a_disk_is_served_and_nothing_holds_them_back() {
         assert!(!later.await);
         exports.let_in();
         let second = exports.opened().await;
-        world.seat.is_absent("it is drained");
+        world.seat.mark_absent("it is drained");
         assert!(second.is_raised());
     });
 }
@@ -264,7 +264,7 @@ fn client_that_names_no_export_counts_for_one_that_is_alone_and_for_none_of_seve
         leaves().await;
         assert_eq!((world.counters().connections, entry.counters().connections), (1, 0));
         // Whichever of them is not served.
-        seat.is_absent("it is drained");
+        seat.mark_absent("it is drained");
         leaves().await;
         assert_eq!(world.counters().connections, 1);
         let mut names_it = greeted(&world).await;

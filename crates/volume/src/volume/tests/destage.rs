@@ -43,11 +43,11 @@ fn extents_of_a_long_stream_are_made_by_the_executor_that_tends_the_volume() {
     volume.shared.now().tender = Some(tender.handle());
     guest.block_on(write(&volume, 0, &long)).expect("written");
     let stored = guest.block_on(async {
-        timeout(Duration::from_millis(50), volume.shared.store()).await.is_ok()
+        timeout(Duration::from_millis(50), volume.shared.destage_all()).await.is_ok()
     });
     assert!(!stored, "the guest's executor has put it");
     tender.block_on(async {
-        volume.shared.store().await.expect("stored");
+        volume.shared.destage_all().await.expect("stored");
         volume.shared.at_rest().await.expect("nothing is left to do");
     });
     assert_eq!(volume.write_stats().groups, 1);
@@ -253,7 +253,7 @@ fn flush_after_a_long_stream_leaves_the_log_alone() {
         let before = unsynced();
         // It went round without a sync of everything.
         assert!(before > 200 << 20, "{before} bytes");
-        volume.shared.store().await.expect("put");
+        volume.shared.destage_all().await.expect("put");
         write(&volume, 0, &part).await.expect("written");
         let before = unsynced();
         volume.flush().await.expect("flushed");
