@@ -4,7 +4,7 @@ use mica_block::{Identity, OpenImage, Store};
 use mica_store::{Located, WriterName};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Of all images of one chain.
+/// The images of one chain that are open for writing.
 #[derive(Default)]
 pub(crate) struct WrittenImages(Mutex<Vec<Written>>);
 

@@ -345,7 +345,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// That nothing more is accepted.
+/// The error: nothing more is accepted.
 fn closed() -> Error {
     Error::new(ErrorKind::Denied, "the volume is being closed")
 }
