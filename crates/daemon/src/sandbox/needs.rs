@@ -247,8 +247,8 @@ impl Needs {
         }
     }
 
-    /// Grants what a writable disk needs to get layers while it is served. A disk that is added later
-    /// is served without it, too.
+    /// Grants what a writable disk needs to get layers while it is served. A disk that is added
+    /// later is served without it, too.
     fn add_layers(&mut self, disk: &DiskConfig, places: &[PathBuf]) {
         let has_layers = disk.is_file() && may_have_layers(disk) && writes_image(disk);
         // A state that is kept is the active layer under a second name.
@@ -261,8 +261,8 @@ impl Needs {
         }
     }
 
-    /// Grants the folders for the disk's redo logs. If there is none, opening the image reports what
-    /// that costs.
+    /// Grants the folders for the disk's redo logs. If there is none, opening the image reports
+    /// what that costs.
     fn add_logs(&mut self, disk: &DiskConfig, writes: bool) {
         let all = REPLACE | AccessFs::Truncate;
         // A note there says where the logs are, if they are elsewhere.
