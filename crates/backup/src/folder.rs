@@ -111,7 +111,7 @@ impl Folder {
         let found = fs::metadata(path)
             .map_err(|error| Error::from_io(format!("the folder {}", path.display()), error))?;
         if !found.is_dir() {
-            let what = format!("{} is no folder with backups", path.display());
+            let what = format!("{} is not a folder with backups", path.display());
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         Ok(Self { path: path.to_owned() })
@@ -169,7 +169,7 @@ impl Folder {
         while let Some(base) = line.last().and_then(|stored| stored.head.begin.base.clone()) {
             let found = self.find(&base).map_err(|error| {
                 let needed_by = &line.last().expect("not empty").head.begin.state;
-                error.wrap(format!("the state {needed_by:?} goes on from {base:?}"))
+                error.wrap(format!("the state {needed_by:?} is based on {base:?}"))
             })?;
             let above = line.last().expect("not empty");
             // Numbers fall, so that this ends.
@@ -246,7 +246,7 @@ impl Folder {
             Ok(()) => Ok(file),
             Err(Errno::WOULDBLOCK) => {
                 let path = self.path.display();
-                let what = format!("another backup into {path} is under way: wait for its end");
+                let what = format!("another backup into {path} is under way: wait until it ends");
                 Err(Error::new(ErrorKind::Denied, what))
             }
             Err(error) => Err(failed("locking", &path, error.into())),

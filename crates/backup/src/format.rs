@@ -81,7 +81,7 @@ impl Begin {
         if let Some(base) = &self.base {
             check_state(base)?;
             if *base == self.state {
-                let what = format!("the state {base:?} cannot go on from itself: choose another");
+                let what = format!("the state {base:?} cannot be based on itself: choose another");
                 return invalid(what);
             }
         }
@@ -352,7 +352,7 @@ impl Part {
         }
     }
 
-    /// That `bytes` and the `data` that follows are as they were written.
+    /// Checks that `bytes` and the `data` that follows are as they were written.
     pub(crate) fn check(bytes: &[u8; PART_BYTES], data: &[u8]) -> Result<(), Malformed> {
         let raw: &RawPart = zerocopy::transmute_ref!(bytes);
         if raw.checksum.get() == sum_of(raw, data) { Ok(()) } else { Err(Malformed::Checksum) }

@@ -12,7 +12,7 @@ pub fn check_state(name: &str) -> Result<()> {
         return Ok(());
     }
     let what = format!(
-        "no state can be called {name:?}: it becomes a part of the names of files, has at most \
+        "{name:?} is not a valid name of a state: it becomes part of file names, has at most \
          {STATE_BYTES_MAX} bytes, and does not begin with a dot"
     );
     Err(Error::new(ErrorKind::Invalid, what))
@@ -25,7 +25,7 @@ pub(crate) fn check_disk(name: &str) -> Result<()> {
         return Ok(());
     }
     let what = format!(
-        "no disk can be called {name:?}: its name has from 1 to {STATE_BYTES_MAX} bytes, and \
+        "{name:?} is not a valid name of a disk: it must have 1 to {STATE_BYTES_MAX} bytes, and \
          neither a slash nor control characters"
     );
     Err(Error::new(ErrorKind::Invalid, what))

@@ -16,7 +16,7 @@ pub enum Packing {
     Zstd,
 }
 
-/// It keeps up with most devices.
+/// The level of zstd: compressing keeps up with most devices.
 const LEVEL: i32 = 3;
 
 /// Makes pieces of data.

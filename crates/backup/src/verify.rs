@@ -111,7 +111,8 @@ impl DataFile {
         Ok((head, stored))
     }
 
-    /// That a part is that of its entry, with this number, and begins behind `from`.
+    /// Checks that a part is the one that its entry describes: it has this number, and begins after
+    /// `from`.
     fn check_part(
         &self,
         entry: &Entry,

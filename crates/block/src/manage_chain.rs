@@ -181,7 +181,7 @@ pub struct MergeProgress {
     pub is_ending: bool,
 }
 
-/// Who decides how fast a merge goes, and whether it goes on.
+/// Controls a merge: how fast it goes, and whether it goes on.
 pub trait MergeControl {
     /// Called before each step. Whatever it waits for the merge waits for; if it breaks, the merge
     /// ends, and the chain has the layers that it had.

@@ -13,16 +13,16 @@ pub trait RedoLogs: Send + Sync {
     /// What the system reports.
     fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>>;
 
-    /// The same, for an image that names no log: `None` unless there is one that was written to
-    /// since the image at `path` was created.
+    /// As [`Self::log`], for an image that names no log: `None` unless there is one that was
+    /// written to since the image at `path` was created.
     ///
     /// # Errors
     /// What the system reports.
     fn unnamed_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>>;
 
-    /// The same, to read what a dead writer left: this user's, and other users' if this process may
-    /// read them. Empty also if another process may be writing the image at `path` now, although it
-    /// is open here.
+    /// As [`Self::unnamed_log`], to read what a dead writer left: this user's, and other users' if
+    /// this process may read them. Empty also if another process may be writing the image at `path`
+    /// now, although it is open here.
     ///
     /// # Errors
     /// What the system reports.
@@ -119,8 +119,8 @@ pub trait RedoMemory: Send + Sync {
     /// Removes all its content.
     fn remove(&self);
 
-    /// The same, but its content is kept for people to inspect, replacing what was kept before: it
-    /// is never read again. Returns where it is, if there was any.
+    /// As [`Self::remove`], but its content is kept for people to inspect, replacing what was kept
+    /// before: it is never read again. Returns where it is, if there was any.
     fn set_aside(&self) -> Option<PathBuf> {
         self.remove();
         None

@@ -76,7 +76,7 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// That a snapshot may have this label. An empty one is none.
+/// Checks that a snapshot may have this label, which must not be empty.
 ///
 /// # Errors
 /// `Invalid` if it may not.

@@ -238,8 +238,7 @@ async fn open(args: &WriteArgs, named: &str, folder: Option<&Folder>) -> Result<
         false => chain::open(args, Subject::new(named, args.images.clone())?, wanted).await?,
     };
     if args.since_last && opened.begin.base.is_none() && !known.is_empty() {
-        let what = "none of the states in the folder is kept of the disk any more: all of it is \
-                    backed up";
+        let what = "the disk no longer keeps any of the states in the folder: making a full backup";
         tell(&format!("mica: warning: {what}"));
     }
     Ok(opened)
@@ -380,7 +379,7 @@ fn verify(named: &Path, progress: bool, report: &ReportArgs) -> Result<ExitCode,
         }
     };
     if states.is_empty() && errors.is_empty() {
-        return Err(Failure::new(format!("{} has no backup in it", named.display())));
+        return Err(Failure::new(format!("{} contains no backup", named.display())));
     }
     let total: u64 = states.iter().map(|stored| stored.total().data_bytes).sum();
     let progress = Progress::start(total, report.progress(progress));

@@ -68,7 +68,8 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
             parse_options(&args.options, Format::Qcow2)?;
         let taken = [wish.backing_name.is_some(), wish.data_file.is_some(), size.is_some()];
         if taken.contains(&true) || wish.preallocation.is_some() {
-            let what = "-o: a clone has the base and the size of what it is made of, and no data";
+            let what = "-o: a clone takes backing file and size from its source, and has no data \
+                        file";
             return Err(Failure::new(what));
         }
         let (len, base_is_encrypted) = base_facts(args, format).await?;

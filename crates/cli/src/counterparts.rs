@@ -17,7 +17,11 @@ const fn option(verb: &'static str, names: &'static [&'static str], hint: &'stat
 
 /// Options, those of a certain verb first.
 const OPTIONS: &[Foreign] = &[
-    option("serve", &["-t", "--persistent"], "it serves on when a client leaves: leave it out"),
+    option(
+        "serve",
+        &["-t", "--persistent"],
+        "it keeps serving when a client disconnects: leave it out",
+    ),
     option("serve", &["-k", "--socket"], "use --nbd PATH"),
     option("serve", &["-p", "--port", "-b", "--bind"], "use --nbd tcp:HOST:PORT"),
     option("serve", &["-c", "--connect", "-d", "--disconnect"], KERNEL),
@@ -26,7 +30,7 @@ const OPTIONS: &[Foreign] = &[
     option("serve", &["-n", "--nocache"], "use --cache none"),
     option("serve", &["-P"], "use --partition"),
     option("serve", &["--tls-creds"], "use --tls-certificates DIR"),
-    option("resize", &["--preallocation"], "what is added takes no space: use qemu-img resize"),
+    option("resize", &["--preallocation"], "added space is not allocated: use qemu-img resize"),
     option(
         "commit",
         &["-r", "--rate"],
@@ -43,7 +47,7 @@ const OPTIONS: &[Foreign] = &[
     option("compare", &["--b-format"], "use --second-format"),
     option("convert", &["--source-format"], "use --format"),
     option("convert", &["--source-image-opts"], IMAGE_OPTS),
-    option("amend", &["-p", "--progress"], "it takes a moment: leave it out"),
+    option("amend", &["-p", "--progress"], "it completes at once: leave it out"),
     option("map", &["-l", "--max-len"], "use --max-length"),
     option("check", &["-t"], "use --cache for how images are read"),
     option("", &["--image-opts"], IMAGE_OPTS),
@@ -55,7 +59,7 @@ const OPTIONS: &[Foreign] = &[
     option(
         "",
         &["--tls-authz"],
-        "who has a certificate of the CA is admitted: use a CA for these clients",
+        "everyone with a certificate of the CA is admitted: use a separate CA for these clients",
     ),
     option("", &["-T"], "use --cache for how images are read"),
     option("", &["-t"], "use --cache for how images are read and written"),
@@ -96,7 +100,7 @@ mod tests {
         assert!(said(&["mica", "serve", "-t", "a.qcow2"]).ends_with("leave it out"));
         assert!(said(&["mica", "info", "-t", "none", "a.qcow2"]).contains("--cache"));
         let behind = said(&["mica", "--log-level", "debug", "serve", "-t", "a.qcow2"]);
-        assert!(behind.starts_with("mica serve has no -t: it serves on"), "{behind}");
+        assert!(behind.starts_with("mica serve has no -t: it keeps serving"), "{behind}");
         assert!(
             said(&["mica", "serve", "--socket", "s"]).starts_with("mica serve has no --socket")
         );

@@ -102,11 +102,12 @@ pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
     })
 }
 
-/// That LUKS images are not made.
+/// The error: LUKS images are not created.
 pub(crate) fn no_new_luks() -> Failure {
     Failure::new(
-        "mica reads and writes luks images and makes none: `qemu-img create -f luks` does, and \
-         `mica create -o encrypt.format=luks` makes a qcow2 image that is encrypted the same way",
+        "mica reads and writes luks images but does not create them: `qemu-img create -f luks` \
+         does, and `mica create -o encrypt.format=luks` makes a qcow2 image that is encrypted the \
+         same way",
     )
 }
 
@@ -203,7 +204,7 @@ pub(crate) fn keep_all(images: Vec<NewFile>, base: Option<&NamedBase>) -> Result
     keep_together(images, None, base)
 }
 
-/// The same for images, one of which may have this `data` file, which gets its name first.
+/// As [`keep_all`], for images, one of which may have this `data` file, which gets its name first.
 fn keep_together(
     mut images: Vec<NewFile>,
     mut data: Option<NewFile>,

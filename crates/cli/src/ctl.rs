@@ -487,7 +487,7 @@ fn drained(answer: &Value) -> String {
 
 fn handed_over(answer: &Value) -> String {
     let [disk, host, pause] = ["disk", "handed_to", "pause_ms"].map(|key| text(&answer[key]));
-    format!("{disk}: handed to {host}, nobody was served for {pause} ms\n")
+    format!("{disk}: handed over to {host}; service was interrupted for {pause} ms\n")
 }
 
 /// Which disks came and went.
@@ -495,8 +495,8 @@ fn members(answer: &Value) -> String {
     let list = |key: &str| answer[key].as_array().into_iter().flatten();
     let mut said = String::new();
     for (key, what) in [
-        ("added", "added, it is served"),
-        ("removed", "removed, its image is closed"),
+        ("added", "added and served"),
+        ("removed", "removed, and its image closed"),
         ("undrained", "served again"),
     ] {
         list(key).for_each(|name| said += &format!("{}: {what}\n", text(name)));
@@ -512,7 +512,7 @@ fn members(answer: &Value) -> String {
             Value::Null => {
                 format!("certificates in {}: read again, for {at}\n", text(&folder["folder"]))
             }
-            error => format!("clients at {at} get the certificates from before: {}\n", text(error)),
+            error => format!("clients at {at} still get the old certificates: {}\n", text(error)),
         };
     }
     list("notes").for_each(|note| said += &format!("{}\n", text(note)));

@@ -55,7 +55,7 @@ struct Wish {
 pub(crate) fn run(args: &DdArgs) -> Result<ExitCode, Failure> {
     let wish = Wish::parse(&args.words)?;
     let (Some(from), Some(to)) = (&wish.from, &wish.to) else {
-        return Err(Failure::new("dd needs if=FILE, which is read, and of=FILE, which is made"));
+        return Err(Failure::new("dd needs if=FILE, the source, and of=FILE, the new image"));
     };
     let new = TargetArgs::plain(&args.output_format, args.force, args.report.clone());
     run_from(&from.to_string_lossy(), to.clone(), (new, args.images.clone()), |executor| {
@@ -91,7 +91,7 @@ impl Wish {
     fn place(&self, len: u64, from: &Path) -> Result<WindowPlace, Failure> {
         let block = self.block.unwrap_or(BLOCK_BYTES);
         if block == 0 {
-            return Err(Failure::new("bs=0: a block has at least a byte"));
+            return Err(Failure::new("bs=0: a block must have at least one byte"));
         }
         let bytes = |count: u64| count.saturating_mul(block);
         let end = self.count.map_or(len, bytes).min(len);

@@ -85,8 +85,8 @@ pub(crate) fn run(args: &DiffArgs) -> Result<ExitCode, Failure> {
                         by_allocation(&disks, &mut Pieces::new(disks.clone(), &mut printer)).await?
                     }
                     false => {
-                        let what = "they have no layer in common: what either has is shown, and \
-                                    --content compares it";
+                        let what = "they have no layer in common: everything that either has is \
+                                    shown; --content compares it";
                         tell(&format!("mica: warning: {what}"));
                         by_allocation(&disks, &mut printer).await?;
                     }
@@ -357,7 +357,7 @@ impl Printer {
             let (name, len) = (plain(&self.names[at]), human_size(lens[at]));
             let count = layers[at].len();
             // As above.
-            let _ = writeln!(text, "{name}: {len}, {count} layers that the other has not");
+            let _ = writeln!(text, "{name}: {len}, {count} layers that the other does not have");
         }
         match common {
             Some(common) => text + &format!("in common: {} and all beneath\n", plain(common)),

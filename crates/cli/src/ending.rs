@@ -110,7 +110,7 @@ impl Ending {
 }
 
 /// Why something failed that a signal ended.
-const ENDED: &str = "a signal ended it";
+const ENDED: &str = "ended by a signal";
 
 struct Reader<'a, R> {
     ending: &'a Ending,

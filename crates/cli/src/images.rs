@@ -140,7 +140,7 @@ impl ImageArgs {
         };
         let format = self.format()?;
         if self.has_named_format.0 && format != Format::Raw {
-            let what = format!("an export is raw, and not {}", format.name());
+            let what = format!("an NBD export is raw, not {}", format.name());
             return Err(Failure::new(what).within(uri));
         }
         Ok(Some(Arc::new(ExportDisk::open(uri)?)))
@@ -149,7 +149,7 @@ impl ImageArgs {
 
 /// The error of a verb that is to read a snapshot of an export.
 pub(crate) fn no_snapshots() -> Failure {
-    Failure::new("-l: an export of a server has no snapshots: the server may export one")
+    Failure::new("-l: an NBD export has no snapshots: have the server export the snapshot")
 }
 
 /// Whether this is a name of an export, and no file, that QEMU takes, too, but is no URI.

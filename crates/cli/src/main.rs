@@ -158,7 +158,7 @@ fn command_for(first: Option<OsString>) -> Command {
     }
 }
 
-/// With what each verb takes.
+/// The definitions of all verbs, each with its options.
 fn whole_command() -> Command {
     let mut command = Cli::command();
     command.build();

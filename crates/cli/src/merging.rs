@@ -15,7 +15,7 @@ impl Shown {
         Self(progress)
     }
 
-    /// It is done. Returns its figures.
+    /// Ends the progress display, and returns the merge's figures.
     pub(crate) fn finish(self) -> Value {
         self.0.finish()
     }
@@ -31,5 +31,5 @@ impl MergeControl for Shown {
 /// The position of the layer at `path`.
 pub(crate) fn position_of(layers: &[PathBuf], path: &Path) -> Result<usize, Failure> {
     mica_stack::position_of(layers, path)
-        .ok_or_else(|| Failure::new(format!("{} is no layer of the chain", path.display())))
+        .ok_or_else(|| Failure::new(format!("{} is not a layer of the chain", path.display())))
 }

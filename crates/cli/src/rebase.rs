@@ -94,7 +94,9 @@ impl RebaseArgs {
             return Ok(None);
         }
         let Some(format) = self.base_format else {
-            return Err(Failure::new("-F has to say which format the new backing file has"));
+            return Err(Failure::new(
+                "-F is required: it states the format of the new backing file",
+            ));
         };
         if format == Format::Null {
             return Err(Failure::new("a backing file is a qcow2 or a raw image"));
@@ -166,7 +168,7 @@ impl RebaseArgs {
         let options = self.images.image_options()?;
         let new = mica_stack::open(&base.path, base.format, options, &chain).await?;
         if position_of(&new.layer_paths(), &self.file).is_ok() {
-            return Err(Failure::new("the new backing file stands on the image itself"));
+            return Err(Failure::new("the new backing file is based on the image itself"));
         }
         let copied = copy_differences(disk, &*new, &progress).await?;
         let _ = progress.finish();

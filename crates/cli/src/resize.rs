@@ -63,8 +63,8 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
                 (old, new)
             }
             Format::Luks => {
-                let what = "a luks image is not resized: `qemu-img resize` does it, or \
-                            `mica convert -n` into a longer one";
+                let what = "mica does not resize luks images: use `qemu-img resize`, or `mica \
+                            convert -n` into a longer one";
                 return Err(Failure::new(what));
             }
             Format::Null => return Err(Failure::new("the null format is not an image")),

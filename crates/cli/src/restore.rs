@@ -184,7 +184,7 @@ async fn fill(
         let Some(next) = stream.begin()? else { break };
         if next.base.as_ref() != Some(&last.state) || next.disk != last.disk {
             let what = format!(
-                "the stream goes on with {:?} of {:?}, which does not go on from {:?} of {:?}",
+                "the stream continues with {:?} of {:?}, which is not based on {:?} of {:?}",
                 next.state, next.disk, last.state, last.disk
             );
             return Err(Error::new(ErrorKind::Invalid, what));
@@ -230,7 +230,7 @@ impl Target {
         }
         let taken = [wish.backing_name.is_some(), wish.data_file.is_some(), size.is_some()];
         if taken.contains(&true) || wish.preallocation.is_some() {
-            let what = "-o: the image has the size of the state, and stands alone";
+            let what = "-o: the image has the size of the state, and no backing file";
             return Err(Failure::new(what));
         }
         let sources = Sources::default();

@@ -40,7 +40,7 @@ pub(crate) const ENVIRONMENT: &[Influence] = &[
     },
     Influence {
         name: "LISTEN_FDS, LISTEN_FDNAMES, LISTEN_PID, NOTIFY_SOCKET, WATCHDOG_USEC",
-        what: "Set by systemd for a server: sockets that it passes, and where it is notified.",
+        what: "Set by systemd for a server: sockets that it passes, and where to notify it.",
         option: "takeover",
     },
 ];
@@ -60,8 +60,8 @@ pub(crate) const FILES: &[Influence] = &[
     },
     Influence {
         name: "/dev/shm/mica-UID",
-        what: "What servers of this user have acknowledged and not flushed: if one is killed, the \
-               next process to open the image needs it. Its owner removes it.",
+        what: "Writes that servers of this user acknowledged and did not flush: if one is killed, \
+               the next process to open the image needs them. Their owner removes them.",
         option: "redo_dir",
     },
     Influence {
@@ -121,10 +121,10 @@ CONFIGURATION:
   nbd = [\"/run/mica/all.nbd\"]            # others may be at the same socket
 
 EXIT STATUS:
-  0  it was told to end, and everything acknowledged is in the images
-  1  it could not serve, or something acknowledged could not be written
-  2  nothing says where the disk is to be served
-  With --run, otherwise that of the command.";
+  0  stopped on request, and all acknowledged writes are in the images
+  1  could not serve, or could not write everything that was acknowledged
+  2  no socket or file to serve the disk at
+  Otherwise, with --run, the exit status of the command.";
 
 pub(crate) const CTL: &str = "\
 EXAMPLES:
@@ -168,7 +168,7 @@ EXAMPLES:
 
 pub(crate) const CTL_ROLLBACK: &str = "\
 EXAMPLES:
-  mica ctl drain web                        # once its guest has ended
+  mica ctl drain web                        # once its guest has stopped
   mica ctl rollback web@monday
   mica ctl undrain web";
 
@@ -283,7 +283,7 @@ EXAMPLES:
 pub(crate) const CTL_REMOVE: &str = "\
 EXAMPLES:
   mica ctl remove then
-  mica ctl remove --save then               # nor after a restart";
+  mica ctl remove --save then               # not even after a restart";
 
 pub(crate) const CTL_DRAIN: &str = "\
 EXAMPLES:
@@ -353,7 +353,7 @@ EXIT STATUS:
   2   corruption
   3   leaks only
   63  the format has no check
-  After repairs, what is left counts.";
+  After repairs, only what is left counts.";
 
 pub(crate) const COMPARE: &str = "\
 EXAMPLES:
@@ -442,9 +442,10 @@ pub(crate) const BACKUP_PRUNE: &str = "\
 EXAMPLES:
   mica backup prune --keep 7 /backup/web
   mica backup prune --keep 2d/1h,30d/1d,52w/1w /backup/web   # one of each hour for two days, …
-  mica backup prune -n --keep 1 /backup/web                  # what would go
+  mica backup prune -n --keep 1 /backup/web                  # what would be removed
 
-What else there is of these times goes. Who restores or verifies meanwhile may miss files.";
+All other states of these times are removed. A restore or verify that runs meanwhile may miss
+files.";
 
 pub(crate) const BACKUP_VERIFY: &str = "\
 EXAMPLES:
@@ -469,7 +470,7 @@ EXAMPLES:
 pub(crate) const REBASE: &str = "\
 EXAMPLES:
   mica rebase -b other.qcow2 -F qcow2 top.qcow2
-  mica rebase -p -b '' top.qcow2            # it needs no other file then
+  mica rebase -p -b '' top.qcow2            # it then needs no other file
   mica rebase -u -b moved/base.qcow2 -F qcow2 top.qcow2";
 
 pub(crate) const MEASURE: &str = "\

@@ -102,8 +102,8 @@ impl Unfinished {
         self.named(path, |place| mica_stack::name_new(place, path).map(|()| Before::Nothing))
     }
 
-    /// The same for the name of the file `old`, by device and inode, which stays beside it until
-    /// this one is kept.
+    /// As [`Self::rename_to`], for the name of the file `old`, by device and inode, which stays
+    /// beside it until this one is kept.
     ///
     /// # Errors
     /// As [`Self::rename_to`]; `AlreadyExists` if `path` is another file by now.

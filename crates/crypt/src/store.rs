@@ -60,7 +60,7 @@ impl CryptStore {
     }
 }
 
-/// Whole sectors around some bytes.
+/// A range of bytes, widened to whole sectors.
 #[derive(Clone, Copy)]
 struct Around {
     /// The first of them.

@@ -25,7 +25,7 @@ enum Keys {
 }
 
 impl Xts {
-    /// With AES-256.
+    /// A cipher with a key of AES-256.
     pub fn new(key: &[u8; XTS_AES256_KEY_BYTES]) -> Self {
         let (data, tweak) = key.split_at(XTS_AES256_KEY_BYTES / 2);
         let [data, tweak] = [data, tweak].map(|half| Array::try_from(half).expect("half of it"));
@@ -36,7 +36,7 @@ impl Xts {
         })
     }
 
-    /// With AES-128.
+    /// A cipher with a key of AES-128.
     pub(crate) fn new_128(key: &[u8; XTS_AES128_KEY_BYTES]) -> Self {
         let (data, tweak) = key.split_at(XTS_AES128_KEY_BYTES / 2);
         let [data, tweak] = [data, tweak].map(|half| Array::try_from(half).expect("half of it"));

@@ -190,8 +190,8 @@ impl Config {
             match (own, added) {
                 (Some(own), Some(added)) if !own.differences(&added)?.is_empty() => {
                     let what = format!(
-                        "disk {name:?}: the other process was told to serve it with other \
-                         settings ({}) than the configuration has: remove it there",
+                        "disk {name:?}: the other process serves it with settings that differ from \
+                         the configuration ({}): remove it there",
                         own.differences(&added)?.join(", ")
                     );
                     return Err(Error::new(ErrorKind::Invalid, what));
@@ -455,7 +455,7 @@ impl DiskConfig {
                 Some("is for disks that are written: leave it out, or read-only and load-snapshot")
             }
             () if !self.is_file() => {
-                Some("needs an image: a volume is none, nor is a disk of zeros")
+                Some("needs an image: neither a volume nor a disk of zeros is one")
             }
             () => None,
         }
@@ -484,7 +484,7 @@ impl DiskConfig {
         }
         let option = self.volume.option_of_writers()?;
         Some(format!(
-            "{option} is for volumes that are written, and this is only read: leave it out"
+            "{option} is for volumes that are written, and this one is only read: leave it out"
         ))
     }
 

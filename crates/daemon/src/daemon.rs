@@ -217,7 +217,7 @@ fn end_after_last(shared: &Arc<Shared>) -> Result<()> {
             had_any |= disks.iter().any(|disk| disk.had_clients());
             let has_any = disks.iter().any(|disk| disk.clients() > 0);
             if had_any && !has_any {
-                tracing::info!("the last client has left");
+                tracing::info!("the last client has disconnected");
                 shared.ending.close();
                 return;
             }
@@ -240,7 +240,7 @@ fn hear_again(mut signals: Signals, shared: Arc<Shared>) {
         if !shared.hasten(Haste::AtOnce) {
             return;
         }
-        tracing::warn!("stopping at once: stores are not waited for");
+        tracing::warn!("stopping at once, without waiting for stores");
         let elapsed = stopwatch();
         while elapsed() < AT_ONCE_LIMIT {
             std::thread::park_timeout(AT_ONCE_LIMIT);

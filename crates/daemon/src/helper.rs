@@ -46,7 +46,7 @@ pub const HELPER_VERB: &str = "sandbox-helper";
 
 /// Most bytes of a message.
 const MESSAGE_BYTES_MAX: usize = 32 << 10;
-/// For a reply. Clearing dead mounts has limits of its own below that.
+/// Limit for a reply. Clearing dead mounts has limits of its own below that.
 const ANSWER_LIMIT: Timespec = Timespec { tv_sec: 120, tv_nsec: 0 };
 
 /// What the helper is sent before the first request.

@@ -123,7 +123,11 @@ impl Indexers {
             let mut state = self.lock();
             state.threads -= 1;
             if state.threads == 0 {
-                tracing::warn!(%error, "no thread to write indexes: they wait for the next one");
+                tracing::warn!(
+                    %error,
+                    "cannot start a thread to write indexes: they are written when the next \
+                     thread starts"
+                );
             }
         }
     }

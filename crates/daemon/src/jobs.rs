@@ -56,11 +56,11 @@ pub(crate) struct DroppedFile {
     pub(crate) into: PathBuf,
     /// How it is opened, to find out whether anybody else has it open.
     pub(crate) options: ImageOptions,
-    /// What the user said of images on it that are gone, for when it is removed.
+    /// How to treat missing images that were overlays of it when it is removed.
     pub(crate) gone: GoneImages,
 }
 
-/// What has become of such a file.
+/// What became of the file of a dropped state.
 #[derive(Serialize, Clone, Debug)]
 struct FileEnd {
     path: String,
@@ -126,7 +126,7 @@ impl Merge {
 pub(crate) struct Job {
     number: u64,
     disk: String,
-    /// The image by which the disk was named.
+    /// The image that the configuration names for the disk.
     named: PathBuf,
     kind: &'static str,
     began: Instant,
@@ -144,7 +144,7 @@ struct State {
     /// Time for which it was paused, and since when it is.
     paused: Duration,
     paused_since: Option<Instant>,
-    /// If a state was dropped.
+    /// What became of the file of the state, if one was dropped.
     file: Option<FileEnd>,
     end: Option<End>,
 }
@@ -197,7 +197,7 @@ impl Job {
         rate: u64,
     ) -> Result<Arc<Self>> {
         if disk.chain().is_none() {
-            let what = format!("the disk {name:?} is no chain of images that is written");
+            let what = format!("the disk {name:?} is not a writable image chain");
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let job = Arc::new(Self {
@@ -241,7 +241,7 @@ impl Job {
             if let Err(error) = mica_stack::settle_marks(&layers, dropped) {
                 // The merge itself is done, and durable.
                 let disk = &self.disk;
-                tracing::warn!(disk, %error, "the mark of a frozen layer is out of date");
+                tracing::warn!(disk, %error, "could not update the mark of a frozen layer");
             }
             self.warn_if_configured_layer_left(&layers, dropped);
             mica_stack::settle_notes(&layers, dropped, base.as_deref());
@@ -263,7 +263,11 @@ impl Job {
         // Another program may have made an image on it meanwhile.
         let removed = mica_stack::remove_dropped_file(path, (into, layers), options, *gone);
         let reason = removed.err().map(|error| {
-            tracing::warn!(disk = self.disk, %error, "the file of the dropped state stays");
+            tracing::warn!(
+                disk = self.disk,
+                %error,
+                "could not remove the file of the dropped state"
+            );
             self.forget_drops(dropped);
             error.in_one_line()
         });
@@ -271,11 +275,16 @@ impl Job {
         self.lock().file = Some(FileEnd { path, removed: reason.is_none(), reason });
     }
 
-    /// Their files are the user's.
+    /// Clears drop marks: these files are no longer ours to delete.
     fn forget_drops(&self, dropped: &[PathBuf]) {
         if let Err(error) = mica_stack::forget_drops(dropped) {
             let disk = &self.disk;
-            tracing::warn!(disk, %error, "the next drop may remove a file that left a chain");
+            tracing::warn!(
+                disk,
+                %error,
+                "could not clear drop marks: the next drop may remove a file that has left the \
+                 chain"
+            );
         }
     }
 
@@ -289,7 +298,7 @@ impl Job {
             let (named, active) = (self.named.display(), active.display());
             tracing::warn!(
                 disk = self.disk,
-                "{named}, by which the disk is named, has left its chain: a configuration has to \
+                "{named}, which names the disk, has left its chain: change the configuration to \
                  name {active}, as a qcow2 image, before the next start"
             );
         }

@@ -198,18 +198,20 @@ impl Shared {
     /// already: then nothing changes.
     pub(crate) fn reload(&self) -> Result<Reloaded> {
         if !self.has_what_to_reload() {
-            let what = "there is no configuration to read again: the server has no --config";
+            let what = "there is no configuration to reload: the server was started without \
+                        --config";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        let _one = self.reloading.try_lock().ok_or_else(|| {
-            Error::new(ErrorKind::Denied, "the configuration is being read already")
-        })?;
+        let _one = self
+            .reloading
+            .try_lock()
+            .ok_or_else(|| Error::new(ErrorKind::Denied, "a reload is already under way"))?;
         self.reload_alone()
     }
 
-    /// The same for a signal, if there is anything to read; the outcome is logged. Of several that
-    /// come while it is read only one reads it, once more: what was there before the last of them
-    /// is read.
+    /// As [`Self::reload`], for a signal, if there is anything to read; the outcome is logged. Of
+    /// several that come while it is read only one reads it, once more: what was there before the
+    /// last of them is read.
     pub(crate) fn hang_up(&self) {
         if !self.has_what_to_reload() {
             return;
@@ -454,7 +456,7 @@ impl Reloaded {
             let at = addresses.join(", ");
             match error {
                 Some(error) => {
-                    tracing::error!("clients at {at} get the certificates from before: {error}");
+                    tracing::error!("clients at {at} still get the old certificates: {error}");
                 }
                 None => tracing::info!("read the certificates in {folder} again, for {at}"),
             }

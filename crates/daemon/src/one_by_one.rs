@@ -8,7 +8,7 @@
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// For the opening of another disk, which takes a moment unless its storage hangs.
+/// Limit for waiting for another disk to be opened, which is short unless its storage hangs.
 pub(crate) const TURN_LIMIT: Duration = Duration::from_secs(5);
 
 /// Whose turn it is.

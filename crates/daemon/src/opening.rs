@@ -74,7 +74,7 @@ fn open_image(
         let layers = opened.layer_paths();
         mica_stack::settle_names(&image, &layers)?;
         if let Err(error) = mica_stack::forget_drops(&layers) {
-            tracing::warn!(%error, "a drop that was cut short is still said to be under way");
+            tracing::warn!(%error, "could not clear the mark of an interrupted drop");
         }
         if has_locks {
             let begun = layers.len().saturating_sub(LAYERS_AT_START);
@@ -84,7 +84,7 @@ fn open_image(
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());
     }
-    // Who switched redo logs off knows it.
+    // The user who disabled redo logs knows this.
     if images.redo_dir().is_some()
         && let Some(weakness) = opened.weakness()
     {
@@ -101,7 +101,7 @@ const LAYERS_AT_START: usize = 2;
 /// Removes what killed processes left unfinished beside these `layers`.
 fn remove_abandoned(layers: &[PathBuf]) {
     for path in mica_stack::remove_abandoned(layers) {
-        tracing::info!("{}, which a killed process left, is removed", path.display());
+        tracing::info!("removed {}, which a killed process had left", path.display());
     }
 }
 

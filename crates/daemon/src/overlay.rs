@@ -20,7 +20,7 @@ impl Overlay {
         is_ephemeral.then(Self::default)
     }
 
-    /// Its file, which `make` makes if there is none yet.
+    /// The overlay's file, which `make` creates if there is none yet.
     ///
     /// # Errors
     /// Those of `make`, and of the system.

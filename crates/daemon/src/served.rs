@@ -62,11 +62,11 @@ const IDLE_DEADLINE: Duration = Duration::from_secs(10);
 /// Pause between attempts to open an image that another process holds.
 const HELD_IMAGE_PAUSE: Duration = Duration::from_millis(20);
 
-/// For a TCP address that a disk of this process had until just now to be free.
+/// Limit for a TCP address that another disk of this process has just left to become free.
 const FREE_ADDRESS_LIMIT: Duration = Duration::from_millis(500);
 const FREE_ADDRESS_PAUSE: Duration = Duration::from_millis(5);
 
-/// What NBD clients are told of a disk that is not served, where others are.
+/// Why a disk is not served, for NBD clients that ask for it at a shared address.
 const DRAINED: &str = "it is drained";
 const FAILED: &str = "it could not be opened, and the server's log says why";
 
@@ -93,7 +93,7 @@ pub(crate) struct Served {
     opened: Mutex<Opened>,
     /// The merge of its layers that is under way, or the last one.
     job: Mutex<Option<Arc<Job>>>,
-    /// What is told of those before it, from the oldest.
+    /// Reports of earlier jobs, oldest first.
     past_jobs: Mutex<VecDeque<JobReport>>,
     /// Where its clients come in.
     doors: Doors,
@@ -115,13 +115,13 @@ enum State {
 }
 
 impl State {
-    /// That of a disk which has served nobody yet, or nobody since.
+    /// The state of a disk that ended so, and has served no client since.
     fn ended(end: End) -> Self {
         Self::Ended(Box::new(Servers::default().counts()), end)
     }
 }
 
-/// Who wants a disk to be served.
+/// Where the request to serve a disk comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Source {
     /// The command line or the configuration file.
@@ -222,8 +222,8 @@ impl Served {
             State::Ended(_, End::NotServed(_)) => false,
             State::Ended(_, End::Closed(Err(_))) => {
                 return Err(self.denied(
-                    "was closed without everything that was written: check its image, remove the \
-                     disk, and add it",
+                    "was closed before all writes were in its image: check the image, remove the \
+                     disk, and add it again",
                 ));
             }
             State::Ended(_, End::Removed(_)) => return Err(self.denied("was removed")),
@@ -379,7 +379,7 @@ impl Served {
         closed
     }
 
-    /// Nobody waits for an image that is being opened, and that nobody has used. False if none is.
+    /// Cancels an opening that is under way; returns false if there is none.
     fn cancel_opening(&self, end: End) -> bool {
         let mut state = self.lock();
         match *state {
@@ -492,7 +492,7 @@ impl Served {
 
     /// Ends its servers and closes the disk. The caller holds `changes`.
     fn end(&self) -> Result<()> {
-        // It goes on when it is asked for again.
+        // A merge that was stopped resumes when it is requested again.
         self.stop_job();
         let mut never_started = None;
         let servers = {
@@ -533,10 +533,7 @@ impl Served {
         });
         let outcome = closed.map_err(|error| {
             let image = self.image();
-            error.wrap(format!(
-                "closing {}: not everything that was written is in it",
-                image.display()
-            ))
+            error.wrap(format!("closing {}: not all writes are in it", image.display()))
         });
         self.release();
         *self.lock() = State::Ended(Box::new(counts), End::Closed(outcome.clone()));
@@ -582,7 +579,7 @@ impl Served {
         let Some(disk) = disk else { return false };
         let begun = self.resources.tending.run(move || async move { disk.hasten(haste).await });
         if let Err(error) = begun {
-            tracing::warn!(%error, "the end of {:?} may wait for its store", self.name);
+            tracing::warn!(%error, "closing {:?} may wait for its store", self.name);
         }
         true
     }

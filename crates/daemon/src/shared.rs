@@ -291,7 +291,7 @@ impl Shared {
         })
     }
 
-    /// The same, for a takeover. Nobody else holds it then.
+    /// As [`Self::hold`], for a takeover. Nobody else holds it then.
     ///
     /// # Errors
     /// `Denied` with what is going on instead.
@@ -313,7 +313,7 @@ impl Shared {
         Ok(held)
     }
 
-    /// From now on stores that do not answer are not waited for longer than `haste` allows. Returns
+    /// From now on waits for stores that do not answer no longer than `haste` allows. Returns
     /// whether there are any.
     pub(crate) fn hasten(&self, haste: Haste) -> bool {
         let disks = self.disks.all();

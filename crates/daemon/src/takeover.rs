@@ -47,7 +47,7 @@ use channel::Message;
 use mica_block::{Error, ErrorKind};
 use std::time::Duration;
 
-/// For an answer from the old process, which still serves.
+/// Limit for an answer from the old process, which still serves.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 fn unexpected(message: &Message) -> Error {

@@ -22,7 +22,8 @@ impl Tending {
     pub(crate) fn tend(&self, disk: Arc<dyn Manage>) {
         let begun = self.run(move || async move { disk.tend().await });
         if let Err(error) = begun {
-            tracing::warn!(%error, "a volume is written only when a client flushes");
+            tracing::warn!(%error, "cannot start a task: a volume is written to its store only \
+                                    when a client flushes");
         }
     }
 
@@ -35,7 +36,7 @@ impl Tending {
         let begun = self.run(move || async move { stores.collect_in_background().await });
         if let Err(error) = begun {
             self.is_collecting.store(false, Ordering::Relaxed);
-            tracing::warn!(%error, "nothing is collected in the background");
+            tracing::warn!(%error, "cannot start a task: nothing is collected in the background");
         }
     }
 

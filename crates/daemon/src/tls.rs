@@ -115,9 +115,9 @@ impl<'a> Security<'a> {
         let is_secured = has_tls && self.policy() == TlsPolicy::Required;
         if !is_secured && !self.allow_plain_tcp && !address.ip().to_canonical().is_loopback() {
             let context = format!(
-                "--nbd {name}: beyond the loopback, NBD needs TLS: add --tls-certificates DIR (and \
-                 no --tls but require), or --allow-plain-tcp if everyone on that network may read \
-                 and change the disk"
+                "--nbd {name}: except on loopback addresses NBD needs TLS: add --tls-certificates \
+                 DIR (without --tls, or with --tls require), or --allow-plain-tcp if everyone on \
+                 that network may read and change the disk"
             );
             return Err(Error::new(ErrorKind::Denied, context));
         }

@@ -13,7 +13,7 @@ use std::path::Path;
 /// Name of the file, beside the layers.
 pub const FILE_NAME: &str = "owner.i32";
 
-/// Whose bytes a unit shows.
+/// The layer whose bytes a unit shows.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Owner {
     /// No layer's: it reads as zeros.

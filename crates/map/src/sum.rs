@@ -51,7 +51,7 @@ pub struct Shift([[u32; 256]; 4]);
 const POLYNOMIAL: u32 = 0x82f6_3b78;
 
 impl Shift {
-    /// That of `len` bytes, a power of two.
+    /// The sum for blocks of `len` bytes, a power of two.
     ///
     /// # Panics
     /// If it is none.

@@ -25,7 +25,7 @@ use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
-/// With which an image begins.
+/// The first bytes of an image.
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// A first read of this many bytes has all that [`Header::decode`] needs of nearly every image;
 /// [`Header::bytes_needed`] reports when it does not.

@@ -33,8 +33,8 @@ pub async fn create(plan: ImagePlan, stores: Stores<'_>) -> Result<()> {
     finish(begin(plan, stores).await?, stores).await
 }
 
-/// The same with one sync, for a file that gets its name afterwards: whatever a power cut leaves of
-/// it, nobody takes that for an image.
+/// As [`create`], with one sync, for a file that gets its name afterwards: whatever a power cut
+/// leaves of it, nobody takes that for an image.
 ///
 /// # Errors
 /// As [`create`].

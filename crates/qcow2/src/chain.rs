@@ -179,7 +179,7 @@ impl Chain {
         self.change_after(Duration::ZERO, work)
     }
 
-    /// The same after this time, if it is not zero.
+    /// As [`Self::change`], after waiting for this time, unless it is zero.
     fn change_after<T: 'static>(
         &self,
         wait: Duration,
@@ -202,7 +202,7 @@ impl Chain {
         }))
     }
 
-    /// The same, braked by a merge, for a disk that may be open for reading only.
+    /// As [`Self::change_after`], braked by a merge, for a disk that may be open for reading only.
     fn change_if_writable(
         &self,
         work: impl AsyncFnOnce(Arc<Writer>) -> Result<()> + 'static,

@@ -44,7 +44,7 @@ impl Gate {
         self.reads.enter()
     }
 
-    /// The same for one that outlives its borrow of the disk.
+    /// As [`Self::enter`], for one that outlives its borrow of the disk.
     pub(crate) fn enter_owned(&self) -> OwnedInFlight {
         self.reads.enter_owned()
     }

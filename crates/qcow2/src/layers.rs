@@ -125,7 +125,7 @@ impl Layers {
         }
     }
 
-    /// The same; `None` if there is no such layer.
+    /// As [`Self::position`], but `None` if there is no such layer.
     pub(crate) fn known_position(&self, number: LayerNumber) -> Option<usize> {
         self.places.get(number.index()).copied().flatten().map(|_| self.position(number))
     }

@@ -120,7 +120,7 @@ impl Map {
         self.layers.load_full()
     }
 
-    /// The same for a moment, which is cheaper.
+    /// As [`Self::layers`], for a moment, which is cheaper.
     #[inline]
     pub(crate) fn layers_now(&self) -> Guard<Arc<Layers>> {
         self.layers.load()
@@ -147,9 +147,9 @@ impl Map {
         self.index.cache.outdate_loading();
     }
 
-    /// The same if slices in memory may name layers that are not among the new ones, or are not
-    /// true of them: those that name only layers which `keeps` allows are kept. Nothing changes
-    /// owners meanwhile.
+    /// As [`Self::replace_layers`] if slices in memory may name layers that are not among the new
+    /// ones, or are not true of them: those that name only layers which `keeps` allows are kept.
+    /// Nothing changes owners meanwhile.
     pub(crate) fn exchange_layers(&self, layers: Layers, keeps: impl Fn(LayerNumber) -> bool) {
         self.replace_layers(layers);
         // Whoever loads a slice from now on asks the new layers.

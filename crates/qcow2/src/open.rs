@@ -51,7 +51,7 @@ impl Opened {
         self.unlock_as(images, &self.path.clone()).await
     }
 
-    /// The same with the passphrase of the image that is called `name`.
+    /// As [`Self::unlock`], with the passphrase of the image that is called `name`.
     async fn unlock_as(&mut self, images: &dyn Images, name: &Path) -> Result<()> {
         if self.cipher.is_some() {
             return Ok(());

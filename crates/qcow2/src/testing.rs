@@ -39,7 +39,7 @@ pub(crate) fn at_once<T>(future: impl Future<Output = T>) -> T {
     future.now_or_never().expect("it waits for nothing")
 }
 
-/// The same for one that succeeds.
+/// As [`at_once`], for one that succeeds.
 pub(crate) fn done_at_once<T>(future: impl Future<Output = Result<T, Error>>) -> T {
     at_once(future).expect("nothing fails here")
 }

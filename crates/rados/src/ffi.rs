@@ -438,7 +438,7 @@ impl Cursor {
         Ok(Self { raw, context: Arc::clone(context) })
     }
 
-    /// From where to where objects are listed whose place has `hash`.
+    /// The range of the listing that has the objects whose hash is `hash`.
     pub(crate) fn range(context: &Arc<Context>, hash: u32) -> Answered<(Self, Self)> {
         const HASHES: usize = 1 << u32::BITS;
         let (first, mut from, mut to) =

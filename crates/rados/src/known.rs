@@ -40,7 +40,7 @@ impl Folders {
         self.known.lock()
     }
 
-    /// From here on the folder is known.
+    /// Remembers that the folder exists.
     pub(crate) fn learn(&self, folder: ObjectName) {
         let mut known = self.known();
         if known.len() >= KNOWN_MAX {

@@ -41,7 +41,7 @@ pub enum Access {
     Direct,
 }
 
-/// Who carries out an operation on a file, where there is a ring.
+/// How an operation on a file is carried out, where there is a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Way {
     /// The ring.

@@ -18,7 +18,7 @@ pub fn is_dying(process: u32) -> bool {
     !lives
 }
 
-/// The same, from its files in `/proc` (proc(5)).
+/// As [`is_dying`], from its files in `/proc` (proc(5)).
 fn dies(stat: &str, status: &str) -> bool {
     /// PF_EXITING of Linux.
     const EXITING: u64 = 4;

@@ -33,7 +33,7 @@ pub struct BucketOptions {
     pub credentials: Option<Credentials>,
 }
 
-/// Who asks. They are never printed.
+/// The credentials of a client. They are never printed.
 pub struct Credentials {
     /// The name of the key.
     pub key_id: String,

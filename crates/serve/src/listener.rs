@@ -113,7 +113,7 @@ impl Listener {
         Self::unix_for(path, SocketUsers::AsUmask)
     }
 
-    /// The same, with a choice of users that may connect.
+    /// As [`Self::unix`], with a choice of users that may connect.
     ///
     /// # Errors
     /// As [`Listener::unix`].
@@ -222,8 +222,8 @@ impl Listener {
             return Ok(());
         }
         let what = format!(
-            "{address} is beyond the loopback, where anybody may read and change what is not \
-             encrypted: TLS has to be required there, or plain text allowed"
+            "{address} is not a loopback address, and anybody on a network can read and change \
+             what is not encrypted: require TLS, or allow plain text"
         );
         Err(Error::new(ErrorKind::Denied, what))
     }

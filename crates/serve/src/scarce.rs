@@ -31,7 +31,7 @@ pub fn warn_of_lack(client: &str, error: &io::Error) {
     } else {
         format!(" ({unsaid} times more since the last warning)")
     };
-    tracing::warn!("cannot let {client} in, which waits: {error}{times}{cure}");
+    tracing::warn!("{client} has to wait: {error}{times}{cure}");
 }
 
 struct Warnings {

@@ -118,7 +118,7 @@ impl TinyImage {
         at
     }
 
-    /// The same with a decoded entry.
+    /// As [`Self::set_raw`], with a decoded entry.
     pub fn set(&mut self, cluster: u64, entry: L2Entry) -> usize {
         self.set_raw(cluster, self.l2.encode(entry, true))
     }

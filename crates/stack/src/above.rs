@@ -233,7 +233,7 @@ async fn check_above(
     let (at, above) = (mark.path(), mark.above());
     let denied = |what: &str| {
         let (named, above) = (layer.display(), above.display());
-        let what = format!("{named} is frozen: its disk went on in {above}, {what}");
+        let what = format!("{named} is frozen: its disk continues in {above}, {what}");
         Error::new(ErrorKind::Denied, format!("{what}; {}", cure(layer, at)))
     };
     let mut path = above.to_owned();
@@ -268,9 +268,9 @@ async fn check_above(
         path = below;
     }
     Err(denied(&match end_of_marks(above) {
-        None => "which does not stand on it any more".to_owned(),
+        None => "which is no longer based on it".to_owned(),
         Some(end) => format!(
-            "which does not stand on it any more, and from there in {}, as far as marks say",
+            "which is no longer based on it, and from there in {}, as far as marks say",
             end.display()
         ),
     }))
@@ -307,7 +307,7 @@ fn beneath(named: &Path, mut options: ImageOptions) -> Result<ImageOptions> {
 }
 
 impl MayWrite {
-    /// For the image at `path`, which exists.
+    /// Checks that the image at `path`, which exists, is not a frozen layer.
     ///
     /// # Errors
     /// `Denied` if it is a frozen layer, or if that cannot be told.

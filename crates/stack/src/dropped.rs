@@ -113,7 +113,7 @@ fn alone_with(file: &Path, options: &ImageOptions) -> Result<OpenImage> {
     images.open_alone(file)
 }
 
-/// The same once what this process began to read of it has been read.
+/// As [`alone_with`], once this process has completed the reads of the file that it had begun.
 fn let_go_of(file: &Path, options: &ImageOptions) -> Result<OpenImage> {
     let mut waited = Duration::ZERO;
     loop {

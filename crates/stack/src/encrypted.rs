@@ -36,7 +36,7 @@ pub async fn encrypted_as(
     plan.encrypted(NewLuks::make(wish, &passphrase)?)
 }
 
-/// That nobody named a passphrase for the image that will be at `path`.
+/// The error: nobody named a passphrase for the image that will be at `path`.
 pub(crate) fn no_secret(path: &Path) -> Error {
     let what = format!(
         "{} will be encrypted as the image beneath is, and no --secret is for it: add one, or leave \

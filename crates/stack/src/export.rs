@@ -37,7 +37,7 @@ impl ExportDisk {
         let has_status = greeting.has_contexts() && greeting.select(&[BASE_ALLOCATION])?.is_none();
         if !has_status {
             tracing::warn!(
-                "{named}: the server does not tell what is allocated: all of it is read"
+                "{named}: the server does not report what is allocated: reading all of it"
             );
         }
         let client = greeting.go()?;

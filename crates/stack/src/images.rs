@@ -135,7 +135,7 @@ impl FileImages {
     /// The leave to write.
     fn may_write(&self, path: &Path) -> Result<&MayWrite> {
         self.may_write.as_ref().ok_or_else(|| {
-            let what = format!("{} is only to be read here", path.display());
+            let what = format!("{} may only be read here", path.display());
             Error::new(ErrorKind::Denied, what)
         })
     }
@@ -214,7 +214,7 @@ impl Images for FileImages {
     fn open_alone(&self, path: &Path) -> Result<OpenImage> {
         self.may_write(path)?;
         if self.locking != Locking::On {
-            let what = format!("{}: who else has it open is not asked", path.display());
+            let what = format!("{}: not checking who else has it open", path.display());
             return Err(Error::new(ErrorKind::Denied, what));
         }
         let mut located = self.policy.find(path)?;

@@ -77,11 +77,11 @@ pub struct Keeping {
 /// `Invalid` if no state can be called so.
 pub fn kept_path(image: &Path, state: &str) -> Result<PathBuf> {
     let invalid = |what: &str| {
-        let context = format!("no state can be called {state:?}: {what}");
+        let context = format!("{state:?} is not a valid name of a state: {what}");
         Err(Error::new(ErrorKind::Invalid, context))
     };
     if state.is_empty() || state.chars().any(|letter| letter == '/' || letter.is_control()) {
-        return invalid("it becomes a part of a file's name");
+        return invalid("it becomes part of a file name");
     }
     let (front, back) = around(image);
     let mut name = front;
@@ -224,7 +224,7 @@ fn around(image: &Path) -> (OsString, OsString) {
 }
 
 impl Keeping {
-    /// For the disk whose active layer is at `image`, and whose state is to be kept as `state`.
+    /// Prepares to keep the state of the disk whose active layer is at `image`, as `state`.
     ///
     /// # Errors
     /// `Invalid` if no state can be called so; `Unsupported` if the image is no regular file; else
@@ -235,7 +235,7 @@ impl Keeping {
         let image = image.canonicalize().map_err(failed)?;
         if !image.metadata().map_err(failed)?.is_file() {
             let context = format!(
-                "{} is a block device: only states of images in files are kept",
+                "{} is a block device: states can only be kept of images in files",
                 image.display()
             );
             return Err(Error::new(ErrorKind::Unsupported, context));
@@ -320,8 +320,8 @@ impl Keeping {
         if (made.uid(), made.gid()) != (like.uid(), like.gid()) {
             let image = self.image.display();
             tracing::warn!(
-                "{image} will be owned by this server's user: its new layer is a new file, and the \
-                 owner of the old one is only that of the state that is kept"
+                "{image} will be owned by this server's user: it becomes a new file, and only the \
+                 file of the kept state keeps the old owner"
             );
         }
         Ok(())
@@ -344,7 +344,7 @@ impl Keeping {
             }
             Err(error) => return Err(failed_in(&self.kept, "making the name", error)),
         }
-        // Who opens the state to write it would change what the overlay stands on.
+        // A process that opened the state for writing would change what the overlay is based on.
         self.mark()?;
         fsync(&*self.folder).map_err(|error| failed_in(&self.kept, "syncing the folder of", error))
     }

@@ -192,7 +192,7 @@ impl LayeredRaw {
             Ok(true) => check_length(&chain, raw, path),
             Ok(false) => {
                 let what = format!(
-                    "{} is no empty overlay of {} as a raw image (`-F raw`)",
+                    "{} is not an empty overlay of {} as a raw image (`-F raw`)",
                     path.display(),
                     self.path.display()
                 );
@@ -231,7 +231,7 @@ impl LayeredRaw {
         }
         if names.kept().is_some() {
             let what = format!(
-                "{} is a raw image, which has no states to be kept: put a layer on top of it first \
+                "{} is a raw image, of which states cannot be kept: put a layer on top of it first \
                  (`mica ctl snapshot`)",
                 self.path.display()
             );
@@ -267,13 +267,17 @@ impl LayeredRaw {
         settled.map(|()| Pushed { pause })
     }
 
-    /// Nobody writes the image any more: others may read it from now on.
+    /// Ends writing to the raw image, so that other processes may read it from now on.
     async fn end_raw(&self, raw: Arc<RawDisk>) {
         let chain = self.chain().expect("it is there now");
         // Its readers have a file of their own, with locks, before the one that was written is
         // closed.
         if let Err(error) = chain.reopen_base() {
-            tracing::warn!(image = %self.path.display(), %error, "it stays locked");
+            tracing::warn!(
+                image = %self.path.display(),
+                %error,
+                "the frozen layer stays locked: reopening it read-only failed"
+            );
             self.raw.store(Some(raw));
             return;
         }
@@ -285,7 +289,7 @@ impl LayeredRaw {
 /// Closes a chain that nobody has written to.
 async fn abandon(chain: &Chain) {
     if let Err(error) = chain.close().await {
-        tracing::debug!(%error, "an overlay that is not used could not be closed");
+        tracing::debug!(%error, "could not close an unused overlay");
     }
 }
 
@@ -309,7 +313,10 @@ async fn rename(names: &dyn Renaming, group: Option<&SnapshotGroup>) -> Result<(
             // If that fails, the mark leads to the overlay: it is empty, and the disk goes on in it
             // when it is opened again.
             if let Err(undone) = names.undo().await {
-                tracing::error!(%undone, "the mark of a layer that was not put on top is left");
+                tracing::error!(
+                    %undone,
+                    "could not remove the mark of a layer that was not put on top"
+                );
             }
             Err(error)
         }

@@ -34,23 +34,23 @@ enum Leave {
 }
 
 impl MayWrite {
-    /// For an image that was found to be the active layer.
+    /// Leave for an image that was found to be the active layer.
     pub(crate) fn as_active() -> Self {
         Self(Leave::Unmarked)
     }
 
-    /// For a repair or a change of keys, which the user asks for, and of which the disk shows
-    /// nothing.
+    /// Leave for a repair or a change of keys, which the user asks for, and which changes nothing
+    /// that the disk shows.
     pub fn to_repair() -> Self {
         Self(Leave::Marked)
     }
 
-    /// For a file that the caller removes.
+    /// Leave for a file that the caller removes.
     pub(crate) fn to_remove() -> Self {
         Self(Leave::Marked)
     }
 
-    /// For a file that the caller makes: nothing stands on it.
+    /// Leave for a file that the caller creates: no layer is based on it.
     pub fn new_file() -> Self {
         Self(Leave::Unmarked)
     }

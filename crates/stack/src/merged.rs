@@ -177,7 +177,7 @@ fn mark_of(path: &Path) -> Result<Option<Content>> {
     mark_at(path, || place(path, SUFFIX))
 }
 
-/// The same for a mark that is `at` this place.
+/// As [`mark_of`], for a mark that is `at` this place.
 fn mark_at(path: &Path, at: impl FnOnce() -> Result<PathBuf>) -> Result<Option<Content>> {
     let failed = |error: io::Error| Error::from_io(path.display().to_string(), error);
     let found = std::fs::metadata(path).map_err(failed)?;
@@ -223,8 +223,8 @@ pub fn refuse_merged(base: &Path) -> Result<()> {
     let what = match mark_of(base)? {
         None => return Ok(()),
         Some(Content::Base { .. }) => format!(
-            "layers are being merged into {name}, or were when that ended early: wait for the end, \
-             or merge them again"
+            "layers are being merged into {name}, or an earlier merge was interrupted: wait for \
+             the end, or merge them again"
         ),
         Some(Content::Source { into, .. }) => format!(
             "{name} was merged into {}, or is being merged: what stands on it would not show what \
@@ -357,7 +357,7 @@ impl Put {
             && error.kind() != io::ErrorKind::NotFound
         {
             // It keeps images from standing on the layer, and says so.
-            tracing::warn!(mark = %self.at.display(), %error, "a mark is not removed");
+            tracing::warn!(mark = %self.at.display(), %error, "could not remove a mark");
         }
     }
 }

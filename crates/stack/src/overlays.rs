@@ -194,7 +194,7 @@ fn marked_above(layers: &[PathBuf]) -> Result<Vec<PathBuf>> {
         let Some(mark) = Mark::of(layer, owner_of(layer)?)? else { continue };
         if !mark.above().exists() {
             let what = format!(
-                "{} is frozen: its disk went on in {}, which is missing; {}",
+                "{} is frozen: its disk continues in {}, which is missing; {}",
                 layer.display(),
                 mark.above().display(),
                 cure(layer, mark.path())

@@ -161,7 +161,10 @@ impl Policy {
     pub(crate) fn find_new(&self, path: &Path) -> Result<PathBuf> {
         let whole = self.absolute(path)?;
         let (Some(folder), Some(name)) = (whole.parent(), whole.file_name()) else {
-            return Err(Error::new(ErrorKind::Invalid, format!("{path:?} is no name of a file")));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{path:?} is not the name of a file"),
+            ));
         };
         let real = folder.canonicalize().map_err(|error| {
             Error::from_io(format!("finding the folder of {}", path.display()), error)

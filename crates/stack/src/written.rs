@@ -5,7 +5,7 @@ use mica_store::{Located, WriterName};
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::{Arc, Weak};
 
-/// Of all images of one chain.
+/// The images of one chain that are open for writing.
 #[derive(Default)]
 pub(crate) struct WrittenImages(Mutex<Vec<Written>>);
 

@@ -40,7 +40,7 @@ impl Located {
         Self::find_with(path, absolute(path)?, OFlags::empty())
     }
 
-    /// The same for a caller that knows the `absolute` name of `path`.
+    /// As [`Self::find`], for a caller that knows the `absolute` name of `path`.
     ///
     /// # Errors
     /// As [`Self::find`].
@@ -250,8 +250,8 @@ impl Located {
         Ok(())
     }
 
-    /// The same once `file` is locked: whoever had it locked until then may have given its name to
-    /// another one and removed it.
+    /// As [`Self::refresh`], once `file` is locked: whoever had it locked until then may have given
+    /// its name to another one and removed it.
     ///
     /// # Errors
     /// As [`Self::refresh`]; one that is worth a retry if that happened.

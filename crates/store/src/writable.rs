@@ -81,8 +81,8 @@ impl WritableFile {
         Ok(this)
     }
 
-    /// The same for one that nobody at all has open otherwise, and that nobody opens meanwhile: who
-    /// tries that waits for a few seconds. It is not to be open for longer.
+    /// As [`Self::open`], for one that nobody at all has open otherwise, and that nobody opens
+    /// meanwhile: who tries that waits for a few seconds. It is not to be open for longer.
     ///
     /// # Errors
     /// As [`Self::open`]; `Denied` also where the file system has no locks.
@@ -102,9 +102,9 @@ impl WritableFile {
         Ok(this)
     }
 
-    /// The same for one that is only read at first, as other stores of this process may do, too.
-    /// Nobody writes it before the function that is returned with it succeeds: that takes the locks
-    /// of a writer, once no other store reads the file.
+    /// As [`Self::open_alone`], for one that is only read at first, as other stores of this process
+    /// may do, too. Nobody writes it before the function that is returned with it succeeds: that
+    /// takes the locks of a writer, once no other store reads the file.
     ///
     /// # Errors
     /// As [`Self::open`], but for other readers.

@@ -334,7 +334,7 @@ impl Claim<'_> {
         small((self.indices.end - self.indices.start) * CHUNK_BYTES)
     }
 
-    /// They are here.
+    /// Completes the fetch with the bytes that were read.
     fn fill(self, read: Buf) {
         self.chunks.fetched.fetch_add(read.len() as u64, Ordering::Relaxed);
         let of = Arc::new(read);

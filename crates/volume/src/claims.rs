@@ -36,7 +36,7 @@ impl Heads {
             };
             let writer = next.and_then(|next| Writer::new(next.number() + step));
             let writer = writer.ok_or_else(|| {
-                let what = format!("{} has had every writer", objects.name());
+                let what = format!("{} has no writer numbers left", objects.name());
                 Error::new(ErrorKind::Limit, what)
             })?;
             let claim = self.head(0, volume, Life::Open { writer, sequence: 0 }, State::default());
@@ -48,7 +48,7 @@ impl Heads {
                 return Ok(writer);
             }
         }
-        let what = format!("others claim numbers in {} all the time", objects.name());
+        let what = format!("other hosts keep claiming numbers in {}: try again", objects.name());
         Err(Error::new(ErrorKind::Io, what))
     }
 
@@ -81,5 +81,5 @@ pub(crate) async fn newest_boundary(objects: &dyn Objects) -> Result<Option<Writ
 }
 
 fn stranger(name: &ObjectName, objects: &dyn Objects, wanted: &str) -> Error {
-    Error::new(ErrorKind::Corrupt, format!("{name} of {} is no {wanted}", objects.name()))
+    Error::new(ErrorKind::Corrupt, format!("{name} of {} is not a valid {wanted}", objects.name()))
 }

@@ -249,7 +249,7 @@ impl Volumes {
                 return Ok(AllMarked { plan, names, mark });
             }
         }
-        let what = format!("others collect in {} all the time", self.objects.name());
+        let what = format!("other hosts keep collecting in {}: try again", self.objects.name());
         Err(Error::new(ErrorKind::Io, what))
     }
 }

@@ -149,7 +149,7 @@ impl Shared {
         let sequence = self.now().next_sequence();
         let id = ExtentId { writer: putter.writer, sequence };
         if sequence == u32::MAX {
-            let what = format!("writer {} has put every extent", id.writer.number());
+            let what = format!("writer {} has no extent numbers left", id.writer.number());
             return Err(Error::new(ErrorKind::Limit, what));
         }
         // One that fails is not put back: it has a part of the segments. Nothing is made then.
@@ -224,7 +224,7 @@ impl Shared {
         let mut trouble = putter.trouble.lock();
         if trouble.is_none() {
             let (store, error) = (self.heads.objects.name(), error.in_one_line());
-            tracing::warn!(%store, error, "the store takes nothing: it is tried again");
+            tracing::warn!(%store, error, "the store takes no writes: still trying");
         }
         let since_ns = trouble.as_ref().map(|trouble| trouble.since_ns);
         let since_ns = since_ns.unwrap_or_else(|| self.heads.environment.now_ns());

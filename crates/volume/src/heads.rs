@@ -94,7 +94,7 @@ pub(crate) enum Named {
 
 /// What the last process that had the volume on this machine left there.
 pub(crate) trait LocalLog {
-    /// That a volume with this head may be opened, before anything is done about it.
+    /// Checks that a volume with this head may be opened, before anything is done about it.
     fn admit(&mut self, head: &Head) -> Result<()>;
 
     /// Whether it is of the writer that `head` names, so that the volume is not another's.
@@ -208,8 +208,7 @@ impl Heads {
             let before = self.newest().await?;
             if claimed == Claimed::JustMade && !before.is_unfinished {
                 let name = self.name.as_str();
-                let what =
-                    format!("volume {name} is another now: the one that was made is no more");
+                let what = format!("volume {name} was deleted and re-created by someone else");
                 return Err(Error::new(ErrorKind::Denied, what));
             }
             let claimed = claimed.at(&before);
@@ -488,7 +487,7 @@ impl Heads {
 
     fn number_after(&self, before: &Head) -> Result<u64> {
         before.number.checked_add(1).ok_or_else(|| {
-            let what = format!("volume {} has had every head", self.name.as_str());
+            let what = format!("volume {} has no head numbers left", self.name.as_str());
             Error::new(ErrorKind::Limit, what)
         })
     }
@@ -516,7 +515,7 @@ impl Heads {
         }
     }
 
-    /// That nobody has the volume, and it is not meant for another host.
+    /// Checks that no host has the volume open, and that it is not meant for another one.
     pub(crate) fn check_free(&self, head: &Head) -> Result<()> {
         match head.life {
             Life::Open { .. } if head.is_unfinished => self.check_ready(head),
@@ -524,7 +523,8 @@ impl Heads {
             Life::HandedOver if head.heir != host_name(self.environment.host()) => {
                 let (name, heir) = (self.name.as_str(), &head.heir);
                 let what = format!(
-                    "volume {name} was handed to {heir}, which has not opened it; --force takes it"
+                    "volume {name} was handed over to {heir}, which has not opened it; --force \
+                     takes it"
                 );
                 Err(Error::new(ErrorKind::Denied, what))
             }
@@ -533,7 +533,10 @@ impl Heads {
     }
 
     fn too_busy(&self) -> Error {
-        let what = format!("others open or change volume {} all the time", self.name.as_str());
+        let what = format!(
+            "other hosts keep opening or changing volume {}: try again",
+            self.name.as_str()
+        );
         Error::new(ErrorKind::Io, what)
     }
 
@@ -547,13 +550,16 @@ impl Heads {
     }
 }
 
-/// That a host can have this name.
+/// Checks that a host can have this name.
 ///
 /// # Errors
 /// `Invalid` if none can.
 pub(crate) fn check_host(host: &str) -> Result<()> {
     if host.is_empty() || host != host_name(host) {
-        return Err(Error::new(ErrorKind::Invalid, format!("{host:?} is no name of a host")));
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("{host:?} is not a valid name of a host"),
+        ));
     }
     Ok(())
 }

@@ -102,8 +102,8 @@ impl FromStr for Keep {
     fn from_str(text: &str) -> Result<Self> {
         let refuse = |why: &str| {
             let what = format!(
-                "{text:?} does not say which snapshots to keep: {why}; as 60s/10ms,1h/1s,1d/1h: \
-                 how long, and one in which time"
+                "{text:?} does not say which snapshots to keep: {why}; use for example \
+                 60s/10ms,1h/1s,1d/1h: for how long, and how far apart"
             );
             Error::new(ErrorKind::Invalid, what)
         };

@@ -42,7 +42,7 @@ impl Labels {
         (found == label).then_some(*number)
     }
 
-    /// That `label` may be given to a new snapshot, or to snapshot `own`.
+    /// Checks that `label` may be given to a new snapshot, or to snapshot `own`.
     ///
     /// # Errors
     /// `Invalid` if it may not.

@@ -27,8 +27,8 @@ impl VolumeName {
         let name = ObjectName::new(text).ok().filter(|_| !text.contains('/'));
         let refuse = || {
             let what = format!(
-                "{text:?} is no name for a volume: a-z, 0-9, '-', '_' and '.', at most {} bytes, \
-                 no dot in front",
+                "{text:?} is not a valid name of a volume: use a-z, 0-9, '-', '_' and '.', at most \
+                 {} bytes, without a leading dot",
                 ObjectName::PART_LEN_MAX
             );
             Error::new(ErrorKind::Invalid, what)

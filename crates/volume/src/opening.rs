@@ -305,7 +305,11 @@ async fn replay(shared: &Arc<Shared>) -> Result<()> {
         return Ok(());
     }
     let count = recovered.end - recovered.start;
-    tracing::info!(volume = shared.heads.name.as_str(), count, "records of the log are put");
+    tracing::info!(
+        volume = shared.heads.name.as_str(),
+        count,
+        "putting records of the log into the store"
+    );
     let environment = &shared.heads.environment;
     loop {
         let next = shared.now().records;

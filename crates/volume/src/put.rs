@@ -399,7 +399,7 @@ async fn follows(objects: &dyn Objects, name: &VolumeName, head: &Head) -> Resul
     Ok(before.is_none_or(|before| before.life == Life::Deleted || before.volume == head.volume))
 }
 
-/// That an object was found which another name, volume or store should have.
+/// The error: an object was found that belongs to another name, volume or store.
 pub(crate) fn elsewhere(name: &ObjectName, objects: &dyn Objects) -> Error {
     let what = format!("{name} of {}: it belongs somewhere else", objects.name());
     Error::new(ErrorKind::Corrupt, what)

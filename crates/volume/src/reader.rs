@@ -291,7 +291,7 @@ fn push(extents: &mut Vec<Extent>, blocks: Range<u64>, kind: ExtentKind, range: 
     }
 }
 
-/// That a range is on a disk of `len` bytes.
+/// Checks that a range is on a disk of `len` bytes.
 ///
 /// # Errors
 /// `Invalid` if it is not.

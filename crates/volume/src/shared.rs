@@ -342,7 +342,7 @@ impl Shared {
     }
 }
 
-/// That nothing more is accepted.
+/// The error: nothing more is accepted.
 fn closed() -> Error {
     Error::new(ErrorKind::Denied, "the volume is being closed")
 }

@@ -75,7 +75,7 @@ pub(crate) fn check_new_label<'a>(
     Ok(())
 }
 
-/// That there is no snapshot `which` of volume `name`.
+/// The error: volume `name` has no snapshot `which`.
 pub(crate) fn missing(name: &str, which: &Which) -> Error {
     Error::new(ErrorKind::NotFound, format!("volume {name} has no snapshot {which}"))
 }

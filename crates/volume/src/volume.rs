@@ -68,7 +68,7 @@ impl Volume {
         self.shared.now().is_left_to_log
     }
 
-    /// That the store does not answer.
+    /// Describes the outage if the store does not answer.
     fn outage(&self) -> Option<String> {
         let trouble = self.shared.writer.as_ref().and_then(|putter| {
             let trouble = putter.trouble.lock();

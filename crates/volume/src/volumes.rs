@@ -264,7 +264,9 @@ impl Volumes {
     fn first_state(&self, len: u64) -> Result<State> {
         if len == 0 || !State::is_len(len) {
             let most = State::LEN_MAX;
-            let what = format!("a volume has whole sectors, up to {most} bytes, and not {len}");
+            let what = format!(
+                "a volume must be a whole number of sectors, up to {most} bytes, not {len}"
+            );
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         Ok(State { time_ns: self.environment.now_ns(), ..State::empty(len) })
@@ -382,7 +384,7 @@ impl Volumes {
     }
 
     /// Opens what is in the store of a volume now, for reading. It stays as it is, whatever is
-    /// written meanwhile. Who reads for long makes a clone first: what the volume itself does not
+    /// written meanwhile. Long readers should clone first: what the volume itself does not
     /// name any more is collected.
     ///
     /// # Errors
@@ -423,7 +425,7 @@ impl Volumes {
     }
 }
 
-/// That there are no volumes where nothing says that there is a store.
+/// Checks that there are no volumes where nothing says that there is a store.
 ///
 /// # Errors
 /// `Corrupt` if there are.

@@ -92,7 +92,7 @@ fn nothing_is_no_backup() {
     let dir = tempfile::tempdir().expect("a folder");
     fs::create_dir(dir.path().join("web")).expect("made");
     let said = verify(dir.path()).refusal();
-    assert!(said.contains("has no backup in it"), "{said}");
+    assert!(said.contains("contains no backup"), "{said}");
     let new = dir.path().join("new");
     let missing = dir.path().join("missing.qcow2").display().to_string();
     mica::run(["backup", &missing, &new.display().to_string()]).refusal();
@@ -181,5 +181,5 @@ fn damage_is_named_and_nothing_wrong_is_given_back() {
     assert_eq!(verify(at).code(), Some(1));
     // What is no backup at all.
     let other = mica::run(["restore", &at.join("disk.raw").display().to_string(), "x"]).refusal();
-    assert!(other.contains("no folder"), "{other}");
+    assert!(other.contains("not a folder"), "{other}");
 }

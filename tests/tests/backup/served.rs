@@ -222,7 +222,7 @@ fn file_that_a_killed_drop_left_goes_when_the_drop_is_repeated() {
     let said = world.ctl(&["backup", "drop", "--ignore-gone", "disk", "A"]).refusal();
     assert!(said.contains("no state \"A\"") && file.exists(), "{said}");
     let said = world.ctl(&["backup", "drop", "--ignore-gone", "disk", "a"]).refusal();
-    assert!(said.contains("disk@a.qcow2, which is removed now"), "{said}");
+    assert!(said.contains("disk@a.qcow2, which is now removed"), "{said}");
     for left in ["", ".mica-merged", ".mica-overlays"] {
         assert!(!world.path(&format!("disk@a.qcow2{left}")).exists(), "{left}");
     }

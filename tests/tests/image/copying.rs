@@ -300,7 +300,7 @@ fn image_that_another_process_makes_is_not_made_twice_and_stays() {
     let ended = child.wait_with_output().expect("it ends");
     let said = String::from_utf8_lossy(&ended.stderr);
     assert!(
-        !ended.status.success() && said.contains("copy: another file has got this name"),
+        !ended.status.success() && said.contains("copy: another file was created under this name"),
         "{said}"
     );
     assert_eq!(fs::read(dir.join("copy")).expect("there"), b"other");

@@ -120,7 +120,7 @@ fn any_server_that_serves_is_copied() {
         let path = dir.join(file);
         let server = nbdkit(&[words, &[path.to_str().expect("text")]].concat());
         let said = mica_in(dir, &["convert", "--force", "-O", "raw", &server.uri(), "copy.raw"]);
-        assert!(said.stderr.contains("all of it is read") == words.contains(&"--no-sr"), "{said}");
+        assert!(said.stderr.contains("reading all of it") == words.contains(&"--no-sr"), "{said}");
         said.ok();
         let copied = fs::read(dir.join("copy.raw")).expect("made");
         let mut whole = fs::read(&path).expect("there");
@@ -200,10 +200,10 @@ fn what_is_wrong_is_said() {
         (&["map", "nbd:unix:/missing"], "nbd://HOST:PORT"),
         (&["convert", "image.qcow2", &uri], "nbdcopy"),
         (&["convert", "-l", "x", &uri, "no.qcow2"], "no snapshots"),
-        (&["convert", "--bitmaps", &uri, "no.qcow2"], "those of its server"),
-        (&["convert", "-f", "luks", &uri, "no.qcow2"], "an export is raw"),
-        (&["convert", "-f", "qcow2", &uri, "no.qcow2"], "an export is raw, and not qcow2"),
-        (&["map", "-f", "qcow2", &uri], "an export is raw, and not qcow2"),
+        (&["convert", "--bitmaps", &uri, "no.qcow2"], "cannot be copied"),
+        (&["convert", "-f", "luks", &uri, "no.qcow2"], "an NBD export is raw"),
+        (&["convert", "-f", "qcow2", &uri, "no.qcow2"], "an NBD export is raw, not qcow2"),
+        (&["map", "-f", "qcow2", &uri], "an NBD export is raw, not qcow2"),
         // What an image names is never taken for a URI.
         (&["convert", "-B", &uri, "-F", "raw", "image.qcow2", "no.qcow2"], &copies),
         (&["create", "-b", &uri, "-F", "raw", "no.qcow2"], &copies),

@@ -41,9 +41,9 @@ fn several_sources_follow_each_other_as_in_qemu() {
     mica_in(dir, &["convert", "-O", "raw", "a.qcow2", "b.qcow2", "a.qcow2", "ours.raw"]).ok();
     qemu::same(dir, ("raw", "ours.raw"), ("qcow2", "theirs.qcow2"));
     for (refused, cure) in [
-        (&["-l", "x", "a.qcow2", "b.qcow2", "no.qcow2"][..], "no snapshots"),
+        (&["-l", "x", "a.qcow2", "b.qcow2", "no.qcow2"][..], "snapshots cannot be copied"),
         (&["-B", "a.qcow2", "-F", "qcow2", "a.qcow2", "b.qcow2", "no.qcow2"], "no base"),
-        (&["--bitmaps", "a.qcow2", "b.qcow2", "no.qcow2"], "no bitmaps"),
+        (&["--bitmaps", "a.qcow2", "b.qcow2", "no.qcow2"], "bitmaps cannot be copied"),
         (&["a.qcow2", "b.qcow2", "b.qcow2", "--force"], "part of the source"),
         (&["-t", "unsafe", "a.qcow2", "no.qcow2"], "synced"),
     ] {

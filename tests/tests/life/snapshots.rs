@@ -467,7 +467,7 @@ fn names_of_frozen_images_lead_on_in_one_step_after_streams_in_a_row() {
         let mut refused = world.serve("refused", &[]);
         assert_eq!(refused.ended(), Some(1), "{number}");
         let said = refused.log();
-        assert!(said.contains("does not stand on it any more"), "{number}: {said}");
+        assert!(said.contains("is no longer based on it"), "{number}: {said}");
         assert!(said.contains(&layer(10)), "{number}: it says where the disk is: {said}");
         assert!(fs::read(world.folder().join(layer(number))).expect("there") == before);
     }

@@ -201,5 +201,5 @@ fn marks_follow_when_layers_leave() {
     // What was merged away is not written by anybody who still names it.
     let lost = world.folder().join("vm-1.qcow2").display().to_string();
     let lost = mica::run(["commit", &lost]).refusal();
-    assert!(lost.contains("does not stand on it any more"), "{lost}");
+    assert!(lost.contains("is no longer based on it"), "{lost}");
 }

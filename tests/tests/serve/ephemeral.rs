@@ -258,7 +258,7 @@ fn contradictions_are_refused_in_one_line() {
         command::finish(&mut serve)
     };
     let zeros = serve(&["--ephemeral", "--nbd", "socket", "--format", "null", "1M"]).refusal();
-    assert!(zeros.contains("nor is a disk of zeros"), "{zeros}");
+    assert!(zeros.contains("neither a volume nor a disk of zeros"), "{zeros}");
     let disk = "[[disk]]\nname = \"a\"\nimage = \"i\"\nnbd = [\"s\"]\nephemeral = true\n";
     for (more, why) in [("read-only = true", "leave it out"), ("", "cannot take over")] {
         fs::write(dir.path().join("mica.toml"), format!("{disk}{more}\n")).expect("written");

@@ -107,7 +107,7 @@ fn disks_are_added_removed_drained_and_undrained_while_others_are_served() {
     let Some(world) = World::new() else { return };
     let server = world.serve(&[]);
     let stays = UnixStream::connect(world.at("a.sock")).expect("served");
-    assert_eq!(world.add("c", &[]).ok(), "c: added, it is served\n");
+    assert_eq!(world.add("c", &[]).ok(), "c: added and served\n");
     assert_eq!(world.len("c"), 3 << 20);
     world.is(&[("a", "serving"), ("b", "serving"), ("c", "serving")]);
 
@@ -134,7 +134,7 @@ fn disks_are_added_removed_drained_and_undrained_while_others_are_served() {
     let served = world.ctl(&["undrain", "c"]).refusal();
     assert!(served.contains("is served"), "{served}");
 
-    assert_eq!(world.ctl(&["remove", "c"]).ok(), "c: removed, its image is closed\n");
+    assert_eq!(world.ctl(&["remove", "c"]).ok(), "c: removed, and its image closed\n");
     world.is(&[("a", "serving"), ("b", "serving")]);
     qemu::img(world.path(), ["check", "c.qcow2"]).ok();
     world.ctl(&["remove", "c"]).refusal();

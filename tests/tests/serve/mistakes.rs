@@ -104,7 +104,7 @@ fn check_finds_what_would_keep_disks_from_being_served() {
         "queues 0",
         "line 8: disk \"twin\": ",
         "the image of the disk \"a\" (line 4)",
-        "disk \"open\": --nbd tcp:0.0.0.0:10809: beyond the loopback",
+        "disk \"open\": --nbd tcp:0.0.0.0:10809: except on loopback",
         "disk \"far\": listening on ",
         "disk \"far\": ",
         "the file to mount over has to exist",

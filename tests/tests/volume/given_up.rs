@@ -160,7 +160,7 @@ fn volume_that_was_handed_over_says_to_whom() {
     assert_eq!(said, (&"handed-over".into(), &"web2".into(), &Value::Null));
     for words in [["info", &url], ["list", &store.url()], ["tree", &store.url()]] {
         let said = run(words).ok();
-        assert!(said.contains("handed to web2"), "{words:?}: {said}");
+        assert!(said.contains("handed over to web2"), "{words:?}: {said}");
     }
 }
 

@@ -39,7 +39,7 @@ fn served_volume_is_handed_to_the_host_that_opens_it_without_force() {
         assert_eq!(guest.write(block * 4096, &[7; 4096]).expect("written"), 0);
     }
     let refused = ctl(&store, 1, &["handover", "web", "--to", ""]).refusal();
-    assert!(refused.contains("no name of a host"), "{refused}");
+    assert!(refused.contains("not a valid name of a host"), "{refused}");
     assert_eq!(guest.write(0, &[8; 4096]).expect("written"), 0, "it is served as before");
     let volume = ctl(&store, 1, &["status"]).json()["disks"][0]["volume"].clone();
     assert_eq!(volume["fenced"], 0, "{volume}");
@@ -67,9 +67,9 @@ fn served_volume_is_handed_to_the_host_that_opens_it_without_force() {
     drop(guest);
     ctl(&store, 2, &["handover", "web", "--to", "host-2"]).ok();
     let refused = ctl(&store, 2, &["undrain", "web"]).refusal();
-    assert!(refused.contains("handed to host-2"), "{refused}");
+    assert!(refused.contains("handed over to host-2"), "{refused}");
     let refused = format!("{:#}", serve(&store, 3, &[]).map(drop).expect_err("not ours"));
-    assert!(refused.contains("handed to host-2"), "{refused}");
+    assert!(refused.contains("handed over to host-2"), "{refused}");
     assert_eq!(first.stop().expect("it stops").status.code(), Some(0));
     assert_eq!(second.stop().expect("it stops").status.code(), Some(0));
     let third = serve(&store, 3, &["--force"]).expect("by force");

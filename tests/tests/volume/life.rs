@@ -255,7 +255,7 @@ fn export_of_an_nbd_server_becomes_a_volume() {
     run(["export", "-O", "raw", &store.volume("web@gold"), &copy]).ok();
     assert!(fs::read(&copy).expect("copied") == fs::read(&file).expect("there"));
     let refused = run(["import", "-f", "qcow2", &uri, &store.volume("db")]).refusal();
-    assert!(refused.contains("an export is raw"), "{refused}");
+    assert!(refused.contains("an NBD export is raw"), "{refused}");
     let gone = format!("{uri}-2");
     run(["import", &gone, &store.volume("db")]).refusal();
     assert!(run(["info", &store.volume("db")]).status.code() == Some(1), "nothing is left of it");

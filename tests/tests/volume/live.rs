@@ -98,7 +98,7 @@ fn verbs_about_volumes_say_what_is_none_and_what_is_damaged() {
     ctl(&store, &[&["add", "--nbd", &socket("old")], &snapshot[..]].concat()).ok();
     for verb in VERBS {
         let refused = ctl(&store, &[verb, &["raw"]].concat()).refusal();
-        assert!(refused.contains(r#"the disk "raw" is no volume"#), "{verb:?}: {refused}");
+        assert!(refused.contains(r#"the disk "raw" is not a volume"#), "{verb:?}: {refused}");
         ctl(&store, &[verb, &["old"]].concat()).ok();
     }
     assert!(ctl(&store, &["stats", "--space"]).stderr.contains("<DISK>"));
@@ -162,12 +162,12 @@ fn what_the_store_lacks_is_said() {
     // It does not know yet.
     assert_eq!(guest.write(0, &[7; 4096]).expect("answered"), 0);
     let found = ctl(&store, &["--output", "json", "info", "web"]);
-    assert!(found.stderr.contains("written to web last may not be in its store"), "{found}");
+    assert!(found.stderr.contains("the last writes to web may not be in its store"), "{found}");
     assert_eq!(found.json()["state"], "open");
     // It knows it once it is to end; what it has lost stays lost.
     assert_eq!(ctl(&store, &["drain", "web"]).code(), Some(1));
     let found = ctl(&store, &["info", "web"]);
-    assert!(found.stderr.contains("written to web last may not be in its store"), "{found}");
+    assert!(found.stderr.contains("the last writes to web may not be in its store"), "{found}");
     drop((server, other));
 }
 

@@ -262,7 +262,7 @@ fn volume_that_is_served_is_rolled_back_once_it_is_drained() {
         let refused = ctl(&store, &words).refusal();
         assert!(refused.contains(why), "{refused}");
     }
-    assert_eq!(ctl(&store, &back).ok(), "web: what it was at a\n");
+    assert_eq!(ctl(&store, &back).ok(), "web: rolled back to a\n");
     ctl(&store, &["undrain", "web"]).ok();
     io("read -P 1 0 1M");
     io("read -P 0 1M 15M");

@@ -110,5 +110,5 @@ fn stream_that_is_cut_off_or_does_not_fit_leaves_the_volume_as_it_was() {
     run(["receive", "-q", "--force", &copy, &text(&step)]).ok();
     same(dir, &format!("{web}@b"), &copy);
     let refused = run(["receive", &copy, &text(&whole).replace("whole", "content")]).refusal();
-    assert!(refused.contains("no stream of a volume"), "{refused}");
+    assert!(refused.contains("not a stream of a volume"), "{refused}");
 }

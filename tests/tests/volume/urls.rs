@@ -142,7 +142,7 @@ fn options_that_belong_together_are_asked_for() {
     fs::write(&config, text).expect("written");
     let mut kept = std::process::Command::new(mica::binary());
     let kept = command::finish(kept.args(["serve", "--config"]).arg(&config)).refusal();
-    assert!(kept.contains("line 5") && kept.contains("force counts once"), "{kept}");
+    assert!(kept.contains("line 5") && kept.contains("force applies once"), "{kept}");
     for verb in [["create", "memory:x/web", "1G"].as_slice(), &["list", "memory:x"]] {
         let gone = run(verb.iter().copied()).refusal();
         assert!(gone.contains("memory of one process"), "{gone}");

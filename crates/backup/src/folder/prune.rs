@@ -41,8 +41,8 @@ impl Folder {
     pub fn prunable(&self, unwanted: &BTreeSet<String>) -> Result<Pruned> {
         let states = self.states()?;
         if let Some(damaged) = states.damaged.into_iter().next() {
-            let what = "a state may go on from what is to be removed: remove the damaged manifest, \
-                        which is of no use";
+            let what = "a state may be based on one that is to be removed: remove the damaged \
+                        manifest, which is of no use";
             return Err(damaged.wrap(what));
         }
         for state in unwanted {
@@ -50,7 +50,7 @@ impl Folder {
         }
         if let Some(newest) = states.whole.last().filter(|last| is_of(unwanted, last)) {
             let what = format!(
-                "the state {:?} is the newest, from which the next backup goes on: it stays",
+                "the state {:?} is the newest, on which the next backup will be based: it stays",
                 newest.begin().state
             );
             return Err(Error::new(ErrorKind::Invalid, what));

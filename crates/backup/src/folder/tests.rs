@@ -125,7 +125,7 @@ fn streamed(stream: &[u8], len: usize) -> Vec<u8> {
     let (mut stream, disk) = (StepReader::new(stream), MemoryDisk::new(len));
     let mut last = None;
     while let Some(begin) = stream.begin().unwrap() {
-        assert_eq!(begin.base, last, "one goes on from the other");
+        assert_eq!(begin.base, last, "one is based on the other");
         block_on(restore_step(&mut stream, &disk, |_, _| {})).unwrap();
         last = Some(begin.state);
     }
@@ -172,10 +172,10 @@ fn what_does_not_fit_into_the_folder_is_refused_and_names_what_is_there() {
     let other = refused(Begin { disk: "db".to_owned(), ..begin("wed", None, 8192) });
     assert!(other.contains("\"web\"") && other.contains("\"db\""), "{other}");
     let itself = refused(begin("wed", Some("wed"), 8192));
-    assert!(itself.contains("from itself"), "{itself}");
+    assert!(itself.contains("on itself"), "{itself}");
     // Longer than its field.
     let long = refused(Begin { disk: "x".repeat(300), ..begin("wed", None, 8192) });
-    assert!(long.contains("no disk can be called"), "{long}");
+    assert!(long.contains("not a valid name of a disk"), "{long}");
     let first = pending(folder.begin(begin("wed", None, 8192), None).unwrap());
     let second = refused(begin("thu", None, 8192));
     assert!(second.contains("under way"), "{second}");
@@ -186,7 +186,7 @@ fn what_does_not_fit_into_the_folder_is_refused_and_names_what_is_there() {
     back_up(&folder, ("tue", Some("mon")), &mut later, Packing::Plain).unwrap();
     fs::remove_file(folder.manifest_path("mon")).unwrap();
     let orphan = folder.line("tue").unwrap_err().in_one_line();
-    assert!(orphan.contains("\"tue\" goes on from \"mon\""), "{orphan}");
+    assert!(orphan.contains("\"tue\" is based on \"mon\""), "{orphan}");
 }
 
 #[test]

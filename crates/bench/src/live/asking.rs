@@ -28,7 +28,7 @@ pub(crate) fn peer(peer: &Peer, control: &Path) -> Peer {
     .writable()
 }
 
-/// Who asks.
+/// How the control socket is asked.
 pub(crate) enum Asker {
     /// mica: its socket, and the name of the disk.
     Http(PathBuf, String),

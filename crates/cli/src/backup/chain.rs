@@ -85,8 +85,8 @@ async fn changes_since(
         };
         if !is_in_folder(subject, named, since.folder).await? {
             let what = format!(
-                "the state {named:?} in the folder is another than that of {disk:?}: make a full \
-                 backup into another folder"
+                "the state {named:?} in the folder is not that of {disk:?}: make a full backup \
+                 into another folder"
             );
             return Err(Failure::new(what));
         }

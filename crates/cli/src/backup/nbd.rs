@@ -48,13 +48,13 @@ pub(super) fn open(
     let missing = greeting.select(&wanted).map_err(failed)?;
     if let Some(missing) = missing {
         let what = match missing.strip_prefix(BITMAP) {
-            None => format!("the server does not tell what is allocated ({missing})"),
+            None => format!("the server does not report what is allocated ({missing})"),
             Some(state) => {
                 let offered = greeting.list(BITMAP).map_err(failed)?;
                 let there = states_of(&offered);
                 format!(
-                    "the server does not tell what changed since {state:?}, {there}: `mica ctl \
-                     backup begin DISK --since {state}` makes it"
+                    "the server does not report what changed since {state:?}, {there}: `mica ctl \
+                     backup begin DISK --since {state}` makes it do so"
                 )
             }
         };
@@ -64,7 +64,7 @@ pub(super) fn open(
     let export = client.export().clone();
     let kept = KeptState::told_by(&export.description);
     if !export.len.is_multiple_of(SECTOR_BYTES) {
-        let what = format!("its length of {} bytes is no multiple of 512", export.len);
+        let what = format!("its length of {} bytes is not a multiple of 512", export.len);
         return Err(Failure::new(what).within(named));
     }
     let disk = match (&kept, &*uri.export) {
@@ -84,7 +84,8 @@ pub(super) fn open(
     Ok(Opened { source: Box::new(source), begin, content })
 }
 
-/// Of which states there are contexts, for an error: names of a server are not printed as they are.
+/// The states that these contexts offer, for an error: names that a server sent are not printed as
+/// they are.
 fn states_of(offered: &[String]) -> String {
     let names = offered.iter().filter_map(|name| name.strip_prefix(BITMAP));
     let names: Vec<_> = names.map(|name| name.escape_debug().to_string()).collect();

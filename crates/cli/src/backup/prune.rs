@@ -47,11 +47,11 @@ impl FromStr for Kept {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.parse() {
-            Ok(0) => Err("the newest stays in any case: at least 1".to_owned()),
+            Ok(0) => Err("the newest always stays: use at least 1".to_owned()),
             Ok(count) => Ok(Self::Newest(count)),
             Err(_) => text.parse().map(Self::Rules).map_err(|error| {
                 let error: mica_block::Error = error;
-                format!("no number, and {error}")
+                format!("not a number, and {error}")
             }),
         }
     }
@@ -125,11 +125,11 @@ fn report_on(args: &PruneArgs, pruned: &Pruned) -> Result<(), Failure> {
     };
     for stored in merged.iter().filter(|_| !args.dry_run) {
         let base = match &stored.begin().base {
-            Some(base) => format!("goes on from {base}"),
+            Some(base) => format!("is based on {base}"),
             None => "is whole".to_owned(),
         };
         let taken = human_size(stored.file_bytes());
-        text += &format!("{}: {base} now, {taken}\n", stored.begin().state);
+        text += &format!("{}: now {base}, {taken}\n", stored.begin().state);
     }
     let all = |states: &[Stored]| -> Vec<Value> { states.iter().map(described).collect() };
     let answer = json!({ "dry-run": args.dry_run, "removed": all(removed), "merged": all(merged) });

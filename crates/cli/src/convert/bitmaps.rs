@@ -23,7 +23,7 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
         return Err(Failure::new("--bitmaps: only qcow2 images have bitmaps"));
     }
     if args.names.sources.len() > 1 {
-        return Err(Failure::new("--bitmaps: of several sources no bitmaps can be copied"));
+        return Err(Failure::new("--bitmaps: bitmaps cannot be copied from several sources"));
     }
     Ok(())
 }

@@ -75,18 +75,20 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
         return Err(Failure::new("-: cat copies standard input to standard output"));
     }
     if has_stream && may_be_encrypted(args, format)? {
-        let what = "-: standard input goes to a file first, which would not be encrypted: put it \
-                    where nobody reads it, and convert that";
+        let what = "-: standard input would first be stored in a file that is not encrypted: store \
+                    it where only you can read it, and convert that";
         return Err(Failure::new(what));
     }
     if args.names.sources.len() < 2 {
         return Ok(());
     }
     if has_stream {
-        return Err(Failure::new("-: standard input is the only source, or none: use cat"));
+        return Err(Failure::new(
+            "-: standard input must be the only source: concatenate with cat",
+        ));
     }
     if args.load_snapshot.is_some() {
-        return Err(Failure::new("-l: of several sources no snapshots can be copied"));
+        return Err(Failure::new("-l: snapshots cannot be copied from several sources"));
     }
     if args.backing.is_some() {
         return Err(Failure::new("-B: several sources have no base in common"));
@@ -107,7 +109,7 @@ fn check_exports(args: &ConvertArgs) -> Result<(), Failure> {
         return Err(no_snapshots());
     }
     if args.bitmaps {
-        let what = "--bitmaps: the bitmaps of an export are those of its server";
+        let what = "--bitmaps: bitmaps of an NBD export cannot be copied";
         return Err(Failure::new(what).within(export.display()));
     }
     Ok(())

@@ -33,8 +33,8 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
         return Err(Failure::new(what));
     }
     if has_options || has_file || args.new.report.format() == Some(OutputFormat::Json) {
-        let what = "-: standard output is the bytes of the disk: leave out -o, -c, -B, -F, -n, \
-                    -t, --force and --output json";
+        let what = "-: standard output carries the bytes of the disk: leave out -o, -c, -B, -F, \
+                    -n, -t, --force and --output json";
         return Err(Failure::new(what));
     }
     Ok(())

@@ -110,7 +110,7 @@ impl EncryptOptions {
         }
         let name = format!("{mode}-{number}");
         let cipher = CipherName::of_name(&name).ok_or_else(|| {
-            Failure::new(format!("-o encrypt.ivgen-alg: mica has no {name} for images"))
+            Failure::new(format!("-o encrypt.ivgen-alg: mica does not support {name} for images"))
         })?;
         let slot = self.time.map_or_else(NewSlot::default, NewSlot::Time);
         let aes_bits = self.aes_bits.unwrap_or(AES_BITS);
@@ -148,7 +148,8 @@ fn passphrase_of(file: &Path, images: &ImageArgs) -> Result<Arc<Passphrase>, Fai
 /// Says that the plain image at `file` gets what an encrypted one has.
 pub(crate) fn warn_of_plain(file: &Path) {
     tracing::warn!(
-        "{} is not encrypted, and what it is made of is: qcow2 with -o encrypt.format=luks would be",
+        "{} is not encrypted, but its source is: use qcow2 with -o encrypt.format=luks to encrypt \
+         it",
         file.display()
     );
 }

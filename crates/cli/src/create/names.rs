@@ -42,7 +42,7 @@ pub(crate) fn refuse_protocol(backing: &OsStr) -> Result<(), Failure> {
         }
         false => "names a protocol, which mica does not open".to_owned(),
     };
-    Err(Failure::new(format!("a backing file is a file, and {name} {what}")))
+    Err(Failure::new(format!("a backing file must be a file, and {name} {what}")))
 }
 
 fn plain(name: &mut OsString, is_file: impl Fn(&Path) -> bool) {
@@ -65,7 +65,7 @@ pub(crate) fn warn_if_refused(
     warn_of_names(image, &names, images)
 }
 
-/// The same, of an image that gives these `names`.
+/// As [`warn_if_refused`], of an image that gives these `names`.
 pub(crate) fn warn_of_names(
     image: &Path,
     names: &[&OsStr],
@@ -77,7 +77,7 @@ pub(crate) fn warn_of_names(
     let files = FileImages::new(image, images.image_options()?)?;
     for name in names {
         if let Err(error) = files.resolve(image, Path::new(name)) {
-            tracing::warn!("{} will be refused as it is: {error}", image.display());
+            tracing::warn!("{} will be refused when it is opened: {error}", image.display());
         }
     }
     Ok(())

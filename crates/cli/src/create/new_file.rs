@@ -80,9 +80,9 @@ impl NewName {
                 None => self.unfinished.rename_to(&self.path),
             };
             named.map_err(|error| match error.kind() {
-                ErrorKind::AlreadyExists => {
-                    Failure::new(format!("{path}: another file has got this name meanwhile"))
-                }
+                ErrorKind::AlreadyExists => Failure::new(format!(
+                    "{path}: another file was created under this name meanwhile"
+                )),
                 _ => Failure::from(error).within(path),
             })?;
             self.place = None;
@@ -204,7 +204,8 @@ impl NewFile {
         Ok(Self { unfinished, store })
     }
 
-    /// The same for a `path` at which nothing is, under another name, if it can have one.
+    /// As [`Self::create_for`], for a `path` at which nothing is, under another name, if it can
+    /// have one.
     async fn make(
         path: &Path,
         sources: &Sources,
@@ -221,8 +222,8 @@ impl NewFile {
         Self::open_made(path, made, options).await.map(Some)
     }
 
-    /// The same beside the file at `path`, which `old` has locked, if the new one can take its
-    /// place.
+    /// As [`Self::make`], beside the file at `path`, which `old` has locked, if the new one can
+    /// take its place.
     async fn make_beside(
         path: &Path,
         old: &Arc<dyn Store>,
@@ -370,7 +371,7 @@ async fn zero(device: &dyn Store, len: u64) -> mica_block::Result<()> {
     device.sync().await
 }
 
-/// The same for a device that only takes them as data.
+/// As [`zero`], for a device that only takes them as data.
 async fn write_zeros(device: &dyn Store, mut at: u64, len: u64) -> mica_block::Result<()> {
     while at < len {
         let piece = (len - at).min(WRITTEN_BYTES as u64);

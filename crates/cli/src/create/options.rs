@@ -54,7 +54,7 @@ impl NewImageOptions {
             _ if self.encrypt.set(key, value)? => {}
             _ => {
                 return Err(Failure::new(format!(
-                    "-o: Invalid parameter '{key}': -o help lists those that there are"
+                    "-o: Invalid parameter '{key}': -o help lists all"
                 )));
             }
         }

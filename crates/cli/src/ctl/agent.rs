@@ -107,7 +107,7 @@ impl<'a> Agent<'a> {
             failure.within("the file systems of the guest may still be frozen")
         })?;
         if thawed == 0 && self.frozen > 0 {
-            return Err(self.failed("the file systems had been thawed before, by somebody else"));
+            return Err(self.failed("the file systems had already been thawed by something else"));
         }
         Ok(())
     }
@@ -149,7 +149,7 @@ impl<'a> Agent<'a> {
     fn answer_to(&mut self, command: &str) -> Result<u64, Failure> {
         let line = self.line(self.deadline())?;
         let answer: Value = serde_json::from_slice(&line)
-            .map_err(|_| self.failed(&format!("{command}: the answer is no JSON")))?;
+            .map_err(|_| self.failed(&format!("{command}: the answer is not JSON")))?;
         match answer["return"].as_u64() {
             Some(count) => Ok(count),
             None => {

@@ -143,7 +143,7 @@ fn pruned(answer: &Value) -> String {
             let files = answer["files_that_stay"].as_array().into_iter().flatten();
             let files: String =
                 files.filter_map(file_of_state).map(|told| format!("{disk}: {told}\n")).collect();
-            format!("{disk}: dropped {}; {copied} were copied\n{files}", dropped.join(", "))
+            format!("{disk}: dropped {}; {copied} copied\n{files}", dropped.join(", "))
         }
     }
 }
@@ -194,7 +194,7 @@ fn begun(answer: &Value) -> String {
 
 fn ended(answer: &Value) -> String {
     let [disk, state, file] = ["disk", "state", "file"].map(|key| text(&answer[key]));
-    format!("{disk}: the backup {state} is ended; its state stays in {file}\n")
+    format!("{disk}: the backup {state} has ended; its state is kept in {file}\n")
 }
 
 fn listed(answer: &Value) -> String {
@@ -226,14 +226,14 @@ mod tests {
         assert_eq!(begun(&answer), "web: tue was kept before, and is exported at /run/b as web\n");
         assert_eq!(
             ended(&answer),
-            "web: the backup tue is ended; its state stays in /vm/web@tue.qcow2\n"
+            "web: the backup tue has ended; its state is kept in /vm/web@tue.qcow2\n"
         );
     }
 
     #[test]
     fn states_that_were_dropped_are_told_in_a_line() {
         let mut answer = json!({"disk": "web", "dropped": ["mon", "tue"], "copied_bytes": 65536});
-        assert_eq!(pruned(&answer), "web: dropped mon, tue; 64 KiB were copied\n");
+        assert_eq!(pruned(&answer), "web: dropped mon, tue; 64 KiB copied\n");
         let file = json!({"path": "/a", "removed": false, "reason": "/b stands on it"});
         answer["files_that_stay"] = json!([file]);
         assert!(pruned(&answer).ends_with("copied\nweb: /a stays: /b stands on it\n"));

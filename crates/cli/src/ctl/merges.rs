@@ -132,7 +132,7 @@ fn follow(client: &Client, job: &Value) -> Result<Value, Failure> {
         let answer = client.get("/v1/jobs")?;
         let mut all = answer["jobs"].as_array().into_iter().flatten();
         let found = all.find(|found| found["disk"] == *disk && found["number"] == *number);
-        let found = found.ok_or_else(|| Failure::new("the server knows nothing of the merge"))?;
+        let found = found.ok_or_else(|| Failure::new("the server has no record of the merge"))?;
         bar.set_length(found["total"].as_u64().unwrap_or(0));
         bar.set_position(found["done"].as_u64().unwrap_or(0));
         if !matches!(found["state"].as_str(), Some("running" | "paused" | "cancelling")) {
@@ -181,11 +181,11 @@ pub(super) fn one(job: &Value) -> String {
     let file = file_of_state(&job["file"]).map_or_else(String::new, |told| format!("; {told}"));
     match state.as_str() {
         "done" => match layers {
-            0 => format!("{disk}: merged, {copied} were copied\n"),
+            0 => format!("{disk}: merged, {copied} copied\n"),
             1 => {
-                format!("{disk}: merged, a layer has left the chain, {copied} were copied{file}\n")
+                format!("{disk}: merged, 1 layer left the chain, {copied} copied{file}\n")
             }
-            _ => format!("{disk}: merged, {layers} layers have left, {copied} were copied\n"),
+            _ => format!("{disk}: merged, {layers} layers left the chain, {copied} copied\n"),
         },
         _ => format!("{disk}: {kind} is {state}\n"),
     }
@@ -244,13 +244,10 @@ mod tests {
         );
         let done = json!({"disk": "web", "kind": "stream", "state": "done", "dropped": ["a", "b"],
             "copied_bytes": 1 << 20});
-        assert_eq!(one(&done), "web: merged, 2 layers have left, 1 MiB were copied\n");
+        assert_eq!(one(&done), "web: merged, 2 layers left the chain, 1 MiB copied\n");
         let mut drop = json!({"disk": "web", "kind": "drop", "state": "done", "dropped": ["a"],
             "copied_bytes": 0, "file": {"path": "/a", "removed": true, "reason": null}});
-        assert_eq!(
-            one(&drop),
-            "web: merged, a layer has left the chain, 0 B were copied; /a is removed\n"
-        );
+        assert_eq!(one(&drop), "web: merged, 1 layer left the chain, 0 B copied; /a is removed\n");
         drop["file"] = json!({"path": "/a", "removed": false, "reason": "/b stands on it"});
         assert!(one(&drop).ends_with("copied; /a stays: /b stands on it\n"));
         assert_eq!(

@@ -284,7 +284,7 @@ impl DiffArgs {
 
 pub(super) fn rolled_back(answer: &Value) -> String {
     let [disk, snapshot] = ["disk", "rolled_back_to"].map(|key| text(&answer[key]));
-    format!("{disk}: what it was at {snapshot}\n")
+    format!("{disk}: rolled back to {snapshot}\n")
 }
 
 pub(super) fn cloned(answer: &Value) -> String {
@@ -336,8 +336,8 @@ fn layered(answer: &Value) -> String {
     let [disk, frozen, active] = ["disk", "frozen", "active"].map(|key| text(&answer[key]));
     let pause = answer["pause_us"].as_u64().unwrap_or(0);
     format!(
-        "{disk}: {active} is written now, on top of {frozen}\n\
-         {disk}: {} layers; its changes waited for {}.{} ms\n",
+        "{disk}: now writing to {active}, on top of {frozen}\n{disk}: {} layers; changes waited \
+         for {}.{} ms\n",
         text(&answer["layers"]),
         pause / 1000,
         pause % 1000 / 100
@@ -356,5 +356,5 @@ pub(super) fn dropped(answer: &Value) -> String {
 
 pub(super) fn labelled(answer: &Value) -> String {
     let [before, now] = ["before", "now"].map(|key| text(&answer[key]));
-    format!("{}: {before} is {now} now\n", text(&answer["disk"]))
+    format!("{}: {before} is now {now}\n", text(&answer["disk"]))
 }

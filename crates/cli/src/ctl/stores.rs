@@ -92,7 +92,7 @@ fn url(client: &Client, disk: &str, of_store: bool) -> Result<String, Failure> {
     let answer = client.post(&of_disk(disk, "store"), &nothing())?;
     if let Some(why) = answer["missing"].as_str() {
         let why = plain(why);
-        tell(&format!("mica: what was written to {disk} last may not be in its store: {why}"));
+        tell(&format!("mica: the last writes to {disk} may not be in its store: {why}"));
     }
     let url = |key: &str| answer[key].as_str().map(plain);
     let (volume, store) = (url("url"), url("store"));

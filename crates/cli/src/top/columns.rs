@@ -201,7 +201,7 @@ pub(super) fn shortened(text: &str, width: usize) -> String {
     text.chars().take(width.saturating_sub(1)).chain(['…']).take(width).collect()
 }
 
-/// The same, but what ends it is kept: what is wrong comes after a path.
+/// As [`shortened`], but what ends it is kept: what is wrong comes after a path.
 fn middle_cut(text: &str, width: usize) -> String {
     let len = length(text);
     if len <= width || width < NOTES_MIN {

@@ -32,8 +32,8 @@ pub(super) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
     let target = target.without_snapshot("the target of volume clone")?;
     if source.store != target.store {
         let what = format!(
-            "{} and {}: a clone is in the store of its source; `mica volume export` and `import` \
-             copy from one to another",
+            "{} and {}: a clone must be in the store of its source; `mica volume export` and \
+             `import` copy between stores",
             source.store, target.store
         );
         return Err(Failure::new(what));

@@ -31,8 +31,8 @@ pub(super) fn run(args: &DiffArgs) -> Result<ExitCode, Failure> {
     let [first, second] = [volume(&args.first)?, volume(&args.second)?];
     if first.store != second.store {
         let what = format!(
-            "{} and {}: only what is in one store can be compared by its maps; `mica compare` \
-             compares what is exported",
+            "{} and {}: only volumes in one store can be compared by their maps; export them, and \
+             use `mica compare`",
             first.store, second.store
         );
         return Err(Failure::new(what));

@@ -49,7 +49,8 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
             Subject::Store(store) => store,
             Subject::Volume(store, name) => {
                 let (name, store) = (name.as_str(), store.url());
-                let what = format!("{name} is a volume: collection is of its whole store, {store}");
+                let what =
+                    format!("{name} is a volume: collection works on its whole store, {store}");
                 return Err(Failure::new(what));
             }
         };

@@ -30,7 +30,7 @@ pub(super) fn run(args: &HandoverArgs) -> Result<ExitCode, Failure> {
     let url = url.without_snapshot("volume handover")?;
     let session = args.session.start()?;
     session.change(url, async |volumes| volumes.hand_over(&url.name, &args.host).await)?;
-    let text = format!("{url}: handed to {}\n", args.host);
+    let text = format!("{url}: handed over to {}\n", args.host);
     args.report.print(&text, &json!({ "url": url.to_string(), "handed-to": args.host }))?;
     Ok(ExitCode::SUCCESS)
 }

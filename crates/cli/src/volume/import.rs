@@ -99,14 +99,13 @@ async fn undo(
     match store.undo_import(&url.name, made).await {
         Ok(false) => {
             ending.end_if_raised();
-            failure.within(format!(
-                "{url} is not imported, and mica volume gc frees what of it was copied"
-            ))
+            failure
+                .within(format!("{url} was not imported; `mica volume gc` frees what was copied"))
         }
-        Ok(true) => failure.within(format!("{url} has all of the image, but its end failed")),
+        Ok(true) => failure.within(format!("{url} has all of the image, but closing it failed")),
         Err(error) => {
             let (message, error) = (failure.message(), error.in_one_line());
-            Failure::new(format!("{message}; {url} has a part of it, delete it: {error}"))
+            Failure::new(format!("{message}; {url} is incomplete, delete it: {error}"))
         }
     }
 }

@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 
-/// Show the logs of this machine's volumes, and discard those that nobody needs.
+/// Show the logs of this machine's volumes, and release those that nobody needs.
 #[derive(Args)]
 pub(super) struct LogArgs {
     #[command(subcommand)]
@@ -33,8 +33,8 @@ enum LogVerb {
 
 /// List the volumes that have a log in a file, which no server may have open.
 ///
-/// The file identifies them by ID; with --store, their names are shown too, and which of them no
-/// longer exist.
+/// The file identifies them by ID; if stores are given, their names are shown too, and which of
+/// them no longer exist.
 #[derive(Args)]
 struct ListArgs {
     #[command(flatten)]
@@ -49,7 +49,7 @@ struct ListArgs {
     stores: Vec<String>,
 }
 
-/// Discard the log of a volume, so that others can use its space.
+/// Release the log of a volume, so that others can use its space.
 ///
 /// Refused if the log has writes that the volume's store may lack: either serve the volume with
 /// this log once, or lose them with `--force`.
@@ -113,15 +113,16 @@ fn drop_one(args: &DropArgs) -> Result<ExitCode, Failure> {
         let log = session.stores.existing_log(&args.file).await?;
         if args.volume == DAMAGED {
             if !args.force && !log.damaged_segments().is_empty() {
-                let what = "damaged segments may have what a volume lacks: --force gives that up";
+                let what = "damaged segments may have writes that a volume lacks: --force discards \
+                            them";
                 return Err(Failure::new(what));
             }
-            return Ok(format!("{} damaged segments given up", log.drop_damaged().await?));
+            return Ok(format!("{} damaged segments discarded", log.drop_damaged().await?));
         }
         let all = log.summaries().await?;
         let found = one_of(&all, &args.volume)?;
         log.drop_log(found.found.volume, how).await?;
-        Ok(format!("log of volume {} set aside", hex(&found.found.volume)))
+        Ok(format!("log of volume {} released", hex(&found.found.volume)))
     })?;
     let answer = json!({ "file": args.file.display().to_string(), "done": text });
     args.report.print(&format!("{}: {text}\n", args.file.display()), &answer)?;
@@ -136,9 +137,9 @@ fn one_of<'a>(all: &'a [LogSummary], wanted: &str) -> Result<&'a LogSummary, Fai
     let mut found = all.iter().filter(is_it);
     match (found.next(), found.next()) {
         (Some(one), None) => Ok(one),
-        (None, _) => Err(Failure::new(format!("no log of a volume {wanted:?} is here"))),
+        (None, _) => Err(Failure::new(format!("there is no log of a volume {wanted:?} here"))),
         (Some(_), Some(_)) => {
-            Err(Failure::new(format!("the identities of several volumes begin with {wanted:?}")))
+            Err(Failure::new(format!("the IDs of several volumes begin with {wanted:?}")))
         }
     }
 }

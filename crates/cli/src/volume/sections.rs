@@ -8,10 +8,10 @@ EXAMPLES:
 
 STORES:
   file:///DIR            a directory: no server is needed
-  s3://BUCKET/PREFIX     a bucket, reached as the tools of AWS do it: AWS_ACCESS_KEY_ID,
+  s3://BUCKET/PREFIX     a bucket, configured as for AWS's own tools: AWS_ACCESS_KEY_ID,
                          AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for others
   rados://POOL/PREFIX    a pool of Ceph
-  /NAME behind that is a volume, and @LABEL behind that one of its snapshots.";
+  Append /NAME for a volume, and @LABEL for one of its snapshots.";
 
 pub(super) const CREATE: &str = "\
 EXAMPLES:
@@ -60,7 +60,7 @@ EXAMPLES:
 pub(super) const STATS: &str = "\
 EXAMPLES:
   mica volume stats file:///srv/volumes          # a line for each volume
-  mica volume stats file:///srv/volumes/web      # and what each snapshot has alone
+  mica volume stats file:///srv/volumes/web      # and what each snapshot owns alone
   mica volume stats --output json s3://bucket/volumes | jq '.\"garbage-bytes\"'";
 
 pub(super) const IMPORT: &str = "\

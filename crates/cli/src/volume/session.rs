@@ -201,7 +201,7 @@ pub(super) fn instant(time_ns: u64) -> String {
     format!("{text}.{nanoseconds:09}Z")
 }
 
-/// The same for people.
+/// The time as text for people.
 pub(super) fn time_text(time_ns: u64) -> String {
     match time_ns {
         0 => "-".to_owned(),
@@ -220,14 +220,14 @@ fn state_word(info: &VolumeInfo) -> &'static str {
     }
 }
 
-/// The same for people.
+/// The state of a volume as text for people.
 pub(super) fn state_text(info: &VolumeInfo) -> String {
     let on = |host: &str| crate::plain::plain(host);
     match (&info.open_on, &info.heir, info.is_ready) {
         (Some(host), _, true) => format!("open on {}", on(host)),
         (Some(host), _, false) => format!("being imported on {}", on(host)),
         (None, _, false) => "a clone that is not finished".to_owned(),
-        (None, Some(heir), true) => format!("handed to {}", on(heir)),
+        (None, Some(heir), true) => format!("handed over to {}", on(heir)),
         (None, None, true) => "closed".to_owned(),
     }
 }

@@ -149,7 +149,7 @@ pub(super) fn label(args: &LabelArgs) -> Result<ExitCode, Failure> {
     labelled.map_err(|error| where_it_is_served(error, &url, "label", &what))?;
     let now = VolumeUrl { snapshot: Some(label.clone()), ..url.clone() };
     let answer = json!({ "before": url.to_string(), "now": now.to_string() });
-    how.print(&format!("{url} is {now} now\n"), &answer)?;
+    how.print(&format!("{url} is now {now}\n"), &answer)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -160,7 +160,7 @@ pub(super) fn rollback(args: &RollbackArgs) -> Result<ExitCode, Failure> {
     let session = session.start()?;
     let rolled = session.change(&url, async |volumes| volumes.rollback(&url.name, &which).await);
     rolled.map_err(|error| where_it_is_drained(error, &url))?;
-    let text = format!("{}: what it was at {}\n", url.name.as_str(), which_text(&url));
+    let text = format!("{}: rolled back to {}\n", url.name.as_str(), which_text(&url));
     how.print(&text, &json!({ "rolled-back-to": url.to_string() }))?;
     Ok(ExitCode::SUCCESS)
 }

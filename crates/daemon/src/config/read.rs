@@ -145,10 +145,10 @@ pub(super) fn in_plain_words(message: &str) -> String {
             Some(("floating", value)) => value.trim_start_matches("point ").trim_matches('`'),
             _ => found,
         };
-        return format!("{expected} is expected, and not {found}");
+        return format!("expected {expected}, found {found}");
     }
     match message.starts_with("data did not match any variant") {
-        true => "a text in quotes, or a list of such, is expected".to_owned(),
+        true => "expected a text in quotes, or a list of such".to_owned(),
         false => message.to_owned(),
     }
 }
@@ -175,7 +175,7 @@ impl de::Visitor<'_> for ForOnce {
 
     fn visit_bool<E: de::Error>(self, _: bool) -> Result<Self, E> {
         Err(E::custom(
-            "force counts once, and a file would have it count at each start: say --force to \
+            "force applies once, but in a file it would apply at every start: give --force to \
              `mica serve --volume` or `mica ctl add`",
         ))
     }
@@ -380,14 +380,11 @@ mod tests {
         assert_eq!(
             said(text),
             [
-                "line 1: a number from 0 on is expected, and not \"x\"",
-                "line 6: disk \"a\": a number from 0 on is expected, and not \"x\"",
+                "line 1: expected a number from 0 on, found \"x\"",
+                "line 6: disk \"a\": expected a number from 0 on, found \"x\"",
                 "line 10: disk \"b\": unknown key `read_only`: it is `read-only`",
             ]
         );
-        assert_eq!(
-            said("[[disk]]\nname = 1\n"),
-            ["line 2: a text in quotes is expected, and not 1"]
-        );
+        assert_eq!(said("[[disk]]\nname = 1\n"), ["line 2: expected a text in quotes, found 1"]);
     }
 }

@@ -270,5 +270,5 @@ fn drained_disk_is_known_by_its_image_if_its_name_is_gone() {
 fn force_is_refused_in_a_file_where_it_stands() {
     let text = "[[disk]]\nname = 'a'\nvolume = 'file:///d/a'\nnbd = '/s'\nforce = true\n";
     let message = refused(text);
-    assert!(message.contains("line 5: disk \"a\": force counts once"), "{message}");
+    assert!(message.contains("line 5: disk \"a\": force applies once"), "{message}");
 }

@@ -41,14 +41,14 @@ fn asked(query: &str) -> Result<Asked, Refusal> {
             "start" | "max" => Err(error),
             _ => Ok(0),
         }) else {
-            return refuse(format!("{key}={text}: that is no number"));
+            return refuse(format!("{key}={text}: not a number"));
         };
         match key {
             "state" => asked.state = Some(text),
             "since" => asked.since = Some(text),
             "start" => asked.start = number,
             "max" => asked.max = usize::try_from(number).unwrap_or(usize::MAX),
-            _ => return refuse(format!("{key} is none of state, since, start and max")),
+            _ => return refuse(format!("unknown parameter {key}: use state, since, start or max")),
         }
     }
     Ok(asked)

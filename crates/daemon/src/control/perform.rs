@@ -59,7 +59,7 @@ pub(super) async fn perform<T: Send + 'static>(
     done.await.map_err(failed_inside)
 }
 
-/// Nobody is left who would say what came of an action.
+/// The answer if the thread that performed an action died without a result.
 pub(super) fn failed_inside(_: oneshot::error::RecvError) -> Refusal {
     Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the action failed inside the server")
 }

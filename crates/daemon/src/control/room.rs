@@ -21,7 +21,7 @@ pub(super) struct Room {
 #[derive(Default)]
 struct Places(Mutex<VecDeque<Weak<Place>>>);
 
-/// That of a connection, until it is dropped.
+/// The place of a connection, freed when this is dropped.
 pub(super) struct Place {
     /// Whether the head of a request has arrived.
     is_heard: AtomicBool,

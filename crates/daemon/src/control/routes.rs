@@ -258,7 +258,7 @@ struct HandOver {
     limit_seconds: u32,
 }
 
-/// For what was written to get into the store, before anybody waits for that.
+/// The default limit for pending writes to get into the store.
 fn store_limit_seconds() -> u32 {
     60
 }

@@ -135,8 +135,7 @@ async fn take_of(sources: &Sources, all: Vec<OfDisk>, layer: &NewLayer) -> Answe
         return take_of_volumes(sources, name, of).await;
     }
     if volumes > 0 {
-        let what = "volumes and chains have no instant in common: take their snapshots in two \
-                    groups";
+        let what = "volumes and chains cannot share an instant: take their snapshots in two groups";
         return Err(bad(what));
     }
     let mut wanted = Vec::new();

@@ -163,7 +163,7 @@ impl Opener {
         open: impl FnOnce() -> Result<OwnedFd> + Send + 'static,
     ) -> Result<OwnedFd> {
         let hangs = |what: &str| {
-            let what = format!("{named}: {what}: see to its storage, and try again");
+            let what = format!("{named}: {what}: check its storage, and try again");
             Error::new(ErrorKind::Io, what)
         };
         if self.is_busy.swap(true, Ordering::AcqRel) {
@@ -186,7 +186,7 @@ impl Opener {
     }
 }
 
-/// For a file to be opened.
+/// Limit for opening a file.
 const OPEN_LIMIT: Duration = Duration::from_secs(10);
 
 /// Whether a process that takes over may wait at `path`.

@@ -25,7 +25,7 @@ pub(crate) struct Needs {
     pub(super) ports: BTreeSet<u16>,
     /// Whether files get a second name.
     pub(super) has_links: bool,
-    /// Whether nothing is served without that.
+    /// Whether disks cannot be served without second names.
     needs_links: bool,
     /// TCP ports to connect to.
     pub(super) connects: BTreeSet<u16>,
@@ -252,8 +252,8 @@ impl Needs {
         }
     }
 
-    /// What a disk that is written needs to get layers while it is served. One that is added is
-    /// served without that, too.
+    /// Grants what a writable disk needs to get layers while it is served. A disk that is added
+    /// later is served without it, too.
     fn add_layers(&mut self, disk: &DiskConfig, places: &[PathBuf]) {
         let has_layers = disk.is_file() && may_have_layers(disk) && writes_image(disk);
         // A state that is kept is the active layer under a second name.
@@ -266,7 +266,8 @@ impl Needs {
         }
     }
 
-    /// If there is no folder for logs, opening the image reports what that costs.
+    /// Grants the folders for the disk's redo logs. If there is none, opening the image reports
+    /// what that costs.
     fn add_logs(&mut self, disk: &DiskConfig, writes: bool) {
         let all = REPLACE | AccessFs::Truncate;
         // A note there says where the logs are, if they are elsewhere.

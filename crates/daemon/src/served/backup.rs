@@ -252,13 +252,13 @@ impl Served {
     /// Keeps the present state.
     fn keep(&self, disk: &Arc<dyn Manage>, state: &str) -> Result<Kept> {
         if self.settings.overlay.is_some() {
-            let what = "only states of images that stay are kept, and this disk is ephemeral";
+            let what = "states can only be kept of permanent images, and this disk is ephemeral";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let cluster_bytes = chain(&**disk)?.cluster_bytes().ok_or_else(|| {
             let what = format!(
-                "the disk {:?} is a raw image, of which no states are kept: put a layer on top of \
-                 it first (`mica ctl snapshot`)",
+                "the disk {:?} is a raw image, of which states cannot be kept: put a layer on top \
+                 of it first (`mica ctl snapshot`)",
                 self.name
             );
             Error::new(ErrorKind::Unsupported, what)
@@ -396,9 +396,9 @@ fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {
     disk.chain().ok_or_else(|| {
         let what = match Disk::is_writable(disk) {
             true => {
-                "no states of such a disk are kept as layers: `mica convert` makes a qcow2 image"
+                "states of such a disk cannot be kept as layers: `mica convert` makes a qcow2 image"
             }
-            false => "states are kept of a disk that is written, and this one is read-only",
+            false => "states can only be kept of a writable disk, and this one is read-only",
         };
         Error::new(ErrorKind::Unsupported, what)
     })

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// What NBD clients are told of such a disk, where others are.
-const HANDED_OVER: &str = "it was handed to another host";
+const HANDED_OVER: &str = "it was handed over to another host";
 
 /// How a hand-over went.
 pub(crate) struct HandedOver {
@@ -70,8 +70,8 @@ impl Served {
         self.doors.close(HANDED_OVER);
         let (name, ms, ended) = (&self.name, pause.as_millis(), ended.as_millis());
         tracing::info!(
-            "{name:?} was handed to {host}; nobody was served for {ms} ms, of which {ended} for \
-             requests to end"
+            "{name:?} was handed over to {host}; service was interrupted for {ms} ms, {ended} of \
+             them waiting for requests to complete"
         );
         Ok(HandedOver { pause })
     }
@@ -93,8 +93,8 @@ impl Served {
                     volume.abandon_handover();
                     let seconds = limit.as_secs();
                     let what = format!(
-                        "the store has not taken what was written within {seconds} s: the disk is \
-                         served as before"
+                        "the store did not take all writes within {seconds} s: the disk is served \
+                         as before"
                     );
                     Err(Error::new(ErrorKind::Io, what))
                 }
@@ -109,7 +109,10 @@ impl Served {
         disk.volume().into_iter().for_each(|volume| volume.abandon_handover());
         drop(disk);
         let why = error.in_one_line();
-        tracing::warn!("{:?} is not handed over, and goes on being served: {why}", self.name);
+        tracing::warn!(
+            "{:?} could not be handed over, and continues to be served: {why}",
+            self.name
+        );
         let again = match is_open {
             true => Ok(()),
             false => {
@@ -127,7 +130,7 @@ impl Served {
         match again {
             Ok(()) => self.start(),
             Err(error) => {
-                tracing::error!("{:?} is served no more: {}", self.name, error.in_one_line());
+                tracing::error!("{:?} is no longer served: {}", self.name, error.in_one_line());
                 // If it is open, what was acknowledged is stored, or its loss stays known.
                 let is_closed = self.end().is_ok();
                 self.doors.close(super::FAILED);

@@ -171,7 +171,7 @@ impl Ready {
         let of_all = group.clone();
         let pushed = self.served.resources.workers.run(move || async move {
             let chain: &dyn ManageChain = disk.chain().ok_or_else(|| {
-                Error::new(ErrorKind::Unsupported, "the disk is no chain that is written")
+                Error::new(ErrorKind::Unsupported, "the disk is not a writable chain")
             })?;
             let pushed = chain.push(new.path(), &*new, group.as_deref()).await;
             // It may be on top and not be durable: then it has what was acknowledged last.
@@ -191,7 +191,7 @@ impl Ready {
         let has_it = |path: &Path| self.disk.layer_paths().iter().any(|layer| layer == path);
         if has_it(self.new.path()) {
             tracing::error!(
-                "{:?} is written to {} now, though that was not completed",
+                "{:?} is now written to {}, although the switch was not completed",
                 self.served.name,
                 self.new.path().display()
             );
@@ -207,7 +207,7 @@ impl Ready {
         served.set_image(Arc::clone(&active));
         let (layers, Pushed { pause }) = (disk.layer_count(), pushed);
         tracing::info!(
-            "{:?} is written to {} now, on top of {}: its changes waited for {} us",
+            "{:?} is now written to {}, on top of {}: its changes waited for {} us",
             served.name,
             active.display(),
             frozen.display(),

@@ -33,7 +33,7 @@ impl Served {
         self.lock_job().clone()
     }
 
-    /// What is told of the merges before that one, from the oldest.
+    /// The reports of earlier merges, oldest first.
     pub(crate) fn past_jobs(&self) -> Vec<JobReport> {
         self.lock_past_jobs().iter().cloned().collect()
     }
@@ -174,14 +174,14 @@ impl Served {
             Ok(removed) => {
                 for file in &removed {
                     let file = file.display();
-                    tracing::info!(disk, %file, "removed what a drop that was cut short had left");
+                    tracing::info!(disk, %file, "removed what an interrupted drop had left");
                 }
                 removed
             }
             Err(error) => {
                 tracing::warn!(
                     disk, %error,
-                    "what a drop that was cut short has left stays until `mica ctl backup drop` is \
+                    "what an interrupted drop has left stays until `mica ctl backup drop` is \
                      repeated"
                 );
                 Vec::new()
@@ -265,7 +265,7 @@ impl Served {
         })
     }
 
-    /// The disk is about to be closed.
+    /// Stops the merge, if one is running.
     pub(super) fn stop_job(&self) {
         if let Some(job) = self.job() {
             job.stop();
@@ -285,10 +285,8 @@ impl Served {
 /// removed now.
 fn error_but(error: Error, left: &[PathBuf]) -> Error {
     let Some(file) = left.first() else { return error };
-    let what = format!(
-        "a drop that was cut short had left {}, which is removed now; {error}",
-        file.display()
-    );
+    let what =
+        format!("an interrupted drop had left {}, which is now removed; {error}", file.display());
     Error::new(error.kind(), what)
 }
 
@@ -302,7 +300,7 @@ fn layer_called(layers: &[PathBuf], name: &Path) -> Result<usize> {
     match (named.next(), named.next()) {
         (Some(position), None) => Ok(position),
         _ => {
-            let what = format!("{} is no layer of the chain", name.display());
+            let what = format!("{} is not a layer of the chain", name.display());
             Err(Error::new(ErrorKind::Invalid, what))
         }
     }

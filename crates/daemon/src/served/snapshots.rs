@@ -105,7 +105,7 @@ impl Served {
     pub(crate) fn roll_back(&self, which: &Which) -> Result<()> {
         let _changes = self.lock_changes();
         let url = self.volume.url()?.filter(|url| url.snapshot.is_none()).ok_or_else(|| {
-            let what = format!("the disk {:?} is no volume that can be rolled back", self.name);
+            let what = format!("the disk {:?} is not a volume that can be rolled back", self.name);
             Error::new(ErrorKind::Unsupported, what)
         })?;
         if !self.settings.writes() {
@@ -120,8 +120,8 @@ impl Served {
             State::Opening | State::Prepared(_) | State::Serving(_) => {
                 let name = &self.name;
                 return Err(self.denied(&format!(
-                    "is served, and a guest would go on with what it has read of it: end that \
-                     guest, then mica ctl drain {name}, this again, and mica ctl undrain {name}"
+                    "is served, and a guest would keep using what it has read: stop that guest, \
+                     then mica ctl drain {name}, this again, and mica ctl undrain {name}"
                 )));
             }
         }
@@ -141,7 +141,7 @@ impl Served {
         let none = self.name.clone();
         self.on_disk(async move |disk| {
             let volume = disk.volume().ok_or_else(|| {
-                let what = format!("the disk {none:?} is no volume that is open for writing");
+                let what = format!("the disk {none:?} is not a volume that is open for writing");
                 Error::new(ErrorKind::Unsupported, what)
             })?;
             act(volume).await
@@ -156,8 +156,8 @@ impl Served {
         self.on_disk(async move |disk| {
             let snapshots = disk.snapshots().ok_or_else(|| {
                 let what = format!(
-                    "the disk {none:?} is no volume: the snapshots of a chain are its layers, which \
-                     `mica info --backing-chain` shows"
+                    "the disk {none:?} is not a volume: the snapshots of a chain are its layers, \
+                     which `mica info --backing-chain` shows"
                 );
                 Error::new(ErrorKind::Unsupported, what)
             })?;

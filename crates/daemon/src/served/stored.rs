@@ -7,7 +7,7 @@ use mica_stack::VolumeUrl;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// For how long what was written is waited for until it is in the store.
+/// Limit for pending writes to get into the store.
 const STORE_LIMIT: Duration = Duration::from_secs(30);
 
 /// A volume in its store.
@@ -27,7 +27,7 @@ impl Served {
     pub(crate) fn stored(&self) -> Result<Stored> {
         let url = self.volume.url()?.ok_or_else(|| {
             let what = format!(
-                "the disk {:?} is no volume: `mica info`, `mica check` and `mica tree` are for \
+                "the disk {:?} is not a volume: `mica info`, `mica check` and `mica tree` are for \
                  images",
                 self.name
             );

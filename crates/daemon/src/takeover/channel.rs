@@ -88,7 +88,7 @@ pub(super) type Received = std::result::Result<(Message, Vec<OwnedFd>), Silence>
 
 /// How often a waiting thread checks whether it was cancelled.
 const WAIT_STEP: Duration = Duration::from_millis(50);
-/// For a process that has closed its end to be gone.
+/// Limit for a process that has closed its end to exit.
 const DEATH_LIMIT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 
 /// One end of it.

@@ -11,9 +11,9 @@ use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-/// For the old process to finish requests in flight, and to flush.
+/// Limit for the old process to finish requests in flight, and to flush.
 const CLOSE_LIMIT: Duration = Duration::from_secs(120);
-/// For the system to release what a dead process had open: its rings end after it does.
+/// Limit for the system to release what a dead process had open: its rings end after it does.
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
 /// How often the new process looks at the old one while it opens images.
 const OPENING_STEP: Duration = Duration::from_millis(50);
@@ -110,7 +110,7 @@ impl Takeover {
             Ok((message, _)) => Err(unexpected(&message)),
             // Its images are free, and no other process is left for those who wait (I7).
             Err(Silence::Gone) if self.channel.has_died() => {
-                tracing::warn!("the process to take over has died: carrying on without it");
+                tracing::warn!("the process to take over from has died: continuing without it");
                 self.old = Old::Gone;
                 Ok(DEAD_LIMIT)
             }

@@ -20,11 +20,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// For the new process to be ready. The old one still serves.
+/// Limit for the new process to be ready. The old one still serves.
 const READY_LIMIT: Duration = Duration::from_secs(30);
-/// For the new process to open the images. Guests wait meanwhile.
+/// Limit for the new process to open the images. Guests wait meanwhile.
 const SERVE_LIMIT: Duration = Duration::from_secs(60);
-/// For the new process to release an image that it had opened.
+/// How long to retry while the new process releases an image that it had opened.
 const REOPEN: Patience =
     Patience { limit: Duration::from_secs(600), pause: Duration::from_millis(200) };
 

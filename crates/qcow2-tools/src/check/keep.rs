@@ -149,7 +149,7 @@ pub(crate) struct Ranges {
 }
 
 impl Ranges {
-    /// Of ranges in any order, each with its first and its last cluster.
+    /// Builds the set from ranges in any order, each with its first and its last cluster.
     pub(crate) fn new(mut ranges: Vec<Range>) -> Self {
         ranges.sort_unstable();
         let mut apart: Vec<Range> = Vec::new();

@@ -160,7 +160,7 @@ pub async fn repair_dirty(store: Arc<dyn Store>, header: &Header) -> Result<Head
     Ok(repairer.header)
 }
 
-/// The same, in the form of [`ChainOptions::repair`](mica_qcow2::ChainOptions::repair).
+/// As [`repair_dirty`], in the form of [`ChainOptions::repair`](mica_qcow2::ChainOptions::repair).
 pub fn repair_for_opening(
     store: Arc<dyn Store>,
     header: Header,

@@ -190,7 +190,7 @@ fn position_at(images: &dyn Images, layers: &Layers, path: &Path) -> Result<usiz
     let wanted = images.identify(path)?;
     let is_it = |layer: &Arc<Layer>| same_file(layer.identity, wanted);
     layers.all().iter().position(is_it).ok_or_else(|| {
-        let context = format!("{} is no layer of the chain", path.display());
+        let context = format!("{} is not a layer of the chain", path.display());
         Error::new(ErrorKind::Invalid, context)
     })
 }

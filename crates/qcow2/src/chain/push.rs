@@ -223,7 +223,11 @@ impl Chain {
         match freeze(&*self.map.images, active, path) {
             Ok(frozen) => self.map.replace_layers(self.map.layers().replaced(Arc::new(frozen))),
             // It is read through the file of its writer.
-            Err(error) => tracing::warn!(image = %path.display(), %error, "it stays locked"),
+            Err(error) => tracing::warn!(
+                image = %path.display(),
+                %error,
+                "the frozen layer stays locked: reopening it read-only failed"
+            ),
         }
     }
 }

@@ -123,7 +123,8 @@ impl<'a> Way<'a> {
         Ok(Some(key))
     }
 
-    /// Its layers down to, not including, the one at `end`; and that one, if it was opened.
+    /// Opens the layers down to, not including, the one at `end`; returns them, and that one if it
+    /// was opened.
     async fn layers(mut self, end: usize) -> Result<(Vec<Arc<Layer>>, Option<Opened>)> {
         let common = self.opened.drain(end..).next();
         let mut layers = Vec::with_capacity(end);

@@ -96,7 +96,7 @@ impl Weighter<Key, Option<Arc<HeldSlice>>> for MemoryWeight {
     }
 }
 
-/// Who has slices in the cache.
+/// A chain that has slices in the cache.
 struct Owner {
     number: OwnerNumber,
     /// What its slices weigh that are in memory.

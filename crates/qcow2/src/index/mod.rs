@@ -129,7 +129,7 @@ pub(crate) fn count(counter: &AtomicU64, by: u64) {
 }
 
 impl Index {
-    /// That of a chain that was opened with `frozen` layers, in the memory of `cache`.
+    /// The index of a chain that was opened with `frozen` layers, in the memory of `cache`.
     pub(crate) fn new(cache: MapCache, frozen: Arc<Frozen>) -> Self {
         Self {
             cache: SliceCache::new(cache, frozen),

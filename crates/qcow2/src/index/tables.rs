@@ -157,7 +157,7 @@ pub(crate) struct SealedTables {
 }
 
 impl SealedTables {
-    /// From now on the `digest` of its sidecar proves `layer`, should its file be opened again.
+    /// Makes the `digest` of its sidecar prove `layer`, should its file be opened again.
     pub(super) fn prove(layer: &Layer, digest: TablesDigest) {
         if let Some(source) = TableSource::of(layer) {
             layer.content.set(Arc::new(Self { source: Arc::new(source), digest }));

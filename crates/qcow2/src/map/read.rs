@@ -38,8 +38,8 @@ impl Map {
         (Ok(()), buf)
     }
 
-    /// The same for a part of one cluster. Between a link and its publication the plan is older
-    /// than the entry; then both are queried again until they agree.
+    /// As [`Self::read_again`], for a part of one cluster. Between a link and its publication the
+    /// plan is older than the entry; then both are queried again until they agree.
     async fn read_cluster_again(self: &Arc<Self>, layer: &Layer, part: GuestRange) -> Result<Buf> {
         let mut waits = 0;
         loop {

@@ -208,8 +208,8 @@ impl Log {
         self.is_page_written = true;
     }
 
-    /// That page is in the file. Without this a group has to write it, before the log can be
-    /// compacted.
+    /// Notes that the page is in the file. Without this a group has to write it before the log can
+    /// be compacted.
     pub(crate) fn end_page_write(&mut self) {
         self.is_page_written = false;
     }

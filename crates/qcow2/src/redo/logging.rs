@@ -135,7 +135,7 @@ impl Logging {
         }
     }
 
-    /// It was written.
+    /// Notes that a page was written.
     pub(crate) fn end_page_write(&mut self) {
         if let Some(log) = &mut self.log {
             log.end_page_write();

@@ -81,7 +81,7 @@ impl Replay {
         Ok(replay)
     }
 
-    /// The same, with what the log calls unused free again.
+    /// As [`Self::plan`], with what the log calls unused free again.
     pub(super) async fn free_unused(
         &mut self,
         store: &dyn Store,

@@ -194,8 +194,9 @@ impl Space {
         self.reserve_by(wanted, Clusters::take).await
     }
 
-    /// The same for a request that links them later, after a write for example: the log calls them
-    /// unused until [`Self::linked`], so that they do not leak if the process dies meanwhile.
+    /// As [`Self::reserve`], for a request that links them later, after a write for example: the
+    /// log calls them unused until [`Self::linked`], so that they do not leak if the process dies
+    /// meanwhile.
     pub(crate) async fn reserve_unlinked(&self, wanted: u64) -> Result<Reserved> {
         self.reserve_by(wanted, Clusters::take_unlinked).await
     }

@@ -134,7 +134,7 @@ impl Metadata {
         self.write_parts(at, bytes).await
     }
 
-    /// The same page by page. The caller has the claim to changes of the header.
+    /// As [`Self::write_backing`], page by page. The caller has the claim to changes of the header.
     async fn write_parts(self: &Arc<Self>, at: HostOffset, bytes: &[u8]) -> Result<()> {
         let written = async {
             let page_bytes = self.lock().page_bytes();

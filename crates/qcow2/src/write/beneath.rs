@@ -101,7 +101,8 @@ impl Writer {
         }
     }
 
-    /// Nobody but the caller's chain has written what lies beneath, and that does not depend on it.
+    /// Takes what lies beneath as durable: nobody but the caller's chain has written it, and that
+    /// chain does not depend on it.
     pub(crate) fn takes_beneath_as_durable(&self) {
         self.beneath.set(State::Durable);
     }

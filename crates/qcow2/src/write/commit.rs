@@ -362,9 +362,9 @@ impl Writer {
         self.end(Ending::Durable).await
     }
 
-    /// The same for a layer that is frozen, and durable as it is: not durably. A power cut before
-    /// its file is synced leaves clusters counted that nothing uses, at most, and perhaps the name
-    /// of a log.
+    /// As [`Self::close`], for a layer that is frozen, and durable as it is: not durably. A power
+    /// cut before its file is synced leaves clusters counted that nothing uses, at most, and
+    /// perhaps the name of a log.
     pub(crate) async fn close_frozen(&self) -> Result<()> {
         self.end(Ending::Frozen).await
     }

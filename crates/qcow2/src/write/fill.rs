@@ -40,7 +40,7 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// For writes to `ranges`, in rising order, on a disk of `disk_len` bytes.
+    /// Plans the fills of writes to `ranges`, in rising order, on a disk of `disk_len` bytes.
     pub(super) fn plan(
         writer: &Writer,
         disk_len: u64,

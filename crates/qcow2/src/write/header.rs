@@ -49,7 +49,7 @@ impl InUse {
         }
     }
 
-    /// It has just been put on top of a chain.
+    /// Notes that this image has just been put on top of a chain.
     pub(super) fn note_pushed(&self) {
         self.was_pushed.store(true, Ordering::Release);
     }
@@ -296,7 +296,7 @@ impl Metadata {
         self.sync().await
     }
 
-    /// The same, and not durably.
+    /// As [`Self::write_header_through`], and not durably.
     async fn write_header_or_fail(
         self: &Arc<Self>,
         logged: HeaderLogged,

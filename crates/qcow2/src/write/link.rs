@@ -73,7 +73,7 @@ impl Writer {
         Ok(entries)
     }
 
-    /// The same if they are all at hand, in one table.
+    /// As [`Self::entries`] if they are all at hand, in one table.
     pub(super) fn entries_in(
         &self,
         pages: &PageState,

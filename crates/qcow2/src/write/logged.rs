@@ -36,7 +36,7 @@ impl PageState {
         }
     }
 
-    /// The same, and the unused clusters even if nothing changed.
+    /// As [`Self::log_touched`], and the unused clusters even if nothing changed.
     pub(super) fn log_state(&mut self, space: SpaceState) {
         let baseline = self.baseline(space);
         let mut logging = std::mem::take(&mut self.logging);

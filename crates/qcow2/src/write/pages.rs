@@ -156,8 +156,8 @@ impl Metadata {
         }
     }
 
-    /// The same if the file does not hold what it is believed to hold: writing more to the image
-    /// would not mend it.
+    /// As [`Self::fail`] if the file does not hold what it is believed to hold: writing more to the
+    /// image would not mend it.
     pub(crate) fn fail_for_good(&self, error: &Error) {
         self.fail(error);
         self.lock().logging.end();
@@ -341,8 +341,8 @@ impl PageState {
         Some(&page.bytes[within..within + len])
     }
 
-    /// The same to change, which makes the page dirty and is logged. A page that is dirty early
-    /// stays so: its table is not linked yet.
+    /// As [`Self::get`], to change, which makes the page dirty and is logged. A page that is dirty
+    /// early stays so: its table is not linked yet.
     pub(crate) fn get_mut(
         &mut self,
         at: HostOffset,
@@ -355,7 +355,7 @@ impl PageState {
         self.dirty_bytes(at, len, stage)
     }
 
-    /// The same for a change that is acknowledged only after a flush.
+    /// As [`Self::get_mut`], for a change that is acknowledged only after a flush.
     pub(super) fn get_mut_unlogged(
         &mut self,
         at: HostOffset,
@@ -479,7 +479,8 @@ impl PageState {
         self.written(dirty);
     }
 
-    /// The same for a group whose links could not all be written, while what they need is durable.
+    /// As [`Self::put_back`], for a group whose links could not all be written, while what they
+    /// need is durable.
     pub(crate) fn put_back_links(&mut self, dirty: &Dirty, taken: Group) {
         self.logging.put_back(taken.logged);
         self.group.durable = taken.number;

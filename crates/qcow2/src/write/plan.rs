@@ -44,7 +44,7 @@ impl<'a> Reservations<'a> {
         Self { writer, reserved: Vec::new() }
     }
 
-    /// They are not returned any more.
+    /// Keeps the reserved clusters: they are no longer given back on drop.
     pub(super) fn keep(&mut self) -> Vec<Reserved> {
         std::mem::take(&mut self.reserved)
     }

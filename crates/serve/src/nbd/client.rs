@@ -193,7 +193,7 @@ impl Client {
             }
         }
         match parts.is_empty() {
-            true => Err(broken("a status says nothing of what was asked")),
+            true => Err(broken("an empty block status")),
             false => Ok(parts),
         }
     }

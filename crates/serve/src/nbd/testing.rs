@@ -160,7 +160,7 @@ impl World {
         self.session_with(b"base:allocation").await
     }
 
-    /// The same with the metadata `context`.
+    /// As [`Self::session`], with the metadata `context`.
     pub(super) async fn session_with(&self, context: &[u8]) -> Client {
         let mut client = self.connect();
         client.greet(3).await;

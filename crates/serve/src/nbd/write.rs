@@ -202,7 +202,7 @@ pub(super) async fn change<'a>(
     Ok(outcome)
 }
 
-/// For a request whose range starts at `at`.
+/// Flushes for a request whose range starts at `at`.
 async fn flush(disk: &dyn Disk, at: GuestOffset) -> Result<(), Failure> {
     disk.flush().await.map_err(|error| Failure::at(error, at))
 }

@@ -113,8 +113,7 @@ impl Files<'_> {
         let Certificates { path, list } = chain;
         let mut config = builder.with_single_cert(list, key).map_err(|error| match error {
             rustls::Error::InconsistentKeys(_) => invalid(format!(
-                "the key in {} does not belong to the certificate in {}: put the two together that \
-                 were made together",
+                "the key in {} does not belong to the certificate in {}: use two that match",
                 directory.join(SERVER_KEY).display(),
                 path.display()
             )),

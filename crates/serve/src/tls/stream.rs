@@ -43,7 +43,7 @@ const RECORD_OVERHEAD_BYTES: usize = 64;
 const SEALED_RECORDS_MAX: usize = 15;
 /// Room for what rustls says by itself ahead of data: a key update.
 const CONTROL_BYTES: usize = 512;
-/// For a peer to take a goodbye.
+/// Limit for a peer to take a goodbye.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(1);
 
 /// The server's end of a TLS connection.

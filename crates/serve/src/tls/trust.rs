@@ -18,7 +18,7 @@ const CLIENT_KEY: &str = "client-key.pem";
 /// Largest of these files that is read.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
-/// Whom a client trusts, and who it is.
+/// The CA that a client trusts, and the certificate that it presents.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Trust {
     /// The directory with the files.
@@ -37,7 +37,7 @@ impl Trust {
             invalid(format!("the files in {} cannot be used: {error}", self.directory.display()))
         };
         let name = ServerName::try_from(self.server.clone())
-            .map_err(|_| invalid(format!("{:?} is no name of a server", self.server)))?;
+            .map_err(|_| invalid(format!("{:?} is not a valid name of a server", self.server)))?;
         let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
             .map_err(failed)?

@@ -43,7 +43,7 @@ impl<'a> Busy<'a> {
         Self { queues, is_busy: false }
     }
 
-    /// It is from now on, or not.
+    /// Sets whether the queue is busy.
     pub(super) fn set(&mut self, is_busy: bool) {
         if std::mem::replace(&mut self.is_busy, is_busy) == is_busy {
             return;

@@ -35,7 +35,7 @@ impl Lost {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// For code that finds out in another way.
+    /// Marks the memory as lost, for code that notices in another way.
     pub(super) fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
     }

@@ -304,7 +304,7 @@ async fn serve(stream: UnixStream, sessions: &Sessions, served: &Weak<Served>) {
         match std::thread::Builder::new().name("mica-vhost".to_owned()).spawn(body) {
             Ok(_) => break,
             Err(error) => {
-                tracing::warn!(%error, "no thread for a front end: it waits");
+                tracing::warn!(%error, "cannot start a thread for a front end: it has to wait");
                 let paused = sessions.stop.unless_raised(sleep(ACCEPT_PAUSE)).await;
                 if paused.is_none() {
                     return;

@@ -121,7 +121,7 @@ fn nothing_is_written_while_it_is_unclear_where_the_disk_is() {
     assert!(refusal(&path).contains("cannot be read"));
     // An image of its own.
     std::fs::copy(&path, &above).expect("copied");
-    assert!(refusal(&path).contains("does not stand on it"));
+    assert!(refusal(&path).contains("is no longer based on it"));
     std::fs::rename(&aside, &above).expect("moved");
     assert_eq!(active(&path).expect("found").path, above);
     let mark = path.with_file_name("vm.qcow2.mica-above");
@@ -169,7 +169,7 @@ fn marks_lead_past_layers_that_a_killed_merge_took_out_and_are_put_right() {
     Mark::put(&third, &top).expect("marked");
     assert_eq!(active(&path).expect("found").path, top);
     // Nobody knows what is in the layers that left.
-    assert!(refusal(&above).contains("does not stand on it any more"));
+    assert!(refusal(&above).contains("is no longer based on it"));
     let mark = path.with_file_name("vm.qcow2.mica-above");
     assert_eq!(std::fs::read(&mark).expect("there"), b"above: vm-2.qcow2\n", "nothing is written");
     let opened = async {

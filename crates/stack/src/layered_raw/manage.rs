@@ -84,7 +84,7 @@ impl Manage for LayeredRaw {
         self.manage(|disk| disk.layer_position(layer))
     }
 
-    /// Of the chain that it may become.
+    /// The index of the chain that this disk may become.
     fn index(&self) -> Option<&dyn ManageIndex> {
         Some(self)
     }

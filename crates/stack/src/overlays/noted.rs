@@ -180,7 +180,7 @@ fn content_of(layer: &Path) -> Result<Option<(PathBuf, Vec<u8>)>> {
     Ok(content.map(|content| (at, content)))
 }
 
-/// That nothing of the note at `at` is beyond what is read of it.
+/// Checks that the note at `at` is not longer than what is read of it.
 fn check_len(at: &Path, content: &[u8]) -> Result<()> {
     if content.len() as u64 <= CONTENT_BYTES_MAX {
         return Ok(());
@@ -270,8 +270,8 @@ fn kept_being_rewritten() -> Error {
 fn tell(base: &Path, images: &[&Path], error: &Error) {
     let (base, image) = (base.display(), images.first().map_or(Path::new(""), |image| image));
     tracing::warn!(
-        "{}: nothing says beside {base} that it stands on that ({}): a merge of that layer will \
-         not find it",
+        "{}: could not be noted beside {base} as its overlay ({}): a merge of that layer will not \
+         find it",
         image.display(),
         error.in_one_line()
     );
@@ -322,8 +322,8 @@ fn note(base: &Path, images: &[&Path]) -> Result<Added> {
     if (content.len() + lines.len()) as u64 > CONTENT_BYTES_MAX {
         return Err(Error::new(
             ErrorKind::Limit,
-            "its note is as long as it may be, and `mica clone --ignore-gone` makes it shorter by images \
-             that were removed",
+            "its note has reached its maximum length; `mica clone --ignore-gone` drops images that \
+             were removed",
         ));
     }
     match append(&place(base, SUFFIX)?, &layer, &lines) {
@@ -388,11 +388,16 @@ fn forget_if(base: &Path, is_to_go: impl Fn(&Noted) -> bool) {
 /// Removes what is `gone` from the note of `layer` (I3). What fails is tried again another time.
 pub(super) fn forget(layer: &Path, gone: &HashSet<Noted>) {
     if let Err(error) = forget_amid(layer, gone, || ()) {
-        tracing::debug!(layer = %layer.display(), %error, "a note keeps images that are gone");
+        tracing::debug!(
+            layer = %layer.display(),
+            %error,
+            "could not drop missing images from a note"
+        );
     }
 }
 
-/// The same; `amid` is called once the new one is there, for those who test what comes meanwhile.
+/// As [`forget`]; `amid` is called once the new one is there, for those who test what comes
+/// meanwhile.
 fn forget_amid(layer: &Path, gone: &HashSet<Noted>, amid: impl FnOnce()) -> Result<()> {
     let Some((at, _)) = content_of(layer)? else { return Ok(()) };
     let failed = |error: io::Error| Error::from_io(at.display().to_string(), error);

@@ -90,7 +90,7 @@ pub(super) fn find(path: &Path) -> Result<Option<OwnedFd>> {
     find_of(path, rustix::process::geteuid().as_raw())
 }
 
-/// The same for the folder of `user`.
+/// As [`find`], for the folder of `user`.
 pub(super) fn find_of(path: &Path, user: u32) -> Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let failed = |error: Errno| Error::from_io(path.display().to_string(), error.into());

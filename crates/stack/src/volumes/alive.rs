@@ -30,7 +30,7 @@ const RELEASE_PAUSE: Duration = Duration::from_millis(20);
 /// Bytes of the name of a kernel that runs, at most.
 const BOOT_BYTES_MAX: usize = 64;
 
-/// Whose such a file is.
+/// The volume and the writer that such a file stands for.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Kept {
     pub(super) store: [u8; 16],
@@ -88,7 +88,7 @@ impl AliveNote {
         }
     }
 
-    /// Its writer has closed the volume: nobody asks any more.
+    /// Removes the file: the writer has closed the volume.
     pub(super) fn remove(&self) {
         // If it cannot be removed, it is a small file too many, until the machine restarts.
         let _ = unlink(&self.path);

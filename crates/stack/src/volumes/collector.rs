@@ -176,7 +176,7 @@ impl Store {
 fn note(name: &VolumeName, outcome: Result<()>) {
     if let Err(error) = outcome {
         let (volume, error) = (name.as_str(), error.in_one_line());
-        tracing::debug!(volume, error, "left alone by the collection of its store");
+        tracing::debug!(volume, error, "skipped by the collection of its store");
     }
 }
 

@@ -146,7 +146,7 @@ impl VolumeLock {
         };
         let (path, volume) = (path_of(directory, name), name.as_str());
         let failed = |error: io::Error| {
-            Error::from_io(format!("passing by the lock {}", path.display()), error)
+            Error::from_io(format!("bypassing the lock {}", path.display()), error)
         };
         let lock = Self::pass_by(&path, volume, File::sync_all).map_err(failed)?;
         let Some(lock) = lock else {
@@ -154,7 +154,7 @@ impl VolumeLock {
             return Err(Error::new(ErrorKind::Denied, what));
         };
         let holder = holder_text(holder);
-        tracing::warn!(volume, "{holder} has it open: by force, it is taken from there");
+        tracing::warn!(volume, "{holder} has it open: taking it over by force");
         Ok(lock)
     }
 
@@ -555,7 +555,7 @@ impl Gate {
                 Err(error) => return Err(error.into()),
             }
         }
-        let what = "another process is taking a lock of the store by force, and does not end";
+        let what = "another process has been taking a lock of the store by force for too long";
         Err(io::Error::new(io::ErrorKind::WouldBlock, what))
     }
 }

@@ -56,7 +56,7 @@ pub enum VolumeAccess {
     Import,
 }
 
-/// Who has a volume, as far as heads and the lock of this machine say.
+/// Whether a volume is open, as far as heads and the lock of this machine say.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Standing {
     Closed,
@@ -94,7 +94,7 @@ impl Locked {
         }
     }
 
-    /// That the volume is all of something.
+    /// Checks that the volume is complete, and not the beginning of an import.
     fn check_whole(&self, name: &VolumeName) -> Result<()> {
         let is_import = self.lock.as_ref().is_some_and(|lock| lock.found().is_import);
         if is_import && self.standing != Standing::Closed {
@@ -161,7 +161,7 @@ impl Stores {
     }
 }
 
-/// That volume `name` is encrypted, as whoever names its key believes.
+/// Checks that volume `name` is encrypted, as a user believes who names its key.
 async fn check_encrypted(volumes: &Volumes, name: &VolumeName) -> Result<()> {
     if volumes.info(name).await?.properties.key().is_some() {
         return Ok(());
@@ -463,15 +463,15 @@ fn warn_of_log(info: &VolumeInfo) {
     let (Some(host), Some(log)) = (&info.open_on, &info.log) else { return };
     let name = info.name.as_str();
     tracing::warn!(
-        "volume {name} is open on {host}, whose log {log} may have what the store has not: what is \
-         read may be older; mica ctl snapshot there, or naming a snapshot, is exact"
+        "volume {name} is open on {host}, whose log {log} may have writes that the store lacks: \
+         what is read may be older; mica ctl snapshot there, or naming a snapshot, is exact"
     );
 }
 
 /// Why a volume is left alone that a process was making of an image.
 fn part_of_image(name: &VolumeName) -> Error {
     let what = format!(
-        "volume {} has a part of an image, whose import has not ended: wait for it, or delete the \
+        "volume {} is incomplete, as its import has not finished: wait for it, or delete the \
          volume and import again",
         name.as_str()
     );
@@ -482,8 +482,9 @@ fn part_of_image(name: &VolumeName) -> Error {
 fn needs_log_to_read(name: &VolumeName, log: &Path) -> Error {
     let (name, log) = (name.as_str(), log.display());
     let what = format!(
-        "volume {name} was not closed, and its log {log} may have what the store has not: serve it \
-         once with --log-device {log}, or by --force without that, or name one of its snapshots"
+        "volume {name} was not closed, and its log {log} may have writes that the store lacks: \
+         serve it once with --log-device {log}, or by --force without that, or name one of its \
+         snapshots"
     );
     Error::new(ErrorKind::Denied, what)
 }
@@ -502,8 +503,8 @@ fn lacks_records(name: &VolumeName, left: &Path, log: &Path) -> Error {
 fn needs_log(name: &VolumeName, log: &Path) -> Error {
     let (name, log) = (name.as_str(), log.display());
     let what = format!(
-        "volume {name} was not closed, and its log {log} may have what the store has not: serve it \
-         with --log-device {log}, or by --force without that"
+        "volume {name} was not closed, and its log {log} may have writes that the store lacks: \
+         serve it with --log-device {log}, or by --force without that"
     );
     Error::new(ErrorKind::Denied, what)
 }

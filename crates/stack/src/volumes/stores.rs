@@ -140,7 +140,7 @@ impl Stores {
         Ok(store)
     }
 
-    /// That no store is made inside another one, whose volumes have no slash in their names.
+    /// Checks that no store is made inside another one: names of volumes have no slash.
     async fn check_no_store_above(&self, path: &Path) -> Result<()> {
         let Some(above) = path.parent().filter(|_| !path.exists()) else { return Ok(()) };
         let above = StoreUrl::Directory(above.to_owned());

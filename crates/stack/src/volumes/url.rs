@@ -100,7 +100,7 @@ impl FromStr for VolumeUrl {
 }
 
 impl StoreUrl {
-    /// That other processes find what one leaves there.
+    /// Checks that other processes find what one leaves there.
     ///
     /// # Errors
     /// `Invalid` if they do not.
@@ -167,7 +167,7 @@ fn split_scheme(text: &str) -> Result<(Scheme, &str)> {
             true => format!("file://{text}"),
             false => FORMS.to_owned(),
         };
-        return Err(invalid(text, &format!("no URL of a store or a volume; use {hint}")));
+        return Err(invalid(text, &format!("not a URL of a store or a volume; use {hint}")));
     };
     let remote = |scheme, kind: &str| match rest.strip_prefix("//") {
         Some(rest) => Ok((scheme, rest)),
@@ -329,7 +329,7 @@ mod tests {
             ("file:///a/b/", "file:///a/b/NAME"),
             ("file:///", "add the name of a volume"),
             ("file:///a/../b/web", "leave out the .."),
-            ("file:///a/Web", "is no name for a volume"),
+            ("file:///a/Web", "is not a valid name of a volume"),
             ("file:///a/web@", "behind the @"),
             ("file:///a/web@a@b", "behind the @"),
             ("https://a/b", "no store of volumes"),

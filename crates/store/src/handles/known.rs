@@ -104,7 +104,7 @@ impl Handles {
         }
     }
 
-    /// The same for a `file` that was opened from it just now, and holds its locks.
+    /// As [`Self::join`], for a `file` that was opened from it just now, and holds its locks.
     pub(crate) fn join_with(
         self: &Arc<Self>,
         located: &Located,

@@ -71,8 +71,8 @@ pub(super) fn judge(slot: &Slot, now: &Identity, locking: Locking) -> Verdict {
 pub(super) fn refused(path: &Path) -> Error {
     let path = path.display();
     let what = format!(
-        "{path} was changed while it was in use: its tables are not what they were, though its \
-         time says so; end what writes to it, and start mica again"
+        "{path} was changed while it was in use: its tables differ, although its timestamps do \
+         not; stop what writes to it, and restart mica"
     );
     Error::new(ErrorKind::Io, what)
 }
@@ -82,8 +82,8 @@ pub(super) fn accept_unproven(slot: &mut Slot, now: Identity, path: &Path) {
     if slot.known.identity != now {
         tracing::warn!(
             path = %path.display(),
-            "its inode was changed while it was not open, and nothing shows whether its content \
-             was, too: assuming that it was not"
+            "its inode changed while it was not open, and so may its content: assuming that it did \
+             not"
         );
     }
     slot.known.identity = now;

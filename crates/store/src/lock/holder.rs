@@ -31,7 +31,7 @@ pub struct LockQuestion {
     pub descriptor: i32,
 }
 
-/// Who holds a lock.
+/// The holder of a lock.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Holder {
     /// A living process, by name and number.

@@ -100,7 +100,7 @@ fn tables_that_changed_under_the_same_time_are_refused_until_they_are_restored()
             for _ in 0..2 {
                 let error = read(&layers.image, 4, 4).await.unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Io);
-                assert!(error.to_string().contains("its tables are not what they were"), "{error}");
+                assert!(error.to_string().contains("its tables differ"), "{error}");
             }
             let asked = proof.asked.load(Ordering::Relaxed);
             assert!(asked <= 2, "asked {asked} times: a refusal is remembered");

@@ -18,7 +18,7 @@ use mica_rt::Buf;
 /// Times that a record is merged again because others were faster.
 const ROUNDS_MAX: usize = 4;
 
-/// Of one image.
+/// The boot records of one image.
 pub(crate) struct BootRecords<'a> {
     pub(crate) objects: &'a dyn Objects,
     pub(crate) environment: &'a Environment,

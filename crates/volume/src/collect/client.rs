@@ -177,7 +177,7 @@ impl<T: 'static> InFlight<T> {
     }
 }
 
-/// That something that is there has to be something else.
+/// The error: an object is not what its name says.
 pub(crate) fn stranger(name: &ObjectName, objects: &dyn Objects, wanted: &str) -> Error {
-    Error::new(ErrorKind::Corrupt, format!("{name} of {} is no {wanted}", objects.name()))
+    Error::new(ErrorKind::Corrupt, format!("{name} of {} is not a valid {wanted}", objects.name()))
 }

@@ -305,8 +305,8 @@ impl Mark {
         Self::with(client, names, None)
     }
 
-    /// The same; it is counted who needs what: each volume, as long as there are few, or each
-    /// snapshot of `of` alone.
+    /// As [`Self::new`]; it is counted who needs what: each volume, as long as there are few, or
+    /// each snapshot of `of` alone.
     pub(crate) fn counting(client: &Client, names: &[Arc<Named>], of: Option<u32>) -> Self {
         let tally = Tally { of, snapshots: vec![0; names.len()], ..Tally::default() };
         Self::with(client, names, Some(tally))

@@ -68,7 +68,7 @@ pub(crate) async fn stable_names(
         }
         before = now;
     }
-    let what = format!("volumes are made in {} all the time", client.objects.name());
+    let what = format!("volumes keep being created in {}: try again", client.objects.name());
     Err(Error::new(ErrorKind::Io, what))
 }
 
@@ -127,7 +127,7 @@ pub(crate) async fn read_name(
         let head = decode_head(&*client.objects, name, (store, number), &bytes).await?;
         return Ok(Some(Arc::new(Named { name: name.clone(), head, lower })));
     }
-    let what = format!("the heads of volume {} change all the time", name.as_str());
+    let what = format!("the heads of volume {} keep changing: try again", name.as_str());
     Err(Error::new(ErrorKind::Io, what))
 }
 

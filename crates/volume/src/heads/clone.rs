@@ -77,12 +77,12 @@ impl Heads {
         let (name, host) = (self.name.as_str(), &head.host);
         let what = match head.life {
             Life::Pinned => format!(
-                "volume {name} is a clone that {host} has not finished: if that does not go on, \
+                "volume {name} is a clone that {host} has not finished: if it makes no progress, \
                  delete it and clone again"
             ),
             Life::Open { .. } if head.is_unfinished => format!(
-                "volume {name} has a part of an image or a stream, whose import on {host} has not \
-                 ended: wait for it, or delete the volume by force and import again"
+                "volume {name} is incomplete, as its import on {host} has not finished: wait for \
+                 it, or delete the volume by force and import again"
             ),
             _ => return Ok(()),
         };

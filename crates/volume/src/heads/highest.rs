@@ -57,7 +57,7 @@ impl Heads {
     /// `Corrupt` if it is the name of something else.
     pub(super) fn number_of(&self, name: &ObjectName) -> Result<u64> {
         names::number(name).ok_or_else(|| {
-            let what = format!("{name} of {} is no head", self.objects.name());
+            let what = format!("{name} of {} is not a valid head", self.objects.name());
             Error::new(ErrorKind::Corrupt, what)
         })
     }

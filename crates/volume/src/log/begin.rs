@@ -271,7 +271,8 @@ impl LogDevice {
             tracing::warn!(
                 log = self.name(),
                 record = end,
-                "records of the volume are missing before others: that is so after a power cut; if there was none, the log is damaged"
+                "records of the volume are missing before later ones: this is expected after a \
+                 power cut; if there was none, the log is damaged"
             );
         }
         // What is not needed may go now: the newest segment of the log stays until there is
@@ -280,7 +281,8 @@ impl LogDevice {
         Ok((used, end))
     }
 
-    /// That records are missing that were durable when the newest segment of their log was begun.
+    /// The error: records are missing that were durable when the newest segment of their log was
+    /// begun.
     fn lost(&self, slot: Option<usize>, records: Range<u64>) -> Error {
         let place = match slot {
             Some(slot) => format!("the segment at {} of the file is damaged", self.header.at(slot)),
@@ -296,7 +298,7 @@ impl LogDevice {
         Error::new(ErrorKind::Corrupt, what)
     }
 
-    /// That a header is damaged, so that it is unknown whose records are behind it.
+    /// The error: a header is damaged, so that it is unknown whose records are behind it.
     fn damaged(&self, slot: usize) -> Error {
         let what = format!(
             "the header of the segment at {} of the log {} is damaged, and records of the volume \

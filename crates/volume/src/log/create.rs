@@ -84,7 +84,7 @@ pub(super) async fn make(file: &dyn Store, id: Id) -> Result<DeviceHeader> {
     Ok(header)
 }
 
-/// That a log may have `len` bytes.
+/// Checks that a log may have `len` bytes.
 pub(super) fn check_len(file: &dyn Store, len: u64) -> Result<()> {
     if len < DeviceHeader::LEN_MIN { Err(too_short(file, len)) } else { Ok(()) }
 }
@@ -109,8 +109,8 @@ pub(super) async fn allocate(file: &dyn Store, header: &DeviceHeader) -> Result<
         Err(error) if error.kind() == ErrorKind::NoSpace => {
             let (name, len) = (file.name(), header.len());
             let what = format!(
-                "{name}, which is to be {len} bytes: there is no room for it: make some, or choose \
-                 a smaller --log-size and remove the file"
+                "{name}: no space for {len} bytes: free some, or choose a smaller --log-size and \
+                 remove the file"
             );
             Err(Error::new(ErrorKind::NoSpace, what))
         }

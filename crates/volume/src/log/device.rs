@@ -101,7 +101,7 @@ impl LogDevice {
     ) -> Result<Arc<Self>> {
         if file.len()? < header.len() {
             let (file, len) = (file.name(), header.len());
-            tracing::warn!(file, "the log was cut: it had {len} bytes");
+            tracing::warn!(file, "the log was truncated: it had {len} bytes");
         }
         create::allocate(&*file, &header).await?;
         let (headers, damaged) = read_headers(&*file, &header).await?;

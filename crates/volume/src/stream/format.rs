@@ -182,7 +182,7 @@ impl Part {
         if raw.sequence.get() == sequence { Ok(part) } else { Err(Malformed::Content) }
     }
 
-    /// That `bytes` and the `data` that follows are as they were sent.
+    /// Checks that `bytes` and the `data` that follows are as they were sent.
     pub(super) fn check(bytes: &[u8; PART_BYTES], data: &[u8]) -> Result<(), Malformed> {
         let raw: &RawPart = zerocopy::transmute_ref!(bytes);
         if raw.checksum.get() == sum(raw, data) { Ok(()) } else { Err(Malformed::Checksum) }

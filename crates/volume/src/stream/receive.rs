@@ -124,7 +124,7 @@ impl Volumes {
         if !is_as_seen {
             volume.close().await?;
             let what = format!(
-                "volume {} was changed by somebody else in this moment: receive it again",
+                "volume {} was changed by another process meanwhile: receive it again",
                 name.as_str()
             );
             return Err(Error::new(ErrorKind::Denied, what));
@@ -159,7 +159,7 @@ impl Volumes {
             Ok(()) => error,
             Err(other) => {
                 let (name, what, other) = (name.as_str(), error.in_one_line(), other.in_one_line());
-                let what = format!("{what}; volume {name} has a part of it, delete it: {other}");
+                let what = format!("{what}; volume {name} is incomplete, delete it: {other}");
                 Error::new(error.kind(), what)
             }
         }
@@ -269,7 +269,7 @@ struct Present {
 }
 
 impl Present {
-    /// That what is received is encrypted if that was asked for.
+    /// Checks that what is received is encrypted if that was asked for.
     fn check_as(&self, name: &VolumeName, new: NewVolume) -> Result<()> {
         if new.encryption == Encryption::None || self.properties.key().is_some() {
             return Ok(());
@@ -289,8 +289,8 @@ impl Present {
 
 fn changed(name: &VolumeName) -> Error {
     let what = format!(
-        "volume {} was written since the snapshot that the stream goes on from: --force gives that \
-         up",
+        "volume {} was written since the snapshot on which the stream is based: --force discards \
+         those writes",
         name.as_str()
     );
     Error::new(ErrorKind::Denied, what)
@@ -298,7 +298,7 @@ fn changed(name: &VolumeName) -> Error {
 
 fn no_base(name: &VolumeName, begin: &Begin) -> Error {
     let what = format!(
-        "there is no volume {} with the snapshot that the stream goes on from: receive that one \
+        "there is no volume {} with the snapshot on which the stream is based: receive that one \
          first (this is of {:?})",
         name.as_str(),
         begin.label
@@ -415,7 +415,7 @@ impl Malformed {
             _ => ErrorKind::Corrupt,
         };
         let what = match self {
-            Self::Magic => "this is no stream of a volume".to_owned(),
+            Self::Magic => "this is not a stream of a volume".to_owned(),
             Self::Truncated => "the stream ends too early".to_owned(),
             _ => format!("the stream is damaged at byte {at}: {self}"),
         };

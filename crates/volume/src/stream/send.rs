@@ -61,7 +61,7 @@ impl Volumes {
         let tree = self.tree.with_access(self.access(name, &properties)?);
         if base.is_some_and(|base| base >= last) {
             let what =
-                format!("snapshot {which} is not newer than the one that it is to go on from");
+                format!("snapshot {which} is not newer than the one on which it is to be based");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let first = if is_each { base.map_or(0, |base| base + 1) } else { last };

@@ -185,7 +185,7 @@ impl Shared {
             let (number, len, records) =
                 (recorder.now.next_snapshot(), recorder.now.len, recorder.now.records);
             if number == u64::MAX {
-                let what = "the volume has had every snapshot";
+                let what = "the volume has no snapshot numbers left";
                 return Step::Done(Err(Error::new(ErrorKind::Limit, what)));
             }
             let cut = Cut::Take { number, label: label.clone(), time_ns, origin };

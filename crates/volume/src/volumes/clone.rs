@@ -52,8 +52,7 @@ impl Volumes {
             return Ok(());
         }
         let what = format!(
-            "volume {} was changed while it was cloned, and does not have what was to be cloned \
-             any more",
+            "volume {} changed while it was cloned, and no longer has what was to be cloned",
             source.as_str()
         );
         Err(Error::new(ErrorKind::Denied, what))

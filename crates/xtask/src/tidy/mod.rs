@@ -12,6 +12,7 @@ mod names;
 mod scan;
 mod source;
 mod tree;
+mod words;
 
 use anyhow::{Context, Result, bail};
 use mica_tests::shell;
@@ -43,6 +44,7 @@ pub(crate) fn run() -> Result<()> {
         let Ok(bytes) = std::fs::read(root.join(file)) else { continue };
         let Ok(text) = String::from_utf8(bytes) else { continue };
         source::check(file, &text, &mut allowed, &mut findings);
+        words::check(file, &text, &mut findings);
     }
     arrows::check(&mut findings)?;
     circles::check(&root, &files, &mut findings)?;

@@ -32,7 +32,7 @@ const REFUSALS: [&str; 10] = [
     "need",
     "is not older than",
     // A merge that was killed, or cancelled.
-    "when that ended early",
+    "an earlier merge was interrupted",
     // Nothing is on top of it yet.
     "is a raw image",
 ];

@@ -15,7 +15,7 @@ use std::time::Duration;
 /// image out that the configuration names.
 const KEPT: [&str; 3] = [configured::DISKS_CHANGE, "has the backup", NAME_LEFT];
 /// How a server says that an image is no layer of its disk any more.
-const NAME_LEFT: &str = "does not stand on it any more";
+const NAME_LEFT: &str = "is no longer based on it";
 
 /// A server.
 #[derive(Debug)]

@@ -198,7 +198,7 @@ fn send(fleet: &mut Fleet<'_>, rng: &mut Rng, disk: &Disk) -> Outcome {
         let fate = fleet.fate(rng);
         if !must(fleet.verb(&words, fate)?)? {
             let again = fleet.verb_to_end(&words)?;
-            if again.stderr.contains("part of an image") && since.is_none() {
+            if again.stderr.contains("is incomplete") && since.is_none() {
                 // Of a whole one a part was left.
                 discard(fleet, &far)?;
                 fleet.verb_ok(&words)?;

@@ -112,5 +112,5 @@ fn guest_that_thawed_too_early_is_reported() {
     let (_folder, socket, _told) = agent(Manner::Impatient);
     let done = while_frozen(&[socket], LONG, || Ok(()));
     let said = format!("{:?}", done.expect_err("it fails"));
-    assert!(said.contains("was taken, but") && said.contains("before"), "{said}");
+    assert!(said.contains("was taken, but") && said.contains("already been thawed"), "{said}");
 }

@@ -74,7 +74,7 @@ pub(super) async fn layers(images: &ImageArgs, image: &Path) -> Result<Vec<Layer
     let why = match () {
         () if all.len() > LAYERS_MAX => Some("there are too many"),
         () if !all.is_sorted_by_key(|layer| layer.len) => {
-            Some("a layer is shorter than the one beneath it, and a volume becomes no shorter")
+            Some("a layer is shorter than the one beneath it, and a volume cannot shrink")
         }
         () => None,
     };

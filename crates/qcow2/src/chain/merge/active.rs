@@ -35,7 +35,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// For how long the guest may have to wait for what is copied while the gate is held.
+/// Limit for what is copied while the gate is held, for which the guest waits.
 const HELD_MAX: Duration = Duration::from_millis(20);
 /// Bytes that are taken to be copied in that time, whatever was measured.
 const HELD_BYTES_MIN: u64 = 1 << 20;

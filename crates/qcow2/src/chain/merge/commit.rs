@@ -51,7 +51,7 @@ impl Chain {
         }
     }
 
-    /// The same for a `top` that is frozen.
+    /// Merges down from a `top` that is frozen.
     async fn commit_frozen(
         &self,
         top: &Path,

@@ -50,7 +50,7 @@ pub(in crate::chain) struct Brake {
 }
 
 impl Brake {
-    /// For how long a change has to wait before it begins.
+    /// How long a change has to wait before it begins.
     #[inline]
     pub(in crate::chain) fn wait(&self) -> Duration {
         match self.is_on.load(Ordering::Relaxed) {
@@ -127,7 +127,7 @@ impl Schedule {
         due - self.elapsed.as_secs_f64()
     }
 
-    /// For how long changes are to wait, after they waited for `wait`.
+    /// How long changes are to wait, after they waited for `wait`.
     fn wait_after(&self, wait: Duration) -> Duration {
         match self.ahead() {
             _ if self.is_new() && self.elapsed < FIRST_TRIED => FIRST_WAIT,
@@ -158,7 +158,7 @@ pub(super) struct Pace<'a> {
 }
 
 impl<'a> Pace<'a> {
-    /// For a merge of these `layers` of `chain` into another one.
+    /// The pace of a merge of these `layers` of `chain` into another one.
     pub(super) fn new(
         chain: &'a Chain,
         layers: &[Arc<Layer>],

@@ -16,7 +16,7 @@ pub(super) const PAGE_BITS: u64 = 8 * PAGE_BYTES as u64;
 const PAGE_WORDS: usize = PAGE_BYTES / 8;
 /// Pages that are found together.
 const SHELF_PAGES: u64 = 1024;
-/// For the longest bitmap that an image can have.
+/// Shelves of the longest bitmap that an image can have.
 const SHELVES: u64 = BITMAP_BYTES_MAX / (SHELF_PAGES * PAGE_BYTES as u64);
 
 /// Bytes that the bitmaps of all chains that share a cache may take in memory.

@@ -213,11 +213,11 @@ impl Writer {
     ) -> Result<HostOffset> {
         let bytes: Vec<u8> =
             entries.iter().flat_map(|entry| entry.encode().to_be_bytes()).collect();
-        self.put_anew(&bytes, taken).await
+        self.put_in_new_place(&bytes, taken).await
     }
 
     /// Writes `bytes`, and zeros up to the end of a cluster, to a new place.
-    async fn put_anew(&self, bytes: &[u8], Taken(taken): &mut Taken) -> Result<HostOffset> {
+    async fn put_in_new_place(&self, bytes: &[u8], Taken(taken): &mut Taken) -> Result<HostOffset> {
         let bits = self.l2.cluster_bits;
         let count = bits.clusters_for(bytes.len() as u64).max(1);
         let len = bits.bytes_of(count);
@@ -250,7 +250,7 @@ impl Writer {
         (directory, count): (&[u8], u32),
         taken: &mut Taken,
     ) -> Result<()> {
-        let directory_offset = self.put_anew(directory, taken).await?;
+        let directory_offset = self.put_in_new_place(directory, taken).await?;
         // With the counts of everything.
         self.flush().await?;
         self.log_reserved().await?;

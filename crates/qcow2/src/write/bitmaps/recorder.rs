@@ -69,7 +69,7 @@ impl Recorded {
 }
 
 impl Recorder {
-    /// For a disk of `len` bytes.
+    /// Records changes of a disk of `len` bytes.
     pub(super) fn new(all: Vec<Recorded>, len: u64) -> Self {
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
         Self {
@@ -213,7 +213,7 @@ impl Recorder {
         self.cut(bitmap, (number, bytes));
     }
 
-    /// The same as it is in the file of an image that is closed.
+    /// As [`Self::put_covered`] as it is in the file of an image that is closed.
     pub(super) fn put_exact(&self, bitmap: &Recorded, (number, bytes): (u64, &mut [u8])) {
         bitmap.bits.put_page(number, bytes);
         self.cut(bitmap, (number, bytes));

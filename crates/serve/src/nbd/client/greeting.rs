@@ -76,7 +76,7 @@ impl Greeting {
         let contexts = Vec::new();
         let mut greeting = Self { connection, input, export, is_structured: false, contexts };
         let said = decode_greeting(&greeting.input.take()?);
-        let flags = said.map_err(|_| broken("this is no NBD server of today"))?;
+        let flags = said.map_err(|_| broken("this is not a modern NBD server"))?;
         if flags & handshake::FIXED_NEWSTYLE == 0 {
             return Err(broken("the server is too old: it lacks fixed newstyle"));
         }
@@ -98,11 +98,13 @@ impl Greeting {
     /// All that follows is encrypted.
     fn start_tls(&mut self, session: ClientConnection) -> Result<()> {
         if let Answer::Refused { text, .. } = self.ask(option::STARTTLS, &[])? {
-            return Err(refused("the server has no TLS", &text));
+            return Err(refused("the server does not support TLS", &text));
         }
         // Whoever is between the two could have put it there.
         if !self.input.is_empty() {
-            return Err(broken("the server says something between its consent to TLS and that"));
+            return Err(broken(
+                "the server sent data between agreeing to TLS and the TLS handshake",
+            ));
         }
         self.connection = Secure::begin(Arc::clone(&self.connection), session)?;
         self.input = Input::new(Arc::clone(&self.connection));
@@ -141,7 +143,7 @@ impl Greeting {
 
     fn contexts(&mut self, option: u32, queries: &[&str]) -> Result<Vec<(u32, String)>> {
         if !self.is_structured {
-            let what = "the server lacks structured replies, and so cannot tell what changed";
+            let what = "the server lacks structured replies, and so cannot report what changed";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let data = meta_request(self.export.as_bytes(), queries);
@@ -162,7 +164,7 @@ impl Greeting {
         };
         let mut contexts = Vec::new();
         for (_, data) in replies.iter().filter(|(kind, _)| *kind == option_reply::META_CONTEXT) {
-            let context = decode_context(data).map_err(|_| broken("a context has no number"));
+            let context = decode_context(data).map_err(|_| broken("a context has no ID"));
             let (id, name) = context?;
             contexts.push((id, String::from_utf8_lossy(name).into()));
         }
@@ -203,7 +205,8 @@ impl Greeting {
             flags: 0,
         };
         for (_, data) in replies.iter().filter(|(kind, _)| *kind == option_reply::INFO) {
-            let said = Info::decode(data).map_err(|_| broken("what the server says of the export"));
+            let said =
+                Info::decode(data).map_err(|_| broken("an invalid description of the export"));
             match said? {
                 Info::Export { len, flags } => (export.len, export.flags) = (len, flags),
                 Info::Description(text) => {
@@ -215,7 +218,7 @@ impl Greeting {
         }
         // Room to round it up.
         if export.len >= 1 << 62 {
-            return Err(broken("the server does not tell a length"));
+            return Err(broken("the server does not report a length"));
         }
         Ok(export)
     }
@@ -249,7 +252,7 @@ impl Greeting {
         let mut replies = Vec::new();
         let mut bytes_left = ANSWER_BYTES_MAX;
         loop {
-            let senseless = || broken("the server's answer to an option makes no sense");
+            let senseless = || broken("the server's answer to an option is invalid");
             let head = OptionReply::decode(&self.input.take()?).map_err(|_| senseless())?;
             let left = bytes_left.checked_sub(ANSWER_BYTES);
             let left = left.and_then(|left| left.checked_sub(head.len));
@@ -294,7 +297,7 @@ fn connect_unix(path: &Path, limit: Duration) -> io::Result<UnixStream> {
     match rustix::io::retry_on_intr(|| rustix::net::connect(&socket, &address)) {
         Ok(()) => Ok(socket.into()),
         Err(rustix::io::Errno::AGAIN) => {
-            Err(io::Error::new(io::ErrorKind::TimedOut, "it takes no connection"))
+            Err(io::Error::new(io::ErrorKind::TimedOut, "it does not accept connections"))
         }
         Err(error) => Err(error.into()),
     }
@@ -315,7 +318,7 @@ fn connect_tcp(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> 
 impl Export {
     fn set_blocks(&mut self, minimum: u32, maximum: u32) -> Result<()> {
         if !minimum.is_power_of_two() || minimum > BLOCK_BYTES_MAX || maximum < minimum {
-            return Err(broken("the server's blocks make no sense"));
+            return Err(broken("the server's block sizes are invalid"));
         }
         self.block_min = minimum.into();
         self.read_max = u64::from(maximum.min(PAYLOAD_BYTES_MAX) & !(minimum - 1));

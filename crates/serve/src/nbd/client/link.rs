@@ -116,7 +116,7 @@ pub(super) fn lost(error: io::Error) -> Error {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => broken("the server has ended the connection"),
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-            broken("the server does not answer any more")
+            broken("the server no longer answers")
         }
         _ => Error::from_io("the connection to the server is lost", error),
     }
@@ -221,7 +221,8 @@ fn no_answer() -> Error {
 }
 
 impl Table {
-    /// Its cookie if there is room; nothing yet if not. `None` within if it failed at once.
+    /// Registers a request. Returns its cookie; `None` if there is no room yet, `Some(None)` if the
+    /// request failed at once.
     fn admit(&mut self, reply: &mut Option<Reply>) -> Option<Option<u64>> {
         if let Some(error) = &self.end {
             if let Some(reply) = reply.take() {
@@ -292,11 +293,11 @@ impl Answers {
 
     fn take_one(&mut self) -> Result<()> {
         self.wait()?;
-        let senseless = |_| broken("an answer makes no sense");
+        let senseless = |_| broken("an invalid reply");
         let head = ReplyHead::decode(&self.input.take()?).map_err(senseless)?;
         let (ReplyHead::Simple { cookie, .. } | ReplyHead::Chunk { cookie, .. }) = head;
         let pending = self.shared.table().pending.remove(&cookie);
-        let Some(mut reply) = pending else { return Err(broken("an answer to nothing")) };
+        let Some(mut reply) = pending else { return Err(broken("a reply to no request")) };
         let taken = match head {
             ReplyHead::Simple { error, .. } => self.simple(error, &mut reply).map(|()| true),
             ReplyHead::Chunk { kind, is_last, .. } => ChunkKind::decode(kind)
@@ -367,7 +368,7 @@ impl Answers {
                 let place = read.place(read.at, len)?;
                 self.input.fill(&mut read.buf.own_bytes()[place])?;
             }
-            Reply::Status(_) => return Err(broken("a status says nothing")),
+            Reply::Status(_) => return Err(broken("an empty block status")),
         }
         Ok(())
     }
@@ -390,17 +391,16 @@ impl Answers {
             (ChunkKind::Status, Reply::Status(status)) if len <= CHUNK_BYTES_MAX => {
                 let bytes = self.input.take_bytes(len)?;
                 let (id, parts) =
-                    decode_status(&bytes).map_err(|_| broken("a status makes no sense"))?;
+                    decode_status(&bytes).map_err(|_| broken("an invalid block status"))?;
                 status.tell(id, parts)
             }
             (ChunkKind::None, _) if len == 0 && is_last => Ok(()),
             (ChunkKind::Error, reply) if len <= CHUNK_BYTES_MAX => {
                 let bytes = self.input.take_bytes(len)?;
-                let (error, text) =
-                    decode_error(&bytes).map_err(|_| broken("an error makes no sense"))?;
+                let (error, text) = decode_error(&bytes).map_err(|_| broken("an invalid error"))?;
                 reply.note(reported(error, text))
             }
-            _ => Err(broken("an answer is of another kind than what was asked")),
+            _ => Err(broken("a reply that does not match its request")),
         }
     }
 }

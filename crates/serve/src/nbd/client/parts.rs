@@ -23,7 +23,7 @@ pub(super) fn merged(told: &[Vec<(u64, u32)>], len: u64) -> Result<Vec<Part>> {
     };
     let end = told.iter().map(total).min().unwrap_or(0).min(len);
     if end == 0 {
-        return Err(broken("a status says nothing"));
+        return Err(broken("an empty block status"));
     }
     // Empty parts say nothing.
     let mut sides = told.iter().map(|parts| parts.iter().copied().filter(|part| part.0 > 0));

@@ -59,7 +59,7 @@ impl ReadReply {
         let start = at.checked_sub(self.at).and_then(|start| usize::try_from(start).ok());
         let end = start.zip(usize::try_from(len).ok()).and_then(|(at, len)| at.checked_add(len));
         let (Some(start), Some(end)) = (start, end.filter(|end| *end <= self.buf.len())) else {
-            return Err(broken("the server sends data of another place"));
+            return Err(broken("the server sends data from another offset"));
         };
         let place = start..end;
         if place.is_empty() {
@@ -103,7 +103,7 @@ impl StatusReply {
     /// What the context `id` says.
     pub(super) fn tell(&mut self, id: u32, parts: Vec<(u64, u32)>) -> Result<()> {
         let context = self.contexts.iter().position(|context| *context == id);
-        let context = context.ok_or_else(|| broken("a status is of something else"))?;
+        let context = context.ok_or_else(|| broken("a block status of another context"))?;
         match self.told[context].replace(parts) {
             None => Ok(()),
             Some(_) => Err(broken("the server sends a status twice")),
@@ -152,7 +152,7 @@ impl Reply {
                     return Ok(());
                 }
                 let told: Option<Vec<_>> = reply.told.into_iter().collect();
-                let told = told.ok_or_else(|| broken("a status lacks a context"));
+                let told = told.ok_or_else(|| broken("a block status lacks a context"));
                 let parts = told.and_then(|told| parts::merged(&told, reply.len));
                 let failed = parts.as_ref().err().cloned();
                 let _ = reply.answer.send(parts);

@@ -45,11 +45,11 @@ impl FromStr for Uri {
     fn from_str(text: &str) -> Result<Self> {
         let refuse = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{text}: {why}")));
         let Some((scheme, rest)) = text.split_once("://") else {
-            return refuse("this is no URI");
+            return refuse("this is not a URI");
         };
         let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (host, export) = path.split_once('/').unwrap_or((path, ""));
-        let Some(export) = decoded(export) else { return refuse("the export's name is no text") };
+        let Some(export) = decoded(export) else { return refuse("the export's name is not text") };
         let (scheme, is_secure) = match scheme {
             "nbds" => ("nbd", true),
             "nbds+unix" => ("nbd+unix", true),
