@@ -12,8 +12,8 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-/// Bytes of a message: a disk's table may have 64 KiB, and becomes longer in JSON. The system passes
-/// on a little more at once.
+/// Bytes of a message: a disk's table may have 64 KiB, and becomes longer in JSON. The system
+/// passes on a little more at once.
 const MESSAGE_BYTES_MAX: usize = 160 << 10;
 
 /// The messages, in order.
