@@ -13,8 +13,8 @@
 //! The owner of a disk has it as [`Manage`], which is [`Disk`] and control: servers never see that.
 //!
 //! A plan is a list of [`Extent`]s, plain values that say where the bytes of a range are. Planning
-//! does no data I/O; acting on an extent ([`Disk::read`]) plans nothing, unless the extent only says
-//! that something is stored, as those of a volume do.
+//! does no data I/O; acting on an extent ([`Disk::read`]) plans nothing, unless the extent says
+//! only that something is stored, as those of a volume do.
 
 mod disk;
 mod error;
