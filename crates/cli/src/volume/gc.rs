@@ -15,9 +15,10 @@ use std::sync::Arc;
 
 /// Delete what no volume, snapshot or clone of a store needs.
 ///
-/// In a directory, sparse extents of volumes that nobody has open are written again. Whatever is
-/// done in the store meanwhile goes on; it may be stopped at any time. No key is needed, but to
-/// write extents again of a volume that is encrypted.
+/// In a directory, sparse extents of volumes that nobody has open are written again, also of those
+/// whose server or verb was killed on this host and had no log. Whatever is done in the store
+/// meanwhile goes on; it may be stopped at any time. No key is needed, but to write extents again
+/// of a volume that is encrypted.
 #[derive(Args)]
 pub(super) struct GcArgs {
     /// Only say what would be freed.
@@ -25,8 +26,8 @@ pub(super) struct GcArgs {
     pub(super) dry_run: bool,
     /// Write sparse extents again in a bucket or a pool, too.
     ///
-    /// While that is done with a volume it is open on this host, and no other opens it, except by
-    /// force; nor afterwards, if this verb is killed.
+    /// While that is done with a volume it is open on this host, and nobody else opens it, except
+    /// by force. If this verb is killed, what this host does with the volume next ends that.
     #[arg(long, conflicts_with = "dry_run")]
     pub(super) compact: bool,
     #[command(flatten)]
@@ -96,9 +97,12 @@ async fn sparse_bytes(store: &Store, collected: &Collected) -> Result<u64, Failu
     let mut bytes = 0;
     for sparse in &collected.sparse {
         match store.volumes().info(&sparse.name).await {
-            Ok(info) if info.open_on.is_none() => bytes += sparse.bytes - sparse.live_bytes,
-            // It is left to its server; or it went meanwhile.
-            Ok(_) => {}
+            Ok(info) => {
+                if store.is_left_to_compactors(&info).await {
+                    bytes += sparse.bytes - sparse.live_bytes;
+                }
+            }
+            // It went meanwhile.
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error.into()),
         }
@@ -112,12 +116,16 @@ async fn compact(
     collected: &Collected,
     (key, ending): (Option<&Arc<VolumeKey>>, &Ending),
 ) -> Result<bool, Failure> {
+    let Some(compactor) = store.compactor().await? else {
+        tracing::info!("another collection writes sparse extents again: they are left to it");
+        return Ok(false);
+    };
     let mut is_any = false;
     for sparse in &collected.sparse {
         if ending.signal().is_raised() {
             break;
         }
-        match store.compact(sparse, key.cloned(), ending.signal()).await {
+        match compactor.compact(sparse, key.cloned(), ending.signal()).await {
             Ok(blocks) => is_any |= blocks > 0,
             // Its server has it, or it is gone, or takes another key.
             Err(error) if matches!(error.kind(), ErrorKind::Denied | ErrorKind::NotFound) => {}
