@@ -116,6 +116,9 @@ async fn compact(
     collected: &Collected,
     (key, ending): (Option<&Arc<VolumeKey>>, &Ending),
 ) -> Result<bool, Failure> {
+    if collected.sparse.is_empty() {
+        return Ok(false);
+    }
     let Some(compactor) = store.compactor().await? else {
         tracing::info!("another collection writes sparse extents again: they are left to it");
         return Ok(false);

@@ -181,7 +181,11 @@ fn picture(store: &Store, branches: &[Branch]) -> String {
             bytes,
         }));
     }
-    let title = format!("{} volumes of {} and their snapshots", branches.len(), store.url());
+    let url = store.url();
+    let title = match branches {
+        [one] => format!("volume {} of {url} and its snapshots", one.volume.name.as_str()),
+        all => format!("{} volumes of {url} and their snapshots", all.len()),
+    };
     draw_rows(&title, &rows)
 }
 
