@@ -99,6 +99,13 @@ async fn undo(
     match store.undo_import(&url.name, made).await {
         Ok(false) => {
             ending.end_if_raised();
+            if failure.lacks_space() {
+                let store = store.url();
+                return Failure::new(format!(
+                    "{url} is not imported: {store} has no room for it: make some, and import it \
+                     again; what of it was copied goes with mica volume gc {store}"
+                ));
+            }
             failure.within(format!(
                 "{url} is not imported, and mica volume gc frees what of it was copied"
             ))
