@@ -1,6 +1,7 @@
 //! Failures of verbs: one line on stderr and an exit code.
 
 use crate::plain::plain;
+use mica_block::ErrorKind;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -11,6 +12,8 @@ pub(crate) struct Failure {
     /// `None` if there is nothing to say.
     message: Option<String>,
     code: u8,
+    /// What kind of an error of a disk or a store it is, if it is one.
+    kind: Option<ErrorKind>,
 }
 
 /// What a shell reports for a program that SIGPIPE killed, as happens to qemu-img.
@@ -19,14 +22,16 @@ const EXIT_NO_READER: u8 = 128 + 13;
 impl Failure {
     /// A failure with exit code 1.
     pub(crate) fn new(message: impl Into<String>) -> Self {
-        Self { message: Some(message.into()), code: 1 }
+        Self { message: Some(message.into()), code: 1, kind: None }
     }
 
     /// A failure of writing to stdout. A reader that takes the first lines and leaves (`| head`)
     /// wants no more, and no message.
     pub(crate) fn of_stdout(error: std::io::Error) -> Self {
         match error.kind() {
-            std::io::ErrorKind::BrokenPipe => Self { message: None, code: EXIT_NO_READER },
+            std::io::ErrorKind::BrokenPipe => {
+                Self { message: None, code: EXIT_NO_READER, kind: None }
+            }
             _ => Self::from(error).within("standard output"),
         }
     }
@@ -49,6 +54,11 @@ impl Failure {
     #[must_use]
     pub(crate) fn within(self, what: impl std::fmt::Display) -> Self {
         Self { message: self.message.map(|message| format!("{what}: {message}")), ..self }
+    }
+
+    /// Whether there was no room for something.
+    pub(crate) fn lacks_space(&self) -> bool {
+        self.kind == Some(ErrorKind::NoSpace)
     }
 
     /// What there is to say.
@@ -74,7 +84,7 @@ impl From<mica_block::Error> for Failure {
             let _ = write!(message, ": {error}");
             cause = error.source();
         }
-        Self::new(message)
+        Self { kind: Some(error.kind()), ..Self::new(message) }
     }
 }
 

@@ -179,7 +179,8 @@ EXAMPLES:
 pub(crate) const CTL_TREE: &str = "\
 EXAMPLES:
   mica ctl tree web
-  mica ctl tree --store web                 # with all others of its store";
+  mica ctl tree --store web                 # with all others of its store
+  mica ctl tree --svg web > web.svg";
 
 pub(crate) const CTL_CHECK: &str = "\
 EXAMPLES:

@@ -83,8 +83,8 @@ pub use temporary::{
     unfinished_place,
 };
 pub use volumes::{
-    Collection, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience, Settled,
-    SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions, VolumeUrl,
-    bucket_files, bucket_ports, read_volume_key,
+    Collection, Compactor, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience,
+    Settled, SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions,
+    VolumeUrl, bucket_files, bucket_ports, read_volume_key,
 };
 pub use window::{Window, WindowPlace};

@@ -1,24 +1,22 @@
-//! Compaction of a volume that nobody has open.
+//! Compaction of a volume that nobody else has open.
 
 use crate::collect::Sparse;
-use crate::heads::Claimed;
-use crate::volumes::Volumes;
+use crate::volume::Volume;
 use mica_block::{Disk, Manage, Result};
 use mica_rt::sync::Signal;
 
-impl Volumes {
-    /// Writes again what `sparse` says, so that the next collection can delete its extents; returns
-    /// how many blocks that were. When `given_up` is raised the rest is left as it is.
+impl Volume {
+    /// Writes again what `sparse` says of this volume, so that the next collection can delete its
+    /// extents, and closes it; returns how many blocks that were. When `given_up` is raised the
+    /// rest is left as it is.
     ///
     /// # Errors
-    /// `Denied` if the volume is open: its server does it then, with [`crate::Volume::tidy`].
-    /// Otherwise as a write.
-    pub async fn compact(&self, sparse: &Sparse, given_up: &Signal) -> Result<u64> {
-        let volume = self.open_volume(&sparse.name, Claimed::Refuse).await?;
+    /// As a write: `Denied` if another writer has the volume by now.
+    pub async fn compact(self, sparse: &Sparse, given_up: &Signal) -> Result<u64> {
         let extents = sparse.extents.iter().copied().collect();
-        let rewritten = given_up.unless_raised(volume.tidy(&extents, None)).await;
-        let flushed = volume.flush().await;
-        volume.close().await?;
+        let rewritten = given_up.unless_raised(self.tidy(&extents, None)).await;
+        let flushed = self.flush().await;
+        self.close().await?;
         flushed?;
         rewritten.unwrap_or(Ok(0))
     }

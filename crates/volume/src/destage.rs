@@ -222,7 +222,7 @@ impl Shared {
     fn note_trouble(&self, putter: &Putter, error: &Error) {
         putter.counts.put_failures.fetch_add(1, Ordering::Relaxed);
         let mut trouble = putter.trouble.lock();
-        if trouble.is_none() {
+        if trouble.is_none() && putter.tree().patience().is_said(error) {
             let (store, error) = (self.heads.objects.name(), error.in_one_line());
             tracing::warn!(%store, error, "the store takes no writes: still trying");
         }

@@ -62,6 +62,13 @@ pub(crate) enum Purpose<'a> {
     Snapshots,
 }
 
+/// A writer that did not close the volume.
+struct Fenced {
+    host: String,
+    /// Whether its head says so. One that is older than such heads may have had one, too.
+    had_log: bool,
+}
+
 /// What became of the log on this machine.
 struct LogChoice<'a> {
     device: Option<&'a Arc<LogDevice>>,
@@ -75,8 +82,8 @@ struct LogChoice<'a> {
     /// That of the volume from now on.
     log: Option<Log>,
     loss: Option<String>,
-    /// The host whose writer was fenced, if its log is not here.
-    fenced: Option<String>,
+    /// The writer that was fenced, unless its log is here.
+    fenced: Option<Fenced>,
     /// The time of the state that is gone on from.
     state_ns: u64,
 }
@@ -170,8 +177,9 @@ impl LocalLog for LogChoice<'_> {
     }
 
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()> {
-        let had_log = head.writer().is_some() && self.claimed != Claimed::JustMade;
-        self.fenced = had_log.then(|| head.host.clone());
+        let had_writer = head.writer().is_some() && self.claimed != Claimed::JustMade;
+        let fenced = || Fenced { host: head.host.clone(), had_log: head.log.is_some() };
+        self.fenced = had_writer.then(fenced);
         self.state_ns = state.time_ns;
         let Some(device) = self.device else { return Ok(()) };
         // That of an earlier try, which was lost: it is found again.
@@ -261,13 +269,21 @@ impl LogChoice<'_> {
         let of = format!("the volume is as it was {age} s before it was opened");
         let loss = match (&self.loss, &self.fenced) {
             (Some(loss), _) => format!("{loss}; {of}"),
-            (None, Some(host)) => {
+            (None, Some(Fenced { host, had_log: true })) => {
                 format!("taken over from {host}: what only a log on {host} had is lost; {of}")
+            }
+            (None, Some(Fenced { host, .. })) if self.claimed == Claimed::TakeOver => {
+                format!("taken over from {host}: what was not in the store yet is lost; {of}")
+            }
+            // Killed here, without a log: as after a power cut, what was flushed is there.
+            (None, Some(Fenced { .. })) => {
+                tracing::info!(volume = heads.name.as_str(), "it was not closed; {of}");
+                return None;
             }
             (None, None) => return None,
         };
         tracing::warn!(volume = heads.name.as_str(), "{loss}");
-        // What was taken over had no log, as far as anybody knows.
+        // Whoever takes a volume over by force has said so.
         self.loss.is_some().then_some(loss)
     }
 }

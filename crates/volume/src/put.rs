@@ -40,6 +40,12 @@ pub(crate) enum Patience {
 impl Patience {
     /// That of a verb.
     pub(crate) const VERB: Self = Self::For(Duration::from_secs(15));
+
+    /// Whether it is said, before the end, that `error` is in the way: whoever waits for a verb is
+    /// told at its end, of a lack of room with what to do about that.
+    pub(crate) fn is_said(self, error: &Error) -> bool {
+        self == Self::Endless || error.kind() != ErrorKind::NoSpace
+    }
 }
 
 /// The tries of one request.
@@ -70,7 +76,7 @@ impl Tries {
         }
         self.failed = self.failed.saturating_add(1);
         let doing = doing();
-        if self.failed == SAY_AFTER {
+        if self.failed == SAY_AFTER && self.patience.is_said(&error) {
             let error = error.in_one_line();
             tracing::warn!(error, "{doing} failed {SAY_AFTER} times: still trying");
         }

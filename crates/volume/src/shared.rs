@@ -22,8 +22,8 @@ use mica_rt::sync::{SharedLock, Signal, Waiters};
 use mica_rt::{now, timeout};
 use mica_units::GuestRange;
 use parking_lot::{Mutex, MutexGuard};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Bytes of the log that a sync would write: below, a flush does not look for anything better.
@@ -55,6 +55,8 @@ pub(crate) struct Shared {
     pub(crate) plans: Plans,
     /// What is recorded and fetched ahead for boots, if anything is.
     pub(crate) boot: Option<Arc<Boot>>,
+    /// The snapshot that is read, as it was named, if it is one.
+    pub(crate) snapshot: OnceLock<String>,
 }
 
 /// What the answer to a flush promises.
@@ -158,6 +160,7 @@ impl Shared {
             labels,
             plans,
             boot,
+            snapshot: OnceLock::new(),
         })
     }
 
@@ -216,7 +219,9 @@ impl Shared {
             let unstored = now.records - now.state.records;
             (now.latch.get_or_insert(error).clone(), is_first, unstored)
         };
-        if is_first {
+        let is_verb = |putter: &Putter| putter.tree().patience() != Patience::Endless;
+        // Whoever waits for a verb is told at its end.
+        if is_first && !self.writer.as_ref().is_some_and(is_verb) {
             let error = latch.in_one_line();
             tracing::error!(
                 volume = self.heads.name.as_str(),

@@ -13,6 +13,7 @@
 //!   is latched. A store that does not answer makes everybody wait.
 
 mod automatic;
+mod damage;
 mod direct;
 mod manage;
 mod rewrite;
@@ -112,7 +113,10 @@ impl Volume {
                 buf = Some(room);
                 (view.generation(), result)
             });
-            let result = read.await;
+            let result = match read.await {
+                Err(error) => Err(shared.located(error, range).await),
+                Ok(()) => Ok(()),
+            };
             (result, buf.expect("it came back"))
         })
     }
@@ -155,7 +159,8 @@ impl Disk for Volume {
                 let resolved = view.resolve(tree).await;
                 (view.generation(), resolved.map(|()| view))
             });
-            Ok(self.planned(&view.await?, range, extents))
+            let view = view.await.map_err(|error| self.shared.located_in_map(error, range))?;
+            Ok(self.planned(&view, range, extents))
         }))
     }
 
@@ -170,7 +175,7 @@ impl Disk for Volume {
                 };
                 (generation, reader::survey(&self.shared.tree, map, &recent, range).await)
             });
-            surveyed.await
+            surveyed.await.map_err(|error| self.shared.located_in_map(error, range))
         })
     }
 

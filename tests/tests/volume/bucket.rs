@@ -55,6 +55,56 @@ fn volume_in_a_bucket_is_served_from_inside_the_sandbox() {
     run(&moto, &["delete", URL]).ok();
 }
 
+/// Every other piece of 64 KiB is overwritten.
+fn make_sparse(server: &BucketServer) {
+    const PIECE: usize = 64 << 10;
+    let served = serve(server, &[]).expect("served");
+    let mut guest = Guest::connect(&served).expect("served");
+    for (byte, step) in [(1, 1), (2, 2)] {
+        for at in (0..48 << 20).step_by(PIECE * step) {
+            assert_eq!(guest.write(at as u64, &[byte; PIECE]).expect("written"), 0);
+        }
+        assert_eq!(guest.flush().expect("flushed"), 0);
+    }
+    drop(guest);
+    assert_eq!(served.stop().expect("it stops").status.code(), Some(0));
+}
+
+/// The story: a collection that compacts was killed, and no other compacted the volume before
+/// somebody served it. One that lives is left alone, however slow it is.
+#[test]
+fn collection_in_a_bucket_goes_on_with_what_a_killed_one_had_open() {
+    let Some(moto) = BucketServer::start() else { return };
+    moto.make_bucket("bucket");
+    run(&moto, &["create", URL, "64M"]).ok();
+    let compact = ["gc", "--compact", "--output", "json", "s3://bucket/volumes"];
+    let is_open = || run(&moto, &["info", "--output", "json", URL]).json()["state"] == "open";
+    let caught = (0..5).find_map(|_| {
+        make_sparse(&moto);
+        let mut gc = Command::new(mica::binary());
+        gc.arg("volume").args(compact).envs(moto.environment());
+        let mut gc = gc.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("started");
+        while !is_open() && gc.try_wait().expect("known").is_none() {}
+        // An error means that it has ended.
+        let _ = kill_process(Pid::from_child(&gc), Signal::STOP);
+        if is_open() {
+            return Some(gc);
+        }
+        let _ = kill_process(Pid::from_child(&gc), Signal::CONT);
+        gc.wait().expect("ended");
+        None
+    });
+    let mut gc = caught.expect("one is caught in the middle");
+    run(&moto, &compact).ok();
+    assert!(is_open(), "it lives");
+    gc.kill().expect("killed");
+    gc.wait().expect("ended");
+    let report = run(&moto, &compact).json();
+    assert!(report["freed-bytes"].as_u64() > Some(16 << 20), "{report}");
+    assert!(!is_open());
+    run(&moto, &["scrub", "s3://bucket/volumes"]).ok();
+}
+
 /// The story: what answers at the endpoint took connections and said nothing, and neither did the
 /// verb.
 #[test]

@@ -112,6 +112,33 @@ fn scrub_names_the_volume_and_the_place_of_what_is_damaged() {
     run(["gc", &store.url()]).ok();
 }
 
+/// The story: an export named an object of the store, and nobody knew what of the disk that was.
+#[test]
+fn export_of_what_is_damaged_names_volume_snapshot_and_place() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let store = Store::new();
+    store.create("web", "64M");
+    with(&store, "web", &["write -P 1 1M 1M", "flush"]);
+    run(["snapshot", "-q", &store.volume("web"), "old"]).ok();
+    let extents = files(&store.folder().join("store/extents")).into_iter();
+    let extent = extents.max_by_key(|path| fs::metadata(path).map_or(0, |meta| meta.len()));
+    let extent = extent.expect("an extent");
+    let mut bytes = fs::read(&extent).expect("read");
+    let first = bytes.windows(4096).position(|block| block == [1; 4096]).expect("its data");
+    bytes[first + 9 * 4096] ^= 1;
+    fs::write(&extent, bytes).expect("damaged");
+    let copy = store.folder().join("copy").display().to_string();
+    let place = (1 << 20) + 9 * 4096;
+    for (name, format) in [("web", "raw"), ("web@old", "raw"), ("web@old", "qcow2")] {
+        let refused = run(["export", "-q", "-O", format, &store.volume(name), &copy]).refusal();
+        let wanted = format!("mica: {name}: 4096 bytes at {place} of the disk");
+        assert!(refused.starts_with(&wanted), "{refused}");
+    }
+    assert!(!Path::new(&copy).exists());
+}
+
 /// The snapshot has what was overwritten since, the clone what it wrote itself.
 #[test]
 fn stats_say_what_volumes_and_snapshots_have_alone() {

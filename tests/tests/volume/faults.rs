@@ -1,6 +1,7 @@
 //! Stores that misbehave because the user wants it.
 
-use mica_tests::volume::Store;
+use mica_tests::mounts::Mount;
+use mica_tests::volume::{Store, run};
 use mica_tests::{command, mica, tools};
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO, tools::QEMU_IMG];
@@ -50,4 +51,27 @@ fn fault_that_no_store_has_is_refused_with_those_that_it_may_have() {
         let refused = mica::run(words).refusal();
         assert!(refused.contains(fault) && refused.contains("delay=TIME"), "{refused}");
     }
+}
+
+/// The story: five lines said what the parts of the program saw, and none what to do.
+#[test]
+fn import_into_a_store_that_is_full_says_in_one_line_what_to_do() {
+    let store = Store::new();
+    let Ok(mount) = Mount::memory(&store.folder().join("small"), 8) else {
+        eprintln!("skipped: no file system can be mounted");
+        return;
+    };
+    let image = store.folder().join("image");
+    let mut rng = mica_gen::Rng::new(3);
+    let bytes: Vec<_> = (0..2_u64 << 20).flat_map(|_| rng.next_u64().to_le_bytes()).collect();
+    std::fs::write(&image, bytes).expect("written");
+    let url = format!("file://{}/store", mount.folder().display());
+    let (volume, image) = (format!("{url}/web"), image.display().to_string());
+    let refused = run(["import", "-q", "-f", "raw", &image, &volume]).refusal();
+    for part in [&*format!("{volume} was not imported"), "is full", "mica volume gc"] {
+        assert!(refused.contains(part), "{part}: {refused}");
+    }
+    let listed = run(["list", "--output", "json", &url]).json();
+    assert_eq!(listed.as_array().map(Vec::len), Some(0), "{listed}");
+    mount.unmount();
 }

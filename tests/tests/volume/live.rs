@@ -4,6 +4,8 @@ use crate::snapshots::ctl;
 use mica_tests::guest::Guest;
 use mica_tests::volume::{Store, run, serve};
 use mica_tests::{clock, command, mica, tools};
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -12,10 +14,12 @@ const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(50);
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO];
 /// What the verbs are, and what they are about.
-const VERBS: [&[&str]; 9] = [
+const VERBS: [&[&str]; 11] = [
     &["info"],
     &["tree"],
     &["tree", "--store"],
+    &["tree", "--dot"],
+    &["tree", "--svg", "--store"],
     &["check"],
     &["check", "--store"],
     &["scrub"],
@@ -30,6 +34,11 @@ fn of_volume(store: &Store, verb: &[&str]) -> Vec<String> {
     let url = if is_of_store { store.url() } else { store.volume("web") };
     let flags = verb.iter().filter(|word| !["--store", "--space"].contains(word));
     flags.map(ToString::to_string).chain([url]).collect()
+}
+
+/// Whether it says itself how it is printed.
+fn is_drawn(verb: &[&str]) -> bool {
+    verb.iter().any(|word| ["--dot", "--svg"].contains(word))
 }
 
 /// What is in the log only, when they are asked, is in what they say.
@@ -60,9 +69,11 @@ fn volume_that_is_served_is_looked_at_by_the_same_verbs() {
     assert_eq!(json_of(&["info", "web"])["state"], "open");
     for verb in VERBS {
         let words = of_volume(&store, verb);
-        let both = [&["--output", "json"], verb, &["web"]].concat();
-        let same = run(words.iter().map(String::as_str).chain(["--output", "json"]));
-        assert_eq!(ctl(&store, &both).json(), same.json(), "{verb:?}");
+        if !is_drawn(verb) {
+            let both = [&["--output", "json"], verb, &["web"]].concat();
+            let same = run(words.iter().map(String::as_str).chain(["--output", "json"]));
+            assert_eq!(ctl(&store, &both).json(), same.json(), "{verb:?}");
+        }
         let both = [verb, &["web"]].concat();
         let same = run(words.iter().map(String::as_str));
         assert_eq!(ctl(&store, &both).ok(), same.ok(), "{verb:?}");
@@ -135,6 +146,42 @@ fn volume_in_a_folder_whose_name_has_the_sign_of_snapshots_is_found() {
         assert_eq!(info["url"], *url, "{info}");
     }
     server.stop().expect("stopped");
+}
+
+/// What the page shows of a volume: its newest snapshots, and how many there are.
+#[test]
+fn page_has_the_tree_of_a_volume_that_is_served() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let folder = store.folder().display().to_string();
+    let control = format!("{folder}/control");
+    let options = ["--control", &control, "--disks-in", &folder, "--sandbox", "require"];
+    let server = store.serve("web", &options).expect("served");
+    let image = format!("{folder}/raw.img");
+    std::fs::write(&image, [0; 1 << 20]).expect("written");
+    let raw = ["add", "--name", "raw", "-f", "raw", "--nbd", &format!("{folder}/raw.sock"), &image];
+    ctl(&store, &raw).ok();
+    ctl(&store, &["snapshot", "web", "<b>"]).ok();
+    for number in 0..120 {
+        ctl(&store, &["snapshot", "web", &format!("s{number}")]).ok();
+    }
+    let tree = get(&control, "/v1/tree/web");
+    let snapshots = tree["snapshots"].as_array().expect("an array");
+    assert_eq!((&tree["snapshot_count"], snapshots.len()), (&121.into(), 100), "{tree}");
+    assert_eq!(snapshots.last().expect("one")["sequence"], 121);
+    assert!(get(&control, "/v1/tree/raw")["error"].is_string());
+    assert!(get(&control, "/v1/tree/none")["error"].is_string());
+    server.stop().expect("stopped");
+}
+
+fn get(control: &str, path: &str) -> serde_json::Value {
+    let mut stream = UnixStream::connect(control).expect("it listens");
+    let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).expect("sent");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    let (_, body) = answer.split_once("\r\n\r\n").expect("an answer");
+    serde_json::from_str(body).expect("JSON")
 }
 
 fn damage_an_extent(store: &Store) {

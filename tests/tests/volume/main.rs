@@ -4,6 +4,7 @@ mod boot;
 mod bucket;
 mod collection;
 mod collectors;
+mod compacting;
 mod copies;
 mod encryption;
 mod faults;

@@ -6,7 +6,7 @@ use crate::failure::{Failure, tell};
 use crate::output::OutputFormat;
 use crate::plain::plain;
 use crate::sections;
-use crate::volume::{LiveVerb, run_live};
+use crate::volume::{DrawnArgs, LiveVerb, run_live};
 use clap::{Args, Subcommand};
 use std::process::ExitCode;
 
@@ -25,7 +25,12 @@ pub(super) enum StoreVerb {
     ///
     /// Like mica volume tree.
     #[command(after_long_help = sections::CTL_TREE)]
-    Tree(ScopeArgs),
+    Tree {
+        #[command(flatten)]
+        drawn: DrawnArgs,
+        #[command(flatten)]
+        scope: ScopeArgs,
+    },
     /// Check a served volume, and report what is damaged.
     ///
     /// Like mica volume check. Every write acknowledged so far is put into the store first. The
@@ -68,7 +73,9 @@ impl StoreVerb {
     pub(super) fn run(&self, client: &Client, output: OutputFormat) -> Result<ExitCode, Failure> {
         let (disk, of_store, verb) = match self {
             Self::Info { disk } => (disk, false, LiveVerb::Info),
-            Self::Tree(ScopeArgs { store, disk }) => (disk, *store, LiveVerb::Tree),
+            Self::Tree { drawn, scope: ScopeArgs { store, disk } } => {
+                (disk, *store, LiveVerb::Tree(*drawn))
+            }
             Self::Check(ScopeArgs { store, disk }) => (disk, *store, LiveVerb::Check),
             Self::Scrub(ScopeArgs { store, disk }) => (disk, *store, LiveVerb::Scrub),
             Self::Gc { dry_run, disk } => (disk, true, LiveVerb::Gc { dry_run: *dry_run }),

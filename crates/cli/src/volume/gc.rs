@@ -15,9 +15,10 @@ use std::sync::Arc;
 
 /// Delete what no volume, snapshot or clone in a store needs.
 ///
-/// In a directory, sparse extents of volumes that no host has open are also rewritten. Other work
-/// on the store can continue meanwhile, and this may be stopped at any time. Needs no key, except
-/// to rewrite extents of an encrypted volume.
+/// In a directory, sparse extents of volumes that no host has open are also rewritten, including
+/// those whose server or verb was killed on this host and had no log. Other work on the store can
+/// continue meanwhile, and this may be stopped at any time. Needs no key, except to rewrite extents
+/// of an encrypted volume.
 #[derive(Args)]
 pub(super) struct GcArgs {
     /// Only show what would be freed.
@@ -26,7 +27,7 @@ pub(super) struct GcArgs {
     /// Also rewrite sparse extents in a bucket or a pool.
     ///
     /// During that time the volume is open on this host, and no other host can open it, except by
-    /// force; this remains so if this verb is killed.
+    /// force. If this verb is killed, the next use of the volume on this host ends that.
     #[arg(long, conflicts_with = "dry_run")]
     pub(super) compact: bool,
     #[command(flatten)]
@@ -97,9 +98,12 @@ async fn sparse_bytes(store: &Store, collected: &Collected) -> Result<u64, Failu
     let mut bytes = 0;
     for sparse in &collected.sparse {
         match store.volumes().info(&sparse.name).await {
-            Ok(info) if info.open_on.is_none() => bytes += sparse.bytes - sparse.live_bytes,
-            // It is left to its server; or it went meanwhile.
-            Ok(_) => {}
+            Ok(info) => {
+                if store.is_left_to_compactors(&info).await {
+                    bytes += sparse.bytes - sparse.live_bytes;
+                }
+            }
+            // It went meanwhile.
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error.into()),
         }
@@ -113,12 +117,19 @@ async fn compact(
     collected: &Collected,
     (key, ending): (Option<&Arc<VolumeKey>>, &Ending),
 ) -> Result<bool, Failure> {
+    if collected.sparse.is_empty() {
+        return Ok(false);
+    }
+    let Some(compactor) = store.compactor().await? else {
+        tracing::info!("another collection writes sparse extents again: they are left to it");
+        return Ok(false);
+    };
     let mut is_any = false;
     for sparse in &collected.sparse {
         if ending.signal().is_raised() {
             break;
         }
-        match store.compact(sparse, key.cloned(), ending.signal()).await {
+        match compactor.compact(sparse, key.cloned(), ending.signal()).await {
             Ok(blocks) => is_any |= blocks > 0,
             // Its server has it, or it is gone, or takes another key.
             Err(error) if matches!(error.kind(), ErrorKind::Denied | ErrorKind::NotFound) => {}

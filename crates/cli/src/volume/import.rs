@@ -99,6 +99,13 @@ async fn undo(
     match store.undo_import(&url.name, made).await {
         Ok(false) => {
             ending.end_if_raised();
+            if failure.lacks_space() {
+                let store = store.url();
+                return Failure::new(format!(
+                    "{url} was not imported: {store} is full: make room there, and import it \
+                     again; `mica volume gc {store}` frees what was copied"
+                ));
+            }
             failure
                 .within(format!("{url} was not imported; `mica volume gc` frees what was copied"))
         }

@@ -7,7 +7,7 @@ use super::keys::KeyArgs;
 use super::scrub::ScrubArgs;
 use super::session::SessionArgs;
 use super::stats::StatsArgs;
-use super::tree::{TreeArgs, TreeFormat};
+use super::tree::{DrawnArgs, TreeArgs, TreeFormat};
 use super::{check, gc, info, scrub, stats, tree};
 use crate::failure::Failure;
 use crate::output::{OutputArgs, OutputFormat, ReportArgs};
@@ -17,7 +17,7 @@ use std::process::ExitCode;
 #[derive(Clone, Copy)]
 pub(crate) enum LiveVerb {
     Info,
-    Tree,
+    Tree(DrawnArgs),
     Check,
     Scrub,
     Gc { dry_run: bool },
@@ -33,12 +33,12 @@ pub(crate) fn run(verb: LiveVerb, url: String, output: OutputFormat) -> Result<E
     let printed = OutputArgs { output };
     match verb {
         LiveVerb::Info => info::run(&InfoArgs { output: printed, session, url }),
-        LiveVerb::Tree => {
+        LiveVerb::Tree(drawn) => {
             let output = match output {
                 OutputFormat::Human => TreeFormat::Human,
                 OutputFormat::Json => TreeFormat::Json,
             };
-            tree::run(&TreeArgs { output, session, url })
+            tree::run(&TreeArgs { output, drawn, session, url })
         }
         LiveVerb::Check => check::run(&CheckArgs { report, session, url }),
         LiveVerb::Scrub => scrub::run(&ScrubArgs { report, session, url }),

@@ -28,6 +28,7 @@ mod tree;
 
 pub(crate) use live::{LiveVerb, run as run_live};
 pub(crate) use rows::{SnapshotRow, snapshot_json, snapshot_table};
+pub(crate) use tree::DrawnArgs;
 
 use crate::failure::Failure;
 use clap::{Args, Subcommand};

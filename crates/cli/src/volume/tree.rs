@@ -26,10 +26,33 @@ pub(super) struct TreeArgs {
     #[arg(hide_possible_values = true, hide_default_value = true)]
     pub(super) output: TreeFormat,
     #[command(flatten)]
+    pub(super) drawn: DrawnArgs,
+    #[command(flatten)]
     pub(super) session: SessionArgs,
     /// The store, or one volume.
     #[arg(value_name = "URL")]
     pub(super) url: String,
+}
+
+// Short for formats that are for other programs. (A doc comment would become the help of the verb.)
+#[derive(Args, Clone, Copy, Default)]
+pub(crate) struct DrawnArgs {
+    /// The same as --output dot.
+    #[arg(long, conflicts_with_all = ["output", "svg"])]
+    dot: bool,
+    /// The same as --output svg.
+    #[arg(long, conflicts_with = "output")]
+    svg: bool,
+}
+
+impl DrawnArgs {
+    fn format(self, output: TreeFormat) -> TreeFormat {
+        match self {
+            Self { dot: true, .. } => TreeFormat::Dot,
+            Self { svg: true, .. } => TreeFormat::Svg,
+            Self { .. } => output,
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -69,7 +92,7 @@ pub(super) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
         let branches = branches(&store, &mut listed, others).await?;
         Ok::<_, Failure>((store, branches, listed))
     })?;
-    match args.output {
+    match args.drawn.format(args.output) {
         TreeFormat::Human => print(&human(&store, &branches))?,
         TreeFormat::Json => {
             let mut all = json(&store, &branches);
@@ -158,7 +181,11 @@ fn picture(store: &Store, branches: &[Branch]) -> String {
             bytes,
         }));
     }
-    let title = format!("{} volumes of {} and their snapshots", branches.len(), store.url());
+    let url = store.url();
+    let title = match branches {
+        [one] => format!("volume {} of {url} and its snapshots", one.volume.name.as_str()),
+        all => format!("{} volumes of {url} and their snapshots", all.len()),
+    };
     draw_rows(&title, &rows)
 }
 

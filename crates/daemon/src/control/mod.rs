@@ -35,6 +35,7 @@ mod snapshots;
 mod sources;
 #[cfg(test)]
 mod tests;
+mod tree;
 
 pub use log::{LogLevel, LogSwitch};
 

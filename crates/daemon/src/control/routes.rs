@@ -8,6 +8,7 @@
 //! | `GET /v1/status` | the process and its disks |
 //! | `GET /v1/stats`, `/v1/stats/NAME` | the figures, of one disk with its status |
 //! | `GET /v1/overview` | what a table of all disks shows |
+//! | `GET /v1/tree/NAME` | a volume with its newest snapshots |
 //! | `GET /v1/history`, `/v1/history/NAME` | the last hour, of the process or a disk |
 //! | `POST /v1/disks` | the table of a disk, as in the configuration: serves it as well |
 //! | `DELETE /v1/disks/NAME` | stops serving the disk, closes its image and forgets it |
@@ -45,7 +46,9 @@ use super::log::LogLevel;
 use super::perform::{Answer, begin, failed_inside, find, perform, perform_held};
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
-use super::{backups, compression, extents, figures, health, merges, metrics, page, snapshots};
+use super::{
+    backups, compression, extents, figures, health, merges, metrics, page, snapshots, tree,
+};
 use crate::config::DiskConfig;
 use crate::served::{NewLength, Served, Source};
 use crate::settings::Size;
@@ -75,6 +78,7 @@ pub(super) fn read_only(sources: &Sources) -> Router {
         .route("/v1/overview", get(overview))
         .route("/v1/jobs", get(merges::jobs))
         .route("/v1/stats/{name}", get(stats_of))
+        .route("/v1/tree/{name}", get(tree::tree))
         .route("/v1/history", get(history))
         .route("/v1/history/{name}", get(history_of))
         .fallback(not_found)

@@ -304,7 +304,7 @@ pub(super) async fn store(State(sources): State<Sources>, Path(name): Path<Strin
     })))
 }
 
-fn described(snapshot: &SnapshotInfo) -> Value {
+pub(super) fn described(snapshot: &SnapshotInfo) -> Value {
     value!({
         "label": snapshot.label,
         "sequence": snapshot.number,

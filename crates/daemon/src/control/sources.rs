@@ -8,6 +8,7 @@ use mica_block::Result;
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::sync::Semaphore;
 
 /// Maximum number of disks that are changed at the same time.
 const ACTION_THREADS_MAX: usize = 4;
@@ -21,6 +22,8 @@ pub(super) struct Sources {
     pub(super) actions: Arc<Actions>,
     /// Takeovers, and the end of the process: they wait for no disk's action to end.
     pub(super) endings: Arc<Actions>,
+    /// The right to look at what is in a store, for those who may only look.
+    pub(super) looks: Arc<Semaphore>,
     history: Arc<Mutex<History>>,
     started: Instant,
 }
@@ -32,8 +35,8 @@ impl Sources {
     pub(super) fn new(shared: Arc<Shared>, log: Arc<dyn LogSwitch>) -> Result<Self> {
         let actions = Arc::new(Actions::start(ACTION_THREADS_MAX)?);
         let endings = Arc::new(Actions::start(1)?);
-        let history = Arc::default();
-        Ok(Self { shared, log, actions, endings, history, started: Instant::now() })
+        let (history, looks) = (Arc::default(), Arc::new(Semaphore::new(1)));
+        Ok(Self { shared, log, actions, endings, looks, history, started: Instant::now() })
     }
 
     /// Only the control thread locks it.

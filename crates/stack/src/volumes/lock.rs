@@ -54,6 +54,8 @@ use std::time::Duration;
 const FOLDER: &str = ".locks";
 /// The lock of whoever collects the store, in that folder.
 const COLLECTOR: &str = ".collector";
+/// The lock of whoever compacts volumes that nobody has open, in that folder.
+const COMPACTOR: &str = ".compactor";
 /// The gate (I7), in that folder. It stays there.
 const GATE: &str = ".gate";
 /// How long somebody else may take to change places. It is a few calls, but some of them sync.
@@ -97,6 +99,31 @@ impl CollectorLock {
         let file = open(directory, &directory.join(FOLDER).join(COLLECTOR)).ok()?;
         flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
         Some(Self(file))
+    }
+}
+
+/// The right to compact volumes of a store in a directory, as [`CollectorLock`]. Who has it holds
+/// no lock of a volume that it compacts (I1): this one shows that it lives.
+pub(super) struct CompactorLock(#[expect(dead_code, reason = "it is held")] File);
+
+impl CompactorLock {
+    /// Takes it, unless another process has it that lives.
+    ///
+    /// # Errors
+    /// Any error of the system.
+    pub(super) async fn take(directory: &Path) -> Result<Option<Self>> {
+        let path = directory.join(FOLDER).join(COMPACTOR);
+        let failed =
+            |error: Errno| Error::from_io(format!("locking {}", path.display()), error.into());
+        let file = open(directory, &path).map_err(failed)?;
+        for _ in 0..RELEASE_TRIES {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(Some(Self(file))),
+                Err(Errno::WOULDBLOCK) => sleep(RELEASE_PAUSE).await,
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Ok(None)
     }
 }
 

@@ -10,6 +10,7 @@ mod bucket;
 mod cloning;
 mod collecting;
 mod collector;
+mod compacting;
 mod faults;
 mod held;
 mod keys;
@@ -26,6 +27,7 @@ pub use mica_volume::{Durability, Keep, SnapshotPer};
 
 pub use bucket::{bucket_files, bucket_ports};
 pub use collecting::Collection;
+pub use compacting::Compactor;
 pub use faults::StoreFaults;
 pub use keys::read_volume_key;
 pub use logs::{LOG_BYTES_MIN, LogPlace};

@@ -10,10 +10,9 @@ use super::machine::host;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_rt::sync::Signal;
 use mica_volume::{
-    Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Sparse, Volume,
-    VolumeInfo, VolumeKey, VolumeName, Volumes, Writer,
+    Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Volume, VolumeInfo,
+    VolumeKey, VolumeName, Volumes, Writer,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -58,7 +57,7 @@ pub enum VolumeAccess {
 
 /// Whether a volume is open, as far as heads and the lock of this machine say.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Standing {
+pub(super) enum Standing {
     Closed,
     /// Its writer was on this machine and is dead.
     Abandoned,
@@ -67,27 +66,27 @@ enum Standing {
 }
 
 /// A volume whose lock was taken, if it is on this machine.
-struct Locked {
-    lock: Option<VolumeLock>,
-    standing: Standing,
+pub(super) struct Locked {
+    pub(super) lock: Option<VolumeLock>,
+    pub(super) standing: Standing,
     /// Its writer, if that is dead and only what it left on this machine says so.
-    dead: Option<Kept>,
+    pub(super) dead: Option<Kept>,
     /// Which volume it is.
-    volume: [u8; 16],
+    pub(super) volume: [u8; 16],
     /// The writer that its head named when that was found out.
     writer: Option<Writer>,
 }
 
 impl Locked {
     /// The log of a writer of this machine that did not close the volume.
-    fn left(&self) -> Option<&Path> {
+    pub(super) fn left(&self) -> Option<&Path> {
         let lock = self.lock.as_ref().filter(|_| self.standing == Standing::Abandoned)?;
         lock.found().log.as_deref()
     }
 
     /// What may be done about the writer without force: only the dead one is fenced, as another
     /// process may have found out the same, and may serve the volume by now.
-    fn claimed(&self) -> Claimed {
+    pub(super) fn claimed(&self) -> Claimed {
         match (self.standing, self.writer) {
             (Standing::Abandoned, Some(dead)) => Claimed::TakeOverOf(dead),
             _ => Claimed::Refuse,
@@ -95,7 +94,7 @@ impl Locked {
     }
 
     /// Checks that the volume is complete, and not the beginning of an import.
-    fn check_whole(&self, name: &VolumeName) -> Result<()> {
+    pub(super) fn check_whole(&self, name: &VolumeName) -> Result<()> {
         let is_import = self.lock.as_ref().is_some_and(|lock| lock.found().is_import);
         if is_import && self.standing != Standing::Closed {
             Err(part_of_image(name))
@@ -108,7 +107,7 @@ impl Locked {
         self.lock.iter_mut().for_each(VolumeLock::give_back);
     }
 
-    fn sign(&self, log: Option<&Path>, is_import: bool) -> Result<()> {
+    pub(super) fn sign(&self, log: Option<&Path>, is_import: bool) -> Result<()> {
         self.lock.as_ref().map_or(Ok(()), |lock| lock.sign(log, is_import))
     }
 }
@@ -153,7 +152,8 @@ impl Stores {
         let volume = volume.inspect_err(|_| locked.give_back())?;
         locked.lock.iter_mut().for_each(VolumeLock::keep);
         locked.dead.iter().for_each(AliveNote::forget);
-        let alive = store.sign_of_life(&volume, locked.volume, options);
+        let needs_sign = options.access == VolumeAccess::Write && options.log.is_none();
+        let alive = needs_sign.then(|| store.sign_of_life(&volume, locked.volume)).flatten();
         let (volume, keep) = (Arc::new(volume), options.keep.clone());
         let keep = keep.map(|rules| (rules, options.snapshot_per));
         store.is_written(&url.name, &volume);
@@ -335,46 +335,12 @@ impl Store {
         Ok(())
     }
 
-    /// Writes again what is in sparse extents of a volume that nobody has open, with its key if it
-    /// is encrypted; returns how many blocks that were. Whoever opens the volume meanwhile, on this
-    /// machine or by force, has it: this ends then. When `given_up` is raised the rest is left as
-    /// it is.
-    ///
-    /// # Errors
-    /// `Denied` if somebody has it open, or it takes another key; `NotFound` if it is no more;
-    /// otherwise what the store reports.
-    pub async fn compact(
-        &self,
-        sparse: &Sparse,
-        key: Option<Arc<VolumeKey>>,
-        given_up: &Signal,
-    ) -> Result<u64> {
-        let name = &sparse.name;
-        let open = || {
-            let what = format!("volume {} is open", name.as_str());
-            Error::new(ErrorKind::Denied, what)
-        };
-        // Before the lock, which is waited for if a server has it.
-        if self.volumes().info(name).await?.open_on.is_some() {
-            return Err(open());
-        }
-        let locked = self.locked(name, false).await?;
-        if locked.standing != Standing::Closed {
-            return Err(open());
-        }
-        // Not held any longer: a server that starts must not fail for this. It finds a writer that
-        // was here, whose lock is free, and fences it.
-        locked.sign(None, false)?;
-        drop(locked);
-        self.volumes().with_key(key).compact(sparse, given_up).await
-    }
-
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.
     ///
     /// # Errors
     /// `Denied` if another process of this machine has it open, and that is to be left; `NotFound`
     /// if there is none.
-    async fn locked(&self, name: &VolumeName, force: bool) -> Result<Locked> {
+    pub(super) async fn locked(&self, name: &VolumeName, force: bool) -> Result<Locked> {
         let mut lock = match self.directory() {
             Some(directory) if force => Some(VolumeLock::take_by_force(directory, name).await?),
             Some(directory) => Some(VolumeLock::take(directory, name).await?),
@@ -432,16 +398,9 @@ impl Store {
     }
 
     /// Keeps what shows that the writer of `volume` lives, where nothing else does: in a store
-    /// without locks, and without a log, which would know its writer.
-    fn sign_of_life(
-        &self,
-        volume: &Volume,
-        id: [u8; 16],
-        options: &VolumeOptions,
-    ) -> Option<AliveNote> {
-        let is_needed =
-            self.is_remote() && options.access == VolumeAccess::Write && options.log.is_none();
-        let writer = volume.writer().filter(|_| is_needed)?;
+    /// without locks. Of a writer without a log, which would know it.
+    pub(super) fn sign_of_life(&self, volume: &Volume, id: [u8; 16]) -> Option<AliveNote> {
+        let writer = volume.writer().filter(|_| self.is_remote())?;
         let of = Kept { store: self.volumes().identity(), volume: id, writer };
         AliveNote::keep(&of)
             .inspect_err(|error| tracing::debug!(%error, "nothing shows whether this lives"))
@@ -450,7 +409,7 @@ impl Store {
 
     /// The writer that the head of a volume names, if it was on this machine and is dead. It has no
     /// log: what that has would be lost.
-    async fn dead_writer(&self, info: &VolumeInfo) -> Option<Kept> {
+    pub(super) async fn dead_writer(&self, info: &VolumeInfo) -> Option<Kept> {
         let was_here = info.open_on.as_deref() == Some(&*host()) && info.log.is_none();
         let writer = info.writer.filter(|_| self.is_remote() && was_here)?;
         let of = Kept { store: self.volumes().identity(), volume: info.volume, writer };

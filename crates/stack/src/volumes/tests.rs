@@ -1,5 +1,5 @@
 use super::*;
-use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_block::{Disk as _, Error, ErrorKind, Manage, Result};
 use mica_rt::sync::Signal;
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::Handles;
@@ -312,20 +312,58 @@ fn compaction_gives_way_to_a_server_that_starts() {
         let url = volume(folder.path(), "web");
         make(&stores, &url).await.expect("made");
         let store = stores.open(&url.store).await.expect("open");
-        let (name, extents) = (url.name.clone(), Vec::new());
-        let sparse = mica_volume::Sparse { name, extents, bytes: 0, live_bytes: 0 };
-        store.compact(&sparse, None, &Signal::default()).await.expect("nothing to do");
+        let compactor = store.compactor().await.expect("asked").expect("nobody else is one");
+        let (sparse, never) = (nothing_sparse(&url), Signal::default());
+        compactor.compact(&sparse, None, &never).await.expect("nothing to do");
         // What it does while it has something to do.
         let refuse = mica_volume::Claimed::Refuse;
         let compacting = store.volumes().open_volume(&url.name, refuse).await.expect("open");
         let disk = others.open_volume(&url, &WRITE).await.expect("open");
         write(&*disk, 1).await.expect("written");
         assert_eq!(
-            kind(store.compact(&sparse, None, &Signal::default()).await),
+            kind(compactor.compact(&sparse, None, &never).await),
             ErrorKind::Denied,
             "it is open"
         );
         assert_eq!(kind(write(&compacting, 2).await), ErrorKind::Denied, "it was fenced");
+        assert_eq!(first(&*disk).await, 1);
+        disk.close().await.expect("closed");
+    });
+}
+
+fn nothing_sparse(url: &VolumeUrl) -> mica_volume::Sparse {
+    let (name, extents) = (url.name.clone(), Vec::new());
+    mica_volume::Sparse { name, extents, bytes: 0, live_bytes: 0 }
+}
+
+/// The story: `mica volume gc` was killed while it compacted a volume, and from then on every
+/// collection left that alone, until somebody served it.
+#[test]
+fn volume_whose_compactor_was_killed_is_compacted_by_the_next_one_only() {
+    let folder = tempfile::tempdir().expect("a folder");
+    run(async {
+        let (stores, others) = (stores(), self::stores());
+        let url = volume(folder.path(), "web");
+        make(&stores, &url).await.expect("made");
+        let (store, other) = (
+            stores.open(&url.store).await.expect("open"),
+            others.open(&url.store).await.expect("open"),
+        );
+        let (sparse, never) = (nothing_sparse(&url), Signal::default());
+        let lives = store.compactor().await.expect("asked").expect("nobody else is one");
+        let refuse = mica_volume::Claimed::Refuse;
+        let compacting = store.volumes().open_volume(&url.name, refuse).await.expect("open");
+        assert!(other.compactor().await.expect("asked").is_none(), "one lives");
+        write(&compacting, 1).await.expect("nobody has fenced it");
+        compacting.flush().await.expect("flushed");
+        // As one that is killed: nothing is closed.
+        drop((compacting, lives));
+        let next = other.compactor().await.expect("asked").expect("nobody else is one");
+        let info = other.volumes().info(&url.name).await.expect("known");
+        assert!(other.is_left_to_compactors(&info).await, "{info:?}");
+        next.compact(&sparse, None, &never).await.expect("its writer is dead");
+        assert_eq!(other.volumes().info(&url.name).await.expect("known").open_on, None);
+        let disk = others.open_volume(&url, &WRITE).await.expect("nobody has it");
         assert_eq!(first(&*disk).await, 1);
         disk.close().await.expect("closed");
     });

@@ -369,7 +369,8 @@ impl LogDevice {
 
     pub(super) fn no_room(&self) -> Error {
         let what = format!(
-            "the log {} has no room for another log: set one aside, or use a longer one",
+            "the log {} has no room for another log: use a longer one, or give up what nobody needs \
+             (mica volume log list)",
             self.name()
         );
         Error::new(ErrorKind::NoSpace, what)

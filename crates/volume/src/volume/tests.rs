@@ -326,6 +326,41 @@ async fn changed(
     objects
 }
 
+/// The story: an export named an object of the store and a place in that, and nobody could say
+/// which file of the guest it was.
+#[test]
+fn read_of_what_is_damaged_names_volume_snapshot_and_place() {
+    run(8, async {
+        let objects = objects();
+        let volume = made(&objects, LEN).await;
+        write(&volume, 0, &[1; 16 * 4096]).await.expect("written");
+        volume.snapshots().expect("a volume").take("a").await.expect("taken");
+        volume.close().await.expect("closed");
+        let contents = objects.contents();
+        let at = |content: &[u8], byte: u8| content.windows(4096).position(|b| b == [byte; 4096]);
+        let bad = changed(&contents, |name, content| {
+            if name.starts_with("extents")
+                && let Some(first) = at(content, 1)
+            {
+                content[first + 5 * 4096 + 7] ^= 1;
+            }
+        });
+        let volumes = volumes(&bad.await, "host-2").await;
+        let (web, old) = (name("web"), mica_block::Which::Label("a".to_owned()));
+        let snapshot = volumes.open_snapshot(&web, &old);
+        for (disk, what) in [
+            (snapshot.await.expect("there"), "web@a: 4096 bytes at 20480 of the disk"),
+            (volumes.open_readable(&web).await.expect("there"), "web: 4096 bytes at 20480"),
+        ] {
+            let whole = GuestRange::new(GuestOffset::ZERO, 16 * 4096).expect("in the disk");
+            let plan = disk.plan(whole, Vec::new()).finish().await.expect("the map is whole");
+            let error = read_whole(&disk, &plan).await.map(drop).expect_err("damaged");
+            assert_eq!(error.kind(), ErrorKind::Corrupt);
+            assert!(error.in_one_line().starts_with(what), "{}", error.in_one_line());
+        }
+    });
+}
+
 #[test]
 fn check_names_what_is_damaged_and_goes_on() {
     run(8, async {

@@ -100,22 +100,26 @@ fn log(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
 }
 
 /// A volume whose server was killed is opened with a log that is not its own any more: it is
-/// refused, or opened with a word about what is lost. By force it is opened.
+/// refused, or opened with a word about what is lost. By force it is opened; without that log, if
+/// what the copy has of other volumes leaves no room.
 fn open_with_another_log(fleet: &mut Fleet<'_>, at: usize) -> Outcome {
     let disk = fleet.entries[at].disk.clone();
     let mut has_room = true;
-    for by_force in [false, true] {
-        let log = has_room.then(|| fleet.logs[0].clone());
+    for (by_force, with_log) in [(false, true), (true, true), (true, false)] {
+        if with_log && !has_room {
+            continue;
+        }
+        let log = with_log.then(|| fleet.logs[0].clone());
         let plan = Plan { disk: disk.clone(), log, to_store: true, keep: None };
         let name = fleet.new_name("copied");
         let site = fleet.site();
         let mut server = Server::begin(&site, &name, vec![plan.clone()], (false, by_force))?;
         if !server.serves(&site)? {
-            if by_force {
+            has_room &= !server.said().contains(NO_ROOM);
+            if by_force && (has_room || !with_log) {
                 return Err(Fault::new(Wrong::NotServed, server.said()));
             }
             fleet.tell(format_args!("    refused: {}", server.said()));
-            has_room = !server.said().contains(NO_ROOM);
             continue;
         }
         let bytes = server.read(&site, &plan)?;

@@ -2,7 +2,7 @@
 
 use super::host::{NO_ROOM, Plan, Server};
 use super::work::{Course, Finale, ctl, work};
-use super::{Fleet, LOG_SHARED, Standing, labels, second, taking};
+use super::{Entry, Fleet, LOG_SHARED, Standing, labels, second, taking};
 use crate::clock;
 use crate::storm::kinds::Kind;
 use crate::storm::model::View;
@@ -40,15 +40,55 @@ pub(super) fn live(fleet: &mut Fleet<'_>, rng: &mut Rng, course: Course) -> Outc
             return Err(Fault::new(Wrong::NotServed, said));
         }
         fleet.tell("    its log has no room");
-        return killed_at_its_start(fleet, server, &chosen);
+        return match course {
+            Course::Random => killed_at_its_start(fleet, server, &chosen),
+            Course::Quiet(at) => {
+                server.kill()?;
+                quiet_without_log(fleet, rng, at)
+            }
+        };
     }
-    settle(fleet, &server, &chosen)?;
+    goes_on(fleet, rng, server, &chosen, course)
+}
+
+fn goes_on(
+    fleet: &mut Fleet<'_>,
+    rng: &mut Rng,
+    server: Server,
+    chosen: &[usize],
+    course: Course,
+) -> Outcome {
+    settle(fleet, &server, chosen)?;
     let end = match course {
         Course::Quiet(_) => Finale::Stop,
         Course::Random => end(fleet, rng, &server),
     };
     let (server, taken) = work(fleet, rng, server, end, course)?;
-    finish(fleet, rng, server, &chosen, (end, taken))
+    finish(fleet, rng, server, chosen, (end, taken))
+}
+
+/// A volume whose log got no room is as it was before: it is served without one. One that was left
+/// with a log, which may have nothing, is refused; then what looks at all judges it by the rest.
+fn quiet_without_log(fleet: &mut Fleet<'_>, rng: &mut Rng, at: usize) -> Outcome {
+    let Entry { disk, standing } = &fleet.entries[at];
+    let has_log = *standing == (Standing::Left { has_log: true });
+    let by_force = *standing == Standing::LeftBySecond;
+    let plan = Plan { disk: disk.clone(), log: None, to_store: true, keep: None };
+    let name = fleet.new_name("a");
+    fleet.tell(format_args!("  {name}: without, force: {by_force}"));
+    let mut server = Server::begin(&fleet.site(), &name, vec![plan], (false, by_force))?;
+    fleet.world.counts.lives.add();
+    if !server.serves(&fleet.site())? {
+        return match has_log && server.said().contains("--log-device") {
+            true => Ok(()),
+            false => Err(Fault::new(Wrong::NotServed, server.said())),
+        };
+    }
+    if has_log && fleet.entries[at].disk.known().uncertain.is_none() {
+        let what = "a volume is served without the log that it was left with";
+        return Err(Fault::new(Wrong::Silent, what));
+    }
+    goes_on(fleet, rng, server, &[at], Course::Quiet(at))
 }
 
 /// Whether it opened its disks is not known, but that nobody wrote to them.

@@ -14,6 +14,9 @@ pub(super) const EXPORT: &str = "export.raw";
 /// What says that a snapshot is not in the store yet.
 const NOT_YET: [&str; 2] = ["no snapshot", "try again"];
 
+/// What says that what a volume has may be in its log only.
+const NEEDS_LOG: &str = "was not closed, and its log";
+
 /// The label of a snapshot that has to be there.
 pub(super) fn any_label(disk: &Disk, rng: &mut Rng) -> Option<String> {
     let known = disk.known();
@@ -81,14 +84,45 @@ pub(super) fn look_at_snapshots(fleet: &Fleet<'_>, at: usize) -> Outcome {
     Ok(())
 }
 
-/// Judges all snapshots, and all volumes by exports. Some were not served since a verb or a server
-/// was killed, as a log had no room: these hold what the first to open them could have shown.
+/// Snapshots of a volume that was not closed: those that are in the store, with what they have.
+fn look_at_snapshots_left(fleet: &Fleet<'_>, at: usize) -> Outcome {
+    let disk = &fleet.entries[at].disk;
+    let url = fleet.url(&disk.name)?;
+    let said = fleet.verb_ok(&["snapshots", "--output", "json", &url])?;
+    let there = labels(&said)?;
+    // What only its log has comes when it is opened.
+    let mut in_store = disk.known().clone();
+    in_store.lost();
+    in_store.settle_labels(&there, &format!("{url}, which was not closed"))?;
+    for label in there.iter().filter(|label| !label.is_empty()) {
+        content(fleet, disk, label)?;
+    }
+    Ok(())
+}
+
+/// Judges each volume by its snapshots, by `check` and `scrub` of itself, and by an export. Some
+/// were not served since a verb or a server was killed, as a log had no room: these hold what the
+/// first to open them could have shown.
 pub(super) fn look_at_all(fleet: &mut Fleet<'_>) -> Outcome {
     for at in 0..fleet.entries.len() {
-        look_at_snapshots(fleet, at)?;
         let entry = &fleet.entries[at];
         let url = fleet.url(&entry.disk.name)?;
-        let bytes = exported(fleet, &url)?.map_err(|said| Fault::new(Wrong::Failed, said))?;
+        match entry.standing {
+            Standing::Closed => look_at_snapshots(fleet, at)?,
+            Standing::Left { .. } | Standing::LeftBySecond => look_at_snapshots_left(fleet, at)?,
+        }
+        fleet.check_whole(&url)?;
+        let bytes = match exported(fleet, &url)? {
+            Ok(bytes) => bytes,
+            // Nobody reads it without that: as it should be.
+            Err(said)
+                if entry.standing == (Standing::Left { has_log: true })
+                    && said.contains(NEEDS_LOG) =>
+            {
+                continue;
+            }
+            Err(said) => return Err(Fault::new(Wrong::Failed, said)),
+        };
         let view = entry.view();
         entry.disk.known().settle(&bytes, view, &url)?;
     }

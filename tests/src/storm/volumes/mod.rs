@@ -4,7 +4,8 @@
 //! copies of logs and of the store that are put back.
 //!
 //! Judged (`disk.rs` has the rules): every volume and snapshot, by reads over NBD and by exports;
-//! the labels that there are; and after every round `check` and `scrub` of all.
+//! the labels that there are; and after every round `check` and `scrub` of all. At the end each is
+//! judged by all of that, also one that could not be served.
 //!
 //! ```text
 //! storm ─▶ lives: a server of some volumes (`life.rs`), clients ∥ events (`work.rs`), its end
@@ -264,9 +265,13 @@ impl<'a> Fleet<'a> {
 
     /// Everything in the store is whole.
     fn check_all(&self) -> Outcome {
-        let url = self.store_url()?;
+        self.check_whole(&self.store_url()?)
+    }
+
+    /// A store, or a volume, is whole.
+    fn check_whole(&self, url: &str) -> Outcome {
         for verb in ["check", "scrub"] {
-            let said = self.verb_to_end(&[verb, "-q", &url])?;
+            let said = self.verb_to_end(&[verb, "-q", url])?;
             if !said.status.success() {
                 return Err(Fault::new(Wrong::Corrupt, said.to_string()));
             }

@@ -1,6 +1,6 @@
 
 // What a row shows when it is opened. One is open at a time: it is asked for each time.
-const KINDS = ["read", "write", "flush"];
+const KINDS = ["read", "write", "flush"], TREE_PERIOD = 30000;
 let open = null;
 
 function makeDetails(name) {
@@ -15,8 +15,9 @@ function makeDetails(name) {
   head[0] = it.when;
   const table = make("table", { class: "latency" }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...lines));
   it.figures = make("dl", { class: "figures" });
+  it.tree = make("ul", { class: "tree" });
   const charts = make("div", { class: "charts" }, ...it.charts.map(each => each.root));
-  const cell = make("td", { colspan: COLUMNS.length }, it.problems, it.facts, charts, table, it.figures);
+  const cell = make("td", { colspan: COLUMNS.length }, it.problems, it.facts, it.tree, charts, table, it.figures);
   it.element = make("tr", { class: "details" }, cell);
   return it;
 }
@@ -93,11 +94,31 @@ function stored(volume) {
   return (volume.fenced ? "another host has the volume; " : "") + lacks + silent + puts;
 }
 
+// A volume with its snapshots, as `mica volume tree` draws it; the newest of many.
+function drawTree(it, { snapshots, snapshot_count: total }) {
+  const older = total - snapshots.length;
+  const rows = snapshots.map(({ label, sequence, time_ns }) =>
+    [`@${label}`, `${sequence}, ${new Date(time_ns / 1e6).toISOString().slice(0, 19).replace("T", " ")}`]);
+  if (older > 0) rows.unshift([`${grouped(older)} older`, ""]);
+  refill(it.tree, rows.length ? [rows] : [], all => make("li", {}, it.name, make("ul", {},
+    ...all.map(([name, more]) => make("li", {}, name, " ", make("small", {}, more))))));
+}
+
+// Its store may be slow: it is asked for when it may have changed, and what fails waits for then.
+function lookAtTree(it, path, volume) {
+  const key = JSON.stringify([volume?.snapshots, Math.floor(performance.now() / TREE_PERIOD)]);
+  if (!volume || it.treeKey === key) return;
+  it.treeKey = key;
+  ask(`/v1/tree/${path}`).then(answer => drawTree(it, answer)).catch(() => {});
+}
+
 async function lookInto() {
   const it = open;
   if (!it) return;
   const path = encodeURIComponent(it.name);
-  drawDetails(it, await ask(`/v1/stats/${path}`));
+  const answer = await ask(`/v1/stats/${path}`);
+  drawDetails(it, answer);
+  lookAtTree(it, path, answer.status.volume);
   const history = await ask(`/v1/history/${path}`);
   for (const each of it.charts) each.draw(history, true);
 }

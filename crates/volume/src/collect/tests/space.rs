@@ -66,7 +66,7 @@ async fn age((punch, has_snapshots): (bool, bool), new: NewVolume) {
             if round == 1 {
                 gives_up(&volumes, sparse).await;
             }
-            written += volumes.compact(sparse, &Signal::default()).await.expect("compacted");
+            written += compacted(&volumes, sparse, &Signal::default()).await;
         }
         let after = volumes.collect(options, &mut |_| ()).await.expect("collected");
         // About half of what is written is random.
@@ -148,6 +148,11 @@ fn rewriting_changes_nothing_that_a_guest_sees() {
 async fn gives_up(volumes: &Volumes, sparse: &Sparse) {
     let given_up = Signal::default();
     given_up.raise();
-    assert_eq!(volumes.compact(sparse, &given_up).await.expect("closed"), 0);
+    assert_eq!(compacted(volumes, sparse, &given_up).await, 0);
     assert_eq!(volumes.info(&sparse.name).await.expect("known").open_on, None);
+}
+
+async fn compacted(volumes: &Volumes, sparse: &Sparse, given_up: &Signal) -> u64 {
+    let volume = open(volumes, sparse.name.as_str()).await;
+    volume.compact(sparse, given_up).await.expect("compacted")
 }

@@ -6,7 +6,6 @@ use crate::crypt::VolumeKey;
 use crate::log::LogDevice;
 use crate::opening::Opening;
 use mica_block::{Store, Which, read_exact};
-use mica_rt::sync::Signal;
 use mica_store::MemoryStore;
 use mica_units::HostOffset;
 
@@ -153,10 +152,8 @@ fn snapshots_clones_and_collection_need_no_key() {
         let collected = locked.collect(options, &mut |_| ()).await.expect("collected");
         assert!(collected.freed_extents > 0, "{collected:?}");
         for sparse in &collected.sparse {
-            assert_eq!(
-                locked.compact(sparse, &Signal::default()).await.expect_err("no").kind(),
-                ErrorKind::Denied
-            );
+            let opened = locked.open_volume(&sparse.name, Claimed::Refuse).await.map(drop);
+            assert_eq!(opened.expect_err("no").kind(), ErrorKind::Denied);
         }
         let found = locked.scrub(Speed::default(), &mut |_| ()).await.expect("scrubbed");
         assert_eq!(found.damaged, Vec::<String>::new());

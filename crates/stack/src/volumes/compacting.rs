@@ -1,0 +1,108 @@
+//! Compaction of volumes that nobody has open.
+//!
+//! While a volume is compacted it is open under a writer of the compactor, which gives way: on this
+//! machine a server that starts, or a verb, finds the lock of the volume free, and fences it. A
+//! compactor that is killed leaves the volume open, and so does a server. The next one goes on with
+//! it, if it is proved that the writer is dead.
+//!
+//! Invariants
+//! - K1 A writer that lives is never fenced by a compactor. In a directory it has the lock of the
+//!   volume, or the one of compactors, which is held from before a volume is opened by one until
+//!   after it is closed: whoever has both knows that the writer of this machine is dead. Elsewhere
+//!   the file that it has locked in memory shows whether it lives; that is there only once a head
+//!   names the writer, and where it is not, nothing is proved.
+//! - K2 Only the writer that is known to be dead is fenced, whoever has the volume by then.
+//! - K3 A volume whose writer had a log is left to whoever has that.
+//!
+//! A host proves nothing about the writers of another: what these have left open stays as it is
+//! until somebody there, or somebody by force, opens it.
+
+use super::alive::AliveNote;
+use super::lock::{CompactorLock, VolumeLock};
+use super::open::Standing;
+use super::stores::Store;
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::sync::Signal;
+use mica_volume::{Sparse, VolumeInfo, VolumeKey, VolumeName};
+use std::sync::Arc;
+
+/// The right to compact volumes of a store, among processes that see its locks.
+pub struct Compactor<'a> {
+    store: &'a Store,
+    _lock: Option<CompactorLock>,
+}
+
+impl Store {
+    /// The right to compact volumes; `None` if another process has it.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub async fn compactor(&self) -> Result<Option<Compactor<'_>>> {
+        let lock = match self.directory() {
+            Some(directory) => match CompactorLock::take(directory).await? {
+                None => return Ok(None),
+                taken => taken,
+            },
+            None => None,
+        };
+        Ok(Some(Compactor { store: self, _lock: lock }))
+    }
+
+    /// Whether a volume would be compacted, as far as that can be told without taking its lock.
+    pub async fn is_left_to_compactors(&self, info: &VolumeInfo) -> bool {
+        let Some(host) = &info.open_on else { return true };
+        match self.directory() {
+            Some(directory) => {
+                let (last, is_held) = VolumeLock::look(directory, &info.name);
+                let needs_more = last.log.is_some() || last.is_import;
+                !is_held && !needs_more && last.was_here_as(host)
+            }
+            None => self.dead_writer(info).await.is_some(),
+        }
+    }
+}
+
+impl Compactor<'_> {
+    /// Writes again what is in sparse extents of a volume that nobody has open, with its key if it
+    /// is encrypted; returns how many blocks that were. Whoever opens the volume meanwhile, on this
+    /// machine or by force, has it: this ends then. When `given_up` is raised the rest is left as
+    /// it is.
+    ///
+    /// # Errors
+    /// `Denied` if somebody has it open, or has left it so with a log, or it takes another key;
+    /// `NotFound` if it is no more; otherwise what the store reports.
+    pub async fn compact(
+        &self,
+        sparse: &Sparse,
+        key: Option<Arc<VolumeKey>>,
+        given_up: &Signal,
+    ) -> Result<u64> {
+        let Self { store, .. } = self;
+        let name = &sparse.name;
+        // Before the lock, which is waited for if a server has it.
+        if !store.is_left_to_compactors(&store.volumes().info(name).await?).await {
+            return Err(is_open(name));
+        }
+        let mut locked = store.locked(name, false).await?;
+        locked.check_whole(name)?;
+        if locked.standing == Standing::Open || locked.left().is_some() {
+            return Err(is_open(name));
+        }
+        // Not held any longer: a server that starts must not fail for this. It finds a writer that
+        // was here, whose lock is free, and fences it.
+        locked.sign(None, false)?;
+        drop(locked.lock.take());
+        let volumes = store.volumes().with_key(key);
+        let volume = volumes.open_volume(name, locked.claimed()).await?;
+        locked.dead.iter().for_each(AliveNote::forget);
+        let alive = store.sign_of_life(&volume, locked.volume);
+        let blocks = volume.compact(sparse, given_up).await?;
+        alive.iter().for_each(AliveNote::remove);
+        Ok(blocks)
+    }
+}
+
+fn is_open(name: &VolumeName) -> Error {
+    let what = format!("volume {} is open", name.as_str());
+    Error::new(ErrorKind::Denied, what)
+}
