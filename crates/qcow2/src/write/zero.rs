@@ -4,6 +4,7 @@ use super::Writer;
 use super::allocate::Reserved;
 use super::link::{Change, Drops, Entry};
 use super::plan::clusters_of;
+use super::unreadable;
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
 use mica_qcow2_format::{L2Entry, Version};
 use mica_rt::Buf;
@@ -147,7 +148,7 @@ impl Writer {
     }
 
     async fn extents_of(&self, range: GuestRange) -> Result<Vec<Extent>> {
-        self.map.plan(range).await
+        self.map.plan(range).await.map_err(unreadable)
     }
 
     /// Writes zeros where something else shows.
