@@ -177,6 +177,8 @@ impl Writer {
     }
 
     async fn change_incompatible(&self, set: u64, clear: u64) -> Result<()> {
+        // Who replaces the header writes all of the sector as it was read.
+        let _claim = self.metadata.header_changes.claim(0).await;
         let bits = self.metadata.read_u64(place_of(field::INCOMPATIBLE)).await?;
         let changed = (bits | set) & !clear;
         if changed == bits {

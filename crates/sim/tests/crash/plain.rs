@@ -21,7 +21,7 @@ const AUTOCLEAR_AT: u64 = 88;
 /// The incompatible bit of an image that is corrupt.
 const CORRUPT: u64 = 2;
 /// The bits of an address in an entry of an L1 or L2 table.
-const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// An image in a world.
 pub(crate) struct Plain {
