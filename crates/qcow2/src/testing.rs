@@ -2,7 +2,7 @@
 
 mod folder;
 
-pub(crate) use folder::{CLUSTER_BYTES, Folder};
+pub(crate) use folder::{CLUSTER_BYTES, Folder, REFCOUNTS_AT};
 
 use futures_util::FutureExt;
 use mica_block::Error;

@@ -1,10 +1,12 @@
 //! Images in memory that are opened by their names, without sidecars and redo logs.
 
+use super::done_at_once;
 use mica_block::{
     Error, ErrorKind, Identity, Images, NoRedoLogs, NoSidecars, OpenImage, ProofSlot, RedoLogs,
-    Result, Sidecars, Store, Upgradable,
+    Result, Sidecars, Store, Upgradable, write_all,
 };
 use mica_qcow2_format::RefcountTableEntry;
+use mica_rt::Buf;
 use mica_store::MemoryStore;
 use mica_units::HostOffset;
 use std::collections::BTreeMap;
@@ -53,6 +55,13 @@ impl Folder {
         let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let file = (files.len() as u64, Arc::new(MemoryStore::new_writable(name, bytes)));
         files.insert(Self::path(name), file);
+    }
+
+    /// Puts `bytes` at `at` of the image called `name`.
+    pub(crate) fn put(&self, name: &str, at: usize, bytes: &[u8]) {
+        let (_, file) = self.find(&Self::path(name)).expect("it was made");
+        let at = HostOffset::new(at as u64);
+        done_at_once(write_all(&*file, Buf::from_slice(bytes), at));
     }
 
     /// Where the image called `name` is.

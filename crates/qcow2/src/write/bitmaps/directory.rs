@@ -2,7 +2,7 @@
 //! header names in one sector once everything that it names is durable. And the end of a crash:
 //! bitmaps that are kept are flagged as not in use.
 
-use super::slot_of;
+use super::{Recorded, slot_of};
 use crate::header_io::{clear_autoclear, read_header};
 use crate::snapshots::list_bitmaps;
 use crate::write::Writer;
@@ -302,9 +302,12 @@ impl Writer {
         let bits = self.l2.cluster_bits;
         let mut tables = Vec::new();
         for (index, entry) in entries.iter().enumerate() {
-            let is_recorded = self.recorded(index).is_some();
+            let recorded = self.recorded(index);
             let needed = table_entries_for(entry.granularity_bits, len, bits);
-            if entry.in_use && !is_recorded || needed == u64::from(entry.table_entries) {
+            // One in memory has what the disk needed before, even if there is more in the file.
+            let known = recorded.map_or(u64::from(entry.table_entries), Recorded::table_len);
+            let fits = needed == u64::from(entry.table_entries) && needed == known;
+            if entry.in_use && recorded.is_none() || fits {
                 continue;
             }
             let table_entries = self.table_entries(entry.granularity_bits, len)?;
@@ -341,7 +344,7 @@ impl Writer {
         Ok(Lengthened(flagged))
     }
 
-    fn recorded(&self, index: usize) -> Option<&super::Recorded> {
+    fn recorded(&self, index: usize) -> Option<&Recorded> {
         self.bitmaps.recorder()?.all.iter().find(|bitmap| bitmap.index == index)
     }
 
