@@ -1,8 +1,8 @@
 //! Attacks with which a reviewer broke the writing engine, each with its story.
 
 use crate::chain::FOLDER;
-use crate::plain::{OFFSET_MASK, Plain, range, read, write};
-use mica_block::{Disk as _, Manage as _};
+use crate::plain::{L1_AT, OFFSET_MASK, Plain, REFCOUNT_TABLE_AT, range, read, write};
+use mica_block::{Disk as _, ErrorKind, Manage as _};
 use mica_qcow2_format::Version;
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::create::ImageWish;
@@ -250,6 +250,26 @@ fn disk_is_idle_when_its_requests_are_done_and_closes() {
         mica_rt::timeout(Duration::from_secs(5), stop).await.expect("it stops");
         image.expect_sound().await;
     });
+}
+
+/// The story: a header named one place for both tables, and the first write put the places of L2
+/// tables over those of the refcount blocks, or the other way round.
+#[test]
+fn nothing_is_written_while_two_tables_have_one_place() {
+    for (from, to) in [(REFCOUNT_TABLE_AT, L1_AT), (L1_AT, REFCOUNT_TABLE_AT)] {
+        scenario(2, |world| async move {
+            let image = Plain::new(&world, &ImageWish::default(), MIB).await;
+            image.put(to, image.word(from));
+            let before = image.file();
+            let chain = image.open(Mode::Write).await;
+            let written = write(&chain, 0, 1, 4096).await.unwrap_err();
+            assert_eq!(written.kind(), ErrorKind::Corrupt, "{written:?}");
+            chain.discard(range(0, MIB)).await.unwrap_err();
+            chain.resize(1 << 40).await.unwrap_err();
+            chain.close().await.unwrap();
+            assert!(image.file() == before, "nothing was written");
+        });
+    }
 }
 
 /// The story: a disk with a bitmap grew, for which the header's sector was read, changed and
