@@ -118,7 +118,14 @@ impl Writer {
         let held = self.zero_what_drops(&mut changes).await?;
         let must_flush = self.link_or_fail(&changes, &[]).await?;
         self.publish(&changes);
-        drop(held);
+        if held.is_some() {
+            drop(held);
+            // What the clusters keep may be written in place again.
+            let units = 0..self.units();
+            self.show(
+                changes.iter().map(|change| (change.entry.cluster, change.new, units.clone())),
+            );
+        }
         if must_flush {
             self.flush().await?;
         }
