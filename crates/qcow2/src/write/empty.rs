@@ -47,7 +47,9 @@ impl Writer {
         let old = self.old_tables().await?;
         let count = bits.clusters_for(table_bytes(entries)).max(1);
         let len = bits.bytes_of(count);
-        let run = self.reserve_run(count).await?;
+        let what = "the empty L1 table of the active layer in one piece: once another layer is on \
+                    top of it, it can be committed without one";
+        let run = self.reserve_run(count, what).await?;
         let at = bits.start_of(run.first);
         let written = async {
             self.metadata.ranges.check(at, len)?;

@@ -221,7 +221,9 @@ impl Writer {
         let bits = self.l2.cluster_bits;
         let count = bits.clusters_for(bytes.len() as u64).max(1);
         let len = bits.bytes_of(count);
-        let run = self.reserve_run(count).await?;
+        let what = "the tables of its dirty bitmaps in one piece: bitmaps of a larger granularity \
+                    need less";
+        let run = self.reserve_run(count, what).await?;
         taken.push(run);
         let at = bits.start_of(run.first);
         self.metadata.ranges.check(at, len)?;

@@ -2,9 +2,9 @@
 
 use crate::chain::{Chain, ChainOptions};
 use crate::map::Map;
-use crate::testing::{CLUSTER_BYTES, Folder, at_once, done_at_once, watched};
+use crate::testing::{CLUSTER_BYTES, Folder, REFCOUNTS_AT, at_once, done_at_once, watched};
 use mica_block::{
-    ActiveAfter, CommitLayers, Disk as _, LocalFuture, Manage as _, MergeControl,
+    ActiveAfter, CommitLayers, Disk as _, ErrorKind, LocalFuture, Manage as _, MergeControl,
     MergeProgress, Merged,
 };
 use mica_rt::{Backend, Buf, Executor};
@@ -110,6 +110,30 @@ fn reader_who_took_the_layers_before_looks_once_more() {
         assert_eq!(watched(empty, async { first_byte(&map) }).await, NEW);
         assert_eq!(chain.layer_count(), 2, "the active layer became empty meanwhile");
         chain.forget_retired().await;
+        chain.close().await.expect("it is closed");
+    });
+}
+
+/// The story: a file whose free space lies in pieces had no room for the empty table, and was told
+/// of a longer one, and of `mica resize`, which does not help.
+#[test]
+fn file_without_room_for_the_empty_table_says_so() {
+    run(async {
+        let folder = Folder::default();
+        folder.make("base", DISK, None);
+        folder.make("active", DISK, Some("base"));
+        // An L1 table of two clusters; of two clusters behind it one is in use.
+        folder.put("active", 36, &1024_u32.to_be_bytes());
+        folder.put("active", 4 * CLUSTER_BYTES, &[0; CLUSTER_BYTES]);
+        folder.put("active", REFCOUNTS_AT, &[0b0101_0101; CLUSTER_BYTES]);
+        folder.put("active", REFCOUNTS_AT, &[0b0101_1111]);
+        let chain = open(&folder, "active").await;
+        let layers = CommitLayers { top: None, base: None, active: ActiveAfter::Emptied };
+        let error = chain.commit(layers, &Steadily).await.expect_err("it has no room");
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "{error:?}");
+        let line = error.in_one_line();
+        assert!(line.contains("empty L1 table") && !line.contains("resize"), "{line}");
+        assert_eq!(chain.layer_count(), 2);
         chain.close().await.expect("it is closed");
     });
 }
