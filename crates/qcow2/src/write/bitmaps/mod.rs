@@ -168,7 +168,7 @@ impl Writer {
         self.metadata.sync().await
     }
 
-    /// The bitmap `entry`, which has this `index`, as it is in the file, for a disk of `disk_bytes`.
+    /// The bitmap `entry`, which has this `index`, of a disk of `disk_bytes`, as it is in the file.
     async fn load_bitmap(
         &self,
         index: usize,
