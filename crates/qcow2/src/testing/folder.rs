@@ -9,9 +9,10 @@ use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
 use mica_store::MemoryStore;
 use mica_units::HostOffset;
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Bytes of a cluster of the images in a [`Folder`].
 pub(crate) const CLUSTER_BYTES: usize = 1 << 12;
@@ -52,7 +53,7 @@ impl Folder {
             put(16, &u32::try_from(backing.len()).expect("a short name").to_be_bytes());
             put(256, backing.as_bytes());
         }
-        let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = self.0.lock();
         let file = (files.len() as u64, Arc::new(MemoryStore::new_writable(name, bytes)));
         files.insert(Self::path(name), file);
     }
@@ -70,7 +71,7 @@ impl Folder {
     }
 
     fn find(&self, path: &Path) -> Result<File> {
-        let files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let files = self.0.lock();
         files.get(path).cloned().ok_or_else(|| Error::new(ErrorKind::NotFound, "no such image"))
     }
 }
