@@ -147,6 +147,12 @@ impl Chain {
         Self { map, gate, writer, pushing, merging, stored_bitmaps, repair, index }
     }
 
+    /// The writer of the active layer.
+    #[cfg(test)]
+    pub(crate) fn present_writer(&self) -> Arc<Writer> {
+        self.writer.load_full().expect("a disk that is written")
+    }
+
     /// How many layers, from the base, the index covers.
     pub fn indexed_layers(&self) -> usize {
         self.map.index.tree().covered()

@@ -4,6 +4,8 @@
 //! Invariants
 //! - I1 A place that a request found in the map is not reused before the request is done.
 //! - I2 While the gate is held no change of the disk is under way, and none begins.
+//! - I3 A change may have taken a place away, and readers still find it until it has shown that: a
+//!   moment is over only when what began before its changes ended is done, too.
 
 use mica_rt::sync::{EndedPhase, InFlight, OwnedInFlight, Requests, Waiters};
 use std::sync::Arc;
@@ -33,9 +35,13 @@ pub(crate) enum Entering {
     Waiting(OwnedInFlight),
 }
 
-/// A moment, which is over when everything that was under way then has ended.
-#[derive(Clone, Copy)]
-pub(crate) struct Moment([EndedPhase; 3]);
+/// A moment, which is over when everything that was under way then has ended, and what found places
+/// in the map before the last change of them ended (I3).
+pub(crate) struct Moment {
+    changes: EndedPhase,
+    /// Reads, and writes in place, once those changes have ended.
+    others: Option<[EndedPhase; 2]>,
+}
 
 impl Gate {
     /// Counts a read until the returned value is dropped.
@@ -120,16 +126,28 @@ impl Gate {
         }
     }
 
-    /// A moment for [`Self::is_over`]; `None` until everything from the last one is done.
+    /// A moment for [`Self::is_over`]; `None` until the changes of the last one are done.
     pub(crate) fn moment(&self) -> Option<Moment> {
-        let [reads, in_place, changes] = self.under_way();
-        // A phase that was ended for nothing, as the next one could not be, is drained sooner.
-        Some(Moment([reads.end_phase()?, in_place.end_phase()?, changes.end_phase()?]))
+        Some(Moment { changes: self.changes.end_phase()?, others: None })
     }
 
-    /// Whether everything that was under way at `moment` is done (I1).
-    pub(crate) fn is_over(&self, Moment(ended): Moment) -> bool {
-        self.under_way().iter().zip(ended).all(|(some, ended)| some.is_drained(ended))
+    /// Whether everything that was under way at `moment` is done (I1, I3). It is asked until it is.
+    pub(crate) fn is_over(&self, moment: &mut Moment) -> bool {
+        if !self.changes.is_drained(moment.changes) {
+            return false;
+        }
+        if moment.others.is_none() {
+            moment.others = self.end_others();
+        }
+        moment.others.is_some_and(|[reads, in_place]| {
+            self.reads.is_drained(reads) && self.in_place.is_drained(in_place)
+        })
+    }
+
+    /// `None` until everything from the last time is done. A phase that was ended for nothing, as
+    /// the next one could not be, is drained sooner.
+    fn end_others(&self) -> Option<[EndedPhase; 2]> {
+        Some([self.reads.end_phase()?, self.in_place.end_phase()?])
     }
 
     /// Everything that may touch a place that the map names or named.
@@ -157,5 +175,37 @@ impl Drop for HeldGate<'_> {
     fn drop(&mut self) {
         self.0.is_held.store(false, Ordering::SeqCst);
         self.0.opened.wake_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The story: a change had taken a cluster away, and not shown that, when the moment was taken.
+    /// A read that began then found the cluster where it had been, and nobody waited for it.
+    #[test]
+    fn moment_is_not_over_before_what_began_while_its_changes_were_under_way() {
+        let gate = Gate::default();
+        let change = gate.try_enter_change().expect("the gate is open");
+        let mut moment = gate.moment().expect("nothing was under way before");
+        let read = gate.enter();
+        let in_place = gate.enter_in_place().expect("the gate is open");
+        assert!(!gate.is_over(&mut moment));
+        drop(change);
+        assert!(!gate.is_over(&mut moment), "the read may have the place");
+        drop(read);
+        assert!(!gate.is_over(&mut moment), "the write may have the place");
+        let late = [gate.enter(), gate.enter()];
+        drop(in_place);
+        assert!(gate.is_over(&mut moment), "what begins afterwards finds another place");
+        drop(late);
+    }
+
+    #[test]
+    fn moment_of_a_quiet_disk_is_over_at_once() {
+        let gate = Gate::default();
+        let mut moment = gate.moment().expect("nothing is under way");
+        assert!(gate.is_over(&mut moment));
     }
 }

@@ -39,6 +39,8 @@ pub(crate) struct Map {
     pub(crate) decoded: Arc<DecodedClusters>,
     /// The map of a longer chain that reads the uppermost of these layers while it is written.
     above: OnceLock<Weak<Map>>,
+    /// How often the uppermost layer became empty.
+    emptied: AtomicU64,
 }
 
 /// What is left to do after planning from memory.
@@ -72,6 +74,7 @@ impl Map {
             is_index_held: AtomicBool::new(false),
             decoded: Arc::default(),
             above: OnceLock::new(),
+            emptied: AtomicU64::new(0),
         })
     }
 
@@ -145,6 +148,19 @@ impl Map {
         self.index.cache.leave_frozen();
         self.layers.store(Arc::new(layers));
         self.index.cache.outdate_loading();
+        #[cfg(test)]
+        crate::testing::pass("other layers");
+    }
+
+    /// The uppermost layer owns nothing from the next moment on, and those beneath it that others
+    /// must not see then have left. Whoever took the layers before that looks once more.
+    pub(crate) fn note_emptied(&self) {
+        self.emptied.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// How often that was noted.
+    pub(crate) fn emptied(&self) -> u64 {
+        self.emptied.load(Ordering::SeqCst)
     }
 
     /// As [`Self::replace_layers`] if slices in memory may name layers that are not among the new

@@ -1,7 +1,12 @@
 //! What the models beside the modules share.
 
+mod folder;
+
+pub(crate) use folder::{CLUSTER_BYTES, Folder, REFCOUNTS_AT};
+
 use futures_util::FutureExt;
 use mica_block::Error;
+use std::cell::RefCell;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -42,4 +47,30 @@ pub(crate) fn at_once<T>(future: impl Future<Output = T>) -> T {
 /// As [`at_once`], for one that succeeds.
 pub(crate) fn done_at_once<T>(future: impl Future<Output = Result<T, Error>>) -> T {
     at_once(future).expect("nothing fails here")
+}
+
+type Watcher = Box<dyn FnMut(&'static str)>;
+
+thread_local! {
+    static WATCHER: RefCell<Option<Watcher>> = const { RefCell::new(None) };
+}
+
+/// The code under test is between two steps that other threads may come between: whoever watches
+/// this thread is told, and told nothing of what it does itself.
+pub(crate) fn pass(step: &'static str) {
+    if let Some(mut watcher) = WATCHER.take() {
+        watcher(step);
+        WATCHER.set(Some(watcher));
+    }
+}
+
+/// Runs `body`, and has `watcher` told what it passes.
+pub(crate) async fn watched<T>(
+    watcher: impl FnMut(&'static str) + 'static,
+    body: impl Future<Output = T>,
+) -> T {
+    WATCHER.set(Some(Box::new(watcher)));
+    let output = body.await;
+    WATCHER.set(None);
+    output
 }

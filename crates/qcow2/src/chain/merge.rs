@@ -42,7 +42,8 @@
 //!   that takes over in a raise, in those that leave, until it is durable.
 //! - I6 One merge of a chain at a time; no layer is put on top meanwhile.
 //! - I7 After an error, or if it is cancelled, the chain has the layers that it had, and the base
-//!   is closed properly if it can be.
+//!   is closed properly if it can be; but an active layer whose header could not be written, after
+//!   which nothing is, may stand on the base.
 //! - I8 When layers have left, what the dirty bitmaps of a name say together has all that it had
 //!   before, and what was copied into a layer that keeps bitmaps; see [`bitmaps`].
 //!

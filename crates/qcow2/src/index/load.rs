@@ -56,7 +56,7 @@ impl Map {
     }
 
     async fn load(&self, number: u64) -> Result<Arc<HeldSlice>> {
-        let tree = self.index.tree();
+        let mut tree = self.index.tree();
         let above = self.layers().all().len() - tree.covered();
         let last = self.index.last_loaded.load(Ordering::Relaxed);
         let reads_on = number == last.wrapping_add(1);
@@ -70,13 +70,16 @@ impl Map {
             (number, number + 1)
         };
         self.index.last_loaded.store(end - 1, Ordering::Relaxed);
-        let versions: Vec<_> = (first..end).map(|slice| self.index.cache.version(slice)).collect();
-        let loaded = match self.load_over_frozen(&tree, first..end).await? {
-            Some(loaded) => loaded,
-            None => {
-                let runs = self.resolve(Part::All, &tree, first, end).await?;
-                slices_of(&runs, first..end).map(|(_, slice)| Loaded::Own(slice)).collect()
+        let (versions, loaded) = loop {
+            let emptied = self.emptied();
+            let versions: Vec<_> =
+                (first..end).map(|slice| self.index.cache.version(slice)).collect();
+            let loaded = self.load_window(&tree, first..end).await;
+            // What was asked may be layers that had left by then, beneath one that became empty.
+            if emptied == self.emptied() {
+                break (versions, loaded?);
             }
+            tree = self.index.tree();
         };
         let mut wanted = None;
         for ((slice_number, version), loaded) in (first..end).zip(versions).zip(loaded) {
@@ -86,6 +89,15 @@ impl Map {
             }
         }
         Ok(wanted.expect("the window holds the slice"))
+    }
+
+    /// Slices `numbers` from the layers, or from what other chains know of them.
+    async fn load_window(&self, tree: &Tree, numbers: Range<u64>) -> Result<Vec<Loaded>> {
+        if let Some(loaded) = self.load_over_frozen(tree, numbers.clone()).await? {
+            return Ok(loaded);
+        }
+        let runs = self.resolve(Part::All, tree, numbers.start, numbers.end).await?;
+        Ok(slices_of(&runs, numbers).map(|(_, slice)| Loaded::Own(slice)).collect())
     }
 
     /// Slices `numbers` from those of the frozen layers, which other chains have, too, and from
@@ -116,6 +128,8 @@ impl Map {
         let start = GuestOffset::new(numbers.start << SLICE_BITS);
         let stop = GuestOffset::new((numbers.end << SLICE_BITS).min(self.len()));
         let window = GuestRange::between(start, stop).expect("slices of the disk");
+        #[cfg(test)]
+        crate::testing::pass("layers are asked");
         let active = layers.active();
         let mut own = active.own_runs(window).await?;
         count(&self.index.counters.layers_walked, 1);
@@ -184,6 +198,8 @@ impl Map {
             Part::All => layers.all(),
             Part::Frozen => layers.frozen(),
         };
+        #[cfg(test)]
+        crate::testing::pass("layers are asked");
         let upper = all.get(tree.covered()..).unwrap_or_default();
         if upper.len() > FEW_LAYERS {
             count(&self.index.counters.walks, 1);

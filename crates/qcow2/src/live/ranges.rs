@@ -121,14 +121,23 @@ impl MetadataRanges {
         let is_beyond = state.file_end.is_some_and(|end| cluster >= end)
             && !state.tables.contains(cluster)
             && !state.areas.contains_key(&at.bytes());
-        if !is_beyond && !state.contested.contains(cluster) {
-            return Ok(());
+        match is_beyond || state.contested.contains(cluster) {
+            true => Err(not_alone(at)),
+            false => Ok(()),
         }
-        let context = format!(
-            "the image is corrupt: the table at {at} lies over other metadata or beyond the end \
-             of the file; run `mica check -r all`"
-        );
-        Err(Error::new(ErrorKind::Corrupt, context))
+    }
+
+    /// Checks that the table of tables at `at`, of `len` bytes, is alone there, so that it may be
+    /// written.
+    ///
+    /// # Errors
+    /// `Corrupt` if it is not.
+    pub(crate) fn check_area(&self, at: HostOffset, len: u64) -> Result<()> {
+        let end = self.bits.host_cluster_up(HostOffset::new(at.bytes().saturating_add(len)));
+        match self.read().contested.overlap(self.bits.host_cluster(at), end) {
+            Some(_) if len > 0 => Err(not_alone(at)),
+            _ => Ok(()),
+        }
     }
 
     /// What was at `at` is no longer there.
@@ -182,6 +191,14 @@ impl State {
         let start = bits.start_of(run.first().max(first)).bytes();
         Some((start, TableKind::of_tag(run.tag()).name()))
     }
+}
+
+fn not_alone(at: HostOffset) -> Error {
+    let context = format!(
+        "the image is corrupt: the table at {at} lies over other metadata or beyond the end of the \
+         file; run `mica check -r all`"
+    );
+    Error::new(ErrorKind::Corrupt, context)
 }
 
 /// Tables that are being taken in, sorted a batch at a time.

@@ -303,7 +303,7 @@ impl Writer {
     async fn release_drained(&self) -> Result<()> {
         let drained = {
             let mut limbo = self.limbo.lock();
-            let drained = limbo.ending.take_if(|(moment, _)| self.gate.is_over(*moment));
+            let drained = limbo.ending.take_if(|(moment, _)| self.gate.is_over(moment));
             if limbo.ending.is_none()
                 && !limbo.waiting.is_empty()
                 && let Some(moment) = self.gate.moment()

@@ -4,6 +4,10 @@
 //! - E1 The empty table is durable before the header names it, and the counts of its clusters are.
 //! - E2 What the old table named is freed only when the header names the new one. A power cut in
 //!   between, or before all is freed, leaks clusters.
+//! - E3 The empty table counts in memory only when no layer is left beneath whose bytes the old one
+//!   hid, and whoever took the layers before that looks once more ([`Map::note_emptied`]).
+//!
+//! [`Map::note_emptied`]: crate::map::Map::note_emptied
 
 use super::Writer;
 use super::allocate::Reserved;
@@ -21,6 +25,8 @@ const FREED_MANY: usize = 1 << 12;
 #[must_use = "its clusters are counted"]
 pub(crate) struct EmptyTable {
     run: Reserved,
+    /// The tables that the present one names.
+    old: Vec<OldTable>,
 }
 
 /// An L2 table that nothing names any more, and the first of the clusters of the disk for which it
@@ -32,15 +38,18 @@ pub(crate) struct OldTable {
 }
 
 impl Writer {
-    /// Makes a table without entries, durably. The caller holds the gate.
+    /// Makes a table without entries, durably. The caller holds the gate, until the layer is empty.
     pub(crate) async fn prepare_empty(&self) -> Result<EmptyTable> {
         self.check_usable()?;
         self.mark_before_change().await?;
         let bits = self.l2.cluster_bits;
         let (_, entries) = self.l1_place.get();
+        let old = self.old_tables().await?;
         let count = bits.clusters_for(table_bytes(entries)).max(1);
         let len = bits.bytes_of(count);
-        let run = self.reserve_run(count).await?;
+        let what = "the empty L1 table of the active layer in one piece: once another layer is on \
+                    top of it, it can be committed without one";
+        let run = self.reserve_run(count, what).await?;
         let at = bits.start_of(run.first);
         let written = async {
             self.metadata.ranges.check(at, len)?;
@@ -53,30 +62,44 @@ impl Writer {
             self.space.give_back(run);
             return Err(error);
         }
-        Ok(EmptyTable { run })
+        Ok(EmptyTable { run, old })
     }
 
-    /// Owns nothing from now on, durably: `empty` is the table. The caller holds the gate, and has
-    /// flushed. Returns the tables that the old one named, for [`Self::free_table`].
+    /// The tables that the L1 table names.
+    async fn old_tables(&self) -> Result<Vec<OldTable>> {
+        let (at, entries) = self.l1_place.get();
+        let mut old = Vec::new();
+        if at != HostOffset::ZERO {
+            let len = len_of(table_bytes(entries));
+            let table = read_exact(&*self.metadata.store, at, len).await?;
+            for (index, entry) in (0..).zip(table.as_chunks().0) {
+                // A malformed entry names nothing that could be freed.
+                if let Ok(Some(at)) =
+                    L1Entry(u64::from_be_bytes(*entry)).decode(self.l2.cluster_bits)
+                {
+                    old.push(OldTable { at, index });
+                }
+            }
+        }
+        Ok(old)
+    }
+
+    /// Owns nothing from now on, durably: `empty` is the table. The caller holds the gate, has
+    /// flushed, and has taken out the layers that must not show (E3). Returns the tables that the
+    /// old one named, for [`Self::free_table`].
+    ///
+    /// # Errors
+    /// Any failure of the write or the sync of the header: then nothing more is written.
     pub(crate) async fn become_empty(&self, empty: EmptyTable) -> Result<Vec<OldTable>> {
         let bits = self.l2.cluster_bits;
         let _moving = self.tables.claim(MOVING).await;
         let _held = Held::new(&self.metadata);
         let (old_at, entries) = self.l1_place.get();
-        let mut old = Vec::new();
-        if old_at != HostOffset::ZERO {
-            let len = len_of(table_bytes(entries));
-            let table = read_exact(&*self.metadata.store, old_at, len).await?;
-            for (index, entry) in (0..).zip(table.as_chunks().0) {
-                // A malformed entry names nothing that could be freed.
-                if let Ok(Some(at)) = L1Entry(u64::from_be_bytes(*entry)).decode(bits) {
-                    old.push(OldTable { at, index });
-                }
-            }
-        }
-        let at = bits.start_of(empty.run.first);
+        let EmptyTable { run, old } = empty;
+        let at = bits.start_of(run.first);
         self.metadata.change_header(&self.space, HeaderChange::L1(at, entries)).await?;
         let mut pages = self.metadata.lock();
+        self.map.note_emptied();
         self.l1_place.set(at, entries);
         if old_at != HostOffset::ZERO {
             let count = bits.clusters_for(table_bytes(entries));
@@ -86,6 +109,9 @@ impl Writer {
             self.metadata.ranges.remove(old_at);
         }
         self.metadata.ranges.add(at, table_bytes(entries), "the L1 table");
+        drop(pages);
+        #[cfg(test)]
+        crate::testing::pass("another L1 table");
         Ok(old)
     }
 

@@ -7,6 +7,7 @@
 use super::Writer;
 use super::gather::Guest;
 use super::plan::ClusterPlan;
+use super::unreadable;
 use mica_block::{Extent, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -185,8 +186,11 @@ impl Writer {
 
     /// Reads what shows at `start`.
     async fn read_visible(&self, start: GuestOffset, len: u64) -> Result<Buf> {
-        let extents = self.map.extents_at(start, len).await?;
-        self.map.read_extents(extents).await
+        let read = async {
+            let extents = self.map.extents_at(start, len).await?;
+            self.map.read_extents(extents).await
+        };
+        read.await.map_err(unreadable)
     }
 }
 

@@ -196,7 +196,9 @@ impl Writer {
         let mut table = Buf::zeroed(len_of(len));
         let known = read_exact(store, old_at, len_of(table_bytes(before))).await?;
         table.put(0, &known);
-        let run = self.reserve_run(count).await?;
+        let what =
+            "a longer L1 table in one piece: `mica resize` finds it while nobody uses the image";
+        let run = self.reserve_run(count, what).await?;
         let at = bits.start_of(run.first);
         let written = async {
             self.metadata.ranges.check(at, len)?;
@@ -227,8 +229,9 @@ impl Writer {
         drop(self.tables.claim(MOVING).await);
     }
 
-    /// Takes `count` contiguous clusters.
-    pub(super) async fn reserve_run(&self, count: u64) -> Result<Reserved> {
+    /// Takes `count` contiguous clusters. `what` they are for, and what helps if the free space is
+    /// too fragmented, is said then.
+    pub(super) async fn reserve_run(&self, count: u64, what: &str) -> Result<Reserved> {
         let mut run: Option<Reserved> = None;
         let mut passed = Vec::new();
         let mut looked_at = 0;
@@ -236,9 +239,8 @@ impl Writer {
             match run {
                 Some(run) if run.count >= count => break Ok(run),
                 _ if looked_at > count * PASSED_PER_CLUSTER + PASSED_MIN => {
-                    let what = "the file has no room for a longer L1 table in one piece: \
-                                `mica resize` finds it while nobody uses the image";
-                    break Err(Error::new(ErrorKind::NoSpace, what));
+                    let context = format!("the file has no room for {what}");
+                    break Err(Error::new(ErrorKind::NoSpace, context));
                 }
                 _ => {}
             }

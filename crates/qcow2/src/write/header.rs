@@ -3,6 +3,7 @@
 
 use super::Writer;
 use super::allocate::Space;
+use super::grow::table_bytes;
 use super::pages::Metadata;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
 use mica_block::{Error, Result, Store};
@@ -72,6 +73,7 @@ impl Writer {
         if self.header.is_marked() {
             return Ok(());
         }
+        self.check_tables_of_tables()?;
         if self.header.is_v3 {
             let autoclear = self.metadata.read_u64(place_of(field::AUTOCLEAR)).await?;
             let bitmaps = self.load_bitmaps(!self.header.has_snapshots).await?;
@@ -94,6 +96,17 @@ impl Writer {
             }
         }
         self.header.marked.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Checks that the L1 table and the refcount table, which changes write, are alone where they
+    /// are.
+    fn check_tables_of_tables(&self) -> Result<()> {
+        let (at, entries) = self.l1_place.get();
+        let refcounts = self.space.table_place();
+        for (at, len) in [(at, table_bytes(entries)), refcounts] {
+            self.metadata.ranges.check_area(at, len)?;
+        }
         Ok(())
     }
 
@@ -173,6 +186,8 @@ impl Writer {
     }
 
     async fn change_incompatible(&self, set: u64, clear: u64) -> Result<()> {
+        // Who replaces the header writes all of the sector as it was read.
+        let _claim = self.metadata.header_changes.claim(0).await;
         let bits = self.metadata.read_u64(place_of(field::INCOMPATIBLE)).await?;
         let changed = (bits | set) & !clear;
         if changed == bits {

@@ -235,7 +235,8 @@ impl Writer {
     }
 
     /// Remembers `error`. If the image contradicts itself, marks the image as corrupt too, so that
-    /// nobody writes to it before it is repaired.
+    /// nobody writes to it before it is repaired. Errors of reading what the disk shows are to pass
+    /// through [`unreadable`] before.
     async fn note_corruption(&self, error: Error) -> Error {
         if error.kind() == ErrorKind::Corrupt && self.metadata.failure().is_none() {
             self.metadata.fail_for_good(&error);
@@ -244,6 +245,15 @@ impl Writer {
             }
         }
         error
+    }
+}
+
+/// What shows cannot be read, of this layer or of those beneath. That is an error of the request
+/// that needs it alone, as it is of a guest's read: it says nothing of this image's tables.
+fn unreadable(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::Corrupt => Error::new(ErrorKind::Io, error.in_one_line()),
+        _ => error,
     }
 }
 

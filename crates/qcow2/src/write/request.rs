@@ -7,6 +7,7 @@ use super::Writer;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
 use super::plan::{ClusterPlan, Reservations, clusters_of};
+use super::unreadable;
 use crate::map::slice_of;
 use mica_block::{Error, ErrorKind, Extent, Result};
 use mica_rt::{Buf, Pace};
@@ -196,7 +197,7 @@ impl Writer {
         let start = bits.start_of(first.entry.cluster);
         let end = bits.start_of(last.entry.cluster.saturating_add(1));
         if let Some(range) = GuestRange::between(start, end.min(GuestOffset::new(disk_len))) {
-            extents = self.map.plan(range).await?;
+            extents = self.map.plan(range).await.map_err(unreadable)?;
         }
         Ok(extents)
     }

@@ -4,6 +4,7 @@ use super::Writer;
 use super::allocate::Reserved;
 use super::link::{Change, Drops, Entry};
 use super::plan::clusters_of;
+use super::unreadable;
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
 use mica_qcow2_format::{L2Entry, Version};
 use mica_rt::Buf;
@@ -117,7 +118,14 @@ impl Writer {
         let held = self.zero_what_drops(&mut changes).await?;
         let must_flush = self.link_or_fail(&changes, &[]).await?;
         self.publish(&changes);
-        drop(held);
+        if held.is_some() {
+            drop(held);
+            // What the clusters keep may be written in place again.
+            let units = 0..self.units();
+            self.show(
+                changes.iter().map(|change| (change.entry.cluster, change.new, units.clone())),
+            );
+        }
         if must_flush {
             self.flush().await?;
         }
@@ -147,7 +155,7 @@ impl Writer {
     }
 
     async fn extents_of(&self, range: GuestRange) -> Result<Vec<Extent>> {
-        self.map.plan(range).await
+        self.map.plan(range).await.map_err(unreadable)
     }
 
     /// Writes zeros where something else shows.

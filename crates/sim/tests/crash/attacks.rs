@@ -1,9 +1,10 @@
 //! Attacks with which a reviewer broke the writing engine, each with its story.
 
 use crate::chain::FOLDER;
-use crate::plain::{Plain, range, read, write};
-use mica_block::{Disk as _, Manage as _};
+use crate::plain::{L1_AT, OFFSET_MASK, Plain, REFCOUNT_TABLE_AT, range, read, write};
+use mica_block::{Disk as _, ErrorKind, Manage as _};
 use mica_qcow2_format::Version;
+use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::create::ImageWish;
 use mica_rt::{Buf, join_all};
 use mica_sim::crash::Mode;
@@ -249,4 +250,60 @@ fn disk_is_idle_when_its_requests_are_done_and_closes() {
         mica_rt::timeout(Duration::from_secs(5), stop).await.expect("it stops");
         image.expect_sound().await;
     });
+}
+
+/// The story: a header named one place for both tables, and the first write put the places of L2
+/// tables over those of the refcount blocks, or the other way round.
+#[test]
+fn nothing_is_written_while_two_tables_have_one_place() {
+    for (from, to) in [(REFCOUNT_TABLE_AT, L1_AT), (L1_AT, REFCOUNT_TABLE_AT)] {
+        scenario(2, |world| async move {
+            let image = Plain::new(&world, &ImageWish::default(), MIB).await;
+            image.put(to, image.word(from));
+            let before = image.file();
+            let chain = image.open(Mode::Write).await;
+            let written = write(&chain, 0, 1, 4096).await.unwrap_err();
+            assert_eq!(written.kind(), ErrorKind::Corrupt, "{written:?}");
+            chain.discard(range(0, MIB)).await.unwrap_err();
+            chain.resize(1 << 40).await.unwrap_err();
+            chain.close().await.unwrap();
+            assert!(image.file() == before, "nothing was written");
+        });
+    }
+}
+
+/// The story: a disk with a bitmap grew, for which the header's sector was read, changed and
+/// written, while a write found that the image was corrupt: the mark in between was lost.
+#[test]
+fn mark_of_a_corrupt_image_is_not_lost_beside_another_change_of_the_header() {
+    for delay in (0..6000).step_by(40) {
+        scenario(1, |world| async move {
+            let image = Plain::new(&world, &ImageWish::default(), 16 * MIB).await;
+            let add = vec![BitmapAction::Add(None)];
+            edit_bitmap(&world, &Plain::top(), "changes", add).await.unwrap();
+            let chain = image.open(Mode::Write).await;
+            for at in [0, MIB] {
+                write(&chain, at, 1, 512).await.unwrap();
+            }
+            chain.close().await.unwrap();
+            drop(chain);
+            // The second cluster that was written would lie over the L1 table.
+            let entry = image.l2() + 16 * 8;
+            image.put(entry, image.word(entry) & !OFFSET_MASK | image.l1());
+            world.set_latency(Plain::top(), Latency::Flash);
+            let chain = image.open(Mode::Write).await;
+            write(&chain, 0, 1, 512).await.unwrap();
+            let growing = async {
+                let _ = chain.resize(1 << 40).await;
+            };
+            let writing = async {
+                mica_rt::sleep(Duration::from_micros(delay)).await;
+                write(&chain, MIB, 2, 512).await.unwrap_err();
+            };
+            let both: [std::pin::Pin<Box<dyn Future<Output = ()>>>; 2] =
+                [Box::pin(growing), Box::pin(writing)];
+            join_all(both).await;
+            assert!(image.is_marked_corrupt(), "after {delay} us");
+        });
+    }
 }

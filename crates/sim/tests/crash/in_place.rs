@@ -1,7 +1,7 @@
 //! Writes that change no metadata go straight to their place, without a separate task.
 
-use crate::plain::Plain;
-use mica_block::{Disk, Manage as _, Writing};
+use crate::plain::{Plain, range, read};
+use mica_block::{Disk, Manage as _, Writing, Zeroes};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_tools::create::ImageWish;
 use mica_rt::Buf;
@@ -38,6 +38,30 @@ fn second_write_near_bytes_that_the_layer_has_goes_straight_to_its_place() {
         assert!(!goes_straight(&chain, 0).await, "nothing is known of the image yet");
         assert!(goes_straight(&chain, 512).await, "nothing was read, and yet its place is known");
         assert!(goes_straight(&chain, 1 << 20).await, "a neighbour");
+        chain.close().await.unwrap();
+    });
+}
+
+/// The story: while some subclusters became zeros the others were not to be written in place, and
+/// that stayed in memory.
+#[test]
+fn what_a_cluster_keeps_beside_zeros_is_written_in_place_again() {
+    scenario(1, |world| async move {
+        let wish = ImageWish {
+            extended_l2: Some(true),
+            cluster_bytes: Some(64 << 10),
+            ..ImageWish::default()
+        };
+        Plain::new(&world, &wish, LEN).await;
+        let chain = opened(&world).await;
+        let whole = Buf::from_slice(&[1; 64 << 10]);
+        chain.write(GuestOffset::ZERO, whole).await.0.unwrap();
+        assert!(goes_straight(&chain, 512).await);
+        let how = Zeroes { may_unmap: true, fast: false };
+        chain.write_zeroes(range(4096, 2048), how).await.unwrap();
+        assert!(goes_straight(&chain, 512).await, "a subcluster that it keeps");
+        assert!(!goes_straight(&chain, 4096).await, "one that it does not");
+        assert_eq!(read(&chain, 2048, 512).await.unwrap(), [1; 512]);
         chain.close().await.unwrap();
     });
 }

@@ -34,4 +34,5 @@ mod scattered;
 mod steps;
 mod turns;
 mod unclosed;
+mod unreadable;
 mod unwritten;

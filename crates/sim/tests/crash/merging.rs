@@ -380,3 +380,59 @@ fn base_is_as_it_was_until_the_first_step_of_a_merge() {
         }
     });
 }
+
+/// Cancels the merge once it has come this far.
+struct UpTo(u64);
+
+impl MergeControl for UpTo {
+    fn step(&self, progress: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        let told = match progress.done < self.0 {
+            true => ControlFlow::Continue(()),
+            false => ControlFlow::Break(()),
+        };
+        Box::pin(std::future::ready(told))
+    }
+}
+
+/// The story: a commit was cancelled, and so was another one of fewer layers into the same base,
+/// which had put down what is older over what the first had put there. The first went on where it
+/// had been cancelled, and the older bytes stayed.
+#[test]
+fn commit_does_not_go_on_where_another_one_came_between() {
+    const MIB: u64 = 1 << 20;
+    scenario(4, |world| async move {
+        let image = Plain::new(&world, &ImageWish::default(), 40 * MIB).await;
+        let mut chain = image.open(Mode::Write).await;
+        let mut paths = vec![Plain::top()];
+        let written = [&[(0, 1)][..], &[(0, 2), (8 * MIB, 2)], &[(0, 3), (33 * MIB, 3)], &[]];
+        for (layer, writes) in written.iter().enumerate() {
+            if layer > 0 {
+                let path = Path::new(crate::chain::FOLDER).join(format!("layer-{layer}.qcow2"));
+                let beneath = paths.last().unwrap();
+                make_overlay(&world, &path, beneath, 40 * MIB).await.unwrap();
+                chain.close().await.unwrap();
+                drop(chain);
+                paths.push(path.clone());
+                let options = ChainOptions { writable: true, ..ChainOptions::default() };
+                chain = Chain::open(Arc::new(world.clone()), &path, &options).await.unwrap();
+            }
+            for (at, byte) in *writes {
+                write(&chain, *at, *byte, 4096).await.unwrap();
+            }
+        }
+        let commit = async |top: usize, end: u64| {
+            let (top, base) = (Some(&*paths[top]), Some(&*paths[0]));
+            let layers = CommitLayers { top, base, active: ActiveAfter::Emptied };
+            chain.commit(layers, &UpTo(end)).await.unwrap()
+        };
+        assert_eq!(commit(2, 32 * MIB).await, Merged::Cancelled);
+        assert_eq!(commit(1, 8 * MIB).await, Merged::Cancelled);
+        let merged = commit(2, u64::MAX).await;
+        assert!(matches!(merged, Merged::Done { .. }), "{merged:?}");
+        for (at, byte) in [(0, 3), (8 * MIB, 2), (33 * MIB, 3)] {
+            let shown = read(&chain, at, 4096).await.unwrap();
+            assert!(shown.iter().all(|shown| *shown == byte), "at {at:#x}: {}", shown[0]);
+        }
+        chain.close().await.unwrap();
+    });
+}

@@ -20,7 +20,7 @@ pub(crate) const REFCOUNT_TABLE_AT: u64 = 48;
 const INCOMPATIBLE_AT: u64 = 72;
 const AUTOCLEAR_AT: u64 = 88;
 /// The bits of an address in an entry of an L1 or L2 table.
-const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// An image in a world.
 pub(crate) struct Plain {

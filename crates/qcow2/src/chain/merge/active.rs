@@ -4,7 +4,7 @@
 //! ```text
 //! note what the guest changes ─▶ copy everything ─▶ copy what was changed meanwhile, in rounds
 //!   ─▶ hold the gate ─▶ copy the rest ─▶ the base is durable ─▶ the active layer names it
-//!   ─▶ an empty L1 table ─▶ let go ─▶ free what the old one named
+//!   ─▶ the layers in between leave ─▶ an empty L1 table ─▶ let go ─▶ free what the old one named
 //! ```
 //!
 //! A guest that writes faster than the rounds copy is slowed down: from some round on the gate is
@@ -14,7 +14,9 @@
 //! - A1 The active layer owns whatever the guest changed, also what it discarded, until its L1
 //!   table is empty: nothing of the base shows before that.
 //! - A2 What was read while the guest wrote is copied again: see [`super::touched`].
-//! - A3 The empty table counts only when the base is durable and the header names it.
+//! - A3 The empty table counts only when the base is durable and the header names it; in memory
+//!   only when the layers in between have left, as reads go on: the old table over the base shows
+//!   the same, the empty one over a layer in between would not.
 
 use super::pace::Pace;
 use super::target::Target;
@@ -31,7 +33,7 @@ use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -95,28 +97,47 @@ impl Chain {
         if after == ActiveAfter::Kept {
             return Ok(Merged::Done { dropped: Vec::new(), copied });
         }
-        let emptied = Arc::clone(&writer).complete(async |writer: Arc<Writer>| {
-            writer.flush().await?;
-            let empty = writer.prepare_empty().await?;
-            if let Some(name) = &name {
-                writer.name_backing(Some(name)).await?;
-            }
-            writer.become_empty(empty).await
-        });
-        let old = emptied.await?;
-        let layers = map.layers();
-        let active = layers.frozen().len();
-        let gone = &layers.all()[base + 1..active];
-        let dropped = gone.iter().map(|layer| layer.path.to_path_buf()).collect();
-        let next = layers.without(base + 1, active, base);
-        self.exchange_layers(next, |_| false);
-        drop((held, layers));
+        let emptied = self.empty_active(&writer, base, name.as_ref()).await;
+        drop(held);
+        // Layers may have left, also after an error.
         self.forget_retired().await;
+        let (dropped, old) = emptied?;
         if let Err(error) = self.give_back(old).await {
             // The merge itself is done.
             tracing::warn!(%error, "the space of what was merged is not given back");
         }
         Ok(Merged::Done { dropped, copied })
+    }
+
+    /// Makes the active layer empty on top of the layer at `base`, which has all that the layers
+    /// above it own (A3). The caller holds the gate. Returns the paths of the layers that left, and
+    /// the tables to free.
+    async fn empty_active(
+        &self,
+        writer: &Arc<Writer>,
+        base: usize,
+        name: Option<&BackingName>,
+    ) -> Result<(Vec<PathBuf>, Vec<OldTable>)> {
+        let prepared = Arc::clone(writer).complete(async |writer: Arc<Writer>| {
+            writer.flush().await?;
+            let empty = writer.prepare_empty().await?;
+            if let Some(name) = name {
+                writer.name_backing(Some(name)).await?;
+            }
+            Ok::<_, Error>(empty)
+        });
+        let empty = prepared.await?;
+        let layers = self.map.layers();
+        let active = layers.frozen().len();
+        let gone = &layers.all()[base + 1..active];
+        let dropped = gone.iter().map(|layer| layer.path.to_path_buf()).collect();
+        self.exchange_layers(layers.without(base + 1, active, base), |_| false);
+        let emptied = Arc::clone(writer)
+            .complete(async |writer: Arc<Writer>| writer.become_empty(empty).await);
+        let old = emptied.await?;
+        // They were loaded since, and name what is about to be freed.
+        self.map.index.cache.retain(|_| false);
+        Ok((dropped, old))
     }
 
     /// Frees what the `old` tables name, and gives it back to the file system.
@@ -395,3 +416,6 @@ impl Carrying<'_> {
         Ok(is_anything)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -145,6 +145,10 @@ impl Chain {
         target.grow_to(sources.top_len()).await?;
         let (end, mut copied) = (target.len(), 0);
         let mut at = self.resumes_at(resume).min(end);
+        // Another commit that did not end cannot go on: this one may put down what is older than
+        // that has put there, and be cancelled, too.
+        resume.done = at;
+        self.set_resume(Some(resume));
         while at < end {
             let progress =
                 MergeProgress { done: at, total: end, copied, ..MergeProgress::default() };

@@ -5,7 +5,8 @@
 //! dirty as a whole, and so are all pages that are found together if there is none for the list of
 //! them: the bitmap says too much, and never too little.
 
-use mica_qcow2_format::BITMAP_BYTES_MAX;
+use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2_format::{BITMAP_BYTES_MAX, BitmapTableEntry};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -20,7 +21,7 @@ const SHELF_PAGES: u64 = 1024;
 const SHELVES: u64 = BITMAP_BYTES_MAX / (SHELF_PAGES * PAGE_BYTES as u64);
 
 /// Bytes that the bitmaps of all chains that share a cache may take in memory.
-const ROOM_BYTES: u64 = 64 << 20;
+pub(super) const ROOM_BYTES: u64 = 64 << 20;
 
 type Words = [AtomicU64; PAGE_WORDS];
 /// What a shelf takes.
@@ -59,21 +60,42 @@ impl Room {
         Self { used, own: AtomicU64::new(0), is_short: AtomicBool::new(false) }
     }
 
+    /// For what is dirty as a whole if there is none.
     fn take(&self, bytes: u64) -> bool {
-        let before = self.used.fetch_add(bytes, Ordering::Relaxed);
-        if before + bytes > ROOM_BYTES {
-            self.used.fetch_sub(bytes, Ordering::Relaxed);
-            if !self.is_short.swap(true, Ordering::Relaxed) {
-                tracing::warn!(
-                    "dirty bitmaps take more than {} MiB of memory: from now on parts of them are \
-                     dirty as a whole",
-                    ROOM_BYTES >> 20
-                );
-            }
-            return false;
+        let is_there = self.take_if_there(bytes);
+        if !is_there && !self.is_short.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "dirty bitmaps take more than {} MiB of memory: from now on parts of them are \
+                 dirty as a whole",
+                ROOM_BYTES >> 20
+            );
         }
-        self.own.fetch_add(bytes, Ordering::Relaxed);
-        true
+        is_there
+    }
+
+    fn take_if_there(&self, bytes: u64) -> bool {
+        let before = self.used.fetch_add(bytes, Ordering::Relaxed);
+        let is_there = before + bytes <= ROOM_BYTES;
+        match is_there {
+            true => self.own.fetch_add(bytes, Ordering::Relaxed),
+            false => self.used.fetch_sub(bytes, Ordering::Relaxed),
+        };
+        is_there
+    }
+
+    /// For a table of `entries`, without which there is no bitmap.
+    ///
+    /// # Errors
+    /// `Limit` if there is none.
+    pub(super) fn take_table(&self, entries: u64) -> Result<()> {
+        match self.take_if_there(entries * size_of::<BitmapTableEntry>() as u64) {
+            true => Ok(()),
+            false => {
+                let context =
+                    format!("dirty bitmaps take more than {} MiB of memory", ROOM_BYTES >> 20);
+                Err(Error::new(ErrorKind::Limit, context))
+            }
+        }
     }
 }
 
@@ -86,6 +108,11 @@ impl Drop for Room {
 impl Bits {
     pub(super) fn new(room: Room) -> Self {
         Self { shelves: (0..SHELVES).map(|_| OnceLock::new()).collect(), room }
+    }
+
+    /// How much memory it may take.
+    pub(super) fn room(&self) -> &Room {
+        &self.room
     }
 
     /// Sets the bits from `first` to `last`.

@@ -2,7 +2,7 @@
 //! header names in one sector once everything that it names is durable. And the end of a crash:
 //! bitmaps that are kept are flagged as not in use.
 
-use super::slot_of;
+use super::{Recorded, slot_of};
 use crate::header_io::{clear_autoclear, read_header};
 use crate::snapshots::list_bitmaps;
 use crate::write::Writer;
@@ -221,7 +221,9 @@ impl Writer {
         let bits = self.l2.cluster_bits;
         let count = bits.clusters_for(bytes.len() as u64).max(1);
         let len = bits.bytes_of(count);
-        let run = self.reserve_run(count).await?;
+        let what = "the tables of its dirty bitmaps in one piece: bitmaps of a larger granularity \
+                    need less";
+        let run = self.reserve_run(count, what).await?;
         taken.push(run);
         let at = bits.start_of(run.first);
         self.metadata.ranges.check(at, len)?;
@@ -302,9 +304,12 @@ impl Writer {
         let bits = self.l2.cluster_bits;
         let mut tables = Vec::new();
         for (index, entry) in entries.iter().enumerate() {
-            let is_recorded = self.recorded(index).is_some();
+            let recorded = self.recorded(index);
             let needed = table_entries_for(entry.granularity_bits, len, bits);
-            if entry.in_use && !is_recorded || needed == u64::from(entry.table_entries) {
+            // One in memory has what the disk needed before, even if there is more in the file.
+            let known = recorded.map_or(u64::from(entry.table_entries), Recorded::table_len);
+            let fits = needed == u64::from(entry.table_entries) && needed == known;
+            if entry.in_use && recorded.is_none() || fits {
                 continue;
             }
             let table_entries = self.table_entries(entry.granularity_bits, len)?;
@@ -341,7 +346,7 @@ impl Writer {
         Ok(Lengthened(flagged))
     }
 
-    fn recorded(&self, index: usize) -> Option<&super::Recorded> {
+    fn recorded(&self, index: usize) -> Option<&Recorded> {
         self.bitmaps.recorder()?.all.iter().find(|bitmap| bitmap.index == index)
     }
 

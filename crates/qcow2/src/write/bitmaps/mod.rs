@@ -36,6 +36,8 @@ mod directory;
 #[cfg(test)]
 mod page;
 mod recorder;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use directory::NewBitmap;
 pub use directory::settle_bitmaps;
@@ -44,6 +46,7 @@ use super::Writer;
 use super::allocate::Reserved;
 use crate::snapshots::list_bitmaps;
 use bits::{Bits, PAGE_BITS, PAGE_BYTES, Room};
+use directory::table_entries_for;
 use mica_block::{Error, ErrorKind, Result, read_exact, write_all};
 use mica_qcow2_format::{
     Autoclear, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapFields, BitmapTableEntry,
@@ -133,7 +136,7 @@ impl Writer {
                     tracing::warn!(name, "a dirty bitmap ends, as the image has too many");
                     continue;
                 }
-                match self.load_bitmap(index, entry).await {
+                match self.load_bitmap(index, entry, header.disk_bytes()).await {
                     Ok(recorded) => all.push(recorded),
                     Err(error) => {
                         let name = &entry.name;
@@ -166,49 +169,64 @@ impl Writer {
         self.metadata.sync().await
     }
 
-    /// The bitmap `entry`, which has this `index`, as it is in the file.
-    async fn load_bitmap(&self, index: usize, entry: &BitmapEntry) -> Result<Recorded> {
-        let (store, bits) = (&*self.metadata.store, self.l2.cluster_bits);
-        let table_bytes = u64::from(entry.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
+    /// The bitmap `entry`, which has this `index`, of a disk of `disk_bytes`, as it is in the file.
+    async fn load_bitmap(
+        &self,
+        index: usize,
+        entry: &BitmapEntry,
+        disk_bytes: u64,
+    ) -> Result<Recorded> {
+        let (store, cluster_bits) = (&*self.metadata.store, self.l2.cluster_bits);
+        // A longer table says nothing more of the disk.
+        let needed = table_entries_for(entry.granularity_bits, disk_bytes, cluster_bits);
+        let count = needed.min(u64::from(entry.table_entries));
+        let bits = Bits::new(Room::new(self.map.index.cache.shared().bitmap_bytes()));
+        bits.room().take_table(count)?;
+        let table_bytes = count * BITMAP_TABLE_ENTRY_BYTES;
         self.metadata.ranges.check(entry.table_offset, table_bytes)?;
         let table_len = usize::try_from(table_bytes).expect("bounded by the directory's decoder");
         let table = read_exact(store, entry.table_offset, table_len).await?;
         let words = table.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word));
-        let entries = words.map(|word| BitmapTableEntry::decode(word, bits));
+        let entries = words.map(|word| BitmapTableEntry::decode(word, cluster_bits));
         let entries = entries.collect::<Result<Vec<_>>>()?;
-        let room = Room::new(self.map.index.cache.shared().bitmap_bytes());
-        let recorded = Recorded {
+        self.load_bits(&bits, &entries).await?;
+        Ok(Recorded {
             name: entry.name.clone(),
             index,
             granularity_bits: entry.granularity_bits,
             is_enabled: entry.auto,
-            bits: Bits::new(room),
-            table: Mutex::new(Table { at: entry.table_offset, entries: entries.clone() }),
-        };
-        let cluster_pages = bits.bytes() / PAGE_BYTES as u64;
+            bits,
+            table: Mutex::new(Table { at: entry.table_offset, entries }),
+        })
+    }
+
+    /// Sets in `bits` what is dirty according to the table of these `entries`.
+    async fn load_bits(&self, bits: &Bits, entries: &[BitmapTableEntry]) -> Result<()> {
+        let (store, cluster_bits) = (&*self.metadata.store, self.l2.cluster_bits);
+        let cluster_pages = cluster_bits.bytes() / PAGE_BYTES as u64;
         for (number, entry) in (0..).zip(entries) {
             let first = number * cluster_pages;
-            match entry {
+            match *entry {
                 BitmapTableEntry::Zeros => {}
-                BitmapTableEntry::Ones => fill(&recorded, number, cluster_pages),
+                BitmapTableEntry::Ones => fill(bits, number, cluster_pages),
                 BitmapTableEntry::Data(at) => {
-                    self.metadata.ranges.check(at, bits.bytes())?;
-                    let cluster_len = usize::try_from(bits.bytes()).expect("2 MiB");
+                    self.metadata.ranges.check(at, cluster_bits.bytes())?;
+                    let cluster_len = usize::try_from(cluster_bits.bytes()).expect("2 MiB");
                     let data = read_exact(store, at, cluster_len).await?;
                     for (page, bytes) in (first..).zip(data.chunks(PAGE_BYTES)) {
-                        recorded.bits.add_page(page, bytes);
+                        bits.add_page(page, bytes);
                     }
                 }
             }
         }
-        Ok(recorded)
+        Ok(())
     }
 }
 
-/// Everything is dirty of which the bits are in cluster `number` of the bitmap.
-fn fill(bitmap: &Recorded, number: u64, cluster_pages: u64) {
+/// Everything is dirty of which `bits` are in cluster `number` of the bitmap.
+fn fill(bits: &Bits, number: u64, cluster_pages: u64) {
     let first = number * cluster_pages * PAGE_BITS;
-    bitmap.bits.set(first, first + cluster_pages * PAGE_BITS - 1);
+    bits.set(first, first + cluster_pages * PAGE_BITS - 1);
 }
 
 impl Writer {
@@ -278,10 +296,8 @@ impl Writer {
         regions: &Range<u64>,
     ) -> Result<Vec<(&'a Recorded, u64)>> {
         let mut fresh = Vec::new();
-        let table = bitmap.table().clone();
         for (number, pages) in self.pages_by_cluster(bitmap.pages_of(recorder.bytes_of(regions))) {
-            let entry = usize::try_from(number).ok().and_then(|index| table.entries.get(index));
-            match entry {
+            match bitmap.entry(number) {
                 // The disk is longer than its bitmap: then all of it counts as dirty elsewhere.
                 None | Some(BitmapTableEntry::Ones) => {}
                 Some(BitmapTableEntry::Zeros) => fresh.push((bitmap, number)),
@@ -289,7 +305,7 @@ impl Writer {
                     let buf = pages_in(pages.clone(), |page| {
                         recorder.put_covered(bitmap, page, regions);
                     });
-                    self.write_bits((*at, number), pages.start, buf).await?;
+                    self.write_bits((at, number), pages.start, buf).await?;
                 }
             }
         }
@@ -337,7 +353,7 @@ impl Writer {
             let bytes = Buf::from_slice(&entry.encode().to_be_bytes());
             write_all(&*self.metadata.store, bytes, HostOffset::new(at)).await?;
             if is_short {
-                fill(bitmap, *number, cluster_pages);
+                fill(&bitmap.bits, *number, cluster_pages);
             }
             if let Some(slot) = bitmap.table().entries.get_mut(slot_of(*number)) {
                 *slot = entry;
@@ -413,17 +429,13 @@ impl Writer {
         let Some(recorder) = self.bitmaps.recorder() else { return Ok(()) };
         let _claim = self.bitmaps.covering.claim(0).await;
         for bitmap in &recorder.all {
-            let table = bitmap.table().clone();
             for regions in recorder.covered_runs() {
                 let pages = bitmap.pages_of(recorder.bytes_of(&regions));
                 for (number, pages) in self.pages_by_cluster(pages) {
-                    let Some(BitmapTableEntry::Data(at)) = table.entries.get(slot_of(number))
-                    else {
-                        continue;
-                    };
+                    let Some(BitmapTableEntry::Data(at)) = bitmap.entry(number) else { continue };
                     let exact = |page: (u64, &mut [u8])| recorder.put_exact(bitmap, page);
                     let buf = pages_in(pages.clone(), exact);
-                    self.write_bits((*at, number), pages.start, buf).await?;
+                    self.write_bits((at, number), pages.start, buf).await?;
                 }
             }
         }

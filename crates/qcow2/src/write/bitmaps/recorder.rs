@@ -18,7 +18,7 @@ const REGIONS_MAX: u64 = 1 << 16;
 const AHEAD_MAX: u64 = 8;
 
 /// Where the bits of a bitmap are in the file.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Table {
     pub(super) at: HostOffset,
     pub(super) entries: Vec<BitmapTableEntry>,
@@ -49,6 +49,16 @@ pub(crate) struct Recorder {
 impl Recorded {
     pub(super) fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock()
+    }
+
+    /// How many entries its table has.
+    pub(super) fn table_len(&self) -> u64 {
+        self.table().entries.len() as u64
+    }
+
+    /// What its table says of cluster `number` of it; `None` beyond the table.
+    pub(super) fn entry(&self, number: u64) -> Option<BitmapTableEntry> {
+        self.table().entries.get(usize::try_from(number).ok()?).copied()
     }
 
     /// Sets the bits of what lies in `range`, of a disk of `len` bytes.
