@@ -85,10 +85,10 @@ impl LogChoice<'_> {
         self.device?.found(head.volume)
     }
 
-    /// Whether `found` goes on under the writer that `head` names (I1).
-    fn goes_on(&self, found: &Found, head: &Head) -> bool {
-        let names = head.writer().is_some_and(|writer| found.writers.contains(&writer));
-        names && found.store == self.store
+    /// The writer that `head` names, if `found` goes on under it (I1).
+    fn goes_on(&self, found: &Found, head: &Head) -> Option<Writer> {
+        let last = head.writer().filter(|writer| found.writers.contains(writer));
+        last.filter(|_| found.store == self.store)
     }
 
     /// The log is that of the volume from now on.
@@ -156,7 +156,7 @@ impl LocalLog for LogChoice<'_> {
     }
 
     fn is_of(&self, head: &Head) -> bool {
-        self.found(head).is_some_and(|found| self.goes_on(&found, head))
+        self.found(head).is_some_and(|found| self.goes_on(&found, head).is_some())
     }
 
     fn names(&self) -> Named {
@@ -177,16 +177,17 @@ impl LocalLog for LogChoice<'_> {
         drop(self.log.take());
         let volume = head.volume;
         if let Some(found) = self.found(head) {
-            if self.goes_on(&found, head) {
-                match device.go_on(volume, writer, state.records).await {
+            if let Some(last) = self.goes_on(&found, head) {
+                match device.go_on(volume, (last, writer), state.records).await {
                     Ok(log) => {
                         self.keep(log);
                         self.fenced = None;
                         return Ok(());
                     }
-                    // By force, the volume is opened without what its log has lost.
+                    // By force, the volume is opened without what its log has lost, or cannot name
+                    // this writer for.
                     Err(error)
-                        if error.kind() == ErrorKind::Corrupt
+                        if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Limit)
                             && self.claimed == Claimed::TakeOver => {}
                     Err(error) => return Err(error),
                 }

@@ -105,26 +105,41 @@ impl LogDevice {
         }
     }
 
-    /// Goes on with the log of `volume` that was found, for the process that claimed `writer`: the
-    /// log names it durably when this returns. Records below `from` are in the state that was
-    /// found, and are not needed.
+    /// Goes on with the log of `volume` that was found, for the process that claimed `next` after it
+    /// had read a head of `last`: the log names it durably when this returns. Records below `from`
+    /// are in the state that was found, and are not needed.
+    ///
+    /// Writers before `last` are forgotten: each of them read its head, and then claimed its number,
+    /// before that of `last` was put, so that no head of theirs can follow that one. Those after it
+    /// may have sent one that is still under way.
     ///
     /// # Errors
     /// `NotFound` if there is none, `Denied` if it is open; `Corrupt` if the store had records from
     /// `from` on already, or the log has lost what was durable, or may have; `Limit` if it names
     /// too many writers.
-    pub async fn go_on(self: &Arc<Self>, volume: Id, writer: Writer, from: u64) -> Result<Log> {
+    pub async fn go_on(
+        self: &Arc<Self>,
+        volume: Id,
+        (last, next): (Writer, Writer),
+        from: u64,
+    ) -> Result<Log> {
         let this = Arc::clone(self);
-        spawn(async move { this.go_on_here(volume, writer, from).await }).await
+        spawn(async move { this.go_on_here(volume, (last, next), from).await }).await
     }
 
-    async fn go_on_here(self: &Arc<Self>, volume: Id, writer: Writer, from: u64) -> Result<Log> {
+    async fn go_on_here(
+        self: &Arc<Self>,
+        volume: Id,
+        (last, next): (Writer, Writer),
+        from: u64,
+    ) -> Result<Log> {
         check_number(from)?;
         let Found { key, mut writers, store, .. } = self.claim(volume)?;
         let gone_on = async {
-            if !writers.contains(&writer) {
+            writers.retain(|writer| *writer >= last);
+            if !writers.contains(&next) {
                 self.check_names(&writers)?;
-                writers.push(writer);
+                writers.push(next);
             }
             let (parts, end) = self.recover(key, from).await?;
             // The new header says that these records are durable. What this process wrote before
@@ -392,7 +407,11 @@ mod tests {
             log.written(ticket).await.expect("it is in the file");
             drop(log);
             let before = read_exact(&*file, HostOffset::ZERO, LEN).await.expect("read");
-            device.go_on(volume, Writer::FIRST, 0).await.err().expect("it cannot be durable");
+            device
+                .go_on(volume, (Writer::FIRST, Writer::FIRST), 0)
+                .await
+                .err()
+                .expect("it cannot be durable");
             let after = read_exact(&*file, HostOffset::ZERO, LEN).await.expect("read");
             assert!(*before == *after, "a header was written");
         });
@@ -534,7 +553,7 @@ mod tests {
             drop((log, device));
             assert_eq!(Arc::strong_count(&file), 1);
             let device = LogDevice::open(file, [2; 16]).await.expect("a log");
-            device.go_on([4; 16], Writer::FIRST, 0).await.expect("it goes on");
+            device.go_on([4; 16], (Writer::FIRST, Writer::FIRST), 0).await.expect("it goes on");
         });
     }
 }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::log::LogDevice;
 use crate::opening::Opening;
+use crate::place::Writer;
 use mica_block::Store;
 use mica_store::MemoryStore;
 use mica_store::faulty::{ErrorOptions, ErrorStore, Operation, Operations, When};
@@ -122,6 +123,56 @@ fn volume_opens_beside_a_stale_log_that_cannot_be_read() {
         let weakness = volume.weakness().expect("it is said");
         assert!(weakness.contains("cannot be read"), "{weakness}");
         assert!(log.volumes().iter().any(|found| found.is_set_aside));
+    });
+}
+
+/// The story: a server was killed again and again, and wrote less than a segment each time. Its log
+/// named all that had ever had it, and the 33rd could not name itself.
+#[test]
+fn volume_opens_after_any_number_of_deaths_within_one_segment() {
+    run(1, async {
+        const BLOCKS: u64 = LEN / 4096;
+        let (file, objects) = (log_file(), objects());
+        let volumes = volumes(&objects, "host-1").await;
+        volumes.create(&name("web"), LEN).await.expect("made");
+        let mut model = vec![0; usize::try_from(LEN).expect("small")];
+        for round in 1..=40 {
+            let log = LogDevice::open(Arc::clone(&file), [round; 16]).await.expect("a log");
+            let opened = volumes.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+            let volume = opened.unwrap_or_else(|error| panic!("round {round}: {error}"));
+            assert!(read(&volume, 0, LEN).await == model, "round {round}");
+            let at = u64::from(round) * 7 % BLOCKS * 4096;
+            write(&volume, at, &[round; 4096]).await.expect("written");
+            model[usize::try_from(at).expect("small")..][..4096].fill(round);
+            volume.flush().await.expect("it is in the log");
+        }
+    });
+}
+
+/// Processes that named themselves in the log and never got the volume: their heads may be under
+/// way, and so nobody is forgotten. By force, the volume opens without that log.
+#[test]
+fn log_that_can_name_no_other_is_in_the_way_of_no_force() {
+    run(1, async {
+        let (file, objects) = (log_file(), objects());
+        let volumes = volumes(&objects, "host-1").await;
+        volumes.create(&name("web"), LEN).await.expect("made");
+        let log = LogDevice::open(file, ID).await.expect("a log");
+        drop(volumes.open_volume(&name("web"), host(&log, Claimed::Refuse)).await.expect("open"));
+        let found = log.volumes().remove(0);
+        for number in 1..=31 {
+            let next = Writer::new(1 << 30 | number).expect("a writer");
+            let gone_on = log.go_on(found.volume, (found.writers[0], next), found.freed).await;
+            drop(gone_on.expect("there is room for its name"));
+        }
+        let open = async |claimed| {
+            let opened = volumes.open_volume(&name("web"), host(&log, claimed)).await;
+            opened.map(drop)
+        };
+        let error = open(Claimed::Refuse).await.expect_err("32 are named");
+        assert_eq!(error.kind(), ErrorKind::Limit, "{error}");
+        open(Claimed::TakeOver).await.expect("open");
+        open(Claimed::Refuse).await.expect("it has a log of its own");
     });
 }
 
