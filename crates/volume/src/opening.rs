@@ -169,7 +169,8 @@ impl LocalLog for LogChoice<'_> {
     }
 
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()> {
-        let had_log = head.writer().is_some() && self.claimed != Claimed::JustMade;
+        let is_new = matches!(self.claimed, Claimed::JustMade(_));
+        let had_log = head.writer().is_some() && !is_new;
         self.fenced = had_log.then(|| head.host.clone());
         self.state_ns = state.time_ns;
         let Some(device) = self.device else { return Ok(()) };
