@@ -101,7 +101,7 @@ pub(crate) enum Named {
 /// What the last process that had the volume on this machine left there.
 pub(crate) trait LocalLog {
     /// That a volume with this head may be opened, before anything is done about it.
-    fn admit(&mut self, head: &Head) -> Result<()>;
+    async fn admit(&mut self, head: &Head) -> Result<()>;
 
     /// Whether it is of the writer that `head` names, so that the volume is not another's.
     fn is_of(&self, head: &Head) -> bool;
@@ -225,7 +225,7 @@ impl Heads {
             if claimed == Claimed::Refuse && !log.is_of(&before) {
                 self.check_free(&before)?;
             }
-            log.admit(&before)?;
+            log.admit(&before).await?;
             let writer = self.claim(before.volume, log.names()).await?;
             if claimed == Claimed::TakeOver {
                 self.shut_out(&before).await;

@@ -142,7 +142,7 @@ impl LogChoice<'_> {
 }
 
 impl LocalLog for LogChoice<'_> {
-    fn admit(&mut self, head: &Head) -> Result<()> {
+    async fn admit(&mut self, head: &Head) -> Result<()> {
         let access = |key| head.properties.content(self.name, key);
         self.access = match self.purpose {
             Purpose::Snapshots => access(None),
@@ -152,7 +152,14 @@ impl LocalLog for LogChoice<'_> {
                 access
             }
         };
-        Ok(())
+        // That of an earlier try, which was lost: it is found again.
+        drop(self.log.take());
+        let Some(device) = self.device else { return Ok(()) };
+        if self.is_of(head) {
+            return Ok(());
+        }
+        // A writer that may be alive is not fenced for one that then cannot begin.
+        device.check_start(head.volume).await
     }
 
     fn is_of(&self, head: &Head) -> bool {
@@ -174,8 +181,6 @@ impl LocalLog for LogChoice<'_> {
         self.fenced = had_log.then(|| head.host.clone());
         self.state_ns = state.time_ns;
         let Some(device) = self.device else { return Ok(()) };
-        // That of an earlier try, which was lost: it is found again.
-        drop(self.log.take());
         let volume = head.volume;
         if let Some(found) = self.found(head) {
             if let Some(last) = self.goes_on(&found, head) {

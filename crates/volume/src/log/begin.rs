@@ -67,6 +67,25 @@ impl LogDevice {
         .await
     }
 
+    /// That [`Self::start`] would find room for a log of `volume`, once one that was found of it is
+    /// set aside: asked before anything is done that cannot be undone.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub(crate) async fn check_start(self: &Arc<Self>, volume: Id) -> Result<()> {
+        let this = Arc::clone(self);
+        let check = async move {
+            let has_room = |slots: &mut Slots| {
+                if let Some((_, Phase::Open { .. })) = slots.log_of(volume) {
+                    return Err(this.has_one());
+                }
+                Ok(slots.may_start(volume).then_some(()))
+            };
+            this.with_room(has_room).await
+        };
+        spawn(check).await
+    }
+
     /// Takes a segment for a new log, whose key is its own from then on.
     async fn take_first(
         &self,
@@ -75,24 +94,36 @@ impl LogDevice {
         writer: Writer,
         first: u64,
     ) -> Result<(usize, SegmentHeader)> {
+        let take = |slots: &mut Slots| {
+            if slots.log_of(volume).is_some() {
+                return Err(self.has_one());
+            }
+            let key = LogKey { volume, root: slots.next_number() };
+            let taken = slots.take(Purpose::Start, |number| SegmentHeader {
+                number,
+                oldest: number,
+                ..self.segment(store, key, first, vec![writer])
+            });
+            if taken.is_some() {
+                slots.set_phase(key, Phase::Open { has_records: false });
+            }
+            Ok(taken)
+        };
+        self.with_room(take).await
+    }
+
+    /// What `find` finds, as soon as there is room for another log.
+    async fn with_room<T>(
+        &self,
+        mut find: impl FnMut(&mut Slots) -> Result<Option<T>>,
+    ) -> Result<T> {
         let mut full_at = None;
         loop {
             {
                 let mut slots = self.slots();
                 slots.check()?;
-                if slots.log_of(volume).is_some() {
-                    let what = format!("{} has a log of this volume already", self.file.name());
-                    return Err(Error::new(ErrorKind::Denied, what));
-                }
-                let key = LogKey { volume, root: slots.next_number() };
-                let taken = slots.take(Purpose::Start, |number| SegmentHeader {
-                    number,
-                    oldest: number,
-                    ..self.segment(store, key, first, vec![writer])
-                });
-                if let Some(taken) = taken {
-                    slots.set_phase(key, Phase::Open { has_records: false });
-                    return Ok(taken);
+                if let Some(found) = find(&mut slots)? {
+                    return Ok(found);
                 }
                 // Segments of logs that have ended are of use when their headers are durable. What
                 // was written later does not count: neighbours never stop writing.

@@ -367,6 +367,11 @@ impl LogDevice {
         Err(Error::new(ErrorKind::Limit, what))
     }
 
+    pub(super) fn has_one(&self) -> Error {
+        let what = format!("{} has a log of this volume already", self.file.name());
+        Error::new(ErrorKind::Denied, what)
+    }
+
     pub(super) fn no_room(&self) -> Error {
         let what = format!(
             "the log {} has no room for another log: set one aside, or use a longer one",

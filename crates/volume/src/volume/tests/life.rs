@@ -176,6 +176,37 @@ fn log_that_can_name_no_other_is_in_the_way_of_no_force() {
     });
 }
 
+/// The story: a volume was taken over by force, and the log of the new host had no room for it: its
+/// writer was fenced, and nobody served it.
+#[test]
+fn writer_is_not_fenced_for_one_whose_log_has_no_room() {
+    run(1, async {
+        let (objects, web) = (objects(), name("web"));
+        let (one, two) = (volumes(&objects, "host-1").await, volumes(&objects, "host-2").await);
+        one.create(&web, LEN).await.expect("made");
+        one.create(&name("mail"), LEN).await.expect("made");
+        let served = one.open_volume(&web, Claimed::Refuse).await.expect("open");
+        let len = usize::try_from(LogDevice::LEN_MIN).expect("small");
+        let file = Arc::new(MemoryStore::new_writable("log", vec![0; len]));
+        let log = LogDevice::open(file, ID).await.expect("a log");
+        let mail = two.open_volume(&name("mail"), host(&log, Claimed::Refuse)).await.expect("open");
+        write(&mail, 0, &[1; 4096]).await.expect("written");
+        let taken = two.open_volume(&web, host(&log, Claimed::TakeOver)).await;
+        assert_eq!(taken.map(drop).expect_err("there is no room").kind(), ErrorKind::NoSpace);
+        write(&served, 0, &[2; 4096]).await.expect("written");
+        served.flush().await.expect("it is in the store");
+        mail.close().await.expect("closed");
+        // The room of the other one is enough.
+        let taken = two.open_volume(&web, host(&log, Claimed::TakeOver)).await.expect("open");
+        assert_eq!(read(&taken, 0, 4096).await, [2; 4096]);
+        // As long as it is open here, its log is in use.
+        let again = two.open_volume(&web, host(&log, Claimed::TakeOver)).await;
+        assert_eq!(again.map(drop).expect_err("it is open").kind(), ErrorKind::Denied);
+        write(&taken, 0, &[3; 4096]).await.expect("written");
+        taken.close().await.expect("nobody has fenced it");
+    });
+}
+
 /// Two processes that find an empty store at one time: one of them makes it, for both.
 #[test]
 fn store_that_two_make_at_once_is_made_once() {
