@@ -122,13 +122,14 @@ impl<R: Reference> Directory<R> {
     /// The directory with this payload, which was read at `at`.
     ///
     /// # Errors
-    /// If the length does not match the bitmap, or the directory may not name one of the children
-    /// (I2).
+    /// If the length does not match the bitmap, there is no child, or the directory may not name one
+    /// of the children (I2). One without children is never written, and with such ones a walk of a
+    /// few nodes that name each other would take for ever to come to a leaf.
     pub fn decode(payload: &[u8], at: R) -> Result<Self, NodeError> {
         let (bitmap, refs) =
             payload.split_first_chunk::<BITMAP_BYTES>().ok_or(NodeError::Malformed)?;
         let bitmap = u16::from_le_bytes(*bitmap);
-        if refs.len() != bitmap.count_ones() as usize * R::BYTES {
+        if bitmap == 0 || refs.len() != bitmap.count_ones() as usize * R::BYTES {
             return Err(NodeError::Malformed);
         }
         let mut directory = Self::default();
@@ -182,6 +183,12 @@ mod tests {
             directory.set_child(2, Some(child));
             assert_eq!(Directory::decode(&directory.encode(), AT), Err(NodeError::Malformed));
         }
+    }
+
+    #[test]
+    fn directory_without_children_is_refused() {
+        let payload = Directory::<Place>::default().encode();
+        assert_eq!(Directory::<Place>::decode(&payload, AT), Err(NodeError::Malformed));
     }
 
     #[test]

@@ -89,7 +89,9 @@ pub fn log(bytes: &[u8]) {
                 continue;
             }
             let (from, writer) = (found.freed, Writer::FIRST);
-            let Ok(log) = device.go_on(found.volume, writer, from).await else { continue };
+            let Ok(log) = device.go_on(found.volume, (Writer::FIRST, writer), from).await else {
+                continue;
+            };
             let mut next = from;
             let read = log.read(from, |number, _| {
                 assert_eq!(number, next, "records are in order");

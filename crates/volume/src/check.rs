@@ -29,10 +29,20 @@ pub struct Findings {
 impl Findings {
     /// Keeps in mind that something is damaged.
     pub(crate) fn add(&mut self, what: impl FnOnce() -> String) {
-        self.damaged_count += 1;
+        self.count(1);
         if self.damaged.len() < FINDINGS_MAX {
             self.damaged.push(what());
         }
+    }
+
+    /// Whether more damage is only counted.
+    pub(crate) fn is_full(&self) -> bool {
+        self.damaged.len() >= FINDINGS_MAX
+    }
+
+    /// Keeps in mind that `count` more are damaged, which are only counted.
+    pub(crate) fn count(&mut self, count: u64) {
+        self.damaged_count = self.damaged_count.saturating_add(count);
     }
 
     /// Keeps `outcome` in mind if it is damage.

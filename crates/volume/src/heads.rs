@@ -58,8 +58,9 @@ pub enum Claimed {
     TakeOver,
     /// Fence it if it is this one, which is known to be dead. Another is left alone.
     TakeOverOf(Writer),
-    /// The same, where it is known that nobody has written: the volume was just made, unfinished.
-    JustMade,
+    /// The same, where it is known that nobody has written: this volume was just made, unfinished.
+    /// Another of its name is left alone, and so is this one once it is whole.
+    JustMade(Id),
 }
 
 impl Claimed {
@@ -68,10 +69,15 @@ impl Claimed {
         match self {
             Self::TakeOverOf(dead) if head.writer() == Some(dead) => Self::TakeOver,
             Self::TakeOverOf(_) => Self::Refuse,
-            // Somebody has deleted it, and made another.
-            Self::JustMade if !head.is_unfinished => Self::Refuse,
-            Self::Refuse | Self::TakeOver | Self::JustMade => self,
+            Self::JustMade(_) if self.is_gone(head) => Self::Refuse,
+            Self::Refuse | Self::TakeOver | Self::JustMade(_) => self,
         }
+    }
+
+    /// Whether the volume that was made is not the one with this head: somebody has deleted it, and
+    /// made another.
+    fn is_gone(self, head: &Head) -> bool {
+        matches!(self, Self::JustMade(made) if made != head.volume || !head.is_unfinished)
     }
 }
 
@@ -95,7 +101,7 @@ pub(crate) enum Named {
 /// What the last process that had the volume on this machine left there.
 pub(crate) trait LocalLog {
     /// Checks that a volume with this head may be opened, before anything is done about it.
-    fn admit(&mut self, head: &Head) -> Result<()>;
+    async fn admit(&mut self, head: &Head) -> Result<()>;
 
     /// Whether it is of the writer that `head` names, so that the volume is not another's.
     fn is_of(&self, head: &Head) -> bool;
@@ -206,19 +212,19 @@ impl Heads {
     pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest().await?;
-            if claimed == Claimed::JustMade && !before.is_unfinished {
+            if claimed.is_gone(&before) {
                 let name = self.name.as_str();
                 let what = format!("volume {name} was deleted and re-created by someone else");
                 return Err(Error::new(ErrorKind::Denied, what));
             }
             let claimed = claimed.at(&before);
-            if claimed != Claimed::JustMade || before.life == Life::Pinned {
+            if !matches!(claimed, Claimed::JustMade(_)) || before.life == Life::Pinned {
                 self.check_ready(&before)?;
             }
             if claimed == Claimed::Refuse && !log.is_of(&before) {
                 self.check_free(&before)?;
             }
-            log.admit(&before)?;
+            log.admit(&before).await?;
             let writer = self.claim(before.volume, log.names()).await?;
             if claimed == Claimed::TakeOver {
                 self.shut_out(&before).await;

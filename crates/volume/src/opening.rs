@@ -93,10 +93,10 @@ impl LogChoice<'_> {
         self.device?.found(head.volume)
     }
 
-    /// Whether `found` goes on under the writer that `head` names (I1).
-    fn goes_on(&self, found: &Found, head: &Head) -> bool {
-        let names = head.writer().is_some_and(|writer| found.writers.contains(&writer));
-        names && found.store == self.store
+    /// The writer that `head` names, if `found` goes on under it (I1).
+    fn goes_on(&self, found: &Found, head: &Head) -> Option<Writer> {
+        let last = head.writer().filter(|writer| found.writers.contains(writer));
+        last.filter(|_| found.store == self.store)
     }
 
     /// The log is that of the volume from now on.
@@ -150,7 +150,7 @@ impl LogChoice<'_> {
 }
 
 impl LocalLog for LogChoice<'_> {
-    fn admit(&mut self, head: &Head) -> Result<()> {
+    async fn admit(&mut self, head: &Head) -> Result<()> {
         let access = |key| head.properties.content(self.name, key);
         self.access = match self.purpose {
             Purpose::Snapshots => access(None),
@@ -160,11 +160,18 @@ impl LocalLog for LogChoice<'_> {
                 access
             }
         };
-        Ok(())
+        // That of an earlier try, which was lost: it is found again.
+        drop(self.log.take());
+        let Some(device) = self.device else { return Ok(()) };
+        if self.is_of(head) {
+            return Ok(());
+        }
+        // A writer that may be alive is not fenced for one that then cannot begin.
+        device.check_start(head.volume).await
     }
 
     fn is_of(&self, head: &Head) -> bool {
-        self.found(head).is_some_and(|found| self.goes_on(&found, head))
+        self.found(head).is_some_and(|found| self.goes_on(&found, head).is_some())
     }
 
     fn names(&self) -> Named {
@@ -177,25 +184,25 @@ impl LocalLog for LogChoice<'_> {
     }
 
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()> {
-        let had_writer = head.writer().is_some() && self.claimed != Claimed::JustMade;
+        let is_new = matches!(self.claimed, Claimed::JustMade(_));
+        let had_writer = head.writer().is_some() && !is_new;
         let fenced = || Fenced { host: head.host.clone(), had_log: head.log.is_some() };
         self.fenced = had_writer.then(fenced);
         self.state_ns = state.time_ns;
         let Some(device) = self.device else { return Ok(()) };
-        // That of an earlier try, which was lost: it is found again.
-        drop(self.log.take());
         let volume = head.volume;
         if let Some(found) = self.found(head) {
-            if self.goes_on(&found, head) {
-                match device.go_on(volume, writer, state.records).await {
+            if let Some(last) = self.goes_on(&found, head) {
+                match device.go_on(volume, (last, writer), state.records).await {
                     Ok(log) => {
                         self.keep(log);
                         self.fenced = None;
                         return Ok(());
                     }
-                    // By force, the volume is opened without what its log has lost.
+                    // By force, the volume is opened without what its log has lost, or cannot name
+                    // this writer for.
                     Err(error)
-                        if error.kind() == ErrorKind::Corrupt
+                        if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Limit)
                             && self.claimed == Claimed::TakeOver => {}
                     Err(error) => return Err(error),
                 }

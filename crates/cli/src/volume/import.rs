@@ -69,7 +69,7 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
         let ending = Ending::watch()?;
         let begun = store.begin_import(&url.name, len, key, args.new.new_volume());
         let made = ending.finish(begun).await?;
-        if let Err(failure) = fill(args, &session, url, (&layers, &ending)).await {
+        if let Err(failure) = fill(args, &session, url, (made, &layers, &ending)).await {
             return Err(undo(&store, url, made, (failure, &ending)).await);
         }
         let labels: Vec<_> = layers.iter().map(|layer| &*layer.label).collect();
@@ -117,14 +117,14 @@ async fn undo(
     }
 }
 
-/// Copies all layers, one after the other, each with a snapshot.
+/// Copies all layers into the volume that was made, one after the other, each with a snapshot.
 async fn fill(
     args: &ImportArgs,
     session: &Session,
     url: &VolumeUrl,
-    (layers, ending): (&[Layer], &Ending),
+    (made, layers, ending): ([u8; 16], &[Layer], &Ending),
 ) -> Result<(), Failure> {
-    let access = VolumeAccess::Import;
+    let access = VolumeAccess::Import(made);
     let key = args.new.key.volume_key.clone().filter(|_| args.new.encrypts());
     let options = VolumeOptions { access, key, ..VolumeOptions::default() };
     let volume = session.stores.open_volume(url, &options).await?;

@@ -30,7 +30,7 @@ pub(crate) async fn small_log() -> Vec<u8> {
         let device = LogDevice::open(Arc::clone(&file), [process; 16]).await.unwrap();
         let log = match process {
             0 => device.start([2; 16], VOLUME, writer(1), 0).await.unwrap(),
-            _ => device.go_on(VOLUME, writer(2), 0).await.unwrap(),
+            _ => device.go_on(VOLUME, (writer(1), writer(2)), 0).await.unwrap(),
         };
         let count = if process == 0 { 6 } else { RECORDS - 6 };
         for _ in 0..count {
@@ -60,7 +60,7 @@ pub(crate) async fn fill(log: &Log, count: u64) {
 async fn records_in(bytes: Vec<u8>) -> Option<u64> {
     let file = Arc::new(MemoryStore::new_writable("log", bytes));
     let device = LogDevice::open(file, [9; 16]).await.ok()?;
-    let log = device.go_on(VOLUME, writer(3), 0).await.ok()?;
+    let log = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.ok()?;
     let mut next = 0;
     let read = log.read(0, |number, record| {
         assert_eq!((number, record), (next, Made::new(next).record()));
@@ -158,7 +158,7 @@ fn log_that_was_set_aside_is_shown_to_people_and_to_nobody_else() {
         assert_eq!(device.found(VOLUME).unwrap().writers, [writer(1), writer(2)]);
         device.set_aside(VOLUME).await.unwrap();
         assert_eq!(device.found(VOLUME), None);
-        let error = device.go_on(VOLUME, writer(3), 0).await.err().unwrap();
+        let error = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.err().unwrap();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         let aside = device.volumes().remove(0);
         assert!(aside.is_set_aside && aside.volume == VOLUME);
@@ -179,7 +179,7 @@ fn log_goes_on_where_the_state_is_and_is_refused_if_it_lacks_what_the_state_lack
         let open = async |from: u64| {
             let file = Arc::new(MemoryStore::new_writable("log", small_log().await));
             let device = LogDevice::open(file, [9; 16]).await.unwrap();
-            let log = device.go_on(VOLUME, writer(3), from).await;
+            let log = device.go_on(VOLUME, (writer(1), writer(3)), from).await;
             log.map(|log| (log.recovered(), log.next()))
         };
         assert_eq!(open(4).await.unwrap(), (4..RECORDS, RECORDS));
@@ -188,11 +188,11 @@ fn log_goes_on_where_the_state_is_and_is_refused_if_it_lacks_what_the_state_lack
         let file = Arc::new(MemoryStore::new_writable("log", vec![0; LEN]));
         let device = LogDevice::open(file, [8; 16]).await.unwrap();
         drop(device.start([2; 16], VOLUME, writer(1), 50).await.unwrap());
-        let error = device.go_on(VOLUME, writer(2), 49).await.err().unwrap();
+        let error = device.go_on(VOLUME, (writer(1), writer(2)), 49).await.err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Corrupt);
         // That did not use it up.
-        let log = device.go_on(VOLUME, writer(2), 50).await.unwrap();
-        let error = device.go_on(VOLUME, writer(2), 50).await.err().unwrap();
+        let log = device.go_on(VOLUME, (writer(1), writer(2)), 50).await.unwrap();
+        let error = device.go_on(VOLUME, (writer(1), writer(2)), 50).await.err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Denied, "it is in use");
         let error = device.start([2; 16], VOLUME, writer(3), 0).await.err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Denied);
@@ -206,20 +206,20 @@ fn log_names_no_more_writers_than_it_can() {
         let file: Arc<dyn Store> = Arc::new(MemoryStore::new_writable("log", small_log().await));
         for number in 3..=32 {
             let device = LogDevice::open(Arc::clone(&file), [3; 16]).await.unwrap();
-            drop(device.go_on(VOLUME, writer(number), 0).await.unwrap());
+            drop(device.go_on(VOLUME, (writer(1), writer(number)), 0).await.unwrap());
         }
         let device = LogDevice::open(file, [9; 16]).await.unwrap();
-        let error = device.go_on(VOLUME, writer(33), 0).await.err().unwrap();
+        let error = device.go_on(VOLUME, (writer(1), writer(33)), 0).await.err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Limit);
         // One that is named goes on, has won, and forgets the others.
-        let log = device.go_on(VOLUME, writer(32), 0).await.unwrap();
+        let log = device.go_on(VOLUME, (writer(1), writer(32)), 0).await.unwrap();
         assert_eq!(log.recovered(), 0..RECORDS);
         log.only(writer(32));
         log.free(RECORDS);
         fill(&log, 6).await;
         drop(log);
         assert_eq!(device.found(VOLUME).unwrap().writers, [writer(32)]);
-        drop(device.go_on(VOLUME, writer(33), RECORDS).await.unwrap());
+        drop(device.go_on(VOLUME, (writer(1), writer(33)), RECORDS).await.unwrap());
         assert_eq!(device.found(VOLUME).unwrap().writers, [writer(32), writer(33)]);
     });
 }

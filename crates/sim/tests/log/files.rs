@@ -76,7 +76,8 @@ fn volumes_on_several_threads_share_a_log() {
         let device = LogDevice::open(open(&path).unwrap(), [2; 16]).await.unwrap();
         for volume in 0..volumes {
             let pushed = 2 * rounds * at_once;
-            let log = device.go_on([volume; 16], writer, pushed - 8).await.unwrap();
+            let log =
+                device.go_on([volume; 16], (Writer::FIRST, writer), pushed - 8).await.unwrap();
             assert_eq!(log.recovered(), pushed - 8..pushed);
         }
     });

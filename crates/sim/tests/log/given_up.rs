@@ -20,7 +20,7 @@ fn log_of_a_volume_that_is_gone_is_listed_and_dropped() {
         assert_eq!(error.kind(), ErrorKind::Denied);
         assert!(error.to_string().contains("9 records"), "{error}");
         // That did not use it up. While somebody has it, it is refused in any case.
-        let log = device.go_on(VOLUME, writer(3), 0).await.unwrap();
+        let log = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.unwrap();
         let error = device.drop_log(VOLUME, DropLog::Anyway).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Denied);
         assert_eq!(device.summaries().await.unwrap(), []);
@@ -47,7 +47,7 @@ fn log_whose_records_are_all_in_the_store_is_dropped_without_force() {
         let file = Arc::new(MemoryStore::new_writable("log", small_log().await));
         let device = LogDevice::open(file, [9; 16]).await.unwrap();
         // The state that is found has everything; the process dies before it does more.
-        drop(device.go_on(VOLUME, writer(3), RECORDS).await.unwrap());
+        drop(device.go_on(VOLUME, (writer(1), writer(3)), RECORDS).await.unwrap());
         device.drop_log(VOLUME, DropLog::IfStored).await.unwrap();
         assert_eq!(device.found(VOLUME), None);
     });

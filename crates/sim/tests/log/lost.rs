@@ -43,7 +43,7 @@ fn write_that_was_dropped_is_never_acknowledged() {
         drop(log);
         // The next process goes on with what there is.
         let device = LogDevice::open(file, [2; 16]).await.unwrap();
-        let log = device.go_on(VOLUME, writer(2), 0).await.unwrap();
+        let log = device.go_on(VOLUME, (writer(1), writer(2)), 0).await.unwrap();
         assert!(log.recovered().end <= 1);
     });
 }
@@ -71,11 +71,11 @@ fn log_without_the_segment_that_it_needs_is_refused() {
     simulated(async || {
         // Zeros in place of a header: as if the segment had never been begun.
         let (_, device) = damaged(|bytes| bytes[4096..4096 + 512].fill(0)).await;
-        let error = device.go_on(VOLUME, writer(3), 0).await.err().unwrap();
+        let error = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.err().unwrap();
         is_corrupt(&error, &["records 0 to 5", "is missing", "by force"]);
         // Nothing was used up; and where the state has all that, nothing is lost.
         assert!(device.found(VOLUME).is_some());
-        let log = device.go_on(VOLUME, writer(3), 6).await.unwrap();
+        let log = device.go_on(VOLUME, (writer(1), writer(3)), 6).await.unwrap();
         assert_eq!(log.recovered(), 6..RECORDS);
     });
 }
@@ -84,12 +84,12 @@ fn log_without_the_segment_that_it_needs_is_refused() {
 fn log_that_lacks_a_group_in_the_middle_is_refused() {
     simulated(async || {
         let (_, device) = damaged(|bytes| bytes[2 * 4096 + 40] ^= 1).await;
-        let error = device.go_on(VOLUME, writer(3), 0).await.err().unwrap();
+        let error = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.err().unwrap();
         is_corrupt(&error, &["records 0 to 5", "segment at 4096"]);
         // By force, it is set aside, and the volume has another log.
         device.set_aside(VOLUME).await.unwrap();
         drop(device.start([2; 16], VOLUME, writer(3), 0).await.unwrap());
-        drop(device.go_on(VOLUME, writer(4), 0).await.unwrap());
+        drop(device.go_on(VOLUME, (writer(1), writer(4)), 0).await.unwrap());
     });
 }
 
@@ -99,7 +99,7 @@ fn segment_with_a_damaged_header_is_kept_until_somebody_gives_it_up() {
         // The newest one of the volume: without it, the log would seem to end before it.
         let at = 4096 + SEGMENT;
         let (file, device) = damaged(|bytes| bytes[at + 70] ^= 1).await;
-        let error = device.go_on(VOLUME, writer(3), 0).await.err().unwrap();
+        let error = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.err().unwrap();
         is_corrupt(&error, &[&format!("segment at {at}"), "may be behind it"]);
         assert_eq!(device.damaged_segments(), [at as u64]);
         // Another volume has nothing there. It does not take the segment, however long it goes on.
@@ -121,7 +121,10 @@ fn segment_with_a_damaged_header_is_kept_until_somebody_gives_it_up() {
         drop(device);
         write_all(&*file, Buf::from_slice(&header), HostOffset::new(at as u64)).await.unwrap();
         let device = LogDevice::open(Arc::clone(&file), [7; 16]).await.unwrap();
-        assert_eq!(device.go_on(VOLUME, writer(5), 0).await.unwrap().recovered(), 0..RECORDS);
+        assert_eq!(
+            device.go_on(VOLUME, (writer(1), writer(5)), 0).await.unwrap().recovered(),
+            0..RECORDS
+        );
     });
 }
 
@@ -134,7 +137,7 @@ fn what_is_in_damaged_segments_can_be_given_up() {
         assert_eq!(device.drop_damaged().await.unwrap(), 0);
         assert!(device.damaged_segments().is_empty());
         // What the first process knew to be there is there.
-        let log = device.go_on(VOLUME, writer(3), 0).await.unwrap();
+        let log = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.unwrap();
         assert_eq!(log.recovered(), 0..6);
         drop((log, device));
         let device = LogDevice::open(file, [8; 16]).await.unwrap();
@@ -168,9 +171,9 @@ async fn with_damage_in_the_newest_segment(is_synced: bool) -> Arc<LogDevice> {
 fn gap_before_what_says_that_it_was_durable_is_damage() {
     simulated(async || {
         let device = with_damage_in_the_newest_segment(true).await;
-        let error = device.go_on(VOLUME, writer(3), 0).await.err().unwrap();
+        let error = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.err().unwrap();
         is_corrupt(&error, &["records 1 to 1", "segment at 4096", "by force"]);
-        let log = device.go_on(VOLUME, writer(3), 3).await.unwrap();
+        let log = device.go_on(VOLUME, (writer(1), writer(3)), 3).await.unwrap();
         assert_eq!(log.recovered(), 3..3, "the store has all of it");
     });
 }
@@ -179,7 +182,7 @@ fn gap_before_what_says_that_it_was_durable_is_damage() {
 fn gap_before_what_was_under_way_with_it_ends_the_log() {
     simulated(async || {
         let device = with_damage_in_the_newest_segment(false).await;
-        let log = device.go_on(VOLUME, writer(3), 0).await.unwrap();
+        let log = device.go_on(VOLUME, (writer(1), writer(3)), 0).await.unwrap();
         assert_eq!(log.recovered(), 0..1);
     });
 }

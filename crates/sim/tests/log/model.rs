@@ -199,8 +199,9 @@ impl Model {
                 assert_eq!(device.found(volume.id), None);
                 return Ok(None);
             }
-            let writer = self.claim();
-            let log = device.go_on(volume.id, writer, volume.stored).await?;
+            // The head is of the last one that is known to have named itself.
+            let (last, writer) = (volume.writer.unwrap_or(Writer::FIRST), self.claim());
+            let log = device.go_on(volume.id, (last, writer), volume.stored).await?;
             (volume.life, volume.writer) = (Life::There, Some(writer));
             volume.expect_recovered(&log).await;
             if self.world.random_below(2) == 0 {

@@ -96,7 +96,7 @@ fn log() -> Vec<u8> {
             let device = LogDevice::open(Arc::clone(&file), [process; 16]).await.unwrap();
             let log = match process {
                 0 => device.start([9; 16], one, writer, 5).await.unwrap(),
-                _ => device.go_on(one, writer, 5).await.unwrap(),
+                _ => device.go_on(one, (Writer::FIRST, writer), 5).await.unwrap(),
             };
             for record in [
                 Record::Take { number: 1, time_ns: 2, label },

@@ -50,9 +50,9 @@ pub enum VolumeAccess {
     Read,
     /// To read and write it.
     Write,
-    /// To write an image into it, after [`Store::begin_import`]: until it is closed, nobody may
-    /// take it for all of that.
-    Import,
+    /// To write an image into it, which [`Store::begin_import`] made, under this identity: until it
+    /// is closed, nobody may take it for all of that. Another of its name is left alone.
+    Import([u8; 16]),
 }
 
 /// Whether a volume is open, as far as heads and the lock of this machine say.
@@ -141,7 +141,7 @@ impl Stores {
             store.probe().await?;
         }
         let mut locked = store.locked(&url.name, options.force).await?;
-        if options.access != VolumeAccess::Import {
+        if !matches!(options.access, VolumeAccess::Import(_)) {
             locked.check_whole(&url.name).inspect_err(|_| locked.give_back())?;
         }
         let log = match &options.log {
@@ -179,16 +179,19 @@ async fn open_locked(
     options: &VolumeOptions,
     log: Option<Arc<LogDevice>>,
 ) -> Result<Volume> {
-    let is_import = options.access == VolumeAccess::Import;
-    let claimed = match (options.force, locked.standing, locked.left(), &log) {
-        _ if is_import => Claimed::JustMade,
-        (true, ..) => Claimed::TakeOver,
-        (_, Standing::Abandoned, None, _) => locked.claimed(),
+    let made = match options.access {
+        VolumeAccess::Import(made) => Some(made),
+        VolumeAccess::Read | VolumeAccess::Write => None,
+    };
+    let is_import = made.is_some();
+    let claimed = match (made, options.force, locked.standing, locked.left(), &log) {
+        (Some(made), ..) => Claimed::JustMade(made),
+        (None, true, ..) => Claimed::TakeOver,
+        (_, _, Standing::Abandoned, None, _) => locked.claimed(),
         // The log knows whether it is the one.
-        (_, Standing::Abandoned, Some(_), Some(_)) | (_, Standing::Closed | Standing::Open, ..) => {
-            Claimed::Refuse
-        }
-        (_, Standing::Abandoned, Some(left), None) => return Err(needs_log(name, left)),
+        (_, _, Standing::Abandoned, Some(_), Some(_))
+        | (_, _, Standing::Closed | Standing::Open, ..) => Claimed::Refuse,
+        (_, _, Standing::Abandoned, Some(left), None) => return Err(needs_log(name, left)),
     };
     if let (Some(left), Some(log), false) = (locked.left(), &log, options.force)
         && log.found(locked.volume).is_none()

@@ -208,9 +208,9 @@ fn part_of_an_image_is_only_deleted() {
         let url = volume(folder.path(), "web");
         let made_in = stores.open_or_make(&url.store).await.expect("a store");
         let begin = || made_in.begin_import(&url.name, LEN, None, NewVolume::default());
-        begin().await.expect("made");
-        let import = VolumeOptions { access: VolumeAccess::Import, ..WRITE };
-        let disk = stores.open_volume(&url, &import).await.expect("open");
+        let made = begin().await.expect("made");
+        let import = |made| VolumeOptions { access: VolumeAccess::Import(made), ..WRITE };
+        let disk = stores.open_volume(&url, &import(made)).await.expect("open");
         write(&*disk, 1).await.expect("written");
         let read = VolumeOptions::default();
         assert_eq!(kind(others.open_volume(&url, &read).await), ErrorKind::Denied, "under way");
@@ -223,8 +223,8 @@ fn part_of_an_image_is_only_deleted() {
         let store = others.open(&url.store).await.expect("open");
         assert_eq!(kind(store.settle(&url.name).await), ErrorKind::Denied);
         store.delete(&url.name, false).await.expect("deleted");
-        begin().await.expect("made");
-        let disk = stores.open_volume(&url, &import).await.expect("open");
+        let made = begin().await.expect("made");
+        let disk = stores.open_volume(&url, &import(made)).await.expect("open");
         disk.close().await.expect("closed");
         drop(disk);
         others.open_volume(&url, &WRITE).await.expect("all of it").close().await.expect("closed");
@@ -240,7 +240,8 @@ fn import_that_has_not_begun_to_write_is_no_image() {
         let (stores, others) = (stores(), self::stores());
         let url = volume(folder.path(), "web");
         let store = stores.open_or_make(&url.store).await.expect("a store");
-        store.begin_import(&url.name, 1 << 20, None, NewVolume::default()).await.expect("made");
+        let made = store.begin_import(&url.name, 1 << 20, None, NewVolume::default()).await;
+        let made = made.expect("made");
         for options in [&VolumeOptions::default(), &WRITE] {
             let refused = others.open_volume(&url, options).await.map(drop).expect_err("a part");
             assert!(refused.to_string().contains("is incomplete"), "{refused}");
@@ -251,8 +252,8 @@ fn import_that_has_not_begun_to_write_is_no_image() {
             .expect_err("it is there");
         assert_eq!(again.kind(), ErrorKind::Invalid);
         assert_eq!(kind(others.open_volume(&url, &WRITE).await), ErrorKind::Denied, "as before");
-        let import = VolumeOptions { access: VolumeAccess::Import, ..WRITE };
-        let disk = stores.open_volume(&url, &import).await.expect("open");
+        let import = |made| VolumeOptions { access: VolumeAccess::Import(made), ..WRITE };
+        let disk = stores.open_volume(&url, &import(made)).await.expect("open");
         disk.close().await.expect("closed");
         drop(disk);
         others.open_volume(&url, &WRITE).await.expect("all of it").close().await.expect("closed");
@@ -270,9 +271,9 @@ fn import_that_is_undone_never_looks_whole_and_leaves_another_of_its_name() {
         let (store, other) = (stores.open_or_make(&url.store).await.expect("a store"), &url.store);
         let other = others.open(other).await.expect("open");
         let begin = || store.begin_import(&url.name, 1 << 20, None, NewVolume::default());
-        let import = VolumeOptions { access: VolumeAccess::Import, ..WRITE };
+        let import = |made| VolumeOptions { access: VolumeAccess::Import(made), ..WRITE };
         let made = begin().await.expect("made");
-        let disk = stores.open_volume(&url, &import).await.expect("open");
+        let disk = stores.open_volume(&url, &import(made)).await.expect("open");
         write(&*disk, 1).await.expect("written");
         disk.volume().expect("a volume").abort_import().await.expect("deleted");
         drop(disk);
@@ -289,16 +290,24 @@ fn import_that_is_undone_never_looks_whole_and_leaves_another_of_its_name() {
         assert_eq!(std::fs::read_dir(folder.path().join(".locks")).expect("a folder").count(), 0);
 
         let made = begin().await.expect("made");
-        drop(stores.open_volume(&url, &import).await.expect("open"));
+        drop(stores.open_volume(&url, &import(made)).await.expect("open"));
         assert!(!store.undo_import(&url.name, made).await.expect("its writer is fenced"));
         assert_eq!(kind(other.settle(&url.name).await), ErrorKind::NotFound);
 
         let made = begin().await.expect("made");
         other.delete(&url.name, true).await.expect("deleted");
         make(&others, &url).await.expect("made");
-        assert_eq!(kind(stores.open_volume(&url, &import).await), ErrorKind::Denied);
+        assert_eq!(kind(stores.open_volume(&url, &import(made)).await), ErrorKind::Denied);
         assert!(!store.undo_import(&url.name, made).await.expect("left alone"));
         others.open_volume(&url, &WRITE).await.expect("there").close().await.expect("closed");
+        other.delete(&url.name, true).await.expect("deleted");
+
+        let first = begin().await.expect("made");
+        other.delete(&url.name, true).await.expect("deleted");
+        let second = begin().await.expect("made");
+        assert_eq!(kind(stores.open_volume(&url, &import(first)).await), ErrorKind::Denied);
+        let disk = stores.open_volume(&url, &import(second)).await.expect("nobody has it");
+        disk.close().await.expect("closed");
     });
 }
 

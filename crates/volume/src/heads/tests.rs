@@ -159,8 +159,9 @@ fn part_of_what_a_volume_is_to_have_is_only_deleted() {
             assert!(error.to_string().contains("is incomplete"), "{error}");
         };
         for is_killed in [true, false] {
-            one.create_unfinished(&web, 1 << 20, Default::default()).await.expect("made");
-            let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+            let made = one.create_unfinished(&web, 1 << 20, Default::default()).await;
+            let made = Claimed::JustMade(made.expect("made"));
+            let volume = one.open_volume(&web, made).await.expect("open");
             write(&volume, 0, &[1; 4096]).await;
             volume.flush().await.expect("it is in the store");
             let info = two.info(&web).await.expect("there");
@@ -192,7 +193,7 @@ fn only_what_its_own_writer_has_not_closed_of_a_new_volume_is_taken_back() {
         let (one, web) = (volumes(&objects, "one").await, name("web"));
         let heads = one.heads(&web);
         let made = one.make_unfinished(&web, 1 << 20, Default::default()).await.expect("made");
-        let first = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+        let first = one.open_volume(&web, Claimed::JustMade(made.volume)).await.expect("open");
         let writer = first.writer().expect("it writes");
         // The answer to its last head was lost.
         first.close().await.expect("closed");
@@ -222,7 +223,7 @@ fn only_a_part_is_unmade_and_never_another_of_its_name() {
         let web = name("web");
         let begin = || one.create_unfinished(&web, 1 << 20, Default::default());
         let made = begin().await.expect("made");
-        let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+        let volume = one.open_volume(&web, Claimed::JustMade(made)).await.expect("open");
         write(&volume, 0, &[1; 4096]).await;
         assert!(!one.delete_unfinished(&web, made).await.expect("deleted"));
         assert_eq!(one.info(&web).await.expect_err("none").kind(), ErrorKind::NotFound);
@@ -232,16 +233,38 @@ fn only_a_part_is_unmade_and_never_another_of_its_name() {
         let made = begin().await.expect("made");
         two.delete(&web, Claimed::TakeOver).await.expect("deleted");
         two.create(&web, 1 << 20).await.expect("made");
-        let another = one.open_volume(&web, Claimed::JustMade).await.map(drop);
+        let another = one.open_volume(&web, Claimed::JustMade(made)).await.map(drop);
         assert_eq!(another.expect_err("it is another's").kind(), ErrorKind::Denied);
         assert!(!one.delete_unfinished(&web, made).await.expect("left"));
         two.delete(&web, Claimed::Refuse).await.expect("it is there");
 
         let made = begin().await.expect("made");
-        let volume = one.open_volume(&web, Claimed::JustMade).await.expect("open");
+        let volume = one.open_volume(&web, Claimed::JustMade(made)).await.expect("open");
         volume.close().await.expect("closed");
         assert!(one.delete_unfinished(&web, made).await.expect("left"));
         assert!(one.info(&web).await.expect("it is whole").is_ready);
+    });
+}
+
+/// The story: an import stalled when it had made its volume, which somebody deleted by force and
+/// imported again. The first then went on in the second one's volume: its writer was fenced, and what
+/// both had copied was closed as an image.
+#[test]
+fn who_made_a_volume_leaves_another_of_its_name_alone_that_is_unfinished() {
+    run(1, async {
+        let objects: Arc<dyn Objects> = Arc::new(memory());
+        let (one, two) = (volumes(&objects, "one").await, volumes(&objects, "two").await);
+        let web = name("web");
+        let first = one.create_unfinished(&web, 1 << 20, Default::default()).await.expect("made");
+        two.delete(&web, Claimed::TakeOver).await.expect("deleted");
+        let second = two.create_unfinished(&web, 1 << 20, Default::default()).await.expect("made");
+        let refused = one.open_volume(&web, Claimed::JustMade(first)).await.map(drop);
+        assert_eq!(refused.expect_err("it is another's").kind(), ErrorKind::Denied);
+        let volume = two.open_volume(&web, Claimed::JustMade(second)).await.expect("open");
+        write(&volume, 0, &[2; 4096]).await;
+        let refused = one.open_volume(&web, Claimed::JustMade(first)).await.map(drop);
+        assert_eq!(refused.expect_err("it is another's").kind(), ErrorKind::Denied);
+        volume.close().await.expect("nobody has fenced its writer");
     });
 }
 

@@ -67,6 +67,25 @@ impl LogDevice {
         .await
     }
 
+    /// That [`Self::start`] would find room for a log of `volume`, once one that was found of it is
+    /// set aside: asked before anything is done that cannot be undone.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub(crate) async fn check_start(self: &Arc<Self>, volume: Id) -> Result<()> {
+        let this = Arc::clone(self);
+        let check = async move {
+            let has_room = |slots: &mut Slots| {
+                if let Some((_, Phase::Open { .. })) = slots.log_of(volume) {
+                    return Err(this.has_one());
+                }
+                Ok(slots.may_start(volume).then_some(()))
+            };
+            this.with_room(has_room).await
+        };
+        spawn(check).await
+    }
+
     /// Takes a segment for a new log, whose key is its own from then on.
     async fn take_first(
         &self,
@@ -75,24 +94,36 @@ impl LogDevice {
         writer: Writer,
         first: u64,
     ) -> Result<(usize, SegmentHeader)> {
+        let take = |slots: &mut Slots| {
+            if slots.log_of(volume).is_some() {
+                return Err(self.has_one());
+            }
+            let key = LogKey { volume, root: slots.next_number() };
+            let taken = slots.take(Purpose::Start, |number| SegmentHeader {
+                number,
+                oldest: number,
+                ..self.segment(store, key, first, vec![writer])
+            });
+            if taken.is_some() {
+                slots.set_phase(key, Phase::Open { has_records: false });
+            }
+            Ok(taken)
+        };
+        self.with_room(take).await
+    }
+
+    /// What `find` finds, as soon as there is room for another log.
+    async fn with_room<T>(
+        &self,
+        mut find: impl FnMut(&mut Slots) -> Result<Option<T>>,
+    ) -> Result<T> {
         let mut full_at = None;
         loop {
             {
                 let mut slots = self.slots();
                 slots.check()?;
-                if slots.log_of(volume).is_some() {
-                    let what = format!("{} has a log of this volume already", self.file.name());
-                    return Err(Error::new(ErrorKind::Denied, what));
-                }
-                let key = LogKey { volume, root: slots.next_number() };
-                let taken = slots.take(Purpose::Start, |number| SegmentHeader {
-                    number,
-                    oldest: number,
-                    ..self.segment(store, key, first, vec![writer])
-                });
-                if let Some(taken) = taken {
-                    slots.set_phase(key, Phase::Open { has_records: false });
-                    return Ok(taken);
+                if let Some(found) = find(&mut slots)? {
+                    return Ok(found);
                 }
                 // Segments of logs that have ended are of use when their headers are durable. What
                 // was written later does not count: neighbours never stop writing.
@@ -105,26 +136,41 @@ impl LogDevice {
         }
     }
 
-    /// Goes on with the log of `volume` that was found, for the process that claimed `writer`: the
-    /// log names it durably when this returns. Records below `from` are in the state that was
-    /// found, and are not needed.
+    /// Goes on with the log of `volume` that was found, for the process that claimed `next` after it
+    /// had read a head of `last`: the log names it durably when this returns. Records below `from`
+    /// are in the state that was found, and are not needed.
+    ///
+    /// Writers before `last` are forgotten: each of them read its head, and then claimed its number,
+    /// before that of `last` was put, so that no head of theirs can follow that one. Those after it
+    /// may have sent one that is still under way.
     ///
     /// # Errors
     /// `NotFound` if there is none, `Denied` if it is open; `Corrupt` if the store had records from
     /// `from` on already, or the log has lost what was durable, or may have; `Limit` if it names
     /// too many writers.
-    pub async fn go_on(self: &Arc<Self>, volume: Id, writer: Writer, from: u64) -> Result<Log> {
+    pub async fn go_on(
+        self: &Arc<Self>,
+        volume: Id,
+        (last, next): (Writer, Writer),
+        from: u64,
+    ) -> Result<Log> {
         let this = Arc::clone(self);
-        spawn(async move { this.go_on_here(volume, writer, from).await }).await
+        spawn(async move { this.go_on_here(volume, (last, next), from).await }).await
     }
 
-    async fn go_on_here(self: &Arc<Self>, volume: Id, writer: Writer, from: u64) -> Result<Log> {
+    async fn go_on_here(
+        self: &Arc<Self>,
+        volume: Id,
+        (last, next): (Writer, Writer),
+        from: u64,
+    ) -> Result<Log> {
         check_number(from)?;
         let Found { key, mut writers, store, .. } = self.claim(volume)?;
         let gone_on = async {
-            if !writers.contains(&writer) {
+            writers.retain(|writer| *writer >= last);
+            if !writers.contains(&next) {
                 self.check_names(&writers)?;
-                writers.push(writer);
+                writers.push(next);
             }
             let (parts, end) = self.recover(key, from).await?;
             // The new header says that these records are durable. What this process wrote before
@@ -394,7 +440,11 @@ mod tests {
             log.written(ticket).await.expect("it is in the file");
             drop(log);
             let before = read_exact(&*file, HostOffset::ZERO, LEN).await.expect("read");
-            device.go_on(volume, Writer::FIRST, 0).await.err().expect("it cannot be durable");
+            device
+                .go_on(volume, (Writer::FIRST, Writer::FIRST), 0)
+                .await
+                .err()
+                .expect("it cannot be durable");
             let after = read_exact(&*file, HostOffset::ZERO, LEN).await.expect("read");
             assert!(*before == *after, "a header was written");
         });
@@ -536,7 +586,7 @@ mod tests {
             drop((log, device));
             assert_eq!(Arc::strong_count(&file), 1);
             let device = LogDevice::open(file, [2; 16]).await.expect("a log");
-            device.go_on([4; 16], Writer::FIRST, 0).await.expect("it goes on");
+            device.go_on([4; 16], (Writer::FIRST, Writer::FIRST), 0).await.expect("it goes on");
         });
     }
 }

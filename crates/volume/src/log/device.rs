@@ -360,11 +360,17 @@ impl LogDevice {
             return Ok(());
         }
         let what = format!(
-            "the log in {} names {WRITERS_MAX} writers, and none of them got its volume: is its \
-             store writable?",
+            "the log in {} names {WRITERS_MAX} writers, and none but the first of them got its \
+             volume: is its store writable? By force, the volume is opened without what only \
+             this log has",
             self.name()
         );
         Err(Error::new(ErrorKind::Limit, what))
+    }
+
+    pub(super) fn has_one(&self) -> Error {
+        let what = format!("{} has a log of this volume already", self.file.name());
+        Error::new(ErrorKind::Denied, what)
     }
 
     pub(super) fn no_room(&self) -> Error {

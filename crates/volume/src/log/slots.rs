@@ -270,6 +270,15 @@ impl Slots {
         self.choose(purpose, key).is_some()
     }
 
+    /// Whether a log of `volume` may be begun once one of it that was found is set aside: all that
+    /// it has is clean then, and room for one log less has to be kept.
+    pub(super) fn may_start(&self, volume: Id) -> bool {
+        match self.log_of(volume) {
+            None => self.may_take(Purpose::Start, LogKey { volume, root: self.next_number }),
+            Some((key, _)) => self.clean(None).count() + self.live_of(key) > self.counts.there + 1,
+        }
+    }
+
     /// Takes a segment; `header` gets its number. `None` if there is no room.
     pub(super) fn take(
         &mut self,

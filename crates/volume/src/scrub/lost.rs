@@ -1,8 +1,9 @@
 //! Which volumes and snapshots have lost what, in extents that are known to be damaged.
 //!
 //! Invariants
-//! - I1 A node that names nothing in such an extent is visited once, as far as a bounded memory
-//!   goes, however many snapshots share it. Nodes older than all of these are not visited.
+//! - I1 A node is visited once, as far as a bounded memory goes, however many directories or
+//!   snapshots name it: one beneath which something is lost as soon as nothing more is listed, and
+//!   only counted. Nodes older than all of these extents are not visited.
 //! - I2 What is read is what is in the store, past all caches.
 
 use crate::check::Findings;
@@ -13,11 +14,11 @@ use crate::state::Root;
 use crate::tree::Tree;
 use mica_block::{Error, ErrorKind, Result};
 use mica_map::{Directory, FANOUT, FANOUT_BITS};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// Nodes that are known to be sound, at most.
-const SOUND_MAX: usize = 1 << 20;
+/// Nodes of which it is known how much is lost beneath them, at most.
+const NODES_MAX: usize = 1 << 20;
 /// Blocks that are known to be sound or not, at most.
 const BLOCKS_MAX: usize = 1 << 20;
 
@@ -32,8 +33,8 @@ pub(crate) async fn find(
     findings: &mut Findings,
 ) -> Result<()> {
     let Some(oldest) = bad.first() else { return Ok(()) };
-    let (sound, blocks) = (HashSet::new(), HashMap::new());
-    let mut lost = Lost { tree, bad, oldest: *oldest, sound, blocks, findings };
+    let (nodes, blocks) = (HashMap::new(), HashMap::new());
+    let mut lost = Lost { tree, bad, oldest: *oldest, nodes, blocks, findings };
     for named in names.iter().filter(|named| named.is_alive() && !named.is_pinned()) {
         let (name, state) = (named.name.as_str(), &named.head.state);
         lost.walk(name, state.map).await?;
@@ -59,8 +60,8 @@ struct Lost<'a> {
     tree: &'a Tree,
     bad: &'a BTreeSet<ExtentId>,
     oldest: ExtentId,
-    /// Nodes beneath which nothing is lost.
-    sound: HashSet<Place>,
+    /// How much is lost beneath each node.
+    nodes: HashMap<Place, u64>,
     /// What was wrong with blocks in bad extents.
     blocks: HashMap<Place, Option<Error>>,
     findings: &'a mut Findings,
@@ -73,7 +74,14 @@ struct Frame {
     level: u8,
     prefix: u64,
     next: usize,
-    is_sound: bool,
+    /// How much is lost beneath it, as far as it was visited.
+    lost: u64,
+}
+
+impl Frame {
+    fn add(&mut self, lost: u64) {
+        self.lost = self.lost.saturating_add(lost);
+    }
 }
 
 impl Lost<'_> {
@@ -83,11 +91,9 @@ impl Lost<'_> {
         let mut wanted = root.node.map(|node| (node, root.height, 0));
         loop {
             if let Some((at, level, prefix)) = wanted.take() {
-                let entered = self.enter(name, at, level, prefix).await?;
-                match entered {
-                    Entered::Sound => {}
-                    Entered::Lost => {
-                        frames.iter_mut().for_each(|frame| frame.is_sound = false);
+                match self.enter(name, at, level, prefix).await? {
+                    Entered::Known { lost } => {
+                        frames.last_mut().into_iter().for_each(|frame| frame.add(lost));
                     }
                     Entered::Directory(frame) => frames.push(frame),
                 }
@@ -102,10 +108,12 @@ impl Lost<'_> {
                     wanted = Some((child, frame.level - 1, prefix));
                 }
                 None => {
-                    if frame.is_sound && self.sound.len() < SOUND_MAX {
-                        self.sound.insert(frame.at);
+                    let (at, lost) = (frame.at, frame.lost);
+                    if self.nodes.len() < NODES_MAX {
+                        self.nodes.insert(at, lost);
                     }
                     frames.pop();
+                    frames.last_mut().into_iter().for_each(|frame| frame.add(lost));
                 }
             }
         }
@@ -116,8 +124,14 @@ impl Lost<'_> {
         if level == 0 {
             return self.look_at_block(name, at, prefix).await;
         }
-        if at.extent() < self.oldest || self.sound.contains(&at) {
-            return Ok(Entered::Sound);
+        if at.extent() < self.oldest {
+            return Ok(Entered::SOUND);
+        }
+        if let Some(&lost) = self.nodes.get(&at)
+            && (lost == 0 || self.findings.is_full())
+        {
+            self.findings.count(lost);
+            return Ok(Entered::Known { lost });
         }
         let node = self.tree.read_node(at).await;
         let what = |error: &Error| {
@@ -128,15 +142,15 @@ impl Lost<'_> {
         };
         Ok(match self.findings.note(node, what)? {
             Some(directory) => {
-                Entered::Directory(Frame { at, directory, level, prefix, next: 0, is_sound: true })
+                Entered::Directory(Frame { at, directory, level, prefix, next: 0, lost: 0 })
             }
-            None => Entered::Lost,
+            None => Entered::LOST,
         })
     }
 
     async fn look_at_block(&mut self, name: &str, at: Place, block: u64) -> Result<Entered> {
         if !self.bad.contains(&at.extent()) {
-            return Ok(Entered::Sound);
+            return Ok(Entered::SOUND);
         }
         let known = match self.blocks.get(&at) {
             Some(known) => known.clone(),
@@ -152,17 +166,24 @@ impl Lost<'_> {
                 known
             }
         };
-        let Some(error) = known else { return Ok(Entered::Sound) };
+        let Some(error) = known else { return Ok(Entered::SOUND) };
         let start = block.saturating_mul(BLOCK_BYTES as u64);
         self.findings.add(|| {
             format!("{name}: {BLOCK_BYTES} bytes at {start} of the disk: {}", error.in_one_line())
         });
-        Ok(Entered::Lost)
+        Ok(Entered::LOST)
     }
 }
 
 enum Entered {
-    Sound,
-    Lost,
+    /// So much is lost of it, or beneath it.
+    Known {
+        lost: u64,
+    },
     Directory(Frame),
+}
+
+impl Entered {
+    const SOUND: Self = Self::Known { lost: 0 };
+    const LOST: Self = Self::Known { lost: 1 };
 }

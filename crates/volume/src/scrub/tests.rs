@@ -3,9 +3,12 @@ use crate::collect::CollectOptions;
 use crate::environment::Environment;
 use crate::format::extent::Header;
 use crate::heads::Claimed;
-use crate::properties::NewVolume;
+use crate::place::{Place, Writer};
+use crate::properties::{NewVolume, Properties};
+use crate::state::{Root, State};
 use crate::testing::{key, kind};
 use mica_block::{Disk, Manage, ObjectName, Objects};
+use mica_map::Reference;
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::object::MemoryObjects;
 use mica_units::GuestOffset;
@@ -219,4 +222,59 @@ async fn made_newer(objects: &MemoryObjects, wanted: &ObjectName) -> MemoryObjec
         copy.put_if_absent(&name, Buf::from_slice(&content)).await.0.expect("put");
     }
     copy
+}
+
+/// A store with a volume that has `state`, with a tree of sixteen nodes of one extent: each names the
+/// one beneath it sixteen times, and the lowest has `lowest` as its payload.
+async fn few_nodes(
+    lowest: impl Fn(ExtentId) -> Vec<u8>,
+    state: impl Fn(Root) -> State,
+) -> (Volumes, VolumeName) {
+    let objects = MemoryObjects::new("memory");
+    let volumes = volumes(&objects).await;
+    let extent = ExtentId { writer: Writer::FIRST, sequence: 0 };
+    let mut content = vec![0; HEADER_BYTES + BLOCK_BYTES];
+    let mut payload = lowest(extent);
+    let mut root = Root { node: None, height: 0 };
+    for height in 1..=16 {
+        let at = Place::new(extent, content.len(), crc32c(&payload));
+        mica_map::encode_node(&mut content, at, &payload);
+        content.resize(content.len().next_multiple_of(Place::UNIT_BYTES), 0);
+        root = Root { node: Some(at), height };
+        payload = [0xFF; 2].into_iter().chain([at.to_bytes(); 16].into_iter().flatten()).collect();
+    }
+    objects.put_if_absent(&extent.name(), Buf::from_slice(&content)).await.0.expect("put");
+    let name = VolumeName::new("a").expect("a name");
+    volumes.heads(&name).create(state(root), Properties::default()).await.expect("made");
+    (volumes, name)
+}
+
+/// The story: a store whose owner means harm had a tree of snapshots that has none. Whoever listed
+/// them never came to an end.
+#[test]
+fn few_nodes_that_name_each_other_and_nothing_else_are_damage() {
+    run(async {
+        let (volumes, a) =
+            few_nodes(|_| vec![0; 2], |root| State { snapshots: root, ..State::empty(1 << 20) })
+                .await;
+        let error = volumes.snapshots(&a).await.map(drop).expect_err("it is no tree");
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        let found = volumes.check(&a, &mut |_| ()).await.expect("checked");
+        assert!(found.damaged_count > 0);
+    });
+}
+
+/// As before, with a block that is lost at every place of the disk.
+#[test]
+fn what_few_nodes_have_lost_many_times_is_counted_and_not_visited_each_time() {
+    run(async {
+        let lost = |extent| {
+            let block = Place::new(extent, HEADER_BYTES, 7).to_bytes();
+            [0xFF; 2].into_iter().chain([block; 16].into_iter().flatten()).collect()
+        };
+        let (volumes, a) =
+            few_nodes(lost, |root| State { map: root, ..State::empty(State::LEN_MAX) }).await;
+        let found = volumes.check(&a, &mut |_| ()).await.expect("checked");
+        assert_eq!((found.damaged.len(), found.damaged_count), (1000, u64::MAX));
+    });
 }

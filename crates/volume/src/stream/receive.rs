@@ -107,7 +107,7 @@ impl Volumes {
         };
         let content = base.as_ref().map_or((Root::default(), begin.len), |base| base.content());
         // What was just made is nobody else's, and no whole volume if this dies now.
-        let claimed = if made.is_some() { Claimed::JustMade } else { Claimed::Refuse };
+        let claimed = made.as_ref().map_or(Claimed::Refuse, |made| Claimed::JustMade(made.volume));
         let volume = match self.open_volume(name, claimed).await {
             Ok(volume) => volume,
             Err(error) => {
@@ -122,7 +122,10 @@ impl Volumes {
         let is_as_seen =
             (state.map, state.len, state.snapshots) == (content.0, content.1, snapshots);
         if !is_as_seen {
-            volume.close().await?;
+            // One that is not whole must not look so.
+            if made.is_none() {
+                volume.close().await?;
+            }
             let what = format!(
                 "volume {} was changed by another process meanwhile: receive it again",
                 name.as_str()

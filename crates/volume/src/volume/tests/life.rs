@@ -3,6 +3,7 @@
 use super::*;
 use crate::log::LogDevice;
 use crate::opening::Opening;
+use crate::place::Writer;
 use mica_block::Store;
 use mica_store::MemoryStore;
 use mica_store::faulty::{ErrorOptions, ErrorStore, Operation, Operations, When};
@@ -122,6 +123,87 @@ fn volume_opens_beside_a_stale_log_that_cannot_be_read() {
         let weakness = volume.weakness().expect("it is said");
         assert!(weakness.contains("cannot be read"), "{weakness}");
         assert!(log.volumes().iter().any(|found| found.is_set_aside));
+    });
+}
+
+/// The story: a server was killed again and again, and wrote less than a segment each time. Its log
+/// named all that had ever had it, and the 33rd could not name itself.
+#[test]
+fn volume_opens_after_any_number_of_deaths_within_one_segment() {
+    run(1, async {
+        const BLOCKS: u64 = LEN / 4096;
+        let (file, objects) = (log_file(), objects());
+        let volumes = volumes(&objects, "host-1").await;
+        volumes.create(&name("web"), LEN).await.expect("made");
+        let mut model = vec![0; usize::try_from(LEN).expect("small")];
+        for round in 1..=40 {
+            let log = LogDevice::open(Arc::clone(&file), [round; 16]).await.expect("a log");
+            let opened = volumes.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+            let volume = opened.unwrap_or_else(|error| panic!("round {round}: {error}"));
+            assert!(read(&volume, 0, LEN).await == model, "round {round}");
+            let at = u64::from(round) * 7 % BLOCKS * 4096;
+            write(&volume, at, &[round; 4096]).await.expect("written");
+            model[usize::try_from(at).expect("small")..][..4096].fill(round);
+            volume.flush().await.expect("it is in the log");
+        }
+    });
+}
+
+/// Processes that named themselves in the log and never got the volume: their heads may be under
+/// way, and so nobody is forgotten. By force, the volume opens without that log.
+#[test]
+fn log_that_can_name_no_other_is_in_the_way_of_no_force() {
+    run(1, async {
+        let (file, objects) = (log_file(), objects());
+        let volumes = volumes(&objects, "host-1").await;
+        volumes.create(&name("web"), LEN).await.expect("made");
+        let log = LogDevice::open(file, ID).await.expect("a log");
+        drop(volumes.open_volume(&name("web"), host(&log, Claimed::Refuse)).await.expect("open"));
+        let found = log.volumes().remove(0);
+        for number in 1..=31 {
+            let next = Writer::new(1 << 30 | number).expect("a writer");
+            let gone_on = log.go_on(found.volume, (found.writers[0], next), found.freed).await;
+            drop(gone_on.expect("there is room for its name"));
+        }
+        let open = async |claimed| {
+            let opened = volumes.open_volume(&name("web"), host(&log, claimed)).await;
+            opened.map(drop)
+        };
+        let error = open(Claimed::Refuse).await.expect_err("32 are named");
+        assert_eq!(error.kind(), ErrorKind::Limit, "{error}");
+        open(Claimed::TakeOver).await.expect("open");
+        open(Claimed::Refuse).await.expect("it has a log of its own");
+    });
+}
+
+/// The story: a volume was taken over by force, and the log of the new host had no room for it: its
+/// writer was fenced, and nobody served it.
+#[test]
+fn writer_is_not_fenced_for_one_whose_log_has_no_room() {
+    run(1, async {
+        let (objects, web) = (objects(), name("web"));
+        let (one, two) = (volumes(&objects, "host-1").await, volumes(&objects, "host-2").await);
+        one.create(&web, LEN).await.expect("made");
+        one.create(&name("mail"), LEN).await.expect("made");
+        let served = one.open_volume(&web, Claimed::Refuse).await.expect("open");
+        let len = usize::try_from(LogDevice::LEN_MIN).expect("small");
+        let file = Arc::new(MemoryStore::new_writable("log", vec![0; len]));
+        let log = LogDevice::open(file, ID).await.expect("a log");
+        let mail = two.open_volume(&name("mail"), host(&log, Claimed::Refuse)).await.expect("open");
+        write(&mail, 0, &[1; 4096]).await.expect("written");
+        let taken = two.open_volume(&web, host(&log, Claimed::TakeOver)).await;
+        assert_eq!(taken.map(drop).expect_err("there is no room").kind(), ErrorKind::NoSpace);
+        write(&served, 0, &[2; 4096]).await.expect("written");
+        served.flush().await.expect("it is in the store");
+        mail.close().await.expect("closed");
+        // The room of the other one is enough.
+        let taken = two.open_volume(&web, host(&log, Claimed::TakeOver)).await.expect("open");
+        assert_eq!(read(&taken, 0, 4096).await, [2; 4096]);
+        // As long as it is open here, its log is in use.
+        let again = two.open_volume(&web, host(&log, Claimed::TakeOver)).await;
+        assert_eq!(again.map(drop).expect_err("it is open").kind(), ErrorKind::Denied);
+        write(&taken, 0, &[3; 4096]).await.expect("written");
+        taken.close().await.expect("nobody has fenced it");
     });
 }
 
