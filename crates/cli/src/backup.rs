@@ -82,7 +82,7 @@ struct WriteArgs {
     /// Write only what changed since this state in the folder.
     #[arg(long, value_name = "STATE")]
     since: Option<String>,
-    /// Write only what changed since the newest state in the folder.
+    /// Write only what changed since the newest state.
     ///
     /// More precisely, the newest one that the disk still has; everything if there is none.
     #[arg(long, conflicts_with = "since")]
@@ -104,7 +104,9 @@ struct WriteArgs {
     report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
-    /// An image, with @NAME one of its states or snapshots, or an NBD URI.
+    /// An image, one of its states or snapshots, or a URI.
+    ///
+    /// IMAGE@NAME is a state or snapshot of an image; the URI is that of an NBD export.
     #[arg(value_name = "IMAGE[@STATE]|URI", required = true)]
     source: Option<String>,
     /// The folder, created if missing; - for stdout.

@@ -125,7 +125,7 @@ pub(crate) struct ConvertArgs {
     /// Skip bitmaps that are inconsistent.
     #[arg(long, requires = "bitmaps", hide_short_help = true)]
     skip_broken_bitmaps: bool,
-    /// Limit copying to this many bytes of the disk per second.
+    /// Limit copying to this many bytes per second.
     #[arg(short = 'r', long, value_name = "SIZE")]
     rate: Option<String>,
     /// How to read the source, same values as qemu-img: writeback, or none (O_DIRECT).

@@ -49,7 +49,7 @@ struct GenFleetArgs {
 
 #[derive(Args)]
 struct GenChainArgs {
-    /// Number of layers, including the active one.
+    /// Layers, including the active one.
     #[arg(short = 'n', long, default_value_t = 10, value_name = "COUNT")]
     layers: u32,
     /// Length of the disk.
@@ -58,10 +58,10 @@ struct GenChainArgs {
     /// Size of a cluster.
     #[arg(short = 'c', long, default_value = "64k", value_name = "SIZE")]
     cluster_size: String,
-    /// Fraction of the disk with data, 0 to 1.
+    /// Share of the disk with data, 0 to 1.
     #[arg(long, default_value_t = 0.3, value_name = "PART")]
     fill: f64,
-    /// Distribution of the data: uniform, or newest-heavy.
+    /// Where data is: uniform, or newest-heavy.
     #[arg(long, default_value = "uniform", value_name = "NAME")]
     distribution: String,
     /// Features to mix in, separated by commas; or all.

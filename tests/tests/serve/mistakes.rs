@@ -124,7 +124,7 @@ fn check_finds_what_would_keep_disks_from_being_served() {
     let text = table("a") + "shared = \"x\"\n" + &table("b") + "read_only = true\n";
     fs::write(&config, text).expect("written");
     let said = mica::run(check).stderr;
-    assert!(said.contains("line 5: disk \"a\": a number from 0 on is expected"), "{said}");
+    assert!(said.contains("line 5: disk \"a\": expected a number from 0 on"), "{said}");
     assert!(said.contains("line 10: disk \"b\": unknown key `read_only`"), "{said}");
 
     // Nor does a key that is unknown make the others what they are not.
@@ -136,7 +136,7 @@ fn check_finds_what_would_keep_disks_from_being_served() {
     let text = table("a") + "shared = \"x\"\n" + &table("gone") + &table("b");
     fs::write(&config, text).expect("written");
     let said = mica::run(check).stderr;
-    assert!(said.contains("line 5: disk \"a\": a number from 0 on is expected"), "{said}");
+    assert!(said.contains("line 5: disk \"a\": expected a number from 0 on"), "{said}");
     assert!(said.contains("line 6: disk \"gone\": "), "{said}");
     assert_eq!(said.lines().count(), 2, "{said}");
 }

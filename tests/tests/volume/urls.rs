@@ -59,7 +59,7 @@ fn what_is_not_there_is_said_to_be_missing() {
     let again = run(["create", &store.volume("web"), "1M"]).refusal();
     assert!(again.contains("already"), "{again}");
     let odd = run(["create", &store.volume("odd"), "1000"]).refusal();
-    assert!(odd.contains("whole sectors"), "{odd}");
+    assert!(odd.contains("whole number of sectors"), "{odd}");
     let large = run(["create", &store.volume("large"), "512T"]).refusal();
     assert!(large.contains("281474976710656"), "{large}");
 }

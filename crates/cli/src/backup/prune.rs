@@ -125,8 +125,8 @@ fn report_on(args: &PruneArgs, pruned: &Pruned) -> Result<(), Failure> {
     };
     for stored in merged.iter().filter(|_| !args.dry_run) {
         let base = match &stored.begin().base {
-            Some(base) => format!("is based on {base}"),
-            None => "is whole".to_owned(),
+            Some(base) => format!("based on {base}"),
+            None => "whole".to_owned(),
         };
         let taken = human_size(stored.file_bytes());
         text += &format!("{}: now {base}, {taken}\n", stored.begin().state);

@@ -17,7 +17,7 @@ const SERVER: &str = "Server";
 #[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct ProcessSettings {
-    /// Listen on this socket for `mica ctl` and `mica top`.
+    /// Socket for `mica ctl` and `mica top`.
     ///
     /// A unix socket for root and this user.
     #[arg(long, value_name = "SOCKET", help_heading = SERVER)]

@@ -115,9 +115,7 @@ impl Input {
 pub(super) fn lost(error: io::Error) -> Error {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => broken("the server has ended the connection"),
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-            broken("the server no longer answers")
-        }
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => broken("the server does not answer"),
         _ => Error::from_io("the connection to the server is lost", error),
     }
 }
