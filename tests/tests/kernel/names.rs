@@ -16,8 +16,8 @@ const CUTS: usize = 60;
 /// What the file was after each run, and how long the log was when that had ended.
 type Generations = Vec<(Vec<u8>, u64)>;
 
-/// The story: the power went when `mica convert --force` had succeeded, and the old image, which had
-/// been removed, was there again, as a part of what it had been.
+/// The story: the power went when `mica convert --force` had succeeded, and the old image, whose
+/// blocks others had by then, was there again.
 #[test]
 fn file_that_was_replaced_is_the_new_one_after_a_power_cut() {
     let needed = [tools::QEMU_STORAGE_DAEMON, tools::NBDFUSE, tools::MKE2FS];
