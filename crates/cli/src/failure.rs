@@ -51,6 +51,12 @@ impl Failure {
         Self { message: self.message.map(|message| format!("{what}: {message}")), ..self }
     }
 
+    /// The same failure, and `what` is to be known besides.
+    #[must_use]
+    pub(crate) fn and(self, what: impl std::fmt::Display) -> Self {
+        Self { message: self.message.map(|message| format!("{message}; {what}")), ..self }
+    }
+
     /// What there is to say.
     pub(crate) fn message(&self) -> &str {
         self.message.as_deref().unwrap_or_default()
