@@ -18,10 +18,10 @@
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::nbd::client::Uri;
 use mica_store::{FileKind, Located};
+use parking_lot::{Mutex, MutexGuard};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Which files images may name, in addition to those that an option gives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -178,7 +178,7 @@ impl Policy {
     }
 
     fn resolved(&self) -> MutexGuard<'_, Option<Located>> {
-        self.resolved.lock().unwrap_or_else(PoisonError::into_inner)
+        self.resolved.lock()
     }
 
     /// Refuses a file whose real place is outside of what is allowed.
