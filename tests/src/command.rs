@@ -2,7 +2,7 @@
 
 use crate::clock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
@@ -170,4 +170,16 @@ fn gather(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
         }
         String::from_utf8_lossy(&said).into_owned()
     })
+}
+
+/// Signals that end a program here: in the background of a shell some are ignored, by verbs, too.
+///
+/// # Panics
+/// If the system does not say which.
+pub fn ending_signals() -> Vec<Signal> {
+    let status = std::fs::read_to_string("/proc/self/status").expect("readable");
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).expect("a mask");
+    let ignored = u64::from_str_radix(ignored.trim(), 16).expect("a mask");
+    let is_taken = |signal: &Signal| ignored >> (signal.as_raw() - 1) & 1 == 0;
+    [Signal::INT, Signal::TERM, Signal::HUP].into_iter().filter(is_taken).collect()
 }

@@ -32,6 +32,7 @@ use mica_stack::{
 use mica_units::HostOffset;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -190,12 +191,25 @@ pub(crate) async fn keep_new(
 ) -> Result<(), Failure> {
     let Some(data) = data else { return keep_all(vec![image], base) };
     // Whoever is killed between the two leaves no image that shows what is another one's.
-    let spoiled = image.spoil_old().await?;
-    let kept = keep_together(vec![image], Some(data), base);
-    if let (Err(_), Some(spoiled)) = (&kept, spoiled) {
-        spoiled.mend().await;
+    let spoiled = image.spoil_old(data.path()).await?;
+    let (place, path) = (data.path().to_owned(), image.path().to_owned());
+    let before = node_at(&place);
+    let Err(failure) = keep_together(vec![image], Some(data), base) else { return Ok(()) };
+    let Some(spoiled) = spoiled else { return Err(failure) };
+    if node_at(&place) != before {
+        // The file system could not keep what the old image is about.
+        let (path, place) = (path.display(), place.display());
+        return Err(
+            failure.and(format!("{path} has lost its data file, {place}, and opens no more"))
+        );
     }
-    kept
+    spoiled.mend().await;
+    Err(failure)
+}
+
+/// Which file has a name, if one has.
+fn node_at(path: &Path) -> Option<(u64, u64)> {
+    path.metadata().ok().map(|file| (file.dev(), file.ino()))
 }
 
 /// Keeps new images, which are complete: they get their names. Whoever merges the `base` finds each
@@ -223,6 +237,8 @@ fn keep_together(
         None => Ok(()),
     });
     if let Err(failure) = named {
+        let files = images.iter().chain(&data);
+        let failure = files.fold(failure, |failure, file| file.say_if_it_stays(failure));
         drop((images, data));
         expected.into_iter().for_each(ExpectedOverlays::forget);
         return Err(failure);

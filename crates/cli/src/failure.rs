@@ -61,6 +61,12 @@ impl Failure {
         self.kind == Some(ErrorKind::NoSpace)
     }
 
+    /// The same failure, and `what` is to be known besides.
+    #[must_use]
+    pub(crate) fn and(self, what: impl std::fmt::Display) -> Self {
+        Self { message: self.message.map(|message| format!("{message}; {what}")), ..self }
+    }
+
     /// What there is to say.
     pub(crate) fn message(&self) -> &str {
         self.message.as_deref().unwrap_or_default()

@@ -1,7 +1,7 @@
 //! `mica rebase`: gives an image that is not in use another backing file.
 
 use crate::convert::Progress;
-use crate::create::{plain_backing, refuse_protocol, warn_of_names};
+use crate::create::{plain_backing, refuse_protocol, warn_of_names, warn_of_plain};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::merging::{Shown, position_of};
@@ -169,6 +169,10 @@ impl RebaseArgs {
         let new = mica_stack::open(&base.path, base.format, options, &chain).await?;
         if position_of(&new.layer_paths(), &self.file).is_ok() {
             return Err(Failure::new("the new backing file is based on the image itself"));
+        }
+        let active = disk.layer_count() - 1;
+        if !disk.is_encrypted(active) && (0..active).any(|layer| disk.is_encrypted(layer)) {
+            warn_of_plain(&self.file);
         }
         let copied = copy_differences(disk, &*new, &progress).await?;
         let _ = progress.finish();

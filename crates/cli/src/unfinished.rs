@@ -155,6 +155,13 @@ impl Unfinished {
         Ok(())
     }
 
+    /// Whether the file stays in any case: what it took the place of is gone.
+    pub(crate) fn stays(&self) -> bool {
+        let files = files();
+        let own = files.iter().find(|entry| entry.path == self.path);
+        own.is_some_and(|entry| matches!(entry.before, Before::Gone))
+    }
+
     /// Keeps the file: it is complete.
     pub(crate) fn keep(self) {
         let mut files = files();
@@ -335,7 +342,9 @@ mod tests {
         fs::write(&place, "new").expect("written");
         let mut unfinished = Unfinished::new(&place, Some(own));
         let drop_it = |place: &Path, path: &Path| rename(place, path).map(|()| false);
+        assert!(!unfinished.stays());
         unfinished.replace_by(&name, (found.dev(), found.ino()), drop_it).expect("replaced");
+        assert!(unfinished.stays());
         drop(unfinished);
         assert_eq!((fs::read(&name).expect("there"), place.exists()), (b"new".to_vec(), false));
     }

@@ -135,12 +135,27 @@ impl Shared {
     /// # Errors
     /// If some acknowledged writes are not in its image.
     pub(crate) fn remove(&self, served: &Arc<Served>) -> Result<()> {
-        if served.source() == Source::Configuration {
-            self.removed().insert(served.name.clone());
-        }
+        self.note_removed(served);
         let forgotten = self.forget(served);
         self.give_memory_back();
         forgotten
+    }
+
+    /// Notes that a disk of the configuration was removed by command. Of one that was added by
+    /// command only the file tells whether that lists it: its table was saved there since.
+    fn note_removed(&self, served: &Served) {
+        let listed = self.config_file.as_deref().and_then(|file| self.read_config(file).ok());
+        let is_listed = |name: &str| {
+            listed.iter().flat_map(|config| &config.disks).any(|disk| disk.name == name)
+        };
+        let mut removed = self.removed();
+        if listed.is_some() {
+            // What is removed from the file, too, is not kept forever.
+            removed.retain(|name| is_listed(name));
+        }
+        if served.source() == Source::Configuration || is_listed(&served.name) {
+            removed.insert(served.name.clone());
+        }
     }
 
     /// Disks of the configuration that were removed by command.

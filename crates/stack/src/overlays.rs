@@ -179,7 +179,7 @@ fn noted_places(
 
 fn unreachable(layer: &Path, image: &Path) -> Error {
     let what = format!(
-        "{} stood on {}, and its folder is not there, or not mounted; {}",
+        "{} stood on {}, and its folder is not there, or not mounted: {}",
         image.display(),
         layer.display(),
         noted::cure(layer)
@@ -476,7 +476,9 @@ mod tests {
         fs::write(&note, format!("{inode} {}\n", clone.display())).expect("written");
         let said = check_no_overlays(std::slice::from_ref(&base), &base, GoneImages::Removed)
             .expect_err("not known");
-        assert!(said.to_string().contains("not mounted"), "{said}");
+        let said = said.to_string();
+        assert!(said.contains("not mounted: mount it") && said.contains("--ignore-gone"), "{said}");
+        assert!(said.contains(&note.display().to_string()), "{said}");
         assert!(note.exists());
         // And now it is that one.
         let folder = fs::metadata(folder_of(&clone)).expect("there");

@@ -1,5 +1,6 @@
 //! A copy under way: what it says, what a signal does, and copies to standard output.
 
+use mica_tests::command::ending_signals;
 use mica_tests::server::Server;
 use mica_tests::{clock, command, mica, qemu, tools};
 use mica_units::Rng;
@@ -51,6 +52,46 @@ fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_child(child), signal).expect("it runs");
 }
 
+/// How a run of a verb ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ended {
+    Itself,
+    /// It was killed, or had ended just before.
+    Killed,
+}
+
+/// Runs `verb` to its end, then kills it at random instants, and runs it to its end once more:
+/// each time after `prepare`, and before `judge`.
+#[track_caller]
+fn kill_at_random(
+    dir: &Path,
+    verb: &[&str],
+    rng: &mut Rng,
+    prepare: impl Fn(),
+    judge: impl Fn(Ended),
+) {
+    let to_its_end = || {
+        prepare();
+        let began = clock::now();
+        mica_in(dir, verb).ok();
+        let took = u64::try_from(began.elapsed().as_micros()).expect("seconds");
+        judge(Ended::Itself);
+        took
+    };
+    let took = to_its_end();
+    for _ in 0..12 {
+        prepare();
+        let mut mica = Command::new(mica::binary());
+        let mica = mica.current_dir(dir).args(verb).stdin(Stdio::null());
+        let mut child = mica.stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("runs");
+        clock::sleep(Duration::from_micros(rng.below(took)));
+        child.kill().expect("killed, unless it has ended");
+        child.wait().expect("it ends");
+        judge(Ended::Killed);
+    }
+    to_its_end();
+}
+
 #[test]
 fn a_signal_ends_a_copy_and_leaves_no_junk() {
     use std::os::unix::process::ExitStatusExt as _;
@@ -62,7 +103,7 @@ fn a_signal_ends_a_copy_and_leaves_no_junk() {
     let full = ["-o", "preallocation=full", "copy", "4G"];
     let create = [&["create", "-f", "raw"], &SLOWLY[..], &full];
     for verb in [to_raw.concat(), to_qcow2.concat(), create.concat()] {
-        for number in [Signal::INT, Signal::TERM, Signal::HUP] {
+        for number in ending_signals() {
             let child = start(dir, &verb, "copy");
             signal(&child, number);
             let ended = child.wait_with_output().expect("it ends");
@@ -77,7 +118,7 @@ fn a_signal_ends_a_copy_and_leaves_no_junk() {
     let left = || {
         fs::write(dir.join("copy"), vec![1; 4096]).expect("there is room");
         let child = start(dir, &forced, "copy");
-        signal(&child, Signal::INT);
+        signal(&child, ending_signals()[0]);
         child.wait_with_output().expect("it ends");
         assert!(!place(dir, "copy").exists(), "junk was left");
         fs::read(dir.join("copy")).expect("it was there before")
@@ -102,8 +143,9 @@ fn whatever_is_killed_over_an_existing_file_leaves_the_old_or_the_new_one() {
     qemu::img(dir, ["bitmap", "--add", "source.qcow2", "mon"]).ok();
     mica_in(dir, &["backup", "-q", "source.qcow2", "folder", "--as", "one"]).ok();
     let old: Vec<u8> = (0..3 << 20).map(|at: u32| u8::try_from(at % 251).expect("small")).collect();
-    let verbs: [&[&str]; 5] = [
+    let verbs: [&[&str]; 6] = [
         &["convert", "--force", "-f", "raw", "-O", "raw", "source.raw", "disk"],
+        &["convert", "--force", "-U", "-f", "raw", "-O", "raw", "source.raw", "disk"],
         &["convert", "--force", "-f", "raw", "source.raw", "disk"],
         &["convert", "--force", "--bitmaps", "source.qcow2", "disk"],
         &["restore", "--force", "-q", "folder@one", "disk"],
@@ -129,23 +171,12 @@ fn whatever_is_killed_over_an_existing_file_leaves_the_old_or_the_new_one() {
             false
         };
         let put_old = || fs::write(dir.join("disk"), &old).expect("there is room");
-        put_old();
-        let began = clock::now();
-        mica_in(dir, verb).ok();
-        let took = u64::try_from(began.elapsed().as_micros()).expect("seconds");
-        assert!(!is_old(), "{verb:?}");
-        for _ in 0..12 {
-            put_old();
-            let mut mica = Command::new(mica::binary());
-            let mica = mica.current_dir(dir).args(verb).stdin(Stdio::null());
-            let mut child = mica.stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("runs");
-            clock::sleep(Duration::from_micros(rng.below(took)));
-            child.kill().expect("killed, unless it has ended");
-            child.wait().expect("it ends");
-            is_old();
-        }
-        mica_in(dir, verb).ok();
-        assert!(!is_old() && !place(dir, "disk").exists(), "{verb:?}");
+        kill_at_random(dir, verb, &mut rng, put_old, |how| {
+            let is_old = is_old();
+            if how == Ended::Itself {
+                assert!(!is_old && !place(dir, "disk").exists(), "{verb:?}");
+            }
+        });
         fs::remove_file(dir.join("disk")).expect("there");
     }
 }
@@ -185,6 +216,29 @@ fn old_image_is_none_while_its_data_file_is_another_one() {
     let said = said.refusal();
     assert!(!said.contains("another process"), "{said}");
     mica_in(dir, &["compare", "-s", "-F", "raw", "disk", "small.raw"]).ok();
+}
+
+/// The story: as the last one, but the new image had a data file of another name, and the old image
+/// could have been read.
+#[test]
+fn old_image_stays_one_whose_data_file_is_not_the_one_that_is_replaced() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    fs::write(dir.join("small.raw"), vec![9; 512 << 10]).expect("there is room");
+    let convert =
+        |data, source| ["convert", "--force", "-f", "raw", "-o", data, source, "disk"].to_vec();
+    mica_in(dir, &convert("data_file=data", "small.raw")).ok();
+    // Overwritten in place, as it has two names.
+    fs::write(dir.join("other"), vec![1; 4096]).expect("there is room");
+    fs::hard_link(dir.join("other"), dir.join("again")).expect("a second name");
+    let slowly = [&convert("data_file=other", "source.raw")[..], &SLOWLY].concat();
+    let mut child = start(dir, &slowly, "other");
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    mica_in(dir, &["compare", "-s", "-F", "raw", "disk", "small.raw"]).ok();
+    mica_in(dir, &convert("data_file=other", "source.raw")).ok();
+    mica_in(dir, &["compare", "-s", "-F", "raw", "disk", "source.raw"]).ok();
 }
 
 #[test]
@@ -243,8 +297,9 @@ fn whatever_is_killed_leaves_a_whole_image_or_none_and_the_next_run_cleans_up() 
         all.collect::<BTreeSet<_>>()
     };
     let before = names();
-    let verbs: [&[&str]; 6] = [
+    let verbs: [&[&str]; 7] = [
         &["convert", "-f", "raw", "-O", "raw", "source.raw", "new"],
+        &["convert", "-U", "-f", "raw", "source.raw", "new"],
         &["convert", "-f", "raw", "source.raw", "new"],
         &["convert", "-B", "base.qcow2", "-F", "qcow2", "base.qcow2", "new"],
         &["create", "-q", "-b", "base.qcow2", "-F", "qcow2", "new"],
@@ -262,26 +317,21 @@ fn whatever_is_killed_leaves_a_whole_image_or_none_and_the_next_run_cleans_up() 
             qemu::img(dir, whole).ok();
             fs::remove_file(dir.join("new")).expect("there");
         };
-        let began = clock::now();
-        mica_in(dir, verb).ok();
-        let took = u64::try_from(began.elapsed().as_micros()).expect("seconds");
-        judge();
-        for _ in 0..12 {
-            let mut mica = Command::new(mica::binary());
-            let mica = mica.current_dir(dir).args(verb).stdin(Stdio::null());
-            let mut child = mica.stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("runs");
-            clock::sleep(Duration::from_micros(rng.below(took)));
-            child.kill().expect("killed, unless it has ended");
-            child.wait().expect("it ends");
-            if dir.join("new").exists() {
-                judge();
-            }
-            let left: Vec<_> = names().difference(&before).cloned().collect();
-            assert!(left.iter().all(|name| name == ".new.mica-unfinished"), "{verb:?}: {left:?}");
-        }
-        mica_in(dir, verb).ok();
-        judge();
-        assert_eq!(names(), before, "{verb:?}");
+        kill_at_random(
+            dir,
+            verb,
+            &mut rng,
+            || {},
+            |how| {
+                if how == Ended::Itself || dir.join("new").exists() {
+                    judge();
+                }
+                let left: Vec<_> = names().difference(&before).cloned().collect();
+                let may_be_left =
+                    |name: &String| how == Ended::Killed && name == ".new.mica-unfinished";
+                assert!(left.iter().all(may_be_left), "{verb:?}: {left:?}");
+            },
+        );
     }
 }
 

@@ -2,6 +2,7 @@
 //! without what was not written out. Needs root, loop devices and FUSE.
 
 mod cuts;
+mod names;
 mod remount;
 mod sidecars;
 mod stuck;

@@ -5,6 +5,7 @@ mod beside;
 mod bitmaps;
 mod chain;
 mod elsewhere;
+mod encrypted;
 mod full;
 mod live;
 mod offline;

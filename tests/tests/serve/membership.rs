@@ -388,13 +388,18 @@ fn takeover_leaves_what_was_done_by_command_as_it_is() {
     world.add("d", &[]).ok();
     world.ctl(&["drain", "d"]).ok();
     world.ctl(&["remove", "b"]).ok();
+    // The configuration got this one by command.
+    qemu::create(world.path(), "e.qcow2", &[], "1M");
+    world.add("e", &["--save"]).ok();
+    world.ctl(&["remove", "e"]).ok();
     let config = world.at("mica.toml").display().to_string();
     let take_over = ["--config", &config, "--takeover", "--disks-in", &allowed];
     let new = Process::start(world.path(), "new", &take_over);
     let has_taken_over = || (world.json(&["status"])["pid"] == new.pid()).then_some(());
     clock::poll(LIMIT, Duration::from_millis(20), has_taken_over).expect("taken over");
-    world.is(&[("a", "serving"), ("b", "drained"), ("c", "serving"), ("d", "drained")]);
-    assert_eq!(world.json(&["status"])["disks"][3]["length"], 4 << 20, "it is told");
+    let before = [("a", "serving"), ("b", "drained"), ("e", "drained")];
+    world.is(&[&before[..], &[("c", "serving"), ("d", "drained")]].concat());
+    assert_eq!(world.json(&["status"])["disks"][4]["length"], 4 << 20, "it is told");
     assert_eq!(world.len("c"), 3 << 20);
     world.ctl(&["undrain", "d"]).ok();
     assert_eq!(world.len("d"), 4 << 20);

@@ -191,7 +191,7 @@ fn stored(store: &Store) -> u64 {
 
 /// Serves a volume of so many blocks of 64 KiB, overwrites them at random, eight times as many as
 /// there are, and returns the server and what each block has.
-fn overwritten(store: &Store, blocks: u64, more: &[&str]) -> (Server, Vec<u8>) {
+pub(crate) fn overwritten(store: &Store, blocks: u64, more: &[&str]) -> (Server, Vec<u8>) {
     let path = |name: &str| store.folder().join(name).display().to_string();
     let (control, log) = (path("control"), path("log"));
     let options = ["--control", &control, "--log-device", &log, "--log-size", "64M"];

@@ -1,8 +1,10 @@
 //! Verbs that a signal ends: nothing is left of what they made, and they can be run again.
 
+use crate::collection::overwritten;
 use mica_gen::Rng;
+use mica_tests::command::{self, ending_signals as signals};
 use mica_tests::volume::{Store, run};
-use mica_tests::{clock, command, mica};
+use mica_tests::{clock, mica};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -15,15 +17,6 @@ use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(60);
 const LEN: usize = 24 << 20;
-
-/// Those that end a program. In the background of a shell some are ignored, by verbs as well.
-fn signals() -> Vec<Signal> {
-    let status = fs::read_to_string("/proc/self/status").expect("readable");
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).expect("a mask");
-    let ignored = u64::from_str_radix(ignored.trim(), 16).expect("a mask");
-    let is_taken = |signal: &Signal| ignored >> (signal.as_raw() - 1) & 1 == 0;
-    [Signal::INT, Signal::TERM, Signal::HUP].into_iter().filter(is_taken).collect()
-}
 
 fn start(words: &[&str]) -> Child {
     let mut verb = Command::new(mica::binary());
@@ -297,4 +290,38 @@ fn clone_that_a_signal_ends_is_whole_or_not_there() {
     }
     let words = ["volume", "clone", "-q", &url, &clone];
     command::finish(Command::new(mica::binary()).args(words)).ok();
+}
+
+/// It is ended while it collects, while it writes extents again, and while it collects what that
+/// left: whatever was done stays, and the next one does the rest.
+#[test]
+fn gc_that_a_signal_ends_leaves_what_the_next_one_frees() {
+    const STEP: Duration = Duration::from_millis(8);
+    let store = Store::new();
+    store.create("web", "16M");
+    let (server, has) = overwritten(&store, 256, &["--gc", "off"]);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    let image = store.folder().join("image.raw");
+    fs::write(&image, has.iter().flat_map(|byte| [*byte; 1 << 16]).collect::<Vec<_>>())
+        .expect("written");
+    let (url, all, image) = (store.volume("web"), store.url(), image.display().to_string());
+    let signals = signals();
+    for round in 0.. {
+        let child = start(&["gc", "-q", &all]);
+        clock::sleep(STEP * u32::try_from(round).expect("few"));
+        let signal = signals[round % signals.len()];
+        kill_process(Pid::from_child(&child), signal).expect("it runs, or has just ended");
+        let ended = child.wait_with_output().expect("it ends");
+        assert_eq!(String::from_utf8_lossy(&ended.stderr), "");
+        assert_eq!(states(&store), [("web".to_owned(), "closed".to_owned())], "{round}");
+        run(["check", "-q", &all]).ok();
+        same(&store, &url, &image);
+        if ended.status.success() {
+            break;
+        }
+        assert_eq!(ended.status.signal(), Some(signal.as_raw()), "{ended:?}");
+    }
+    let left = run(["gc", "-n", "--output", "json", &all]).json();
+    assert_eq!((&left["freed-extents"], &left["sparse-bytes"]), (&0.into(), &0.into()), "{left}");
+    run(["scrub", "-q", &all]).ok();
 }

@@ -13,11 +13,13 @@ use super::device::{Device, is_block_device};
 use super::replaced::Replaced;
 use super::sources::Sources;
 use super::spoiled::Spoiled;
+use super::{beside, node_at};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
 use mica_block::ErrorKind::{Denied, Invalid, Unsupported};
 use mica_block::{Images, Space, Store, write_all};
+use mica_qcow2::read_header;
 use mica_rt::Buf;
 use mica_stack::{
     FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, sync_folder_of,
@@ -197,7 +199,7 @@ impl NewFile {
             && let Some(image) = image
         {
             // For good: the data that it had is gone.
-            image.spoil_old().await?;
+            image.spoil_old(path).await?;
         }
         let unfinished = NewName::new((path, None), made);
         store.set_len(0).await.map_err(|error| error.wrap(path.display().to_string()))?;
@@ -213,7 +215,7 @@ impl NewFile {
     ) -> Result<Option<Self>, Failure> {
         // Without locks nobody knows what was left.
         let is_new = path.symlink_metadata().is_err() && !has_mark(path);
-        if !is_new || !matches!(options.locking, Locking::On) {
+        if !is_new || matches!(options.locking, Locking::Off) {
             return Ok(None);
         }
         refuse_place(unfinished_place(path), path, sources)?;
@@ -229,7 +231,7 @@ impl NewFile {
         old: &Arc<dyn Store>,
         (sources, options): (&Sources, &ImageOptions),
     ) -> Result<Option<Self>, Failure> {
-        if !matches!(options.locking, Locking::On) {
+        if matches!(options.locking, Locking::Off) {
             return Ok(None);
         }
         let Some(old) = Replaced::of(path, old)? else { return Ok(None) };
@@ -284,15 +286,28 @@ impl NewFile {
         Ok(Self { unfinished, store })
     }
 
-    /// Makes the image that this one replaces none, if it is one with a data file.
+    /// Makes the image that this one replaces none, if the file at `data`, which is about to be
+    /// another one, is, or may be, its data file.
     ///
     /// # Errors
     /// What the system reports.
-    pub(crate) async fn spoil_old(&self) -> Result<Option<Spoiled>, Failure> {
+    pub(crate) async fn spoil_old(&self, data: &Path) -> Result<Option<Spoiled>, Failure> {
         match &self.unfinished.replaced {
-            Some(old) => Ok(Spoiled::new(old.store()).await?),
-            None => Ok(None),
+            Some(old) if !self.has_other_data(old, data).await => {
+                Ok(Spoiled::new(old.store()).await?)
+            }
+            _ => Ok(None),
         }
+    }
+
+    /// Whether the `old` image has a data file that is there, and is not the one at `data`.
+    async fn has_other_data(&self, old: &Replaced, data: &Path) -> bool {
+        let header = read_header(&**old.store()).await.ok();
+        let Some(name) = header.and_then(|header| header.data_file_name) else { return false };
+        // An image that a link leads to may be opened by either name.
+        let places = [self.path(), old.path()].map(|image| beside(image, Path::new(&name)));
+        let (there, own) = (node_at(data), places.map(|place| node_at(&place)));
+        own.iter().any(Option::is_some) && !own.contains(&there)
     }
 
     /// Where the file is now.
@@ -326,9 +341,21 @@ impl NewFile {
     /// # Errors
     /// As [`Self::name`] and [`Self::sync_name`].
     pub(crate) fn named(mut self) -> Result<Self, Failure> {
-        self.name()?;
-        self.sync_name()?;
-        Ok(self)
+        match self.name().and_then(|()| self.sync_name()) {
+            Ok(()) => Ok(self),
+            Err(failure) => Err(self.say_if_it_stays(failure)),
+        }
+    }
+
+    /// The same failure, with that the new file stays, if it does.
+    pub(crate) fn say_if_it_stays(&self, failure: Failure) -> Failure {
+        if !self.unfinished.unfinished.stays() {
+            return failure;
+        }
+        let path = self.path().display();
+        failure.and(format!(
+            "{path} is the new file all the same: its file system could not keep the old one"
+        ))
     }
 
     pub(crate) fn store(&self) -> &Arc<dyn Store> {

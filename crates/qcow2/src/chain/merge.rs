@@ -186,6 +186,17 @@ impl Chain {
     }
 }
 
+/// Warns if what one of the `leaving` layers has encrypted goes into `target` as it is.
+fn warn_of_plain(target: &Layer, leaving: &[Arc<Layer>]) {
+    if target.cipher.is_some() {
+        return;
+    }
+    if let Some(layer) = leaving.iter().find(|layer| layer.cipher.is_some()) {
+        let (target, layer) = (target.path.display(), layer.path.display());
+        tracing::warn!("{target} is not encrypted, and {layer}, which is merged into it, is");
+    }
+}
+
 /// The position of the layer whose file is at `path`.
 fn position_at(images: &dyn Images, layers: &Layers, path: &Path) -> Result<usize> {
     let wanted = images.identify(path)?;

@@ -128,20 +128,27 @@ impl Growing {
         let chain = disk.chain().expect("it is written");
         let mut made: Vec<LocalFuture<'_, Result<()>>> =
             vec![Box::pin(make_overlay_of(world, &path, (&beneath, format), len))];
-        if world.random_below(2) == 0 {
+        let ahead = world.random_below(3);
+        if ahead == 0 {
             made.push(chain.write_ahead());
         }
         mica_rt::join_all(made).await.into_iter().collect::<Result<()>>()?;
         self.tops.borrow_mut().push(path.clone());
         let mut names = Marks::of(world, &beneath);
-        let pushed = match world.random_below(3) {
-            0 => chain.push(&path, &names, None).await.map(drop),
-            1 => push_with_another(world, chain, (&path, &names)).await,
-            _ => {
-                names.fails = true;
-                chain.push(&path, &names, None).await.map(drop)
+        let how = world.random_below(3);
+        names.fails = how > 1;
+        let push = async {
+            match how {
+                1 => push_with_another(world, chain, (&path, &names)).await,
+                _ => chain.push(&path, &names, None).await.map(drop),
             }
         };
+        // As one that was asked for just before, whose flush takes long.
+        let other = async { if ahead == 1 { chain.write_ahead().await } else { Ok(()) } };
+        let both: [LocalFuture<'_, Result<()>>; 2] = [Box::pin(other), Box::pin(push)];
+        let mut ended = mica_rt::join_all(both).await;
+        let pushed = ended.pop().expect("two");
+        ended.into_iter().collect::<Result<()>>()?;
         if let Err(error) = pushed {
             // The chain is as it was, whether or not its writer was closed.
             let expected =

@@ -197,7 +197,11 @@ fn check_len(at: &Path, content: &[u8]) -> Result<()> {
 /// What to do about the note of `layer` if it keeps that from being changed for nothing.
 pub(super) fn cure(layer: &Path) -> String {
     let at = place(layer, SUFFIX).unwrap_or_else(|_| layer.to_owned());
-    format!("{} says so, and its line is to be removed if it is out of date", at.display())
+    format!(
+        "mount it, and the image is asked, or is known to be gone, which --ignore-gone takes as \
+         removed; only if the folder itself is gone for good, take the line out of {}",
+        at.display()
+    )
 }
 
 /// Images that are about to get their names, and whose lines were added for that.

@@ -20,7 +20,7 @@
 
 use super::pace::Pace;
 use super::target::Target;
-use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at};
+use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at, warn_of_plain};
 use crate::chain::{Chain, not_writable};
 use crate::gate::HeldGate;
 use crate::write::Writer;
@@ -80,6 +80,7 @@ impl Chain {
         self.gate.grace().await;
         let number = map.layers().all()[base].number;
         let target = self.open_target(number, base).await?;
+        warn_of_plain(&map.layers().all()[base], &map.layers().all()[base + 1..]);
         let leaving = map.layers().frozen()[base + 1..].to_vec();
         let carried = match target.may_change(map.len(), control).await {
             ControlFlow::Break(()) => Ok(None),

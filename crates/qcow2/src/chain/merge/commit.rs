@@ -3,7 +3,7 @@
 use super::pace::Pace;
 use super::sources::{Sources, Wanted};
 use super::target::Target;
-use super::{Resume, STEP_BYTES, backing_name, position_at};
+use super::{Resume, STEP_BYTES, backing_name, position_at, warn_of_plain};
 use crate::chain::{Chain, not_writable};
 use crate::layer::Layer;
 use crate::open::freeze;
@@ -72,6 +72,7 @@ impl Chain {
         let target = self.open_target(base, at.base).await?;
         let sources = Sources::new(&map.layers().all()[at.base + 1..=at.top]);
         let leaving = map.layers().all()[at.base + 1..=at.top].to_vec();
+        warn_of_plain(&map.layers().all()[at.base], &leaving);
         let resume = Resume { base, top, done: 0 };
         let copied = match target.may_change(sources.top_len(), control).await {
             ControlFlow::Break(()) => Ok(Copied::Cancelled),

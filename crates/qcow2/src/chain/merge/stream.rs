@@ -1,7 +1,7 @@
 //! Layers go up into the active one.
 
 use super::pace::Pace;
-use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at};
+use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at, warn_of_plain};
 use crate::chain::{Chain, not_writable};
 use crate::layers::Layers;
 use crate::map::Map;
@@ -68,6 +68,7 @@ impl Chain {
         };
         // A header without room for the name is better refused before than after.
         writer.plan_backing(name.as_ref()).await?;
+        warn_of_plain(layers.active(), &layers.all()[from..active]);
         self.bitmaps_go_up(layers.all()[from..active].to_vec()).await?;
         let leaving = Arc::new(Leaving::new(&layers, from, active));
         let pace = Pace::new(self, &layers.all()[from..active], control);
