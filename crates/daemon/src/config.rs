@@ -16,6 +16,7 @@ mod gone;
 mod read;
 
 pub(crate) use gone::{GoneDisk, GoneDisks};
+pub(crate) use read::similar;
 
 use crate::held::is_socket_name;
 use crate::opened::Shown;
