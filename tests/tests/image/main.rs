@@ -13,6 +13,7 @@ mod exports;
 mod foreign;
 mod info;
 mod inputs;
+mod names;
 mod repair;
 mod resize;
 mod verbs;
