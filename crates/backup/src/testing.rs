@@ -7,7 +7,7 @@ use mica_block::{
 };
 use mica_rt::{Backend, Buf, Executor};
 use mica_units::{GuestOffset, GuestRange, Rng};
-use std::sync::{Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard};
 
 pub(crate) const UNIT: usize = 512;
 
@@ -24,7 +24,7 @@ impl MemoryDisk {
     }
 
     pub(crate) fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.0.lock().unwrap()
+        self.0.lock()
     }
 }
 

@@ -15,7 +15,7 @@
 use crate::{Error, ErrorKind, Result};
 use mica_rt::sync::Waiters;
 use mica_rt::timeout;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
 use std::time::Duration;
 
 /// For how long writers are held, at most.
@@ -100,6 +100,6 @@ impl SnapshotGroup {
     }
 
     fn state(&self) -> MutexGuard<'_, GroupState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }

@@ -6,6 +6,7 @@
 
 use crate::failure::Failure;
 use crate::fork::{Fork, end_with_parent, outcome, refuse_sockets, respawn, role};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -16,7 +17,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tempfile::TempDir;
 
 const SERVER: &str = "captive";
@@ -177,7 +178,7 @@ impl Target {
     }
 
     fn lock(&self) -> MutexGuard<'_, Aim> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

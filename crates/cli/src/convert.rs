@@ -33,12 +33,13 @@ use mica_stack::{Format, ImageOptions};
 use mica_store::CacheMode;
 use mica_units::{HostOffset, SECTOR_BYTES};
 use names::Names;
+use parking_lot::Mutex;
 pub(crate) use progress::Progress;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 // What a copy is to be. (A doc comment would become the help of the verb.)
 #[derive(Args, Clone, Default)]
@@ -406,7 +407,7 @@ fn convert_to_qcow2(
     let job = Job { source, backing, target, rules, coroutines, backend, rate };
     engine::copy(&job, progress)?;
     let Target::Qcow2 { writer, .. } = job.target else { unreachable!("it was created above") };
-    let writer = writer.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let writer = writer.into_inner();
     let stores = Stores { image: &**image.store(), data: data_store.as_deref() };
     executor.block_on(async {
         finish(writer, stores).await?;

@@ -8,12 +8,13 @@
 use crate::failure::Failure;
 use crate::plain::plain;
 use mica_daemon::{LogLevel, LogSwitch, SERVING};
+use parking_lot::Mutex;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -68,7 +69,7 @@ impl Log {
         };
         let path = std::path::absolute(path).map_err(failed)?;
         let file = LogFile::open(path).map_err(failed)?;
-        lock(&self.places).file = Some(file);
+        self.places.lock().file = Some(file);
         Ok(())
     }
 
@@ -78,7 +79,7 @@ impl Log {
     /// # Errors
     /// Those of the system calls.
     pub(crate) fn settle(&self, nowhere: Option<File>) -> io::Result<()> {
-        let mut places = lock(&self.places);
+        let mut places = self.places.lock();
         places.is_settled = true;
         let Some(nowhere) = nowhere else { return Ok(()) };
         places.is_detached = true;
@@ -108,11 +109,11 @@ impl LogFile {
 
 impl LogSwitch for Log {
     fn level(&self) -> LogLevel {
-        *self.level.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.level.lock()
     }
 
     fn set_level(&self, level: LogLevel) {
-        let mut now = self.level.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut now = self.level.lock();
         match self.filter.reload(filter(level)) {
             Ok(()) => *now = level,
             Err(error) => tracing::error!(%error, "cannot change the log level"),
@@ -120,7 +121,7 @@ impl LogSwitch for Log {
     }
 
     fn reopen(&self) -> mica_block::Result<()> {
-        let mut places = lock(&self.places);
+        let mut places = self.places.lock();
         let Some(log) = &places.file else { return Ok(()) };
         let failed = |error| {
             mica_block::Error::from_io(format!("reopening the log {}", log.path.display()), error)
@@ -143,7 +144,7 @@ impl Write for Lines {
         let text = String::from_utf8_lossy(line);
         let line = plain(text.strip_suffix('\n').unwrap_or(&text)) + "\n";
         let line = line.as_bytes();
-        let mut places = lock(&self.0);
+        let mut places = self.0.lock();
         let is_settled = places.is_settled;
         // A failure that was returned would be reported on stderr, with a panic if that is closed.
         let is_written = places.file.as_mut().map(|log| log.file.write_all(line));
@@ -156,10 +157,6 @@ impl Write for Lines {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
-}
-
-fn lock(places: &Mutex<Places>) -> MutexGuard<'_, Places> {
-    places.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What is served where is said also to those who asked for problems only.

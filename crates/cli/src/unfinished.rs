@@ -15,6 +15,7 @@
 //!   complete, stays in any case.
 
 use mica_stack::is_file_at;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -23,7 +24,7 @@ use std::fs::{File, OpenOptions, remove_file, rename};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::Once;
 
 static FILES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
 
@@ -209,7 +210,7 @@ fn is_node_at(path: &Path, node: (u64, u64)) -> bool {
 }
 
 fn files() -> MutexGuard<'static, Vec<Entry>> {
-    FILES.lock().unwrap_or_else(PoisonError::into_inner)
+    FILES.lock()
 }
 
 fn watch() {

@@ -34,9 +34,10 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Workers;
 use mica_serve::nbd::{self, Exports, Limits, Seat};
 use mica_store::{Handles, SetAside};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// All addresses of NBD of a process.
 #[derive(Default)]
@@ -192,7 +193,7 @@ impl Addresses {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock()
     }
 }
 
@@ -360,6 +361,6 @@ impl Place {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }

@@ -9,9 +9,10 @@
 
 use crate::served::Served;
 use mica_block::{Error, ErrorKind, Result};
+use parking_lot::RwLock;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
 
 /// Threads that act on disks at the same time.
 const THREADS_MAX: usize = 64;
@@ -37,7 +38,7 @@ impl Disks {
     /// # Errors
     /// `Invalid` if its name is taken.
     pub(crate) fn add(&self, disk: Arc<Served>) -> Result<()> {
-        let mut set = self.set.write().unwrap_or_else(PoisonError::into_inner);
+        let mut set = self.set.write();
         let Set { all, named } = &mut *set;
         let name = &disk.name;
         if named.contains_key(name) {
@@ -59,7 +60,7 @@ impl Disks {
     /// Removes a disk, which is closed. Its places are free for another one.
     pub(crate) fn remove(&self, disk: &Arc<Served>) {
         disk.doors().leave_addresses();
-        let mut set = self.set.write().unwrap_or_else(PoisonError::into_inner);
+        let mut set = self.set.write();
         let Set { all, named } = &mut *set;
         let before = all.len();
         all.retain(|other| !Arc::ptr_eq(other, disk));
@@ -71,12 +72,12 @@ impl Disks {
 
     /// The current disks.
     pub(crate) fn all(&self) -> Vec<Arc<Served>> {
-        self.set.read().unwrap_or_else(PoisonError::into_inner).all.clone()
+        self.set.read().all.clone()
     }
 
     /// The disk called `name`.
     pub(crate) fn named(&self, name: &str) -> Option<Arc<Served>> {
-        let set = self.set.read().unwrap_or_else(PoisonError::into_inner);
+        let set = self.set.read();
         set.named.get(name).cloned()
     }
 }

@@ -27,6 +27,7 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_serve::CERTIFICATE_FILES;
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion, find_holder};
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socketpair};
@@ -38,7 +39,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// The verb that makes this program the helper.
 pub const HELPER_VERB: &str = "sandbox-helper";
@@ -254,12 +255,12 @@ impl Helper {
     /// # Errors
     /// Those of the system calls.
     pub(crate) fn watch(self: &Arc<Self>) -> Result<()> {
-        let Some(mut process) = lock(&self.process).take() else { return Ok(()) };
+        let Some(mut process) = self.process.lock().take() else { return Ok(()) };
         let helper = Arc::downgrade(self);
         let body = move || {
             let _ = process.wait();
             if let Some(helper) = helper.upgrade() {
-                *lock(&helper.link) = Link::Ended;
+                *helper.link.lock() = Link::Ended;
                 tracing::error!("{ENDED}");
             }
         };
@@ -314,7 +315,7 @@ impl Helper {
 
     /// Sends a request and waits for the reply.
     fn request(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>)> {
-        let mut link = lock(&self.link);
+        let mut link = self.link.lock();
         let socket = match &*link {
             Link::Open(socket) => socket,
             broken => return Err(broken.error()),
@@ -398,10 +399,6 @@ impl Link {
 }
 
 const ENDED: &str = "the sandbox helper has ended: restart the server";
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The next reply, if it arrives in time; `UnexpectedEof` if the helper has ended.
 fn receive_reply(socket: &OwnedFd) -> io::Result<(Reply, Vec<OwnedFd>)> {

@@ -10,11 +10,12 @@
 
 use mica_block::{ErrorKind, Manage, ManageIndex, StoreIdentity};
 use mica_rt::{Backend, Executor, Handle};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Chains that are built at the same time. Each reads in sequence, one read at a time.
 const THREADS_MAX: usize = 4;
@@ -93,8 +94,7 @@ impl Indexed {
         let mut state = indexers.lock();
         state.waiting.retain(|waiting| !Arc::ptr_eq(waiting, &chain));
         let is_building = |state: &mut State| state.position(&chain).is_some();
-        let stopped = indexers.built.wait_while(state, is_building);
-        drop(stopped.unwrap_or_else(PoisonError::into_inner));
+        indexers.built.wait_while(&mut state, is_building);
     }
 }
 
@@ -189,7 +189,7 @@ impl Indexers {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

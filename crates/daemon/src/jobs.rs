@@ -15,12 +15,13 @@ use mica_block::{
 };
 use mica_rt::{Backend, Executor};
 use mica_stack::{GoneImages, ImageOptions, MergeMarks};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How often a job that waits looks whether it is to go on, or to end.
@@ -311,8 +312,7 @@ impl Job {
     /// Ends it, if it has not ended, and waits until it has.
     pub(crate) fn stop(&self) {
         self.is_cancelled.store(true, Ordering::Release);
-        let state = self.ended.wait_while(self.lock(), |state| state.end.is_none());
-        drop(state.unwrap_or_else(PoisonError::into_inner));
+        self.ended.wait_while(&mut self.lock(), |state| state.end.is_none());
     }
 
     /// Whether it has ended.
@@ -374,7 +374,7 @@ impl Job {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// How long it has to rest so that it does not exceed its rate.

@@ -20,14 +20,15 @@ use crate::shared::Shared;
 use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::WritesInPlace;
+use parking_lot::MutexGuard;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 /// Disks whose memory is worth looking for: some 35 KiB each.
@@ -148,12 +149,12 @@ impl Shared {
 
     /// Disks of the configuration that were removed by command.
     pub(crate) fn removed(&self) -> MutexGuard<'_, BTreeSet<String>> {
-        self.removed.lock().unwrap_or_else(PoisonError::into_inner)
+        self.removed.lock()
     }
 
     fn forget(&self, served: &Arc<Served>) -> Result<()> {
         let removed = served.remove().inspect_err(|error| {
-            let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut lost = self.lost.lock();
             lost.get_or_insert_with(|| error.clone());
         });
         self.disks.remove(served);
@@ -204,7 +205,7 @@ impl Shared {
             let what = "there is no configuration to read again: the server has no --config";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        let _one = self.reloading.try_lock().map_err(|_| {
+        let _one = self.reloading.try_lock().ok_or_else(|| {
             Error::new(ErrorKind::Denied, "the configuration is being read already")
         })?;
         self.reload_alone()
@@ -220,13 +221,9 @@ impl Shared {
         self.is_hung_up.store(true, Ordering::SeqCst);
         while self.is_hung_up.load(Ordering::SeqCst) {
             // Who has it looks again after giving it back.
-            let _one = match self.hang_ups.try_lock() {
-                Err(TryLockError::WouldBlock) => return,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Ok(one) => one,
-            };
+            let Some(_one) = self.hang_ups.try_lock() else { return };
             while self.is_hung_up.swap(false, Ordering::SeqCst) {
-                let _alone = self.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+                let _alone = self.reloading.lock();
                 match self.reload_alone() {
                     Ok(reloaded) => reloaded.log(),
                     Err(error) => tracing::error!("not reloaded: {}", error.in_one_line()),

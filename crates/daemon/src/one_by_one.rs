@@ -5,7 +5,7 @@
 //! - I1 Nobody waits for a disk that hangs in opening for longer than [`TURN_LIMIT`]: then two are
 //!   opened at the same time once more, of which one may be refused.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// For the opening of another disk, which takes a moment unless its storage hangs.
@@ -24,8 +24,8 @@ pub(crate) struct Turn<'a>(&'a OneByOne);
 impl OneByOne {
     /// Waits up to `limit` for a turn; `None` if another one takes longer.
     pub(crate) fn turn(&self, limit: Duration) -> Option<Turn<'_>> {
-        let waited = self.freed.wait_timeout_while(self.lock(), limit, |is_taken| *is_taken);
-        let (mut is_taken, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut is_taken = self.lock();
+        self.freed.wait_while_for(&mut is_taken, |is_taken| *is_taken, limit);
         if *is_taken {
             return None;
         }
@@ -34,7 +34,7 @@ impl OneByOne {
     }
 
     fn lock(&self) -> MutexGuard<'_, bool> {
-        self.is_taken.lock().unwrap_or_else(PoisonError::into_inner)
+        self.is_taken.lock()
     }
 }
 

@@ -3,11 +3,12 @@
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::NamelessFile;
+use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// The overlay of an ephemeral disk. Its file is made when it is needed.
 #[derive(Clone, Default, Debug)]
@@ -24,7 +25,7 @@ impl Overlay {
     /// # Errors
     /// Those of `make`, and of the system.
     pub(crate) fn file(&self, make: impl FnOnce() -> Result<OwnedFd>) -> Result<Arc<NamelessFile>> {
-        let mut file = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = self.0.lock();
         if let Some(file) = &*file {
             return Ok(Arc::clone(file));
         }
@@ -35,7 +36,7 @@ impl Overlay {
 
     /// Whether its disk was ever opened, so that something may be written to it.
     pub(crate) fn is_used(&self) -> bool {
-        let file = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = self.0.lock();
         file.as_ref().is_some_and(|file| !file.is_empty().unwrap_or(false))
     }
 }

@@ -5,6 +5,7 @@
 //!   only read afterwards.
 //! - I2 What cannot be told is left out; nothing fails because of it.
 
+use parking_lot::Mutex;
 use rustix::fs::{CWD, Mode, OFlags, RawDir, SeekFrom, openat, seek};
 use rustix::io::pread;
 use rustix::param::{clock_ticks_per_second, page_size};
@@ -14,7 +15,6 @@ use rustix::time::{ClockId, Timespec, clock_gettime};
 use serde::Serialize;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
 
 /// Room for `/proc/self/stat`, which is one line.
 const STAT_BYTES_MAX: usize = 1024;
@@ -82,7 +82,7 @@ impl OwnProcess {
     }
 
     fn open_descriptors(&self) -> u64 {
-        let folder = self.descriptors.lock().unwrap_or_else(PoisonError::into_inner);
+        let folder = self.descriptors.lock();
         folder.as_ref().map_or(0, |folder| entries(folder.as_fd()))
     }
 }

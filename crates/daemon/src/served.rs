@@ -45,10 +45,11 @@ use crate::stats::Counts;
 use backup::Backups;
 use mica_block::{Error, ErrorKind, Haste, Manage, Result};
 use mica_rt::timeout;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The target of the lines that say what is served where.
@@ -317,11 +318,11 @@ impl Served {
     }
 
     pub(crate) fn source(&self) -> Source {
-        *self.source.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.source.lock()
     }
 
     pub(crate) fn set_source(&self, source: Source) {
-        *self.source.lock().unwrap_or_else(PoisonError::into_inner) = source;
+        *self.source.lock() = source;
     }
 
     fn denied(&self, what: &str) -> Error {
@@ -607,12 +608,12 @@ impl Served {
     }
 
     fn opened(&self) -> MutexGuard<'_, Opened> {
-        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
+        self.opened.lock()
     }
 
     /// The image: for a chain, its active layer.
     pub(crate) fn image(&self) -> Arc<Path> {
-        Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.image.lock())
     }
 
     /// The image by which its chain is found: the last that was active, if it may name the same
@@ -629,15 +630,15 @@ impl Served {
     }
 
     fn set_image(&self, image: Arc<Path>) {
-        *self.image.lock().unwrap_or_else(PoisonError::into_inner) = image;
+        *self.image.lock() = image;
     }
 
     /// While this is held, nobody else changes the disk's life.
     pub(crate) fn lock_changes(&self) -> MutexGuard<'_, ()> {
-        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.changes.lock()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }

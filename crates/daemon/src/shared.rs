@@ -14,14 +14,13 @@ use crate::settings::ProcessSettings;
 use crate::sockets::{ControlSockets, Sockets};
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Haste, Result};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use sd_notify::NotifyState;
 use signal_hook::iterator::Handle;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
-};
 use std::time::Duration;
 
 /// When disks are served.
@@ -239,7 +238,7 @@ impl Shared {
 
     /// The sockets of the control thread.
     pub(crate) fn control_sockets(&self) -> MutexGuard<'_, ControlSockets> {
-        self.control_sockets.lock().unwrap_or_else(PoisonError::into_inner)
+        self.control_sockets.lock()
     }
 
     /// Takes ownership of all socket files that no systemd unit owns, stores those sockets with
@@ -282,12 +281,7 @@ impl Shared {
     /// # Errors
     /// `Denied` if everything is being handed over, or was, or is being stopped.
     pub(crate) fn hold(&self) -> Result<RwLockReadGuard<'_, ()>> {
-        let held = match self.life.try_read() {
-            Ok(held) => Some(held),
-            // A takeover that panicked is over.
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        };
+        let held = self.life.try_read();
         if self.is_handed_over.load(Ordering::Acquire) {
             return Err(denied("another process has taken over: try again, and it will answer"));
         }
@@ -305,17 +299,13 @@ impl Shared {
         if self.is_stopping() {
             return Err(denied("the server is stopping"));
         }
-        let held = match self.life.try_write() {
-            Ok(held) => held,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                // Whoever is there shares it, or else says what it is.
-                let _shared = self.hold()?;
-                return Err(denied(
-                    "disks are being changed (added, removed, drained or reloaded): take over when \
-                     that is done",
-                ));
-            }
+        let Some(held) = self.life.try_write() else {
+            // Whoever is there shares it, or else says what it is.
+            let _shared = self.hold()?;
+            return Err(denied(
+                "disks are being changed (added, removed, drained or reloaded): take over when \
+                 that is done",
+            ));
         };
         if self.is_handed_over.load(Ordering::Acquire) {
             return Err(denied("another process has taken over: try again, and it will answer"));
@@ -335,12 +325,12 @@ impl Shared {
         self.is_stopping.store(true, Ordering::Relaxed);
         // Also those that are just being closed, which others may wait for.
         self.hasten(Haste::Soon);
-        let _held = self.life.read().unwrap_or_else(PoisonError::into_inner);
+        let _held = self.life.read();
         // Every disk is closed; the first failure is reported.
         let stopped = each_of(&self.disks.all(), |served| served.stop())
             .into_iter()
             .fold(Ok(()), Result::and);
-        let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let lost = self.lost.lock().clone();
         lost.map_or(Ok(()), Err).and(stopped)
     }
 }

@@ -4,8 +4,9 @@ use mica_block::Manage;
 use mica_rt::sync::Signal;
 use mica_rt::{Backend, Executor, Handle};
 use mica_stack::Stores;
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 
 /// Starts its thread when there is a first disk to tend, and ends it when this is dropped.
 #[derive(Default)]
@@ -46,7 +47,7 @@ impl Tending {
         &self,
         make: impl FnOnce() -> F + Send + 'static,
     ) -> std::io::Result<()> {
-        let mut executor = self.executor.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut executor = self.executor.lock();
         let handle = match &*executor {
             Some(handle) => handle,
             None => executor.insert(start(&self.over)?),

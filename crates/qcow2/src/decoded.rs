@@ -2,8 +2,8 @@
 
 use mica_rt::Buf;
 use mica_units::{GuestOffset, LayerNumber};
+use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
 
 /// Maximum number of bytes that are kept; one cluster is kept whatever its size.
 const KEPT_BYTES_MAX: usize = 1 << 20;
@@ -29,7 +29,7 @@ impl DecodedClusters {
         within: usize,
         part: &mut Buf,
     ) -> bool {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.kept.lock();
         let is_it = |kept: &&Kept| kept.layer == layer && kept.cluster == cluster;
         match kept.iter().find(is_it) {
             Some(kept) => {
@@ -42,12 +42,12 @@ impl DecodedClusters {
 
     /// Forgets all of them: another layer may get the number of one that is gone.
     pub(crate) fn clear(&self) {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.kept.lock().clear();
     }
 
     /// Keeps a cluster and drops the oldest beyond the bound.
     pub(crate) fn keep(&self, layer: LayerNumber, cluster: GuestOffset, bytes: Buf) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock();
         kept.push_front(Kept { layer, cluster, bytes });
         let mut total = 0;
         let fits = |kept: &&Kept| {

@@ -1,7 +1,7 @@
 //! Where an L1 table is.
 
 use mica_units::HostOffset;
-use std::sync::{PoisonError, RwLock};
+use parking_lot::RwLock;
 
 /// The place of an L1 table and its number of entries: for an image that is being written, both
 /// change when its disk grows.
@@ -13,10 +13,10 @@ impl L1Place {
     }
 
     pub(crate) fn get(&self) -> (HostOffset, u32) {
-        *self.0.read().unwrap_or_else(PoisonError::into_inner)
+        *self.0.read()
     }
 
     pub(crate) fn set(&self, offset: HostOffset, entries: u32) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = (offset, entries);
+        *self.0.write() = (offset, entries);
     }
 }

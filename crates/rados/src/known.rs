@@ -5,9 +5,9 @@
 
 use crate::layout::folders_of;
 use mica_block::ObjectName;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Folders that are remembered, at most.
 const KNOWN_MAX: usize = 10_000;
@@ -37,7 +37,7 @@ impl Folders {
     }
 
     fn known(&self) -> MutexGuard<'_, HashSet<ObjectName>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     /// From here on the folder is known.

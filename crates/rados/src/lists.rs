@@ -9,9 +9,10 @@ use crate::threads::Threads;
 use crate::walk::Walk;
 use futures_channel::oneshot;
 use mica_block::{LIST_MAX, ObjectName, Result};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Threads that wait for listings.
 pub(crate) const THREADS: usize = 4;
@@ -48,7 +49,7 @@ impl Lists {
     }
 
     fn walks(&self) -> MutexGuard<'_, VecDeque<Walk>> {
-        self.walks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.walks.lock()
     }
 
     /// A walk through what `folder` has after `after`.

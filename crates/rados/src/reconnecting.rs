@@ -21,8 +21,9 @@ use mica_block::{
 };
 use mica_rt::sync::SharedLock;
 use mica_rt::{Buf, now, sleep};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Between two clients.
@@ -58,7 +59,7 @@ impl ReconnectingPool {
 
 impl Inner {
     fn current(&self) -> Arc<Pool> {
-        Arc::clone(&self.current.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.current.lock())
     }
 
     /// What `outcome`, which `pool` gave, means: another client is made if that one is blocklisted.
@@ -93,7 +94,7 @@ impl Inner {
                     "the cluster has blocklisted this client, as is done when another host takes a \
                      volume over: connected again"
                 );
-                *self.current.lock().unwrap_or_else(PoisonError::into_inner) = new;
+                *self.current.lock() = new;
             }
             Err(error) => {
                 let error = error.in_one_line();

@@ -13,10 +13,11 @@ use crate::ffi::{Answer, Cluster, Context, Errno, Request};
 use crate::layout::Place;
 use crate::threads::Threads;
 use futures_channel::oneshot;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::ffi::CString;
 use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Requests under way, at most.
 pub(crate) const COUNT_MAX: usize = 64;
@@ -140,7 +141,7 @@ impl Requests {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// What a listing of the namespace goes by.

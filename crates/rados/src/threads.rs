@@ -1,8 +1,9 @@
 //! Threads for what librados does only while its caller waits, and for copies that take long.
 
 use mica_block::{Error, Result};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -20,7 +21,7 @@ impl Threads {
             let thread = std::thread::Builder::new().name(name.to_owned());
             thread
                 .spawn(move || {
-                    let next = || waiting.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                    let next = || waiting.lock().recv();
                     while let Ok(job) = next() {
                         job();
                     }

@@ -22,6 +22,7 @@
 //! another.
 
 use crate::system;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::any::Any;
@@ -31,7 +32,7 @@ use std::io;
 use std::ops::{Deref, Range};
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Alignment of every buffer: a page, which satisfies O_DIRECT on every device.
 pub const BUF_ALIGN: usize = 4096;
@@ -416,7 +417,7 @@ static LARGE: Mutex<Vec<Arc<Block>>> = Mutex::new(Vec::new());
 
 fn large() -> MutexGuard<'static, Vec<Arc<Block>>> {
     // A list that a panic interrupted is a list still.
-    LARGE.lock().unwrap_or_else(PoisonError::into_inner)
+    LARGE.lock()
 }
 
 /// Whether a block of this capacity is mapped on its own.

@@ -7,10 +7,11 @@
 //!   what a client needs besides its connection comes later, and some of it (files that are passed
 //!   in messages) is lost without an error where there is no room.
 
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// What is kept free for the descriptors that follow a connection.
 const HEADROOM: usize = 64;
@@ -32,7 +33,7 @@ static KNOWN: Mutex<Known> = Mutex::new(Known { holders: Vec::new(), limit: usiz
 /// Asks `holder` for descriptors from now on, as long as it lives. The process may have `limit` of
 /// them.
 pub fn add_holder(holder: Weak<dyn Holder>, limit: usize) {
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = KNOWN.lock();
     known.holders.retain(|holder| holder.strong_count() > 0);
     known.holders.push(holder);
     known.limit = limit;
@@ -59,7 +60,7 @@ pub fn accept(listener: impl AsFd) -> Result<OwnedFd, Errno> {
 /// lowest that was free, and says how many others there are at least (I2).
 pub fn keep_headroom(newest: BorrowedFd<'_>) {
     let number = usize::try_from(newest.as_raw_fd()).unwrap_or(0);
-    let limit = KNOWN.lock().unwrap_or_else(PoisonError::into_inner).limit;
+    let limit = KNOWN.lock().limit;
     if number.saturating_add(HEADROOM) >= limit {
         make_room();
     }
@@ -68,7 +69,7 @@ pub fn keep_headroom(newest: BorrowedFd<'_>) {
 /// Has holders close what they can spare, up to the headroom. False if that is nothing.
 pub fn make_room() -> bool {
     let holders: Vec<Arc<dyn Holder>> = {
-        let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = KNOWN.lock();
         known.holders.iter().filter_map(Weak::upgrade).collect()
     };
     let mut closed = 0;

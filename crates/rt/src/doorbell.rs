@@ -18,11 +18,12 @@
 
 use crate::restrict::enable;
 use io_uring::{IoUring, opcode};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 /// An event descriptor that is rung.
 pub struct Doorbell {
@@ -54,7 +55,7 @@ impl Doorbell {
     pub fn ring(&self) {
         match self.way.get_or_init(|| Way::to(&self.fd)) {
             Way::Ring { ring, .. } => {
-                let mut ring = ring.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut ring = ring.lock();
                 ring.as_mut().into_iter().for_each(complete_one);
             }
             Way::Shared => ring_by_shared(&self.fd),
@@ -96,7 +97,7 @@ pub fn prepare_doorbells(count: usize) {
 }
 
 fn prepared() -> MutexGuard<'static, Option<Prepared>> {
-    PREPARED.lock().unwrap_or_else(PoisonError::into_inner)
+    PREPARED.lock()
 }
 
 fn make() -> io::Result<IoUring> {
@@ -151,7 +152,7 @@ fn give_back(ring: IoUring) {
 impl Drop for Doorbell {
     fn drop(&mut self) {
         if let Some(Way::Ring { ring, is_prepared: true }) = self.way.get_mut()
-            && let Some(ring) = ring.get_mut().unwrap_or_else(PoisonError::into_inner).take()
+            && let Some(ring) = ring.get_mut().take()
             && ring.submitter().unregister_eventfd().is_ok()
         {
             give_back(ring);

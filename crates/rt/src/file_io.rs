@@ -4,12 +4,13 @@ use crate::buf::Buf;
 use crate::file::{File, Way};
 use crate::op::{Call, OpKind};
 use crate::submit::{Op, RawOp};
+use parking_lot::Mutex;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use std::future::Future;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Reads at `offset` until `buf` is full or the file ends; the count is less than the buffer's
 /// length only at the end of the file.
@@ -100,13 +101,13 @@ where
     let call = move |file: &File| {
         // What it changed is not looked at again if it panicked.
         let output = catch_unwind(AssertUnwindSafe(|| work(file)));
-        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(output);
+        *slot.lock() = Some(output);
     };
     let (file, work) = (Arc::clone(file), Some(Box::new(call) as Call));
     let op = RawOp::start(OpKind::Call { file, work });
     async move {
         let outcome = op.outcome().await;
-        let output = returned.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let output = returned.lock().take();
         match output {
             Some(Ok(output)) => output,
             Some(Err(panic)) => resume_unwind(panic),

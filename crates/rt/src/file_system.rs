@@ -4,9 +4,10 @@
 //!   was unmounted the number may be another file system's. So a file system is known as long as
 //!   somebody holds it, and whoever holds it has a file of it open.
 
+use parking_lot::Mutex;
 use rustix::fd::AsFd;
 use rustix::fs::{FsWord, fstatfs};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// A mounted file system.
 #[derive(Debug)]
@@ -25,7 +26,7 @@ impl FileSystem {
     /// # Errors
     /// Any error of the system.
     pub fn of(file: impl AsFd, device: u64) -> rustix::io::Result<Arc<Self>> {
-        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = || KNOWN.lock();
         let found = known().iter().filter_map(Weak::upgrade).find(|known| known.device == device);
         if let Some(found) = found {
             return Ok(found);

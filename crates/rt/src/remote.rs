@@ -1,9 +1,9 @@
 //! Work and wake-ups that other threads send to an executor.
 
 use crate::task_key::{LocalFuture, TaskKey};
+use parking_lot::{Mutex, MutexGuard};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Something that another thread sends to an executor.
 pub(crate) enum RemoteItem {
@@ -73,7 +73,7 @@ impl Remote {
     }
 
     fn items(&self) -> MutexGuard<'_, Items> {
-        self.items.lock().unwrap_or_else(PoisonError::into_inner)
+        self.items.lock()
     }
 
     pub(crate) fn push(&self, item: RemoteItem) {

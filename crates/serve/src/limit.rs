@@ -4,8 +4,9 @@
 //! request that empties it may take more than there is, so that one of any size gets through.
 
 use mica_rt::{Instant, now, sleep};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Rates; zero means no limit.
@@ -90,7 +91,7 @@ impl Limiter {
 
     /// Admits one request that moves `bytes`, or returns how long it has to wait.
     pub(crate) fn admit(&self, bytes: u64, now: Instant) -> Result<(), Duration> {
-        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buckets = self.buckets.lock();
         let [operations, moved] = &mut *buckets;
         operations.fill(now);
         moved.fill(now);

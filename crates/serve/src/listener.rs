@@ -16,6 +16,7 @@ pub(crate) use directory::{DirectoryLock, lock_directory};
 use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Socket;
+use parking_lot::Mutex;
 use rustix::fs::{CWD, Mode, RenameFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
@@ -27,8 +28,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// A listening socket.
@@ -468,7 +469,7 @@ fn remove_leftover(path: &Path) -> Result<()> {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => remove_dead(path),
         // The sandbox forbids connecting.
         Err(error) if error.raw_os_error() == Some(Errno::PERM.raw_os_error()) => {
-            let look = LOOK.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let look = LOOK.lock().clone();
             let Some(is_dead) = look else { return Err(is_taken(path)) };
             // Nothing shows whether a server that still listens there was killed just now.
             for _ in 0..SANDBOXED_LOOKS_MAX {
@@ -497,7 +498,7 @@ static LOOK: Mutex<Option<Arc<Look>>> = Mutex::new(None);
 /// From now on uses `is_dead` to find out whether a socket is that of a dead server: for a process
 /// in a sandbox, which cannot connect to it.
 pub fn find_dead_sockets_with(is_dead: impl Fn(&Path) -> bool + Send + Sync + 'static) {
-    *LOOK.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(is_dead));
+    *LOOK.lock() = Some(Arc::new(is_dead));
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Warnings that a client found no room. Whoever waits at a socket causes one after the other, and
 //! must not fill the host's log.
 
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::io;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Between two warnings.
@@ -15,7 +15,7 @@ pub fn warn_of_lack(client: &str, error: &io::Error) {
     static WARNINGS: Mutex<Warnings> = Mutex::new(Warnings { last: None, unsaid: 0 });
     #[expect(clippy::disallowed_methods, reason = "some of the callers have no executor")]
     let now = Instant::now();
-    let mut warnings = WARNINGS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut warnings = WARNINGS.lock();
     let Some(unsaid) = warnings.admit(now) else { return };
     drop(warnings);
     let cure = match Errno::from_io_error(error) {

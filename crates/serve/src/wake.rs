@@ -11,8 +11,9 @@
 //! - I2 The task's waker is in place before a bit is taken, so that a wake-up between two polls
 //!   reaches the task that polls now.
 
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Wake, Waker};
 
 const WORD_BITS: usize = 64;
@@ -38,7 +39,7 @@ impl WakeSet {
 
     /// Puts the task's waker in place (I2).
     pub(crate) fn set_task(&self, waker: &Waker) {
-        let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut task = self.task.lock();
         match &mut *task {
             Some(known) if known.will_wake(waker) => {}
             task => *task = Some(waker.clone()),
@@ -76,7 +77,7 @@ impl Wake for Part {
         let bit = 1_u64 << (self.index % WORD_BITS);
         let before = self.set.words[self.index / WORD_BITS].fetch_or(bit, Ordering::AcqRel);
         if before == 0 {
-            let task = self.set.task.lock().unwrap_or_else(PoisonError::into_inner);
+            let task = self.set.task.lock();
             if let Some(task) = &*task {
                 task.wake_by_ref();
             }

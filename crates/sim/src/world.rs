@@ -23,11 +23,12 @@ use file::{SharedFile, SimFile};
 use mica_block::{
     Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, Result, Store, Upgradable,
 };
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::io;
 use std::path::{Component, Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
+use std::sync::{Arc, Once, Weak};
 use std::time::Duration;
 use store::SimStore;
 
@@ -93,10 +94,6 @@ fn keep_freed_memory() {
     ONCE.call_once(|| drop(black_box(Vec::<u8>::with_capacity(BLOCK_BYTES))));
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl World {
     /// An empty world.
     pub fn new(seed: u64) -> Self {
@@ -122,13 +119,13 @@ impl World {
 
     /// The seed from which it was made.
     pub fn seed(&self) -> u64 {
-        lock(&self.state).seed
+        self.state.lock().seed
     }
 
     /// The files and what readers see of them.
     pub fn files(&self) -> Vec<(PathBuf, Vec<u8>)> {
-        let files = lock(&self.state).files.clone();
-        files.into_iter().map(|(path, file)| (path, lock(&file).bytes.clone())).collect()
+        let files = self.state.lock().files.clone();
+        files.into_iter().map(|(path, file)| (path, file.lock().bytes.clone())).collect()
     }
 
     /// A number below `bound`, determined by the seed and by how many were drawn before.
@@ -136,7 +133,7 @@ impl World {
     /// # Panics
     /// If `bound` is zero.
     pub fn random_below(&self, bound: u64) -> u64 {
-        lock(&self.state).random() % bound
+        self.state.lock().random() % bound
     }
 
     /// What `look` makes of what readers see of the file at `path`.
@@ -149,21 +146,21 @@ impl World {
 
     /// Advances the clock that stamps files by `duration`. The executor's clock is separate.
     pub fn pass_time(&self, duration: Duration) {
-        lock(&self.state).now_ns += i128::try_from(duration.as_nanos()).unwrap_or(i128::MAX / 4);
+        self.state.lock().now_ns += i128::try_from(duration.as_nanos()).unwrap_or(i128::MAX / 4);
     }
 
     /// Puts a file of `bytes` at `path`. An existing one is replaced by a new inode: those who have
     /// it open keep it.
     pub fn put(&self, path: impl AsRef<Path>, bytes: Vec<u8>) {
         let path = normal(path.as_ref());
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let file = state.make_file(&path, bytes);
         state.files.insert(path, file);
     }
 
     /// Removes the file at `path`: those who have it open keep it.
     pub fn remove(&self, path: impl AsRef<Path>) {
-        lock(&self.state).files.remove(&normal(path.as_ref()));
+        self.state.lock().files.remove(&normal(path.as_ref()));
     }
 
     /// Changes the content of the file at `path` in place, as a writer of the same inode would.
@@ -171,7 +168,7 @@ impl World {
     /// # Panics
     /// If there is no such file.
     pub fn change(&self, path: impl AsRef<Path>, change: impl FnOnce(&mut Vec<u8>)) {
-        let now_ns = lock(&self.state).tick();
+        let now_ns = self.state.lock().tick();
         self.with_file(path.as_ref(), |file| {
             file.change_durably(change);
             (file.mtime_ns, file.ctime_ns) = (now_ns, now_ns);
@@ -184,7 +181,7 @@ impl World {
     /// # Panics
     /// If there is no such file.
     pub fn change_keeping_mtime(&self, path: impl AsRef<Path>, change: impl FnOnce(&mut Vec<u8>)) {
-        let now_ns = lock(&self.state).tick();
+        let now_ns = self.state.lock().tick();
         self.with_file(path.as_ref(), |file| {
             file.change_durably(change);
             file.ctime_ns = now_ns;
@@ -236,8 +233,8 @@ impl World {
 
     /// The content of the sidecar of the layer at `path`, if it has one.
     pub fn sidecar(&self, path: impl AsRef<Path>) -> Option<Vec<u8>> {
-        let file = lock(&self.state).sidecars.get(&normal(path.as_ref())).cloned()?;
-        let bytes = lock(&file).bytes.clone();
+        let file = self.state.lock().sidecars.get(&normal(path.as_ref())).cloned()?;
+        let bytes = file.lock().bytes.clone();
         Some(bytes)
     }
 
@@ -248,9 +245,9 @@ impl World {
         path: impl AsRef<Path>,
         change: impl FnOnce(&mut Vec<u8>),
     ) -> bool {
-        let file = lock(&self.state).sidecars.get(&normal(path.as_ref())).cloned();
+        let file = self.state.lock().sidecars.get(&normal(path.as_ref())).cloned();
         file.is_some_and(|file| {
-            change(&mut lock(&file).bytes);
+            change(&mut file.lock().bytes);
             true
         })
     }
@@ -270,9 +267,9 @@ impl World {
 
     /// Adds a fault to reads of the sidecar of the layer at `path`. Returns whether there is one.
     pub fn inject_sidecar(&self, path: impl AsRef<Path>, fault: ReadFault) -> bool {
-        let file = lock(&self.state).sidecars.get(&normal(path.as_ref())).cloned();
+        let file = self.state.lock().sidecars.get(&normal(path.as_ref())).cloned();
         file.is_some_and(|file| {
-            let mut file = lock(&file);
+            let mut file = file.lock();
             file.reads = 0;
             file.faults.push(fault);
             true
@@ -281,28 +278,28 @@ impl World {
 
     /// Whether sidecars may be written: the folder is writable or read-only.
     pub fn deny_sidecars(&self, denied: bool) {
-        lock(&self.state).sidecars_denied = denied;
+        self.state.lock().sidecars_denied = denied;
     }
 
     /// Whether the memory that outlives a process is full.
     pub fn fill_memory(&self, is_full: bool) {
-        lock(&self.state).memory_is_full = is_full;
+        self.state.lock().memory_is_full = is_full;
     }
 
     /// How much memory outlives a process, for each image, in bytes.
     pub fn set_log_capacity(&self, capacity: u64) {
-        lock(&self.state).memory_capacity = capacity;
+        self.state.lock().memory_capacity = capacity;
     }
 
     /// Copies the logs of writers.
     pub fn copy_logs(&self) -> LogCopies {
-        LogCopies(lock(&self.state).redo_memories.clone())
+        LogCopies(self.state.lock().redo_memories.clone())
     }
 
     /// Puts copies of logs in the place of what is there, or writes them into it; let some time
     /// pass before.
     pub fn put_back_logs(&self, LogCopies(copies): LogCopies, in_place: bool) {
-        let state = &mut *lock(&self.state);
+        let state = &mut *self.state.lock();
         state.redo_memories = copies;
         let now_ns = state.now_ns;
         for memory in state.redo_memories.values_mut() {
@@ -314,17 +311,17 @@ impl World {
     /// Whether file systems report that they were remounted; if not, only the times of files show
     /// it.
     pub fn report_remounts(&self, tells: bool) {
-        lock(&self.state).reports_remounts = tells;
+        self.state.lock().reports_remounts = tells;
     }
 
     fn with_file<T>(&self, path: &Path, act: impl FnOnce(&mut SimFile) -> T) -> T {
         let file = self.file(path).expect("the scenario named a file that is there");
-        let mut file = lock(&file);
+        let mut file = file.lock();
         act(&mut file)
     }
 
     fn file(&self, path: &Path) -> Result<SharedFile> {
-        let found = lock(&self.state).files.get(&normal(path)).cloned();
+        let found = self.state.lock().files.get(&normal(path)).cloned();
         found.ok_or_else(|| {
             let what = format!("opening {}", path.display());
             Error::from_io(what, io::ErrorKind::NotFound.into())
@@ -336,7 +333,7 @@ impl World {
     }
 
     fn tick(&self) -> i128 {
-        lock(&self.state).tick()
+        self.state.lock().tick()
     }
 }
 
@@ -351,13 +348,13 @@ impl Images for World {
 
     fn open(&self, path: &Path) -> Result<OpenImage> {
         let file = self.file(path)?;
-        let identity = lock(&file).identity();
+        let identity = file.lock().identity();
         Ok(OpenImage { store: self.store(file), identity, content: ProofSlot::default() })
     }
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
         let file = self.file(path)?;
-        let mut locked = lock(&file);
+        let mut locked = file.lock();
         if locked.writer.upgrade().is_some() {
             let what = format!("{} is already open for writing", path.display());
             return Err(Error::new(ErrorKind::Denied, what));
@@ -386,7 +383,7 @@ impl Images for World {
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {
-        self.file(path).map(|file| lock(&file).identity())
+        self.file(path).map(|file| file.lock().identity())
     }
 
     fn sidecars(&self) -> &dyn mica_block::Sidecars {
@@ -398,7 +395,7 @@ impl Images for World {
     }
 
     fn now_ns(&self) -> i128 {
-        lock(&self.state).now_ns
+        self.state.lock().now_ns
     }
 }
 

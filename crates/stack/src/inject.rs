@@ -7,10 +7,11 @@ use mica_store::faulty::{
     DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Operation,
     Operations, Sink, When,
 };
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::io::Write;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A fault of operations on images, or a log of them.
@@ -172,7 +173,7 @@ fn open_log(file: &str) -> Result<Sink> {
     };
     let output = Mutex::new(output);
     Ok(Arc::new(move |line| {
-        let mut output = output.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut output = output.lock();
         // A log that cannot be written must not stop the operations that it records.
         let _ = writeln!(output, "{line}");
     }))

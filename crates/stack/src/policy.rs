@@ -19,10 +19,10 @@ use crate::no_path::refuse_no_path;
 use crate::shell_word::shell_word;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::{FileKind, Located};
+use parking_lot::{Mutex, MutexGuard};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Which files images may name, in addition to those that an option gives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -179,7 +179,7 @@ impl Policy {
     }
 
     fn resolved(&self) -> MutexGuard<'_, Option<Located>> {
-        self.resolved.lock().unwrap_or_else(PoisonError::into_inner)
+        self.resolved.lock()
     }
 
     /// Refuses a file whose real place is outside of what is allowed.

@@ -22,6 +22,7 @@ pub(crate) mod logs;
 
 use mica_block::{Error, ErrorKind, Identity, RedoMemory, RedoOrigin, Result};
 use mica_store::nanoseconds;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fd::OwnedFd;
 use rustix::fs::{
     AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, openat, renameat,
@@ -35,7 +36,7 @@ use std::ops::RangeInclusive;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Where such files are kept.
@@ -232,7 +233,7 @@ impl RedoFile {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<File>> {
-        self.file.lock().unwrap_or_else(PoisonError::into_inner)
+        self.file.lock()
     }
 
     fn explain(&self, error: impl Into<std::io::Error>) -> Error {

@@ -11,6 +11,7 @@
 //!   ([`Secrets::load`]); files whenever an image is opened, so that they may change.
 
 use mica_block::{Error, ErrorKind, Passphrase, Result};
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
@@ -19,7 +20,7 @@ use std::os::fd::RawFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock};
 use zeroize::Zeroizing;
 
 /// Before the number of a descriptor, and the name of a key.
@@ -173,7 +174,7 @@ static LOADED: LazyLock<Mutex<HashMap<Source, Arc<Passphrase>>>> = LazyLock::new
 impl Source {
     /// Reads it, if it is read only once.
     fn load(&self) -> Result<()> {
-        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loaded = LOADED.lock();
         let passphrase = match self {
             Self::File(_) => return Ok(()),
             _ if loaded.contains_key(self) => return Ok(()),
@@ -197,7 +198,7 @@ impl Source {
             warn_if_open_to_others(path);
             return read_file(path, path.display().to_string()).map(Arc::new);
         }
-        let loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let loaded = LOADED.lock();
         loaded.get(self).cloned().ok_or_else(|| {
             let what = format!("--secret {self}: it is read when a server starts, and not later");
             Error::new(ErrorKind::Denied, what)
@@ -230,7 +231,7 @@ fn warn_if_open_to_others(path: &Path) {
     if !found.is_file() || found.permissions().mode() & OTHERS_READ == 0 {
         return;
     }
-    let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut warned = WARNED.lock();
     if !warned.iter().any(|known| known == path) {
         warned.push(path.to_owned());
         tracing::warn!("everybody may read the passphrase in {}: chmod 600", path.display());

@@ -23,6 +23,7 @@ use crate::sidecars::temporary::Temporary;
 use mica_block::{Error, ErrorKind, LocalFuture, NewSidecar, Result, Sidecars, Store};
 use mica_store::{CacheMode, FileKind, FileStore, Handles, Located};
 use mica_units::LayerNumber;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, open, openat2, statat, unlinkat};
 use rustix::io::Errno;
@@ -31,7 +32,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Where sidecars are kept.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -108,7 +109,7 @@ impl FileSidecars {
     }
 
     fn noted(&self) -> MutexGuard<'_, HashMap<PathBuf, Place>> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+        self.noted.lock()
     }
 
     /// How many layers are kept in mind.
@@ -147,7 +148,7 @@ impl FileSidecars {
     /// Removes what killed processes left where `new` is about to be written, once for each
     /// directory.
     fn tidy(&self, spot: &Spot, new: &Temporary) {
-        let mut tidied = self.tidied.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tidied = self.tidied.lock();
         if tidied.contains(&spot.directory) {
             return;
         }

@@ -2,7 +2,8 @@
 
 use mica_block::{Identity, OpenImage, Store};
 use mica_store::{Located, WriterName};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::{Arc, Weak};
 
 /// Of all images of one chain.
 #[derive(Default)]
@@ -43,6 +44,6 @@ impl WrittenImages {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Written>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }

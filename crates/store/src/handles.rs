@@ -45,6 +45,7 @@ use known::Known;
 use mica_block::{Error, Result};
 use mica_rt::descriptors::{Holder, add_holder};
 use mica_rt::{Access, File};
+use parking_lot::{Mutex, MutexGuard};
 use reopened::Proving;
 use ring::Ring;
 use rustix::fd::RawFd;
@@ -54,7 +55,7 @@ use slot::Slot;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// A bounded cache of open descriptors, shared by all stores of a process.
 pub struct Handles {
@@ -268,7 +269,7 @@ impl Handles {
     }
 
     fn ring(&self) -> MutexGuard<'_, Ring> {
-        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ring.lock()
     }
 }
 

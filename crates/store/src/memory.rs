@@ -7,7 +7,8 @@ use mica_block::{
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use parking_lot::{RwLock, RwLockReadGuard};
+use std::sync::Arc;
 
 /// A store in memory.
 pub struct MemoryStore {
@@ -51,9 +52,7 @@ impl MemoryStore {
     fn bytes(&self) -> Bytes<'_> {
         match &self.content {
             Content::Frozen(bytes) => Bytes::Frozen(bytes),
-            Content::Writable(bytes) => {
-                Bytes::Writable(bytes.read().unwrap_or_else(PoisonError::into_inner))
-            }
+            Content::Writable(bytes) => Bytes::Writable(bytes.read()),
         }
     }
 
@@ -68,7 +67,7 @@ impl MemoryStore {
         };
         let end = end.filter(|end| *end <= self.len_max).ok_or_else(full)?;
         let end = usize::try_from(end).map_err(|_| full())?;
-        let mut bytes = bytes.write().unwrap_or_else(PoisonError::into_inner);
+        let mut bytes = bytes.write();
         if bytes.len() < end {
             bytes.resize(end, 0);
         }

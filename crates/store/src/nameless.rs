@@ -7,12 +7,13 @@
 //!   more, as no rule speaks for a file that has no name.
 
 use mica_block::{Error, Result};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, fstat};
 use rustix::io::fcntl_dupfd_cloexec;
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// A file without a name that this process has open for reading and writing. Dropping it ends it,
 /// once no store has it open.
@@ -93,7 +94,7 @@ fn path_of(fd: &OwnedFd) -> PathBuf {
 }
 
 fn known() -> MutexGuard<'static, BTreeMap<Node, Arc<OwnedFd>>> {
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+    KNOWN.lock()
 }
 
 fn failed(error: std::io::Error) -> Error {

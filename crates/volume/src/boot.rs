@@ -35,9 +35,10 @@ use crate::reader::View;
 use crate::tree::Tree;
 use mica_block::BootStats;
 use mica_rt::sync::Signal;
+use parking_lot::Mutex;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What there is to know of a boot record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -102,7 +103,7 @@ impl Boot {
         if !self.is_recording.load(Ordering::Relaxed) {
             return;
         }
-        let mut trace = lock(&self.trace);
+        let mut trace = self.trace.lock();
         for blocks in view.stored() {
             if !trace.note(blocks) {
                 self.is_recording.store(false, Ordering::Relaxed);
@@ -113,11 +114,11 @@ impl Boot {
 
     /// Of these blocks, those that no guest has read since the volume was opened.
     pub(crate) fn unread(&self, blocks: &Range<u64>) -> Vec<Range<u64>> {
-        lock(&self.trace).unread(blocks)
+        self.trace.lock().unread(blocks)
     }
 
     pub(crate) fn figures(&self) -> BootStats {
-        let found = *lock(&self.found);
+        let found = *self.found.lock();
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         BootStats {
             record_bytes: found.map_or(0, |found| found.bytes),
@@ -127,8 +128,4 @@ impl Boot {
             is_booting: !self.ended.is_raised(),
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -7,7 +7,7 @@ mod fetch;
 mod tests;
 
 use crate::boot::{Boot, BootInfo, BootRecords};
-use crate::shared::{Shared, lock};
+use crate::shared::Shared;
 use mica_rt::{spawn, timeout};
 use std::mem;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ impl Shared {
             }
         };
         let Some(record) = newest.and_then(|newest| newest.record) else { return };
-        *lock(&boot.found) = Some(BootInfo::of(&record));
+        *boot.found.lock() = Some(BootInfo::of(&record));
         if let Err(error) = fetch::fetch(&self, boot, &record).await {
             let error = error.in_one_line();
             tracing::debug!(volume, error, "no more is fetched for the boot");
@@ -69,8 +69,8 @@ impl Shared {
         let Some(boot) = &self.boot else { return };
         boot.is_recording.store(false, Ordering::Relaxed);
         boot.ended.raise();
-        let trace = mem::take(&mut *lock(&boot.trace));
-        drop(lock(&boot.using).take());
+        let trace = mem::take(&mut *boot.trace.lock());
+        drop(boot.using.lock().take());
         if trace.is_empty() {
             return;
         }
@@ -82,7 +82,7 @@ impl Shared {
         };
         let volume = self.heads.name.as_str();
         match updated {
-            Ok(Ok(Some(record))) => *lock(&boot.found) = Some(BootInfo::of(&record)),
+            Ok(Ok(Some(record))) => *boot.found.lock() = Some(BootInfo::of(&record)),
             Ok(Ok(None)) => {}
             Ok(Err(error)) => {
                 let error = error.in_one_line();

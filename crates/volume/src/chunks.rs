@@ -18,11 +18,12 @@ use crate::place::ExtentId;
 use mica_block::Result;
 use mica_rt::sync::{Signal, Waiters};
 use mica_rt::{Buf, join_all};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::mem;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of a chunk.
 const CHUNK_BYTES: u64 = 16 << 10;
@@ -297,7 +298,7 @@ impl Chunks {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 }
 

@@ -23,7 +23,7 @@ use crate::build::Built;
 use crate::place::ExtentId;
 use crate::put::{Content, Putting, Tries};
 use crate::segment::Segment;
-use crate::shared::{Putter, Shared, Trouble, lock};
+use crate::shared::{Putter, Shared, Trouble};
 use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
 use mica_rt::{Handle, Parts, now, sleep, spawn, timeout};
 use std::sync::Arc;
@@ -153,12 +153,12 @@ impl Shared {
             return Err(Error::new(ErrorKind::Limit, what));
         }
         // One that fails is not put back: it has a part of the segments. Nothing is made then.
-        let mut builder = lock(&putter.builder).take().expect("one task makes extents (I1)");
+        let mut builder = putter.builder.lock().take().expect("one task makes extents (I1)");
         let nonce = self.heads.environment.random();
         let built = builder.build(&putter.tree(), id, segments, nonce).await;
         let built = self.explained(built).await?;
         let Built { state, content, blocks, data_len, nodes, nodes_at } = built;
-        *lock(&putter.builder) = Some(builder);
+        *putter.builder.lock() = Some(builder);
         self.tree.hold(id, nodes_at, nodes);
         self.now().begin(sequence, segments.len(), state);
         self.put_extent(id, (blocks as u64, data_len as u64), content);
@@ -204,7 +204,7 @@ impl Shared {
         loop {
             let error = match putting.attempt(objects).await {
                 Ok(Put::Done) => {
-                    *lock(&putter.trouble) = None;
+                    *putter.trouble.lock() = None;
                     return Ok(());
                 }
                 Ok(Put::Exists) => return Err(self.heads.lost(putter.writer).await),
@@ -221,7 +221,7 @@ impl Shared {
 
     fn note_trouble(&self, putter: &Putter, error: &Error) {
         putter.counts.put_failures.fetch_add(1, Ordering::Relaxed);
-        let mut trouble = lock(&putter.trouble);
+        let mut trouble = putter.trouble.lock();
         if trouble.is_none() {
             let (store, error) = (self.heads.objects.name(), error.in_one_line());
             tracing::warn!(%store, error, "the store takes nothing: it is tried again");

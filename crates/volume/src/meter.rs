@@ -1,9 +1,9 @@
 //! How long requests took: all of them together, and how slow the last ones were.
 
 use mica_block::Times;
+use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// Of how many the percentiles are.
@@ -24,7 +24,7 @@ impl Meter {
         self.count.fetch_add(1, Ordering::Relaxed);
         let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.sum_ns.fetch_add(took_ns, Ordering::Relaxed);
-        let mut last = self.last_us.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last_us.lock();
         if last.len() >= LAST_MAX {
             last.pop_front();
         }
@@ -33,7 +33,7 @@ impl Meter {
 
     pub(crate) fn times(&self) -> Times {
         let mut last: Vec<u32> = {
-            let last = self.last_us.lock().unwrap_or_else(PoisonError::into_inner);
+            let last = self.last_us.lock();
             last.iter().copied().collect()
         };
         last.sort_unstable();

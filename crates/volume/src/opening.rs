@@ -20,14 +20,15 @@ use crate::packing::Packer;
 use crate::place::Writer;
 use crate::properties::Access;
 use crate::put::Patience;
-use crate::shared::{Counts, Durability, Putter, Shared, lock};
+use crate::shared::{Counts, Durability, Putter, Shared};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::writing::as_change;
 use mica_block::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
 /// How a volume is opened for writing.
 #[derive(Clone)]
@@ -249,7 +250,7 @@ pub(crate) async fn open(
     let counts = &shared.putter()?.counts;
     counts.first_record.store(first, Ordering::Relaxed);
     counts.snapshot_records.store(first, Ordering::Relaxed);
-    *lock(&shared.putter()?.tree) = patient;
+    *shared.putter()?.tree.lock() = patient;
     Ok(shared)
 }
 

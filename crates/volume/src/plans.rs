@@ -8,8 +8,8 @@
 use crate::place::{BLOCK_BYTES, Place};
 use crate::tree::follows;
 use mica_map::crc32c;
+use parking_lot::{Mutex, MutexGuard};
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Blocks of one read that are in one object.
 pub(crate) const RUN_BLOCKS_MAX: usize = 64;
@@ -50,7 +50,7 @@ impl Run {
 impl Plans {
     fn slot(&self, first: u64) -> MutexGuard<'_, Slot> {
         let at = usize::try_from(first % PLANS as u64).expect("small");
-        self.slots[at].lock().unwrap_or_else(PoisonError::into_inner)
+        self.slots[at].lock()
     }
 
     /// Remembers what was found in the map of this generation for the blocks from `first` on.

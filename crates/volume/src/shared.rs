@@ -21,8 +21,9 @@ use mica_block::{Error, ErrorKind, Requests, Result};
 use mica_rt::sync::{SharedLock, Signal, Waiters};
 use mica_rt::{now, timeout};
 use mica_units::GuestRange;
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Bytes of the log that a sync would write: below, a flush does not look for anything better.
@@ -92,7 +93,7 @@ impl Putter {
     /// What extents are made with, and how patiently they are put. Not what guests read with: they
     /// are given up for themselves.
     pub(crate) fn tree(&self) -> Arc<Tree> {
-        Arc::clone(&lock(&self.tree))
+        Arc::clone(&self.tree.lock())
     }
 }
 
@@ -162,7 +163,7 @@ impl Shared {
 
     pub(crate) fn now(&self) -> MutexGuard<'_, Now> {
         // No code that may panic runs while it is half changed.
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+        self.now.lock()
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -300,7 +301,7 @@ impl Shared {
     /// most of that was put since, and the device has better to do.
     fn is_store_nearer(&self, putter: &Putter, log: &Log) -> bool {
         let unsynced = log.unsynced();
-        if unsynced < NEARER_BYTES_MIN || lock(&putter.trouble).is_some() {
+        if unsynced < NEARER_BYTES_MIN || putter.trouble.lock().is_some() {
             return false;
         }
         let now = self.now();
@@ -339,10 +340,6 @@ impl Shared {
             (Durability::Host | Durability::Store, _) => self.destage_all().await,
         }
     }
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// That nothing more is accepted.

@@ -9,7 +9,7 @@
 use crate::destage::CompletionGuard;
 use crate::heads::End;
 use crate::known::Now;
-use crate::shared::{LastHead, Shared, lock};
+use crate::shared::{LastHead, Shared};
 use mica_block::{ErrorKind, Result};
 use mica_rt::spawn;
 use std::sync::Arc;
@@ -75,10 +75,10 @@ impl Shared {
             now.heads.lacks_cuts = false;
             (now.state, now.sequence)
         };
-        let head = self.heads.checkpoint(&lock(&putter.owned), state, sequence)?;
+        let head = self.heads.checkpoint(&putter.owned.lock(), state, sequence)?;
         let (name, content) = self.heads.as_object(&head);
         self.put_until_answered(name, content).await?;
-        lock(&putter.owned).head = head;
+        putter.owned.lock().head = head;
         self.now().heads.sequence = sequence;
         putter.counts.heads.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -116,12 +116,12 @@ impl Shared {
             return Ok(());
         }
         let last = {
-            let mut last = lock(&putter.last_head);
+            let mut last = putter.last_head.lock();
             match &*last {
                 Some(last) => last.clone(),
                 None => {
                     let state = self.now().state;
-                    let head = self.heads.last_head(&lock(&putter.owned), state, end)?;
+                    let head = self.heads.last_head(&putter.owned.lock(), state, end)?;
                     last.insert(LastHead { head, is_put: false }).clone()
                 }
             }
@@ -130,7 +130,7 @@ impl Shared {
         self.progress.wake_all();
         if !last.is_put {
             match self.heads.end(putter.writer, &last.head).await {
-                Ok(()) => *lock(&putter.last_head) = Some(LastHead { is_put: true, ..last }),
+                Ok(()) => *putter.last_head.lock() = Some(LastHead { is_put: true, ..last }),
                 Err(error) if error.kind() == ErrorKind::Denied => {
                     return Err(self.latch_with(error));
                 }

@@ -28,6 +28,7 @@ use mica_block::{Error, ErrorKind, IoFuture, MapStats, Object, Objects, Result};
 use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
 use mica_rt::sync::Signal;
+use parking_lot::{Mutex, MutexGuard};
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use shortcuts::Shortcuts;
@@ -35,7 +36,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// Bytes of memory that a node takes: a multiple of 16 for it and its two counts, with what the
 /// allocator has before it.
@@ -191,7 +192,7 @@ impl Tree {
 
     /// The chunks of an image, which all share that come from it.
     pub(crate) fn chunks_of(&self, image: Id) -> Arc<Chunks> {
-        let mut boots = self.shared.boots.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut boots = self.shared.boots.lock();
         if let Some(chunks) = boots.get(&image).and_then(Weak::upgrade) {
             return chunks;
         }
@@ -322,7 +323,7 @@ impl Tree {
     }
 
     fn held(&self) -> MutexGuard<'_, Vec<Held>> {
-        self.shared.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.held.lock()
     }
 
     /// The record of a snapshot at `at`.

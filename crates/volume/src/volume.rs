@@ -23,7 +23,7 @@ use crate::heads::Heads;
 use crate::known::Change;
 use crate::place::{BLOCK_BYTES, Writer};
 use crate::reader::{self, View, check_range};
-use crate::shared::{Durability, Shared, lock};
+use crate::shared::{Durability, Shared};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
@@ -71,7 +71,7 @@ impl Volume {
     /// That the store does not answer.
     fn outage(&self) -> Option<String> {
         let trouble = self.shared.writer.as_ref().and_then(|putter| {
-            let trouble = lock(&putter.trouble);
+            let trouble = putter.trouble.lock();
             let trouble = trouble.as_ref()?;
             let now_ns = self.shared.heads.environment.now_ns();
             let seconds = now_ns.saturating_sub(trouble.since_ns) / 1_000_000_000;

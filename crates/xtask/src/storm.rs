@@ -171,7 +171,7 @@ fn watch(storm: &storm::Options, summary: &Summary) -> Result<()> {
 }
 
 fn tell_new(summary: &Summary, told: &mut usize, is_terminal: bool) {
-    let findings = summary.findings.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let findings = summary.findings.lock();
     for finding in findings.iter().skip(*told) {
         let clear = if is_terminal { "\r\x1b[K" } else { "" };
         eprintln!("{clear}FAULT {}: {}", finding.wrong.name(), shortened(&finding.what));
@@ -203,7 +203,7 @@ fn print_summary(storm: &storm::Options, summary: &Summary, seconds: f64) {
     for (name, count) in summary.counts.all() {
         println!("{count:>10}  {name}");
     }
-    let left_out = summary.left_out.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let left_out = summary.left_out.lock();
     left_out.iter().for_each(|what| println!("LEFT OUT: {what}"));
     println!("{:>10}  faults", summary.findings().len());
     for (name, seeds) in by_kind(summary) {

@@ -19,7 +19,6 @@ use mica_units::Rng;
 use std::fs;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::PoisonError;
 
 /// A chain and its storm.
 #[derive(Debug)]
@@ -50,7 +49,7 @@ impl Chain<'_> {
     /// Records a fault that does not keep the chain from continuing.
     pub(super) fn note(&self, fault: Fault) {
         self.tell(format_args!("  {}: {}", fault.wrong.name(), fault.what));
-        self.world.noted.lock().unwrap_or_else(PoisonError::into_inner).push(fault);
+        self.world.noted.lock().push(fault);
     }
 
     pub(super) fn active(&self) -> &Layer {

@@ -11,10 +11,11 @@ use crate::clock;
 use crate::guest::{Answer, Guest, Request};
 use crate::nbd::{Connection, Wish};
 use mica_units::Rng;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a client waits for a server that takes over.
@@ -164,23 +165,22 @@ impl Stage {
 
     /// What the clients have to expect now.
     pub(super) fn phase(&self) -> Phase {
-        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.phase.lock()
     }
 
     /// From now on they have to expect something else.
     pub(super) fn enter(&self, phase: Phase) {
-        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+        *self.phase.lock() = phase;
     }
 
     pub(super) fn board(&self) -> MutexGuard<'_, Board> {
-        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+        self.board.lock()
     }
 
     /// Waits until `count` requests were sent, or nobody sends any more.
     pub(super) fn wait_for(&self, count: u64) {
-        let board = self.board();
         let waits = |board: &mut Board| board.sent < count && board.working > 0;
-        drop(self.changed.wait_while(board, waits));
+        self.changed.wait_while(&mut self.board(), waits);
     }
 
     /// Lets clients work while `meanwhile` does something to their server.
@@ -224,7 +224,7 @@ impl Stage {
 
     /// The end: what is known of the disk.
     pub(super) fn end(self) -> (Model, Stamper) {
-        let board = self.board.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let board = self.board.into_inner();
         (board.model, board.stamper)
     }
 }

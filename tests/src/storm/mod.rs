@@ -110,11 +110,11 @@ pub use story::{Count, Counts, Wrong};
 use crate::{clock, command, tools};
 use anyhow::{Context, Result, ensure};
 use mica_units::Rng;
+use parking_lot::Mutex;
 use place::Places;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use story::{Fault, Story};
@@ -178,7 +178,7 @@ pub struct Summary {
 impl Summary {
     /// What went wrong so far, by seed.
     pub fn findings(&self) -> Vec<Finding> {
-        let mut findings = lock(&self.findings).clone();
+        let mut findings = self.findings.lock().clone();
         findings.sort_by_key(|finding| finding.seed);
         findings
     }
@@ -219,7 +219,7 @@ pub fn run(options: &Options, summary: &Summary) -> Result<()> {
 }
 
 fn tell_left_out(places: &Places, summary: &Summary) {
-    let mut left_out = lock(&summary.left_out);
+    let mut left_out = summary.left_out.lock();
     if !left_out.is_empty() {
         return;
     }
@@ -275,11 +275,11 @@ fn one(
     });
     summary.counts.chains.add();
     // What ended the chain is most informative.
-    let Some(fault) = outcome.err().or_else(|| lock(&noted).pop()) else { return Ok(()) };
+    let Some(fault) = outcome.err().or_else(|| noted.lock().pop()) else { return Ok(()) };
     let kept = keep(options, places, &images, seed, &fault)?;
     let replay =
         format!("cargo xtask storm --chains 1 --seed {seed}{}", options.kinds.as_options());
-    lock(&summary.findings).push(Finding {
+    summary.findings.lock().push(Finding {
         seed,
         wrong: fault.wrong,
         what: fault.what,
@@ -326,8 +326,4 @@ fn log_option(binary: &Path) -> Result<&'static str> {
     let options = ["--redo-dir", "--handover-dir"];
     let option = options.into_iter().find(|option| said.stdout.contains(option));
     option.context("mica has no option that says where its logs are kept")
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

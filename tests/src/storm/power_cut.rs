@@ -16,11 +16,11 @@ use crate::power::{self, Disk, Effect, History, Recorder, Recording, SECTOR, sta
 use crate::server::Server;
 use anyhow::{Context, Result, ensure};
 use mica_units::Rng;
+use parking_lot::Mutex;
 use std::fs::{self, File};
 use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 
 const IMAGE: &str = "disk.img";
 const BASE: &str = "base.raw";
@@ -108,7 +108,7 @@ fn record(
     let ledger = Ledger { history: Mutex::new(before), log: recorder.log() };
     let worked = write(&server, &ledger, rng, writes, joins);
     worked.map_err(|error| Fault::new(Wrong::Failed, format!("{error:#}: {}", server.log())))?;
-    *history = ledger.history.into_inner().unwrap_or_else(PoisonError::into_inner);
+    *history = ledger.history.into_inner();
     let stopped = server.stop()?;
     if !stopped.status.success() {
         return Err(Fault::new(Wrong::Died, format!("{stopped:?}")));
@@ -177,8 +177,8 @@ fn write(
 }
 
 impl Ledger<'_> {
-    fn history(&self) -> std::sync::MutexGuard<'_, History> {
-        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    fn history(&self) -> parking_lot::MutexGuard<'_, History> {
+        self.history.lock()
     }
 
     /// One write in `within`, and a flush, which are both answered.

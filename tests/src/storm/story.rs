@@ -1,10 +1,10 @@
 //! What happened in a storm: the steps of a chain, the counts of a run, and what was wrong.
 
+use parking_lot::Mutex;
 use std::fmt::Display;
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What is wrong, in a word.
@@ -289,7 +289,7 @@ impl Story {
     }
 
     pub(super) fn tell(&self, step: impl Display) {
-        let mut file = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut file = self.0.lock();
         // A story that cannot be told fails no chain.
         let _ = writeln!(file, "{step}");
     }

@@ -6,8 +6,8 @@ use super::log_limit::LogLimit;
 use super::place::{Ground, Places};
 use super::story::{Counts, Fault, Outcome, Story, Wrong, trouble};
 use mica_units::Rng;
+use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 /// A run's context for the steps of a chain.
 #[derive(Debug)]

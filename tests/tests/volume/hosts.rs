@@ -11,10 +11,10 @@ use mica_tests::guest::{Answer, Guest};
 use mica_tests::net_room::NetRoom;
 use mica_tests::server::Server;
 use mica_tests::{clock, mica, nbd, tools};
+use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -219,7 +219,7 @@ fn client(
         if rng.below(6) == 0 {
             let called = tick();
             match guest.flush() {
-                Ok(0) => era.lock().expect("sound").flushes.push(called),
+                Ok(0) => era.lock().flushes.push(called),
                 _ => return,
             }
             continue;
@@ -228,7 +228,7 @@ fn client(
         let value = if is_write { values.fetch_add(1, Ordering::SeqCst) + 1 } else { 0 };
         let act = if is_write { Act::Write(value) } else { Act::Read(0) };
         let at = {
-            let mut era = era.lock().expect("sound");
+            let mut era = era.lock();
             let operations = &mut era.blocks[block];
             if operations.len() == OPERATIONS_MAX {
                 return;
@@ -251,7 +251,7 @@ fn client(
             },
         };
         let answered = Some(tick());
-        let mut era = era.lock().expect("sound");
+        let mut era = era.lock();
         let operation = &mut era.blocks[block][at];
         (operation.act, operation.answered) = (act, answered);
     }
@@ -310,12 +310,11 @@ fn what_clients_see_is_linearizable_over_take_overs() {
     let mut client = server.connect(&nbd::Wish::default()).expect("served");
     for block in 0..BLOCKS {
         let seen = number(&client.read((block * BLOCK) as u64, BLOCK as u64).expect("read"));
-        let known = eras.iter().map(|era| operations(&era.lock().expect("sound"), block));
+        let known = eras.iter().map(|era| operations(&era.lock(), block));
         let left = linear::explain(&BTreeSet::from([0]), &known.collect::<Vec<_>>());
         assert!(left.contains(&seen), "block {block} has {seen}, not one of {left:?}");
     }
-    let total: usize =
-        eras.iter().map(|era| era.lock().expect("sound").blocks.concat().len()).sum();
+    let total: usize = eras.iter().map(|era| era.lock().blocks.concat().len()).sum();
     assert!(total > 40, "{total} operations");
     drop(client);
     ends_well(server);

@@ -45,7 +45,7 @@ pub(super) fn restored(folder: &Folder, state: &str) -> Vec<u8> {
     for stored in &line {
         block_on(restore_state(stored, &disk, |_, _| {})).unwrap();
     }
-    disk.0.into_inner().unwrap()
+    disk.0.into_inner()
 }
 
 /// A week of backups, some of which are cut off and gone on with, of a disk that grows: each state
@@ -129,7 +129,7 @@ fn streamed(stream: &[u8], len: usize) -> Vec<u8> {
         block_on(restore_step(&mut stream, &disk, |_, _| {})).unwrap();
         last = Some(begin.state);
     }
-    disk.0.into_inner().unwrap()
+    disk.0.into_inner()
 }
 
 #[test]

@@ -13,8 +13,9 @@ use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWrite
 use mica_rt::sync::Turns;
 use mica_rt::{Backend, Buf, Executor, join_all};
 use mica_units::{GuestOffset, HostOffset};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Bytes of a piece; a multiple of every cluster size but the largest.
@@ -135,13 +136,13 @@ impl Shared {
 
     /// The first error, which is the one reported.
     fn fail(&self, error: Error) {
-        lock(&self.error).get_or_insert(error);
+        self.error.lock().get_or_insert(error);
         self.reading.end();
         self.placing.end();
     }
 
     fn outcome(self) -> Result<()> {
-        self.error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+        self.error.into_inner().map_or(Ok(()), Err)
     }
 
     /// Waits until `bytes` more are due. The caller has the turn, so that all others wait, too.
@@ -150,7 +151,7 @@ impl Shared {
             return;
         }
         let due = {
-            let (since, taken) = &mut *lock(&self.taken);
+            let (since, taken) = &mut *self.taken.lock();
             let since = *since.get_or_insert_with(monotonic);
             let nanoseconds = u128::from(*taken) * 1_000_000_000 / u128::from(self.rate);
             *taken += bytes;
@@ -166,10 +167,10 @@ impl Shared {
             return Ok(None);
         }
         // It is this ticket's turn, so nobody else has taken the cursor.
-        let Some(mut cursor) = lock(&self.cursor).take() else { return Ok(None) };
+        let Some(mut cursor) = self.cursor.lock().take() else { return Ok(None) };
         let piece = cursor.next().await;
         progress.at(cursor.position());
-        *lock(&self.cursor) = Some(cursor);
+        *self.cursor.lock() = Some(cursor);
         if let Ok(Some(piece)) = &piece {
             self.keep_rate(piece.len).await;
         }
@@ -204,7 +205,7 @@ async fn run(job: &Job, shared: &Shared, progress: &Progress) -> Result<()> {
                 if !shared.placing.wait(ticket).await {
                     return Ok(());
                 }
-                let writes = lock(writer).place(GuestOffset::new(start), bytes, kinds)?;
+                let writes = writer.lock().place(GuestOffset::new(start), bytes, kinds)?;
                 shared.placing.advance();
                 for Write { place, at, bytes } in writes {
                     let store = match (place, data) {
@@ -263,8 +264,4 @@ async fn write_runs(
         at += part_len;
     }
     Ok(())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

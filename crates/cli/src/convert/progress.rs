@@ -3,12 +3,13 @@
 use crate::failure::tell;
 use crate::output::{OutputFormat, human_size, monotonic, progress_bar};
 use indicatif::{ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use std::io::IsTerminal as _;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Where lines are printed instead of a bar, they are printed at most this often.
@@ -110,7 +111,7 @@ impl Drop for Progress {
 
 impl Shared {
     fn print_line_if_due(&self, format: OutputFormat) {
-        let mut line = self.line.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut line = self.line.lock();
         let now = monotonic();
         if now.saturating_sub(*line) >= LINE_EVERY {
             *line = now;

@@ -11,9 +11,10 @@ use mica_block::{Error, ErrorKind, Passphrase, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::HostOffset;
+use parking_lot::Mutex;
 use std::fmt;
 use std::num::NonZeroU32;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Weak};
 use zeroize::Zeroizing;
 
 /// The key of a payload. Erased when it is dropped, and never shown.
@@ -61,13 +62,13 @@ static KNOWN: LazyLock<Known> = LazyLock::new(Known::default);
 
 impl Known {
     fn get(&self, fingerprint: &Fingerprint) -> Option<Arc<Unlocked>> {
-        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.all.lock();
         all.retain(|(_, unlocked)| unlocked.strong_count() > 0);
         all.iter().find(|(known, _)| known == fingerprint)?.1.upgrade()
     }
 
     fn add(&self, fingerprint: Fingerprint, unlocked: &Arc<Unlocked>) {
-        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.all.lock();
         all.push((fingerprint, Arc::downgrade(unlocked)));
     }
 }

@@ -10,9 +10,10 @@
 //!   already, which is when somebody wants to drain it or to take over from it.
 
 use mica_block::{Error, Result};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 pub(super) const ACTIONS_MAX: usize = 16;
 
@@ -92,7 +93,7 @@ fn start_thread(shared: &Arc<Shared>, queue: &mut Queue) -> std::io::Result<()> 
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     /// Runs actions; ends when none waits and another thread remains.
@@ -110,7 +111,7 @@ impl Shared {
                 queue.threads -= 1;
                 return;
             } else {
-                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut queue);
             }
         }
     }
@@ -139,7 +140,7 @@ mod tests {
             let action = move || {
                 sender.send(()).expect("somebody waits");
                 // One after the other, until nobody holds them back.
-                let _ = hold.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                let _ = hold.lock().recv();
             };
             admitted += usize::from(actions.run(action).is_ok());
         }

@@ -5,9 +5,10 @@
 //! - I2 If there is none, the one that has been there longest without a request leaves. Whoever has
 //!   sent one stays until it is answered.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, TryAcquireError};
 
 pub(super) struct Room {
@@ -71,7 +72,7 @@ impl Places {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<Weak<Place>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

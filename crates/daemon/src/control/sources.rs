@@ -5,7 +5,8 @@ use super::history::History;
 use super::log::LogSwitch;
 use crate::shared::Shared;
 use mica_block::Result;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Maximum number of disks that are changed at the same time.
@@ -37,7 +38,7 @@ impl Sources {
 
     /// Only the control thread locks it.
     pub(super) fn history(&self) -> MutexGuard<'_, History> {
-        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+        self.history.lock()
     }
 
     /// Adds the present to the history.

@@ -4,24 +4,25 @@ use super::actions::ACTIONS_MAX;
 use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_authorized, reply::BODY_BYTES_MAX, routes};
 use crate::{Config, Daemon, DiskConfig, ProcessSettings, SandboxMode};
 use mica_block::{Error, ErrorKind};
+use parking_lot::Mutex;
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use tempfile::TempDir;
 
 struct Log(Mutex<LogLevel>);
 
 impl LogSwitch for Log {
     fn level(&self) -> LogLevel {
-        *self.0.lock().unwrap()
+        *self.0.lock()
     }
 
     fn set_level(&self, level: LogLevel) {
-        *self.0.lock().unwrap() = level;
+        *self.0.lock() = level;
     }
 }
 

@@ -42,24 +42,23 @@ impl Storage {
 
     fn wait_until(&self, is_so: impl Fn(&Builds) -> bool) -> Vec<u64> {
         const LIMIT: Duration = Duration::from_secs(60);
-        let state = self.state.lock().expect("ours");
-        let waited = self.changed.wait_timeout_while(state, LIMIT, |state| !is_so(state));
-        let (state, waited) = waited.expect("ours");
-        assert!(!waited.timed_out(), "{:?}, {} running", state.begun, state.running);
+        let mut state = self.state.lock();
+        self.changed.wait_while_for(&mut state, |state| !is_so(state), LIMIT);
+        assert!(is_so(&state), "{:?}, {} running", state.begun, state.running);
         state.begun.clone()
     }
 
     fn let_go(&self, is_let_go: bool) {
-        self.state.lock().expect("ours").is_let_go = is_let_go;
+        self.state.lock().is_let_go = is_let_go;
         self.changed.notify_all();
     }
 
     fn build(&self, base: u64) {
-        let mut state = self.state.lock().expect("ours");
+        let mut state = self.state.lock();
         state.begun.push(base);
         state.running += 1;
         self.changed.notify_all();
-        let mut state = self.changed.wait_while(state, |state| !state.is_let_go).expect("ours");
+        self.changed.wait_while(&mut state, |state| !state.is_let_go);
         state.running -= 1;
         self.changed.notify_all();
     }

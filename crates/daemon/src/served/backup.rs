@@ -27,10 +27,11 @@ use mica_serve::Tls;
 use mica_serve::nbd::{self, Context, Export, Exports, Limits};
 use mica_stack::{Keeping, kept_states};
 use mica_store::SetAside;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Descriptors for the socket of a backup and some clients.
 const DESCRIPTORS: usize = 8;
@@ -98,7 +99,7 @@ pub(crate) struct Kept {
 
 impl Backups {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Ends the export of the one that is under way, which can be begun again. Waits for its

@@ -15,8 +15,9 @@ use crate::systemd;
 use mica_block::Result;
 use mica_serve::nbd::Seat;
 use mica_serve::{Listener, SocketUsers};
+use parking_lot::{Mutex, MutexGuard};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Where the clients of a disk come in.
 pub(crate) struct Doors {
@@ -131,15 +132,15 @@ impl Doors {
 
     /// The socket of its device.
     pub(crate) fn device(&self) -> MutexGuard<'_, Option<Held>> {
-        self.device.lock().unwrap_or_else(PoisonError::into_inner)
+        self.device.lock()
     }
 
     /// Where it listens for NBD clients.
     pub(crate) fn listening(&self) -> MutexGuard<'_, Vec<Listening>> {
-        self.listening.lock().unwrap_or_else(PoisonError::into_inner)
+        self.listening.lock()
     }
 
     fn memberships(&self) -> MutexGuard<'_, Option<Memberships>> {
-        self.memberships.lock().unwrap_or_else(PoisonError::into_inner)
+        self.memberships.lock()
     }
 }

@@ -7,9 +7,10 @@ use crate::opened::is_raw;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::{Backend, Executor};
 use mica_stack::{FileImages, GoneImages, MergeMarks, note_overlay, position_of};
+use parking_lot::MutexGuard;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// What becomes of states that are kept in layers that leave a chain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -272,11 +273,11 @@ impl Served {
     }
 
     fn lock_past_jobs(&self) -> MutexGuard<'_, VecDeque<JobReport>> {
-        self.past_jobs.lock().unwrap_or_else(PoisonError::into_inner)
+        self.past_jobs.lock()
     }
 
     fn lock_job(&self) -> MutexGuard<'_, Option<Arc<Job>>> {
-        self.job.lock().unwrap_or_else(PoisonError::into_inner)
+        self.job.lock()
     }
 }
 

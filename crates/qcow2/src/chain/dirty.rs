@@ -12,9 +12,10 @@ use crate::layer::Layer;
 use crate::write::Writer;
 use mica_block::{Disk as _, Error, ErrorKind, LocalFuture, ManageBitmaps, Result};
 use mica_units::{GuestRange, LayerNumber};
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// Runs of a bitmap that are told at once.
 const RUNS_MANY: usize = 4096;
@@ -39,13 +40,13 @@ enum Stored {
 impl StoredBitmaps {
     /// What is known of the bitmap called `name` of `layer`.
     fn get(&self, layer: &Arc<Layer>, name: &str) -> Option<Stored> {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.0.lock();
         let (of, bitmap) = known.get(&(layer.number, name.to_owned()))?;
         std::ptr::eq(of.as_ptr(), Arc::as_ptr(layer)).then(|| bitmap.clone())
     }
 
     fn put(&self, layer: &Arc<Layer>, name: &str, bitmap: Stored) {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.0.lock();
         known.retain(|_, (of, _)| of.strong_count() > 0);
         known.insert((layer.number, name.to_owned()), (Arc::downgrade(layer), bitmap));
     }

@@ -72,10 +72,11 @@ use crate::open::same_file;
 use mica_block::{Error, ErrorKind, Images, Merged, Result};
 use mica_qcow2_format::{BackingName, parse_image_name};
 use mica_units::LayerNumber;
+use parking_lot::Mutex;
 use std::ffi::OsString;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
 /// Bytes of the disk that one step copies at most, rounded up to a cluster.
 const STEP_BYTES: u64 = 1 << 20;

@@ -29,12 +29,13 @@ use crate::index::node_ref::NodeRef;
 use crate::index::slice::Slice;
 use frozen::KnownFrozen;
 use mica_rt::sync::{Claim, Claims};
+use parking_lot::{Mutex, MutexGuard};
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use std::fmt;
 use std::ops::Deref;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Least budget of a cache: a smaller one could not hold a slice of a usual disk.
 pub const CACHE_BYTES_MIN: u64 = 64 << 10;
@@ -367,13 +368,13 @@ impl SliceCache {
     /// Slices that are being loaded now are not cached.
     pub(crate) fn outdate_loading(&self) {
         for version in &self.versions {
-            *version.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+            *version.lock() += 1;
         }
     }
 
     fn version_of(&self, number: u64) -> MutexGuard<'_, u64> {
         let index = usize::try_from(number % VERSIONS as u64).expect("small");
-        self.versions[index].lock().unwrap_or_else(PoisonError::into_inner)
+        self.versions[index].lock()
     }
 }
 

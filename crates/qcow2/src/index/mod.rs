@@ -31,9 +31,10 @@ use crate::layer::Layer;
 use crate::map::ahead::Sequence;
 use mica_block::Store;
 use node_ref::NodeRef;
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// The map's state at one layer.
 pub(crate) type Root = mica_map::Root<NodeRef>;
@@ -142,7 +143,7 @@ impl Index {
 
     /// The tree, as far as it is known now.
     pub(crate) fn tree(&self) -> Arc<Tree> {
-        Arc::clone(&self.tree.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.tree.read())
     }
 
     /// A number that no tree had before.
@@ -153,7 +154,7 @@ impl Index {
     /// Makes `tree` the one that slices are loaded from, up to the first sidecar that was found
     /// damaged since the tree was made.
     pub(crate) fn publish(&self, mut tree: Tree) {
-        let mut published = self.tree.write().unwrap_or_else(PoisonError::into_inner);
+        let mut published = self.tree.write();
         let damaged = self.lock_distrusted();
         let damaged = damaged.iter().filter(|(_, failures)| **failures >= FAILURES_MAX);
         if let Some((lowest, _)) = damaged.min() {
@@ -164,7 +165,7 @@ impl Index {
 
     /// Forgets the sidecar of layer `number` and all above it.
     pub(crate) fn forget(&self, number: u16, reason: BadNodeReason) {
-        let mut published = self.tree.write().unwrap_or_else(PoisonError::into_inner);
+        let mut published = self.tree.write();
         let mut distrusted = self.lock_distrusted();
         let failures = distrusted.entry(number).or_default();
         *failures = match reason {
@@ -179,7 +180,7 @@ impl Index {
 
     /// Restricts the tree to the lowest `layers` layers from now on.
     pub(crate) fn cut(&self, layers: usize) {
-        let mut published = self.tree.write().unwrap_or_else(PoisonError::into_inner);
+        let mut published = self.tree.write();
         let mut tree = (**published).clone();
         tree.cut(layers, self.next_generation());
         *published = Arc::new(tree);
@@ -203,7 +204,7 @@ impl Index {
 
     /// Taken after the tree's lock if both are held.
     fn lock_distrusted(&self) -> MutexGuard<'_, HashMap<u16, u32>> {
-        self.distrusted.lock().unwrap_or_else(PoisonError::into_inner)
+        self.distrusted.lock()
     }
 }
 

@@ -2,9 +2,9 @@
 //! become zeros.
 
 use mica_units::HostCluster;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The clusters by number, with the number of holders of each.
 #[derive(Default)]
@@ -32,7 +32,7 @@ impl HeldClusters {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<HostCluster, usize>> {
-        self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
+        self.clusters.lock()
     }
 }
 

@@ -12,9 +12,9 @@ mod runs;
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostCluster, HostOffset};
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use runs::ClusterRuns;
 use std::collections::BTreeMap;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Entries of a table that are sorted at once while an image is opened: 4 MiB of them.
 const BATCH_ENTRIES: usize = 1 << 19;
@@ -160,11 +160,11 @@ impl MetadataRanges {
     }
 
     fn read(&self) -> RwLockReadGuard<'_, State> {
-        self.state.read().unwrap_or_else(PoisonError::into_inner)
+        self.state.read()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, State> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
+        self.state.write()
     }
 }
 

@@ -35,10 +35,11 @@ use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_qcow2_format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use table::RefcountTable;
 
 /// Bytes of clusters that are counted ahead at first, at least [`AHEAD_CLUSTERS_MIN`] clusters.
@@ -177,7 +178,7 @@ impl Space {
     }
 
     fn lock(&self) -> MutexGuard<'_, Clusters> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// How many clusters are counted ahead when `taken` were allocated.

@@ -12,8 +12,9 @@
 use crate::write::Writer;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::{Claims, Waiters};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What is known of the layers beneath one that is written.
 #[derive(Default)]
@@ -62,7 +63,7 @@ impl Drop for Settling {
 
 impl Beneath {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn set(&self, state: State) {

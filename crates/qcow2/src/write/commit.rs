@@ -38,7 +38,6 @@ use mica_qcow2_format::field;
 use mica_rt::{Buf, Pace};
 use mica_units::{HostCluster, HostOffset};
 use std::cell::Cell;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 /// Number of freed clusters after which other tasks get a turn: a group may have freed very many.
@@ -165,7 +164,7 @@ impl Writer {
         self.end_group(&dirty, &taken);
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
         if !taken.freed.is_empty() {
-            let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut limbo = self.limbo.lock();
             limbo.waiting.extend(taken.freed);
         }
         Ok(())
@@ -303,7 +302,7 @@ impl Writer {
     /// Frees the clusters that no request can touch any more.
     async fn release_drained(&self) -> Result<()> {
         let drained = {
-            let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut limbo = self.limbo.lock();
             let drained = limbo.ending.take_if(|(moment, _)| self.gate.is_over(*moment));
             if limbo.ending.is_none()
                 && !limbo.waiting.is_empty()
@@ -427,7 +426,7 @@ impl Writer {
     }
 
     fn is_limbo_empty(&self) -> bool {
-        let limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+        let limbo = self.limbo.lock();
         limbo.ending.is_none() && limbo.waiting.is_empty()
     }
 }

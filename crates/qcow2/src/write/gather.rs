@@ -15,8 +15,9 @@ use mica_block::Result;
 use mica_rt::Buf;
 use mica_rt::sync::{Claim, Claims, Mode};
 use mica_units::{GuestCluster, GuestRange};
+use parking_lot::Mutex;
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 /// Writes that one transaction takes at most.
@@ -65,7 +66,7 @@ impl Gather {
         buf: Buf,
     ) -> Role<'a> {
         // Under the lock of the offers, so that a claim that is just ending sees this one (I2).
-        let mut offers = lock(&self.offers);
+        let mut offers = self.offers.lock();
         if let Some(claim) = claims.try_claim(cluster.number()) {
             let claimed =
                 Claimed { gather: self, clusters: (cluster, cluster), claim: Some(claim) };
@@ -97,12 +98,12 @@ impl Gather {
         cluster: GuestCluster,
         led: GuestRange,
     ) -> Vec<(GuestRange, Buf, Arc<Offer>)> {
-        let mut offers = lock(&self.offers);
+        let mut offers = self.offers.lock();
         let Some(waiting) = offers.get_mut(&cluster) else { return Vec::new() };
         let mut taken: Vec<(GuestRange, Buf, Arc<Offer>)> = Vec::new();
         waiting.retain(|offer| {
             let overlaps = |range: GuestRange| range.intersect(offer.range).is_some();
-            let mut state = lock(&offer.state);
+            let mut state = offer.state.lock();
             let free = taken.len() < TAKEN_MAX
                 && !overlaps(led)
                 && !taken.iter().any(|(range, ..)| overlaps(*range));
@@ -123,7 +124,7 @@ impl Gather {
 
     /// The claim of `cluster` has ended.
     fn wake(&self, cluster: GuestCluster) {
-        let waiting = lock(&self.offers).remove(&cluster);
+        let waiting = self.offers.lock().remove(&cluster);
         for offer in waiting.into_iter().flatten() {
             offer.change(|state| match state {
                 State::Offered(buf) => State::Again(buf),
@@ -140,7 +141,7 @@ impl Offer {
     }
 
     fn change(&self, change: impl FnOnce(State) -> State) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let old = std::mem::replace(&mut state.0, State::Over);
         state.0 = change(old);
         let waker = state.1.take();
@@ -154,7 +155,7 @@ impl Offer {
     pub(super) async fn outcome(self: Arc<Self>) -> Outcome {
         let withdraw = Withdraw(self);
         std::future::poll_fn(|context| {
-            let mut state = lock(&withdraw.0.state);
+            let mut state = withdraw.0.state.lock();
             match std::mem::replace(&mut state.0, State::Over) {
                 State::Done(result) => Poll::Ready(Outcome::Done(result)),
                 State::Again(buf) => Poll::Ready(Outcome::Again(buf)),
@@ -174,7 +175,7 @@ struct Withdraw(Arc<Offer>);
 
 impl Drop for Withdraw {
     fn drop(&mut self) {
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         if matches!(state.0, State::Offered(_) | State::Again(_)) {
             state.0 = State::Over;
         }
@@ -197,10 +198,6 @@ impl Drop for Claimed<'_> {
             self.gather.wake(cluster);
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What the guest writes in one transaction: ranges in rising order, with their bytes.

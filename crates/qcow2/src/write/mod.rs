@@ -59,8 +59,9 @@ use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use pages::Metadata;
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 /// Size of the pieces in which the L1 table is read when an image is opened.
 const TABLE_PIECE_BYTES: usize = 1 << 20;

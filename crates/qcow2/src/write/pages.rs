@@ -23,9 +23,10 @@ use mica_block::{ChangeFuture, Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
+use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 /// Largest page.
 pub(super) const PAGE_BITS_MAX: u32 = 12;
@@ -238,7 +239,7 @@ impl Metadata {
 
     /// Locks the pages. Never held across I/O.
     pub(crate) fn lock(&self) -> MutexGuard<'_, PageState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Loads the page of `at` into memory. It may be gone again when the caller locks: then the

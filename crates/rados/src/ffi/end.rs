@@ -5,7 +5,7 @@
 //! while it shuts down. It does not mind if they go while connections are open.
 
 use libc::c_void;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 static ENDS: Mutex<Ends> = Mutex::new(Ends { under_way: 0, is_exiting: false });
@@ -22,7 +22,7 @@ struct Ends {
 const WAIT_MAX: Duration = Duration::from_secs(5);
 
 fn ends() -> MutexGuard<'static, Ends> {
-    ENDS.lock().unwrap_or_else(PoisonError::into_inner)
+    ENDS.lock()
 }
 
 /// Makes the end of the process wait. librados is loaded: so it goes after what this asks for.
@@ -36,7 +36,7 @@ extern "C" fn at_exit() {
     let mut ends = ends();
     ends.is_exiting = true;
     // What this returns tells whether the time was enough: there is nothing else to do.
-    let _ = ENDED.wait_timeout_while(ends, WAIT_MAX, |ends| ends.under_way > 0);
+    ENDED.wait_while_for(&mut ends, |ends| ends.under_way > 0, WAIT_MAX);
 }
 
 /// Shuts down the connection at `raw`, which was exposed, and which nothing uses any more.

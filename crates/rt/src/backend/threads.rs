@@ -19,12 +19,13 @@ use crate::buf::Buf;
 use crate::file::{Access, File};
 use crate::op::{Call, OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate, fdatasync, ftruncate};
 use rustix::io::Errno;
 use std::io;
 use std::num::NonZeroU64;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Threads of one executor that are at work at once, those apart that are slow.
@@ -128,10 +129,6 @@ struct Begun {
     job: Job,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Threads {
     pub(super) fn new(remote: Arc<Remote>) -> Self {
         let shared = Arc::new(Shared {
@@ -156,7 +153,7 @@ impl Threads {
         if self.given == 0 {
             return true;
         }
-        let mut finished = lock(&self.shared.finished);
+        let mut finished = self.shared.finished.lock();
         finished.is_awaited = finished.jobs.is_empty();
         finished.is_awaited
     }
@@ -166,7 +163,7 @@ impl Threads {
         if !self.have_finished() {
             return;
         }
-        let mut finished = lock(&self.shared.finished);
+        let mut finished = self.shared.finished.lock();
         finished.is_awaited = false;
         self.shared.has_finished.store(false, Ordering::Relaxed);
         for (job, code) in finished.jobs.drain(..) {
@@ -214,7 +211,7 @@ impl Threads {
     fn give(&mut self, key: OpKey, file: &Arc<File>, work: Work) {
         let job = Job { key, file: Arc::clone(file), work };
         self.given += 1;
-        let mut queue = lock(&self.shared.queue);
+        let mut queue = self.shared.queue.lock();
         queue.lanes.add(job.lane(), job);
         let is_of_use = self.shared.call(&mut queue);
         while queue.threads == 0
@@ -237,7 +234,7 @@ impl Threads {
         if !self.shared.is_short.load(Ordering::Relaxed) {
             return wait;
         }
-        let is_of_use = self.shared.call(&mut lock(&self.shared.queue));
+        let is_of_use = self.shared.call(&mut self.shared.queue.lock());
         if is_of_use {
             self.shared.called.notify_one();
         }
@@ -247,11 +244,11 @@ impl Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        let mut queue = lock(&self.shared.queue);
+        let mut queue = self.shared.queue.lock();
         queue.is_closed = true;
         self.shared.called.notify_all();
         while queue.threads > 0 {
-            queue = self.shared.ended.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            self.shared.ended.wait(&mut queue);
         }
     }
 }
@@ -363,7 +360,7 @@ impl Shared {
     }
 
     fn work(self: &Arc<Self>) {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         queue.new_threads -= 1;
         loop {
             if let Some(begun) = queue.begin() {
@@ -387,14 +384,12 @@ impl Shared {
             let wait = if watches { queue.watch() } else { IDLE_MAX };
             queue.is_watched |= watches;
             queue.idle_threads += 1;
-            let waited = self.called.wait_timeout(queue, wait);
-            let timed_out;
-            (queue, timed_out) = waited.unwrap_or_else(PoisonError::into_inner);
+            let waited = self.called.wait_for(&mut queue, wait);
             queue.has_come();
             if watches {
                 queue.is_watched = false;
                 queue.watched();
-            } else if timed_out.timed_out() && !queue.lanes.is_ready() {
+            } else if waited.timed_out() && !queue.lanes.is_ready() {
                 break;
             }
         }
@@ -407,7 +402,7 @@ impl Shared {
     fn run(&self, begun: Begun) -> MutexGuard<'_, Queue> {
         let Begun { window, lane, mut job } = begun;
         let code = code_of(job.run());
-        let mut finished = lock(&self.finished);
+        let mut finished = self.finished.lock();
         finished.jobs.push((job, code));
         self.has_finished.store(true, Ordering::Relaxed);
         let is_awaited = std::mem::take(&mut finished.is_awaited);
@@ -415,7 +410,7 @@ impl Shared {
         if is_awaited {
             self.remote.ring();
         }
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         queue.end(lane, window);
         queue
     }
@@ -590,7 +585,7 @@ mod tests {
         while ended.len() < 1000 {
             threads.take_finished(&mut ops, &mut ended);
         }
-        assert_eq!(lock(&threads.shared.queue).threads, 1);
+        assert_eq!(threads.shared.queue.lock().threads, 1);
     }
 
     #[test]

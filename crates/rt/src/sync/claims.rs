@@ -9,9 +9,9 @@
 //!   that claim wakes it, and it looks for the next.
 
 use event_listener::{Event, IntoNotification};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Which claims may overlap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -102,7 +102,7 @@ impl Claims {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // No code that may panic runs while the state is half changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -22,10 +22,10 @@
 //!
 //! Callers may be on any thread; the run is on the executor of the call that leads it.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 /// Runs that are shared by all waiting calls, each with an outcome of type `T`.
@@ -91,7 +91,7 @@ impl<T: Clone> GroupSync<T> {
 impl<T> GroupSync<T> {
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         // No code that may panic runs while the state is half changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -12,8 +12,9 @@
 //! - I3 A task that waits for a phase is woken by the last request of it.
 
 use super::{GroupSync, Waiters};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Counters are spread over this many cache lines, so that queues do not share one.
 const SHARDS: usize = 16;
@@ -89,7 +90,7 @@ impl Requests {
 
     /// Ends the current phase; `None` while requests of the one before are under way (I2).
     pub fn end_phase(&self) -> Option<EndedPhase> {
-        let _alone = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.ending.lock();
         let phase = self.phase.load(Ordering::SeqCst);
         if !self.is_empty(phase + 1) {
             return None;

@@ -4,11 +4,12 @@ use crate::common::{Group, file_of, on_each_backend, pattern, real_backends};
 use mica_rt::{
     Access, Backend, Buf, Executor, catch_panic, now, read_at, sleep, spawn, timeout, yield_now,
 };
+use parking_lot::Mutex;
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
@@ -110,7 +111,7 @@ struct Flag {
 impl Flag {
     async fn wait(&self) {
         poll_fn(|context| {
-            *self.waker.lock().unwrap() = Some(context.waker().clone());
+            *self.waker.lock() = Some(context.waker().clone());
             match self.raised.swap(false, Ordering::SeqCst) {
                 true => Poll::Ready(()),
                 false => Poll::Pending,
@@ -121,7 +122,7 @@ impl Flag {
 
     fn raise(&self) {
         self.raised.store(true, Ordering::SeqCst);
-        if let Some(waker) = self.waker.lock().unwrap().take() {
+        if let Some(waker) = self.waker.lock().take() {
             waker.wake();
         }
     }

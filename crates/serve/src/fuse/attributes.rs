@@ -2,10 +2,10 @@
 
 use fuser::{Errno, FileAttr, FileType, INodeNo};
 use mica_units::SECTOR_BYTES;
+use parking_lot::Mutex;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 /// Whether users other than the one who started the server may use the file (FUSE's `allow_other`).
@@ -95,7 +95,7 @@ impl Attributes {
 
     /// The answer to `stat`.
     pub(super) fn stat(&self, disk_len: u64) -> FileAttr {
-        let owner = *self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let owner = *self.owner.lock();
         let changed = Duration::from_nanos(self.changed.load(Ordering::Relaxed));
         let changed = SystemTime::UNIX_EPOCH + changed;
         FileAttr {
@@ -136,7 +136,7 @@ impl Attributes {
         if self.others == Others::Denied && (change.uid.is_some() || change.gid.is_some()) {
             return Err(Errno::EOPNOTSUPP);
         }
-        let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut owner = self.owner.lock();
         owner.mode = mode.unwrap_or(owner.mode);
         owner.uid = change.uid.unwrap_or(owner.uid);
         owner.gid = change.gid.unwrap_or(owner.gid);

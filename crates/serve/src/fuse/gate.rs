@@ -10,7 +10,8 @@
 
 use crate::budget::{Party, Pool, Share};
 use mica_block::Disk;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Data of one request at most; the kernel divides what is longer.
@@ -60,8 +61,8 @@ impl Gate {
                 && (state.requests == REQUESTS_MAX
                     || state.bytes > 0 && !state.share.covers(state.bytes + bytes))
         };
-        let state = self.changed.wait_while(self.lock(), is_full);
-        let mut state = state.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        self.changed.wait_while(&mut state, is_full);
         let disk = Arc::clone(state.disk.as_ref()?);
         state.requests += 1;
         state.bytes += bytes;
@@ -84,12 +85,13 @@ impl Gate {
     /// Waits until all requests have left, for at most `limit`. Returns how many have not.
     pub(super) fn drain(&self, limit: Duration) -> usize {
         let is_busy = |state: &mut State| state.requests > 0;
-        let waited = self.changed.wait_timeout_while(self.lock(), limit, is_busy);
-        waited.unwrap_or_else(PoisonError::into_inner).0.requests
+        let mut state = self.lock();
+        self.changed.wait_while_for(&mut state, is_busy, limit);
+        state.requests
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

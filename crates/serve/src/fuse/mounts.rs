@@ -7,10 +7,10 @@ use super::attributes::AllowOther;
 use super::mount::{self, MountPoint};
 use crate::listener::lock_directory;
 use mica_block::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 /// A request to mount over a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -81,13 +81,13 @@ impl Mounts for MountsHere {
             AllowOther::Auto => attempt(true).or_else(|_| attempt(false)),
         };
         let mounted = mounted.map_err(failed)?;
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         all.insert(file.clone(), MountPoint::just_mounted(path));
         Ok(mounted)
     }
 
     fn unmount(&self, file: &Path) -> Result<()> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         let Some(point) = all.remove(file) else { return Ok(()) };
         drop(all);
         point.unmount()

@@ -17,6 +17,7 @@ use crate::workers::Workers;
 use fuser::{Config, Session, SessionACL};
 use mica_block::{Disk, Error, Result};
 use mica_rt::sync::SharedLock;
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -24,7 +25,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 /// A disk, and the file that it is served as.
@@ -174,7 +175,7 @@ impl Device {
     /// Whether the mount is gone, or its connection has ended. Then the kernel may have given the
     /// mount's numbers to another.
     pub(super) fn is_gone(&self) -> bool {
-        let device = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let device = self.0.lock();
         let Some(device) = &*device else { return true };
         let mut fds = [PollFd::new(device, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -182,7 +183,7 @@ impl Device {
     }
 
     pub(super) fn close(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.0.lock().take();
     }
 }
 

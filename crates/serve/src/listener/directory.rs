@@ -1,12 +1,12 @@
 //! The lock of a directory in which a socket is put in its place: of two servers, or threads, that
 //! find the same leftover only one replaces it.
 
+use parking_lot::{Condvar, Mutex};
 use rustix::fd::OwnedFd;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 const ATTEMPTS: u32 = 250;
@@ -67,20 +67,16 @@ pub(crate) fn lock_directory(path: &Path) -> io::Result<DirectoryLock> {
 impl Turn {
     /// `None` if another thread does not end its own.
     fn take(directory: &Path) -> Option<Self> {
-        let turns = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turns = TURNS.lock();
         let is_taken = |turns: &mut BTreeSet<PathBuf>| turns.contains(directory);
-        let waited = TURN_ENDED.wait_timeout_while(turns, TURN_LIMIT, is_taken);
-        let (mut turns, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-        (!waited.timed_out()).then(|| {
-            turns.insert(directory.to_owned());
-            Self(directory.to_owned())
-        })
+        TURN_ENDED.wait_while_for(&mut turns, is_taken, TURN_LIMIT);
+        turns.insert(directory.to_owned()).then(|| Self(directory.to_owned()))
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        TURNS.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
+        TURNS.lock().remove(&self.0);
         TURN_ENDED.notify_all();
     }
 }

@@ -6,7 +6,8 @@ use super::limits::Limits;
 use super::stats::{Counters, QueueStats};
 use crate::budget::{Party, Pool};
 use mica_rt::sync::{SharedLock, Signal};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// An export that is served.
@@ -93,12 +94,13 @@ impl Entry {
     /// Waits until there are no clients, and says how many are left if that takes too long.
     fn wait_for_none(&self, deadline: Duration) -> usize {
         let any = |clients: &mut Clients| clients.count > 0;
-        let waited = self.none.wait_timeout_while(self.lock(), deadline, any);
-        waited.unwrap_or_else(PoisonError::into_inner).0.count
+        let mut clients = self.lock();
+        self.none.wait_while_for(&mut clients, any, deadline);
+        clients.count
     }
 
     fn lock(&self) -> MutexGuard<'_, Clients> {
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+        self.clients.lock()
     }
 }
 

@@ -22,10 +22,11 @@ use super::limits::{AWAITED_MAX, EXPORTS_MAX, NAME_BYTES_MAX};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::{Signal, Waiters};
 use mica_rt::{now, timeout};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Bound;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The exports of an address.
@@ -222,7 +223,7 @@ impl Exports {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock()
     }
 }
 

@@ -7,8 +7,9 @@ use mica_block::{
 };
 use mica_rt::{BUF_ALIGN, Buf, simulate, sleep};
 use mica_units::{GuestOffset, GuestRange};
+use parking_lot::Mutex;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// What a [`MemoryDisk`] was asked for, when it was done.
@@ -50,27 +51,23 @@ pub(crate) struct State {
 /// Bytes that are remembered.
 const KEPT_BYTES: u64 = 8 << 20;
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl State {
     fn put(&self, at: u64, bytes: &[u8]) {
-        let mut kept = lock(&self.bytes);
+        let mut kept = self.bytes.lock();
         let start = usize::try_from(at).expect("small").min(kept.len());
         let count = bytes.len().min(kept.len() - start);
         kept[start..start + count].copy_from_slice(&bytes[..count]);
     }
 
     fn fill(&self, range: GuestRange) {
-        let mut kept = lock(&self.bytes);
+        let mut kept = self.bytes.lock();
         let clamp = |at: GuestOffset| usize::try_from(at.bytes()).expect("64 bits").min(kept.len());
         let (start, end) = (clamp(range.start()), clamp(range.end()));
         kept[start..end].fill(0);
     }
 
     fn note(&self, event: Event) {
-        lock(&self.events).push(event);
+        self.events.lock().push(event);
     }
 }
 
@@ -95,12 +92,12 @@ impl MemoryDisk {
 
     /// The remembered bytes of `range`.
     pub(crate) fn bytes(&self, range: Range<usize>) -> Vec<u8> {
-        lock(&self.state.bytes)[range].to_vec()
+        self.state.bytes.lock()[range].to_vec()
     }
 
     /// What it was asked for since this was last called.
     pub(crate) fn events(&self) -> Vec<Event> {
-        std::mem::take(&mut *lock(&self.state.events))
+        std::mem::take(&mut *self.state.events.lock())
     }
 
     /// Whether no request is under way.
@@ -132,7 +129,7 @@ impl Disk for MemoryDisk {
     fn read(&self, extent: &Extent, mut buf: Buf) -> IoFuture {
         assert!(!self.is_quiet(), "the plan is gone");
         let start = usize::try_from(extent.start.bytes()).expect("small");
-        let kept = lock(&self.state.bytes);
+        let kept = self.state.bytes.lock();
         let end = start + buf.len();
         buf.copy_from_slice(&kept[start..end]);
         ready(Ok(()), buf)

@@ -11,6 +11,7 @@
 //! key, is a warning.
 
 use mica_block::{Error, ErrorKind, Result};
+use parking_lot::RwLock;
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::PemObject;
@@ -24,7 +25,7 @@ use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The server's credentials, and the clients that it admits. Clones share them.
@@ -75,11 +76,11 @@ impl Tls {
     /// Gives clients from now on what `newer` has, which has the same source.
     pub fn renew(&self, newer: &Self) {
         let config = newer.config();
-        *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
+        *self.config.write() = config;
     }
 
     pub(super) fn config(&self) -> Arc<ServerConfig> {
-        Arc::clone(&self.config.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.config.read())
     }
 }
 

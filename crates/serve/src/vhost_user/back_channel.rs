@@ -7,6 +7,7 @@
 //! - I2 One notice is under way at a time, so that an answer is the answer to it.
 
 use mica_block::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
@@ -14,7 +15,7 @@ use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long an answer may take.
@@ -67,12 +68,12 @@ impl BackChannel {
     /// From now on there is one.
     pub(super) fn open(&self, socket: OwnedFd, gives_replies: bool) {
         let open = Open { socket: Arc::new(socket), gives_replies };
-        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(open);
+        *self.open.lock() = Some(open);
     }
 
     /// The session is over.
     pub(super) fn close(&self) {
-        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.open.lock() = None;
     }
 
     /// Notifies the front end that the configuration has changed.
@@ -80,8 +81,8 @@ impl BackChannel {
     /// # Errors
     /// `Io` if it cannot be notified, refuses, or does not answer in time.
     pub(super) fn notify(&self) -> Result<Notice> {
-        let _notifying = self.notifying.lock().unwrap_or_else(PoisonError::into_inner);
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let _notifying = self.notifying.lock();
+        let open = self.open.lock().clone();
         let Some(Open { socket, gives_replies }) = open else { return Ok(Notice::Nobody) };
         let failed = |error: Errno| Error::from_io("notifying the front end", error.into());
         if gives_replies {

@@ -10,8 +10,9 @@
 use super::log::DirtyLog;
 use super::memory::Memory;
 use mica_rt::Doorbell;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -109,7 +110,7 @@ impl Control {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Changes the settings of the queue (I1).
@@ -157,10 +158,8 @@ impl Control {
         self.update(|settings| settings.stop = true);
         let mut state = self.lock();
         while !state.ended {
-            let waited = self.changed.wait_timeout(state, STOP_WARNING);
-            let (again, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-            state = again;
-            if timeout.timed_out() && !state.ended {
+            let waited = self.changed.wait_for(&mut state, STOP_WARNING);
+            if waited.timed_out() && !state.ended {
                 tracing::warn!("a queue still waits for requests in flight before it stops");
             }
         }

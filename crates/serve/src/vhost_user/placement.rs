@@ -19,9 +19,10 @@
 use crate::idle::IdleTime;
 use crate::workers::Workers;
 use mica_rt::{Handle, Instant};
+use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, TryLockError};
 use std::time::Duration;
 
 /// How often a busy queue reports what it did.
@@ -99,12 +100,8 @@ impl Placement {
 
     /// Takes the report of a queue, which runs on the calling thread.
     fn report(&self, place: usize, work: Work, now: Instant) {
-        let mut judge = match self.judge.try_lock() {
-            Ok(judge) => judge,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            // Another report is under way; this one is due again soon.
-            Err(TryLockError::WouldBlock) => return,
-        };
+        // If another report is under way, this one is due again soon.
+        let Some(mut judge) = self.judge.try_lock() else { return };
         judge.note(place, work, (now, thread_time()));
         if judge.is_due(now) {
             self.width.store(judge.judge(now, self.idle.read()), Ordering::Relaxed);

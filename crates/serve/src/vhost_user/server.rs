@@ -20,11 +20,12 @@ use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
 use mica_rt::sync::{Notify, Signal};
 use mica_rt::{Socket, sleep};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 use std::fmt;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 use vhost::vhost_user::BackendReqHandler;
 
@@ -226,12 +227,11 @@ impl Sessions {
             let _ = stream.shutdown(Shutdown::Both);
         }
         self.stop.raise();
-        let ended = self.none.wait_while(state, |state| state.is_running);
-        drop(ended.unwrap_or_else(PoisonError::into_inner));
+        self.none.wait_while(&mut state, |state| state.is_running);
     }
 
     fn lock(&self) -> MutexGuard<'_, SessionState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -296,7 +296,7 @@ async fn serve(stream: UnixStream, sessions: &Sessions, served: &Weak<Served>) {
         let body = {
             let work = Arc::clone(&work);
             move || {
-                let work = work.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let work = work.lock().take();
                 let Some((stream, session)) = work else { return };
                 self::session(stream, &session.0.common);
             }
@@ -319,7 +319,8 @@ async fn serve(stream: UnixStream, sessions: &Sessions, served: &Weak<Served>) {
 pub(super) fn session(stream: UnixStream, common: &Arc<Common>) {
     let serial = common.serial();
     tracing::info!("front end connected to {serial:?}");
-    let device = Arc::new(Mutex::new(Device::new(Arc::clone(common))));
+    // The library knows this kind of lock.
+    let device = Arc::new(std::sync::Mutex::new(Device::new(Arc::clone(common))));
     let Ok(peeked) = stream.try_clone() else { return };
     let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&device));
     let why = loop {

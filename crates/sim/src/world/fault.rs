@@ -1,13 +1,14 @@
 //! Changes of files that fail, and power failures.
 
+use super::World;
 use super::file::SharedFile;
-use super::{World, lock};
 use crate::Loss;
 use crate::power::Change;
+use parking_lot::Mutex;
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
 
 /// When set, the world prints what it does.
@@ -69,7 +70,7 @@ pub(super) struct Changes {
 impl World {
     /// Adds a fault.
     pub fn inject_change(&self, fault: ChangeFault) {
-        let changes = &mut lock(&self.state).changes;
+        let changes = &mut self.state.lock().changes;
         let before = changes.started[fault.operation as usize];
         changes.faults.push((fault, before, false));
     }
@@ -77,64 +78,64 @@ impl World {
     /// From now on there is no space for writes that begin before `at` in a file: one that is
     /// shared with a copy needs new space wherever it is written. 0 ends that.
     pub fn fill_before(&self, at: usize) {
-        lock(&self.state).changes.full_before = at;
+        self.state.lock().changes.full_before = at;
     }
 
     /// Removes all faults of changes. Returns whether one of them struck.
     pub fn heal_changes(&self) -> bool {
-        let faults = std::mem::take(&mut lock(&self.state).changes.faults);
+        let faults = std::mem::take(&mut self.state.lock().changes.faults);
         faults.iter().any(|(_, _, struck)| *struck)
     }
 
     /// Whether a fault of changes struck that was not removed.
     pub fn fault_struck(&self) -> bool {
-        lock(&self.state).changes.faults.iter().any(|(_, _, struck)| *struck)
+        self.state.lock().changes.faults.iter().any(|(_, _, struck)| *struck)
     }
 
     /// From now on one sync in `count`, at random, is acknowledged and not done: a disk that lies.
     pub fn ignore_syncs(&self, count: u64) {
-        lock(&self.state).changes.syncs_ignored_one_in = count;
+        self.state.lock().changes.syncs_ignored_one_in = count;
     }
 
     /// Whether the sync that completes now is one that is not done.
     pub(super) fn ignores_sync(&self) -> bool {
-        let count = lock(&self.state).changes.syncs_ignored_one_in;
+        let count = self.state.lock().changes.syncs_ignored_one_in;
         count > 0 && self.random_below(count) == 0
     }
 
     /// How many operations that change files have completed.
     pub fn changes_completed(&self) -> u64 {
-        lock(&self.state).changes.completed
+        self.state.lock().changes.completed
     }
 
     /// The power goes when this many more operations that change files have completed.
     pub fn cut_power_after(&self, operations: u64, loss: Loss) {
-        let changes = &mut lock(&self.state).changes;
+        let changes = &mut self.state.lock().changes;
         changes.cut_after = Some((changes.completed + operations, loss));
     }
 
     /// The process dies when this many more operations that change files, and changes of the memory
     /// that outlives it, have completed.
     pub fn kill_after(&self, operations: u64) {
-        let changes = &mut lock(&self.state).changes;
+        let changes = &mut self.state.lock().changes;
         changes.kill_after = Some(changes.completed + changes.remembered + operations);
     }
 
     /// A change of the memory that outlives the process is done.
     pub(super) fn complete_memory_change(&self) {
-        lock(&self.state).changes.remembered += 1;
+        self.state.lock().changes.remembered += 1;
         self.kill_if_due();
     }
 
     /// Whether the process dies with the change of memory that is made now.
     pub(super) fn dies_with_memory_change(&self) -> bool {
-        let changes = &lock(&self.state).changes;
+        let changes = &self.state.lock().changes;
         changes.kill_after.is_some_and(|after| changes.completed + changes.remembered + 1 >= after)
     }
 
     fn kill_if_due(&self) {
         let is_due = {
-            let changes = &mut lock(&self.state).changes;
+            let changes = &mut self.state.lock().changes;
             let done = changes.completed + changes.remembered;
             changes.kill_after.take_if(|after| done >= *after).is_some()
         };
@@ -145,19 +146,19 @@ impl World {
 
     /// How many operations that change files, or the memory that outlives the process, are done.
     pub fn steps_completed(&self) -> u64 {
-        let changes = &lock(&self.state).changes;
+        let changes = &self.state.lock().changes;
         changes.completed + changes.remembered
     }
 
     /// The power goes when this many more syncs, and then this many operations, have completed: the
     /// next write after a sync is the one that depends on it.
     pub fn cut_power_after_syncs(&self, syncs: u64, then: u64, loss: Loss) {
-        lock(&self.state).changes.cut_after_syncs = Some((syncs, then, loss));
+        self.state.lock().changes.cut_after_syncs = Some((syncs, then, loss));
     }
 
     /// The power is not cut after all.
     pub fn keep_power(&self) {
-        let changes = &mut lock(&self.state).changes;
+        let changes = &mut self.state.lock().changes;
         (changes.cut_after, changes.cut_after_syncs) = (None, None);
         changes.kill_after = None;
     }
@@ -185,7 +186,7 @@ impl World {
 
     /// How many times the power went or the process died.
     pub fn cuts(&self) -> u64 {
-        lock(&self.state).changes.cuts
+        self.state.lock().changes.cuts
     }
 
     /// Ready when the power goes, or the process dies, next.
@@ -206,16 +207,16 @@ impl World {
             self.lose_names();
         }
         let files: Vec<(PathBuf, SharedFile)> =
-            lock(&self.state).files.clone().into_iter().collect();
+            self.state.lock().files.clone().into_iter().collect();
         // By the file that it was: one with two names stays one.
         let mut all_reborn: Vec<(SharedFile, SharedFile)> = Vec::new();
         for (path, shared) in files {
             let known = all_reborn.iter().find(|(before, _)| Arc::ptr_eq(before, &shared));
             if let Some((_, reborn)) = known {
-                lock(&self.state).files.insert(path, Arc::clone(reborn));
+                self.state.lock().files.insert(path, Arc::clone(reborn));
                 continue;
             }
-            let mut file = lock(&shared);
+            let mut file = shared.lock();
             if file.journal.is_none() {
                 continue;
             }
@@ -225,11 +226,11 @@ impl World {
             }
             drop(file);
             let reborn = Arc::new(Mutex::new(reborn));
-            lock(&self.state).files.insert(path, Arc::clone(&reborn));
+            self.state.lock().files.insert(path, Arc::clone(&reborn));
             all_reborn.push((shared, reborn));
         }
         let waiting = {
-            let changes = &mut lock(&self.state).changes;
+            let changes = &mut self.state.lock().changes;
             changes.cuts += 1;
             changes.boots += u64::from(is_boot);
             changes.lives += u64::from(loss.is_some());
@@ -243,7 +244,7 @@ impl World {
 
     /// The errno with which the change fails that starts now.
     pub(super) fn start_change(&self, operation: Operation) -> Option<i32> {
-        let changes = &mut lock(&self.state).changes;
+        let changes = &mut self.state.lock().changes;
         let count = &mut changes.started[operation as usize];
         *count += 1;
         let mut errno = None;
@@ -260,14 +261,14 @@ impl World {
 
     /// The errno of a write for which there is no space.
     pub(super) fn lacks_space(&self, change: &Change) -> Option<i32> {
-        let full_before = lock(&self.state).changes.full_before;
+        let full_before = self.state.lock().changes.full_before;
         matches!(change, Change::Data { at, .. } if *at < full_before).then_some(ENOSPC)
     }
 
     /// A change completed, whatever became of it.
     pub(super) fn complete_change(&self, operation: Operation) {
         let due = {
-            let changes = &mut lock(&self.state).changes;
+            let changes = &mut self.state.lock().changes;
             changes.completed += 1;
             if operation == Operation::Sync
                 && let Some((syncs, then, loss)) = &mut changes.cut_after_syncs
@@ -298,7 +299,7 @@ impl Future for PowerCut {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        let changes = &mut lock(&self.world.state).changes;
+        let changes = &mut self.world.state.lock().changes;
         if changes.cuts > self.before {
             return Poll::Ready(());
         }

@@ -4,8 +4,9 @@ use super::{Latency, ReadFault};
 use crate::power::{Change, Draw, Journal, Loss};
 use mica_block::Identity;
 use mica_rt::Buf;
+use parking_lot::Mutex;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub(super) type SharedFile = Arc<Mutex<SimFile>>;

@@ -1,7 +1,7 @@
 //! What is kept beside the images of the world: sidecars, and the logs of writers.
 
 use super::redo::SimRedoMemory;
-use super::{World, lock, normal};
+use super::{World, normal};
 use mica_block::{Error, LocalFuture, NewSidecar, RedoLogs, RedoMemory, Result, Sidecars, Store};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 impl Sidecars for World {
     fn open(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
-        let found = lock(&self.state).sidecars.get(&normal(path)).cloned();
+        let found = self.state.lock().sidecars.get(&normal(path)).cloned();
         Ok(found.map(|file| self.store(file)))
     }
 
@@ -21,7 +21,7 @@ impl Sidecars for World {
     fn chain_is_open(&self) {}
 
     fn remove(&self, path: &Path) -> Result<()> {
-        lock(&self.state).sidecars.remove(&normal(path));
+        self.state.lock().sidecars.remove(&normal(path));
         Ok(())
     }
 }
@@ -33,7 +33,7 @@ impl World {
     /// `Denied` if that was asked for.
     pub fn write_sidecar(&self, path: &Path, content: &[u8]) -> Result<()> {
         let path = normal(path);
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.sidecars_denied {
             let what = format!("writing the index of {}", path.display());
             return Err(Error::from_io(what, io::ErrorKind::PermissionDenied.into()));
@@ -48,7 +48,7 @@ impl RedoLogs for World {
     fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
         // That of the file, by the name that it had first.
         let file = self.file(path);
-        let name = file.map_or_else(|_| normal(path), |file| lock(&file).path.clone());
+        let name = file.map_or_else(|_| normal(path), |file| file.lock().path.clone());
         Ok(Some(Arc::new(SimRedoMemory::new(self, name))))
     }
 
@@ -58,7 +58,7 @@ impl RedoLogs for World {
 
     fn orphaned(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
         let file = self.file(path)?;
-        let is_written = lock(&file).writer.upgrade().is_some();
+        let is_written = file.lock().writer.upgrade().is_some();
         if is_written { Ok(Vec::new()) } else { Ok(self.log(path)?.into_iter().collect()) }
     }
 

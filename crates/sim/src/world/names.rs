@@ -2,7 +2,7 @@
 //! content, that is lost with the power unless it was made durable.
 
 use super::file::SharedFile;
-use super::{World, lock, normal};
+use super::{World, normal};
 use std::path::{Path, PathBuf};
 
 /// What a name stood for before it was changed.
@@ -29,12 +29,12 @@ impl World {
 
     /// Makes the names of all files durable.
     pub fn sync_names(&self) {
-        lock(&self.state).names_before.clear();
+        self.state.lock().names_before.clear();
     }
 
     fn name(&self, path: &Path, file: Option<SharedFile>) {
         let path = normal(path);
-        let state = &mut *lock(&self.state);
+        let state = &mut *self.state.lock();
         let before = match file {
             Some(file) => state.files.insert(path.clone(), file),
             None => state.files.remove(&path),
@@ -45,7 +45,7 @@ impl World {
     /// The power went: all changes of names since they were last durable are lost, or none is.
     pub(super) fn lose_names(&self) {
         let is_lost = self.random_below(2) == 0;
-        let state = &mut *lock(&self.state);
+        let state = &mut *self.state.lock();
         for (path, before) in std::mem::take(&mut state.names_before).into_iter().rev() {
             match before {
                 _ if !is_lost => {}

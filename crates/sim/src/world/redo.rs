@@ -1,6 +1,6 @@
 //! Memory that outlives a process of the world, but not a power cut.
 
-use super::{World, lock};
+use super::World;
 use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ impl RedoMemory for SimRedoMemory {
         if self.is_dead() {
             return Err(Error::new(ErrorKind::Io, "the process is dead"));
         }
-        let mut state = lock(&self.world.state);
+        let mut state = self.world.state.lock();
         state.memories_made += 1;
         let number = state.memories_made;
         let changed_ns = state.now_ns;
@@ -65,26 +65,26 @@ impl RedoMemory for SimRedoMemory {
     }
 
     fn origin(&self) -> Result<RedoOrigin> {
-        let state = lock(&self.world.state);
+        let state = self.world.state.lock();
         let number = state.redo_memories.get(&self.path).map_or(0, |memory| memory.number);
         Ok(RedoOrigin { boot: state.changes.boots.into(), memory: number.into() })
     }
 
     fn now_ns(&self) -> i128 {
-        lock(&self.world.state).now_ns
+        self.world.state.lock().now_ns
     }
 
     fn changed_ns(&self) -> Result<i128> {
-        let state = lock(&self.world.state);
+        let state = self.world.state.lock();
         Ok(state.redo_memories.get(&self.path).map_or(0, |memory| memory.changed_ns))
     }
 
     fn capacity(&self) -> u64 {
-        lock(&self.world.state).memory_capacity
+        self.world.state.lock().memory_capacity
     }
 
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {
-        let state = lock(&self.world.state);
+        let state = self.world.state.lock();
         let bytes = state.redo_memories.get(&self.path).map_or(&[][..], |memory| &memory.bytes);
         let start = usize::try_from(at).expect("small").min(bytes.len());
         let there = &bytes[start..(start + buf.len()).min(bytes.len())];
@@ -106,7 +106,7 @@ impl RedoMemory for SimRedoMemory {
             }
             false => bytes,
         };
-        let mut state = lock(&self.world.state);
+        let mut state = self.world.state.lock();
         if state.memory_is_full {
             return Err(Error::new(ErrorKind::NoSpace, "the memory is full"));
         }
@@ -128,7 +128,7 @@ impl RedoMemory for SimRedoMemory {
 
     fn remove(&self) {
         if !self.is_dead() {
-            lock(&self.world.state).redo_memories.remove(&self.path);
+            self.world.state.lock().redo_memories.remove(&self.path);
             self.world.complete_memory_change();
         }
     }

@@ -1,7 +1,7 @@
 //! A file of the world that someone has open.
 
 use super::file::SharedFile;
-use super::{Operation, ReadFault, World, lock};
+use super::{Operation, ReadFault, World};
 use crate::power::Change;
 use mica_block::{
     ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, StoreIdentity,
@@ -31,7 +31,7 @@ pub(super) struct SimStore {
 impl SimStore {
     /// The fate of the read that starts now: its latency, and the errno with which it fails.
     fn fate(&self) -> (Duration, Option<i32>) {
-        let mut file = lock(&self.file);
+        let mut file = self.file.lock();
         file.reads += 1;
         let mut latency = file.nominal_latency();
         let mut errno = None;
@@ -53,7 +53,7 @@ impl SimStore {
     /// Starts an operation that makes `change` when it completes.
     fn start(&self, operation: Operation, change: Change, buf: Buf) -> Op {
         let errno = self.world.start_change(operation).or_else(|| self.world.lacks_space(&change));
-        let mut file = lock(&self.file);
+        let mut file = self.file.lock();
         let name = file.journal().start(change);
         let latency = file.nominal_latency();
         drop(file);
@@ -61,7 +61,7 @@ impl SimStore {
         let work = move |buf: &mut Buf| {
             let now_ns = world.tick();
             let mut draw = |bound| world.random_below(bound);
-            let mut locked = lock(&file);
+            let mut locked = file.lock();
             if locked.dead {
                 return Err(io::Error::from_raw_os_error(EIO));
             }
@@ -84,13 +84,13 @@ impl SimStore {
     /// Starts a sync of everything, or of these bytes alone.
     fn start_sync(&self, only: Option<(usize, Vec<u8>)>) -> ChangeFuture {
         let errno = self.world.start_change(Operation::Sync);
-        let mut file = lock(&self.file);
+        let mut file = self.file.lock();
         let (mark, ctime_ns) = (file.journal().mark(), file.ctime_ns);
         let latency = file.nominal_latency() * SYNC_FACTOR;
         drop(file);
         let (world, file) = (self.world.clone(), Arc::clone(&self.file));
         let work = move |_: &mut Buf| {
-            let mut locked = lock(&file);
+            let mut locked = file.lock();
             if locked.dead {
                 return Err(io::Error::from_raw_os_error(EIO));
             }
@@ -149,7 +149,7 @@ impl Store for SimStore {
         let (latency, errno) = self.fate();
         let file = Arc::clone(&self.file);
         let work = move |buf: &mut Buf| {
-            let file = lock(&file);
+            let file = file.lock();
             match errno.or(file.dead.then_some(EIO)) {
                 Some(code) => Err(io::Error::from_raw_os_error(code)),
                 None => Ok(file.read(buf, offset.bytes())),
@@ -159,7 +159,7 @@ impl Store for SimStore {
     }
 
     fn len(&self) -> Result<u64> {
-        Ok(lock(&self.file).bytes.len() as u64)
+        Ok(self.file.lock().bytes.len() as u64)
     }
 
     /// Blocks of zeros are holes, as they would be in a file that was written sparsely.
@@ -168,7 +168,7 @@ impl Store for SimStore {
         if len == 0 {
             return Err(Error::new(ErrorKind::Invalid, "a run of no bytes was asked for"));
         }
-        let file = lock(&self.file);
+        let file = self.file.lock();
         let kind_at = |at: u64| {
             let start = usize::try_from(at - at % BLOCK).unwrap_or(usize::MAX);
             let there = file.bytes.get(start..).unwrap_or_default();
@@ -194,11 +194,11 @@ impl Store for SimStore {
     }
 
     fn name(&self) -> String {
-        lock(&self.file).path.display().to_string()
+        self.file.lock().path.display().to_string()
     }
 
     fn identity(&self) -> StoreIdentity {
-        StoreIdentity::from(&lock(&self.file).identity())
+        StoreIdentity::from(&self.file.lock().identity())
     }
 
     fn reads_unwritten_as_zeros(&self) -> bool {
@@ -211,12 +211,12 @@ impl Store for SimStore {
 
     fn witness(&self) -> Witness {
         let (reports_remounts, life) = {
-            let state = lock(&self.world.state);
+            let state = self.world.state.lock();
             (state.reports_remounts, state.changes.lives)
         };
         match reports_remounts {
             true => Witness::MountGeneration(life),
-            false => Witness::Changed(lock(&self.file).ctime_ns),
+            false => Witness::Changed(self.file.lock().ctime_ns),
         }
     }
 
@@ -269,7 +269,7 @@ impl Store for SimStore {
 
     fn set_len(&self, len: u64) -> ChangeFuture {
         let len = bytes(len);
-        let change = match len < lock(&self.file).bytes.len() {
+        let change = match len < self.file.lock().bytes.len() {
             true => Change::Shrink { len },
             false => Change::Grow { len },
         };

@@ -21,7 +21,8 @@ use super::stores::{Store, Stores};
 use mica_block::{ManageVolume, Result};
 use mica_rt::{now, sleep};
 use mica_volume::{CollectOptions, Collected, Speed, Volume, VolumeName};
-use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use parking_lot::MutexGuard;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// How often it is looked whether there is something to do.
@@ -52,7 +53,7 @@ impl Store {
     }
 
     fn collecting(&self) -> MutexGuard<'_, Collecting> {
-        self.collecting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.collecting.lock()
     }
 
     /// The volumes that are open, after what they have put is counted.

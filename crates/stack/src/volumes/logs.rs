@@ -6,11 +6,12 @@ use mica_block::{Error, ErrorKind, Images, Result, Store};
 use mica_rt::sync::SharedLock;
 use mica_store::Handles;
 use mica_volume::LogDevice;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// Bytes of a log, at least.
 pub const LOG_BYTES_MIN: u64 = LogDevice::LEN_MIN;
@@ -112,6 +113,6 @@ impl Logs {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Weak<LogDevice>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock()
     }
 }

@@ -13,10 +13,11 @@ use mica_rt::sync::SharedLock;
 use mica_store::Handles;
 use mica_store::object::{DirectoryObjects, MemoryObjects, RetryObjects, RetryOptions, probe};
 use mica_volume::{Environment, LogDevice, Volumes};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// How long requests to a store may fail: volumes repeat them.
@@ -187,7 +188,7 @@ impl Stores {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<(StoreUrl, StoreFaults), Weak<Store>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock()
     }
 
     /// The store at `url`, of which a verb says that it does not answer if it is elsewhere.
@@ -215,7 +216,7 @@ impl Stores {
                 Arc::new(ReconnectingPool::open(options)?)
             }
             StoreUrl::Memory(name) => {
-                let mut in_memory = self.in_memory.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut in_memory = self.in_memory.lock();
                 let new = || MemoryObjects::new(format!("memory:{name}"));
                 Arc::new(in_memory.entry(name.clone()).or_insert_with(new).clone())
             }
@@ -254,7 +255,7 @@ impl Store {
     /// `Unsupported` if it does not; otherwise what it reports.
     pub(super) async fn probe(&self) -> Result<()> {
         let _alone = self.probing.alone().await;
-        let is_probed = || self.is_probed.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_probed = || self.is_probed.lock();
         if *is_probed() {
             return Ok(());
         }

@@ -8,11 +8,12 @@ use crate::lock::{self, Locking, Role};
 use crate::stamp::now_ns;
 use mica_block::{Error, Identity, ProofSlot, Result, StoreIdentity};
 use mica_rt::{Access, File};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How a file is read.
 #[derive(Clone, Copy)]
@@ -150,7 +151,7 @@ impl Handle {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Slot> {
-        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+        self.slot.lock()
     }
 
     #[inline]

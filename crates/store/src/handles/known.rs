@@ -14,9 +14,10 @@ use crate::located::Located;
 use crate::lock::Locking;
 use mica_block::Result;
 use mica_rt::{Access, File};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// A handle as the stores that read its file hold it. The last of them closes it.
 pub(crate) struct SharedHandle {
@@ -159,6 +160,6 @@ impl Known {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Weak<SharedHandle>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }

@@ -46,7 +46,7 @@ impl Ring {
                 continue;
             }
             // One that is being used or opened right now is not idle.
-            let Ok(mut slot) = handle.slot.try_lock() else { continue };
+            let Some(mut slot) = handle.slot.try_lock() else { continue };
             if slot.file.as_ref().is_some_and(|file| Arc::strong_count(file) == 1) {
                 slot.known.closed_ns = now_ns();
                 slot.file = None;

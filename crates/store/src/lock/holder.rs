@@ -5,6 +5,7 @@
 //! the holder is known to be dead, or nothing shows that it is alive.
 
 use mica_rt::File;
+use parking_lot::Mutex;
 use rustix::fd::{AsFd, AsRawFd};
 use rustix::fs::{fstat, fstatfs};
 use std::fmt;
@@ -12,7 +13,7 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The question which process, other than the one that asks, locks a byte of a file.
@@ -132,7 +133,7 @@ static SEARCH: Mutex<Option<Arc<Search>>> = Mutex::new(None);
 /// From now on uses `search` to find lock holders: for a process in a sandbox, which cannot see
 /// other processes.
 pub fn search_holders_with(search: impl Fn(&LockQuestion) -> Holder + Send + Sync + 'static) {
-    *SEARCH.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(search));
+    *SEARCH.lock() = Some(Arc::new(search));
 }
 
 /// The process that locks `byte` of `file`, other than through this descriptor.
@@ -145,7 +146,7 @@ pub(super) fn holder(file: &File, byte: u64) -> Holder {
         process: std::process::id(),
         descriptor: file.as_fd().as_raw_fd(),
     };
-    let search = SEARCH.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let search = SEARCH.lock().clone();
     match search {
         Some(search) => search(&question),
         None => find_holder(&question),

@@ -8,9 +8,10 @@ use mica_block::{
     Objects, Put, PutFuture, PutPartsFuture, Result,
 };
 use mica_rt::{Buf, Parts, simulate, sleep, spawn};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Bound, Range};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Objects in memory. A clone has the same objects, so that each simulated host can have one.
@@ -72,11 +73,11 @@ impl MemoryObjects {
     }
 
     fn early(&self) -> MutexGuard<'_, BTreeSet<ObjectName>> {
-        self.early.lock().unwrap_or_else(PoisonError::into_inner)
+        self.early.lock()
     }
 
     fn holes(&self) -> MutexGuard<'_, BTreeMap<ObjectName, BTreeSet<u64>>> {
-        self.holes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.holes.lock()
     }
 
     /// See [`Objects::punch`].
@@ -97,7 +98,7 @@ impl MemoryObjects {
     }
 
     fn lock(&self) -> MutexGuard<'_, Contents> {
-        self.objects.lock().unwrap_or_else(PoisonError::into_inner)
+        self.objects.lock()
     }
 
     /// A request that does `act`. It begins now, and runs on if what this gives is dropped.

@@ -8,7 +8,8 @@ use mica_store::faulty::{
     DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Operation,
     Operations, When,
 };
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 fn memory() -> Arc<dyn Store> {
@@ -89,14 +90,14 @@ fn log_has_one_line_for_each_operation() {
     in_sim(|| async {
         let lines: Arc<Mutex<Vec<String>>> = Arc::default();
         let sunk = Arc::clone(&lines);
-        let sink = Arc::new(move |line: &str| sunk.lock().unwrap().push(line.to_owned()));
+        let sink = Arc::new(move |line: &str| sunk.lock().push(line.to_owned()));
         let (operations, time) = (Operations::READS, Duration::from_millis(2));
         let slow = DelayStore::new(memory(), DelayOptions { operations, time });
         let store = LogStore::new(Arc::new(slow), LogOptions { sink });
         read(&store, 512, 10).await.unwrap();
         read(&store, 0, 10).await.unwrap();
         store.run_at(mica_units::HostOffset::ZERO, 7).unwrap();
-        let lines = lines.lock().unwrap();
+        let lines = lines.lock();
         assert_eq!(lines[0], "0.000000 read memory offset=0x200 len=10 ok in 2000 us");
         assert_eq!(lines[1], "0.002000 read memory offset=0x0 len=10 ok in 2000 us");
         assert_eq!(lines[2], "- run memory offset=0x0 len=7 Data for 7");
@@ -155,7 +156,7 @@ fn delay_and_log_cover_every_operation() {
     in_sim(|| async {
         let lines: Arc<Mutex<Vec<String>>> = Arc::default();
         let sunk = Arc::clone(&lines);
-        let sink = Arc::new(move |line: &str| sunk.lock().unwrap().push(line.to_owned()));
+        let sink = Arc::new(move |line: &str| sunk.lock().push(line.to_owned()));
         let memory = Arc::new(MemoryStore::new_writable("memory", vec![5; 100]));
         let (operations, time) = (Operations::ALL, Duration::from_millis(1));
         let slow = DelayStore::new(memory, DelayOptions { operations, time });
@@ -171,7 +172,7 @@ fn delay_and_log_cover_every_operation() {
             "0.002000 punch memory offset=0x0 len=5 ok in 1000 us",
             "0.003000 set-len memory len=7 ok in 1000 us",
         ];
-        assert_eq!(*lines.lock().unwrap(), expected);
+        assert_eq!(*lines.lock(), expected);
         assert_eq!(store.len().unwrap(), 7);
     });
 }

@@ -3,8 +3,9 @@
 use crate::put::{Patience, Tries};
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, LocalFuture, ObjectName, Objects, Result};
 use mica_rt::{Buf, Instant, Task, now, sleep, spawn};
+use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Requests under way at once.
@@ -44,7 +45,7 @@ impl Client {
         let takes = self.speed.requests.map_or(Duration::ZERO, |rate| share(1, rate.into()));
         let bytes = self.speed.bytes.map_or(Duration::ZERO, |rate| share(bytes as u64, rate));
         let pause = {
-            let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut next = self.next.lock();
             let start = next.map_or(now(), |next| next.max(now()));
             *next = Some(start.after(takes.max(bytes)));
             start.saturating_since(now())

@@ -14,7 +14,8 @@ use crate::format::Id;
 use mica_block::{Error, Result};
 use mica_rt::spawn;
 use mica_rt::sync::Waiters;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::{Arc, OnceLock};
 
 /// What the users of a log share.
 pub(super) struct Appender {
@@ -65,7 +66,7 @@ impl Appender {
 
     pub(super) fn tail(&self) -> MutexGuard<'_, Tail> {
         // No code that may panic runs while it is half changed.
-        self.tail.lock().unwrap_or_else(PoisonError::into_inner)
+        self.tail.lock()
     }
 
     pub(super) fn room_for_group(&self, tail: &Tail, slots: &Slots) -> Option<RoomForGroup> {

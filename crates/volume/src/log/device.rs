@@ -12,8 +12,9 @@ use mica_block::{Error, ErrorKind, GroupSync, Result, Store, read_exact, write_a
 use mica_rt::sync::Waiters;
 use mica_rt::{Buf, Parts, join_all, spawn};
 use mica_units::HostOffset;
+use parking_lot::{Mutex, MutexGuard};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// Headers that are read at once.
 const READS_AT_ONCE: usize = 64;
@@ -127,7 +128,7 @@ impl LogDevice {
 
     pub(super) fn slots(&self) -> MutexGuard<'_, Slots> {
         // No code that may panic runs while it is half changed.
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        self.slots.lock()
     }
 
     /// A header of a log that needs nothing before `first`, without its number.
@@ -345,7 +346,7 @@ impl LogDevice {
     }
 
     fn waiting(&self) -> MutexGuard<'_, Vec<Weak<Waiters>>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock()
     }
 
     pub(super) fn name(&self) -> String {

@@ -10,7 +10,8 @@
 use super::{NODE_MEMORY_BYTES, Node};
 use crate::place::Place;
 use mica_map::{FANOUT, FANOUT_BITS};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use parking_lot::Mutex;
+use std::sync::OnceLock;
 
 /// How many are held at most: the lowest directories of a GiB of a disk.
 const COUNT_MAX: u64 = 1 << 14;
@@ -77,7 +78,7 @@ impl Shortcuts {
     fn with<T>(&self, root: Place, key: u64, act: impl FnOnce(&(Place, Node)) -> T) -> Option<T> {
         let prefix = self.prefix(key);
         let slot = self.slot(self.slots.get()?, prefix)?;
-        let slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = slot.lock();
         let held = slot.as_ref().filter(|held| (held.root, held.prefix) == (root, prefix))?;
         Some(act(&held.directory))
     }
@@ -88,7 +89,7 @@ impl Shortcuts {
         let slots = self.slots.get_or_init(|| (0..self.count).map(|_| Mutex::default()).collect());
         let Some(slot) = self.slot(slots, prefix) else { return };
         let shortcut = Shortcut { root, prefix, directory };
-        let before = slot.lock().unwrap_or_else(PoisonError::into_inner).replace(shortcut);
+        let before = slot.lock().replace(shortcut);
         // Which may be the last to hold its directory.
         drop(before);
     }

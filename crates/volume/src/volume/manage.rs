@@ -7,7 +7,7 @@
 use super::Volume;
 use crate::heads::{End, check_host};
 use crate::known::Now;
-use crate::shared::{Counts, Putter, Shared, lock};
+use crate::shared::{Counts, Putter, Shared};
 use crate::writing;
 use mica_block::{Error, ErrorKind, LocalFuture, LogStats, ManageVolume, Result, VolumeStats};
 use mica_rt::timeout;
@@ -90,7 +90,7 @@ impl Shared {
             let now_ns = self.heads.environment.now_ns();
             since_ns.map_or(0, |since_ns| now_ns.saturating_sub(since_ns) / 1_000_000)
         };
-        let silent_since = lock(&putter.trouble).as_ref().map(|trouble| trouble.since_ns);
+        let silent_since = putter.trouble.lock().as_ref().map(|trouble| trouble.since_ns);
         let counts = &putter.counts;
         let now = self.now();
         VolumeStats {

@@ -15,7 +15,7 @@ use crate::keep::Keep;
 use crate::known::{Change, RecentCuts};
 use crate::labels::{LABELS_MAX, Labels};
 use crate::segment::Cut;
-use crate::shared::{Shared, lock};
+use crate::shared::Shared;
 use crate::snapshots::{all, find, missing};
 use crate::state::Root;
 use crate::writing::Step;
@@ -152,21 +152,21 @@ impl Shared {
         _named: &Alone<'_>,
         act: impl FnOnce(&Labels) -> T,
     ) -> Result<T> {
-        let known = lock(&self.labels).take();
+        let known = self.labels.lock().take();
         let labels = match known {
             Some(labels) => labels,
             None => Labels::of(self.list_snapshots().await?),
         };
         let outcome = act(&labels);
         if labels.len() < LABELS_MAX {
-            *lock(&self.labels) = Some(labels);
+            *self.labels.lock() = Some(labels);
         }
         Ok(outcome)
     }
 
     /// Snapshot `number` has `label` from now on; none if it is empty.
     fn note_label(&self, _named: &Alone<'_>, number: u64, label: &str) {
-        if let Some(labels) = &mut *lock(&self.labels) {
+        if let Some(labels) = &mut *self.labels.lock() {
             labels.set(number, label.to_owned());
         }
     }

@@ -12,9 +12,9 @@
 use crate::storm::model::{Model, View};
 use crate::storm::stamp::{self, SECTOR, Seen, Seq};
 use crate::storm::story::{Fault, Outcome, Wrong};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A write, from its client's point of view: two ticks of the disk's clock.
 #[derive(Clone, Debug)]
@@ -358,7 +358,7 @@ impl Disk {
     }
 
     pub(super) fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 }
 

@@ -8,10 +8,10 @@ use mica_tests::power::{SECTOR, stamps};
 use mica_tests::server::Server;
 use mica_tests::{clock, mica, qemu};
 use mica_units::Rng;
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, RwLock};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -82,7 +82,7 @@ impl Disk {
 
     /// What is known of its sectors.
     pub(super) fn history(&self) -> MutexGuard<'_, History> {
-        self.history.lock().expect("nobody panicked")
+        self.history.lock()
     }
 
     /// The present moment.
@@ -91,7 +91,7 @@ impl Disk {
     }
 
     fn server(&self) -> MutexGuard<'_, Option<Server>> {
-        self.server.lock().expect("nobody panicked")
+        self.server.lock()
     }
 
     /// Serves it, again.
@@ -149,7 +149,7 @@ impl Disk {
 
     /// One request; returns whether the server lives.
     fn request(&self, guest: &mut Guest, number: u64, rng: &mut Rng) -> bool {
-        let _shared = self.rest.read().expect("nobody panicked");
+        let _shared = self.rest.read();
         let len = rng.choose(&[1, 1, 3, 8, 8, 8, 8, 16, 64]);
         let stripe = number + GUESTS * rng.below(self.sectors / STRIPE / GUESTS);
         let first = stripe * STRIPE + rng.below(STRIPE - len + 1);
@@ -192,7 +192,7 @@ impl Disk {
     /// What a client reads of it is what was written, while its guests rest.
     #[track_caller]
     pub(super) fn judge(&self, what: &str) {
-        let _alone = self.rest.write().expect("nobody panicked");
+        let _alone = self.rest.write();
         let client = self.server().as_ref().expect("it runs").connect(&Default::default());
         let shown = client.and_then(|mut client| client.read_all()).expect("read");
         let now = self.now();

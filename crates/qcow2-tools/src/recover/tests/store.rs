@@ -3,7 +3,8 @@
 use mica_block::{ChangeFuture, IoFuture, Result, Run, RunKind, Store, StoreIdentity, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 /// What a store was told to do.
 #[derive(Clone)]
@@ -25,16 +26,16 @@ impl Logged {
     }
 
     pub(super) fn content(&self) -> Vec<u8> {
-        self.bytes.lock().expect("not poisoned").clone()
+        self.bytes.lock().clone()
     }
 
     pub(super) fn events(&self) -> Vec<Event> {
-        self.log.lock().expect("not poisoned").clone()
+        self.log.lock().clone()
     }
 
     fn apply(&self, event: Event) {
-        play(&mut self.bytes.lock().expect("not poisoned"), &event);
-        self.log.lock().expect("not poisoned").push(event);
+        play(&mut self.bytes.lock(), &event);
+        self.log.lock().push(event);
     }
 }
 
@@ -58,7 +59,7 @@ pub(super) fn index(offset: u64) -> usize {
 
 impl Store for Logged {
     fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
-        let bytes = self.bytes.lock().expect("not poisoned");
+        let bytes = self.bytes.lock();
         let there = bytes.get(index(offset.bytes())..).unwrap_or_default();
         let len = there.len().min(buf.len());
         buf.put(0, &there[..len]);
@@ -67,7 +68,7 @@ impl Store for Logged {
     }
 
     fn len(&self) -> Result<u64> {
-        Ok(self.bytes.lock().expect("not poisoned").len() as u64)
+        Ok(self.bytes.lock().len() as u64)
     }
 
     fn run_at(&self, _offset: HostOffset, len: u64) -> Result<Run> {

@@ -16,7 +16,7 @@ use mica_qcow2_format::BackingName;
 use mica_units::{ClusterBits, GuestRange, LayerNumber};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 /// The layers of a commit, by position.
 #[derive(Clone, Copy)]
@@ -232,14 +232,14 @@ impl Chain {
     }
 
     fn resumes_at(&self, wanted: Resume) -> u64 {
-        let resumes = self.merging.resumes.lock().unwrap_or_else(PoisonError::into_inner);
+        let resumes = self.merging.resumes.lock();
         let known = resumes.filter(|known| Resume { done: 0, ..*known } == wanted);
         known.map_or(0, |known| known.done)
     }
 
     /// Only the next merge may resume, and only the same one.
     pub(super) fn set_resume(&self, resume: Option<Resume>) {
-        *self.merging.resumes.lock().unwrap_or_else(PoisonError::into_inner) = resume;
+        *self.merging.resumes.lock() = resume;
     }
 }
 

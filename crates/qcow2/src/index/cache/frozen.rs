@@ -7,8 +7,9 @@
 use super::{Common, MapCache, Owner, Sharing};
 use crate::layer::Layer;
 use mica_block::Identity;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 /// Layers beneath the active one, as long as a chain has them.
 pub(crate) struct Frozen {
@@ -76,7 +77,7 @@ impl KnownFrozen {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<blake3::Hash, Weak<Frozen>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -52,10 +52,11 @@ use mica_qcow2_format::{
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::{GuestRange, HostOffset};
+use parking_lot::Mutex;
 use recorder::{Recorded, Recorder, Table};
 use std::ops::Range;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// The autoclear bit that there are bitmaps that match their flags.
 const CONSISTENT: u64 = 1;
@@ -94,11 +95,11 @@ impl Bitmaps {
     }
 
     fn place(&self) -> Option<BitmapsExtension> {
-        *self.place.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.place.lock()
     }
 
     fn set_place(&self, place: Option<BitmapsExtension>) {
-        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = place;
+        *self.place.lock() = place;
     }
 }
 

@@ -4,9 +4,9 @@
 use super::bits::{Bits, PAGE_BITS, PAGE_BYTES};
 use mica_qcow2_format::BitmapTableEntry;
 use mica_units::{GuestRange, HostOffset};
+use parking_lot::{Mutex, MutexGuard};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The least size of a region, as a power of two.
 pub(super) const REGION_BITS_MIN: u32 = 24;
@@ -48,7 +48,7 @@ pub(crate) struct Recorder {
 
 impl Recorded {
     pub(super) fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock()
     }
 
     /// Sets the bits of what lies in `range`, of a disk of `len` bytes.

@@ -245,10 +245,10 @@ impl World {
 
     /// What is on offer is on offer, or was withdrawn: neither taken nor done.
     fn verify(&self) {
-        for offers in lock(&self.gather.offers).values() {
+        for offers in self.gather.offers.lock().values() {
             assert!(!offers.is_empty(), "a cluster without offers is forgotten");
             for offer in offers {
-                let state = lock(&offer.state);
+                let state = offer.state.lock();
                 assert!(matches!(state.0, State::Offered(_) | State::Over), "a standing offer");
             }
         }
@@ -334,7 +334,7 @@ impl World {
     }
 
     fn check_end(&self, load: &Load) {
-        assert!(lock(&self.gather.offers).is_empty(), "offers that nobody waits for");
+        assert!(self.gather.offers.lock().is_empty(), "offers that nobody waits for");
         for cluster in 0..load.clusters {
             assert!(self.claims.try_claim(cluster).is_some(), "cluster {cluster} stays claimed");
         }

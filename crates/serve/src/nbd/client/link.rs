@@ -17,11 +17,12 @@ use futures_channel::oneshot::channel;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Buf;
 use mica_rt::sync::Waiters;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Read};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Half of how long a server may be silent while something waits for it.
@@ -240,12 +241,12 @@ impl Table {
 
 impl Shared {
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock()
     }
 
     fn send(&self, request: &Request) {
         let sent = {
-            let _turn = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+            let _turn = self.sending.lock();
             self.connection.write(&request.encode())
         };
         if let Err(error) = sent {

@@ -9,9 +9,10 @@
 
 use super::link::Connection;
 use mica_block::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
 use rustls::ClientConnection;
 use std::io::{self, Read as _, Write as _};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes that are taken from the socket at a time.
@@ -57,10 +58,10 @@ impl Secure {
     }
 
     fn shake_hands(&self) -> io::Result<()> {
-        let mut taken = lock(&self.taken);
-        while lock(&self.session).is_handshaking() {
+        let mut taken = self.taken.lock();
+        while self.session.lock().is_handshaking() {
             self.flush()?;
-            if lock(&self.session).wants_read() {
+            if self.session.lock().wants_read() {
                 self.take(&mut taken)?;
             }
         }
@@ -79,7 +80,7 @@ impl Secure {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
         }
-        let mut session = lock(&self.session);
+        let mut session = self.session.lock();
         taken.used += session.read_tls(&mut &taken.bytes[taken.used..])?;
         let processed = session.process_new_packets();
         let has_more = session.wants_write();
@@ -100,10 +101,10 @@ impl Secure {
     }
 
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let _in_turn = lock(&self.sending);
+        let _in_turn = self.sending.lock();
         let mut records = Vec::new();
         {
-            let mut session = lock(&self.session);
+            let mut session = self.session.lock();
             session.writer().write_all(bytes)?;
             while session.wants_write() {
                 session.write_tls(&mut records)?;
@@ -118,9 +119,9 @@ impl Secure {
 
 impl Connection for Secure {
     fn read(&self, bytes: &mut [u8]) -> io::Result<usize> {
-        let mut taken = lock(&self.taken);
+        let mut taken = self.taken.lock();
         loop {
-            match lock(&self.session).reader().read(bytes) {
+            match self.session.lock().reader().read(bytes) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 read => return read,
             }
@@ -139,8 +140,4 @@ impl Connection for Secure {
     fn shut(&self) {
         self.socket.shut();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -2,7 +2,8 @@
 
 use super::new::NewFile;
 use crate::handles::{Handles, SetAside};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// Objects that are left so at most: the names of others are made durable at once.
 const EARLY_MAX: usize = 4;
@@ -45,6 +46,6 @@ impl EarlyNames {
     }
 
     fn all(&self) -> MutexGuard<'_, Vec<Early>> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock()
     }
 }

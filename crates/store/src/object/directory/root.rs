@@ -3,14 +3,15 @@
 use crate::handles::{Handles, SetAside};
 use mica_block::{Error, ErrorKind, ObjectName, Result};
 use mica_rt::{Access, File};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fsync, mkdirat, openat};
 use rustix::io::Errno;
 use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The directory.
 pub(super) struct Root {
@@ -165,7 +166,7 @@ impl Root {
     }
 
     fn durable(&self) -> MutexGuard<'_, HashSet<String>> {
-        self.durable.lock().unwrap_or_else(PoisonError::into_inner)
+        self.durable.lock()
     }
 }
 
