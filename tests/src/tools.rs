@@ -46,6 +46,8 @@ tools! {
     BLKDISCARD = "blkdiscard" in ["util-linux"];
     PROMTOOL = "promtool" in ["prometheus"];
     DB_BENCH = "db_bench" in ["rocksdb-tools"];
+    JQ = "jq" in ["jq"];
+    XXD = "xxd" in ["xxd", "vim-common"];
     OPENSSL = "openssl" in ["openssl"];
     MAN = "man" in ["man-db"];
     MANDOC = "mandoc" in ["mandoc"];

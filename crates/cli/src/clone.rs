@@ -8,6 +8,7 @@ use crate::create::{
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use crate::plain::plain;
 use clap::Args;
 use mica_block::Images;
 use mica_qcow2::read_header;
@@ -169,8 +170,9 @@ fn report(args: &CloneArgs, names: &[PathBuf], len: u64) -> Result<(), Failure> 
             }
         }
         Some(OutputFormat::Human) => {
-            let base = args.base.display();
-            let lines = names.iter().map(|name| format!("{}: a clone of {base}\n", name.display()));
+            let shown = |path: &Path| plain(&path.to_string_lossy());
+            let base = shown(&args.base);
+            let lines = names.iter().map(|name| format!("{}: a clone of {base}\n", shown(name)));
             print(&lines.collect::<String>())
         }
     }

@@ -21,6 +21,7 @@ pub(crate) use sources::Sources;
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
+use crate::plain::plain;
 use clap::Args;
 use mica_block::{Manage, Space, Store};
 use mica_qcow2::IndexUse;
@@ -382,10 +383,10 @@ fn report(args: &CreateArgs, fields: Map<String, Value>) -> Result<(), Failure> 
         Some(OutputFormat::Json) => return print_json(&fields),
         Some(OutputFormat::Human) => {}
     }
-    let mut text = format!("Formatting '{}', fmt=", args.file.display());
+    let mut text = format!("Formatting '{}', fmt=", plain(&args.file.to_string_lossy()));
     for (name, value) in fields.iter().filter(|(name, _)| *name != "filename") {
         let value = match value {
-            Value::String(text) => text.clone(),
+            Value::String(text) => plain(text),
             Value::Bool(on) => if *on { "on" } else { "off" }.to_owned(),
             other => other.to_string(),
         };

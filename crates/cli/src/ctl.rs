@@ -19,6 +19,7 @@ use clap::{Args, Subcommand};
 use members::{AddArgs, RemoveArgs};
 use mica_daemon::LogLevel;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 /// Query and control a running server.
@@ -42,7 +43,11 @@ pub(crate) struct CtlArgs {
 enum CtlVerb {
     /// Show which disks are served, from which image and where.
     #[command(after_long_help = sections::CTL_STATUS)]
-    Status,
+    Status {
+        /// The disk; by default all.
+        #[arg(value_name = "DISK")]
+        disk: Option<String>,
+    },
     /// Show statistics since the start.
     #[command(after_long_help = sections::CTL_STATS)]
     Stats {
@@ -240,14 +245,8 @@ fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Outcome,
         CtlVerb::Stats { disk: Some(disk), space: true } => {
             return stores::space(client, disk, output).map(Outcome::Done);
         }
-        CtlVerb::Status => (client.get("/v1/status")?, status),
-        CtlVerb::Stats { disk, .. } => {
-            let mut answer = client.get("/v1/stats")?;
-            if let Some(disk) = disk {
-                only(&mut answer, disk)?;
-            }
-            (answer, stats)
-        }
+        CtlVerb::Status { disk } => (of_disks(client, "/v1/status", disk.as_deref())?, status),
+        CtlVerb::Stats { disk, .. } => (of_disks(client, "/v1/stats", disk.as_deref())?, stats),
         CtlVerb::Resize { disk, size } => {
             (client.post(&of_disk(disk, "resize"), &json!({ "size": size }))?, resized)
         }
@@ -285,17 +284,19 @@ fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Outcome,
     Ok(Outcome::Answer(answer, human))
 }
 
+/// What the server says of its disks, or of one.
+fn of_disks(client: &Client, path: &str, disk: Option<&str>) -> Result<Value, Failure> {
+    let mut answer = client.get(path)?;
+    disk.map_or(Ok(()), |disk| only(&mut answer, disk))?;
+    Ok(answer)
+}
+
 /// Reduces an answer to one disk.
 fn only(answer: &mut Value, disk: &str) -> Result<(), Failure> {
     let disks = answer["disks"].as_array_mut().map(std::mem::take).unwrap_or_default();
     let names: Vec<_> = disks.iter().map(|found| text(&found["name"])).collect();
     let found = disks.into_iter().find(|found| found["name"] == disk);
-    let found = found.ok_or_else(|| {
-        Failure::new(match names.is_empty() {
-            true => format!("no disk {disk:?}: this server has no disks"),
-            false => format!("no disk {disk:?}; disks are: {}", names.join(", ")),
-        })
-    })?;
+    let found = found.ok_or_else(|| Failure::new(mica_daemon::no_disk(disk, &names)))?;
     answer["disks"] = json!([found]);
     Ok(())
 }
@@ -378,12 +379,30 @@ fn status(answer: &Value) -> String {
         false => format!("\n{}", merges::listed(&merges)),
     };
     format!(
-        "mica {version}, process {pid}, up {uptime}\n\n{}{}{}",
+        "mica {version}, process {pid}, up {uptime}\n\n{}{}{}{}",
         table(&head, &[2, 4], rows.collect()),
+        counts(answer),
         merges + &volumes(answer) + &stores(answer),
         problems.collect::<String>()
     )
 }
+
+/// How many disks are in which state, if they are more than a screen shows.
+fn counts(answer: &Value) -> String {
+    let mut counts = BTreeMap::new();
+    for disk in disks(answer) {
+        *counts.entry(text(&disk["state"])).or_insert(0_usize) += 1;
+    }
+    let all: usize = counts.values().sum();
+    if all < COUNTED_FROM {
+        return String::new();
+    }
+    let counts: Vec<_> = counts.iter().map(|(state, count)| format!("{count} {state}")).collect();
+    format!("\n{all} disks: {}\n", counts.join(", "))
+}
+
+/// Disks that nobody counts by looking at them.
+const COUNTED_FROM: usize = 20;
 
 /// How the logs and the stores of volumes do.
 fn volumes(answer: &Value) -> String {
@@ -574,6 +593,17 @@ mod tests {
              web1: its device is broken: gone\n\
              \ne: no such file\n"
         );
+    }
+
+    #[test]
+    fn many_disks_are_counted_by_state() {
+        let disks = |count: usize| {
+            let state = |number| if number % 10 == 3 { "failed" } else { "serving" };
+            let disks: Vec<_> = (0..count).map(|number| json!({"state": state(number)})).collect();
+            counts(&json!({ "disks": disks }))
+        };
+        assert_eq!(disks(19), "");
+        assert_eq!(disks(1000), "\n1000 disks: 100 failed, 900 serving\n");
     }
 
     #[test]

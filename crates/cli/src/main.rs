@@ -58,6 +58,7 @@ use args::{Cli, Verb};
 use clap::{Command, CommandFactory, FromArgMatches};
 use failure::Failure;
 use std::ffi::OsString;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -67,20 +68,7 @@ fn main() -> ExitCode {
     }
     let cli = match parse() {
         Ok(cli) => cli,
-        Err(error) => {
-            let is_help = !error.use_stderr();
-            let verb = verb_named(std::env::args_os());
-            match counterparts::of(&error, verb.as_deref()) {
-                Some(line) => failure::tell(&format!("mica: {line}")),
-                // If stdout or stderr is closed, this cannot be reported.
-                None => drop(error.print()),
-            }
-            return if is_help {
-                ExitCode::SUCCESS
-            } else {
-                ExitCode::from(usage_code(verb.as_deref()))
-            };
-        }
+        Err(error) => return told(&error),
     };
     let log = log::start(cli.log_level);
     // A file that may not grow is an error to report, not a signal to die from. If the handler is
@@ -125,6 +113,29 @@ fn main() -> ExitCode {
     };
     unfinished::wait_if_ending();
     outcome.unwrap_or_else(|failure: Failure| failure.report())
+}
+
+/// Prints help that was asked for, or what is wrong with the command line.
+fn told(error: &clap::Error) -> ExitCode {
+    let verb = verb_named(std::env::args_os());
+    let printed = match counterparts::of(error, verb.as_deref()) {
+        Some(line) => {
+            failure::tell(&format!("mica: {line}"));
+            Ok(())
+        }
+        None => error.print().and_then(|()| io::stdout().flush()),
+    };
+    if error.use_stderr() {
+        // If that cannot be written, it cannot be reported.
+        return ExitCode::from(usage_code(verb.as_deref()));
+    }
+    match printed {
+        // Who reads the first lines of a help has read it.
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Failure::of_stdout(error).report()
+        }
+        _ => ExitCode::SUCCESS,
+    }
 }
 
 /// What the command line says.

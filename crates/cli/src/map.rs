@@ -3,11 +3,13 @@
 use crate::failure::Failure;
 use crate::images::{SubjectArgs, size_of};
 use crate::output::{OutputFormat, print};
+use crate::plain::plain;
 use clap::Args;
 use mica_block::{Extent, ExtentKind, Manage, Survey};
 use mica_qcow2::IndexUse;
 use mica_units::{GuestOffset, GuestRange};
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Text that is buffered before it is printed.
@@ -64,15 +66,14 @@ impl<'a> Printer<'a> {
         if paths.is_empty() {
             paths.push(args.subject.image.clone());
         }
-        let names = paths.iter().map(|path| path.display().to_string()).collect();
-        Self {
-            disk,
-            format: args.subject.output.output,
-            names,
-            pending: None,
-            count: 0,
-            text: String::new(),
-        }
+        let format = args.subject.output.output;
+        let shown = |path: &PathBuf| match format {
+            // An image that a stranger wrote names others as it likes.
+            OutputFormat::Human => plain(&path.to_string_lossy()),
+            OutputFormat::Json => path.display().to_string(),
+        };
+        let names = paths.iter().map(shown).collect();
+        Self { disk, format, names, pending: None, count: 0, text: String::new() }
     }
 
     fn begin(&mut self) -> Result<(), Failure> {

@@ -134,6 +134,7 @@ EXAMPLES:
 pub(crate) const CTL_STATUS: &str = "\
 EXAMPLES:
   mica ctl status
+  mica ctl status web
   mica ctl status --output json | jq -r '.disks[].state'";
 
 pub(crate) const CTL_SNAPSHOT: &str = "\
@@ -215,6 +216,7 @@ EXAMPLES:
 pub(crate) const CTL_BACKUP_BEGIN: &str = "\
 EXAMPLES:
   mica ctl backup begin web --as monday --nbd unix:backup.sock
+  mica ctl backup end web
   mica ctl backup begin web --since monday --as tuesday --nbd unix:backup.sock
   nbdinfo --map=qemu:dirty-bitmap:monday 'nbd+unix:///web?socket=backup.sock'";
 
@@ -225,7 +227,7 @@ EXAMPLES:
 pub(crate) const CTL_BACKUP_DROP: &str = "\
 EXAMPLES:
   mica ctl backup drop web monday
-  mica ctl backup drop --rate 100M --background web monday";
+  mica ctl backup drop --rate 100M --background web tuesday";
 
 pub(crate) const CTL_BACKUP_PRUNE: &str = "\
 EXAMPLES:
@@ -239,8 +241,8 @@ EXAMPLES:
 
 pub(crate) const CTL_STREAM: &str = "\
 EXAMPLES:
-  mica ctl stream web
-  mica ctl stream web --base base.qcow2 --rate 100M";
+  mica ctl stream web --base base.qcow2 --rate 100M
+  mica ctl stream web                       # it needs no other file then";
 
 pub(crate) const CTL_COMMIT: &str = "\
 EXAMPLES:
@@ -284,7 +286,7 @@ EXAMPLES:
 pub(crate) const CTL_REMOVE: &str = "\
 EXAMPLES:
   mica ctl remove then
-  mica ctl remove --save then               # not even after a restart";
+  mica ctl remove --save db                 # nor after a restart";
 
 pub(crate) const CTL_DRAIN: &str = "\
 EXAMPLES:
@@ -377,7 +379,7 @@ EXAMPLES:
 pub(crate) const CREATE: &str = "\
 EXAMPLES:
   mica create disk.qcow2 20G
-  mica create -b base.qcow2 -F qcow2 overlay.qcow2
+  mica create -b disk.qcow2 -F qcow2 overlay.qcow2
   mica create -f raw -o preallocation=falloc disk.raw 20G
   mica create -o help                       # lists the options of qcow2 images";
 
@@ -388,9 +390,9 @@ EXAMPLES:
   mica convert -p -O raw disk.qcow2 /dev/vg/disk
   mica convert -O raw disk.qcow2 - | gzip > disk.raw.gz
   mica convert -B base.qcow2 -F qcow2 top.qcow2 difference.qcow2
-  mica convert --bitmaps disk.qcow2 copy.qcow2
-  mica convert -p 'nbd+unix:///web?socket=web.sock' copy.qcow2   # what a server exports
-  zcat disk.raw.gz | mica convert --format raw - disk.qcow2";
+  mica convert --bitmaps disk.qcow2 moved.qcow2
+  mica convert -p 'nbd+unix:///web?socket=web.sock' web.qcow2   # what a server exports
+  zcat disk.raw.gz | mica convert --format raw - again.qcow2";
 
 pub(crate) const DD: &str = "\
 EXAMPLES:
@@ -430,8 +432,9 @@ EXAMPLES:
 pub(crate) const BACKUP: &str = "\
 EXAMPLES:
   mica ctl backup begin web --as monday --nbd unix:backup.sock
-  mica backup -p web.qcow2@monday /backup/web
   mica backup --since-last 'nbd+unix:///web?socket=backup.sock' /backup/web
+  mica ctl backup end web
+  mica backup -p web.qcow2@monday monday    # the same, without the server
   mica backup --since monday web.qcow2@tuesday - | ssh host 'cat > tuesday'";
 
 pub(crate) const BACKUP_LIST: &str = "\
@@ -461,7 +464,7 @@ pub(crate) const RESTORE: &str = "\
 EXAMPLES:
   mica restore -p /backup/web@tuesday web.qcow2
   mica restore -O raw /backup/web web.raw   # the newest state
-  cat monday tuesday | mica restore - web.qcow2";
+  cat monday tuesday | mica restore - both.qcow2   # streams of `mica backup … -`";
 
 pub(crate) const COMMIT: &str = "\
 EXAMPLES:

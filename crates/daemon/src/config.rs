@@ -16,6 +16,7 @@ mod gone;
 mod read;
 
 pub(crate) use gone::{GoneDisk, GoneDisks};
+pub(crate) use read::similar;
 
 use crate::held::is_socket_name;
 use crate::opened::Shown;
@@ -490,8 +491,10 @@ impl DiskConfig {
 
     /// Starts relative paths from `folder`.
     pub fn resolve(&mut self, folder: &Path) {
-        if self.is_file() {
-            self.image = folder.join(&self.image);
+        let image = folder.join(&self.image);
+        // What opens it says what to do with a URL, if it is told of that one.
+        if self.is_file() && (!mica_stack::is_no_path(&self.image) || image.exists()) {
+            self.image = image;
         }
         self.settings.resolve(folder);
         self.images.resolve(folder);

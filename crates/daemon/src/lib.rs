@@ -43,6 +43,7 @@ mod jobs;
 mod membership;
 mod messages;
 mod needed;
+mod no_disk;
 mod one_by_one;
 mod opened;
 mod opening;
@@ -68,6 +69,7 @@ pub use config::{Config, DiskConfig};
 pub use control::{LogLevel, LogSwitch};
 pub use daemon::Daemon;
 pub use helper::{HELPER_VERB, run_helper};
+pub use no_disk::no_disk;
 pub use rehearsal::check_config;
 pub use served::SERVING;
 pub use settings::{

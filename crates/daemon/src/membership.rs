@@ -104,6 +104,10 @@ impl Shared {
         if let Some(what) = disk.problem(has_sockets) {
             return Err(Error::new(ErrorKind::Invalid, what));
         }
+        // The sandbox would look for the folder of something that is in none.
+        if disk.is_file() {
+            mica_stack::refuse_no_path(&disk.image)?;
+        }
         self.granted.as_ref().map_or(Ok(()), |granted| granted.check(disk))
     }
 

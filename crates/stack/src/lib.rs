@@ -31,6 +31,7 @@ mod mark;
 mod may_write;
 mod merged;
 mod new_layer;
+mod no_path;
 mod null;
 mod open;
 mod overlays;
@@ -39,6 +40,7 @@ mod policy;
 mod raw;
 mod redo;
 mod secrets;
+mod shell_word;
 mod sidecars;
 mod standing;
 mod temporary;
@@ -62,6 +64,7 @@ pub use layered_raw::LayeredRaw;
 pub use may_write::MayWrite;
 pub use merged::{MergeMarks, refuse_merged};
 pub use new_layer::{Beneath, NewLayer, NewLayerWish};
+pub use no_path::{is_no_path, refuse_no_path};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
 pub use overlays::{
@@ -69,13 +72,14 @@ pub use overlays::{
     forget_gone, forget_overlays, note_overlay, settle_notes,
 };
 pub use partition::find_partition;
-pub use policy::{Names, allowed_places, looks_like_protocol, shell_word};
+pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
 pub use redo::folder::{
     lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_directory, volumes_folder,
 };
 pub use secrets::{Secret, Secrets};
+pub use shell_word::shell_word;
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
 pub use temporary::{

@@ -15,8 +15,9 @@
 //! - I5 What cannot be judged is refused: without /proc, everything but the image that the user
 //!   named.
 
+use crate::no_path::refuse_no_path;
+use crate::shell_word::shell_word;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::nbd::client::Uri;
 use mica_store::{FileKind, Located};
 use parking_lot::{Mutex, MutexGuard};
 use std::ffi::OsStr;
@@ -53,7 +54,7 @@ impl Policy {
     /// The policy for the image that the user `named`, whose layers may name these, and anything in
     /// `allow_paths`.
     pub(crate) fn new(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Self> {
-        refuse_export(named)?;
+        refuse_no_path(named)?;
         let start = match named.is_absolute() {
             true => PathBuf::new(),
             false => std::env::current_dir()
@@ -208,22 +209,6 @@ pub fn allowed_places(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Re
     Ok(Policy::new(named, names, allow_paths)?.allowed)
 }
 
-/// # Errors
-/// If the user `named` an export where only a file is opened.
-fn refuse_export(named: &Path) -> Result<()> {
-    match named.to_str().filter(|named| Uri::is_meant(named)) {
-        Some(uri) if !named.exists() => {
-            let what = format!(
-                "{uri} is an export of a server, and a file is needed here: `mica convert {} \
-                 copy.qcow2` makes one of it",
-                shell_word(named)
-            );
-            Err(Error::new(ErrorKind::Unsupported, what))
-        }
-        _ => Ok(()),
-    }
-}
-
 fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path)
         .map_err(|error| Error::from_io(format!("finding {}", path.display()), error))
@@ -258,20 +243,6 @@ pub(crate) fn likely_place(path: &Path) -> PathBuf {
             // It goes up from something that does not exist: nowhere that may be opened.
             _ => return PathBuf::new(),
         }
-    }
-}
-
-/// `path` as a word that can be pasted into a shell.
-pub fn shell_word(path: &Path) -> String {
-    let text = path.to_string_lossy();
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@,=".contains(c);
-    if text.chars().all(plain) {
-        text.into_owned()
-    } else if text.chars().any(char::is_control) {
-        // Not a shell word, but nothing that a terminal obeys either.
-        format!("{text:?}")
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
     }
 }
 

@@ -24,6 +24,10 @@ const FILES: [(&str, &str); 5] = [
     ("README.md", "usr/share/doc/mica/README.md"),
     ("CHANGELOG.md", "usr/share/doc/mica/NEWS.md"),
 ];
+/// What the documentation has besides units of systemd, by the ends of names.
+const DOCS: [&str; 3] = ["md", "yml", "json"];
+/// What is used as it is, and so not compressed.
+const PLAIN: [&str; 3] = ["copyright", "alerts.yml", "dashboard.json"];
 /// What dpkg runs.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
 
@@ -87,10 +91,12 @@ fn fill(stage: &Stage, program: &Path, epoch: &str) -> Result<()> {
     for (from, to) in FILES {
         stage.copy(Path::new(from), to)?;
     }
+    // The README names them by these paths.
+    stage.copy_folder(Path::new("docs"), "usr/share/doc/mica/docs", &DOCS)?;
     stage.write("usr/share/doc/mica/copyright", control::copyright()?)?;
     stage.write("usr/share/doc/mica/third-party", third_party::licences()?)?;
     stage.write("usr/share/doc/mica/changelog", control::changelog(&version(program)?, epoch)?)?;
-    stage.compress(&["usr/share/man/man1", "usr/share/doc/mica"], &["copyright"])
+    stage.compress(&["usr/share/man/man1", "usr/share/doc/mica"], &PLAIN)
 }
 
 /// The version that the program says it has.

@@ -13,6 +13,7 @@ mod exports;
 mod foreign;
 mod info;
 mod inputs;
+mod names;
 mod no_exchange;
 mod repair;
 mod resize;

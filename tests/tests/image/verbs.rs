@@ -72,6 +72,52 @@ fn a_reader_that_leaves_gets_no_message() {
     }
 }
 
+/// The story: help for a file on a disk that was full was nowhere, and all was well.
+#[test]
+fn output_that_does_not_fit_is_a_failure() {
+    let dir = tempfile::tempdir().expect("a folder");
+    images(dir.path());
+    for words in PRINTING {
+        let full = fs::File::options().write(true).open("/dev/full").expect("there");
+        let mut mica = Command::new(mica::binary());
+        let mica = mica.current_dir(dir.path()).args(words.split(' ')).stdout(full);
+        let said = mica.stdin(Stdio::null()).output().expect("it runs");
+        let stderr = String::from_utf8_lossy(&said.stderr);
+        assert!(stderr.contains("mica: standard output: No space left"), "{words}: {stderr}");
+        let code = if words.starts_with("compare") { 3 } else { 1 };
+        assert_eq!(said.status.code(), Some(code), "{words}");
+    }
+}
+
+/// A shell can close what a program begins with.
+#[test]
+fn closed_standard_streams_are_no_panic_and_cost_no_data() {
+    let dir = tempfile::tempdir().expect("a folder");
+    images(dir.path());
+    for (number, closed) in ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"].into_iter().enumerate() {
+        let copy = format!("copy-{number}.qcow2");
+        let in_order = [
+            (format!("convert -p chain/top.qcow2 {copy}"), 0),
+            (format!("check {copy}"), 0),
+            (format!("info --output json {copy}"), 0),
+            (format!("compare {copy} chain/top.qcow2"), 0),
+            (format!("compare {copy} disk.qcow2"), 1),
+            ("info none.qcow2".to_owned(), 1),
+            (format!("create {copy}.raw -f raw 1M"), 0),
+            (format!("write {copy}.raw 0 < /dev/null"), 0),
+            ("index build chain/top.qcow2".to_owned(), 0),
+            ("frobnicate".to_owned(), 1),
+        ];
+        for (words, code) in in_order {
+            let mut shell = Command::new("sh");
+            shell.args(["-c", &format!("\"$0\" {words} {closed}")]).arg(mica::binary());
+            let finished = command::finish(shell.current_dir(dir.path()));
+            assert_eq!(finished.code(), Some(code), "{closed}: {finished}");
+        }
+        mica_in(dir.path(), &["compare", "chain/top.qcow2", &copy]).ok();
+    }
+}
+
 /// The story: an error that could not be reported was a panic.
 #[test]
 fn errors_that_nobody_reads_keep_their_exit_code() {

@@ -56,7 +56,13 @@ fn package_is_installed_shows_its_pages_and_leaves_nothing_when_purged() {
     assert!(users.lines().any(|user| user.starts_with("mica:")), "{users}");
     let wanted = root.join("etc/systemd/system/multi-user.target.wants/mica.service");
     assert!(wanted.is_symlink(), "its service is not enabled");
-    assert_eq!(dpkg(&root, &["--verify", "mica"]).ok(), "", "files are not those of the package");
+    // Once more is an upgrade.
+    for _ in 0..2 {
+        let verified = dpkg(&root, &["--verify", "mica"]).ok();
+        assert_eq!(verified, "", "files are not those of the package");
+        dpkg(&root, &["--install", package.to_str().expect("text")]).ok();
+        assert!(wanted.is_symlink(), "its service is not enabled");
+    }
 
     fs::write(root.join("etc/mica.toml"), "").expect("a configuration");
     dpkg(&root, &["--remove", "mica"]).ok();
@@ -86,6 +92,9 @@ fn package_has_everything_in_its_place_and_is_the_same_each_time() {
         ("-rw-r--r--", "./usr/lib/systemd/system/mica.service"),
         ("-rw-r--r--", "./usr/lib/systemd/system/mica@.socket"),
         ("-rw-r--r--", "./usr/lib/sysusers.d/mica.conf"),
+        ("-rw-r--r--", "./usr/share/doc/mica/docs/volumes.md.gz"),
+        ("-rw-r--r--", "./usr/share/doc/mica/docs/monitoring/alerts.yml"),
+        ("-rw-r--r--", "./usr/share/doc/mica/docs/monitoring/dashboard.json"),
         ("-rw-r--r--", "./usr/share/doc/mica/copyright"),
         ("-rw-r--r--", "./usr/share/doc/mica/changelog.gz"),
         ("-rw-r--r--", "./usr/share/doc/mica/third-party.gz"),
@@ -93,6 +102,14 @@ fn package_has_everything_in_its_place_and_is_the_same_each_time() {
         let line = list.lines().find(|line| line.ends_with(&format!(" {name}")));
         let line = line.unwrap_or_else(|| panic!("no {name}:\n{list}"));
         assert!(line.starts_with(mode) && line.contains(" root/root "), "{line}");
+    }
+    // What the README names is there, compressed or not.
+    let readme = fs::read_to_string(shell::root().join("README.md")).expect("the README");
+    for named in readme.split("](docs/").skip(1).filter_map(|rest| rest.split(')').next()) {
+        let is_there = |name: &str| list.lines().any(|line| line.ends_with(name));
+        let doc = format!("/doc/mica/docs/{named}");
+        let unit = format!("/systemd/system/{named}");
+        assert!([&doc, &format!("{doc}.gz"), &unit].iter().any(|name| is_there(name)), "{named}");
     }
     let field = |name: &str| {
         let asked = ["--field".as_ref(), packages[0].as_os_str(), name.as_ref()];

@@ -12,7 +12,7 @@ const ENGINE: [&str; 7] =
     ["--inject", "--aio", "--cache", "--index-cache", "--index-dir", "--redo-dir", "--coroutines"];
 
 #[track_caller]
-fn help(words: &[&str], flag: &str, width: usize) -> String {
+pub(super) fn help(words: &[&str], flag: &str, width: usize) -> String {
     let mut mica = Command::new(mica::binary());
     command::finish(mica.args(words).arg(flag).env("COLUMNS", width.to_string())).ok()
 }
@@ -28,7 +28,7 @@ pub(super) fn verbs(words: &[&str]) -> Vec<String> {
 }
 
 /// Calls `judge` for every verb, with whether there are verbs below it.
-fn walk(mut judge: impl FnMut(&[&str], bool)) {
+pub(super) fn walk(mut judge: impl FnMut(&[&str], bool)) {
     let mut seen = 0;
     let mut next: Vec<Vec<String>> = verbs(&[]).into_iter().map(|verb| vec![verb]).collect();
     while let Some(words) = next.pop() {

@@ -3,5 +3,6 @@
 
 mod deb;
 mod docs;
+mod examples;
 mod help;
 mod manual;

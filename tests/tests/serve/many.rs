@@ -1,11 +1,15 @@
 //! A server with many disks.
 
+use crate::membership;
 use mica_tests::command::Finished;
 use mica_tests::takeover::LIMIT;
 use mica_tests::{clock, command, mica, nbd};
+use rustix::fs::inotify;
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::io::{Read, Write};
+use std::iter;
+use std::mem::MaybeUninit;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -301,4 +305,41 @@ fn memory_of_disks_that_a_reload_removes_goes_back_to_the_system() {
     let given_back = clock::poll(LIMIT, Duration::from_millis(50), is_given_back);
     let after = anonymous_memory_of(process);
     assert!(given_back.is_some(), "{before} KiB, then {many} KiB, and at last {after} KiB");
+}
+
+/// The story: adding some hundred disks and saving them read and wrote the whole configuration for
+/// each, which got slower and slower.
+#[test]
+fn many_disks_are_saved_together_up_to_one_that_is_refused() {
+    const MANY: usize = 150;
+    let Some(world) = membership::World::new() else { return };
+    let server = world.serve(&[]);
+    let name = |number: usize| format!("m{number:03}");
+    let tables: String = (0..MANY)
+        .map(|number| {
+            let image = "image = \"1M\"\nformat = \"null\"";
+            let table = membership::table(&name(number));
+            table.replace(&format!("image = \"{}.qcow2\"", name(number)), image)
+        })
+        .collect();
+    let more = world.at("more.toml").display().to_string();
+    fs::write(&more, tables + &membership::table("gone")).expect("written");
+    // Each time it is written, a new file is moved to its place.
+    let moves = inotify::init(inotify::CreateFlags::NONBLOCK).expect("the kernel has it");
+    inotify::add_watch(&moves, world.path(), inotify::WatchFlags::MOVED_TO).expect("watched");
+    let refused = world.ctl(&["add", "--save", "--config", &more]).refusal();
+    assert!(refused.contains("after 150 disks, m000 to m149 (added): "), "{refused}");
+    assert!(refused.contains("disk \"gone\": "), "{refused}");
+    let mut buffer = [const { MaybeUninit::uninit() }; 1 << 16];
+    let mut moves = inotify::Reader::new(&moves, &mut buffer);
+    let is_file = |moved: inotify::Event<'_>| moved.file_name() == Some(c"mica.toml");
+    let moved = iter::from_fn(|| moves.next().ok().map(is_file));
+    let times = moved.filter(|is_file| *is_file).count();
+    assert!((1..=3).contains(&times), "written {times} times");
+    server.stop();
+    let server = world.serve(&[]);
+    let states = world.states();
+    assert_eq!(states.len(), 2 + MANY, "{states:?}");
+    assert!(states.iter().all(|(name, state)| state == "serving" && name != "gone"), "{states:?}");
+    server.stop();
 }

@@ -78,7 +78,7 @@ impl World {
     }
 
     /// The names of the disks and their states.
-    fn states(&self) -> Vec<(String, String)> {
+    pub(crate) fn states(&self) -> Vec<(String, String)> {
         let status = self.json(&["status"]);
         let text = |value: &Value| value.as_str().expect("text").to_owned();
         let disks = status["disks"].as_array().expect("a list");

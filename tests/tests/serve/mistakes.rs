@@ -140,3 +140,53 @@ fn check_finds_what_would_keep_disks_from_being_served() {
     assert!(said.contains("line 6: disk \"gone\": "), "{said}");
     assert_eq!(said.lines().count(), 2, "{said}");
 }
+
+/// The story: the folder of the configuration was put before a URL, and the file that it made was
+/// said to be missing.
+#[test]
+fn url_where_an_image_belongs_is_told_as_such() {
+    let Some(world) = World::new() else { return };
+    let config = world.at("mica.toml").display().to_string();
+    let export = "nbd+unix:///web?socket=/run/nbd.sock";
+    let cure = |url: &str| format!("disk \"gone\": {url} is an export of a server");
+    let configure = |disks: &str, url: &str| {
+        let text = format!("control = \"control\"\n{disks}{}", table("gone"));
+        fs::write(&config, text.replace("gone.qcow2", url)).expect("written");
+    };
+    let check = ["serve", "--check-config", "--config", &config];
+    for url in ["nbd://storage/web", export] {
+        configure("", url);
+        for said in
+            [mica::run(check).refusal(), mica::run(["serve", "--config", &config]).refusal()]
+        {
+            assert!(said.contains(&cure(url)) && said.contains("mica convert"), "{said}");
+        }
+    }
+    configure("", "file:///srv/volumes/web");
+    let said = mica::run(check).refusal();
+    assert!(said.contains("web is the URL of a volume") && said.contains("`volume`"), "{said}");
+
+    // Beside others, it is the one that fails.
+    configure(&table("a"), export);
+    let server = world.serve(&[]);
+    world.is(&[("a", "serving"), ("gone", "failed")]);
+    let failure = world.json(&["status"])["disks"][1]["failure"].to_string();
+    assert!(failure.contains("is an export of a server"), "{failure}");
+    let more = world.at("more.toml").display().to_string();
+    fs::write(&more, table("b").replace("b.qcow2", "nbd://storage/b")).expect("written");
+    for added in [
+        world.ctl(&["add", "nbd://storage/b", "--name", "b", "--nbd", "b.sock"]),
+        world.ctl(&["add", "--config", &more]),
+    ] {
+        let said = added.refusal();
+        assert!(said.contains("nbd://storage/b is an export of a server"), "{said}");
+    }
+    world.is(&[("a", "serving"), ("gone", "failed")]);
+    server.stop();
+
+    // Who has a file of that name has it served.
+    fs::create_dir(world.at("nbd:")).expect("made");
+    fs::rename(world.at("b.qcow2"), world.at("nbd:/b.qcow2")).expect("renamed");
+    fs::write(&config, table("b").replace("b.qcow2", "nbd://b.qcow2")).expect("written");
+    mica::run(check).ok();
+}

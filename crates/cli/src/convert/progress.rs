@@ -140,10 +140,14 @@ impl Shared {
     }
 
     fn summary(&self) -> String {
-        let data = human_size(self.data.load(Ordering::Relaxed));
         let [total, rate] = [self.total, self.rate(self.total)].map(human_size);
         let seconds = self.elapsed().as_secs_f64();
-        format!("100 %: {total} in {seconds:.1} s, {rate}/s; {data} of it were written as data")
+        // Verbs that only read, and commits, do not count what they write.
+        let data = match self.data.load(Ordering::Relaxed) {
+            0 => String::new(),
+            data => format!("; {} of it were written as data", human_size(data)),
+        };
+        format!("100 %: {total} in {seconds:.1} s, {rate}/s{data}")
     }
 
     fn figures(&self) -> Value {
@@ -181,5 +185,20 @@ fn bar(total: u64) -> ProgressBar {
     match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style.progress_chars("=> ")),
         Err(_) => bar,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The story: `mica commit -p` said of gigabytes that nothing of them was written.
+    #[test]
+    fn what_was_written_is_said_where_it_is_counted() {
+        let progress = Progress::start(1 << 20, None);
+        assert!(progress.0.summary().ends_with("/s"), "{}", progress.0.summary());
+        progress.wrote(4096);
+        let summary = progress.0.summary();
+        assert!(summary.ends_with("; 4 KiB of it were written as data"), "{summary}");
     }
 }

@@ -1,11 +1,11 @@
 //! `mica ctl add` and `mica ctl remove`: disks come and go while a server runs.
 
-use super::saved::Saved;
+use super::saved::{Saved, listed};
 use crate::client::{Client, disk_path};
 use crate::failure::Failure;
 use crate::serve::named;
 use clap::{Args, Command, Id};
-use mica_daemon::{Config, DiskSettings, ImageSettings, VolumeSettings};
+use mica_daemon::{Config, DiskConfig, DiskSettings, ImageSettings, VolumeSettings};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -69,31 +69,51 @@ impl AddArgs {
     /// Adds the disks one after the other, until one is refused.
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
         let config = self.config()?;
-        let disks = &config.disks;
         let saved = self.save.then(|| Saved::of(client)).transpose()?;
+        saved.iter().try_for_each(|saved| saved.refuse_others(&config.disks))?;
         let mut names = Vec::new();
-        let mut saving = saved.iter().flat_map(|saved| disks.iter().map(move |disk| (saved, disk)));
-        saving.try_for_each(|(saved, disk)| saved.refuse_another(&disk.kept()))?;
-        for (index, disk) in disks.iter().enumerate() {
-            let added = disk.to_table().map_err(Failure::from).and_then(|table| {
-                client.post("/v1/disks", &Value::Object(table))?;
-                saved.as_ref().map_or(Ok(()), |saved| saved.add(&disk.kept().to_table()?))
-            });
-            let added = added.map_err(|failure| match self.config.is_some() {
-                true => failure.within(config.place(index)),
-                false => failure,
-            });
-            added.map_err(|failure| match names.is_empty() {
-                true => failure,
-                false => failure.within(format!("after {} (added)", names.join(", "))),
-            })?;
-            names.push(disk.name.clone());
+        for disks in config.disks.chunks(SAVED_TOGETHER) {
+            let first = names.len();
+            let added = self.add(client, &config, disks, &mut names);
+            // Those before one that is refused are served.
+            let new = &config.disks[first..names.len()];
+            let is_saved = saved.as_ref().map_or(Ok(()), |saved| saved.add(new));
+            match (added, is_saved) {
+                (Err(refused), Err(unsaved)) => return Err(unsaved.within(refused.message())),
+                (added, is_saved) => added.and(is_saved)?,
+            }
         }
         let mut answer = json!({ "added": names });
         if let Some(saved) = saved {
             answer["saved"] = json!(saved.file().to_string_lossy());
         }
         Ok(answer)
+    }
+
+    /// Adds some `disks`, and the names of those that are served then.
+    fn add(
+        &self,
+        client: &Client,
+        config: &Config,
+        disks: &[DiskConfig],
+        names: &mut Vec<String>,
+    ) -> Result<(), Failure> {
+        for disk in disks {
+            let table = disk.to_table().map_err(Failure::from);
+            let added = table.and_then(|table| client.post("/v1/disks", &Value::Object(table)));
+            added.map_err(|failure| {
+                let failure = match self.config.is_some() {
+                    true => failure.within(config.place(names.len())),
+                    false => failure,
+                };
+                match &**names {
+                    [] => failure,
+                    names => failure.within(format!("after {} (added)", listed(names))),
+                }
+            })?;
+            names.push(disk.name.clone());
+        }
+        Ok(())
     }
 
     /// What is added, as a configuration.
@@ -115,6 +135,10 @@ impl AddArgs {
         }
     }
 }
+
+/// Disks that are saved at once: the file is written whole for it. Fewer would make adding a
+/// thousand slow; more would leave more unsaved if the client is killed.
+const SAVED_TOGETHER: usize = 64;
 
 impl RemoveArgs {
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {

@@ -9,6 +9,7 @@ use crate::failure::Failure;
 use mica_daemon::{Config, DiskConfig};
 use rustix::fs::FlockOperation;
 use serde_json::{Map, Value};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -64,33 +65,47 @@ impl Saved {
     }
 
     /// # Errors
-    /// If the file has another table of the name of `disk`: one that was never loaded, or whose
-    /// disk was removed by command. It must not be lost.
-    pub(super) fn refuse_another(&self, disk: &DiskConfig) -> Result<(), Failure> {
+    /// If the file has another table of the name of one of `disks`: one that was never loaded, or
+    /// whose disk was removed by command. It must not be lost.
+    pub(super) fn refuse_others(&self, disks: &[DiskConfig]) -> Result<(), Failure> {
         let others = Config::read(&self.file)?.disks;
-        match others.iter().find(|other| other.name == disk.name) {
-            Some(other) if other != disk => Err(Failure::new(format!(
+        let others: BTreeMap<_, _> = others.iter().map(|other| (&other.name, other)).collect();
+        let is_another =
+            |disk: &&DiskConfig| others.get(&disk.name).is_some_and(|own| **own != disk.kept());
+        match disks.iter().find(is_another) {
+            Some(disk) => Err(Failure::new(format!(
                 "--save: {} has a disk {:?} with other settings, which would be lost: serve that with \
                  `mica ctl reload`, or choose another --name",
                 self.file.display(),
                 disk.name
             ))),
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
-    /// Adds the table of a disk, or replaces it.
+    /// Adds the tables of `disks`, or replaces them. The file is read and written whole for it,
+    /// however many they are.
     ///
     /// # Errors
-    /// If the file cannot be written: the disk is served nevertheless.
-    pub(super) fn add(&self, table: &Map<String, Value>) -> Result<(), Failure> {
-        let name = table["name"].as_str().unwrap_or_default();
-        let table = to_toml(table);
-        self.edit(|disks| {
-            disks.retain(|disk| !is_named(disk, name));
-            disks.push(table);
-        })
-        .map_err(|failure| failure.within(format!("{name} is served, but not saved")))
+    /// If the file cannot be written: the disks are served nevertheless.
+    pub(super) fn add(&self, disks: &[DiskConfig]) -> Result<(), Failure> {
+        if disks.is_empty() {
+            return Ok(());
+        }
+        let names: BTreeSet<_> = disks.iter().map(|disk| &*disk.name).collect();
+        let tables = disks.iter().map(|disk| disk.kept().to_table().map_err(Failure::from));
+        tables
+            .collect::<Result<Vec<_>, _>>()
+            .and_then(|tables| {
+                self.edit(|disks| {
+                    disks.retain(|disk| !name_of(disk).is_some_and(|name| names.contains(name)));
+                    tables.iter().for_each(|table| disks.push(to_toml(table)));
+                })
+            })
+            .map_err(|failure| {
+                let names: Vec<_> = disks.iter().map(|disk| disk.name.clone()).collect();
+                failure.within(format!("{}: served, but not saved", listed(&names)))
+            })
     }
 
     /// Removes the table of a disk.
@@ -98,7 +113,7 @@ impl Saved {
     /// # Errors
     /// If the file cannot be written: the disk is not served any longer nevertheless.
     pub(super) fn remove(&self, name: &str) -> Result<(), Failure> {
-        self.edit(|disks| disks.retain(|disk| !is_named(disk, name)))
+        self.edit(|disks| disks.retain(|disk| name_of(disk) != Some(name)))
             .map_err(|failure| failure.within(format!("{name} is removed, but still saved")))
     }
 
@@ -147,9 +162,22 @@ fn new_beside(file: &Path) -> io::Result<(File, TempPath)> {
     Ok((new, TempPath::try_from_path(place)?))
 }
 
-fn is_named(disk: &Table, name: &str) -> bool {
-    disk.get("name").and_then(Item::as_str) == Some(name)
+fn name_of(disk: &Table) -> Option<&str> {
+    disk.get("name").and_then(Item::as_str)
 }
+
+/// Names of disks, in one line that can be read however many they are.
+pub(super) fn listed(names: &[String]) -> String {
+    match names {
+        [first, .., last] if names.len() > NAMED_MAX => {
+            format!("{} disks, {first} to {last}", names.len())
+        }
+        _ => names.join(", "),
+    }
+}
+
+/// Disks that a message names each.
+const NAMED_MAX: usize = 8;
 
 /// A table of text, numbers, booleans and lists of text.
 fn to_toml(table: &Map<String, Value>) -> Table {
@@ -191,17 +219,17 @@ mod tests {
         });
         let Value::Object(table) = table else { unreachable!() };
         let disk = DiskConfig::from_table(&table).expect("understood");
-        saved.refuse_another(&disk).expect("there is none");
+        saved.refuse_others(std::slice::from_ref(&disk)).expect("there is none");
         // What a client left that was killed.
         let left = folder.path().join(".mica.toml.mica-new");
         std::fs::write(&left, "half").expect("written");
-        saved.add(&table).expect("saved");
+        saved.add(std::slice::from_ref(&disk)).expect("saved");
         assert!(!left.exists(), "it is left");
-        saved.refuse_another(&disk).expect("it is the same");
-        let other = DiskConfig { image: "/other".into(), ..disk };
-        let refused = saved.refuse_another(&other).expect_err("its table would be lost");
+        saved.refuse_others(std::slice::from_ref(&disk)).expect("it is the same");
+        let other = DiskConfig { image: "/other".into(), ..disk.clone() };
+        let refused = saved.refuse_others(&[other]).expect_err("its table would be lost");
         assert!(format!("{refused:?}").contains("has a disk \\\"b\\\""), "{refused:?}");
-        saved.add(&table).expect("replaced");
+        saved.add(&[disk]).expect("replaced");
         let text = std::fs::read_to_string(&file).expect("read");
         assert!(text.starts_with(BEFORE), "{text}");
         let config = Config::read(&file).expect("understood");
@@ -210,5 +238,15 @@ mod tests {
 
         saved.remove("b").expect("saved");
         assert_eq!(std::fs::read_to_string(&file).expect("read"), BEFORE);
+
+        // Many come in the order of their file.
+        let many = ["z", "a", "b"].map(|name| DiskConfig::new(name.to_owned(), "/i".into()));
+        saved.add(&many).expect("saved");
+        let names: Vec<_> = Config::read(&file).expect("understood").disks;
+        let names: Vec<_> = names.into_iter().map(|disk| disk.name).collect();
+        assert_eq!(names, ["z", "a", "b"], "one of each name");
+        assert_eq!(listed(&names), "z, a, b");
+        let hundred: Vec<_> = (0..100).map(|number| number.to_string()).collect();
+        assert_eq!(listed(&hundred), "100 disks, 0 to 99");
     }
 }

@@ -18,7 +18,7 @@ EXAMPLES:
   mica volume create file:///srv/volumes/web 10G
   mica volume create s3://bucket/volumes/web 1T
   (umask 077; openssl rand -hex 32 > web.key)
-  mica volume create --compress zstd --encrypt --volume-key web.key file:///srv/volumes/web 10G";
+  mica volume create --compress zstd --encrypt --volume-key web.key file:///srv/volumes/db 10G";
 
 pub(super) const LIST: &str = "\
 EXAMPLES:

@@ -276,7 +276,7 @@ impl de::Visitor<'_> for KnownKey<'_> {
 }
 
 /// The one of `known` that somebody means who writes `key`.
-fn similar<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
+pub(crate) fn similar<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
     let key = key.to_lowercase().replace('_', "-");
     let near = known.iter().map(|known| (edits(&key, known), &**known)).min()?;
     (3 * near.0 < key.len().max(4)).then_some(near.1)

@@ -3,6 +3,7 @@
 use super::actions::{Actions, TooMany};
 use super::reply::Refusal;
 use super::sources::Sources;
+use crate::no_disk::no_disk;
 use crate::served::Served;
 use crate::shared::Shared;
 use axum::http::StatusCode;
@@ -16,11 +17,8 @@ pub(super) type Answer = Result<Response, Refusal>;
 pub(super) fn find(shared: &Shared, name: &str) -> Result<Arc<Served>, Refusal> {
     shared.disks.named(name).ok_or_else(|| {
         let all = shared.disks.all();
-        let there: Vec<_> = all.iter().map(|served| &*served.name).collect();
-        let what = match there.is_empty() {
-            true => format!("no disk {name:?}: this server has no disks"),
-            false => format!("no disk {name:?}; disks are: {}", there.join(", ")),
-        };
+        let there: Vec<_> = all.iter().map(|served| served.name.clone()).collect();
+        let what = no_disk(name, &there);
         Refusal::new(StatusCode::NOT_FOUND, what)
     })
 }

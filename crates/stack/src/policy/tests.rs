@@ -198,8 +198,6 @@ fn hostile_bytes_of_a_name_do_not_reach_the_terminal() {
     let error = folder.get(&policy, "../\u{1b}[2J\n/x y").unwrap_err();
     let text = error.to_string();
     assert!(!text.contains('\u{1b}') && !text.contains('\n'), "{text:?}");
-    assert_eq!(shell_word(Path::new("/a b")), "'/a b'");
-    assert_eq!(shell_word(Path::new("/it's")), r"'/it'\''s'");
 }
 
 #[test]

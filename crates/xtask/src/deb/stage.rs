@@ -3,6 +3,7 @@
 use super::output;
 use anyhow::{Context, Result};
 use mica_tests::shell;
+use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -37,6 +38,20 @@ impl Stage {
     pub(super) fn copy(&self, from: &Path, to: &str) -> Result<()> {
         let content = fs::read_to_string(shell::root().join(from));
         self.write(to, content.with_context(|| from.display().to_string())?)
+    }
+
+    /// Copies the files in and below a folder of the project whose names end in one of `ends`.
+    pub(super) fn copy_folder(&self, from: &Path, to: &str, ends: &[&str]) -> Result<()> {
+        let root = shell::root();
+        for file in self.files_in(&root.join(from))? {
+            let end = file.extension().and_then(OsStr::to_str);
+            if end.is_some_and(|end| ends.contains(&end)) {
+                let (name, below) =
+                    (file.strip_prefix(&root)?, file.strip_prefix(root.join(from))?);
+                self.copy(name, &format!("{to}/{}", below.display()))?;
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn rename(&self, from: &str, to: &str) -> Result<()> {
