@@ -36,7 +36,7 @@ impl Shared {
         }
         let bad = self.first_damaged(range).await.unwrap_or(range);
         let (what, len, at) = (self.what(), bad.len(), bad.start().bytes());
-        error.wrap(format!("{what}: {len} bytes at {at} of the disk"))
+        with_place(&error, &format!("{what}: {len} bytes at {at} of the disk"))
     }
 
     /// With the place from which on the map cannot be read, if `error` is damage.
@@ -45,7 +45,7 @@ impl Shared {
             return error;
         }
         let (what, at) = (self.what(), range.start().bytes());
-        error.wrap(format!("{what}: its map at {at} of the disk, or behind that"))
+        with_place(&error, &format!("{what}: its map at {at} of the disk, or behind that"))
     }
 
     async fn first_damaged(&self, range: GuestRange) -> Option<GuestRange> {
@@ -64,4 +64,9 @@ impl Shared {
         }
         None
     }
+}
+
+/// All in one text: some show no causes, and the object is as important as the place.
+fn with_place(error: &Error, place: &str) -> Error {
+    Error::new(error.kind(), format!("{place}: {}", error.in_one_line()))
 }
