@@ -11,7 +11,7 @@ use mica_units::{GuestOffset, GuestRange};
 
 impl Volume {
     /// The same, of which this is a snapshot.
-    pub(crate) fn as_snapshot(self, which: &Which) -> Self {
+    pub(crate) fn reading_snapshot(self, which: &Which) -> Self {
         let label = match which {
             Which::Label(label) => label.clone(),
             Which::Number(number) => number.to_string(),

@@ -114,7 +114,7 @@ impl Volumes {
         let head = self.heads(name).ready().await?;
         let tree = self.disk_tree().with_access(self.access(name, &head.properties)?);
         let state = self.content(name, Some(which)).await?;
-        Ok(Volume::readable(tree, self.heads(name), state).as_snapshot(which))
+        Ok(Volume::readable(tree, self.heads(name), state).reading_snapshot(which))
     }
 
     /// What a volume has now, or a snapshot of it: a map and a length.
