@@ -61,8 +61,8 @@ fn make_sparse(server: &BucketServer) {
     let served = serve(server, &[]).expect("served");
     let mut guest = Guest::connect(&served).expect("served");
     for (byte, step) in [(1, 1), (2, 2)] {
-        for at in (0..48 << 20).step_by(PIECE * step) {
-            assert_eq!(guest.write(at as u64, &[byte; PIECE]).expect("written"), 0);
+        for at in (0..48_u64 << 20).step_by(PIECE * step) {
+            assert_eq!(guest.write(at, &[byte; PIECE]).expect("written"), 0);
         }
         assert_eq!(guest.flush().expect("flushed"), 0);
     }
