@@ -13,7 +13,9 @@
 //! - I2 The work is that of the layers that only one state has: those beneath the layer at which
 //!   they meet are not read at all. Nor is a node of the index that they do not have in common.
 //! - I3 Memory is bounded: the headers of those layers, and one window of owners.
-//! - I4 An index is used only under the seals of those layers; what is damaged in it costs time.
+//! - I4 An index is used only under the seals of those layers; what is damaged in it costs time. A
+//!   tree that failed has lost its place, and one that has passed a window cannot go back to it: so
+//!   after a failure none of them is asked again.
 
 mod descent;
 mod ranges;
@@ -84,6 +86,9 @@ enum Source {
     Tree(Box<Tree>),
 }
 
+/// The place of a source whose tree is unusable.
+struct Unusable(usize);
+
 impl ChainDiff {
     /// The difference of `first` and `second`.
     ///
@@ -95,7 +100,7 @@ impl ChainDiff {
         let same_file = same_file(&own);
         for (state, layers) in [first, second].into_iter().zip(&own) {
             let others = layers.len() - usize::from(same_file.is_some());
-            sources.append(&mut sources_of(state.images, &layers[..others]).await);
+            sources.append(&mut sources_of(state, &layers[..others]).await);
         }
         let [one, other] = own;
         let sides = [(one, tops[0].len()), (other, tops[1].len())];
@@ -136,14 +141,27 @@ impl ChainDiff {
     /// If tables cannot be read.
     pub async fn next(&mut self) -> Result<Option<Vec<GuestRange>>> {
         while self.at < self.end {
-            let Some(start) = self.next_owned().await? else {
+            let next = match self.next_owned().await? {
+                Ok(next) => next,
+                Err(Unusable(source)) => {
+                    self.leave_index(source);
+                    continue;
+                }
+            };
+            let Some(start) = next else {
                 self.at = self.end;
                 break;
             };
             let start = start / self.window_bytes * self.window_bytes;
             let end = start.saturating_add(self.window_bytes).min(self.end);
             let window = range(start, end);
-            let Some(found) = self.gather(window).await? else { continue };
+            let found = match self.gather(window).await? {
+                Ok(found) => found,
+                Err(Unusable(source)) => {
+                    self.leave_index(source);
+                    continue;
+                }
+            };
             self.at = end;
             if !found.is_empty() {
                 return Ok(Some(found.finish(window)));
@@ -153,21 +171,20 @@ impl ChainDiff {
     }
 
     /// Where the next thing lies that may differ, from the present place on.
-    async fn next_owned(&mut self) -> Result<Option<u64>> {
+    async fn next_owned(&mut self) -> Result<std::result::Result<Option<u64>, Unusable>> {
         let mut next = self.end;
         let from = |at, end| (GuestOffset::new(at), GuestOffset::new(end));
         for layer in self.same_file.iter().flatten() {
             let (at, end) = from(self.at, next);
             next = layer.unowned_until(at, end).await?.bytes();
         }
-        for source in &mut self.sources {
+        for (index, source) in self.sources.iter_mut().enumerate() {
             let (at, end) = from(self.at, next);
             let found = match source {
                 Source::Tables(layer) => layer.unowned_until(at, end).await?.bytes(),
                 Source::Tree(tree) => match tree.next_from(self.at).await {
                     Ok(found) => found.unwrap_or(end.bytes()),
-                    // It is replaced when its window is gathered.
-                    Err(_) => self.at,
+                    Err(_) => return Ok(Err(Unusable(index))),
                 },
             };
             next = next.min(found);
@@ -175,11 +192,14 @@ impl ChainDiff {
         if let Some(masked) = self.masked().filter(|masked| masked.end().bytes() > self.at) {
             next = next.min(masked.start().bytes().max(self.at));
         }
-        Ok((next < self.end).then_some(next))
+        Ok(Ok((next < self.end).then_some(next)))
     }
 
-    /// What may differ in `window`; `None` if a source had to be replaced first.
-    async fn gather(&mut self, window: GuestRange) -> Result<Option<Ranges>> {
+    /// What may differ in `window`.
+    async fn gather(
+        &mut self,
+        window: GuestRange,
+    ) -> Result<std::result::Result<Ranges, Unusable>> {
         let mut found = Ranges::default();
         if let Some([one, other]) = &self.same_file
             && !one.has_same_tables(other, window).await?
@@ -187,28 +207,33 @@ impl ChainDiff {
             let runs = [one.own_runs(window).await?, other.own_runs(window).await?];
             found.add_difference(&runs[0], &runs[1]);
         }
-        let mut unusable = None;
         for (index, source) in self.sources.iter_mut().enumerate() {
             match source {
                 Source::Tables(layer) => found.add(&layer.own_runs(window).await?),
                 Source::Tree(tree) => {
                     if tree.add(window, &mut found).await.is_err() {
-                        unusable = Some(index);
-                        break;
+                        return Ok(Err(Unusable(index)));
                     }
                 }
             }
         }
-        if let Some(index) = unusable {
-            let Source::Tree(tree) = self.sources.swap_remove(index) else { return Ok(None) };
-            tracing::warn!(layer = %tree.path().display(), "the index of this layer is unusable");
-            self.sources.extend(tree.into_layers().into_iter().map(Source::Tables));
-            return Ok(None);
-        }
         if let Some(masked) = self.masked().and_then(|masked| masked.intersect(window)) {
             found.add_range(masked, window);
         }
-        Ok(Some(found))
+        Ok(Ok(found))
+    }
+
+    /// From now on asks the tables of all layers, because the tree at `failed` is unusable (I4).
+    fn leave_index(&mut self, failed: usize) {
+        if let Some(Source::Tree(tree)) = self.sources.get(failed) {
+            tracing::warn!(layer = %tree.path().display(), "the index of this layer is unusable");
+        }
+        let tables = |source| match source {
+            Source::Tables(layer) => vec![layer],
+            Source::Tree(tree) => tree.into_layers(),
+        };
+        let layers = std::mem::take(&mut self.sources).into_iter().flat_map(tables);
+        self.sources = layers.map(Source::Tables).collect();
     }
 
     /// The part of the common layers that shows in one state, and lies beyond the end of a layer of
@@ -238,12 +263,14 @@ fn same_file(own: &[Vec<Arc<Layer>>; 2]) -> Option<[Arc<Layer>; 2]> {
     is_same.then(|| [Arc::clone(one), Arc::clone(other)])
 }
 
-/// What says where `layers`, from the top, own something: the index for as many of them as it
-/// covers, and their own tables for those above.
-async fn sources_of(images: &dyn Images, layers: &[Arc<Layer>]) -> Vec<Source> {
+/// What says where `layers` of `state`, from the top, own something: the index for as many of them
+/// as it covers, and their own tables for those above. The index of an image is that of its present,
+/// and says nothing of an internal snapshot.
+async fn sources_of(state: DiffState<'_>, layers: &[Arc<Layer>]) -> Vec<Source> {
     let mut sealed: Vec<(Seal, Arc<dyn mica_block::Store>)> = Vec::new();
-    for layer in layers.iter().rev() {
-        let Some((seal, store)) = tree::read_seal(images, layer).await else { break };
+    let present = usize::from(state.snapshot.is_some()).min(layers.len());
+    for layer in layers[present..].iter().rev() {
+        let Some((seal, store)) = tree::read_seal(state.images, layer).await else { break };
         if sealed.last().is_some_and(|(below, _)| !tree::follows(&seal, below)) {
             break;
         }

@@ -33,6 +33,15 @@ pub(crate) struct Opened {
 }
 
 impl Opened {
+    /// How it is read.
+    pub(crate) fn format(&self) -> ImageFormat {
+        match &self.kind {
+            OpenedKind::Raw => ImageFormat::Raw,
+            OpenedKind::Luks => ImageFormat::Luks,
+            OpenedKind::Qcow2(_) => ImageFormat::Qcow2,
+        }
+    }
+
     fn is_encrypted(&self) -> bool {
         match &self.kind {
             OpenedKind::Raw => false,
@@ -176,7 +185,7 @@ async fn open_closed(
 }
 
 /// The format of an image, as it is stated.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum ImageFormat {
     Raw,
     /// A LUKS header, and a raw image behind it.
@@ -436,10 +445,12 @@ pub(crate) fn freeze(images: &dyn Images, written: &Layer, path: &Path) -> Resul
 /// # Errors
 /// `Denied` if it is another file that is called so.
 pub(crate) fn freeze_open(images: &dyn Images, written: &Layer, path: &Path) -> Result<Layer> {
-    if !same_file(images.identify(path)?, written.identity) {
+    let identity = images.identify(path)?;
+    if !same_file(identity, written.identity) {
         return Err(another_file(path));
     }
-    Ok(as_frozen(written, path))
+    // A sidecar from before it was written would still fit the identity from before.
+    Ok(Layer { identity, ..as_frozen(written, path) })
 }
 
 fn as_frozen(written: &Layer, path: &Path) -> Layer {

@@ -23,7 +23,8 @@ pub(crate) async fn is_preallocated(store: &dyn Store) -> Result<bool> {
     Ok(count_in_use(store, &header, end, threshold).await? >= threshold)
 }
 
-/// How many of the clusters before `end` have a refcount; stops at `enough`.
+/// How many of the clusters before `end` have a refcount; stops at `enough`, and at more blocks of
+/// counts than there is space for: entries of a table that name one block many times prove nothing.
 async fn count_in_use(
     store: &dyn Store,
     header: &Header,
@@ -36,12 +37,15 @@ async fn count_in_use(
         u64::from(header.refcount_table_clusters) * bits.bytes() / RefcountTableEntry::BYTES as u64;
     let block_len = usize::try_from(bits.bytes()).expect("at most 2 MiB");
     let mut in_use = 0;
+    let mut blocks_left = store.allocated_bytes()? / bits.bytes() + 1;
     for index in 0..end.number().div_ceil(block_entries).min(table_entries) {
         let at = header.refcount_table_offset.bytes() + index * RefcountTableEntry::BYTES as u64;
         let bytes = read_exact(store, HostOffset::new(at), RefcountTableEntry::BYTES).await?;
         let Some(entry) = bytes.first_chunk() else { break };
         let entry = RefcountTableEntry(u64::from_be_bytes(*entry));
         let Some(block) = entry.decode(bits)? else { continue };
+        let Some(left) = blocks_left.checked_sub(1) else { break };
+        blocks_left = left;
         let block = read_exact(store, block, block_len).await?;
         let first = header.refcount_width.first_of_block(bits, index);
         let count = usize::try_from(end.saturating_since(first).min(block_entries));

@@ -149,6 +149,86 @@ fn whatever_differs_is_named_with_an_index_and_without() {
     }
 }
 
+/// The story: a slice that could not be read was skipped in silence if it was the first that the
+/// index had, so that an incremental backup lacked it; and what another chain's index had said of
+/// that window was forgotten with it.
+#[test]
+fn single_nodes_of_an_index_that_are_damaged_hide_nothing() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "base.qcow2", &[], "64M");
+    for (name, byte) in [("a.qcow2", 1), ("b.qcow2", 2)] {
+        qemu::overlay(dir, name, "base.qcow2", &[]);
+        let writes = [0, 20, 40].map(|mib| format!("write -P {byte} {}M 64k", mib + byte));
+        qemu::io(dir, &[], name, &writes.each_ref().map(String::as_str));
+    }
+    let wanted = diff(dir, &[], ["a.qcow2", "b.qcow2"]);
+    assert_eq!(wanted.len(), 6, "{wanted:?}");
+    clock::sleep(Duration::from_millis(1200));
+    for (name, top) in [("a.qcow2", "on-a.qcow2"), ("b.qcow2", "on-b.qcow2")] {
+        qemu::overlay(dir, top, name, &[]);
+        mica::run(["index", "build", &dir.join(top).display().to_string()]).ok();
+    }
+    for name in ["a.qcow2", "b.qcow2"] {
+        let sidecar = dir.join(format!("{name}.mica-index"));
+        let sound = fs::read(&sidecar).expect("read");
+        assert!(sound.len() > 256, "it has nodes");
+        for at in (256..sound.len()).step_by(8) {
+            let mut bytes = sound.clone();
+            bytes[at] ^= 1;
+            fs::write(&sidecar, bytes).expect("written");
+            assert_eq!(diff(dir, &[], ["a.qcow2", "b.qcow2"]), wanted, "{name}, byte {at}");
+        }
+        fs::write(&sidecar, sound).expect("written");
+    }
+}
+
+/// The story: the index of an image's present was taken for that of its snapshot.
+#[test]
+fn index_of_the_present_says_nothing_of_a_snapshot() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "base.qcow2", &[], "64M");
+    for name in ["image.qcow2", "other.qcow2"] {
+        qemu::overlay(dir, name, "base.qcow2", &[]);
+    }
+    qemu::img(dir, ["snapshot", "-c", "before", "image.qcow2"]).ok();
+    qemu::io(dir, &[], "image.qcow2", &["write -P 1 8M 64k"]);
+    qemu::img(dir, ["snapshot", "-c", "after", "image.qcow2"]).ok();
+    qemu::img(dir, ["snapshot", "-a", "before", "image.qcow2"]).ok();
+    let wanted = [8 << 20..(8 << 20) + 65536];
+    assert_eq!(diff(dir, &[], ["image.qcow2@after", "other.qcow2"]), wanted);
+    clock::sleep(Duration::from_millis(1200));
+    qemu::overlay(dir, "top.qcow2", "image.qcow2", &[]);
+    mica::run(["index", "build", &dir.join("top.qcow2").display().to_string()]).ok();
+    assert!(dir.join("image.qcow2.mica-index").exists());
+    assert_eq!(diff(dir, &[], ["image.qcow2@after", "other.qcow2"]), wanted);
+}
+
+/// The story: two chains "met" at a file that one of them reads as its bytes.
+#[test]
+fn file_that_is_read_in_two_formats_is_not_common() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "base.qcow2", &[], "1M");
+    qemu::io(dir, &[], "base.qcow2", &["write -P 1 0 1M"]);
+    for (name, format) in [("a.qcow2", "qcow2"), ("b.qcow2", "raw")] {
+        let create = ["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", format, name];
+        qemu::img(dir, create).ok();
+    }
+    let found = diff(dir, &[], ["a.qcow2", "b.qcow2"]);
+    assert!(found.first().is_some_and(|range| range.start == 0), "{found:?}");
+}
+
 #[test]
 fn internal_snapshots_differ_where_their_clusters_do() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

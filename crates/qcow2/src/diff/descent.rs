@@ -19,8 +19,8 @@ pub(super) struct Descended {
     pub(super) common: Option<Arc<Layer>>,
 }
 
-/// A state of a file: an internal snapshot of it, or its present.
-type Key = (u64, u64, Option<String>);
+/// A state of a file, an internal snapshot of it or its present, as it is read in this format.
+type Key = (u64, u64, Option<String>, ImageFormat);
 
 /// One of the chains.
 struct Way<'a> {
@@ -110,7 +110,7 @@ impl<'a> Way<'a> {
         };
         let snapshot = self.state.snapshot.filter(|_| self.opened.is_empty()).map(str::to_owned);
         let identity = opened.image.identity;
-        let key = (identity.device, identity.inode, snapshot);
+        let key = (identity.device, identity.inode, snapshot, opened.format());
         if self.seen.insert(key.clone(), self.opened.len()).is_some() {
             return Err(loop_error(&opened.path));
         }

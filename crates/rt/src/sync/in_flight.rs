@@ -59,11 +59,13 @@ impl Requests {
             let phase = self.phase.load(Ordering::SeqCst) & 1;
             let counter = &self.shards[usize::from(shard)].under_way[phase];
             counter.fetch_add(1, Ordering::SeqCst);
+            let counted = u8::from(phase == 1);
             // The phase may have ended in between, and been seen empty already.
             if self.phase.load(Ordering::SeqCst) & 1 == phase {
-                return (shard, u8::from(phase == 1));
+                return (shard, counted);
             }
-            counter.fetch_sub(1, Ordering::SeqCst);
+            // Or not empty, because of this one: who waits for that is woken (I3).
+            self.count_down(shard, counted);
         }
     }
 
