@@ -38,7 +38,8 @@ impl Volumes {
         if self.expired_snapshots(name, rules).await?.is_empty() {
             return Ok(Vec::new());
         }
-        let volume = self.open_volume(name, Claimed::Refuse).await?;
+        // Of an encrypted one as well, whoever has its key.
+        let volume = self.open_without_blocks(name, Claimed::Refuse).await?;
         let dropped = volume.keep_snapshots(rules).await;
         volume.close().await?;
         dropped

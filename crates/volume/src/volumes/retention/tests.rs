@@ -1,5 +1,5 @@
 use super::*;
-use crate::testing::{environment_at, memory, name, run, write};
+use crate::testing::{environment_at, key, kind, memory, name, run, write};
 use crate::volume::Volume;
 use mica_block::{ErrorKind, ManageSnapshots, Objects, Which};
 use std::sync::Arc;
@@ -118,5 +118,21 @@ fn volume_that_is_served_keeps_what_its_rules_say() {
         world.wait(1_000_000);
         readable.keep_snapshots(&keep).await.expect_err("it is only read");
         assert_eq!(world.listed().await, left);
+    });
+}
+
+/// The story: rules failed on an encrypted volume, and the error named an option that the verb does
+/// not have.
+#[test]
+fn rules_for_an_encrypted_volume_need_no_key() {
+    run(1, async {
+        let world = World::new().await;
+        let (mail, with_key) = (name("mail"), world.volumes.with_key(Some(key())));
+        with_key.create_as(&mail, 1 << 20, kind(2)).await.expect("made");
+        let volume = with_key.open_volume(&mail, Claimed::Refuse).await.expect("open");
+        take_six(&world, &volume).await;
+        volume.close().await.expect("closed");
+        let dropped = world.volumes.keep_snapshots(&mail, &rules("25s/10s")).await;
+        assert_eq!(numbers(&dropped.expect("no key is needed")), [1, 2, 3]);
     });
 }
