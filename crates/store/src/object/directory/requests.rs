@@ -15,6 +15,9 @@ use rustix::fs::{
 use rustix::io::Errno;
 use std::ops::Range;
 
+/// Bytes beyond the end of an object that become a hole to see whether there are any.
+const PUNCHED_BEYOND: u64 = 4096;
+
 /// When the name of an object is durable.
 #[derive(Clone, Copy)]
 pub(super) enum Names<'a> {
@@ -122,11 +125,10 @@ impl Root {
 }
 
 impl Root {
-    /// See [`mica_block::Objects::punch`]: pages of the file become holes.
+    /// See [`mica_block::Objects::punch`]: pages of the file become holes. Those of a file with
+    /// another name stay: a copy of the store may have it (`cp -al`), whose volumes need what these
+    /// do not.
     pub(super) fn punch(&self, name: &ObjectName, ranges: &[Range<u64>]) -> Result<u64> {
-        if ranges.is_empty() {
-            return Ok(0);
-        }
         let failed = |error: Errno| match error {
             Errno::OPNOTSUPP | Errno::NOSYS => {
                 let what = format!("the file system of {} makes no holes", self.name());
@@ -146,6 +148,14 @@ impl Root {
         let before = fstat(&file).map_err(failed)?;
         self.check_regular(name, &before)?;
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        if ranges.is_empty() {
+            // Changes nothing, and asks the file system.
+            let end = u64::try_from(before.st_size).unwrap_or(0).next_multiple_of(PUNCHED_BEYOND);
+            fallocate(&file, mode, end, PUNCHED_BEYOND).map_err(failed)?;
+        }
+        if before.st_nlink > 1 {
+            return Ok(0);
+        }
         for range in ranges {
             let len = range.end.saturating_sub(range.start);
             fallocate(&file, mode, range.start, len).map_err(failed)?;

@@ -343,3 +343,44 @@ fn object_that_is_deleted_can_still_be_read_by_those_who_have_read_it() {
         assert_eq!(read(&objects, "a").await.unwrap_err().kind(), ErrorKind::NotFound);
     });
 }
+
+/// The story: a directory on a file system without holes was believed to make them, and each
+/// collection failed. Of those that Linux always has, that of processes is such a one.
+#[test]
+fn file_system_that_makes_no_holes_is_asked() {
+    run(async {
+        let objects = DirectoryObjects::open(std::path::Path::new("/proc/self"), &Handles::new(8));
+        let asked = objects.expect("opened").punch(&name("comm"), &[]).await;
+        assert_eq!(asked.expect_err("it has none").kind(), ErrorKind::Unsupported);
+        let place = Place::new();
+        let objects = place.open();
+        assert_eq!(objects.punch(&name("a"), &[]).await.expect("nothing is there"), 0);
+        put(&objects, "a", &[7; 100]).await.expect("put");
+        match objects.punch(&name("a"), &[]).await {
+            Ok(freed) => assert_eq!(freed, 0),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}"),
+        }
+        assert_eq!(read(&objects, "a").await.expect("read"), [7; 100]);
+    });
+}
+
+/// The story: a store was copied with `cp -al`, and a collection of the one made holes in both.
+#[test]
+fn object_that_has_another_name_keeps_all_that_it_has() {
+    run(async {
+        let place = Place::new();
+        let objects = place.open();
+        put(&objects, "a", &[7; 65_536]).await.expect("put");
+        if objects.punch(&name("a"), &[]).await.is_err() {
+            return eprintln!("skipped: the file system makes no holes");
+        }
+        fs::hard_link(place.at("a"), place.at("copy")).expect("linked");
+        let range = 4096..32_768;
+        let freed = objects.punch(&name("a"), std::slice::from_ref(&range)).await;
+        assert_eq!(freed.expect("nothing is done"), 0);
+        assert_eq!(fs::read(place.at("copy")).expect("read"), [7; 65_536]);
+        fs::remove_file(place.at("copy")).expect("removed");
+        objects.punch(&name("a"), std::slice::from_ref(&range)).await.expect("done");
+        assert_ne!(fs::read(place.at("a")).expect("read"), [7; 65_536]);
+    });
+}
