@@ -2,7 +2,7 @@
 //! other.
 
 use crate::policy::looks_like_protocol;
-use mica_block::{Error, Result};
+use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Access;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -36,6 +36,14 @@ pub fn sync_folder_of(file: &Path) -> Result<()> {
     let folder = folder_of(file);
     let synced = File::open(folder).and_then(|folder| folder.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", folder.display()), error))
+}
+
+/// No error if a folder could not be synced because it may not be opened, as in a sandbox.
+pub(crate) fn unless_denied(synced: Result<()>) -> Result<()> {
+    match synced {
+        Err(error) if error.kind() == ErrorKind::Denied => Ok(()),
+        synced => synced,
+    }
 }
 
 /// The folder of `file`, for calls on it.

@@ -1,6 +1,7 @@
 //! The write logs of volumes on this machine: each file or device is opened once in a process,
 //! whatever volumes share it.
 
+use crate::files::{sync_folder_of, unless_denied};
 use crate::{FileImages, ImageOptions, MayWrite, wait_for_dead};
 use mica_block::{Error, ErrorKind, Images, Result, Store};
 use mica_rt::sync::SharedLock;
@@ -27,15 +28,32 @@ pub struct LogPlace {
 
 impl LogPlace {
     /// Makes an empty file for it, for this user alone, unless something is there. Returns whether
-    /// it did.
+    /// it did. Its name is durable before anything is in it: what says that a volume has a log there
+    /// is durable, too, and nobody goes on with the volume without it.
     ///
     /// # Errors
     /// Those of the system.
     pub fn make(&self) -> Result<bool> {
+        self.make_with(sync_folder_of)
+    }
+
+    fn make_with(&self, sync: impl FnOnce(&Path) -> Result<()>) -> Result<bool> {
         let path = &self.path;
         match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
-            Ok(_) => Ok(true),
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(false),
+            Ok(_) => {
+                sync(path).inspect_err(|_| {
+                    // The first failure is reported.
+                    let _ = std::fs::remove_file(path);
+                })?;
+                Ok(true)
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                // Whoever made it may have been killed before that.
+                if path.metadata().is_ok_and(|found| found.is_file() && found.len() == 0) {
+                    unless_denied(sync(path))?;
+                }
+                Ok(false)
+            }
             Err(error) => Err(Error::from_io(format!("making the log {}", path.display()), error)),
         }
     }
@@ -114,5 +132,33 @@ impl Logs {
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Weak<LogDevice>>> {
         self.open.lock()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The story: a machine lost its power soon after a volume had its first log. The volume's lock
+    /// named the log, and the log was not there: its folder had never been synced.
+    #[test]
+    fn name_of_a_log_is_durable_before_anything_is_in_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = LogPlace { path: folder.path().join("log"), len: 1 << 20 };
+        let failed = place.make_with(|_| Err(Error::new(ErrorKind::Io, "no")));
+        assert_eq!(failed.expect_err("it is said").kind(), ErrorKind::Io);
+        assert!(!place.path.exists());
+        let make = || {
+            let mut synced = Vec::new();
+            let made = place.make_with(|path| {
+                synced.push(path.to_owned());
+                Ok(())
+            });
+            (made.expect("made"), synced.len())
+        };
+        assert_eq!(make(), (true, 1));
+        assert_eq!(make(), (false, 1), "whoever made it may have been killed");
+        std::fs::write(&place.path, [0; 4096]).expect("written");
+        assert_eq!(make(), (false, 0));
     }
 }

@@ -7,6 +7,7 @@ use super::logs::{LogPlace, Logs};
 use super::machine::host;
 use super::url::StoreUrl;
 use super::waiting::WaitedFor;
+use crate::files::{sync_folder_of, unless_denied};
 use mica_block::{Error, ErrorKind, Objects, Result};
 use mica_rados::{PoolOptions, ReconnectingPool};
 use mica_rt::sync::SharedLock;
@@ -130,7 +131,7 @@ impl Stores {
         }
         if let StoreUrl::Directory(path) = url {
             self.check_no_store_above(path).await?;
-            make_directory(path)?;
+            make_directory(path, sync_folder_of)?;
         }
         let objects = self.waited_for(url, self.reach(url)?);
         let made = Volumes::open_or_make(Arc::clone(&objects), environment()?, self.cache_bytes);
@@ -269,13 +270,18 @@ impl Store {
 }
 
 /// Makes the directory of a new store. The one that it is in must be there: it may be a file
-/// system that is not mounted.
-fn make_directory(path: &Path) -> Result<()> {
+/// system that is not mounted. Its name is durable before anything is in it, also if somebody else
+/// has just made it, or was killed then.
+fn make_directory(path: &Path, sync: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     match std::fs::create_dir(path) {
         Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
             Err(missing(path, Error::from_io(format!("making {}", path.display()), error)))
         }
-        _ => Ok(()),
+        Ok(()) => sync(path).inspect_err(|_| {
+            // The first failure is reported.
+            let _ = std::fs::remove_dir(path);
+        }),
+        Err(_) => unless_denied(sync(path)),
     }
 }
 
@@ -324,4 +330,32 @@ fn random_numbers() -> Result<[u64; 2]> {
         u64::from_le_bytes(number)
     });
     Ok([high, low])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The story: a machine lost its power soon after its first volume was made, and the store's
+    /// directory was gone: everything in it had been synced, and the folder that it is in had not.
+    #[test]
+    fn directory_of_a_store_is_durable_before_anything_is_in_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("vols");
+        let no = |kind| Err(Error::new(kind, "no"));
+        let failed = make_directory(&path, |_| no(ErrorKind::Io));
+        assert_eq!(failed.expect_err("it is said").kind(), ErrorKind::Io);
+        assert!(!path.exists());
+        let mut synced = Vec::new();
+        for _ in 0..2 {
+            let made = make_directory(&path, |path| {
+                synced.push(path.to_owned());
+                Ok(())
+            });
+            made.expect("made");
+        }
+        assert_eq!(synced, [path.clone(), path.clone()]);
+        // Whoever made it may have to do without.
+        make_directory(&path, |_| no(ErrorKind::Denied)).expect("it is there");
+    }
 }
