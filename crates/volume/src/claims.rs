@@ -13,7 +13,7 @@ use crate::format::head::Life;
 use crate::heads::{Heads, Named, ROUNDS_MAX};
 use crate::names;
 use crate::place::Writer;
-use crate::put::{Patience, last_in, put};
+use crate::put::{Patience, last_after, last_in, put};
 use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
@@ -26,10 +26,10 @@ impl Heads {
     pub(crate) async fn claim(&self, volume: Id, named: Named) -> Result<Writer> {
         let objects = &*self.objects;
         for _ in 0..ROUNDS_MAX {
-            let last = newest_claim(objects).await?;
-            // Read after the claims: who deletes them has put the boundary before.
-            let boundary = newest_boundary(objects).await?.unwrap_or(Writer::FIRST);
-            let next = last.map_or(Some(boundary), |last| last.next().map(|w| w.max(boundary)));
+            let boundary = newest_boundary(objects).await?;
+            let last = newest_claim(objects, boundary).await?;
+            let first = boundary.unwrap_or(Writer::FIRST);
+            let next = last.map_or(Some(first), |last| last.next().map(|next| next.max(first)));
             let step = match named {
                 Named::Nowhere => 0,
                 Named::ByLog => self.random_step(),
@@ -44,6 +44,8 @@ impl Heads {
             if put(objects, &writer.claim(), claim, Patience::VERB).await? == Put::Exists {
                 continue;
             }
+            // Claims that were not found were deleted behind a boundary: this one is above it, or does
+            // not count (I1).
             if newest_boundary(objects).await?.is_none_or(|boundary| boundary <= writer) {
                 return Ok(writer);
             }
@@ -59,12 +61,19 @@ impl Heads {
     }
 }
 
-/// The greatest writer that was claimed, as far as claims were not deleted.
+/// The greatest writer that was claimed, as far as claims were not deleted; some of those below
+/// `boundary` are left out. In a pool a folder of claims stays when it is empty, and looking into
+/// each that there ever was would make every opening slower than the one before.
 ///
 /// # Errors
 /// `Corrupt` if something else is among the claims; otherwise what the store reports.
-pub(crate) async fn newest_claim(objects: &dyn Objects) -> Result<Option<Writer>> {
-    let Some(folder) = last_in(objects, &names::claims()).await? else { return Ok(None) };
+async fn newest_claim(objects: &dyn Objects, boundary: Option<Writer>) -> Result<Option<Writer>> {
+    let all = names::claims();
+    let folder = match boundary.and_then(Writer::folder_before) {
+        Some(before) => last_after(objects, &all, &before).await?,
+        None => last_in(objects, &all).await?,
+    };
+    let Some(folder) = folder else { return Ok(None) };
     let Some(claim) = last_in(objects, &folder).await? else { return Ok(None) };
     let writer = Writer::from_claim(&claim);
     writer.map(Some).ok_or_else(|| stranger(&claim, objects, "claim of a writer"))
@@ -74,7 +83,7 @@ pub(crate) async fn newest_claim(objects: &dyn Objects) -> Result<Option<Writer>
 ///
 /// # Errors
 /// As [`newest_claim`].
-pub(crate) async fn newest_boundary(objects: &dyn Objects) -> Result<Option<Writer>> {
+async fn newest_boundary(objects: &dyn Objects) -> Result<Option<Writer>> {
     let Some(boundary) = last_in(objects, &names::boundaries()).await? else { return Ok(None) };
     let writer = Writer::from_boundary(&boundary);
     writer.map(Some).ok_or_else(|| stranger(&boundary, objects, "boundary of claims"))
@@ -82,4 +91,99 @@ pub(crate) async fn newest_boundary(objects: &dyn Objects) -> Result<Option<Writ
 
 fn stranger(name: &ObjectName, objects: &dyn Objects, wanted: &str) -> Error {
     Error::new(ErrorKind::Corrupt, format!("{name} of {} is not a valid {wanted}", objects.name()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collect::CollectOptions;
+    use crate::environment::Environment;
+    use crate::testing::{memory, name, run};
+    use crate::volumes::Volumes;
+    use mica_block::{Entry, LocalFuture, Object, PutFuture};
+    use mica_store::object::MemoryObjects;
+    use std::collections::BTreeSet;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Arc, Mutex};
+
+    /// A store whose folders stay, empty or not: who lists them looks into each.
+    #[derive(Clone)]
+    struct Pool {
+        inner: MemoryObjects,
+        /// The folders of claims that there ever were, and how many were looked into.
+        claims: Arc<Mutex<(BTreeSet<String>, usize)>>,
+    }
+
+    impl Objects for Pool {
+        fn name(&self) -> String {
+            self.inner.name()
+        }
+
+        fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
+            self.inner.open(name)
+        }
+
+        fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
+            if Writer::from_claim(name).is_some() {
+                let (folder, _) = name.as_str().rsplit_once('/').expect("it has one");
+                self.claims.lock().expect("no panic").0.insert(folder.to_owned());
+            }
+            self.inner.put_if_absent(name, content)
+        }
+
+        fn list(
+            &self,
+            folder: Option<&ObjectName>,
+            after: Option<&ObjectName>,
+        ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+            if folder == Some(&names::claims()) {
+                let (folders, looked_into) = &mut *self.claims.lock().expect("no panic");
+                let is_after =
+                    |at: &&String| after.is_none_or(|after| at.as_str() > after.as_str());
+                *looked_into += folders.iter().filter(is_after).count();
+            }
+            self.inner.list(folder, after)
+        }
+
+        fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {
+            self.inner.delete(name)
+        }
+    }
+
+    /// The story: in a pool each opening with a log was slower than the one before, for ever: it
+    /// looked into a folder for each writer that there had ever been.
+    #[test]
+    fn what_a_claim_costs_does_not_grow_with_those_that_were_deleted() {
+        run(1, async {
+            let pool = Pool { inner: memory(), claims: Arc::default() };
+            let next = AtomicU64::new(1);
+            let random = move || {
+                let next = next.fetch_add(1, Ordering::Relaxed);
+                let mut id = [0; 16];
+                id[..8].copy_from_slice(&next.to_le_bytes());
+                // The steps are longer than a folder.
+                id[14..].copy_from_slice(
+                    &(8192 + u16::try_from(next % 1000).expect("small")).to_le_bytes(),
+                );
+                id
+            };
+            let environment = Environment::new("host", || 1, random);
+            let objects: Arc<dyn Objects> = Arc::new(pool.clone());
+            let volumes = Volumes::open_or_make(objects, environment, 1 << 20).await;
+            let volumes = volumes.expect("a store");
+            let heads = volumes.heads(&name("web"));
+            let mut last = None;
+            for round in 0..20 {
+                pool.claims.lock().expect("no panic").1 = 0;
+                let claimed = heads.claim([1; 16], Named::ByLog).await.expect("claimed");
+                assert!(Some(claimed) > last, "numbers are never used again");
+                last = Some(claimed);
+                let looked_into = pool.claims.lock().expect("no panic").1;
+                assert!(looked_into <= 1, "round {round}: {looked_into}");
+                let options = CollectOptions::default();
+                volumes.collect(options, &mut |_| ()).await.expect("collected");
+            }
+            assert!(pool.claims.lock().expect("no panic").0.len() > 10);
+        });
+    }
 }

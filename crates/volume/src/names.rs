@@ -134,6 +134,13 @@ impl Writer {
         name(format!("{WRITERS}/{high:07x}/{low:03x}"))
     }
 
+    /// The folder of claims before that of its own, whether it is there or not; `None` if its own
+    /// is the first.
+    pub(crate) fn folder_before(self) -> Option<ObjectName> {
+        let high = (self.number() >> CLAIMS_BITS).checked_sub(1)?;
+        Some(name(format!("{WRITERS}/{high:07x}")))
+    }
+
     /// The writer with this claim; `None` if it is the name of something else.
     pub fn from_claim(name: &ObjectName) -> Option<Self> {
         let (rest, low) = name.as_str().rsplit_once('/')?;
