@@ -2,7 +2,7 @@
 //!
 //! Nothing is overwritten that is not zeros: a name that was mistyped must not cost a disk.
 
-use super::format::{BLOCK, BLOCK_LEN, DeviceHeader, MAGIC};
+use super::format::{BLOCK, BLOCK_LEN, DeviceHeader, MAGIC, SegmentHeader};
 use crate::format::Id;
 use crate::format::frame::Malformed;
 use mica_block::{
@@ -36,14 +36,41 @@ pub(super) async fn beginning(file: &dyn Store) -> Result<Beginning> {
             Err(explain(file, Malformed::Checksum))
         }
         Err(Malformed::Magic | Malformed::Empty) => {
-            let what = format!(
-                "{} is not a log, and is not empty: name another file, or empty it first",
-                file.name()
-            );
-            Err(Error::new(ErrorKind::Invalid, what))
+            Err(other_content(file, "is not empty".to_owned()).await)
         }
         Err(malformed) => Err(explain(file, malformed)),
     }
+}
+
+/// That a file without a header has something in it: `there`. Emptying what is a log all the same,
+/// by its segments, would cost what volumes have acknowledged.
+async fn other_content(file: &dyn Store, there: String) -> Error {
+    match has_segments(file).await {
+        Ok(false) => {
+            let what = format!(
+                "{} is not a log, and {there}: name another file, or empty it first if nobody \
+                 needs what is in it",
+                file.name()
+            );
+            Error::new(ErrorKind::Invalid, what)
+        }
+        Ok(true) => explain(file, Malformed::Checksum),
+        Err(error) => error.wrap(file.name()),
+    }
+}
+
+/// Whether some segment begins where one does in a log as long as `file`.
+async fn has_segments(file: &dyn Store) -> Result<bool> {
+    let Some(header) = DeviceHeader::for_len(Id::default(), file.len()?) else { return Ok(false) };
+    for slot in 0..usize::try_from(header.segments).expect("few segments") {
+        let bytes = read_exact(file, HostOffset::new(header.at(slot)), BLOCK).await?;
+        // A newer version may have written it.
+        let found = SegmentHeader::decode(&bytes);
+        if matches!(found, Ok(_) | Err(Malformed::Version(_) | Malformed::Checksum)) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Whether these bytes are a log but for the first of them.
@@ -180,13 +207,8 @@ async fn expect_zeros_in(file: &dyn Store, start: u64, end: u64) -> Result<()> {
         let len = usize::try_from(LOOK_LEN.min(end - at)).expect("a small piece");
         let bytes = read_exact(file, HostOffset::new(at), len).await?;
         if bytes.iter().any(|byte| *byte != 0) {
-            let what = format!(
-                "{} is not a log, and there are data between {at} and {}: name another file, or \
-                 empty it first",
-                file.name(),
-                at + len as u64
-            );
-            return Err(Error::new(ErrorKind::Invalid, what));
+            let there = format!("there are data between {at} and {}", at + len as u64);
+            return Err(other_content(file, there).await);
         }
         at += len as u64;
     }
@@ -196,4 +218,45 @@ async fn expect_zeros_in(file: &dyn Store, start: u64, end: u64) -> Result<()> {
 impl DeviceHeader {
     /// Shortest file that a log can be in.
     pub(super) const LEN_MIN: u64 = BLOCK_LEN + 3 * super::format::SEGMENT_BYTES_MIN;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{LogDevice, Record};
+    use super::*;
+    use crate::place::Writer;
+    use crate::testing::run;
+    use mica_store::MemoryStore;
+    use std::sync::Arc;
+
+    /// The story: the first block of a log was damaged, and the advice was to empty the file, with
+    /// all that volumes had acknowledged.
+    #[test]
+    fn log_that_has_lost_its_first_block_is_not_to_be_emptied() {
+        run(1, async {
+            for byte in [0, 7] {
+                let file = Arc::new(MemoryStore::new_writable("log", vec![0; 1 << 20]));
+                let device = LogDevice::open(Arc::clone(&file) as _, [1; 16]).await.expect("made");
+                let log = device.start([3; 16], [4; 16], Writer::FIRST, 0).await.expect("begun");
+                let ticket = log.push(Record::Drop { number: 1 }).expect("there is room");
+                log.written(ticket).await.expect("written");
+                drop((log, device));
+                let damage = Buf::from_slice(&[byte; BLOCK]);
+                write_all(&*file, damage, HostOffset::ZERO).await.expect("written");
+                let refused = LogDevice::open(file, [2; 16]).await.map(drop).expect_err("damaged");
+                assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+                assert!(!refused.to_string().contains("empty it"), "{refused}");
+            }
+        });
+    }
+
+    #[test]
+    fn file_that_never_was_a_log_is_refused_as_that() {
+        run(1, async {
+            let file = Arc::new(MemoryStore::new_writable("disk", vec![7; 1 << 20]));
+            let refused = LogDevice::open(file, [2; 16]).await.map(drop).expect_err("a disk");
+            assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
+            assert!(refused.to_string().contains("is not a log"), "{refused}");
+        });
+    }
 }
