@@ -122,9 +122,9 @@ impl<R: Reference> Directory<R> {
     /// The directory with this payload, which was read at `at`.
     ///
     /// # Errors
-    /// If the length does not match the bitmap, there is no child, or the directory may not name one
-    /// of the children (I2). One without children is never written, and with such ones a walk of a
-    /// few nodes that name each other would take for ever to come to a leaf.
+    /// If the length does not match the bitmap, there is no child, or the directory may not name
+    /// one of the children (I2). One without children is never written, and with such ones a walk
+    /// of a few nodes that name each other would take for ever to come to a leaf.
     pub fn decode(payload: &[u8], at: R) -> Result<Self, NodeError> {
         let (bitmap, refs) =
             payload.split_first_chunk::<BITMAP_BYTES>().ok_or(NodeError::Malformed)?;

@@ -44,8 +44,8 @@ impl Heads {
             if put(objects, &writer.claim(), claim, Patience::VERB).await? == Put::Exists {
                 continue;
             }
-            // Claims that were not found were deleted behind a boundary: this one is above it, or does
-            // not count (I1).
+            // Claims that were not found were deleted behind a boundary: this one is above it, or
+            // does not count (I1).
             if newest_boundary(objects).await?.is_none_or(|boundary| boundary <= writer) {
                 return Ok(writer);
             }

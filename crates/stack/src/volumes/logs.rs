@@ -28,8 +28,8 @@ pub struct LogPlace {
 
 impl LogPlace {
     /// Makes an empty file for it, for this user alone, unless something is there. Returns whether
-    /// it did. Its name is durable before anything is in it: what says that a volume has a log there
-    /// is durable, too, and nobody goes on with the volume without it.
+    /// it did. Its name is durable before anything is in it: what says that a volume has a log
+    /// there is durable, too, and nobody goes on with the volume without it.
     ///
     /// # Errors
     /// Those of the system.

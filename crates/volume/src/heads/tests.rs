@@ -247,8 +247,8 @@ fn only_a_part_is_unmade_and_never_another_of_its_name() {
 }
 
 /// The story: an import stalled when it had made its volume, which somebody deleted by force and
-/// imported again. The first then went on in the second one's volume: its writer was fenced, and what
-/// both had copied was closed as an image.
+/// imported again. The first then went on in the second one's volume: its writer was fenced, and
+/// what both had copied was closed as an image.
 #[test]
 fn who_made_a_volume_leaves_another_of_its_name_alone_that_is_unfinished() {
     run(1, async {

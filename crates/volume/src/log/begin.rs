@@ -136,13 +136,13 @@ impl LogDevice {
         }
     }
 
-    /// Goes on with the log of `volume` that was found, for the process that claimed `next` after it
-    /// had read a head of `last`: the log names it durably when this returns. Records below `from`
-    /// are in the state that was found, and are not needed.
+    /// Goes on with the log of `volume` that was found, for the process that claimed `next` after
+    /// it had read a head of `last`: the log names it durably when this returns. Records below
+    /// `from` are in the state that was found, and are not needed.
     ///
-    /// Writers before `last` are forgotten: each of them read its head, and then claimed its number,
-    /// before that of `last` was put, so that no head of theirs can follow that one. Those after it
-    /// may have sent one that is still under way.
+    /// Writers before `last` are forgotten: each of them read a head, and then claimed its number,
+    /// before a head of `last` was put, so that no head of theirs can follow that one. Those after
+    /// it may have sent one that is still under way.
     ///
     /// # Errors
     /// `NotFound` if there is none, `Denied` if it is open; `Corrupt` if the store had records from

@@ -224,8 +224,8 @@ async fn made_newer(objects: &MemoryObjects, wanted: &ObjectName) -> MemoryObjec
     copy
 }
 
-/// A store with a volume that has `state`, with a tree of sixteen nodes of one extent: each names the
-/// one beneath it sixteen times, and the lowest has `lowest` as its payload.
+/// A store with a volume that has `state`, with a tree of sixteen nodes of one extent: each names
+/// the one beneath it sixteen times, and the lowest has `lowest` as its payload.
 async fn few_nodes(
     lowest: impl Fn(ExtentId) -> Vec<u8>,
     state: impl Fn(Root) -> State,

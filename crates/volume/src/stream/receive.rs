@@ -126,11 +126,7 @@ impl Volumes {
             if made.is_none() {
                 volume.close().await?;
             }
-            let what = format!(
-                "volume {} was changed by another process meanwhile: receive it again",
-                name.as_str()
-            );
-            return Err(Error::new(ErrorKind::Denied, what));
+            return Err(changed_meanwhile(name));
         }
         let received = match write(&volume, begin, stream).await {
             Ok(received) => volume.close().await.map(|()| received),
@@ -296,6 +292,13 @@ fn changed(name: &VolumeName) -> Error {
          those writes",
         name.as_str()
     );
+    Error::new(ErrorKind::Denied, what)
+}
+
+fn changed_meanwhile(name: &VolumeName) -> Error {
+    let name = name.as_str();
+    let what =
+        format!("volume {name} was changed by somebody else in this moment: receive it again");
     Error::new(ErrorKind::Denied, what)
 }
 
