@@ -225,6 +225,24 @@ fn a_device_that_consists_of_the_source_is_refused() {
     mica_in(dir, &["convert", "-f", "raw", "-O", "raw", &first.0, &second.0]).ok();
 }
 
+/// The story: the device was written until it was full, as zeros were not counted.
+#[test]
+fn a_device_that_is_too_small_for_zeros_that_are_kept_is_refused_before_it_is_touched() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::File::create(dir.join("zeros.raw")).and_then(|file| file.set_len(8 << 20)).expect("made");
+    let small = dir.join("small");
+    fs::write(&small, vec![9; 4 << 20]).expect("there is room");
+    let Some(device) = Loop::attach(&small) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let onto = ["convert", "-f", "raw", "-O", "qcow2", "--force", "zeros.raw", &device.0];
+    let said = mica_in(dir, &[&onto[..], &["-S", "0"]].concat()).refusal();
+    assert!(said.contains("is too small"), "{said}");
+    assert!(fs::read(&small).expect("there") == vec![9; 4 << 20], "it was written to");
+    mica_in(dir, &onto).ok();
+}
+
 /// Its tables lead to space of the device that was never written.
 fn preallocated_image_shows_nothing_of_the_device(dir: &Path, device: &str) {
     for how in ["metadata", "falloc", "full"] {
