@@ -360,3 +360,15 @@ fn a_name_with_a_colon_is_written_as_a_path() {
     assert!(said.stderr.contains("protocol"), "{said}");
     assert_eq!(info(dir, "remote.qcow2")["backing-filename"], "nbd://host/x");
 }
+
+/// The story: a clone that failed said nothing of the hundreds that were there.
+#[test]
+fn clones_that_were_made_before_one_failed_are_named() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "base.qcow2", "1M"]).ok();
+    std::fs::write(dir.join("new-257.qcow2"), "taken").expect("written");
+    let said = mica_in(dir, &["clone", "--count", "257", "base.qcow2", "new.qcow2"]).refusal();
+    assert!(said.contains("new-1.qcow2 to new-256.qcow2 are made"), "{said}");
+    assert!(dir.join("new-256.qcow2").exists());
+}
