@@ -8,6 +8,7 @@ use mica_block::{Extent, ExtentKind, Manage, Survey};
 use mica_qcow2::IndexUse;
 use mica_units::{GuestOffset, GuestRange};
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Text that is buffered before it is printed.
@@ -52,7 +53,9 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
 struct Printer<'a> {
     disk: &'a dyn Manage,
     format: OutputFormat,
+    /// Names of the layers, and of the external data files that some have.
     names: Vec<String>,
+    data_names: Vec<Option<String>>,
     pending: Option<Extent>,
     count: usize,
     text: String,
@@ -64,11 +67,14 @@ impl<'a> Printer<'a> {
         if paths.is_empty() {
             paths.push(args.subject.image.clone());
         }
-        let names = paths.iter().map(|path| path.display().to_string()).collect();
+        let name = |path: PathBuf| path.display().to_string();
+        let data_names = (0..paths.len()).map(|at| disk.data_path(at).map(name)).collect();
+        let names = paths.into_iter().map(name).collect();
         Self {
             disk,
             format: args.subject.output.output,
             names,
+            data_names,
             pending: None,
             count: 0,
             text: String::new(),
@@ -108,7 +114,8 @@ impl<'a> Printer<'a> {
     }
 
     fn print(&mut self, extent: Extent) -> Result<(), Failure> {
-        let name = &self.names[self.disk.layer_position(extent.layer)];
+        let at = self.disk.layer_position(extent.layer);
+        let name = self.data_names[at].as_ref().unwrap_or(&self.names[at]);
         // Writing to a string does not fail.
         let _ = match self.format {
             OutputFormat::Human if extent.kind == ExtentKind::Data => {
