@@ -122,8 +122,7 @@ CONFIGURATION:
 
 EXIT STATUS:
   0  it was told to end, and everything acknowledged is in the images
-  1  it could not serve, or something acknowledged could not be written
-  2  nothing says where the disk is to be served
+  1  it could not serve, or was not understood, or something acknowledged could not be written
   With --run, otherwise that of the command.";
 
 pub(crate) const CTL: &str = "\
