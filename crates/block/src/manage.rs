@@ -59,6 +59,12 @@ pub trait Manage: Disk {
     /// The paths of the external data files of a chain's layers.
     fn data_paths(&self) -> Vec<PathBuf>;
 
+    /// The external data file of the layer that has so many beneath it, if it has one.
+    fn data_path(&self, position: usize) -> Option<PathBuf> {
+        let _ = position;
+        None
+    }
+
     /// Whether the layer that has so many beneath it is encrypted: where its bytes are in its file,
     /// others are.
     fn is_encrypted(&self, position: usize) -> bool;

@@ -52,6 +52,12 @@ impl Client {
         Self { wait, ..self }
     }
 
+    /// The same client, for what takes up to `more` beside what every answer may take.
+    #[must_use]
+    pub(crate) fn waiting_for(self, more: Duration) -> Self {
+        Self { wait: self.wait + more, ..self }
+    }
+
     /// Gets what is at `path`.
     ///
     /// # Errors

@@ -80,13 +80,18 @@ pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
         wish.backing_format = Some(format.name().to_owned());
         let base = NamedBase { path: args.base.clone(), may_be_missing: false };
         let names = names(args);
-        for names in names.chunks(TOGETHER) {
-            let mut files = Vec::with_capacity(names.len());
-            for name in names {
-                let wishes = (&mut wish, &encrypt, base_is_encrypted);
-                files.push(make(args, name, len, wishes).await?);
-            }
-            keep_all(files, Some(&base))?;
+        let mut made = 0;
+        for some in names.chunks(TOGETHER) {
+            let kept = async {
+                let mut files = Vec::with_capacity(some.len());
+                for name in some {
+                    let wishes = (&mut wish, &encrypt, base_is_encrypted);
+                    files.push(make(args, name, len, wishes).await?);
+                }
+                keep_all(files, Some(&base))
+            };
+            kept.await.map_err(|failure| after(&names[..made], failure))?;
+            made += some.len();
         }
         if let Some(first) = names.first() {
             warn_if_refused(first, &wish, &args.images)?;
@@ -134,6 +139,18 @@ async fn make(
     let file = NewFile::create(new, None, &sources, &args.images).await?;
     create(plan, Stores { image: &**file.store(), data: None }).await?;
     Ok(file)
+}
+
+/// Why no more clones were made, and which there are.
+fn after(made: &[PathBuf], failure: Failure) -> Failure {
+    match (made.first(), made.last()) {
+        (Some(first), Some(last)) => {
+            let (first, last) = (first.display(), last.display());
+            let what = format!("{}; the clones {first} to {last} are made", failure.message());
+            Failure::new(what)
+        }
+        _ => failure,
+    }
 }
 
 /// The names of the clones.

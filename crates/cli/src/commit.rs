@@ -22,7 +22,8 @@ use std::process::ExitCode;
 /// What the image and the layers between it and BASE own is copied into BASE. Afterwards the image
 /// is empty and its backing file is BASE. The images must not be in use; `mica ctl commit` merges
 /// layers of a disk that is served. Refused if another image needs one of the layers: one in their
-/// folders, or anywhere else if mica put it there.
+/// folders, or anywhere else if mica put it there; and if one of them but BASE has internal
+/// snapshots, which would change.
 #[derive(Args)]
 pub(crate) struct CommitArgs {
     /// The layer to merge into; by default the image's backing file.

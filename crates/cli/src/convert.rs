@@ -59,7 +59,8 @@ pub(crate) struct TargetArgs {
     compress: bool,
     /// Length of runs of zeros to leave out; 0 for none.
     ///
-    /// Runs of this length in a raw image, whole clusters in a qcow2 image. 0 writes all zeros.
+    /// Runs of this length in a raw image (rounded up to a power of two, and down to 1M), whole
+    /// clusters in a qcow2 image. 0 writes all zeros.
     #[arg(short = 'S', long = "sparse-size", default_value = SPARSE, value_name = "SIZE")]
     #[arg(hide_short_help = true)]
     sparse: String,
@@ -167,7 +168,11 @@ const COROUTINES_MAX: usize = 16;
 pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let checked = args.check()?;
     let executor = args.images.executor()?;
-    let bitmaps = executor.block_on(bitmaps::wanted(args))?;
+    let bitmaps = executor.block_on(async {
+        let wanted = bitmaps::wanted(args).await?;
+        bitmaps::check_free(args, &wanted).await?;
+        Ok::<_, Failure>(wanted)
+    })?;
     let input = Input { bitmaps, ..executor.block_on(input::open(args))? };
     copy(args, checked, &executor, input)?;
     Ok(ExitCode::SUCCESS)
@@ -386,7 +391,7 @@ fn convert_to_qcow2(
     let device = Device::of(&args.names.target)?;
     let (image, data) = executor.block_on(async {
         let (force, options) = (args.new.force, args.target_options()?);
-        let source = (!args.new.compress).then_some(&*source);
+        let source = (!args.new.compress).then_some((&*source, keep_zeros));
         let place = (device.as_ref(), &sources, options.clone());
         let image = new_image(args, &plan, source, place).await?;
         // The image itself is there by now, and what it replaces is still.
@@ -426,11 +431,12 @@ fn convert_to_qcow2(
 }
 
 /// The file of the new image, or the `device` that becomes one. How much that needs is known of
-/// `source` alone: how much of it a base has, and what compression saves, is seen in the end.
+/// `source` alone, all of which is data if its zeros are kept: how much of it a base has, and what
+/// compression saves, is seen in the end.
 async fn new_image(
     args: &ConvertArgs,
     plan: &ImagePlan,
-    source: Option<&dyn Disk>,
+    source: Option<(&dyn Disk, bool)>,
     (device, sources, options): (Option<&Device>, &Sources, ImageOptions),
 ) -> Result<NewFile, Failure> {
     let target = &*args.names.target;
@@ -438,7 +444,8 @@ async fn new_image(
         return NewFile::create_with(target, Some(args.new.force), sources, options).await;
     };
     let data = match source.filter(|_| plan.backing.is_none()) {
-        Some(source) => Some(data_bytes(source, plan.l2.cluster_bits).await?),
+        Some((source, true)) => Some(source.geometry().len),
+        Some((source, false)) => Some(data_bytes(source, plan.l2.cluster_bits).await?),
         None => None,
     };
     let most = device.room_for(plan, data)?;

@@ -62,7 +62,7 @@ pub(crate) struct CreateArgs {
     /// Can be repeated.
     #[arg(short = 'o', long, value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
-    /// Overwrite an existing file, or a block device.
+    /// Overwrite an existing file, or with -f qcow2 a block device.
     ///
     /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
     /// there must be room for both.
@@ -90,8 +90,15 @@ pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
     if let Some(format) = &args.backing_format {
         options.wish.backing_format = Some(format.clone());
     }
+    if args.unsafe_backing && options.wish.backing_name.is_none() {
+        return Err(Failure::new("-u: there is no backing file; -b names one"));
+    }
     if let Some(size) = &args.size {
-        options.size = Some(size_of("SIZE", size)?);
+        let size = size_of("SIZE", size)?;
+        if options.size.is_some_and(|other| other != size) {
+            return Err(Failure::new("SIZE and -o size= differ: leave one of them out"));
+        }
+        options.size = Some(size);
     }
     executor.block_on(async {
         match format {

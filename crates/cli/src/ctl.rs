@@ -21,6 +21,7 @@ use mica_daemon::LogLevel;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// Query and control a running server.
 ///
@@ -274,6 +275,7 @@ fn ask(client: &Client, verb: &CtlVerb, output: OutputFormat) -> Result<Outcome,
         CtlVerb::Drain { disk: None } => (client.post("/v1/drain", &nothing())?, drained),
         CtlVerb::Handover { disk, to, limit } => {
             let body = json!({ "host": to, "limit_seconds": limit });
+            let client = client.clone().waiting_for(Duration::from_secs((*limit).into()));
             (client.post(&of_disk(disk, "handover"), &body)?, handed_over)
         }
         CtlVerb::LogLevel { level: None } => (client.get("/v1/log-level")?, log_level),

@@ -54,7 +54,9 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
 struct Printer<'a> {
     disk: &'a dyn Manage,
     format: OutputFormat,
+    /// Names of the layers, and of the external data files that some have.
     names: Vec<String>,
+    data_names: Vec<Option<String>>,
     pending: Option<Extent>,
     count: usize,
     text: String,
@@ -72,8 +74,10 @@ impl<'a> Printer<'a> {
             OutputFormat::Human => plain(&path.to_string_lossy()),
             OutputFormat::Json => path.display().to_string(),
         };
+        let data_name = |at| disk.data_path(at).as_ref().map(shown);
+        let data_names = (0..paths.len()).map(data_name).collect();
         let names = paths.iter().map(shown).collect();
-        Self { disk, format, names, pending: None, count: 0, text: String::new() }
+        Self { disk, format, names, data_names, pending: None, count: 0, text: String::new() }
     }
 
     fn begin(&mut self) -> Result<(), Failure> {
@@ -109,7 +113,8 @@ impl<'a> Printer<'a> {
     }
 
     fn print(&mut self, extent: Extent) -> Result<(), Failure> {
-        let name = &self.names[self.disk.layer_position(extent.layer)];
+        let at = self.disk.layer_position(extent.layer);
+        let name = self.data_names[at].as_ref().unwrap_or(&self.names[at]);
         // Writing to a string does not fail.
         let _ = match self.format {
             OutputFormat::Human if extent.kind == ExtentKind::Data => {

@@ -97,6 +97,10 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
         (None, Some(source)) => source.geometry().len,
         (None, None) => options.size.unwrap_or(0),
     };
+    if options.size.is_some_and(|other| other != size) {
+        let what = "-o size: IMAGE, or --size, says how long the disk is: leave it out";
+        return Err(Failure::new(what));
+    }
     let plan = options.wish.plan(size)?;
     match format {
         Format::Luks => Err(no_new_luks()),

@@ -37,11 +37,20 @@ impl PidFile {
         let mut unseen = path.clone().into_os_string();
         unseen.push(format!(".{process}"));
         let unseen = PathBuf::from(unseen);
-        let options = &mut File::options();
-        let file = options.read(true).write(true).create(true).truncate(true).open(&unseen);
-        let file = file.map_err(failed)?;
+        let file = create_new(&unseen).map_err(|error| match error.kind() {
+            std::io::ErrorKind::AlreadyExists => {
+                let what = "is there and is not the file of a process: remove it, or name another";
+                Failure::new(format!("--pid-file: {} {what}", unseen.display()))
+            }
+            _ => failed(error),
+        })?;
         let mut this = Self { path: path.clone(), unseen, file };
-        writeln!(this.file, "{process}").map_err(failed)?;
+        if let Err(error) = writeln!(this.file, "{process}") {
+            let _ = std::fs::remove_file(&this.unseen);
+            return Err(failed(error));
+        }
+        // A power cut leaves it with the number, or not at all, where files can be synced.
+        let _ = this.file.sync_all();
         Ok(this)
     }
 
@@ -56,6 +65,21 @@ impl PidFile {
     }
 }
 
+/// Makes the file at `path`. What an earlier process of this number left there goes; nothing else.
+fn create_new(path: &Path) -> std::io::Result<File> {
+    let create = || File::options().read(true).write(true).create_new(true).open(path);
+    match create() {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            if !is_replaceable(path)? {
+                return Err(error);
+            }
+            std::fs::remove_file(path)?;
+            create()
+        }
+        made => made,
+    }
+}
+
 /// Whether nothing is at `path`, or only the number of a process.
 fn is_replaceable(path: &Path) -> std::io::Result<bool> {
     let found = match path.symlink_metadata() {
@@ -66,7 +90,8 @@ fn is_replaceable(path: &Path) -> std::io::Result<bool> {
         return Ok(false);
     }
     let text = std::fs::read(path)?;
-    Ok(text.trim_ascii().iter().all(u8::is_ascii_digit))
+    let number = text.trim_ascii();
+    Ok(!number.is_empty() && number.iter().all(u8::is_ascii_digit))
 }
 
 /// Longest number of a process, with what stands around it.
@@ -141,7 +166,31 @@ mod tests {
         std::fs::write(&path, "a disk").expect("written");
         assert!(PidFile::prepare(&path).is_err(), "not a number");
         assert_eq!(std::fs::read(&path).expect("there"), b"a disk");
+        std::fs::write(&path, " \n").expect("written");
+        assert!(PidFile::prepare(&path).is_err(), "no number");
         assert!(PidFile::prepare(&folder.path().join("none/pid")).is_err());
         assert!(PidFile::prepare(folder.path()).is_err());
+    }
+
+    /// The story: whatever had the name that the file has at first was emptied, also by a link.
+    #[test]
+    fn what_has_the_name_that_the_file_has_at_first_stays_unless_it_is_a_number() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (path, disk) = (folder.path().join("pid"), folder.path().join("disk"));
+        let unseen = folder.path().join(format!("pid.{}", std::process::id()));
+        std::fs::write(&disk, "a disk").expect("written");
+        let stays = || {
+            assert!(PidFile::prepare(&path).is_err());
+            assert_eq!(std::fs::read(&disk).expect("there"), b"a disk");
+            assert_eq!(std::fs::read(&unseen).expect("there"), b"a disk");
+        };
+        std::os::unix::fs::symlink(&disk, &unseen).expect("linked");
+        stays();
+        std::fs::remove_file(&unseen).expect("removed");
+        std::fs::hard_link(&disk, &unseen).expect("linked");
+        stays();
+        std::fs::remove_file(&unseen).expect("removed");
+        std::fs::write(&unseen, "4711\n").expect("written");
+        PidFile::prepare(&path).expect("a number goes").publish().expect("shown");
     }
 }

@@ -8,6 +8,7 @@ use crate::merging::{Shown, position_of};
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{Extent, Images, Manage, Merged, read_extents};
+use mica_qcow2::snapshots::check_none_stands_on_backing;
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
@@ -28,7 +29,8 @@ const STEP_BYTES: u64 = 1 << 20;
 ///
 /// The content of the disk does not change: where the new backing file differs from the present
 /// one, the bytes are copied into the image first. With -u only the name changes. The images must
-/// not be in use; `mica ctl stream` does this for a disk that is served.
+/// not be in use; `mica ctl stream` does this for a disk that is served. An image with internal
+/// snapshots is only renamed: they show the present backing file.
 #[derive(Args)]
 pub(crate) struct RebaseArgs {
     /// The new backing file, as the image names it; '' for none.
@@ -119,9 +121,15 @@ impl RebaseArgs {
         }
         let chain = self.images.chain_options(IndexUse::Read)?;
         let options = self.images.image_options()?;
+        let may_change = self.check_snapshots().await?;
         let disk = mica_stack::open_writable(&self.file, Format::Qcow2, options, &chain).await?;
         let layers = disk.layer_paths();
-        let moved = self.move_to(&*disk, base).await;
+        let keeps_base =
+            |base: &Base| position_of(&layers, &base.path).is_ok_and(|at| at + 2 == layers.len());
+        let moved = match may_change {
+            Err(error) if !base.is_some_and(keeps_base) => Err(error),
+            _ => self.move_to(&*disk, base).await,
+        };
         let closed = disk.close().await;
         drop(disk);
         let (copied, is_named) = moved?;
@@ -177,6 +185,19 @@ impl RebaseArgs {
         let copied = copy_differences(disk, &*new, &progress).await?;
         let _ = progress.finish();
         Ok((copied, false))
+    }
+
+    /// Whether what lies beneath the image may change.
+    ///
+    /// # Errors
+    /// If the image cannot be read.
+    async fn check_snapshots(&self) -> Result<Result<(), Failure>, Failure> {
+        let images = FileImages::new(&self.file, self.images.image_options()?)?;
+        let image = images.open(&self.file)?;
+        Ok(check_none_stands_on_backing(&*image.store, &self.file).await.map_err(|error| {
+            let cure = "or, if the new backing file has the content of the present one, add -u";
+            Failure::new(format!("{}; {cure}", Failure::from(error).message()))
+        }))
     }
 
     /// Names the new base, and changes nothing else.

@@ -2,7 +2,9 @@
 
 use crate::backup::folder_and_state;
 use crate::convert::Progress;
-use crate::create::{NewFile, NewImageOptions, Sources, fill_raw, is_block_device, parse_options};
+use crate::create::{
+    NewFile, NewImageOptions, Sources, fill_raw, is_block_device, no_new_luks, parse_options,
+};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{ReportArgs, human_size};
@@ -219,6 +221,9 @@ impl Target {
         total: u64,
     ) -> Result<Self, Failure> {
         let format: Format = args.output_format.parse()?;
+        if format == Format::Luks {
+            return Err(no_new_luks());
+        }
         if format == Format::Null || is_block_device(&args.file) {
             let what = format!("{}: restore into a file", args.file.display());
             return Err(Failure::new(what));

@@ -122,8 +122,7 @@ CONFIGURATION:
 
 EXIT STATUS:
   0  stopped on request, and all acknowledged writes are in the images
-  1  could not serve, or could not write everything that was acknowledged
-  2  no socket or file to serve the disk at
+  1  wrong usage, or could not serve, or could not write everything that was acknowledged
   Otherwise, with --run, the exit status of the command.";
 
 pub(crate) const CTL: &str = "\

@@ -10,12 +10,16 @@ use crate::folders::{FoldersArgs, tell_problems};
 use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
 use crate::table::table;
 use crate::tree::problems_json;
+use crate::unfinished::Unfinished;
 use clap::Args;
 use figures::{Counts, Elapsed, Figures, Streaming, Suffering};
 use mica_stack::forest::Forest;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::fs::{File, FileType, Metadata};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Show statistics of a fleet of images: sizes, chains, sharing.
@@ -26,7 +30,7 @@ use std::process::ExitCode;
 /// as far as these were not copied.
 #[derive(Args)]
 pub(crate) struct SurveyArgs {
-    /// Also write a page with the figures to this file.
+    /// Also write a page with the figures to this file, which is new or an earlier page.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]
@@ -43,8 +47,8 @@ pub(crate) fn run(args: &SurveyArgs) -> Result<ExitCode, Failure> {
         let folders = args.folders.given().iter().map(|folder| folder.display().to_string());
         let title = format!("Images in {}", folders.collect::<Vec<_>>().join(", "));
         let page = page::page(&figures, &title, suffering_rows(&figures, shown));
-        std::fs::write(file, page)
-            .map_err(|error| Failure::from(error).within(format!("writing {}", file.display())))?;
+        write_page(file, &page)
+            .map_err(|error| error.within(format!("writing {}", file.display())))?;
     }
     if args.output.output == OutputFormat::Json {
         print_json(&whole(&forest, &figures))?;
@@ -53,6 +57,37 @@ pub(crate) fn run(args: &SurveyArgs) -> Result<ExitCode, Failure> {
     print(&text(&figures, suffering_rows(&figures, shown)))?;
     tell_problems(forest.problems());
     Ok(ExitCode::SUCCESS)
+}
+
+/// Writes the `page` to `file`, in the place of another page at most.
+fn write_page(file: &Path, page: &str) -> Result<(), Failure> {
+    let found = match file.metadata() {
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        found => Some(found?),
+    };
+    let is_stream = |kind: FileType| kind.is_char_device() || kind.is_fifo();
+    if found.as_ref().is_some_and(|found| is_stream(found.file_type())) {
+        return Ok(std::fs::write(file, page)?);
+    }
+    // A link stays one.
+    let path = if found.is_some() { file.canonicalize()? } else { file.to_owned() };
+    if found.as_ref().is_some_and(|found| !is_page(&path, found)) {
+        return Err(Failure::new("it is there and is no page of a survey: name another file"));
+    }
+    let (unfinished, mut new) = Unfinished::create_beside(&path)?;
+    if let Some(found) = &found {
+        new.set_permissions(found.permissions())?;
+    }
+    new.write_all(page.as_bytes())?;
+    new.sync_all()?;
+    unfinished.finish(&path, found.map(|found| (found.dev(), found.ino())))
+}
+
+/// Whether the file at `path`, which was `found` there, may be an earlier page.
+fn is_page(path: &Path, found: &Metadata) -> bool {
+    let mut start = [0; page::START.len()];
+    let mut read = || File::open(path)?.read_exact(&mut start);
+    found.is_file() && read().is_ok() && start == *page::START.as_bytes()
 }
 
 fn whole(forest: &Forest, figures: &Figures) -> Value {

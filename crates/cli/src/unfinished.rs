@@ -14,8 +14,11 @@
 //!   name back if it is not. Where a file system could only drop it, the new one, which is
 //!   complete, stays in any case.
 
-use mica_stack::is_file_at;
+use crate::failure::Failure;
+use mica_block::ErrorKind::{Denied, Invalid, Unsupported};
+use mica_stack::{is_file_at, make_unfinished};
 use parking_lot::{Mutex, MutexGuard};
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -92,6 +95,44 @@ impl Unfinished {
         let file = cloned.inspect_err(|_| entry.discard())?;
         files.push(entry);
         Ok((Self { path: path.to_owned() }, file))
+    }
+
+    /// Makes a file for what is to be at `path`, where nothing is or something that it replaces. It
+    /// has a name of its own, if it can have one, and is locked, so that nobody takes it for left.
+    ///
+    /// # Errors
+    /// As [`make_unfinished`], and what the system reports.
+    pub(crate) fn create_beside(path: &Path) -> Result<(Self, File), Failure> {
+        watch();
+        let mut files = files();
+        let Some((place, file)) = make_unfinished(path, 0o666)? else {
+            drop(files);
+            let created = Self::create_new(path);
+            return created.map_err(|error| Failure::from(error).within(path.display()));
+        };
+        // Without locks nobody removes it.
+        let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        let cloned = file.try_clone();
+        let entry = Entry { path: place.clone(), made: Some(file), before: Before::Nothing };
+        let file = cloned.inspect_err(|_| entry.discard())?;
+        files.push(entry);
+        Ok((Self { path: place }, file))
+    }
+
+    /// Gives the file, which is complete and durable, the name `path`, durably, in the place of the
+    /// file `old`, by device and inode, if that is there.
+    ///
+    /// # Errors
+    /// As [`Self::replace`], and what the system reports: it is removed then.
+    pub(crate) fn finish(mut self, path: &Path, old: Option<(u64, u64)>) -> Result<(), Failure> {
+        match old {
+            _ if self.path == path => {}
+            Some(old) => self.replace(path, old)?,
+            None => self.rename_to(path)?,
+        }
+        sync_name(path)?;
+        self.keep();
+        Ok(())
     }
 
     /// Gives the file, which is complete, the name `path`, which nothing has.
@@ -203,6 +244,21 @@ impl Entry {
             (Some(_), _) => remove_file(&self.path),
             (None, _) => OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop),
         };
+    }
+}
+
+/// Makes the name of the file at `path` durable, as far as its folder lets this process do that.
+///
+/// # Errors
+/// What the system reports.
+pub(crate) fn sync_name(path: &Path) -> Result<(), Failure> {
+    match mica_stack::sync_folder_of(path) {
+        // It may not be read, or its file system syncs no folders.
+        Err(error) if matches!(error.kind(), Denied | Invalid | Unsupported) => {
+            tracing::debug!(path = %path.display(), %error, "its name may not be durable");
+            Ok(())
+        }
+        synced => Ok(synced?),
     }
 }
 

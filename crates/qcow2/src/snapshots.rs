@@ -1,14 +1,18 @@
 //! The internal snapshots and bitmaps of an image: reading their tables.
 
+use crate::header_io::read_header;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_qcow2_format::{
     BitmapEntry, Header, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry,
     decode_bitmap_directory,
 };
 use mica_units::HostOffset;
+use std::path::Path;
 
 /// Size of the pieces in which the snapshot table is read.
 const PIECE_BYTES: usize = 64 << 10;
+/// How many snapshots an error names.
+const NAMED_MAX: usize = 3;
 
 /// The internal snapshots of an image, in the order of its table; at most `limit` of them.
 ///
@@ -47,6 +51,30 @@ pub(crate) async fn find(
         let context = format!("the image has no snapshot {wanted:?}: `mica info` lists them");
         Error::new(ErrorKind::NotFound, context)
     })
+}
+
+/// Makes sure that what lies beneath the image at `path`, whose file is `store`, may change: it
+/// shows through the image's internal snapshots, too, wherever these own nothing.
+///
+/// # Errors
+/// `Denied` if the image has internal snapshots; any failure to read them.
+pub async fn check_none_stands_on_backing(store: &dyn Store, path: &Path) -> Result<()> {
+    let header = read_header(store).await?;
+    if header.snapshot_count == 0 {
+        return Ok(());
+    }
+    let some = list(store, &header, NAMED_MAX).await?;
+    let mut names: Vec<_> = some.iter().map(|one| format!("{:?}", one.name)).collect();
+    if (names.len() as u64) < u64::from(header.snapshot_count) {
+        names.push("...".to_owned());
+    }
+    let what = format!(
+        "{} has internal snapshots ({}), which show what lies beneath it, and would change: copy \
+         what you need with `mica convert -l`, and delete them with `mica snapshot -d`",
+        path.display(),
+        names.join(", ")
+    );
+    Err(Error::new(ErrorKind::Denied, what))
 }
 
 /// Shows `visitor` each entry until it has seen enough.

@@ -23,7 +23,7 @@
 
 mod manage;
 
-use crate::raw::{RawDisk, finish_write};
+use crate::raw::RawDisk;
 use arc_swap::{ArcSwapOption, Guard};
 use mica_block::{
     Disk, Error, ErrorKind, Extent, Geometry, Images, IoFuture, LocalFuture, Manage as _, Plan,
@@ -379,16 +379,12 @@ impl Disk for LayeredRaw {
         if let Some(under_way) = self.try_enter()
             && let Now::Raw(raw) = self.now()
         {
-            let (writing, tail) = raw.begin_write(at, buf);
-            return finish_write(writing.hold(under_way), tail);
+            return Writing::Direct(raw.begin_write(at, buf).hold(under_way));
         }
         Writing::Boxed(Box::pin(async move {
             match self.enter().await {
                 Entered::Chain(chain) => chain.write(at, buf).await,
-                Entered::Raw(raw, under_way) => {
-                    let (writing, tail) = raw.begin_write(at, buf);
-                    finish_write(writing.hold(under_way), tail).await
-                }
+                Entered::Raw(raw, under_way) => raw.begin_write(at, buf).hold(under_way).await,
             }
         }))
     }

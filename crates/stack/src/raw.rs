@@ -5,7 +5,7 @@
 //! **latched** then: it accepts no more writes, and no flush succeeds.
 //!
 //! The store keeps its length unless the disk is extended. If that is not a multiple of a sector,
-//! the missing part of the last sector reads as zeros and is not written.
+//! the missing part of the last sector reads as zeros, and the first write to it completes it.
 
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Haste, Images, IoFuture,
@@ -33,7 +33,7 @@ pub struct RawDisk {
 
 /// The state for writing.
 struct Writer {
-    /// Length of the store in bytes.
+    /// Length of the store in bytes, with all writes that began.
     store_len: AtomicU64,
     /// Whether the disk is being extended.
     is_resizing: AtomicBool,
@@ -146,20 +146,15 @@ impl RawDisk {
         Ok(extents)
     }
 
-    /// Begins a write; returns the end of the buffer, too, of which nothing is written.
-    pub(crate) fn begin_write(&self, at: GuestOffset, mut buf: Buf) -> (IoFuture, Option<Buf>) {
+    /// Begins a write.
+    pub(crate) fn begin_write(&self, at: GuestOffset, buf: Buf) -> IoFuture {
         let range = GuestRange::new(at, buf.len() as u64)
             .ok_or_else(|| beyond_the_end(at, buf.len() as u64));
-        let there = range.and_then(|range| Ok(self.writer(range)?.bytes_there(range)));
-        let there = match there {
-            Ok(there) => usize::try_from(there).expect("at most the buffer's"),
-            Err(error) => return (mica_block::ready(Err(error), buf), None),
-        };
-        let tail = (there < buf.len()).then(|| {
-            let head = buf.split_to(there);
-            std::mem::replace(&mut buf, head)
-        });
-        (self.store.write_at(buf, HostOffset::new(at.bytes())), tail)
+        match range.and_then(|range| Ok((range, self.writer(range)?))) {
+            Ok((range, writer)) => writer.completes_last_sector(range),
+            Err(error) => return mica_block::ready(Err(error), buf),
+        }
+        self.store.write_at(buf, HostOffset::new(at.bytes()))
     }
 
     /// Which file it is.
@@ -189,16 +184,6 @@ impl RawDisk {
         }
         zeroed
     }
-}
-
-/// A write that began, to its end; see [`RawDisk::begin_write`].
-pub(crate) fn finish_write(writing: IoFuture, tail: Option<Buf>) -> Writing<'static> {
-    let Some(tail) = tail else { return Writing::Direct(writing) };
-    Writing::Boxed(Box::pin(async move {
-        let (result, mut buf) = writing.await;
-        buf.join(tail);
-        (result, buf)
-    }))
 }
 
 /// What is behind the LUKS header of the image at `path`, whose file is `store`.
@@ -268,8 +253,7 @@ impl Disk for RawDisk {
     }
 
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
-        let (writing, tail) = self.begin_write(at, buf);
-        finish_write(writing, tail)
+        Writing::Direct(self.begin_write(at, buf))
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
@@ -432,8 +416,18 @@ impl Drop for Resizing<'_> {
 }
 
 impl Writer {
+    /// Something is about to be written to `range`, perhaps beyond the end of the store: from now
+    /// on that is zeroed, too, whether the write is done by then or not.
+    #[inline]
+    fn completes_last_sector(&self, range: GuestRange) {
+        let end = range.end().bytes();
+        if end > self.store_len.load(Ordering::Acquire) {
+            self.store_len.fetch_max(end, Ordering::AcqRel);
+        }
+    }
+
     /// How much of `range` lies in the store, counted from its start: all of it, except in an
-    /// incomplete last sector.
+    /// incomplete last sector that nobody wrote to.
     fn bytes_there(&self, range: GuestRange) -> u64 {
         let end = range.end().bytes().min(self.store_len.load(Ordering::Acquire));
         end.saturating_sub(range.start().bytes())

@@ -8,7 +8,7 @@
 //! | `LAYER.mica-overlays.tmp` | a layer's note, written again | who has it locked |
 //! | `.ACTIVE.mica-new` | the layer above the active one, in its folder | who has ACTIVE locked |
 //! | `.LAYER.mica-new` | a new layer LAYER, in a folder without the active one | the same |
-//! | `.IMAGE.mica-unfinished` | an image that a verb makes, or replaces | who has it locked |
+//! | `.FILE.mica-unfinished` | what a verb makes, or replaces, at FILE | who has it locked |
 //! | `.mica-index-PID-NUMBER.tmp` | a sidecar (`sidecars/temporary.rs`) | who has it locked |
 //!
 //! Who writes one of them again takes the place of what is left there. What is left beside the

@@ -236,6 +236,11 @@ impl Tree {
         Cursor::new(self, root).look_up_cached(key)
     }
 
+    /// Whether what the store has of it is encrypted.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        self.access.cipher().is_some()
+    }
+
     /// What the cache of nodes did.
     pub(crate) fn stats(&self) -> MapStats {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);

@@ -352,7 +352,7 @@ impl Manage for Volume {
     }
 
     fn is_encrypted(&self, _position: usize) -> bool {
-        false
+        self.shared.tree.is_encrypted()
     }
 
     fn layer_position(&self, _layer: LayerNumber) -> usize {

@@ -164,3 +164,25 @@ fn bitmaps_get_the_length_of_their_disk() {
         }
     }
 }
+
+/// The story: the target was overwritten, and then its bitmap was found.
+#[test]
+fn copy_onto_an_image_that_has_the_bitmap_is_refused_before_it_is_written() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    for image in ["source.qcow2", "target.qcow2"] {
+        mica_in(dir, &["create", "-q", image, "1M"]).ok();
+    }
+    for image in ["source.qcow2", "target.qcow2"] {
+        mica_in(dir, &["bitmap", "--add", image, "b"]).ok();
+    }
+    let before = std::fs::read(dir.join("target.qcow2")).expect("there");
+    let copy = ["convert", "-n", "--bitmaps", "-O", "qcow2", "source.qcow2", "target.qcow2"];
+    let said = mica_in(dir, &copy).refusal();
+    assert!(said.contains("has a bitmap \"b\" already"), "{said}");
+    assert!(std::fs::read(dir.join("target.qcow2")).expect("there") == before);
+    mica_in(dir, &["bitmap", "--remove", "target.qcow2", "b"]).ok();
+    mica_in(dir, &copy).ok();
+    let info = mica_in(dir, &["info", "--output", "json", "target.qcow2"]).ok();
+    assert!(info.contains("\"b\""), "{info}");
+}

@@ -360,3 +360,32 @@ fn a_name_with_a_colon_is_written_as_a_path() {
     assert!(said.stderr.contains("protocol"), "{said}");
     assert_eq!(info(dir, "remote.qcow2")["backing-filename"], "nbd://host/x");
 }
+
+#[test]
+fn options_that_would_do_nothing_are_refused() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "-o", "size=1M", "disk.qcow2", "1M"]).ok();
+    for words in [
+        &["create", "-u", "new.qcow2", "1M"][..],
+        &["create", "-o", "size=2M", "new.qcow2", "1M"],
+        &["measure", "-o", "size=2M", "disk.qcow2"],
+        &["measure", "-o", "size=2M", "--size", "1M"],
+    ] {
+        mica_in(dir, words).refusal();
+        assert!(!dir.join("new.qcow2").exists(), "{words:?}");
+    }
+    mica_in(dir, &["measure", "-o", "size=2M"]).ok();
+}
+
+/// The story: a clone that failed said nothing of the hundreds that were there.
+#[test]
+fn clones_that_were_made_before_one_failed_are_named() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "base.qcow2", "1M"]).ok();
+    std::fs::write(dir.join("new-257.qcow2"), "taken").expect("written");
+    let said = mica_in(dir, &["clone", "--count", "257", "base.qcow2", "new.qcow2"]).refusal();
+    assert!(said.contains("new-1.qcow2 to new-256.qcow2 are made"), "{said}");
+    assert!(dir.join("new-256.qcow2").exists());
+}

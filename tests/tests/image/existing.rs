@@ -17,7 +17,13 @@ struct Loop(String);
 impl Loop {
     /// `None` if none can be had here.
     fn attach(file: &Path) -> Option<Self> {
-        let attached = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
+        Self::attach_part(file, &[])
+    }
+
+    /// The same with `more` options.
+    fn attach_part(file: &Path, more: &[&str]) -> Option<Self> {
+        let mut command = Command::new("losetup");
+        let attached = command.args(["--find", "--show"]).args(more).arg(file).output();
         let attached = attached.ok().filter(|output| output.status.success())?;
         Some(Self(String::from_utf8_lossy(&attached.stdout).trim().to_owned()))
     }
@@ -184,6 +190,57 @@ fn a_device_becomes_a_qcow2_image_if_it_is_large_enough() {
     assert!(said.contains("is too small: it holds 1048576 bytes"), "{said}");
     assert!(said.contains("the image needs"), "{said}");
     assert!(fs::read(&small).expect("there") == vec![9; 1 << 20], "it was written to");
+}
+
+/// The story: of a device that consists of the source all was zeroed before it was copied.
+#[test]
+fn a_device_that_consists_of_the_source_is_refused() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let file = dir.join("source.raw");
+    let mut bytes = vec![9; 1 << 20];
+    bytes.resize(4 << 20, 0);
+    fs::write(&file, &bytes).expect("there is room");
+    let Some(whole) = Loop::attach(&file) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let attach = |more: &[&str]| Loop::attach_part(&file, more).expect("another one");
+    let half = (2 << 20).to_string();
+    let (other, first) = (attach(&[]), attach(&["--sizelimit", &half]));
+    let second = attach(&["--offset", &half]);
+    let refused = |words: &[&str]| {
+        let said = mica_in(dir, &[&["convert", "-f", "raw"], words].concat()).refusal();
+        assert!(said.contains("part of the source"), "{said}");
+        assert!(fs::read(&file).expect("there") == bytes, "{words:?}: it was written to");
+        assert!(fs::read(&whole.0).expect("readable") == bytes, "{words:?}: it was written to");
+    };
+    for target in [&whole, &first, &second] {
+        refused(&["-O", "raw", "source.raw", &target.0]);
+        refused(&["-O", "qcow2", "--force", "source.raw", &target.0]);
+    }
+    refused(&["-O", "raw", &whole.0, &other.0]);
+    refused(&["-O", "raw", &first.0, &whole.0]);
+    refused(&["-n", "-O", "raw", &whole.0, "source.raw"]);
+    // Two parts of a file have nothing in common.
+    mica_in(dir, &["convert", "-f", "raw", "-O", "raw", &first.0, &second.0]).ok();
+}
+
+/// The story: the device was written until it was full, as zeros were not counted.
+#[test]
+fn a_device_that_is_too_small_for_zeros_that_are_kept_is_refused_before_it_is_touched() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::File::create(dir.join("zeros.raw")).and_then(|file| file.set_len(8 << 20)).expect("made");
+    let small = dir.join("small");
+    fs::write(&small, vec![9; 4 << 20]).expect("there is room");
+    let Some(device) = Loop::attach(&small) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let onto = ["convert", "-f", "raw", "-O", "qcow2", "--force", "zeros.raw", &device.0];
+    let said = mica_in(dir, &[&onto[..], &["-S", "0"]].concat()).refusal();
+    assert!(said.contains("is too small"), "{said}");
+    assert!(fs::read(&small).expect("there") == vec![9; 4 << 20], "it was written to");
+    mica_in(dir, &onto).ok();
 }
 
 /// Its tables lead to space of the device that was never written.

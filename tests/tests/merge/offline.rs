@@ -1,6 +1,7 @@
 //! `mica commit` and `mica rebase`.
 
-use crate::chain::{Chain, KINDS, LAYERS};
+use crate::chain::{Chain, KINDS, LAYERS, LEN};
+use crate::live::{ctl, serve, stop};
 use mica_gen::Rng;
 use mica_tests::{clock, judge, mica, qemu, tools};
 use std::fs;
@@ -188,4 +189,70 @@ fn killed_commit_that_changed_nothing_keeps_nobody_from_its_layers() {
     qemu::flatten(chain.dir(), LAYERS[4], "now.raw");
     let now = fs::read(chain.path("now.raw")).expect("flat");
     judge::same_bytes("what is left in the end", &now, &chain.expected());
+}
+
+/// What the internal snapshot `name` of an image shows, by QEMU.
+#[track_caller]
+fn snapshot_content(chain: &Chain, name: &str, image: &str) -> Vec<u8> {
+    let args = ["convert", "-f", "qcow2", "-O", "raw", "-l", name, image, "snapshot.raw"];
+    qemu::img(chain.dir(), args).ok();
+    fs::read(chain.path("snapshot.raw")).expect("read")
+}
+
+/// The story: a snapshot of the image showed what had been committed into the layer beneath it, and
+/// zeros where that was taken away.
+#[test]
+fn no_internal_snapshot_changes_with_what_lies_beneath_it() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    qemu::create(chain.dir(), "other.qcow2", &[], "30M");
+    for image in [LAYERS[2], LAYERS[4]] {
+        chain.mica(&["snapshot", "-c", "kept", image]).ok();
+    }
+    qemu::io(chain.dir(), &[], LAYERS[4], &["write -P 99 0 24M"]);
+    let kept = [LAYERS[2], LAYERS[4]].map(|image| snapshot_content(&chain, "kept", image));
+    let present = vec![99; LEN];
+    let refused = |args: &[&str], image: &str| {
+        let said = chain.mica(args);
+        assert_eq!(said.code(), Some(1), "{said}");
+        let text = format!("{image} has internal snapshots (\"kept\")");
+        assert!(said.stderr.contains(&text), "{said}");
+        assert!(said.stderr.contains("mica snapshot -d"), "{said}");
+        chain.judge(&present);
+        for (image, kept) in [LAYERS[2], LAYERS[4]].iter().zip(&kept) {
+            judge::same_bytes(image, &snapshot_content(&chain, "kept", image), kept);
+        }
+    };
+    refused(&["commit", "top.qcow2"], LAYERS[4]);
+    refused(&["commit", "-d", "top.qcow2"], LAYERS[4]);
+    refused(&["rebase", "-b", "", "top.qcow2"], LAYERS[4]);
+    refused(&["rebase", "-b", "other.qcow2", "-F", "qcow2", "top.qcow2"], LAYERS[4]);
+    let server = serve(&chain);
+    refused_while_served(&chain, &["stream", "top"], LAYERS[4]);
+    refused_while_served(&chain, &["commit", "top"], LAYERS[4]);
+    let down = ["commit", "top", "--top", "three.qcow2", "--base", "one.qcow2"];
+    refused_while_served(&chain, &down, LAYERS[2]);
+    // The base's own snapshots have their own clusters, and what is above shows the same.
+    ctl(&chain, &["commit", "top", "--top", "three.qcow2", "--base", "two.qcow2"]).ok();
+    stop(server);
+    chain.judge(&present);
+    for (image, kept) in [LAYERS[2], LAYERS[4]].iter().zip(&kept) {
+        judge::same_bytes(image, &snapshot_content(&chain, "kept", image), kept);
+    }
+    // Nothing changes with the same name.
+    chain.mica(&["rebase", "-b", "two.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
+    chain.mica(&["snapshot", "-d", "kept", "top.qcow2"]).ok();
+    chain.mica(&["commit", "top.qcow2"]).ok();
+    chain.judge(&present);
+    judge::same_bytes(LAYERS[2], &snapshot_content(&chain, "kept", LAYERS[2]), &kept[0]);
+}
+
+#[track_caller]
+fn refused_while_served(chain: &Chain, args: &[&str], image: &str) {
+    let said = ctl(chain, args);
+    assert_ne!(said.code(), Some(0), "{said}");
+    let text = format!("{image} has internal snapshots (\"kept\")");
+    assert!(said.stderr.contains(&text), "{said}");
 }

@@ -199,3 +199,20 @@ fn nothing_is_said_to_a_reader_that_has_gone_away() {
         assert_eq!(output.status.code(), Some(141), "{verb:?}");
     }
 }
+
+#[test]
+fn data_in_an_external_file_is_shown_in_that_file() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "disk.qcow2", &["-o", "data_file=disk.data"], "1M");
+    qemu::io(dir, &[], "disk.qcow2", &["write -P 1 64k 64k"]);
+    qemu::overlay(dir, "top.qcow2", "disk.qcow2", &[]);
+    qemu::io(dir, &[], "top.qcow2", &["write -P 2 256k 64k"]);
+    let said = mica::run(["map", &dir.join("top.qcow2").display().to_string()]).ok();
+    let lines: Vec<_> = said.lines().skip(1).collect();
+    assert_eq!(lines.len(), 2, "{said}");
+    assert!(lines[0].ends_with("disk.data") && lines[1].ends_with("top.qcow2"), "{said}");
+}

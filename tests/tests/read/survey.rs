@@ -142,3 +142,30 @@ fn folder_without_images_has_a_survey_and_a_page_too() {
     assert!(said.starts_with("0 images in 0 chains"), "{said}");
     assert!(!fs::read_to_string(page).expect("written").contains("NaN"));
 }
+
+/// The story: a disk that was named instead of a page was overwritten.
+#[test]
+fn page_replaces_nothing_but_a_page() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let folder = dir.path().display().to_string();
+    let at = |name: &str| dir.path().join(name);
+    let survey =
+        |name: &str| mica::run(["survey", "--html", &at(name).display().to_string(), &folder]);
+    mica::run(["create", "-q", &at("disk.qcow2").display().to_string(), "1M"]).ok();
+    let disk = fs::read(at("disk.qcow2")).expect("there");
+    for (name, content) in [("disk.qcow2", &*disk), ("empty", b""), ("notes.html", b"<p>mine")] {
+        fs::write(at(name), content).expect("written");
+        let said = survey(name).refusal();
+        assert!(said.contains("name another file"), "{said}");
+        assert_eq!(fs::read(at(name)).expect("there"), content, "{name}");
+    }
+    survey("page").ok();
+    let first = fs::read(at("page")).expect("there");
+    std::os::unix::fs::symlink("page", at("link")).expect("linked");
+    survey("link").ok();
+    assert!(at("link").is_symlink());
+    assert!(fs::read(at("page")).expect("there").starts_with(b"<!DOCTYPE html>"));
+    assert!(first.starts_with(b"<!DOCTYPE html>"));
+    let count = dir.path().read_dir().expect("listed").count();
+    assert_eq!(count, 5, "nothing else is left");
+}

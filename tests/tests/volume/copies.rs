@@ -1,7 +1,9 @@
 //! Import and export, judged by qemu-img.
 
 use mica_tests::volume::{Store, run};
-use mica_tests::{command, qemu, tools};
+use mica_tests::{command, mica, qemu, tools};
+use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IMG, tools::QEMU_IO];
@@ -143,4 +145,18 @@ fn import_that_fails_halfway_leaves_no_volume_and_no_lock() {
     let locks = std::fs::read_dir(dir.join("store/.locks")).expect("a folder").count();
     assert_eq!(locks, 0);
     run(["import", &top, &store.volume("web")]).ok();
+}
+
+/// QEMU 1.0 and older made them: the rest of a sector does not count.
+#[test]
+fn image_that_ends_within_a_sector_becomes_a_volume() {
+    let store = Store::new();
+    let image = store.folder().join("disk.qcow2");
+    let name = image.display().to_string();
+    mica::run(["create", "-q", &name, "1M"]).ok();
+    let file = fs::OpenOptions::new().write(true).open(&image).expect("there");
+    file.write_all_at(&1_000_000_u64.to_be_bytes(), 24).expect("written");
+    run(["import", "-q", &name, &store.volume("web")]).ok();
+    let info = run(["info", "--output", "json", &store.volume("web")]).ok();
+    assert!(info.contains("999936"), "{info}");
 }

@@ -98,7 +98,9 @@ fn lives(how: &[&str], is_encrypted: bool) {
     let raw = store.folder().join("out.raw").display().to_string();
     for exported in [&first, &copy] {
         let words = [&["export", "-O", "raw"], &*key, &[exported, &*raw]].concat();
-        run(words.iter().copied()).ok();
+        let said = run(words.iter().copied());
+        assert!(said.stderr.contains("out.raw is not encrypted"), "{said}");
+        said.ok();
         let bytes = fs::read(&raw).expect("exported");
         assert!(bytes.starts_with(&wanted) && bytes.len() == 64 << 20);
         fs::remove_file(&raw).expect("removed");

@@ -51,6 +51,9 @@ fn log_of_a_deleted_volume_is_listed_as_gone_and_dropped_by_force() {
     let one = listed(&[&url])["logs"][0].clone();
     assert_eq!((&one["name"], &one["gone"]), (&Value::Null, &true.into()), "{one}");
     assert_eq!(listed(&[])["logs"][0]["gone"], Value::Null, "without its store nobody knows");
+    // Every ID begins with nothing.
+    let refused = run(["log", "drop", "--force", &log, ""]).refusal();
+    assert!(refused.contains("VOLUME is empty"), "{refused}");
     run(["log", "drop", "--force", &log, &id[..8]]).ok();
     let one = listed(&[&url])["logs"][0].clone();
     assert_eq!((&one["set-aside"], &one["live-bytes"]), (&true.into(), &0.into()), "{one}");

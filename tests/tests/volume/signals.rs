@@ -31,6 +31,12 @@ fn wait_for(path: &Path) {
 }
 
 #[track_caller]
+fn wait_for_any(paths: &[&Path]) {
+    let is_there = || paths.iter().any(|path| path.exists()).then_some(());
+    clock::poll(LIMIT, Duration::from_millis(1), is_there).expect("one is made");
+}
+
+#[track_caller]
 fn end(child: Child, signal: Signal) -> Output {
     kill_process(Pid::from_child(&child), signal).expect("it runs");
     let ended = child.wait_with_output().expect("it ends");
@@ -195,13 +201,15 @@ fn send_into_a_file_that_a_signal_ends_leaves_none() {
     let (image, url) = (source(&store), store.volume("web"));
     run(["import", "-q", "-f", "raw", &image, &url]).ok();
     let stream = store.folder().join("stream");
+    let unfinished = store.folder().join(".stream.mica-unfinished");
     let (name, snapshot) = (stream.display().to_string(), format!("{url}@source.raw"));
     for (round, signal) in signals().into_iter().enumerate() {
         let child = start(&["send", "-q", &snapshot, &name]);
-        wait_for(&stream);
+        wait_for_any(&[&unfinished, &stream]);
         kill_process(Pid::from_child(&child), signal).expect("it runs, or has just ended");
         let ended = child.wait_with_output().expect("it ends");
         assert!(stream.exists() || !ended.status.success(), "{ended:?}");
+        assert!(!unfinished.exists(), "{ended:?}");
         if stream.exists() {
             run(["receive", "-q", &store.volume(&format!("copy{round}")), &name]).ok();
             fs::remove_file(&stream).expect("removed");
@@ -211,6 +219,29 @@ fn send_into_a_file_that_a_signal_ends_leaves_none() {
     let refused = run(["send", "-q", &snapshot, &name]).refusal();
     assert!(refused.contains("exists already"), "{refused}");
     run(["receive", "-q", &store.volume("copy"), &name]).ok();
+}
+
+/// The story: a part of a stream had the name of the whole, and the next one was refused.
+#[test]
+fn send_into_a_file_that_is_killed_leaves_nothing_of_that_name() {
+    let store = Store::new();
+    let (image, url) = (source(&store), store.volume("web"));
+    run(["import", "-q", "-f", "raw", &image, &url]).ok();
+    let (stream, unfinished) =
+        (store.folder().join("stream"), store.folder().join(".stream.mica-unfinished"));
+    let (name, snapshot) = (stream.display().to_string(), format!("{url}@source.raw"));
+    let words = ["send", "-q", "--inject", "delay=300ms", &snapshot, &name];
+    let mut child = start(&words);
+    wait_for(&unfinished);
+    let second = run(["send", "-q", &snapshot, &name]).refusal();
+    assert!(second.contains("another process"), "{second}");
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    assert!(!stream.exists() && unfinished.exists());
+    run(["send", "-q", &snapshot, &name]).ok();
+    assert!(!unfinished.exists());
+    run(["receive", "-q", &store.volume("copy"), &name]).ok();
+    same(&store, &store.volume("copy"), &image);
 }
 
 /// It waits for more of the stream when the signal comes: of a new volume, and of one that is.

@@ -2,6 +2,7 @@
 //!
 //! Every test runs for each of [`KINDS`].
 
+use mica_tests::guest::Guest;
 use mica_tests::server::Server;
 use mica_tests::{clock, command, judge, mica, nbd, qemu, tools};
 use serde_json::Value;
@@ -186,6 +187,49 @@ fn nbdcopy_copies_files_of_any_length_in() {
             served.end_with(&bytes);
         }
     }
+}
+
+/// The story: what was written between the end of the file and that of its last sector was
+/// acknowledged, and was not there afterwards.
+#[test]
+fn raw_file_that_ends_within_a_sector_takes_the_rest_of_it() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let image = dir.path().join("disk.raw");
+    let begin = || fs::write(&image, [7; 1000]).expect("written");
+    let mut wanted = vec![7; 1000];
+    wanted.extend([5; 24]);
+    let input = dir.path().join("input");
+    fs::write(&input, [5; 24]).expect("written");
+
+    begin();
+    let mica = |words: &[&str]| {
+        let mut command = Command::new(mica::binary());
+        command.current_dir(dir.path()).args(words);
+        command
+    };
+    let file = fs::File::open(&input).expect("there");
+    command::finish_with(&mut mica(&["write", "-f", "raw", "disk.raw", "1000"]), file).ok();
+    judge::same_bytes("the file", &fs::read(&image).expect("there"), &wanted);
+    let said = command::finish(&mut mica(&["read", "-f", "raw", "disk.raw", "1000", "24"]));
+    assert_eq!(said.ok().as_bytes(), [5; 24]);
+    let file = fs::File::open(&input).expect("there");
+    let beyond = command::finish_with(&mut mica(&["write", "disk.raw", "1001"]), file);
+    assert_eq!(beyond.code(), Some(1), "{beyond}");
+
+    begin();
+    let server = Server::mica_writable(&image, "raw", &[]).expect("served");
+    let mut client = server.connect(&nbd::Wish::default()).expect("connected");
+    assert_eq!(client.read(512, 512).expect("read")[488..], [0; 24]);
+    let mut guest = Guest::connect(&server).expect("connected");
+    assert_eq!(guest.write(512, &wanted[512..]).expect("answered"), 0);
+    assert_eq!(guest.flush().expect("answered"), 0);
+    assert_eq!(client.read(512, 512).expect("read"), wanted[512..]);
+    drop((client, guest));
+    assert!(server.stop().expect("it stops").status.success());
+    judge::same_bytes("the file", &fs::read(&image).expect("there"), &wanted);
+    mica(&["resize", "-f", "raw", "disk.raw", "2048"]).status().expect("it runs");
+    wanted.resize(2048, 0);
+    judge::same_bytes("the file", &fs::read(&image).expect("there"), &wanted);
 }
 
 #[test]

@@ -50,6 +50,26 @@ pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failu
     Ok(wanted)
 }
 
+/// Makes sure that a target that exists, and stays, has none of the `wanted` ones, before it is
+/// written.
+pub(super) async fn check_free(args: &ConvertArgs, wanted: &[BitmapEntry]) -> Result<(), Failure> {
+    if !args.no_create || wanted.is_empty() {
+        return Ok(());
+    }
+    let target = &*args.names.target;
+    let images = FileImages::new(target, args.target_options()?)?;
+    let there = inspect(&images, target).await?.bitmaps;
+    let is_there = |one: &&BitmapEntry| there.iter().any(|other| other.name == one.name);
+    match wanted.iter().find(is_there) {
+        None => Ok(()),
+        Some(taken) => Err(Failure::new(format!(
+            "{} has a bitmap {:?} already: `mica bitmap --remove` removes it",
+            target.display(),
+            taken.name
+        ))),
+    }
+}
+
 /// Adds `bitmaps` to the target, which is complete otherwise: the `new` image, which is locked and
 /// has no name yet, or the one that exists.
 pub(super) async fn copy(

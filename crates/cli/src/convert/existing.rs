@@ -62,12 +62,7 @@ impl Onto<'_> {
     ) -> std::result::Result<(), Failure> {
         let Self { args, executor, sparse, .. } = self;
         let needed = source.geometry().len;
-        // A raw file may end within a sector, and does not grow.
-        let file = std::fs::metadata(&args.names.target).ok().filter(std::fs::Metadata::is_file);
-        let there = match file {
-            Some(file) if self.format == Format::Raw => file.len(),
-            _ => target.geometry().len,
-        };
+        let there = target.geometry().len;
         if there < needed {
             return Err(Failure::new(format!(
                 "{} is too small: it holds {there} bytes, and the disk has {needed}",

@@ -16,14 +16,13 @@ use super::spoiled::Spoiled;
 use super::{beside, node_at};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
-use crate::unfinished::Unfinished;
-use mica_block::ErrorKind::{Denied, Invalid, Unsupported};
+use crate::unfinished::{Unfinished, sync_name};
 use mica_block::{Images, Space, Store, write_all};
 use mica_qcow2::read_header;
 use mica_rt::Buf;
 use mica_stack::{
-    FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, sync_folder_of,
-    unfinished_place, wait_for_dead,
+    FileImages, ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, unfinished_place,
+    wait_for_dead,
 };
 use mica_store::{CacheMode, Locking};
 use mica_units::HostOffset;
@@ -101,14 +100,7 @@ impl NewName {
             return Ok(());
         }
         let path = self.replaced.as_ref().map_or(&*self.path, Replaced::path);
-        match sync_folder_of(path) {
-            // It may not be read, or its file system syncs no folders.
-            Err(error) if matches!(error.kind(), Denied | Invalid | Unsupported) => {
-                tracing::debug!(path = %path.display(), %error, "its name may not be durable");
-                Ok(())
-            }
-            synced => Ok(synced?),
-        }
+        sync_name(path)
     }
 
     /// Keeps the file, which has its name.

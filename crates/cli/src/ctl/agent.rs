@@ -4,12 +4,14 @@
 //! Invariants
 //! - I1 Whatever was told to freeze is told to thaw, whatever happens in between: also after an
 //!   error, a signal, and an agent that has not answered in time.
-//! - I2 No agent is waited for longer than the limit, for each of its answers.
+//! - I2 No agent is waited for longer than the limit, for a connection and for each of its answers.
 
 use crate::failure::Failure;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,6 +20,8 @@ use std::time::{Duration, Instant};
 
 /// Precedes the answer to a synchronization: it is in no text.
 const DELIMITER: u8 = 0xff;
+/// The pause between two tries to connect.
+const CONNECT_PAUSE: Duration = Duration::from_millis(20);
 /// Longest answer of an agent, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
@@ -49,7 +53,7 @@ pub(super) fn while_frozen<T>(
             .map_err(|error| Failure::from(error).within("hearing signals"))?;
     }
     // All of them answer before one is frozen.
-    let agents = sockets.iter().map(|socket| Agent::connect(socket, limit));
+    let agents = sockets.iter().map(|socket| Agent::connect(socket, limit, &stop));
     let mut agents = agents.collect::<Result<Vec<_>, _>>()?;
     let acted = agents.iter_mut().try_for_each(Agent::freeze).and_then(|()| {
         if stop.load(Ordering::Relaxed) {
@@ -84,11 +88,40 @@ fn synchronization() -> Vec<u8> {
     [&[DELIMITER], ask.to_string().as_bytes(), b"\n"].concat()
 }
 
+/// A connection to `socket`. One that has clients enough is tried for up to `limit`, or until a
+/// signal comes: a call that waits for it would hear none.
+#[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
+fn connected(socket: &Path, limit: Duration, stop: &AtomicBool) -> Result<UnixStream, Failure> {
+    let system = |errno: Errno| Failure::from(io::Error::from(errno));
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let address = SocketAddrUnix::new(socket).map_err(system)?;
+    let made = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(system)?;
+    let deadline = Instant::now() + limit;
+    loop {
+        match connect(&made, &address) {
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            answer => {
+                answer.map_err(system)?;
+                let stream = UnixStream::from(made);
+                stream.set_nonblocking(false)?;
+                return Ok(stream);
+            }
+        }
+        if stop.load(Ordering::Relaxed) {
+            return Err(Failure::new("stopped by a signal before anything was frozen"));
+        }
+        if Instant::now() >= deadline {
+            let what = "it takes no connection, as another client has it, after";
+            return Err(Failure::new(format!("{what} {} seconds", limit.as_secs_f32())));
+        }
+        std::thread::sleep(CONNECT_PAUSE);
+    }
+}
+
 impl<'a> Agent<'a> {
-    fn connect(socket: &'a Path, limit: Duration) -> Result<Self, Failure> {
-        let stream = UnixStream::connect(socket).map_err(|error| {
-            let what = format!("the guest agent at {}", socket.display());
-            Failure::from(error).within(what)
+    fn connect(socket: &'a Path, limit: Duration, stop: &AtomicBool) -> Result<Self, Failure> {
+        let stream = connected(socket, limit, stop).map_err(|failure| {
+            failure.within(format!("the guest agent at {}", socket.display()))
         })?;
         let (unread, told, frozen) = (Vec::new(), false, 0);
         let mut agent = Self { socket, stream, limit, unread, told, frozen };

@@ -118,7 +118,8 @@ impl PruneArgs {
         for state in states.iter().rev().skip(stay).map(|state| &state["state"]) {
             let mut body = json!({ "state": state, "rate": how.rate()? });
             self.gone.tell(&mut body);
-            let job = how.start(client, &of_disk(&self.disk, "drop-state"), &body)?;
+            let job = how.start(client, &of_disk(&self.disk, "drop-state"), &body);
+            let job = job.map_err(|failure| after(&dropped, failure))?;
             copied += job["copied_bytes"].as_u64().unwrap_or(0);
             dropped.push(state.clone());
             staying.extend(Some(&job["file"]).filter(|file| file["removed"] == false).cloned());
@@ -131,6 +132,15 @@ impl PruneArgs {
             "files_that_stay": staying,
         }))
     }
+}
+
+/// Why no more states were dropped, and which were.
+fn after(dropped: &[Value], failure: Failure) -> Failure {
+    if dropped.is_empty() {
+        return failure;
+    }
+    let names: Vec<_> = dropped.iter().rev().map(text).collect();
+    Failure::new(format!("{}; dropped before that: {}", failure.message(), names.join(", ")))
 }
 
 fn pruned(answer: &Value) -> String {

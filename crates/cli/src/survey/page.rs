@@ -8,6 +8,9 @@ use crate::output::human_size;
 use crate::svg::{STYLE, escaped};
 use std::fmt::Write as _;
 
+/// What every page begins with.
+pub(super) const START: &str = "<!DOCTYPE html>";
+
 const PAGE_STYLE: &str = "\
 :root{color-scheme:light dark;--page:#fff;--text:#1b1f24;--soft:#59636e;--edge:#d8dee4}\
 @media(prefers-color-scheme:dark){:root{--page:#15191f;--text:#e6edf3;--soft:#9aa4af;\
@@ -51,7 +54,7 @@ pub(super) fn page(figures: &Figures, title: &str, suffering: Vec<Vec<String>>) 
         table(&(head, &[1, 2, 3], suffering)),
     );
     format!(
-        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n\
+        "{START}\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n\
          <title>{}</title>\n<style>{PAGE_STYLE}{STYLE}</style></head>\n<body><main>\n{body}</main>\
          </body></html>\n",

@@ -131,6 +131,10 @@ fn drop_one(args: &DropArgs) -> Result<ExitCode, Failure> {
 
 /// The log of the volume whose identity begins so.
 fn one_of<'a>(all: &'a [LogSummary], wanted: &str) -> Result<&'a LogSummary, Failure> {
+    if wanted.is_empty() {
+        let what = "VOLUME is empty, which every ID begins with: `mica volume log list` shows them";
+        return Err(Failure::new(what));
+    }
     let is_it = |summary: &&LogSummary| {
         !summary.found.is_set_aside && hex(&summary.found.volume).starts_with(wanted)
     };

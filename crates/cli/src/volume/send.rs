@@ -11,7 +11,6 @@ use mica_block::{Error, ErrorKind};
 use mica_stack::VolumeUrl;
 use mica_volume::Sent;
 use serde_json::{Value, json};
-use std::fs::File;
 use std::io::{BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -55,10 +54,16 @@ pub(super) fn run(args: &SendArgs) -> Result<ExitCode, Failure> {
     url.needed_snapshot("volume send")?;
     if args.file.as_os_str() != "-" {
         // A part of a stream is of no use.
-        let (part, file) = new_file(&args.file)?;
+        if args.file.symlink_metadata().is_ok() {
+            return Err(exists(&args.file));
+        }
+        let (part, file) = Unfinished::create_beside(&args.file)?;
         let sent = send(args, &url, &file).inspect_err(|_| wait_if_ending())?;
         file.sync_all().map_err(|error| of_file(&args.file, error))?;
-        part.keep();
+        part.finish(&args.file, None).map_err(|failure| match args.file.symlink_metadata() {
+            Ok(_) => exists(&args.file),
+            Err(_) => failure.within(args.file.display().to_string()),
+        })?;
         let text: String = sent.iter().map(|sent| line(&url, sent)).collect();
         args.report.print(&text, &sent.iter().map(described).collect::<Vec<_>>())?;
         return Ok(ExitCode::SUCCESS);
@@ -121,13 +126,8 @@ fn of_damage(error: Error, url: &VolumeUrl) -> Failure {
     Failure::new(format!("{url} is damaged: {message}; {check}"))
 }
 
-fn new_file(path: &Path) -> Result<(Unfinished, File), Failure> {
-    Unfinished::create_new(path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::AlreadyExists => {
-            Failure::new(format!("{} exists already: name another file", path.display()))
-        }
-        _ => of_file(path, error),
-    })
+fn exists(path: &Path) -> Failure {
+    Failure::new(format!("{} exists already: name another file", path.display()))
 }
 
 /// Why `path` cannot be used.

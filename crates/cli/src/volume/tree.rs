@@ -205,13 +205,13 @@ fn dot(branches: &[Branch]) -> String {
     for Branch { volume, snapshots } in branches {
         let name = volume.name.as_str();
         let mut before: Option<String> = None;
-        let ends = std::iter::once((name.to_owned(), format!("{name}\\n{}", state_text(volume))));
+        let ends = std::iter::once((name.to_owned(), [name.to_owned(), state_text(volume)]));
         let taken = snapshots.iter().map(|snapshot| {
-            let label = format!("@{}\\n{}", snapshot.label, time_text(snapshot.time_ns));
+            let label = [format!("@{}", snapshot.label), time_text(snapshot.time_ns)];
             (format!("{name}@{}", snapshot.number), label)
         });
         for (id, label) in taken.chain(ends) {
-            let (id, label) = (quoted(&id), quoted(&label));
+            let (id, label) = (quoted(&[id]), quoted(&label));
             let _ = writeln!(text, "  {id} [label={label}];");
             if let Some(before) = before.replace(id.clone()) {
                 let _ = writeln!(text, "  {before} -> {id};");
@@ -221,7 +221,20 @@ fn dot(branches: &[Branch]) -> String {
     text + "}\n"
 }
 
-/// A string of DOT, in which `\n` stays what it means there.
-fn quoted(text: &str) -> String {
-    format!("\"{}\"", plain(text).replace('"', "\\\""))
+/// A string of DOT with these lines.
+fn quoted(lines: &[String]) -> String {
+    let escaped = |line: &String| plain(line).replace('\\', "\\\\").replace('"', "\\\"");
+    let lines: Vec<_> = lines.iter().map(escaped).collect();
+    format!("\"{}\"", lines.join("\\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_mean_nothing_to_graphviz() {
+        let lines = ["a\\N\"".to_owned(), "b".to_owned()];
+        assert_eq!(quoted(&lines), r#""a\\N\"\nb""#);
+    }
 }

@@ -72,6 +72,11 @@ impl Manage for Chain {
         paths.map(Into::into).collect()
     }
 
+    fn data_path(&self, position: usize) -> Option<PathBuf> {
+        let layers = self.map.layers();
+        layers.all().get(position)?.data_path.as_deref().map(Into::into)
+    }
+
     fn is_encrypted(&self, position: usize) -> bool {
         self.map.layers().all().get(position).is_some_and(|layer| layer.cipher.is_some())
     }

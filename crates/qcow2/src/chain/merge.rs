@@ -46,6 +46,10 @@
 //!   which nothing is, may stand on the base.
 //! - I8 When layers have left, what the dirty bitmaps of a name say together has all that it had
 //!   before, and what was copied into a layer that keeps bitmaps; see [`bitmaps`].
+//! - I9 No internal snapshot changes: a layer whose backing file gets another name or other content
+//!   has none. Of a stream or a raise that is the layer that takes over; of a commit, the layers
+//!   above the base up to the top. The base's own snapshots have what they have in clusters of
+//!   their own, and the layer above the top stands on the same content as before.
 //!
 //! A base that was not closed, since the process died, is closed by the next one that opens the
 //! chain for writing, or that merges into it ([`crate::unclosed`]).
@@ -70,6 +74,7 @@ use super::{Chain, not_writable};
 use crate::layer::Layer;
 use crate::layers::Layers;
 use crate::open::same_file;
+use crate::snapshots::check_none_stands_on_backing;
 use mica_block::{Error, ErrorKind, Images, Merged, Result};
 use mica_qcow2_format::{BackingName, parse_image_name};
 use mica_units::LayerNumber;
@@ -195,6 +200,14 @@ fn warn_of_plain(target: &Layer, leaving: &[Arc<Layer>]) {
         let (target, layer) = (target.path.display(), layer.path.display());
         tracing::warn!("{target} is not encrypted, and {layer}, which is merged into it, is");
     }
+}
+
+/// Makes sure that what lies beneath these `layers` may change (I9).
+async fn check_no_snapshots(layers: &[Arc<Layer>]) -> Result<()> {
+    for layer in layers.iter().filter(|layer| layer.tables.is_some()) {
+        check_none_stands_on_backing(&*layer.store, &layer.path).await?;
+    }
+    Ok(())
 }
 
 /// The position of the layer whose file is at `path`.

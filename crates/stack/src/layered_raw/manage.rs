@@ -76,6 +76,10 @@ impl Manage for LayeredRaw {
         self.manage(|disk| disk.data_paths())
     }
 
+    fn data_path(&self, position: usize) -> Option<PathBuf> {
+        self.manage(|disk| disk.data_path(position))
+    }
+
     fn is_encrypted(&self, position: usize) -> bool {
         self.manage(|disk| disk.is_encrypted(position))
     }

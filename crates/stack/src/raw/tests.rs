@@ -272,17 +272,20 @@ fn writes_beyond_the_end_are_refused() {
     assert_eq!(store.bytes().len(), 4096);
 }
 
+/// The story: what was written behind the end of the file was answered, and nowhere afterwards.
 #[test]
-fn last_sector_that_is_only_begun_does_not_make_the_image_grow() {
+fn last_sector_that_is_only_begun_is_completed_when_it_is_written() {
     let store = Fussy::new(700, true);
     let disk = writable(&store);
-    write(&disk, 0, &[1; 1024]).expect("written");
-    assert_eq!(store.bytes(), [1; 700]);
-    write(&disk, 512, &[2; 512]).expect("written");
-    assert_eq!(store.bytes()[512..], [2; 188]);
+    write(&disk, 0, &[1; 512]).expect("written");
     run(disk.write_zeroes(range(0, 1024), HOW)).expect("zeroed");
     run(disk.discard(range(512, 512))).expect("discarded");
-    assert_eq!(store.bytes(), [0; 700]);
+    assert_eq!(store.bytes(), [0; 700], "nobody wrote to what is missing");
+    write(&disk, 512, &[2; 512]).expect("written");
+    assert_eq!(store.bytes()[512..], [2; 512]);
+    run(disk.write_zeroes(range(600, 424), HOW)).expect("zeroed");
+    assert_eq!(store.bytes()[600..], [0; 424]);
+    assert_eq!(disk.geometry().len, 1024);
 }
 
 #[test]

@@ -114,3 +114,26 @@ fn guest_that_thawed_too_early_is_reported() {
     let said = format!("{:?}", done.expect_err("it fails"));
     assert!(said.contains("was taken, but") && said.contains("already been thawed"), "{said}");
 }
+
+/// The story: `connect` waited for as long as another client had the agent, and heard no signal.
+#[test]
+fn agent_that_takes_no_connection_is_given_up_at_the_limit_and_by_a_signal() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("agent");
+    let listener = UnixListener::bind(&socket).expect("it listens");
+    rustix::net::listen(&listener, 0).expect("it lets one wait");
+    let try_it = |limit, stop| connected(&socket, limit, &AtomicBool::new(stop));
+    let mut waiting = Vec::new();
+    let said = loop {
+        match try_it(Duration::from_millis(50), false) {
+            Ok(stream) => waiting.push(stream),
+            Err(failure) => break failure,
+        }
+        assert!(waiting.len() < 100, "nobody takes them");
+    };
+    assert!(said.message().contains("takes no connection"), "{}", said.message());
+    let said = try_it(Duration::from_secs(3600), true).expect_err("a signal came");
+    assert!(said.message().contains("signal"), "{}", said.message());
+    let said = while_frozen(&[socket], Duration::from_millis(50), || Ok(()));
+    assert!(said.is_err());
+}

@@ -62,7 +62,7 @@ pub(super) async fn layers(images: &ImageArgs, image: &Path) -> Result<Vec<Layer
         let path = last.path.clone();
         // Its header alone: to open it would open all that are below.
         let info = wait_for_dead(async || inspect(&files, &path).await).await?;
-        last.len = info.header.size;
+        last.len = info.header.disk_bytes();
         let Some((path, format)) = info.backing(&files, &path)? else { break };
         let format = format.as_deref().unwrap_or("raw").parse()?;
         all.push(Layer { path, format, len: 0, label: String::new() });

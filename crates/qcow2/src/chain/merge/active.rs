@@ -20,7 +20,7 @@
 
 use super::pace::Pace;
 use super::target::Target;
-use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at, warn_of_plain};
+use super::{SCAN_BYTES, STEP_BYTES, backing_name, check_no_snapshots, position_at, warn_of_plain};
 use crate::chain::{Chain, not_writable};
 use crate::gate::HeldGate;
 use crate::write::Writer;
@@ -175,6 +175,7 @@ impl Chain {
             let what = "the active layer keeps its data in an external file: it is not emptied";
             return refuse(ErrorKind::Unsupported, what);
         }
+        check_no_snapshots(&layers.all()[base + 1..]).await?;
         if base + 1 == active {
             return Ok((base, None));
         }

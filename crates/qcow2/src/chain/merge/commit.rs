@@ -3,7 +3,7 @@
 use super::pace::Pace;
 use super::sources::{Sources, Wanted};
 use super::target::Target;
-use super::{Resume, STEP_BYTES, backing_name, position_at, warn_of_plain};
+use super::{Resume, STEP_BYTES, backing_name, check_no_snapshots, position_at, warn_of_plain};
 use crate::chain::{Chain, not_writable};
 use crate::layer::Layer;
 use crate::open::freeze;
@@ -119,6 +119,7 @@ impl Chain {
         if base >= top {
             return refuse("the base is not beneath the top");
         }
+        check_no_snapshots(&layers.all()[base + 1..=top]).await?;
         let upper = &layers.all()[top + 1];
         let name = backing_name(images, upper, &layers.all()[base])?;
         // A header without room for the name is better refused before than after.

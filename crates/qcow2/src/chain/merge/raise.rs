@@ -8,7 +8,7 @@
 use super::pace::Pace;
 use super::stream::{PASSES_MAX, first_missing, is_layer_of, step_from};
 use super::target::Target;
-use super::{backing_name, position_at};
+use super::{backing_name, check_no_snapshots, position_at};
 use crate::chain::Chain;
 use crate::write::Writer;
 use crate::write::backing::plan_backing;
@@ -91,6 +91,9 @@ impl Chain {
         };
         if from > into {
             return refuse("the base is not beneath the layer that takes over");
+        }
+        if from < into {
+            check_no_snapshots(&layers.all()[into..=into]).await?;
         }
         let upper = &layers.all()[into];
         let name = match from {

@@ -1,7 +1,7 @@
 //! Layers go up into the active one.
 
 use super::pace::Pace;
-use super::{SCAN_BYTES, STEP_BYTES, backing_name, position_at, warn_of_plain};
+use super::{SCAN_BYTES, STEP_BYTES, backing_name, check_no_snapshots, position_at, warn_of_plain};
 use crate::chain::{Chain, not_writable};
 use crate::layers::Layers;
 use crate::map::Map;
@@ -62,6 +62,7 @@ impl Chain {
         if from == active {
             return Ok(Merged::Done { dropped, copied: 0 });
         }
+        check_no_snapshots(&layers.all()[active..]).await?;
         let name = match from {
             0 => None,
             from => Some(backing_name(&*map.images, layers.active(), &layers.all()[from - 1])?),
