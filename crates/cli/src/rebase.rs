@@ -12,8 +12,8 @@ use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
 use mica_stack::{
-    FileImages, Format, MayWrite, announce_overlays, forget_overlays, marks_lead, note_overlay,
-    refuse_merged, settle_marks,
+    FileImages, Format, MayWrite, announce_overlays, forget_overlays, note_overlay, refuse_merged,
+    settle_marks,
 };
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use serde_json::json;
@@ -190,9 +190,7 @@ impl RebaseArgs {
 /// the two, names the image. Of a clone nothing is marked.
 fn follow(layers: &[PathBuf], base: &Base) -> Result<(), Failure> {
     let Ok(at) = position_of(layers, &base.path) else { return Ok(()) };
-    if let Some((image, between)) = layers[at + 1..].split_last()
-        && marks_lead(&layers[at..])?
-    {
+    if let Some((image, between)) = layers[at + 1..].split_last() {
         // Marks further below may name one between, too.
         let now = [&layers[..=at], std::slice::from_ref(image)].concat();
         settle_marks(&now, between)?;
