@@ -19,7 +19,9 @@ mod prune;
 
 pub use prune::Pruned;
 
-use crate::format::{BEGIN_BYTES, Begin, ENTRIES_MAX, HEAD_BYTES, Malformed, Manifest, Total};
+use crate::format::{
+    BEGIN_BYTES, Begin, ENTRIES_MAX, ENTRY_BYTES, HEAD_BYTES, Malformed, Manifest, SUM_BYTES, Total,
+};
 use crate::names::check_state;
 use crate::reader::StepReader;
 use crate::writer::{StepWriter, Written};
@@ -418,9 +420,24 @@ impl Stored {
     /// All of its manifest.
     pub(crate) fn manifest(&self) -> Result<Manifest> {
         let path = self.manifest_path();
-        let bytes = fs::read(&path).map_err(|error| failed("reading", &path, error))?;
+        let bytes = read_manifest(&path)?;
         Manifest::decode(&bytes).map_err(|why| why.of(damaged_manifest(&path)))
     }
+}
+
+/// The bytes of the manifest at `path`, as far as its head says that there are any: a folder may be
+/// anybody's.
+fn read_manifest(path: &Path) -> Result<Vec<u8>> {
+    let failed = |error| failed("reading", path, error);
+    let mut file = File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    (&mut file).take((HEAD_BYTES + BEGIN_BYTES) as u64).read_to_end(&mut bytes).map_err(failed)?;
+    let head = Manifest::decode_head(&bytes).map_err(|why| why.of(damaged_manifest(path)));
+    let (_, entries) = head?;
+    // One more than there should be tells that it is longer.
+    let rest = entries * ENTRY_BYTES as u64 + SUM_BYTES as u64 + 1;
+    file.take(rest).read_to_end(&mut bytes).map_err(failed)?;
+    Ok(bytes)
 }
 
 /// What is whole of the step `begin` in `file`; `None` if nothing is.
