@@ -493,4 +493,4 @@ fn failed(doing: &str, path: &Path, error: std::io::Error) -> Error {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -27,7 +27,7 @@ fn pending(begun: Begun) -> Pending {
 }
 
 /// Writes a state of `source` as `name`.
-pub(super) fn back_up(
+pub(crate) fn back_up(
     folder: &Folder,
     (name, base): (&str, Option<&str>),
     source: &mut MemorySource,
@@ -39,7 +39,7 @@ pub(super) fn back_up(
     pending.complete()
 }
 
-pub(super) fn restored(folder: &Folder, state: &str) -> Vec<u8> {
+pub(crate) fn restored(folder: &Folder, state: &str) -> Vec<u8> {
     let line = folder.line(state).unwrap();
     let len = usize::try_from(line.last().unwrap().len()).unwrap();
     let disk = MemoryDisk::new(len);
