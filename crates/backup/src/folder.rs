@@ -155,7 +155,7 @@ impl Folder {
     /// `NotFound` naming those that are there; `Corrupt` if its manifest is damaged.
     pub fn find(&self, state: &str) -> Result<Stored> {
         check_state(state)?;
-        if self.manifest_path(state).exists() {
+        if self.has_manifest(state)? {
             return self.stored(state);
         }
         let what = format!("there is no state {state:?} in {}", self.path.display());
@@ -207,7 +207,7 @@ impl Folder {
             return Err(Error::new(ErrorKind::Denied, what));
         }
         let key = content.map(|content| key_of(&begin, content));
-        if self.manifest_path(&begin.state).exists() {
+        if self.has_manifest(&begin.state)? {
             let there = self.find(&begin.state)?;
             if Some(there.head.key) == key {
                 return Ok(Begun::Whole(there));
@@ -327,6 +327,11 @@ impl Folder {
 
     fn manifest_path(&self, state: &str) -> PathBuf {
         self.path.join(format!("{state}{MANIFEST}"))
+    }
+
+    fn has_manifest(&self, state: &str) -> Result<bool> {
+        let path = self.manifest_path(state);
+        path.try_exists().map_err(|error| failed("looking for", &path, error))
     }
 }
 
