@@ -26,8 +26,6 @@ use crate::names::check_state;
 use crate::reader::StepReader;
 use crate::writer::{StepWriter, Written};
 use mica_block::{Error, ErrorKind, Result};
-use mica_map::crc32c;
-use mica_units::{GuestOffset, GuestRange};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::fmt::Display;
@@ -59,21 +57,6 @@ pub struct Stored {
     folder: PathBuf,
     /// Without its entries.
     head: Manifest,
-}
-
-/// A piece of a state that is in a folder.
-#[derive(Clone, Copy, Debug)]
-pub struct Sample {
-    /// Where it is on the disk.
-    pub range: GuestRange,
-    sum: u32,
-}
-
-impl Sample {
-    /// Whether the state has these `bytes` there.
-    pub fn is(&self, bytes: &[u8]) -> bool {
-        crc32c(bytes) == self.sum
-    }
 }
 
 /// The states of a folder.
@@ -398,20 +381,10 @@ impl Stored {
         self.head.file_bytes
     }
 
-    /// Up to `count` pieces of the state, by which one knows whether a disk has it.
-    ///
-    /// # Errors
-    /// If the manifest cannot be read, or is damaged.
-    pub fn samples(&self, count: usize) -> Result<Vec<Sample>> {
-        let manifest = self.manifest()?;
-        let data: Vec<_> =
-            manifest.entries.iter().filter(|entry| !entry.piece.is_zeros()).collect();
-        let step = data.len().div_ceil(count.max(1)).max(1);
-        let samples = data.into_iter().step_by(step).filter_map(|entry| {
-            let range = GuestRange::new(GuestOffset::new(entry.start()), entry.len())?;
-            Some(Sample { range, sum: entry.piece.sum })
-        });
-        Ok(samples.collect())
+    /// Whether it was written of this `content`, as [`Folder::begin`] takes it. If it was not, or
+    /// its step was made another since, it may be the same all the same.
+    pub fn is_of(&self, content: &[u8]) -> bool {
+        self.head.key == key_of(&self.head.begin, content)
     }
 
     pub(crate) fn data_path(&self) -> PathBuf {

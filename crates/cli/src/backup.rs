@@ -255,6 +255,14 @@ struct Since<'a> {
     folder: Option<&'a Folder>,
 }
 
+/// The folder's `state` is not that of the `disk`: what changed since that is of no use there.
+fn another_in_folder(state: &str, disk: &str) -> Failure {
+    Failure::new(format!(
+        "the state {state:?} in the folder is another than that of {disk:?}: make a full backup \
+         into another folder"
+    ))
+}
+
 impl WriteArgs {
     fn packing(&self) -> Packing {
         if self.compress { Packing::Zstd } else { Packing::Plain }
