@@ -274,9 +274,9 @@ impl LayeredRaw {
         // closed.
         if let Err(error) = chain.reopen_base() {
             tracing::warn!(image = %self.path.display(), %error, "it stays locked");
-            self.raw.store(Some(raw));
-            return;
+            self.raw.store(Some(Arc::clone(&raw)));
         }
+        // Whoever began to read of it has what it read when the layer is said to be on top.
         self.reads.grace().await;
         drop(raw);
     }
