@@ -19,13 +19,13 @@ mod prune;
 
 pub use prune::Pruned;
 
-use crate::format::{BEGIN_BYTES, Begin, ENTRIES_MAX, HEAD_BYTES, Malformed, Manifest, Total};
+use crate::format::{
+    BEGIN_BYTES, Begin, ENTRIES_MAX, ENTRY_BYTES, HEAD_BYTES, Malformed, Manifest, SUM_BYTES, Total,
+};
 use crate::names::check_state;
 use crate::reader::StepReader;
 use crate::writer::{StepWriter, Written};
 use mica_block::{Error, ErrorKind, Result};
-use mica_map::crc32c;
-use mica_units::{GuestOffset, GuestRange};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::fmt::Display;
@@ -57,21 +57,6 @@ pub struct Stored {
     folder: PathBuf,
     /// Without its entries.
     head: Manifest,
-}
-
-/// A piece of a state that is in a folder.
-#[derive(Clone, Copy, Debug)]
-pub struct Sample {
-    /// Where it is on the disk.
-    pub range: GuestRange,
-    sum: u32,
-}
-
-impl Sample {
-    /// Whether the state has these `bytes` there.
-    pub fn is(&self, bytes: &[u8]) -> bool {
-        crc32c(bytes) == self.sum
-    }
 }
 
 /// The states of a folder.
@@ -153,7 +138,7 @@ impl Folder {
     /// `NotFound` naming those that are there; `Corrupt` if its manifest is damaged.
     pub fn find(&self, state: &str) -> Result<Stored> {
         check_state(state)?;
-        if self.manifest_path(state).exists() {
+        if self.has_manifest(state)? {
             return self.stored(state);
         }
         let what = format!("there is no state {state:?} in {}", self.path.display());
@@ -205,7 +190,7 @@ impl Folder {
             return Err(Error::new(ErrorKind::Denied, what));
         }
         let key = content.map(|content| key_of(&begin, content));
-        if self.manifest_path(&begin.state).exists() {
+        if self.has_manifest(&begin.state)? {
             let there = self.find(&begin.state)?;
             if Some(there.head.key) == key {
                 return Ok(Begun::Whole(there));
@@ -326,6 +311,11 @@ impl Folder {
     fn manifest_path(&self, state: &str) -> PathBuf {
         self.path.join(format!("{state}{MANIFEST}"))
     }
+
+    fn has_manifest(&self, state: &str) -> Result<bool> {
+        let path = self.manifest_path(state);
+        path.try_exists().map_err(|error| failed("looking for", &path, error))
+    }
 }
 
 impl Pending {
@@ -391,20 +381,10 @@ impl Stored {
         self.head.file_bytes
     }
 
-    /// Up to `count` pieces of the state, by which one knows whether a disk has it.
-    ///
-    /// # Errors
-    /// If the manifest cannot be read, or is damaged.
-    pub fn samples(&self, count: usize) -> Result<Vec<Sample>> {
-        let manifest = self.manifest()?;
-        let data: Vec<_> =
-            manifest.entries.iter().filter(|entry| !entry.piece.is_zeros()).collect();
-        let step = data.len().div_ceil(count.max(1)).max(1);
-        let samples = data.into_iter().step_by(step).filter_map(|entry| {
-            let range = GuestRange::new(GuestOffset::new(entry.start()), entry.len())?;
-            Some(Sample { range, sum: entry.piece.sum })
-        });
-        Ok(samples.collect())
+    /// Whether it was written of this `content`, as [`Folder::begin`] takes it. If it was not, or
+    /// its step was made another since, it may be the same all the same.
+    pub fn is_of(&self, content: &[u8]) -> bool {
+        self.head.key == key_of(&self.head.begin, content)
     }
 
     pub(crate) fn data_path(&self) -> PathBuf {
@@ -418,9 +398,24 @@ impl Stored {
     /// All of its manifest.
     pub(crate) fn manifest(&self) -> Result<Manifest> {
         let path = self.manifest_path();
-        let bytes = fs::read(&path).map_err(|error| failed("reading", &path, error))?;
+        let bytes = read_manifest(&path)?;
         Manifest::decode(&bytes).map_err(|why| why.of(damaged_manifest(&path)))
     }
+}
+
+/// The bytes of the manifest at `path`, as far as its head says that there are any: a folder may be
+/// anybody's.
+fn read_manifest(path: &Path) -> Result<Vec<u8>> {
+    let failed = |error| failed("reading", path, error);
+    let mut file = File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    (&mut file).take((HEAD_BYTES + BEGIN_BYTES) as u64).read_to_end(&mut bytes).map_err(failed)?;
+    let head = Manifest::decode_head(&bytes).map_err(|why| why.of(damaged_manifest(path)));
+    let (_, entries) = head?;
+    // One more than there should be tells that it is longer.
+    let rest = entries * ENTRY_BYTES as u64 + SUM_BYTES as u64 + 1;
+    file.take(rest).read_to_end(&mut bytes).map_err(failed)?;
+    Ok(bytes)
 }
 
 /// What is whole of the step `begin` in `file`; `None` if nothing is.
@@ -476,4 +471,4 @@ fn failed(doing: &str, path: &Path, error: std::io::Error) -> Error {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -22,7 +22,8 @@ pub(crate) const PART_BYTES: usize = size_of::<RawPart>();
 pub(crate) const HEAD_BYTES: usize = size_of::<RawHead>();
 /// Bytes of an entry of a manifest.
 pub(crate) const ENTRY_BYTES: usize = size_of::<RawEntry>();
-const SUM_BYTES: usize = 4;
+/// Bytes of the sum that a manifest ends with.
+pub(crate) const SUM_BYTES: usize = 4;
 /// Bytes of the disk in a part with data, at most.
 pub(crate) const DATA_BYTES_MAX: u64 = 1 << 20;
 /// Bytes of a disk, at most: 2^62.

@@ -11,10 +11,12 @@
 //! | the bytes | `format`, docs/formats/backup.md |
 //! | what is copied, and what of it is left out | `copy` |
 //! | when there is a state in a folder, and what a kill leaves | `folder` |
+//! | whether a disk has a state that is in a folder | `compare` |
 //! | how a state is put together again | `restore` |
 //!
 //! Nothing here knows formats of images, or NBD: a [`Source`] says what there is to copy.
 
+mod compare;
 mod copy;
 mod folder;
 mod format;
@@ -30,8 +32,9 @@ mod testing;
 mod verify;
 mod writer;
 
+pub use compare::has_state;
 pub use copy::{Run, Source, copy};
-pub use folder::{Begun, Folder, Pending, Pruned, Sample, States, Stored};
+pub use folder::{Begun, Folder, Pending, Pruned, States, Stored};
 pub use format::{Begin, Entry, Total};
 pub use names::{STATE_BYTES_MAX, check_state, disk_name};
 pub use packing::Packing;

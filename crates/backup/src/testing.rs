@@ -2,8 +2,8 @@
 
 use crate::copy::{Run, Source};
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, Geometry, IoFuture, LocalFuture, Planned, Result, Writing,
-    Zeroes, ready,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Plan, Planned,
+    Result, Writing, Zeroes, ready,
 };
 use mica_rt::{Backend, Buf, Executor};
 use mica_units::{GuestOffset, GuestRange, Rng};
@@ -15,7 +15,7 @@ pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
     Executor::new(Backend::Pool).unwrap().block_on(future)
 }
 
-/// A disk that is written.
+/// A disk that is written, or compared.
 pub(crate) struct MemoryDisk(pub(crate) Mutex<Vec<u8>>);
 
 impl MemoryDisk {
@@ -33,12 +33,18 @@ impl Disk for MemoryDisk {
         Geometry { len: self.bytes().len() as u64, preferred_bytes: 4096 }
     }
 
-    fn plan(&self, _range: GuestRange, _extents: Vec<Extent>) -> Planned<'_> {
-        unimplemented_here()
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
+        if !range.is_empty() {
+            extents.push(Extent::unplaced(range, ExtentKind::Data));
+        }
+        Planned::Ready(Ok(Plan::untracked(extents)))
     }
 
-    fn read(&self, _extent: &Extent, buf: Buf) -> IoFuture {
-        ready(Err(Error::new(ErrorKind::Unsupported, "it is only written")), buf)
+    fn read(&self, extent: &Extent, mut buf: Buf) -> IoFuture {
+        let at = usize::try_from(extent.start.bytes()).unwrap();
+        let len = buf.len();
+        buf.put(0, &self.bytes()[at..at + len]);
+        ready(Ok(()), buf)
     }
 
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
@@ -53,10 +59,6 @@ impl Disk for MemoryDisk {
         self.bytes()[at..at + len].fill(0);
         Box::pin(async { Ok(()) })
     }
-}
-
-fn unimplemented_here<'a>() -> Planned<'a> {
-    Planned::Ready(Err(Error::new(ErrorKind::Unsupported, "it is only written")))
 }
 
 /// A state in memory, and what of it is told.

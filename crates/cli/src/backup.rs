@@ -29,8 +29,10 @@ use subject::Subject;
 ///
 /// The source is an image that nobody writes, a state that `mica ctl backup begin` keeps, an
 /// internal snapshot, or an export of an NBD server. With --since only what changed is read and
-/// written. A state is either complete in the folder or not there at all; if this is killed, the
-/// same command continues where it stopped. Zeros take no space. `mica restore` restores states.
+/// written; if the files of that state were changed since it was backed up, it is read too, and
+/// compared. A state is either complete in the folder or not there at all; if this is killed, the
+/// same command continues where it stopped, with --as if the state was named after the time. Zeros
+/// take no space. `mica restore` restores states.
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct BackupArgs {
@@ -70,7 +72,8 @@ enum BackupVerb {
     ///
     /// States that later ones depend on can be removed too: the later ones take over the data that
     /// they need, and are then based on the next older state that stays, or become whole states.
-    /// The newest state always stays. If this is killed, nothing is lost, and the same command does
+    /// The newest state always stays. What is left of backups that were killed before the newest
+    /// state was written goes, too. If this is killed, nothing is lost, and the same command does
     /// the rest.
     #[command(after_long_help = sections::BACKUP_PRUNE)]
     Prune(prune::PruneArgs),
@@ -254,6 +257,14 @@ struct Since<'a> {
     newest_of: &'a [String],
     /// Where it is.
     folder: Option<&'a Folder>,
+}
+
+/// The folder's `state` is not that of the `disk`: what changed since that is of no use there.
+fn another_in_folder(state: &str, disk: &str) -> Failure {
+    Failure::new(format!(
+        "the state {state:?} in the folder is another than that of {disk:?}: make a full backup \
+         into another folder"
+    ))
 }
 
 impl WriteArgs {

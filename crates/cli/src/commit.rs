@@ -9,8 +9,8 @@ use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
 use mica_stack::{
-    GoneImages, MergeMarks, check_no_overlays, kept_states, note_overlay, settle_marks,
-    settle_notes,
+    GoneImages, MergeMarks, check_no_overlays, forget_drops, kept_states, note_overlay,
+    settle_marks, settle_notes,
 };
 use mica_store::Locking;
 use serde_json::json;
@@ -79,6 +79,8 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             if has_locks {
                 mica_stack::remove_abandoned(&layers);
             }
+            // Layers that leave the chain are the user's, whatever is left of a drop.
+            forget_drops(&layers)?;
             let (above, below) = layers[lowest..].split_last().expect("there are two");
             let changed = &layers[lowest..];
             if let Some((at, state)) = kept_states(above, changed).first() {

@@ -13,7 +13,7 @@ use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
 use mica_stack::{
-    FileImages, Format, MayWrite, announce_overlays, forget_overlays, marks_lead, note_overlay,
+    FileImages, Format, MayWrite, announce_overlays, forget_drops, forget_overlays, note_overlay,
     refuse_merged, settle_marks,
 };
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
@@ -21,6 +21,7 @@ use serde_json::json;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Bytes that are compared at a time.
 const STEP_BYTES: u64 = 1 << 20;
@@ -71,12 +72,16 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
     let written = executor.block_on(async {
         let base = args.new_base()?;
         if args.unsafe_mode {
+            let there = base.as_ref().filter(|base| base.path.exists());
+            if let Some(base) = there {
+                note_overlay(&base.path, &args.file);
+            }
             args.rename(base.as_ref()).await?;
             if let Some(base) = &base {
                 warn_of_names(&args.file, &[&base.name.name], &args.images)?;
-                if base.path.exists() {
-                    note_overlay(&base.path, &args.file);
-                }
+            }
+            if let Some(base) = there {
+                args.announce(base)?;
             }
             return Ok::<u64, Failure>(0);
         }
@@ -126,38 +131,50 @@ impl RebaseArgs {
         let layers = disk.layer_paths();
         let keeps_base =
             |base: &Base| position_of(&layers, &base.path).is_ok_and(|at| at + 2 == layers.len());
-        let moved = match may_change {
-            Err(error) if !base.is_some_and(keeps_base) => Err(error),
-            _ => self.move_to(&*disk, base).await,
+        let moved = async {
+            if !base.is_some_and(keeps_base) {
+                may_change?;
+            }
+            // Layers that leave the chain are the user's, whatever is left of a drop.
+            forget_drops(&layers)?;
+            self.move_to(&*disk, base).await
         };
+        let moved = moved.await;
         let closed = disk.close().await;
         drop(disk);
-        let (copied, is_named) = moved?;
+        let (copied, new) = moved?;
         closed?;
-        if !is_named {
-            self.rename(base).await?;
+        if let Some(base) = base {
+            // Whoever merges the base finds the image, whatever becomes of this process.
+            note_overlay(&base.path, &self.file);
+            self.rename(Some(base)).await?;
+            follow(&layers, base)?;
+            // It shows what it did so far.
+            self.announce(base)?;
         }
+        // Nobody has merged the base since it was read.
+        drop(new);
         if let [.., old, file] = &*layers
             && base.is_none_or(|base| position_of(std::slice::from_ref(old), &base.path).is_err())
         {
             forget_overlays(old, std::slice::from_ref(file));
         }
-        if let Some(base) = base {
-            follow(&layers, base)?;
-            // Whoever merges the base can find the image from now on. It shows what it did so far.
-            announce_overlays(&base.path, &[&self.file])
-                .map_err(|error| Failure::from(error).within("rebase it once more"))?;
-        }
         Ok(copied)
     }
 
+    /// Makes sure that whoever merges the `base`, which the image names, finds it.
+    fn announce(&self, base: &Base) -> Result<(), Failure> {
+        announce_overlays(&base.path, &[&self.file])
+            .map_err(|error| Failure::from(error).within("rebase it once more"))
+    }
+
     /// Makes the image independent of what the new base does not show. Returns how many bytes were
-    /// written, and whether the image names the base already.
+    /// written, and the new base, open; without one the image names none already.
     async fn move_to(
         &self,
         disk: &dyn Manage,
         base: Option<&Base>,
-    ) -> Result<(u64, bool), Failure> {
+    ) -> Result<(u64, Option<Arc<dyn Manage>>), Failure> {
         let Some(merges) = disk.chain() else {
             return Err(Failure::new("the image cannot be written"));
         };
@@ -167,7 +184,7 @@ impl RebaseArgs {
             let shown = Shown::new(progress);
             let merged = merges.stream(None, &shown).await?;
             let _ = shown.finish();
-            return Ok((copied_by(&merged), true));
+            return Ok((copied_by(&merged), None));
         };
         if position_of(&layers, &base.path).is_ok_and(|at| at + 1 == layers.len()) {
             return Err(Failure::new("the image would be its own backing file"));
@@ -184,7 +201,7 @@ impl RebaseArgs {
         }
         let copied = copy_differences(disk, &*new, &progress).await?;
         let _ = progress.finish();
-        Ok((copied, false))
+        Ok((copied, Some(new)))
     }
 
     /// Whether what lies beneath the image may change.
@@ -217,9 +234,7 @@ impl RebaseArgs {
 /// the two, names the image. Of a clone nothing is marked.
 fn follow(layers: &[PathBuf], base: &Base) -> Result<(), Failure> {
     let Ok(at) = position_of(layers, &base.path) else { return Ok(()) };
-    if let Some((image, between)) = layers[at + 1..].split_last()
-        && marks_lead(&layers[at..])?
-    {
+    if let Some((image, between)) = layers[at + 1..].split_last() {
         // Marks further below may name one between, too.
         let now = [&layers[..=at], std::slice::from_ref(image)].concat();
         settle_marks(&now, between)?;

@@ -238,37 +238,43 @@ impl Job {
         let merged = executor.block_on(merge.run(chain, self))?;
         if let Merged::Done { dropped, .. } = &merged {
             let layers = disk.layer_paths();
-            if let Err(error) = mica_stack::settle_marks(&layers, dropped) {
+            let marks = mica_stack::settle_marks(&layers, dropped).inspect_err(|error| {
                 // The merge itself is done, and durable.
                 let disk = &self.disk;
                 tracing::warn!(disk, %error, "could not update the mark of a frozen layer");
-            }
+            });
             self.warn_if_configured_layer_left(&layers, dropped);
             mica_stack::settle_notes(&layers, dropped, base.as_deref());
-            self.settle_files((dropped, &layers), file.as_ref());
+            self.settle_files((dropped, &layers), file.as_ref(), marks);
         }
         Ok(merged)
     }
 
     /// Layers that were `dropped` have left the chain: the file of a state that is dropped goes,
-    /// those of others stay.
+    /// those of others stay. If the `marks` were not settled one may lead through the file: it
+    /// stays, with what says that it was dropped, so that the next drop or keep tries it again.
     fn settle_files(
         &self,
         (dropped, layers): (&[PathBuf], &[PathBuf]),
         file: Option<&DroppedFile>,
+        marks: Result<()>,
     ) {
         let Some(DroppedFile { path, into, options, gone }) = file else {
             return self.forget_drops(dropped);
         };
+        let is_settled = marks.is_ok();
         // Another program may have made an image on it meanwhile.
-        let removed = mica_stack::remove_dropped_file(path, (into, layers), options, *gone);
+        let removed = marks
+            .and_then(|()| mica_stack::remove_dropped_file(path, (into, layers), options, *gone));
         let reason = removed.err().map(|error| {
             tracing::warn!(
                 disk = self.disk,
                 %error,
                 "could not remove the file of the dropped state"
             );
-            self.forget_drops(dropped);
+            if is_settled {
+                self.forget_drops(dropped);
+            }
             error.in_one_line()
         });
         let path = path.to_string_lossy().into_owned();

@@ -171,23 +171,6 @@ pub fn has_mark(path: &Path) -> bool {
     Mark::is_beside(path)
 }
 
-/// Whether the marks lead from the first of these `layers` to the last, through others of them: it
-/// is in that, and in none of their clones, that the writing of their disk goes on.
-///
-/// # Errors
-/// What the system reports, and a mark that is no mark.
-pub fn marks_lead(layers: &[PathBuf]) -> Result<bool> {
-    let mut at = 0;
-    while at + 1 < layers.len() {
-        let Some(mark) = Mark::of(&layers[at], owner_of(&layers[at])?)? else { return Ok(false) };
-        match position_of(&layers[at + 1..], mark.above()) {
-            Some(further) => at += 1 + further,
-            None => return Ok(false),
-        }
-    }
-    Ok(true)
-}
-
 pub(crate) fn owner_of(layer: &Path) -> Result<u32> {
     let found = std::fs::metadata(layer)
         .map_err(|error| Error::from_io(layer.display().to_string(), error))?;
@@ -195,23 +178,44 @@ pub(crate) fn owner_of(layer: &Path) -> Result<u32> {
 }
 
 /// The layers that are `gone` from a chain were merged, and it has these `layers` now, from the
-/// base. The mark of a layer beneath one that is gone follows. Those that are gone keep theirs:
-/// what they name does not stand on them any more, so that nobody writes them without being told.
+/// base. The mark of a layer that leads to one of these, through such as are gone only, names that
+/// one. A mark that leads elsewhere is of another disk, of which the chain may be a clone: it stays
+/// as it is. Those that are gone keep theirs: what they name does not stand on them any more, so
+/// that nobody writes them without being told, or is that other disk's.
 ///
 /// # Errors
 /// What the system reports. A mark that is as it was leads to a refusal that says what to do.
 pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
-    for pair in layers.windows(2) {
-        let [layer, above] = pair else { continue };
-        if let Some(mark) = Mark::of(layer, owner_of(layer)?)?
-            && position_of(gone, mark.above()).is_some()
-        {
-            let above = std::path::absolute(above)
-                .map_err(|error| Error::from_io(above.display().to_string(), error))?;
+    for position in 1..layers.len() {
+        let (layer, above) = (&layers[position - 1], &layers[position..]);
+        let Some(mark) = Mark::of(layer, owner_of(layer)?)? else { continue };
+        let Some(end) = end_through(gone, mark.above())? else { continue };
+        if let Some(at) = position_of(above, &end) {
+            let above = std::path::absolute(&above[at])
+                .map_err(|error| Error::from_io(above[at].display().to_string(), error))?;
             sync_folder_of(Mark::put(layer, &above)?.path())?;
         }
     }
     Ok(())
+}
+
+/// Where the marks lead from the layer at `from`, which is `gone`, through others that are; `None`
+/// if it is not gone, or they end there.
+fn end_through(gone: &[PathBuf], from: &Path) -> Result<Option<PathBuf>> {
+    let mut end = from.to_owned();
+    // Each of them once: there may be a loop.
+    for _ in 0..=gone.len() {
+        let Some(at) = position_of(gone, &end) else {
+            return Ok((end != from).then_some(end));
+        };
+        let layer = &gone[at];
+        if !layer.try_exists().map_err(|error| Error::from_io(name_of(layer), error))? {
+            return Ok(None);
+        }
+        let Some(mark) = Mark::of(layer, owner_of(layer)?)? else { return Ok(None) };
+        mark.above().clone_into(&mut end);
+    }
+    Ok(None)
 }
 
 /// How the layer that a mark leads to stands on one that was passed on the way there.

@@ -95,7 +95,7 @@ pub fn remove_dropped_file(
     };
     // Whoever makes an image on it has it open until that is noted.
     check_no_overlays(&[file.to_owned()], into, gone)?;
-    remove_state(file)?;
+    remove_state(file, &options.sidecars)?;
     forget_in_note_beneath(file, (into, layers));
     Ok(())
 }
@@ -156,7 +156,7 @@ fn remove_if_dropped(
     synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
     sync_folder_of(into)?;
     settle_marks(layers, &[file.to_owned()])?;
-    remove_state(file)?;
+    remove_state(file, &options.sidecars)?;
     forget_in_note_beneath(file, (into, layers));
     Ok(true)
 }
@@ -233,6 +233,20 @@ mod tests {
         let mark = fs::read_to_string(world.folder.path().join("base.qcow2.mica-above"));
         assert_eq!(mark.expect("there"), "above: disk.qcow2\n");
         assert!(world.remove().expect("nothing to do").is_empty());
+    }
+
+    /// The story: indexes were kept in a folder of their own, and stayed there.
+    #[test]
+    fn sidecar_that_is_kept_elsewhere_goes_too() {
+        let world = World::new(MergeMarks::put_dropped);
+        let elsewhere = tempfile::tempdir().expect("a folder");
+        let place = crate::SidecarPlace::Directory(elsewhere.path().to_owned());
+        let sidecars = crate::sidecars::paths_of_sidecar(&place, &world.file).expect("a file");
+        fs::write(&sidecars[0], "sidecar").expect("written");
+        let mut options = ImageOptions::new(Handles::new(8));
+        options.sidecars = place;
+        assert_eq!(remove_dropped(&world.layers, &options, None).expect("removed").len(), 1);
+        assert!(sidecars.iter().all(|sidecar| !sidecar.exists()));
     }
 
     #[test]

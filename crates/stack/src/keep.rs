@@ -36,7 +36,7 @@ use crate::encrypted::{encrypted_as, no_secret};
 use crate::files::plain_name;
 use crate::mark::Mark;
 use crate::temporary::unnamed;
-use crate::{FileImages, ImageOptions, MayWrite};
+use crate::{FileImages, ImageOptions, MayWrite, SidecarPlace};
 use mica_block::{Error, ErrorKind, Images, LocalFuture, Renaming, Result};
 use mica_crypt::luks::NewLuks;
 use mica_qcow2::read_header;
@@ -185,19 +185,21 @@ pub async fn check_only_state(images: &FileImages, file: &Path) -> Result<()> {
     Err(Error::new(ErrorKind::Denied, what))
 }
 
-/// Removes the `file` of a state that no chain has any more, with its marks and its sidecar,
-/// durably.
+/// Removes the `file` of a state that no chain has any more, with its marks and its sidecars, which
+/// are at this `place`, durably.
 ///
 /// # Errors
 /// What the system reports.
-pub(crate) fn remove_state(file: &Path) -> Result<()> {
-    let mut sidecar = file.as_os_str().to_owned();
-    sidecar.push(crate::sidecars::SUFFIX);
+pub(crate) fn remove_state(file: &Path, place: &SidecarPlace) -> Result<()> {
+    let real =
+        file.canonicalize().map_err(|error| Error::from_io(file.display().to_string(), error))?;
+    let sidecars = crate::sidecars::paths_of_sidecar(place, &real).unwrap_or_default();
     let merged = crate::merged::place_beside(file)?;
     let note = crate::overlays::note_beside(file)?;
     // First what is of no use without the file.
     Mark::forget(file)?;
-    for path in [Path::new(&sidecar), &note, file] {
+    let sidecars = sidecars.iter().map(PathBuf::as_path);
+    for path in sidecars.chain([&*note, file]) {
         remove(path).map_err(|error| failed_in(path, "removing", error))?;
     }
     crate::files::sync_folder_of(file)?;
@@ -322,6 +324,14 @@ impl Keeping {
             tracing::warn!(
                 "{image} will be owned by this server's user: it becomes a new file, and only the \
                  file of the kept state keeps the old owner"
+            );
+        }
+        let [is, wanted] = [&made, &like].map(|found| found.mode() & 0o777);
+        if is != wanted {
+            let image = self.image.display();
+            tracing::warn!(
+                "{image} will have mode {is:o}, not {wanted:o}: its new layer is a new file, of \
+                 which this server's umask takes the rest"
             );
         }
         Ok(())

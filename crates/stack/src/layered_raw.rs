@@ -278,9 +278,9 @@ impl LayeredRaw {
                 %error,
                 "the frozen layer stays locked: reopening it read-only failed"
             );
-            self.raw.store(Some(raw));
-            return;
+            self.raw.store(Some(Arc::clone(&raw)));
         }
+        // Whoever began to read of it has what it read when the layer is said to be on top.
         self.reads.grace().await;
         drop(raw);
     }

@@ -177,7 +177,17 @@ impl NewLayer {
         };
         self.luks = plan.encryption().cloned();
         let unnamed = Unnamed::make(&self.path, active, located.mode() & 0o666)?;
-        let image = images.open_writable(&unnamed.0)?.store;
+        let image = match images.open_writable(&unnamed.path) {
+            Ok(image) => image.store,
+            Err(error) => {
+                unnamed.leave();
+                return Err(error);
+            }
+        };
+        // Only who has it locked knows that nobody else makes it.
+        if !unnamed.is_new {
+            image.set_len(0).await?;
+        }
         create_unnamed(plan, Stores { image: &*image, data: None }).await?;
         drop(image);
         unnamed.name(&self.path)?;
@@ -254,28 +264,42 @@ fn sync_file(path: &Path) -> Result<()> {
 }
 
 /// A file that has not got its name yet. Dropping it removes it.
-struct Unnamed(PathBuf);
+struct Unnamed {
+    path: PathBuf,
+    /// Nothing is left in it of another process.
+    is_new: bool,
+}
 
 impl Unnamed {
-    /// Makes it, empty, in the folder of `path`. One of a process that was killed is taken.
+    /// Makes it, empty, in the folder of `path`. One of a process that was killed is taken as it
+    /// is: it may be that of another one that is at work.
     fn make(path: &Path, active: &Path, mode: u32) -> Result<Self> {
         let unnamed = unnamed(path, active);
-        let made = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(mode)
-            .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed())
-            .open(&unnamed);
+        let mut options = OpenOptions::new();
+        options.write(true).mode(mode);
+        options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());
+        let made = match options.clone().create_new(true).open(&unnamed) {
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                options.open(&unnamed).map(|_| false)
+            }
+            made => made.map(|_| true),
+        };
         match made {
-            Ok(_) => Ok(Self(unnamed)),
+            Ok(is_new) => Ok(Self { path: unnamed, is_new }),
             Err(error) => Err(Error::from_io(format!("creating {}", path.display()), error)),
+        }
+    }
+
+    /// It cannot be had: unless it is new somebody else may be making it.
+    fn leave(self) {
+        if !self.is_new {
+            std::mem::forget(self);
         }
     }
 
     /// Gives it the name `path`, which nothing has.
     fn name(self, path: &Path) -> Result<()> {
-        let named = name_new(&self.0, path);
+        let named = name_new(&self.path, path);
         named.map_err(|error| Error::from_io(format!("creating {}", path.display()), error))
     }
 }
@@ -283,7 +307,7 @@ impl Unnamed {
 impl Drop for Unnamed {
     fn drop(&mut self) {
         // It is not there any more if it has its name.
-        let _ = std::fs::remove_file(&self.0);
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 

@@ -1,9 +1,9 @@
 //! States of a disk that is served: over NBD, and from their files, while a guest writes on.
 
 use crate::restored::restored;
-use mica_tests::kept::{World, raw};
+use mica_tests::kept::{self, World, raw};
 use mica_tests::server::Server;
-use mica_tests::{command, judge, mica, qemu, tools};
+use mica_tests::{command, judge, mica, nbd, qemu, tools};
 use std::path::Path;
 use std::process::Command;
 use std::time::UNIX_EPOCH;
@@ -42,6 +42,62 @@ fn kept_states_are_backed_up_over_nbd_and_from_their_files() {
             let given = restored(world.dir.path(), folder, &state, "qcow2");
             judge::same_bytes(&format!("{state} from {folder}"), &given, &wanted);
         }
+    }
+}
+
+/// The story: a state was dropped, and another one kept under its name. What had changed since that
+/// one was taken for what had changed since the state of that name in the folder.
+#[test]
+fn what_changed_since_another_state_of_the_same_name_is_not_gone_on_with() {
+    let Some(world) = World::new(4, &[]) else { return };
+    let sources = ["nbd", "files"].map(|folder| (folder, world.path(folder).display().to_string()));
+    let source = |world: &World, folder: &str, state: &str| match folder {
+        "nbd" => world.uri(),
+        _ => format!("{}@{state}", world.path("disk.qcow2").display()),
+    };
+    world.begin(None, "mon").ok();
+    for (folder, target) in &sources {
+        mica::run(["backup", &source(&world, folder, "mon"), target]).ok();
+    }
+    world.ctl(&["backup", "end", "disk"]).ok();
+    world.ctl(&["backup", "drop", "disk", "mon"]).ok();
+    // Where the state has nothing.
+    let mut guest = world.guest();
+    kept::command(&mut guest, nbd::CMD_WRITE, 5 << 20, 4096, &[9; 4096]);
+    world.begin(None, "mon").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    kept::command(&mut guest, nbd::CMD_WRITE, 6 << 20, 4096, &[8; 4096]);
+    world.begin(Some("mon"), "tue").ok();
+    for (folder, target) in &sources {
+        let source = source(&world, folder, "tue");
+        let said = mica::run(["backup", "--since", "mon", &source, target]).refusal();
+        assert!(said.contains("is another than"), "{folder}: {said}");
+        let full = mica::run(["backup", "--output", "json", "--since-last", &source, target]);
+        assert!(full.stderr.contains("all of it is backed up"), "{full}");
+        let given = restored(world.dir.path(), folder, "tue", "raw");
+        judge::same_bytes(folder, &given, &world.state("tue"));
+    }
+}
+
+/// The story's other half: a state is the same though its file is not as it was.
+#[test]
+fn state_into_which_an_older_one_went_is_gone_on_with() {
+    let Some(mut world) = World::new(6, &[]) else { return };
+    let mut guest = world.guest();
+    let target = world.path("web").display().to_string();
+    for (round, state) in ["mon", "tue", "wed"].into_iter().enumerate() {
+        (0..20).for_each(|_| world.change(&mut guest));
+        let since = ["mon", "tue"].get(round.wrapping_sub(1)).copied();
+        world.begin(since, state).ok();
+        let backup = ["backup", "--output", "json", "--since-last", &world.uri(), &target];
+        let answer = mica::run(backup).json();
+        assert_eq!(answer["since"].as_str(), since, "{answer}");
+        world.ctl(&["backup", "end", "disk"]).ok();
+        if let Some(older) = since {
+            world.ctl(&["backup", "drop", "disk", older]).ok();
+        }
+        let given = restored(world.dir.path(), "web", state, "raw");
+        judge::same_bytes(state, &given, &world.state(state));
     }
 }
 

@@ -132,6 +132,34 @@ fn disk_that_is_rebased_is_found_from_its_base_and_a_clone_is_not() {
     assert!(world.disk() == disk, "the disk changed");
 }
 
+/// The story: a clone of a layer was served, and got its base for its backing file, past that layer.
+/// The server of the disk that was cloned served the clone when it was started again.
+#[test]
+fn clone_that_is_merged_while_it_is_served_leaves_the_mark_of_the_disk() {
+    let Some(mut world) = World::new(&[]) else { return };
+    for number in 1..=2_u8 {
+        let at = u64::from(number) << 20;
+        assert_eq!(world.guest().write(at, &[number; 1 << 20]).expect("served"), 0);
+        world.snapshot(&layer(number.into()), &[]).ok();
+    }
+    let disk = world.disk();
+    let folder = world.folder().to_owned();
+    clone(&folder, &[], &layer(1), "clone.qcow2").ok();
+    let control = folder.join("control-of-clone").display().to_string();
+    let options = ["--control", &*control];
+    let server =
+        Server::mica_writable(&folder.join("clone.qcow2"), "qcow2", &options).expect("served");
+    let base = folder.join(layer(0)).display().to_string();
+    let stream = ["ctl", "--control", &control, "stream", "clone", "--base", &base];
+    mica::run(stream).ok();
+    assert!(server.stop().expect("it stops").status.success());
+    qemu::io(&folder, &[], "clone.qcow2", &["read -P 2 2M 1M", "write -P 9 0 1M"]);
+    world.stop();
+    world.start();
+    assert_eq!(world.image().file_name(), Some(layer(2).as_ref()));
+    assert!(world.disk() == disk, "the disk changed");
+}
+
 /// The story: a clone was merged into its base, on which a served disk stood in another folder. The
 /// disk then showed what the clone had.
 #[test]

@@ -368,13 +368,8 @@ fn file_that_a_killed_drop_left_is_removed_by_the_next_backup() {
     // As it was when the chain had gone on without it, and the server died.
     fs::hard_link(at("kept"), &file).expect("linked");
     fs::remove_file(at("kept")).expect("removed");
-    let found = file.metadata().expect("there");
-    let made = found
-        .created()
-        .map_or(0, |made| made.duration_since(std::time::UNIX_EPOCH).expect("later").as_nanos());
-    let changed = i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec());
-    let (into, inode) = (disk.canonicalize().expect("there"), found.ino());
-    let mark = format!("dropped into: {}\nfile: {inode} {made} {changed}\n", into.display());
+    let inode = file.metadata().expect("there").ino();
+    let mark = drop_mark(&file, &disk);
     fs::write(at("disk@mon.qcow2.mica-merged"), mark).expect("marked");
     fs::copy(&file, &other).expect("copied");
     world.kill();
@@ -385,6 +380,72 @@ fn file_that_a_killed_drop_left_is_removed_by_the_next_backup() {
     assert!(!world.dir.path().join("disk@mon.qcow2.mica-merged").exists());
     assert!(other.exists(), "of this nobody says that it is left of a drop");
     world.guest().read_all().expect("read");
+}
+
+/// What a drop of the state in `file` puts beside it, which goes into `into`.
+fn drop_mark(file: &Path, into: &Path) -> String {
+    let found = file.metadata().expect("there");
+    let made = found
+        .created()
+        .map_or(0, |made| made.duration_since(std::time::UNIX_EPOCH).expect("later").as_nanos());
+    let changed = i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec());
+    let (into, inode) = (into.canonicalize().expect("there"), found.ino());
+    format!("dropped into: {}\nfile: {inode} {made} {changed}\n", into.display())
+}
+
+/// The story: a drop was killed, and the user took the layer out of the chain with the server gone.
+/// The next backup removed its file, which is the user's.
+#[test]
+fn file_of_a_state_that_left_by_a_rebase_or_a_commit_stays() {
+    for verb in ["rebase", "commit"] {
+        let Some(mut world) = World::new() else { return };
+        let mut guest = world.guest();
+        for state in ["sun", "mon"] {
+            world.change(&mut guest);
+            world.begin(None, state).ok();
+            world.ctl(&["backup", "end", "disk"]).ok();
+        }
+        let at = |name: &str| world.dir.path().join(name);
+        let (disk, file, base) = (at("disk.qcow2"), at("disk@mon.qcow2"), at("disk@sun.qcow2"));
+        let mark = at("disk@mon.qcow2.mica-merged");
+        world.stop();
+        fs::write(&mark, drop_mark(&file, &disk)).expect("marked");
+        let [disk, base] = [disk, base].map(|path| path.display().to_string());
+        match verb {
+            "rebase" => drop(mica::run(["rebase", "-b", &*base, "-F", "qcow2", &disk]).ok()),
+            // It is refused, as it would change states, and what is said of them is taken back.
+            _ => drop(mica::run(["commit", "-b", &*base, &disk]).refusal()),
+        }
+        assert!(!mark.exists(), "{verb}");
+        world.start();
+        world.begin(None, "tue").ok();
+        assert!(file.exists(), "{verb}");
+    }
+}
+
+/// The story: the mark of a layer could not be changed when the state that it led to was dropped.
+/// The file of that was removed, and nothing led to the disk any more.
+#[test]
+fn file_of_a_dropped_state_stays_as_long_as_a_mark_leads_to_it() {
+    let Some(mut world) = World::new() else { return };
+    let mut guest = world.guest();
+    for state in ["sun", "mon"] {
+        world.change(&mut guest);
+        world.begin(None, state).ok();
+        world.ctl(&["backup", "end", "disk"]).ok();
+    }
+    let at = |name: &str| world.dir.path().join(name);
+    let (file, mark) = (at("disk@mon.qcow2"), at("disk@sun.qcow2.mica-above"));
+    let in_the_way = at("disk@sun.qcow2.mica-above.tmp");
+    // As older versions left it that merged a layer.
+    fs::write(&mark, "above: disk@mon.qcow2\n").expect("marked");
+    fs::create_dir(&in_the_way).expect("made");
+    let dropped = world.ctl(&["backup", "drop", "disk", "mon"]);
+    assert!(file.exists(), "{dropped}");
+    fs::remove_dir(&in_the_way).expect("removed");
+    world.begin(None, "tue").ok();
+    assert!(!file.exists());
+    assert_eq!(fs::read_to_string(&mark).expect("there"), "above: disk.qcow2\n");
 }
 
 #[test]

@@ -12,14 +12,19 @@
 //!   manifest that names another base is durable before anything is removed.
 //! - P2 A state that goes is there wholly, or it is not there. The newest of all stays: the next
 //!   backup may go on from it.
-//! - P3 What a kill leaves is no state, takes only space, and goes with the next call.
+//! - P3 What a kill leaves is no state, takes only space, and goes with the next call. What is left
+//!   of a state that was being written may be gone on with, and stays until a later one is there.
 
-use super::{Folder, GONE, Pending, Stored, data_path, failed, key_of, sync_folder};
-use crate::format::{Begin, Manifest};
+use super::{
+    DATA, Folder, GONE, NEW, Pending, Stored, data_path, failed, key_of, parse_key, sync_folder,
+};
+use crate::format::{BEGIN_BYTES, Begin, HEAD_BYTES, Manifest};
 use crate::merge::merge_steps;
 use mica_block::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::io::Read;
+use std::path::Path;
 
 /// What was removed.
 #[derive(Clone, Default, Debug)]
@@ -142,8 +147,33 @@ impl Folder {
                 self.remove_data_of(state, &name)?;
             }
         }
-        for stored in self.states()?.whole {
+        let whole = self.states()?.whole;
+        for stored in &whole {
             self.remove_leftovers(&stored.begin().state, stored.head.key, true)?;
+        }
+        self.remove_cut_off(whole.last())
+    }
+
+    /// Removes manifests that were being written, and the steps that were cut off before the
+    /// `newest` state was completed: a state that is called after the time is not begun again.
+    fn remove_cut_off(&self, newest: Option<&Stored>) -> Result<()> {
+        let changed = |path: &Path| {
+            let found = path.metadata().and_then(|found| found.modified());
+            found.map_err(|error| failed("looking at", path, error))
+        };
+        let completed = newest.map(|newest| changed(&newest.manifest_path())).transpose()?;
+        for name in self.names()? {
+            let path = self.path.join(&name);
+            let is_left = match state_of_data(&name) {
+                Some(state) => {
+                    !self.has_manifest(state)?
+                        && completed.is_some_and(|then| changed(&path).is_ok_and(|its| its < then))
+                }
+                None => name.ends_with(NEW),
+            };
+            if is_left {
+                fs::remove_file(&path).map_err(|error| failed("removing", &path, error))?;
+            }
         }
         Ok(())
     }
@@ -151,7 +181,10 @@ impl Folder {
     /// Removes the data of the state whose manifest is now called `gone`, and that, too.
     fn remove_data_of(&self, state: &str, gone: &str) -> Result<()> {
         let path = self.path.join(gone);
-        let bytes = fs::read(&path).map_err(|error| failed("reading", &path, error))?;
+        let mut bytes = Vec::new();
+        File::open(&path)
+            .and_then(|file| file.take((HEAD_BYTES + BEGIN_BYTES) as u64).read_to_end(&mut bytes))
+            .map_err(|error| failed("reading", &path, error))?;
         // Another state of this name may be there by now, or be on its way.
         if let Ok((head, _)) = Manifest::decode_head(&bytes)
             && !self.stored(state).is_ok_and(|there| there.head.key == head.key)
@@ -161,11 +194,18 @@ impl Folder {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                     return Err(failed("removing", &data, error));
                 }
-                _ => {}
+                // Nothing would say that it is to go if it came back.
+                _ => sync_folder(&self.path)?,
             }
         }
         fs::remove_file(&path).map_err(|error| failed("removing", &path, error))
     }
+}
+
+/// The state in the name of a data file.
+fn state_of_data(name: &str) -> Option<&str> {
+    let (state, key) = name.strip_suffix(DATA)?.rsplit_once('.')?;
+    parse_key(key).map(|_| state)
 }
 
 fn is_of(names: &BTreeSet<String>, stored: &Stored) -> bool {

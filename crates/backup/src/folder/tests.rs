@@ -5,6 +5,7 @@ use crate::restore::{restore_state, restore_step};
 use crate::testing::{MemoryDisk, MemorySource, block_on, change};
 use crate::verify::verify_state;
 use mica_units::Rng;
+use std::collections::BTreeSet;
 
 const LEN: usize = 6 << 20;
 
@@ -26,7 +27,7 @@ fn pending(begun: Begun) -> Pending {
 }
 
 /// Writes a state of `source` as `name`.
-pub(super) fn back_up(
+pub(crate) fn back_up(
     folder: &Folder,
     (name, base): (&str, Option<&str>),
     source: &mut MemorySource,
@@ -38,7 +39,7 @@ pub(super) fn back_up(
     pending.complete()
 }
 
-pub(super) fn restored(folder: &Folder, state: &str) -> Vec<u8> {
+pub(crate) fn restored(folder: &Folder, state: &str) -> Vec<u8> {
     let line = folder.line(state).unwrap();
     let len = usize::try_from(line.last().unwrap().len()).unwrap();
     let disk = MemoryDisk::new(len);
@@ -187,6 +188,28 @@ fn what_does_not_fit_into_the_folder_is_refused_and_names_what_is_there() {
     fs::remove_file(folder.manifest_path("mon")).unwrap();
     let orphan = folder.line("tue").unwrap_err().in_one_line();
     assert!(orphan.contains("\"tue\" is based on \"mon\""), "{orphan}");
+}
+
+/// The story: all of a manifest was read before anything of it was looked at.
+#[test]
+fn manifest_is_read_only_as_far_as_its_head_says() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = Folder::open(dir.path()).unwrap();
+    let mut source = MemorySource::whole(&[1; 8192]);
+    let stored = back_up(&folder, ("mon", None), &mut source, Packing::Plain).unwrap();
+    let path = folder.manifest_path("mon");
+    let len = fs::metadata(&path).unwrap().len();
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(1 << 40).unwrap();
+    assert_eq!(stored.manifest().unwrap_err().kind(), ErrorKind::Corrupt);
+    file.set_len(len).unwrap();
+    assert_eq!(stored.manifest().unwrap().entries.len(), 1);
+    // Nor is that of a state that is gone.
+    file.set_len(1 << 40).unwrap();
+    fs::rename(&path, dir.path().join("mon.manifest.gone")).unwrap();
+    back_up(&folder, ("tue", None), &mut MemorySource::whole(&[1; 8192]), Packing::Plain).unwrap();
+    folder.prune(&BTreeSet::new(), |_, _| {}).unwrap();
+    assert!(!stored.data_path().exists());
 }
 
 #[test]

@@ -2,19 +2,16 @@
 //! own that its base has not.
 
 use super::subject::Subject;
-use super::{Opened, Since, WriteArgs};
+use super::{Opened, Since, WriteArgs, another_in_folder};
 use crate::create::is_any_encrypted;
 use crate::failure::Failure;
-use mica_backup::{Begin, Folder, Run, Source, disk_name};
+use mica_backup::{Begin, Folder, Run, Source, disk_name, has_state};
 use mica_block::{Disk, LocalFuture, Manage, Result, Survey, read_whole};
 use mica_qcow2::ChainDiff;
 use mica_rt::{Buf, join_all};
 use mica_stack::wait_for_dead;
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
-
-/// Pieces of a state that are compared with those in a folder.
-const SAMPLES: usize = 16;
 
 /// A state that is open.
 struct ChainSource {
@@ -84,11 +81,7 @@ async fn changes_since(
             return Err(Failure::new(what));
         };
         if !is_in_folder(subject, named, since.folder).await? {
-            let what = format!(
-                "the state {named:?} in the folder is not that of {disk:?}: make a full backup \
-                 into another folder"
-            );
-            return Err(Failure::new(what));
+            return Err(another_in_folder(named, &disk));
         }
         return Ok(Some((named.to_owned(), diff)));
     }
@@ -114,22 +107,23 @@ async fn difference(
     Ok(diff.are_related().then_some(diff))
 }
 
-/// Whether the state called `base` of the disk is the one that the folder has under this name, by
-/// some pieces of it. What is not there at all is found later.
+/// Whether the state called `base` of the disk is the one that the folder has under this name: it
+/// was written of these files as they are, or what they have is what it has, which takes reading
+/// them. What is not there at all is found later.
 async fn is_in_folder(
     subject: &Subject,
     base: &str,
     folder: Option<&Folder>,
 ) -> std::result::Result<bool, Failure> {
-    let Some(Ok(stored)) = folder.map(|folder| folder.find(base)) else { return Ok(true) };
-    let disk = subject.other(base)?.open().await?;
-    let end = GuestOffset::new(disk.geometry().len);
-    for sample in stored.samples(SAMPLES)? {
-        if sample.range.end() > end || !sample.is(&read(&*disk, sample.range).await?) {
-            return Ok(false);
-        }
+    let Some(folder) = folder else { return Ok(true) };
+    let Ok(stored) = folder.find(base) else { return Ok(true) };
+    let subject = subject.other(base)?;
+    let disk = subject.open().await?;
+    if stored.is_of(&subject.content(&*disk)?) {
+        return Ok(true);
     }
-    Ok(true)
+    tracing::info!("{base:?} is compared with the folder's, as its files are not as they were");
+    Ok(has_state(&*disk, &folder.line(base)?).await?)
 }
 
 impl Source for ChainSource {

@@ -3,9 +3,9 @@
 //!
 //! What is read of the server is bounded and checked by its client: a server may be anybody.
 
-use super::{Opened, Since, WriteArgs, now_ns};
+use super::{Opened, Since, WriteArgs, another_in_folder, now_ns};
 use crate::failure::Failure;
-use mica_backup::{Begin, Run, Source, disk_name};
+use mica_backup::{Begin, Folder, Run, Source, disk_name};
 use mica_block::{LocalFuture, Result};
 use mica_rt::{Buf, join_all};
 use mica_serve::nbd::client::{BASE_ALLOCATION, Client, Greeting, Uri, ZERO};
@@ -62,7 +62,18 @@ pub(super) fn open(
     }
     let client = greeting.go().map_err(failed)?;
     let export = client.export().clone();
-    let kept = KeptState::told_by(&export.description);
+    let told = Told::by(&export.description);
+    let base = match base {
+        Some(base) if !told.is_in(since.folder, &base) => {
+            let disk = disk_name(told.kept.as_ref().map_or(&*uri.export, |kept| &*kept.disk));
+            if since.named.is_some() {
+                return Err(another_in_folder(&base, &disk).within(named));
+            }
+            None
+        }
+        base => base,
+    };
+    let kept = told.kept;
     if !export.len.is_multiple_of(SECTOR_BYTES) {
         let what = format!("its length of {} bytes is not a multiple of 512", export.len);
         return Err(Failure::new(what).within(named));
@@ -78,7 +89,8 @@ pub(super) fn open(
         len: export.len,
         time_ns: kept.as_ref().map_or_else(now_ns, |kept| kept.time_ns),
     };
-    let content = kept.map(|_| export.description.into_bytes());
+    let content =
+        kept.map(|kept| kept.content().unwrap_or_else(|| export.description.into_bytes()));
     let is_incremental = begin.base.is_some();
     let source = NbdSource { client, at: 0, len: export.len, is_incremental };
     Ok(Opened { source: Box::new(source), begin, content })
@@ -95,22 +107,66 @@ fn states_of(offered: &[String]) -> String {
     }
 }
 
-/// What mica says of an export that is a kept state.
+/// What mica says of an export that is a kept state: "the state STATE of DISK, kept at TIME in file
+/// FILE; since STATE of DISK, kept at TIME in file FILE". An older mica says less.
+#[derive(Default)]
+struct Told {
+    kept: Option<KeptState>,
+    /// The state of which the export tells what changed since.
+    since: Option<KeptState>,
+}
+
+/// What is said of one state.
 struct KeptState {
     state: String,
     disk: String,
     time_ns: u64,
+    /// Which file has it: another if the state was dropped, and one of its name was kept again.
+    file: Option<String>,
+}
+
+impl Told {
+    fn by(description: &str) -> Self {
+        let both = || {
+            let (kept, since) = description.rsplit_once("; since ")?;
+            let kept = KeptState::told_by(kept)?;
+            let since = KeptState::told_by(&format!("the state {since}"))?;
+            Some(Self { kept: Some(kept), since: Some(since) })
+        };
+        both().unwrap_or_else(|| Self { kept: KeptState::told_by(description), since: None })
+    }
+
+    /// Whether the state called `base` that the export stands on is the one that the `folder` has:
+    /// its file is the same, or was changed last at the same time. Servers that do not say are
+    /// trusted. What is not there at all is found later.
+    fn is_in(&self, folder: Option<&Folder>, base: &str) -> bool {
+        let Some(since) = self.since.as_ref().filter(|since| since.state == base) else {
+            return true;
+        };
+        let Some(Ok(stored)) = folder.map(|folder| folder.find(base)) else { return true };
+        stored.begin().time_ns == since.time_ns
+            || since.content().is_some_and(|content| stored.is_of(&content))
+    }
 }
 
 impl KeptState {
-    /// That of "the state STATE of DISK, kept at SECONDS.NANOSECONDS".
     fn told_by(description: &str) -> Option<Self> {
-        let (what, time) = description.rsplit_once(", kept at ")?;
+        let (what, kept) = description.rsplit_once(", kept at ")?;
         let (state, disk) = what.strip_prefix("the state ")?.rsplit_once(" of ")?;
+        let (time, file) = match kept.split_once(" in file ") {
+            Some((time, file)) => (time, Some(file.to_owned())),
+            None => (kept, None),
+        };
         let (seconds, part) = time.split_once('.')?;
         let [seconds, part]: [u64; 2] = [seconds.parse().ok()?, part.parse().ok()?];
         let time_ns = seconds.checked_mul(1_000_000_000)?.checked_add(part)?;
-        Some(Self { state: state.to_owned(), disk: disk.to_owned(), time_ns })
+        Some(Self { state: state.to_owned(), disk: disk.to_owned(), time_ns, file })
+    }
+
+    /// What of it stays the same as long as it is kept, also when states beneath are dropped.
+    fn content(&self) -> Option<Vec<u8>> {
+        let Self { state, disk, file, .. } = self;
+        Some(format!("the state {state} of {disk} in file {}", file.as_ref()?).into_bytes())
     }
 }
 
@@ -163,7 +219,14 @@ mod tests {
         let told = KeptState::told_by("the state a of b of web, kept at 12.000000034");
         let told = told.expect("as mica says it");
         assert_eq!((&*told.state, &*told.disk), ("a of b", "web"));
-        assert_eq!(told.time_ns, 12_000_000_034);
+        assert_eq!((told.time_ns, told.content()), (12_000_000_034, None));
+        let said = "the state tue of web, kept at 12.5 in file 7 1; since a of b of web, kept at \
+                    11.5 in file 6 2";
+        let Told { kept, since } = Told::by(said);
+        let (kept, since) = (kept.expect("told"), since.expect("told"));
+        assert_eq!((&*kept.state, &*kept.disk, kept.time_ns), ("tue", "web", 12_000_000_005));
+        assert_eq!((&*since.state, &*since.disk), ("a of b", "web"));
+        assert_eq!(since.content().expect("told"), b"the state a of b of web in file 6 2");
         for other in ["", "a disk", "the state mon of web", "the state mon of web, kept at x"] {
             assert!(KeptState::told_by(other).is_none(), "{other}");
         }

@@ -29,9 +29,11 @@ use mica_stack::{Keeping, kept_states};
 use mica_store::SetAside;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
+use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
 /// Descriptors for the socket of a backup and some clients.
 const DESCRIPTORS: usize = 8;
@@ -170,7 +172,6 @@ impl Served {
                 new
             }
         };
-        let since = since.map(|since| (since.state.as_str(), since.position));
         let export = self.export_of(&disk, &known, since)?;
         let about = BackupInfo {
             state: known.state,
@@ -291,7 +292,7 @@ impl Served {
         &self,
         disk: &Arc<dyn Manage>,
         kept: &Kept,
-        since: Option<(&str, usize)>,
+        since: Option<&Kept>,
     ) -> Result<Export> {
         let (disk, position) = (Arc::clone(disk), kept.position);
         let view = self
@@ -301,21 +302,27 @@ impl Served {
         let disk = Arc::clone(&view.disk);
         let layers = Layered::fixed(view);
         let mut contexts: Vec<Arc<dyn Context>> = vec![Arc::new(Depth(layers.clone()))];
-        if let Some((state, position)) = since {
-            contexts.push(Arc::new(ChangedSince::new(state, layers, position)));
+        let mut description = format!("the state {}", self.description_of(kept));
+        if let Some(since) = since {
+            contexts.push(Arc::new(ChangedSince::new(&since.state, layers, since.position)));
+            // Another state may have had its name when readers got that.
+            description += &format!("; since {}", self.description_of(since));
         }
         Ok(Export {
             disk,
             name: self.export_name().to_owned(),
-            description: format!(
-                "the state {} of {}, kept at {}",
-                kept.state,
-                self.name,
-                time_of(&kept.file)
-            ),
+            description,
             discard: self.settings.discard.into(),
             contexts,
         })
+    }
+
+    /// What is said of a state that is `kept`.
+    fn description_of(&self, kept: &Kept) -> String {
+        let (state, name, found) = (&kept.state, &self.name, kept.file.metadata());
+        let time = found.as_ref().map(time_of).unwrap_or_default();
+        let file = found.as_ref().map(file_of).unwrap_or_default();
+        format!("{state} of {name}, kept at {time} in file {file}")
     }
 }
 
@@ -384,12 +391,17 @@ pub(super) fn state_names<'a>(kept: impl DoubleEndedIterator<Item = &'a Kept>) -
 }
 
 /// When the file of a state was changed last: seconds since 1970. It changes no more, unless the
-/// state beneath is dropped: readers know by it whether a state is the one that they have begun to
-/// read, and begin again if it is not.
-fn time_of(file: &Path) -> String {
-    let found = file.metadata().map(|found| (found.mtime(), found.mtime_nsec()));
-    let (seconds, part) = found.unwrap_or_default();
-    format!("{seconds}.{part:09}")
+/// state beneath is dropped.
+fn time_of(found: &Metadata) -> String {
+    format!("{}.{:09}", found.mtime(), found.mtime_nsec())
+}
+
+/// Which file a state is in, as long as it is kept: its inode, and when it was made, or 0 if the
+/// file system does not know. Readers know by it whether a state is the one that they have begun to
+/// read, or have.
+fn file_of(found: &Metadata) -> String {
+    let made = found.created().ok().and_then(|made| made.duration_since(UNIX_EPOCH).ok());
+    format!("{} {}", found.ino(), made.map_or(0, |made| made.as_nanos()))
 }
 
 fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {

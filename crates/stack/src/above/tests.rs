@@ -187,6 +187,34 @@ fn marks_lead_past_layers_that_a_killed_merge_took_out_and_are_put_right() {
     assert_eq!(active(&path).expect("found").path, top);
 }
 
+/// The story: a clone of a frozen layer was served, and merged with that layer. The mark of the base,
+/// which led on to the disk that was cloned, led to the clone then.
+#[test]
+fn mark_that_leads_to_another_disk_than_the_one_that_was_merged_stays() {
+    let (_folder, path, above) = world();
+    let beside = |name: &str| path.with_file_name(name);
+    let (top, clone) = (beside("vm-3.qcow2"), beside("clone.qcow2"));
+    overlay(&top, "vm-2.qcow2");
+    overlay(&clone, "vm.qcow2");
+    let mark = || std::fs::read_to_string(beside("vm.qcow2.mica-above")).expect("there");
+    let gone = std::slice::from_ref(&above);
+    // The layer that is gone is where the disk itself is, as far as anybody knows.
+    settle_marks(&[path.clone(), clone.clone()], gone).expect("settled");
+    assert_eq!(mark(), "above: vm-2.qcow2\n");
+    Mark::put(&above, &top).expect("marked");
+    settle_marks(&[path.clone(), clone], gone).expect("settled");
+    assert_eq!(mark(), "above: vm-2.qcow2\n");
+    settle_marks(&[path.clone(), top], gone).expect("settled");
+    assert_eq!(mark(), "above: vm-3.qcow2\n");
+    // Marks in a circle lead nowhere, nor do those of a file that is not there.
+    Mark::put(&path, &above).expect("marked");
+    Mark::put(&above, &above).expect("marked");
+    settle_marks(&[path.clone(), beside("clone.qcow2")], gone).expect("settled");
+    std::fs::remove_file(&above).expect("removed");
+    settle_marks(&[path.clone(), beside("clone.qcow2")], gone).expect("settled");
+    assert_eq!(mark(), "above: vm-2.qcow2\n");
+}
+
 #[test]
 fn mark_that_anybody_may_write_is_not_followed() {
     let (_folder, path, _) = world();

@@ -163,3 +163,22 @@ fn layer_is_not_made_where_the_chain_may_open_none() {
         FileImages::to_write(&active.path, active.options, MayWrite::new_file()).expect("images");
     files.resolve(&active.path, &path).expect("permitted");
 }
+
+/// The story: a file that another process was making, as it had locked it, was emptied before that
+/// was known.
+#[test]
+fn file_that_another_process_makes_stays_as_it_is() {
+    let (folder, path) = world();
+    let place = folder.path().join(".vm.qcow2.mica-new");
+    std::fs::write(&place, "another's").expect("written");
+    let other = File::options().read(true).write(true).open(&place).expect("it opens");
+    let other = mica_rt::File::new(other.into(), mica_rt::Access::Buffered);
+    // All that an image can be locked for.
+    other.lock_shared(100, 110).expect("locked");
+    let new = || wish(folder.path().join("vm-2.qcow2"));
+    make(&path, new()).expect_err("it is locked");
+    assert_eq!(std::fs::read(&place).expect("there"), b"another's");
+    drop(other);
+    put(&images(&path), &path, new()).expect("what is left of a killed process is taken");
+    assert!(!place.exists());
+}

@@ -21,23 +21,26 @@
 //!   one that was moved, and would show something else.
 //! - I3 A path leaves a note only if its image was given up, was merged into the layer, stands on
 //!   another one, was removed by mica, or is gone while the user says that it was removed.
-//!   One that is added while a note is being rewritten stays: the process that rewrites it copies
-//!   later additions, and the process that adds one checks that it is there.
+//!   One that is added while a note is being rewritten stays: the process that rewrites a note has
+//!   it locked alone, one that adds to it has it locked, too, and each looks whether what it locked
+//!   still has the name. Without locks nothing leaves a note.
 //! - I4 An image is made also where the note cannot be written; that is said.
 
 use crate::files::{folder_of, sync_folder_of};
 use crate::mark::{place, put_whole, read_trusted};
 use crate::merged::refuse_merged;
-use crate::temporary::NEW_OVERLAYS;
+use crate::temporary::{NEW_OVERLAYS, is_at, sleep};
 use mica_block::{Error, ErrorKind, Result};
-use rustix::fs::{Gid, OFlags, Uid, fchown};
+use rustix::fs::{FlockOperation, Gid, OFlags, Uid, fchown, flock};
+use rustix::io::Errno;
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The ending of a note's name.
 const SUFFIX: &str = ".mica-overlays";
@@ -45,8 +48,12 @@ const SUFFIX: &str = ".mica-overlays";
 const CONTENT_BYTES_MAX: u64 = 16 << 20;
 /// What is put behind a line that was cut short: it names nothing then.
 const CUT_SHORT: &[u8; 2] = b"\0\n";
-/// How often a path is added, at most: it is lost if the note is rewritten at that instant.
+/// How often a path is added, at most: an older mica, which locks nothing, may rewrite the note at
+/// that instant.
 const TIMES_MAX: usize = 8;
+/// How often a note that somebody has locked is tried again, and after which time each.
+const TRIES: u32 = 100;
+const LOOK: Duration = Duration::from_millis(10);
 
 /// An image that stood on a layer when it was noted.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -339,11 +346,25 @@ fn note(base: &Path, images: &[&Path]) -> Result<Added> {
 }
 
 fn append(at: &Path, layer: &Metadata, lines: &[u8]) -> io::Result<()> {
+    let (mut file, is_new) =
+        lock(at, FlockOperation::NonBlockingLockShared, || open_to_append(at, layer))?;
+    file.write_all(lines)?;
+    file.sync_data()?;
+    match is_new {
+        true => File::open(folder_of(at))?.sync_all(),
+        false => Ok(()),
+    }
+}
+
+/// The note at `at`, and whether it was made.
+fn open_to_append(at: &Path, layer: &Metadata) -> io::Result<(File, bool)> {
     let mut options = OpenOptions::new();
-    options.append(true).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());
+    // To be locked over a network it has to be readable, too.
+    options.read(true).append(true);
+    options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());
     // Whoever may write the layer may write this, but for everyone.
     let mode = layer.mode() & 0o664 | 0o600;
-    let (mut file, is_new) = match options.clone().create_new(true).mode(mode).open(at) {
+    let (file, is_new) = match options.clone().create_new(true).mode(mode).open(at) {
         Ok(file) => (file, true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => (options.open(at)?, false),
         Err(error) => return Err(error),
@@ -353,12 +374,32 @@ fn append(at: &Path, layer: &Metadata, lines: &[u8]) -> io::Result<()> {
         // If it stays root's, it is trusted, too.
         let _ = fchown(&file, Some(owner.0), Some(owner.1));
     }
-    file.write_all(lines)?;
-    file.sync_data()?;
-    match is_new {
-        true => File::open(folder_of(at))?.sync_all(),
-        false => Ok(()),
+    Ok((file, is_new))
+}
+
+/// Locks the note at `at`, which `open` opens, so that it is the one that has the name (I3). Where
+/// there are no locks one that is shared is none.
+fn lock<T>(
+    at: &Path,
+    how: FlockOperation,
+    mut open: impl FnMut() -> io::Result<(File, T)>,
+) -> io::Result<(File, T)> {
+    let is_shared = how == FlockOperation::NonBlockingLockShared;
+    for _ in 0..TRIES {
+        let (file, more) = match open() {
+            // Another process removed it just now: one that adds makes it again.
+            Err(error) if is_shared && error.kind() == io::ErrorKind::NotFound => continue,
+            opened => opened?,
+        };
+        match flock(&file, how) {
+            Ok(()) if !is_at(at, &file) => {}
+            Ok(()) => return Ok((file, more)),
+            Err(Errno::WOULDBLOCK) => sleep(LOOK),
+            Err(_) if is_shared => return Ok((file, more)),
+            Err(error) => return Err(error.into()),
+        }
     }
+    Err(io::Error::new(io::ErrorKind::WouldBlock, "another process is changing it"))
 }
 
 /// The `images` do not stand on the layer at `base` any more, or nobody needs them: they were
@@ -400,32 +441,31 @@ pub(super) fn forget(layer: &Path, gone: &HashSet<Noted>) {
     }
 }
 
-/// As [`forget`]; `amid` is called once the new one is there, for those who test what comes
+/// As [`forget`]; `amid` is called once the note was read, for those who test what comes
 /// meanwhile.
 fn forget_amid(layer: &Path, gone: &HashSet<Noted>, amid: impl FnOnce()) -> Result<()> {
     let Some((at, _)) = content_of(layer)? else { return Ok(()) };
     let failed = |error: io::Error| Error::from_io(at.display().to_string(), error);
-    let flags = OFlags::NOFOLLOW.bits().cast_signed();
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(&at);
-    let mut file = file.map_err(failed)?;
+    let open = || {
+        let flags = OFlags::NOFOLLOW.bits().cast_signed();
+        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&at)?;
+        Ok((file, ()))
+    };
+    // Until this has its end nobody adds to it, nor to what takes its place.
+    let file = match lock(&at, FlockOperation::NonBlockingLockExclusive, open) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        locked => locked.map_err(failed)?.0,
+    };
     let mut content = Vec::new();
     (&file).take(CONTENT_BYTES_MAX + 1).read_to_end(&mut content).map_err(failed)?;
     check_len(&at, &content)?;
     let stay: Vec<_> = decode(&content).filter(|noted| !gone.contains(noted)).collect();
+    amid();
     if stay.is_empty() {
         fs::remove_file(&at).map_err(failed)?;
     } else {
         let lines: Vec<u8> = stay.iter().flat_map(Noted::encode).collect();
         put_whole(&at, &place(layer, NEW_OVERLAYS)?, &lines)?;
-    }
-    amid();
-    // What was added to the old one since it was read.
-    file.seek(SeekFrom::Start(content.len() as u64)).map_err(failed)?;
-    let mut late = Vec::new();
-    file.read_to_end(&mut late).map_err(failed)?;
-    if !late.is_empty() {
-        let layer = fs::metadata(layer).map_err(failed)?;
-        append(&at, &layer, &late).map_err(failed)?;
     }
     sync_folder_of(&at)
 }
@@ -464,24 +504,84 @@ mod tests {
         }
     }
 
-    /// The story: a note is rewritten, and somebody adds to the old file just before its end.
-    #[test]
-    fn what_is_added_while_a_note_is_rewritten_stays() {
+    /// A note of a layer that names these.
+    fn noted(names: &[&str]) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().expect("a folder");
         let base = folder.path().join("base");
         fs::write(&base, "layer").expect("written");
-        let at = note_beside(&base).expect("there");
-        let of = |name: &str| Noted { folder_inode: 0, path: name.into() };
-        let all: Vec<u8> = [of("/gone"), of("/stays")].iter().flat_map(Noted::encode).collect();
-        fs::write(&at, all).expect("written");
-        let mut late = OpenOptions::new().append(true).open(&at).expect("it opens");
-        forget_amid(&base, &HashSet::from([of("/gone")]), || {
-            late.write_all(&of("/late").encode()).expect("written");
-        })
-        .expect("it is rewritten");
-        assert_eq!(noted_on(&base).expect("read"), HashSet::from([of("/stays"), of("/late")]));
-        forget(&base, &HashSet::from([of("/stays"), of("/late")]));
-        assert!(!at.exists());
+        let lines: Vec<u8> = names.iter().flat_map(|name| named(name).encode()).collect();
+        fs::write(note_beside(&base).expect("there"), lines).expect("written");
+        (folder, base)
+    }
+
+    fn named(name: &str) -> Noted {
+        Noted { folder_inode: 0, path: name.into() }
+    }
+
+    fn all(names: &[&str]) -> HashSet<Noted> {
+        names.iter().map(|name| named(name)).collect()
+    }
+
+    fn add(base: &Path, name: &str) {
+        let at = note_beside(base).expect("there");
+        let layer = fs::metadata(base).expect("there");
+        append(&at, &layer, &named(name).encode()).expect("added");
+    }
+
+    /// Begins to `forget` something of a note; when it was read others do `meanwhile`, or wait.
+    fn forget_while(base: &Path, gone: &[&str], meanwhile: impl FnOnce() + Send) {
+        std::thread::scope(|scope| {
+            forget_amid(base, &all(gone), || {
+                let others = scope.spawn(meanwhile);
+                // They wait, unless nothing keeps them from going on.
+                (0..10).take_while(|_| !others.is_finished()).for_each(|_| sleep(LOOK));
+            })
+            .expect("it is rewritten");
+        });
+    }
+
+    /// The story: a note is rewritten by two, and somebody adds to what the first one made, which
+    /// the second one replaces.
+    #[test]
+    fn what_is_added_while_two_rewrite_a_note_stays() {
+        let (_folder, base) = noted(&["/gone", "/gone too", "/stays"]);
+        forget_while(&base, &["/gone"], || {
+            forget(&base, &all(&["/gone too"]));
+            add(&base, "/late");
+        });
+        assert_eq!(noted_on(&base).expect("read"), all(&["/stays", "/late"]));
+        forget(&base, &all(&["/stays", "/late"]));
+        assert!(!note_beside(&base).expect("there").exists());
+    }
+
+    /// The story: a note that named nothing more was removed by its name, which another one had.
+    #[test]
+    fn note_that_another_process_made_stays() {
+        let (_folder, base) = noted(&["/gone"]);
+        forget_while(&base, &["/gone"], || {
+            forget(&base, &all(&["/gone"]));
+            add(&base, "/late");
+        });
+        assert_eq!(noted_on(&base).expect("read"), all(&["/late"]));
+    }
+
+    /// The story: a process was killed that had rewritten a note, and not yet copied what somebody
+    /// had added to the old one.
+    #[test]
+    fn what_is_added_while_the_process_dies_that_rewrites_a_note_stays() {
+        use std::panic::{AssertUnwindSafe, catch_unwind};
+        let (_folder, base) = noted(&["/gone", "/stays"]);
+        std::thread::scope(|scope| {
+            let killed = catch_unwind(AssertUnwindSafe(|| {
+                forget_amid(&base, &all(&["/gone"]), || {
+                    let others = scope.spawn(|| add(&base, "/late"));
+                    (0..10).take_while(|_| !others.is_finished()).for_each(|_| sleep(LOOK));
+                    panic!("killed");
+                })
+            }));
+            killed.expect_err("it was killed");
+        });
+        assert!(noted_on(&base).expect("read").is_superset(&all(&["/stays", "/late"])));
     }
 
     /// The story: what was beyond 16 MiB of a note was not read, and so its images did not count.

@@ -176,3 +176,41 @@ fn what_must_not_be_removed_is_refused_and_stays() {
     fs::write(folder.manifest_path("s2"), "damaged").unwrap();
     assert_eq!(refused(&["s1"]).kind(), ErrorKind::Corrupt);
 }
+
+/// The story: a backup without --as was killed. Nothing ever went on with it, or removed it.
+#[test]
+fn step_that_was_cut_off_goes_when_a_later_state_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = Folder::make(&dir.path().join("web")).unwrap();
+    let disk = vec![5; LEN];
+    back_up(&folder, ("a", None), &mut MemorySource::whole(&disk), Packing::Plain).unwrap();
+    let cut = |name: &str| {
+        let mut broken = MemorySource::whole(&disk);
+        broken.reads_max = 0;
+        back_up(&folder, (name, None), &mut broken, Packing::Plain).unwrap_err();
+    };
+    let date = |ending: &str, seconds: u64| {
+        let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+        for entry in fs::read_dir(dir.path().join("web")).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap();
+            if name.ends_with(ending) && time < path.metadata().unwrap().modified().unwrap() {
+                File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
+            }
+        }
+    };
+    date(".manifest", 100);
+    cut("b");
+    date(".data", 200);
+    let count = || fs::read_dir(dir.path().join("web")).unwrap().count();
+    assert_eq!(count(), 4, "a lock, and a state that is whole, and one that is not");
+    folder.prune(&BTreeSet::new(), |_, _| {}).unwrap();
+    assert_eq!(count(), 4, "it may be gone on with");
+    back_up(&folder, ("c", None), &mut MemorySource::whole(&disk), Packing::Plain).unwrap();
+    fs::write(dir.path().join("web/d.manifest.new"), "cut off").unwrap();
+    fs::write(dir.path().join("web/mine.data"), "the user's").unwrap();
+    assert_eq!(count(), 8);
+    folder.prune(&BTreeSet::new(), |_, _| {}).unwrap();
+    assert_eq!(count(), 6);
+    assert!(dir.path().join("web/mine.data").exists());
+}
