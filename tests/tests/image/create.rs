@@ -375,7 +375,7 @@ fn options_that_would_do_nothing_are_refused() {
         mica_in(dir, words).refusal();
         assert!(!dir.join("new.qcow2").exists(), "{words:?}");
     }
-    mica_in(dir, &["measure", "-o", "size=2M"]).ok();
+    mica_in(dir, &["measure", "-o", "size=1M", "disk.qcow2"]).ok();
 }
 
 /// The story: a clone that failed said nothing of the hundreds that were there.

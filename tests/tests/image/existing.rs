@@ -199,8 +199,11 @@ fn a_device_that_consists_of_the_source_is_refused() {
     let dir = dir.path();
     let file = dir.join("source.raw");
     let mut bytes = vec![9; 1 << 20];
-    bytes.resize(4 << 20, 0);
     fs::write(&file, &bytes).expect("there is room");
+    // With a hole, so that there would be room for it as qcow2.
+    bytes.resize(4 << 20, 0);
+    let opened = fs::OpenOptions::new().write(true).open(&file).expect("there");
+    opened.set_len(4 << 20).expect("a hole");
     let Some(whole) = Loop::attach(&file) else {
         return tools::skip("no loop device can be had here");
     };

@@ -99,7 +99,8 @@ fn lives(how: &[&str], is_encrypted: bool) {
     for exported in [&first, &copy] {
         let words = [&["export", "-O", "raw"], &*key, &[exported, &*raw]].concat();
         let said = run(words.iter().copied());
-        assert!(said.stderr.contains("out.raw is not encrypted"), "{said}");
+        let is_warned = said.stderr.contains("out.raw is not encrypted");
+        assert_eq!(is_warned, is_encrypted, "{said}");
         said.ok();
         let bytes = fs::read(&raw).expect("exported");
         assert!(bytes.starts_with(&wanted) && bytes.len() == 64 << 20);

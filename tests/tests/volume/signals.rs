@@ -230,12 +230,21 @@ fn send_into_a_file_that_is_killed_leaves_nothing_of_that_name() {
     let (stream, unfinished) =
         (store.folder().join("stream"), store.folder().join(".stream.mica-unfinished"));
     let (name, snapshot) = (stream.display().to_string(), format!("{url}@source.raw"));
-    let words = ["send", "-q", "--inject", "delay=300ms", &snapshot, &name];
-    let mut child = start(&words);
-    wait_for(&unfinished);
+    // It may be done before it is stopped.
+    let mut child = loop {
+        let child = start(&["send", "-q", &snapshot, &name]);
+        wait_for_any(&[&unfinished, &stream]);
+        kill_process(Pid::from_child(&child), Signal::STOP).expect("it is there");
+        if unfinished.exists() && !stream.exists() {
+            break child;
+        }
+        kill_process(Pid::from_child(&child), Signal::CONT).expect("it is there");
+        child.wait_with_output().expect("it ends");
+        fs::remove_file(&stream).expect("removed");
+    };
     let second = run(["send", "-q", &snapshot, &name]).refusal();
     assert!(second.contains("another process"), "{second}");
-    child.kill().expect("it runs");
+    child.kill().expect("it is there");
     child.wait().expect("it ends");
     assert!(!stream.exists() && unfinished.exists());
     run(["send", "-q", &snapshot, &name]).ok();
