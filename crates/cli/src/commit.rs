@@ -14,7 +14,7 @@ use mica_stack::{
 };
 use mica_store::Locking;
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Merge an image into one beneath it.
@@ -57,6 +57,18 @@ pub(crate) struct GoneArgs {
     pub(crate) ignore_gone: bool,
 }
 
+/// Refuses to merge `changed` layers of the image `above` of which one keeps a state.
+fn refuse_kept(above: &Path, changed: &[PathBuf]) -> Result<(), Failure> {
+    match kept_states(above, changed).first() {
+        None => Ok(()),
+        Some((at, state)) => Err(Failure::new(format!(
+            "{} keeps the state {state:?}, which the merge would change: name another base with \
+             -b, or use `mica rebase`",
+            changed[*at].display()
+        ))),
+    }
+}
+
 pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     executor.block_on(async {
@@ -82,14 +94,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             // Layers that leave the chain are the user's, whatever is left of a drop.
             forget_drops(&layers)?;
             let (above, below) = layers[lowest..].split_last().expect("there are two");
-            let changed = &layers[lowest..];
-            if let Some((at, state)) = kept_states(above, changed).first() {
-                return Err(Failure::new(format!(
-                    "{} keeps the state {state:?}, which the merge would change: name another base \
-                     with -b, or use `mica rebase`",
-                    changed[*at].display()
-                )));
-            }
+            refuse_kept(above, &layers[lowest..])?;
             // Whoever makes an image on one of them sees that, or is found now.
             let (base, sources) = below.split_first().expect("there is one");
             let marks = MergeMarks::put(base, sources)?;

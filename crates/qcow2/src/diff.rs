@@ -264,8 +264,8 @@ fn same_file(own: &[Vec<Arc<Layer>>; 2]) -> Option<[Arc<Layer>; 2]> {
 }
 
 /// What says where `layers` of `state`, from the top, own something: the index for as many of them
-/// as it covers, and their own tables for those above. The index of an image is that of its present,
-/// and says nothing of an internal snapshot.
+/// as it covers, and their own tables for those above. The index of an image is that of its
+/// present, and says nothing of an internal snapshot.
 async fn sources_of(state: DiffState<'_>, layers: &[Arc<Layer>]) -> Vec<Source> {
     let mut sealed: Vec<(Seal, Arc<dyn mica_block::Store>)> = Vec::new();
     let present = usize::from(state.snapshot.is_some()).min(layers.len());

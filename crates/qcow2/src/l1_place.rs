@@ -1,5 +1,6 @@
 //! Where an L1 table is.
 
+use mica_qcow2_format::L1Entry;
 use mica_units::HostOffset;
 use parking_lot::RwLock;
 
@@ -19,4 +20,9 @@ impl L1Place {
     pub(crate) fn set(&self, offset: HostOffset, entries: u32) {
         *self.0.write() = (offset, entries);
     }
+}
+
+/// The bytes of a table of so many entries.
+pub(crate) fn table_bytes(entries: u32) -> u64 {
+    u64::from(entries) * L1Entry::BYTES as u64
 }

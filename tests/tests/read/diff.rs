@@ -202,7 +202,7 @@ fn index_of_the_present_says_nothing_of_a_snapshot() {
     qemu::io(dir, &[], "image.qcow2", &["write -P 1 8M 64k"]);
     qemu::img(dir, ["snapshot", "-c", "after", "image.qcow2"]).ok();
     qemu::img(dir, ["snapshot", "-a", "before", "image.qcow2"]).ok();
-    let wanted = [8 << 20..(8 << 20) + 65536];
+    let wanted = vec![8_u64 << 20..(8 << 20) + 65536];
     assert_eq!(diff(dir, &[], ["image.qcow2@after", "other.qcow2"]), wanted);
     clock::sleep(Duration::from_millis(1200));
     qemu::overlay(dir, "top.qcow2", "image.qcow2", &[]);

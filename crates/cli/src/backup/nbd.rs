@@ -62,7 +62,7 @@ pub(super) fn open(
     }
     let client = greeting.go().map_err(failed)?;
     let export = client.export().clone();
-    let told = Told::by(&export.description);
+    let told = ExportedState::by(&export.description);
     let base = match base {
         Some(base) if !told.is_in(since.folder, &base) => {
             let disk = disk_name(told.kept.as_ref().map_or(&*uri.export, |kept| &*kept.disk));
@@ -110,7 +110,7 @@ fn states_of(offered: &[String]) -> String {
 /// What mica says of an export that is a kept state: "the state STATE of DISK, kept at TIME in file
 /// FILE; since STATE of DISK, kept at TIME in file FILE". An older mica says less.
 #[derive(Default)]
-struct Told {
+struct ExportedState {
     kept: Option<KeptState>,
     /// The state of which the export tells what changed since.
     since: Option<KeptState>,
@@ -125,7 +125,7 @@ struct KeptState {
     file: Option<String>,
 }
 
-impl Told {
+impl ExportedState {
     fn by(description: &str) -> Self {
         let both = || {
             let (kept, since) = description.rsplit_once("; since ")?;
@@ -222,7 +222,7 @@ mod tests {
         assert_eq!((told.time_ns, told.content()), (12_000_000_034, None));
         let said = "the state tue of web, kept at 12.5 in file 7 1; since a of b of web, kept at \
                     11.5 in file 6 2";
-        let Told { kept, since } = Told::by(said);
+        let ExportedState { kept, since } = ExportedState::by(said);
         let (kept, since) = (kept.expect("told"), since.expect("told"));
         assert_eq!((&*kept.state, &*kept.disk, kept.time_ns), ("tue", "web", 12_000_000_005));
         assert_eq!((&*since.state, &*since.disk), ("a of b", "web"));

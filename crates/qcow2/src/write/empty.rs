@@ -11,8 +11,9 @@
 
 use super::Writer;
 use super::allocate::Reserved;
-use super::grow::{Held, MOVING, len_of, table_bytes};
+use super::grow::{Held, MOVING, len_of};
 use super::header::HeaderChange;
+use crate::l1_place::table_bytes;
 use mica_block::{Result, read_exact, write_all};
 use mica_qcow2_format::{L1Entry, L2Entry};
 use mica_rt::Buf;

@@ -20,9 +20,10 @@ use super::allocate::Reserved;
 use super::header::HeaderChange;
 use super::pages::Metadata;
 use crate::header_io::read_header;
+use crate::l1_place::table_bytes;
 use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all};
-use mica_qcow2_format::{Header, L1Entry, Version};
+use mica_qcow2_format::{Header, Version};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 
@@ -280,10 +281,6 @@ impl Drop for Held<'_> {
     fn drop(&mut self) {
         self.0.lock().l1_is_held = false;
     }
-}
-
-pub(super) fn table_bytes(entries: u32) -> u64 {
-    u64::from(entries) * L1Entry::BYTES as u64
 }
 
 /// A length that was checked to be small enough.
