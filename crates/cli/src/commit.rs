@@ -56,6 +56,15 @@ pub(crate) struct GoneArgs {
     pub(crate) ignore_gone: bool,
 }
 
+/// What killed processes left beside the `layers` goes.
+fn settle_beside(layers: &[PathBuf], has_locks: bool) -> Result<(), Failure> {
+    if has_locks {
+        mica_stack::remove_abandoned(layers);
+    }
+    // Layers that leave the chain are the user's, whatever is left of a drop.
+    Ok(forget_drops(layers)?)
+}
+
 pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     executor.block_on(async {
@@ -75,11 +84,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             if layers.len() < 2 || lowest + 1 >= layers.len() {
                 return Err(Failure::new("the image has no backing file to merge into"));
             }
-            if has_locks {
-                mica_stack::remove_abandoned(&layers);
-            }
-            // Layers that leave the chain are the user's, whatever is left of a drop.
-            forget_drops(&layers)?;
+            settle_beside(&layers, has_locks)?;
             let (above, below) = layers[lowest..].split_last().expect("there are two");
             let changed = &layers[lowest..];
             if let Some((at, state)) = kept_states(above, changed).first() {

@@ -132,8 +132,8 @@ fn disk_that_is_rebased_is_found_from_its_base_and_a_clone_is_not() {
     assert!(world.disk() == disk, "the disk changed");
 }
 
-/// The story: a clone of a layer was served, and got its base for its backing file, past that layer.
-/// The server of the disk that was cloned served the clone when it was started again.
+/// The story: a clone of a layer was served, and got its base for its backing file, past that
+/// layer. The server of the disk that was cloned served the clone when it was started again.
 #[test]
 fn clone_that_is_merged_while_it_is_served_leaves_the_mark_of_the_disk() {
     let Some(mut world) = World::new(&[]) else { return };

@@ -69,7 +69,8 @@ fn layers_that_images_in_other_folders_need_are_not_changed() {
 }
 
 /// The same while the disk is served.
-/// The story: a rebase was killed when the image named its new base, and nothing beside that said so.
+/// The story: a rebase was killed when the image named its new base, and nothing beside that said
+/// so.
 #[test]
 fn image_is_noted_of_its_new_base_before_it_names_that() {
     if !tools::present(TOOLS) {

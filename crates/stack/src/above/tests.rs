@@ -187,8 +187,8 @@ fn marks_lead_past_layers_that_a_killed_merge_took_out_and_are_put_right() {
     assert_eq!(active(&path).expect("found").path, top);
 }
 
-/// The story: a clone of a frozen layer was served, and merged with that layer. The mark of the base,
-/// which led on to the disk that was cloned, led to the clone then.
+/// The story: a clone of a frozen layer was served, and merged with that layer. The mark of the
+/// base, which led on to the disk that was cloned, led to the clone then.
 #[test]
 fn mark_that_leads_to_another_disk_than_the_one_that_was_merged_stays() {
     let (_folder, path, above) = world();
