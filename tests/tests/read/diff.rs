@@ -202,8 +202,9 @@ fn index_of_the_present_says_nothing_of_a_snapshot() {
     qemu::io(dir, &[], "image.qcow2", &["write -P 1 8M 64k"]);
     qemu::img(dir, ["snapshot", "-c", "after", "image.qcow2"]).ok();
     qemu::img(dir, ["snapshot", "-a", "before", "image.qcow2"]).ok();
-    let wanted = vec![8_u64 << 20..(8 << 20) + 65536];
-    assert_eq!(diff(dir, &[], ["image.qcow2@after", "other.qcow2"]), wanted);
+    let wanted = diff(dir, &[], ["image.qcow2@after", "other.qcow2"]);
+    assert_eq!(wanted.len(), 1, "{wanted:?}");
+    assert_eq!(wanted[0], 8 << 20..(8 << 20) + 65536);
     clock::sleep(Duration::from_millis(1200));
     qemu::overlay(dir, "top.qcow2", "image.qcow2", &[]);
     mica::run(["index", "build", &dir.join("top.qcow2").display().to_string()]).ok();
