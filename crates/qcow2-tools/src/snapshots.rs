@@ -32,9 +32,9 @@ use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{FileSpace, read_header};
 use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, COPIED, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{
-    BitmapEntry, BitmapFields, BitmapTableEntry, Header, L1Entry, SNAPSHOT_COUNT_MAX,
-    SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version, change_bitmap_directory,
-    field,
+    BitmapEntry, BitmapFields, BitmapTableEntry, Header, L1_BYTES_MAX, L1Entry,
+    SNAPSHOT_COUNT_MAX, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version,
+    change_bitmap_directory, field,
 };
 use mica_rt::Buf;
 use mica_units::{HostCluster, HostOffset, SECTOR_BYTES};
@@ -160,6 +160,12 @@ impl SnapshotEditor {
     pub async fn apply(&mut self, wanted: &str) -> Result<()> {
         let SnapshotEntry { l1_offset, l1_entries, disk_bytes, .. } =
             self.snapshots[self.find(wanted)?].entry.clone();
+        // It is read before a check of the whole image says the same.
+        let l1_bytes = u64::from(l1_entries) * L1Entry::BYTES as u64;
+        if l1_bytes > L1_BYTES_MAX || !l1_offset.is_aligned(self.header.cluster_bits.bytes()) {
+            let what = format!("the L1 table of snapshot {wanted:?} is too long, or off a cluster");
+            return Err(Error::new(ErrorKind::Corrupt, what));
+        }
         let size = disk_bytes.unwrap_or(self.header.size);
         if self.header.l1_entries_for(size)? > l1_entries {
             let what = format!("the L1 table of snapshot {wanted:?} is too short for its disk");
@@ -471,3 +477,6 @@ async fn read_snapshots(store: &dyn Store, header: &Header) -> Result<Vec<Listed
     }
     Ok(all)
 }
+
+#[cfg(test)]
+mod tests;
