@@ -32,9 +32,9 @@ use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{FileSpace, read_header};
 use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, COPIED, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{
-    BitmapEntry, BitmapFields, BitmapTableEntry, Header, L1_BYTES_MAX, L1Entry,
-    SNAPSHOT_COUNT_MAX, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version,
-    change_bitmap_directory, field,
+    BitmapEntry, BitmapFields, BitmapTableEntry, Header, L1_BYTES_MAX, L1Entry, SNAPSHOT_COUNT_MAX,
+    SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version, change_bitmap_directory,
+    field,
 };
 use mica_rt::Buf;
 use mica_units::{HostCluster, HostOffset, SECTOR_BYTES};
@@ -236,7 +236,7 @@ impl SnapshotEditor {
             let what = format!("refcounts of {bits} bits have no room for another snapshot");
             return Err(Error::new(ErrorKind::Limit, what));
         }
-        rewrite(self.store(), &counted, Which::TooLow).await?;
+        rewrite(self.store(), &counted, Which::TooLow, &mut |_| {}).await?;
         let bitmaps = match changes_content {
             true => self.outdate_bitmaps().await?,
             false => Vec::new(),
@@ -307,19 +307,20 @@ impl SnapshotEditor {
     /// Makes counts and flags those of what the header names, and takes the dirty bit away.
     async fn settle(&mut self) -> Result<()> {
         let (counted, _) = self.count(&self.header, Task::Keep).await?;
-        rewrite(self.store(), &counted, Which::Wrong).await?;
+        let mut freed = Vec::new();
+        let note = &mut |cluster| freed.push(cluster);
+        rewrite(self.store(), &counted, Which::Wrong, note).await?;
         self.store().sync().await?;
         self.mend_flags(&self.header, &counted).await?;
         self.set_dirty(false).await?;
-        self.give_back(&counted).await
+        self.give_back(freed).await
     }
 
-    /// Returns the space of clusters that nothing names to the file system.
-    async fn give_back(&self, counted: &Counted) -> Result<()> {
+    /// Returns the space of clusters that have just lost their last reference to the file system:
+    /// all that are free may be most of a large file.
+    async fn give_back(&self, freed: Vec<HostCluster>) -> Result<()> {
         let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
-        let end = counted.references.end();
-        let is_free = |cluster: &HostCluster| counted.references.get(*cluster) == 0;
-        space.put_freed(HostCluster::ZERO.up_to(end).filter(is_free).collect());
+        space.put_freed(freed);
         space.give_back(0).await
     }
 

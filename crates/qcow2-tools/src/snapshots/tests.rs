@@ -6,7 +6,7 @@ use mica_block::{Identity, ProofSlot};
 use mica_rt::{Backend, Executor};
 use mica_store::MemoryStore;
 
-const CLUSTER_BYTES: u64 = 4096;
+const CLUSTER_LEN: usize = 4096;
 
 fn run(work: impl AsyncFnOnce()) {
     Executor::new(Backend::Sim { seed: 1 }).expect("an executor").block_on(work());
@@ -14,7 +14,7 @@ fn run(work: impl AsyncFnOnce()) {
 
 /// A new image with `count` snapshots, called 1, 2 and so on.
 async fn with_snapshots(count: u32) -> SnapshotEditor {
-    let wish = ImageWish { cluster_bytes: Some(CLUSTER_BYTES), ..ImageWish::default() };
+    let wish = ImageWish { cluster_bytes: Some(CLUSTER_LEN as u64), ..ImageWish::default() };
     let store = Arc::new(MemoryStore::new_writable("image", Vec::new()));
     let plan = wish.plan(1 << 16).expect("a plan");
     create(plan, Stores { image: &*store, data: None }).await.expect("created");
@@ -47,5 +47,44 @@ fn snapshot_whose_l1_table_is_too_long_or_off_its_cluster_is_not_read() {
         }
         let mut editor = with_snapshots(1).await;
         editor.apply("1").await.expect("a sound one is applied");
+    });
+}
+
+/// Which clusters of the file something names.
+async fn named(editor: &SnapshotEditor) -> Vec<bool> {
+    let (counted, _) = editor.count(&editor.header, Task::Keep).await.expect("counted");
+    let all = HostCluster::ZERO.up_to(counted.references.end());
+    all.map(|cluster| counted.references.get(cluster) > 0).collect()
+}
+
+/// Each change punched all of the file that was free, however much that was.
+#[test]
+fn only_what_a_change_frees_gives_its_space_back() {
+    run(async || {
+        let mut editor = with_snapshots(6).await;
+        for wanted in ["1", "2", "3"] {
+            editor.delete(wanted).await.expect("deleted");
+        }
+        let store = Arc::clone(&editor.image.store);
+        let place = |number: usize| HostOffset::new((number * CLUSTER_LEN) as u64);
+        let noise = [0xa5; CLUSTER_LEN];
+        let before = named(&editor).await;
+        for (number, _) in before.iter().enumerate().filter(|(_, is_named)| !**is_named) {
+            write_all(&*store, Buf::from_slice(&noise), place(number)).await.expect("written");
+        }
+        editor.delete("4").await.expect("deleted");
+        let (mut kept, mut emptied) = (0, 0);
+        let after = named(&editor).await;
+        for (number, (was_named, is_named)) in before.into_iter().zip(after).enumerate() {
+            if is_named {
+                continue;
+            }
+            let bytes = read_exact(&*store, place(number), noise.len()).await.expect("read");
+            let is_empty = bytes.iter().all(|byte| *byte == 0);
+            assert_eq!(is_empty, was_named, "cluster {number}");
+            kept += u64::from(!was_named);
+            emptied += u64::from(was_named);
+        }
+        assert!(kept > 0 && emptied > 0, "{kept} were free before, {emptied} are now");
     });
 }
