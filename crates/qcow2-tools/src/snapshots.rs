@@ -32,7 +32,7 @@ use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{FileSpace, read_header};
 use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, COPIED, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{
-    BitmapEntry, BitmapFields, BitmapTableEntry, Header, L1Entry, SNAPSHOT_COUNT_MAX,
+    BitmapEntry, BitmapFields, BitmapTableEntry, Header, L1_BYTES_MAX, L1Entry, SNAPSHOT_COUNT_MAX,
     SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version, change_bitmap_directory,
     field,
 };
@@ -160,6 +160,12 @@ impl SnapshotEditor {
     pub async fn apply(&mut self, wanted: &str) -> Result<()> {
         let SnapshotEntry { l1_offset, l1_entries, disk_bytes, .. } =
             self.snapshots[self.find(wanted)?].entry.clone();
+        // It is read before a check of the whole image says the same.
+        let l1_bytes = u64::from(l1_entries) * L1Entry::BYTES as u64;
+        if l1_bytes > L1_BYTES_MAX || !l1_offset.is_aligned(self.header.cluster_bits.bytes()) {
+            let what = format!("the L1 table of snapshot {wanted:?} is too long, or off a cluster");
+            return Err(Error::new(ErrorKind::Corrupt, what));
+        }
         let size = disk_bytes.unwrap_or(self.header.size);
         if self.header.l1_entries_for(size)? > l1_entries {
             let what = format!("the L1 table of snapshot {wanted:?} is too short for its disk");
@@ -230,7 +236,7 @@ impl SnapshotEditor {
             let what = format!("refcounts of {bits} bits have no room for another snapshot");
             return Err(Error::new(ErrorKind::Limit, what));
         }
-        rewrite(self.store(), &counted, Which::TooLow).await?;
+        rewrite(self.store(), &counted, Which::TooLow, &mut |_| {}).await?;
         let bitmaps = match changes_content {
             true => self.outdate_bitmaps().await?,
             false => Vec::new(),
@@ -301,19 +307,20 @@ impl SnapshotEditor {
     /// Makes counts and flags those of what the header names, and takes the dirty bit away.
     async fn settle(&mut self) -> Result<()> {
         let (counted, _) = self.count(&self.header, Task::Keep).await?;
-        rewrite(self.store(), &counted, Which::Wrong).await?;
+        let mut freed = Vec::new();
+        let note = &mut |cluster| freed.push(cluster);
+        rewrite(self.store(), &counted, Which::Wrong, note).await?;
         self.store().sync().await?;
         self.mend_flags(&self.header, &counted).await?;
         self.set_dirty(false).await?;
-        self.give_back(&counted).await
+        self.give_back(freed).await
     }
 
-    /// Returns the space of clusters that nothing names to the file system.
-    async fn give_back(&self, counted: &Counted) -> Result<()> {
+    /// Returns the space of clusters that have just lost their last reference to the file system:
+    /// all that are free may be most of a large file.
+    async fn give_back(&self, freed: Vec<HostCluster>) -> Result<()> {
         let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
-        let end = counted.references.end();
-        let is_free = |cluster: &HostCluster| counted.references.get(*cluster) == 0;
-        space.put_freed(HostCluster::ZERO.up_to(end).filter(is_free).collect());
+        space.put_freed(freed);
         space.give_back(0).await
     }
 
@@ -471,3 +478,6 @@ async fn read_snapshots(store: &dyn Store, header: &Header) -> Result<Vec<Listed
     }
     Ok(all)
 }
+
+#[cfg(test)]
+mod tests;

@@ -85,11 +85,14 @@ pub async fn add_key(
 }
 
 /// Removes the keys that `which` means. Durable when this returns: their passphrases are worth
-/// nothing then. Returns how many there were.
+/// nothing then. Returns how many slots there were.
+///
+/// A slot with a number may be inactive: a power cut may have ended its removal before its material
+/// was gone, and only this ends it.
 ///
 /// # Errors
-/// `Invalid` if there is no such slot or it is not in use; `NotFound` if the passphrase opens none;
-/// `Denied` if none would be left and `last_too` does not allow that; any error of the store.
+/// `Invalid` if there is no such slot; `Denied` if the passphrase opens none, or if none would be
+/// left and `last_too` does not allow that; any error of the store.
 pub async fn remove_keys(
     header: &mut LuksHeader,
     (store, at): (&dyn Store, HostOffset),
@@ -99,10 +102,7 @@ pub async fn remove_keys(
     let mut gone = Vec::new();
     match which {
         Slot::Number(number) => {
-            if !slot_of(header, *number)? {
-                let what = format!("key slot {number} is not in use");
-                return Err(Error::new(ErrorKind::Invalid, what));
-            }
+            slot_of(header, *number)?;
             gone.push(*number);
         }
         Slot::OpenedBy(passphrase) => {
@@ -120,7 +120,9 @@ pub async fn remove_keys(
             }
         }
     }
-    if gone.len() == header.active_slots().count() && !last_too {
+    let is_gone = |(number, _)| gone.contains(&number);
+    let takes_one = header.active_slots().any(is_gone);
+    if takes_one && header.active_slots().all(is_gone) && !last_too {
         let what = "no key would be left, and nobody could ever read the image: --force does it";
         return Err(Error::new(ErrorKind::Denied, what));
     }

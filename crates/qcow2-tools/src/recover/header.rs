@@ -52,21 +52,27 @@ pub(super) async fn name_refcount_table(store: &dyn Store, header: &Header) -> R
     .await
 }
 
-/// Writes the place of the snapshot table, as in `header`.
+/// Writes the place of the snapshot table, as in `header`, which is dirty: the table has no
+/// refcounts yet.
 pub(super) async fn name_snapshot_table(store: &dyn Store, header: &Header) -> Result<()> {
     change(store, |sector| {
         let field = sector.iter_mut().skip(field::SNAPSHOT_TABLE);
         for (to, from) in field.zip(header.snapshots_offset.bytes().to_be_bytes()) {
             *to = from;
         }
+        change_bits(sector, field::INCOMPATIBLE, |bits| bits | DIRTY);
     })
     .await
 }
 
 fn keep_bits(sector: &mut [u8], at: usize, mask: u64) {
+    change_bits(sector, at, |bits| bits & mask);
+}
+
+fn change_bits(sector: &mut [u8], at: usize, change: impl FnOnce(u64) -> u64) {
     let field = sector.get_mut(at..).and_then(|rest| rest.first_chunk_mut::<8>());
     if let Some(field) = field {
-        *field = (u64::from_be_bytes(*field) & mask).to_be_bytes();
+        *field = change(u64::from_be_bytes(*field)).to_be_bytes();
     }
 }
 

@@ -31,10 +31,11 @@ pub(super) async fn correct(
     counted: &Counted,
     mode: RepairMode,
 ) -> Result<Repaired> {
-    match mode {
-        RepairMode::Leaks => rewrite(store, counted, Which::TooHigh).await,
-        RepairMode::All => rewrite(store, counted, Which::Wrong).await,
-    }
+    let which = match mode {
+        RepairMode::Leaks => Which::TooHigh,
+        RepairMode::All => Which::Wrong,
+    };
+    rewrite(store, counted, which, &mut |_| {}).await
 }
 
 /// Which refcounts are changed.
@@ -46,11 +47,13 @@ pub(crate) enum Which {
     Wrong,
 }
 
-/// Changes refcounts to what was counted, as far as blocks exist. Nothing is synced.
+/// Changes refcounts to what was counted, as far as blocks exist; `freed` is called with each
+/// cluster of the file that had a refcount and has none any more. Nothing is synced.
 pub(crate) async fn rewrite(
     store: &dyn Store,
     counted: &Counted,
     which: Which,
+    freed: &mut impl FnMut(HostCluster),
 ) -> Result<Repaired> {
     let mut all = Repaired::default();
     for index in 0..counted.refcounts.table_entries() {
@@ -62,7 +65,8 @@ pub(crate) async fn rewrite(
         let mut block = read_block(store, counted, at).await?;
         let mut changed = None;
         if let Some(clusters) = in_file {
-            let done = set(counted, block.own_bytes(), clusters, which, &mut changed);
+            let note = (&mut changed, &mut *freed);
+            let done = set(counted, block.own_bytes(), clusters, which, note);
             all.leaks += done.leaks;
             all.corruptions += done.corruptions;
         }
@@ -132,13 +136,14 @@ fn compare(counted: &Counted, block: &[u8], (first, end): (HostCluster, HostClus
 /// The first and the last refcount of a block that changed.
 type Changed = Option<(usize, usize)>;
 
-/// Changes refcounts in `block`; returns how many.
+/// Changes refcounts in `block`; returns how many. Notes which changed, and which clusters are free
+/// now.
 fn set(
     counted: &Counted,
     block: &mut [u8],
     (first, end): (HostCluster, HostCluster),
     which: Which,
-    changed: &mut Changed,
+    (changed, freed): (&mut Changed, &mut impl FnMut(HostCluster)),
 ) -> Repaired {
     let width = counted.refcounts.width();
     let mut done = Repaired::default();
@@ -155,6 +160,9 @@ fn set(
             done.leaks += u64::from(refcount > references);
             done.corruptions += u64::from(refcount < references);
             *changed = Some((changed.map_or(number, |(first, _)| first), number));
+            if references == 0 {
+                freed(cluster);
+            }
         }
     }
     done

@@ -1,7 +1,8 @@
 //! Snapshots without the extra data that version 3 requires: the table is rewritten with it.
 //!
 //! The new table is in clusters that nothing names until the header does, in one sector. Its
-//! refcounts, and those of the old one, are corrected with all others afterwards.
+//! refcounts, and those of the old one, are corrected with all others afterwards: until then the
+//! image is dirty, so that nobody takes those clusters for free ones after a power cut.
 
 use super::header::name_snapshot_table;
 use super::rebuild::Free;
@@ -39,6 +40,7 @@ pub(super) async fn complete(
     let cluster = Free::new(counted).first_run(bits.clusters_for(table.len() as u64));
     let mut header = header.clone();
     header.snapshots_offset = bits.start_of(cluster);
+    header.incompatible.dirty = true;
     write_all(store, Buf::from_slice(&table), header.snapshots_offset).await?;
     store.sync().await?;
     name_snapshot_table(store, &header).await?;

@@ -136,7 +136,8 @@ impl FileSpace {
     }
 
     /// Returns the space of freed clusters to the file system: the file ends after the last cluster
-    /// that counts, and not before `least` bytes. The counts are durable.
+    /// that counts, and not before `least` bytes. The counts are durable. What was freed and taken
+    /// again keeps its bytes.
     pub async fn give_back(&self, least: u64) -> Result<()> {
         let mut end = self.bits.host_cluster_up(HostOffset::new(self.store.len()?));
         let least = self.bits.host_cluster_up(HostOffset::new(least));
@@ -147,15 +148,13 @@ impl FileSpace {
             }
             end = last;
         }
-        let mut freed = self.freed.take();
+        let freed = self.still_free(end).await?;
         // Keeping the space costs nothing but the space.
         let len = self.bits.start_of(end).bytes();
         let is_longer = self.store.len()? > len;
         if is_longer && let Err(error) = self.store.set_len(len).await {
             tracing::debug!(%error, "the file keeps its length");
         }
-        freed.retain(|cluster| *cluster < end);
-        freed.sort_unstable();
         for run in freed.chunk_by(|one, next| next.checked_since(*one) == Some(1)) {
             let (at, len) = (self.bits.start_of(run[0]), self.bits.bytes_of(run.len() as u64));
             let punched = self.store.space(SpaceChange::Punch, at, len).await;
@@ -166,6 +165,21 @@ impl FileSpace {
             }
         }
         self.store.sync().await
+    }
+
+    /// The clusters before `end` that were freed and that nobody has taken since, in rising order.
+    async fn still_free(&self, end: HostCluster) -> Result<Vec<HostCluster>> {
+        let mut freed = self.freed.take();
+        freed.retain(|cluster| *cluster < end);
+        freed.sort_unstable();
+        freed.dedup();
+        let mut free = Vec::new();
+        for cluster in freed {
+            if matches!(self.space.refcount(cluster).await?, None | Some(0)) {
+                free.push(cluster);
+            }
+        }
+        Ok(free)
     }
 
     /// Makes the refcounts durable, and returns what was counted ahead.
@@ -182,5 +196,87 @@ impl FileSpace {
         }
         self.metadata.lock().written(&dirty);
         self.store.sync().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_block::read_exact;
+    use mica_qcow2_format::{Compression, L2Format, RefcountTableEntry, Version};
+    use mica_rt::{Backend, Buf, Executor};
+    use mica_store::MemoryStore;
+
+    const BITS: u32 = 12;
+    const CLUSTER_LEN: usize = 1 << BITS;
+    /// Of the file: every second one is free, from the fourth on.
+    const CLUSTERS: usize = 60;
+
+    fn place(cluster: usize) -> HostOffset {
+        HostOffset::new((cluster << BITS) as u64)
+    }
+
+    /// A file with holes of one cluster, and its header.
+    fn file_with_holes() -> (Arc<dyn Store>, Header) {
+        let l2 = L2Format {
+            cluster_bits: ClusterBits::new(BITS).expect("of the format"),
+            version: Version::V3,
+            extended: false,
+            data_file: false,
+        };
+        let header = Header {
+            refcount_table_offset: place(1),
+            refcount_table_clusters: 1,
+            ..Header::new(l2, Compression::Deflate)
+        };
+        let mut bytes = vec![0; CLUSTERS * CLUSTER_LEN];
+        let entry = RefcountTableEntry::encode(place(2)).0.to_be_bytes();
+        bytes[CLUSTER_LEN..][..8].copy_from_slice(&entry);
+        for cluster in (0..CLUSTERS).filter(|cluster| *cluster < 3 || cluster % 2 == 0) {
+            let block = &mut bytes[2 * CLUSTER_LEN..3 * CLUSTER_LEN];
+            header.refcount_width.set(block, cluster, 1).expect("a refcount that fits");
+        }
+        (Arc::new(MemoryStore::new_writable("the image", bytes)), header)
+    }
+
+    /// `mica bitmap` wiped the data of bitmaps that it had just written: a table of two clusters
+    /// passed over the holes, which counted as freed, and the data was put there.
+    #[test]
+    fn holes_that_a_longer_run_passed_over_and_that_are_taken_then_keep_their_bytes() {
+        Executor::new(Backend::Sim { seed: 1 }).expect("an executor").block_on(async {
+            let (store, header) = file_with_holes();
+            let space = FileSpace::open(Arc::clone(&store), &header).await.expect("opened");
+            let mut taken = vec![(space.take(2).await.expect("room"), 2 * CLUSTER_LEN)];
+            for _ in 0..400 {
+                taken.push((space.take(1).await.expect("room"), CLUSTER_LEN));
+            }
+            let in_holes = taken.iter().filter(|(at, _)| *at < place(CLUSTERS)).count();
+            assert!(in_holes > 10, "only {in_holes} holes were used");
+            for (at, len) in &taken {
+                let bytes = Buf::from_slice(&vec![0xa5; *len]);
+                write_all(&*store, bytes, *at).await.expect("written");
+            }
+            space.commit().await.expect("committed");
+            space.give_back(0).await.expect("given back");
+            for (at, len) in &taken {
+                let bytes = read_exact(&*store, *at, *len).await.expect("read");
+                assert!(bytes.iter().all(|byte| *byte == 0xa5), "{at:?} was wiped");
+            }
+        });
+    }
+
+    #[test]
+    fn what_was_freed_and_is_free_gives_its_space_back() {
+        Executor::new(Backend::Sim { seed: 1 }).expect("an executor").block_on(async {
+            let (store, header) = file_with_holes();
+            let noise = Buf::from_slice(&[0xa5; CLUSTER_LEN]);
+            write_all(&*store, noise, place(10)).await.expect("written");
+            let space = FileSpace::open(Arc::clone(&store), &header).await.expect("opened");
+            space.free(place(10), 1).await.expect("freed");
+            space.commit().await.expect("committed");
+            space.give_back(0).await.expect("given back");
+            let bytes = read_exact(&*store, place(10), CLUSTER_LEN).await.expect("read");
+            assert!(bytes.iter().all(|byte| *byte == 0), "it keeps its space");
+        });
     }
 }

@@ -94,8 +94,8 @@ fn keys_are_added_and_removed_and_the_last_one_stays() {
             assert_eq!(kept.kind(), ErrorKind::Denied);
             assert_eq!(opens(&store, "one").await, Some(0), "nothing has changed");
         }
-        let missing = remove_keys(&mut header, place, &Slot::Number(3), false).await;
-        assert_eq!(missing.expect_err("not in use").kind(), ErrorKind::Invalid);
+        let by_two = remove_keys(&mut header, place, &by_two, false).await;
+        assert_eq!(by_two.expect_err("it opens none").kind(), ErrorKind::Denied);
         let missing = remove_keys(&mut header, place, &Slot::Number(8), false).await;
         assert_eq!(missing.expect_err("no such slot").kind(), ErrorKind::Invalid);
         let gone = remove_keys(&mut header, place, &Slot::Number(0), true).await;
@@ -117,6 +117,29 @@ fn removed_key_does_not_come_back_with_its_slot() {
         mica_block::write_all(&store, before, AT).await.expect("written");
         assert_eq!(opens(&store, "two").await, Some(1));
         assert_eq!(opens(&store, "one").await, None);
+    });
+}
+
+/// A power cut came after the slots were inactive: their material is still there.
+#[test]
+fn removal_that_was_interrupted_is_ended_by_the_number_of_the_slot() {
+    run(async || {
+        let (mut header, store) = made(Wish::default(), "one");
+        let (one, two) = (passphrase("one"), passphrase("two"));
+        let place = (&store as &dyn Store, AT);
+        add_key(&mut header, place, &one, (&two, None, FEW)).await.expect("added");
+        let before = read_exact(&store, AT, HEADER_BYTES).await.expect("read");
+        let (active, mut cut) = (header.clone(), header);
+        cut.slots[1].iterations = None;
+        mica_block::write_all(&store, Buf::from_slice(&cut.encode()), AT).await.expect("written");
+        let mut header = header_in(&store).await;
+        let again = remove_keys(&mut header, place, &Slot::Number(1), false).await;
+        assert_eq!(again.expect("ended"), 1);
+        assert_eq!(opens(&store, "one").await, Some(0), "the other key stays");
+        // With the slot as it was, the passphrase opens nothing: the material is gone.
+        mica_block::write_all(&store, before, AT).await.expect("written");
+        assert_eq!(header_in(&store).await, active);
+        assert_eq!(opens(&store, "two").await, None);
     });
 }
 

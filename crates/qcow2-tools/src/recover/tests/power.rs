@@ -1,9 +1,11 @@
 //! Power cuts at each write of a repair.
 
 use super::image::{Shape, guest};
-use super::store::{Event, play};
-use super::{HARMS, assert_repaired, harmed, repaired, shapes};
+use super::store::{Event, index, play};
+use super::{HARMS, assert_repaired, harmed, header_of, repaired, shapes};
 use crate::recover::RepairMode;
+use mica_qcow2_format::RefcountTableEntry;
+use mica_units::HostOffset;
 
 /// Deterministic numbers for what a power cut keeps.
 pub(super) struct Random(pub(super) u64);
@@ -42,6 +44,46 @@ fn states(start: &[u8], events: &[Event], end: usize, random: &mut Random) -> Ve
     let mut states = vec![durable, all, torn];
     states.dedup();
     states
+}
+
+/// The refcount of the cluster at `at`.
+fn refcount_in(bytes: &[u8], at: HostOffset) -> u64 {
+    let header = header_of(bytes);
+    let (bits, width) = (header.cluster_bits, header.refcount_width);
+    let cluster = bits.host_cluster(at);
+    let table = &bytes[index(header.refcount_table_offset.bytes())..];
+    let entry = table.as_chunks().0[index(width.block_of(bits, cluster))];
+    let block = RefcountTableEntry(u64::from_be_bytes(entry)).offset();
+    if block == HostOffset::ZERO {
+        return 0;
+    }
+    let block = &bytes[index(block.bytes())..][..index(bits.bytes())];
+    width.get(block, index(width.index_of(bits, cluster))).expect("in the block")
+}
+
+/// The header named a new table of snapshots before its clusters had refcounts: whoever opened the
+/// image after a power cut took them for free ones.
+#[test]
+fn power_cut_leaves_no_table_of_snapshots_without_refcount_unless_the_image_is_dirty() {
+    let mut random = Random(0x7ab1e);
+    let (_, harm) = HARMS.iter().find(|(what, _)| *what == "a snapshot of version 2").expect("one");
+    let mut named = 0;
+    for shape in shapes().into_iter().filter(|shape| shape.refcount_order > 0) {
+        let image = harmed(shape, *harm);
+        let (store, _) = repaired(&image.bytes, RepairMode::All);
+        let events = store.events();
+        for end in 0..=events.len() {
+            for state in states(&image.bytes, &events, end, &mut random) {
+                let header = header_of(&state);
+                let is_counted = refcount_in(&state, header.snapshots_offset) > 0;
+                let what = format!("{shape:?}, cut after {end} of {}", events.len());
+                assert!(is_counted || header.incompatible.dirty, "{what}");
+                named += u64::from(header.snapshots_offset != image.header.snapshots_offset);
+            }
+        }
+        assert!(!header_of(&store.content()).incompatible.dirty, "{shape:?}");
+    }
+    assert!(named > 0, "the table is a new one");
 }
 
 #[test]
