@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::check::{Finding, Observer, check};
-use futures_util::FutureExt;
 use crate::measure::{Measure, measure};
+use futures_util::FutureExt;
 use mica_block::{ErrorKind, Passphrase, read_exact};
 use mica_crypt::luks::{NewLuks, NewSlot, Wish};
 use mica_crypt::{CipherName, Hash};

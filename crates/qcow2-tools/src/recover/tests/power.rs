@@ -6,7 +6,7 @@ use super::{HARMS, assert_repaired, harmed, repaired, shapes};
 use crate::recover::RepairMode;
 
 /// Deterministic numbers for what a power cut keeps.
-pub(super) struct Random(pub(super) u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     pub(super) fn next(&mut self) -> u64 {
@@ -19,7 +19,12 @@ impl Random {
 
 /// States that a disk may be in when power is cut after `events[..end]`: what was synced is there,
 /// of the rest all, nothing, or any sectors.
-fn states(start: &[u8], events: &[Event], end: usize, random: &mut Random) -> Vec<Vec<u8>> {
+pub(crate) fn states(
+    start: &[u8],
+    events: &[Event],
+    end: usize,
+    random: &mut Random,
+) -> Vec<Vec<u8>> {
     let synced = events[..end].iter().rposition(|event| matches!(event, Event::Sync)).unwrap_or(0);
     let mut durable = start.to_vec();
     events[..synced].iter().for_each(|event| play(&mut durable, event));
