@@ -107,6 +107,11 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
         Format::Null => Err(Failure::new("images of the null format cannot be measured")),
         Format::Raw => Ok((Measure { required: plan.size, fully_allocated: plan.size }, None)),
         Format::Qcow2 => {
+            // Its base is not opened here: with a passphrase at hand it may be encrypted, and then
+            // so is the image.
+            let has_secret = !args.images.image_options()?.secrets.is_empty();
+            let may_be_encrypted = plan.backing.is_some() && has_secret;
+            let plan = options.encrypt.apply_to_measure(plan, may_be_encrypted)?;
             let bits = plan.l2.cluster_bits;
             let data = match &source {
                 None => 0,

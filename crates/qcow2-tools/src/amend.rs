@@ -16,14 +16,19 @@ mod zeros;
 use crate::check::{Finding, Task, check, count};
 use crate::recover::{open_for_change, write_refcounts};
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact, write_all};
+use mica_qcow2::snapshots::list;
 use mica_qcow2_format::{
-    Compression, FeatureName, Header, HeaderChange, RefcountWidth, Version, parse_data_file_name,
+    Compression, FeatureName, Header, HeaderChange, RefcountWidth, SnapshotEntry, Version,
+    parse_data_file_name,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::ffi::OsString;
 use std::path::Path;
 use std::sync::Arc;
+
+/// Extra data of a snapshot's entry that version 3 requires.
+const SNAPSHOT_EXTRA_BYTES_MIN: u32 = 16;
 
 /// What is to change; what is not set stays.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
@@ -168,6 +173,9 @@ impl Amender {
         if has_other_width {
             self.check_refcounts(&next).await?;
         }
+        if next.version > self.header.version {
+            self.check_snapshots().await?;
+        }
         if is_older {
             let tables = zeros::find(self.store(), &self.header).await?;
             zeros::clear(self.store(), &self.header, &tables).await?;
@@ -218,6 +226,20 @@ impl Amender {
         Ok(())
     }
 
+    /// Whether each snapshot says what version 3 requires, which old programs left out of an image
+    /// of version 2.
+    async fn check_snapshots(&self) -> Result<()> {
+        let snapshots = list(self.store(), &self.header, usize::MAX).await?;
+        let is_incomplete = |entry: &&SnapshotEntry| entry.extra_bytes < SNAPSHOT_EXTRA_BYTES_MIN;
+        let Some(first) = snapshots.iter().find(is_incomplete) else { return Ok(()) };
+        let what = format!(
+            "v3: the snapshot {:?} does not say how long its disk is, which version 3 requires: \
+             `mica snapshot -d` deletes it, `qemu-img amend` completes it",
+            first.name
+        );
+        Err(Error::new(ErrorKind::Unsupported, what))
+    }
+
     fn store(&self) -> &dyn Store {
         &*self.image.store
     }
@@ -226,3 +248,6 @@ impl Amender {
 fn invalid(what: &str) -> Error {
     Error::new(ErrorKind::Invalid, what)
 }
+
+#[cfg(test)]
+mod tests;

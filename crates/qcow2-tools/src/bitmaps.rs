@@ -23,10 +23,10 @@ use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header};
 use mica_qcow2_format::{
     BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
-    Header, L1Entry, Version, bitmap_bytes,
+    Header, HeaderChange, L1Entry, Version, bitmap_bytes,
 };
 use mica_rt::{Buf, Pace};
-use mica_units::{GuestOffset, GuestRange, HostOffset};
+use mica_units::{GuestOffset, GuestRange, HostCluster, HostOffset};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -35,7 +35,6 @@ const GRANULARITY_DEFAULT: [u64; 2] = [4 << 10, 64 << 10];
 const GRANULARITY_BITS: std::ops::RangeInclusive<u32> = 9..=31;
 const NAME_BYTES_MAX: usize = 1023;
 const COUNT_MAX: usize = 65535;
-const SECTOR_LEN: usize = 512;
 /// Longest directory of bitmaps.
 const DIRECTORY_BYTES_MAX: usize = 64 << 20;
 
@@ -251,6 +250,7 @@ impl Editor {
         change: Change,
         removed: Option<BitmapEntry>,
     ) -> Result<()> {
+        self.check_room().await?;
         let file_len = self.store.len()?;
         let space = FileSpace::open(Arc::clone(&self.store), &self.header).await?;
         self.protect_tables(&space).await?;
@@ -365,23 +365,37 @@ impl Editor {
         space.free(entry.table_offset, bits.clusters_for(len as u64)).await
     }
 
-    /// Writes the header, durably. If it fits a sector, a power cut leaves the old one or the new
-    /// one; so the names of feature bits, which are for people, make room if they must.
-    async fn write_header(&self) -> Result<()> {
-        let store = &*self.store;
-        let mut bytes = self.header.encode()?;
-        if !is_sector(&bytes) {
-            let short = Header { feature_names: Vec::new(), ..self.header.clone() }.encode()?;
-            bytes = if is_sector(&short) { short } else { bytes };
-        }
-        bytes.resize(bytes.len().next_multiple_of(SECTOR_LEN), 0);
-        write_all(store, Buf::from_slice(&bytes), HostOffset::ZERO).await?;
-        store.sync().await
+    /// Makes sure that [`Self::write_header`] can write a header that names bitmaps.
+    ///
+    /// # Errors
+    /// As [`HeaderChange::plan`].
+    async fn check_room(&self) -> Result<()> {
+        let any = BitmapsExtension {
+            count: 1,
+            directory_bytes: 1,
+            directory_offset: self.header.cluster_bits.start_of(HostCluster::new(1)),
+        };
+        let mut next = self.header.clone();
+        next.bitmaps = Some(next.bitmaps.unwrap_or(any));
+        self.plan_header(&next).await.map(drop)
     }
-}
 
-fn is_sector(header: &[u8]) -> bool {
-    header.len() <= SECTOR_LEN
+    async fn plan_header(&self, next: &Header) -> Result<HeaderChange> {
+        let len = usize::try_from(next.cluster_bits.bytes()).expect("at most 2 MiB");
+        let cluster = read_exact(&*self.store, HostOffset::ZERO, len).await?;
+        HeaderChange::plan(&cluster, next)
+    }
+
+    /// Writes the header, durably: a power cut leaves the old one or the new one.
+    async fn write_header(&self) -> Result<()> {
+        let HeaderChange { name, sector } = self.plan_header(&self.header).await?;
+        for (at, bytes) in name.into_iter().chain([(0, sector)]) {
+            let at = HostOffset::new(at as u64);
+            write_all(&*self.store, Buf::from_slice(&bytes), at).await?;
+            self.store.sync().await?;
+        }
+        Ok(())
+    }
 }
 
 /// Sets the bits from `first` to `last`.
@@ -403,20 +417,4 @@ fn invalid<T>(what: String) -> Result<T> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bits_are_set_from_one_to_another() {
-        let bits = |first, last| {
-            let mut bits = [0; 4];
-            set(&mut bits, first, last);
-            bits
-        };
-        assert_eq!(bits(0, 0), [1, 0, 0, 0]);
-        assert_eq!(bits(3, 5), [0b0011_1000, 0, 0, 0]);
-        assert_eq!(bits(7, 8), [0x80, 1, 0, 0]);
-        assert_eq!(bits(4, 27), [0xf0, 0xff, 0xff, 0x0f]);
-        assert_eq!(bits(0, 31), [0xff; 4]);
-    }
-}
+mod tests;

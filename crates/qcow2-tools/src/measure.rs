@@ -24,7 +24,8 @@ pub fn measure(plan: &ImagePlan, data_bytes: u64) -> Measure {
     let disk = plan.clusters();
     let l2_tables = disk.div_ceil(plan.l2.entries());
     let l1 = bits.clusters_for(l2_tables * L1Entry::BYTES as u64);
-    let besides = 1 + l1 + l2_tables + disk;
+    let luks = plan.luks_place().map_or(0, |(_, len)| bits.clusters_for(len));
+    let besides = 1 + l1 + luks + l2_tables + disk;
     let all = besides + refcount_area(plan.refcount_width, bits, besides).clusters();
     let fully_allocated = bits.bytes_of(all);
     let disk_bytes = bits.bytes_of(disk);

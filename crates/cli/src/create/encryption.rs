@@ -6,9 +6,11 @@ use mica_block::Passphrase;
 use mica_crypt::luks::{NewLuks, NewSlot, Wish};
 use mica_crypt::{CipherName, Hash};
 use mica_qcow2_tools::create::ImagePlan;
+use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use zeroize::Zeroizing;
 
 /// Bits of AES in a new image.
 const AES_BITS: usize = 256;
@@ -121,6 +123,21 @@ impl EncryptOptions {
     pub(crate) fn make(&self, file: &Path, images: &ImageArgs) -> Result<NewLuks, Failure> {
         let passphrase = passphrase_of(file, images)?;
         Ok(NewLuks::make(self.wish()?, &passphrase)?)
+    }
+
+    /// The `plan` of an image that nobody makes, encrypted if it is to be, for its length alone: no
+    /// passphrase is needed for that, and nothing is unlocked.
+    pub(crate) fn apply_to_measure(
+        &self,
+        plan: ImagePlan,
+        base_is_encrypted: bool,
+    ) -> Result<ImagePlan, Failure> {
+        if !self.wants(base_is_encrypted)? {
+            return Ok(plan);
+        }
+        let wish = Wish { slot: NewSlot::Iterations(NonZeroU32::MIN), ..self.wish()? };
+        let any = Passphrase::new("the measure", Zeroizing::new(b"any".to_vec()));
+        Ok(plan.encrypted(NewLuks::make(wish, &any)?)?)
     }
 
     /// The `plan` of the image at `file`, encrypted if it is to be.

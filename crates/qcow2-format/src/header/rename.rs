@@ -14,6 +14,7 @@ use super::frame::{BACKING_NAME_BYTES_MAX, Frame};
 use super::{BACKING_FORMAT_BYTES_MAX, BackingName};
 use crate::extension::{self, Walk};
 use mica_block::{Error, ErrorKind, Result};
+use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 
 /// What a device writes as a whole.
@@ -86,6 +87,8 @@ pub(super) struct Old<'a> {
     extensions_at: usize,
     /// The end of what the header uses.
     end: usize,
+    /// Where the backing file's name is.
+    name: Range<usize>,
 }
 
 impl<'a> Old<'a> {
@@ -102,13 +105,21 @@ impl<'a> Old<'a> {
             extensions.push((step.magic, step.data.into_owned()));
         }
         // The mark of the end, which need not be there where the name follows.
-        let end = (end + 8).max(frame.backing_at + frame.backing_len);
-        Ok(Self { bytes, extensions, extensions_at: frame.header_len, end })
+        let name = frame.backing_at..frame.backing_at + frame.backing_len;
+        let end = (end + 8).max(name.end);
+        Ok(Self { bytes, extensions, extensions_at: frame.header_len, end, name })
     }
 
     /// The end of what the header uses.
     pub(super) fn end(&self) -> usize {
         self.end
+    }
+
+    /// Where `name` is, if that is the backing file's, and all of it lies behind the first sector.
+    pub(super) fn place_behind_sector(&self, name: &[u8]) -> Option<usize> {
+        let at = self.name.start;
+        let is_it = self.bytes.get(self.name.clone()) == Some(name);
+        (at >= SECTOR && !name.is_empty() && is_it).then_some(at)
     }
 
     /// The extensions with the format of another backing file.

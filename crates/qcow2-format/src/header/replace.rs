@@ -44,19 +44,22 @@ impl HeaderChange {
                 return Ok(Self { name: None, sector });
             }
         }
-        let mut sector = without_names.encode()?;
         let name = new.backing.as_ref().map_or(&[][..], |backing| backing.name.as_bytes());
+        let mut sector = without_names.encode()?;
         sector.truncate(sector.len() - name.len());
-        let at = old.end().max(SECTOR).next_multiple_of(8);
+        // One that is behind the sector already stays, however often the rest changes.
+        let stays = old.place_behind_sector(name);
+        let at = stays.unwrap_or_else(|| old.end().max(SECTOR).next_multiple_of(8));
         if sector.len() > SECTOR || at + name.len() > first_cluster.len() {
             let what = "the new header does not fit a sector, which could be written at once: \
-                        `qemu-img amend` writes it nevertheless";
+                        qemu-img writes it nevertheless";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let place = (at as u64).to_be_bytes();
         sector[BACKING_NAME_AT..BACKING_NAME_AT + place.len()].copy_from_slice(&place);
         sector.resize(SECTOR, 0);
-        Ok(Self { name: Some((at, name.to_vec())), sector })
+        let name = stays.is_none().then(|| (at, name.to_vec()));
+        Ok(Self { name, sector })
     }
 }
 
@@ -115,6 +118,28 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn name_behind_the_sector_stays_where_it_is() {
+        let long = "a/".repeat(400) + "base.qcow2";
+        let mut new = header(12, Version::V3, Some(&long));
+        // So that it begins within the sector.
+        new.feature_names.clear();
+        let mut bytes = cluster_of(&new);
+        let mut names = 0;
+        // Were it moved each time, the cluster would soon be full.
+        for size in 1..20 {
+            new.size = size << 20;
+            let change = HeaderChange::plan(&bytes, &new).expect("room");
+            for (at, part) in change.name.into_iter().inspect(|_| names += 1) {
+                bytes[at..at + part.len()].copy_from_slice(&part);
+            }
+            bytes[..SECTOR].copy_from_slice(&change.sector);
+            let decoded = Header::decode(&bytes, 1 << 30).expect("a header");
+            assert_eq!((decoded.size, &decoded.backing), (new.size, &new.backing));
+        }
+        assert_eq!(names, 1);
     }
 
     #[test]

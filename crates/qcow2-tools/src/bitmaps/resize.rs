@@ -39,7 +39,10 @@ impl ResizedBitmaps {
     /// the image, before and after.
     ///
     /// # Errors
-    /// `Invalid` if a bitmap would become too large: nothing has changed; any error of the store.
+    /// `Invalid` if a bitmap would become too large, and as [`HeaderChange::plan`]: nothing has
+    /// changed; any error of the store.
+    ///
+    /// [`HeaderChange::plan`]: mica_qcow2_format::HeaderChange::plan
     pub(crate) async fn prepare(
         store: &Arc<dyn Store>,
         header: &mut Header,
@@ -51,6 +54,7 @@ impl ResizedBitmaps {
         for entry in &editor.entries {
             editor.table_entries_for(entry, size)?;
         }
+        editor.check_room().await?;
         let space = FileSpace::open(Arc::clone(store), header).await?;
         editor.protect_tables(&space).await?;
         let mut all = Self {

@@ -2,12 +2,17 @@
 
 use super::*;
 use crate::check::{Finding, Observer, check};
+use crate::measure::{Measure, measure};
 use futures_util::FutureExt;
-use mica_block::{ErrorKind, read_exact};
+use mica_block::{ErrorKind, Passphrase, read_exact};
+use mica_crypt::luks::{NewLuks, NewSlot, Wish};
+use mica_crypt::{CipherName, Hash};
 use mica_qcow2_format::{Compression, Header, Version};
 use mica_store::MemoryStore;
 use std::future::Future;
+use std::num::NonZeroU32;
 use std::sync::Arc;
+use zeroize::Zeroizing;
 
 fn memory(len_max: u64) -> Arc<MemoryStore> {
     Arc::new(MemoryStore::new_writable("image", Vec::new()).limited(len_max))
@@ -116,4 +121,56 @@ fn what_does_not_go_together_is_refused() {
     let raw = ImageWish { data_file_raw: true, ..ImageWish::default() };
     assert!(refused(raw).contains("requires data-file"));
     assert!(ImageWish::default().plan(u64::MAX).is_err());
+}
+
+/// The plan of an image that is encrypted.
+fn encrypted(wish: &ImageWish, size: u64) -> ImagePlan {
+    let wished = Wish {
+        cipher: CipherName::of_name("xts-plain64").expect("a cipher"),
+        aes_bits: 256,
+        hash: Hash::Sha256,
+        slot: NewSlot::Iterations(NonZeroU32::MIN),
+    };
+    let passphrase = Passphrase::new("a test", Zeroizing::new(b"secret".to_vec()));
+    let luks = NewLuks::make(wished, &passphrase).expect("random numbers");
+    wish.plan(size).expect("a plan").encrypted(luks).expect("it can be encrypted")
+}
+
+#[test]
+fn measure_of_an_encrypted_image_is_what_create_makes() {
+    for cluster_bytes in [512, 4096, 65536, 2 << 20] {
+        let wish = ImageWish {
+            cluster_bytes: Some(cluster_bytes),
+            preallocation: Some(Preallocation::Full),
+            ..ImageWish::default()
+        };
+        let plan = encrypted(&wish, 4 << 20);
+        let Measure { required, fully_allocated } = measure(&plan, 0);
+        let image = memory(u64::MAX);
+        run(create(plan, Stores { image: &*image, data: None })).expect("there is room");
+        assert_eq!(image.len().expect("memory"), fully_allocated, "clusters of {cluster_bytes}");
+        assert_eq!(required, fully_allocated);
+    }
+}
+
+#[test]
+fn what_a_device_held_is_no_part_of_the_tables_of_its_image() {
+    for cluster_bytes in [4096, 65536] {
+        let wish = ImageWish { cluster_bytes: Some(cluster_bytes), ..ImageWish::default() };
+        for plan in [wish.plan(1 << 20).expect("a plan"), encrypted(&wish, 1 << 20)] {
+            let image = Arc::new(MemoryStore::new_writable("device", vec![u8::MAX; 8 << 20]));
+            run(create(plan, Stores { image: &*image, data: None })).expect("there is room");
+            let bytes = content(&image);
+            let header = Header::decode(&bytes, bytes.len() as u64).expect("a header");
+            let table = |at: HostOffset, used: usize| {
+                let at = usize::try_from(at.bytes()).expect("small");
+                let cluster = usize::try_from(cluster_bytes).expect("small");
+                bytes[at + used..at + cluster].iter().all(|byte| *byte == 0)
+            };
+            // One block counts all of it.
+            assert!(table(header.refcount_table_offset, 8), "entries that name anything");
+            assert!(table(header.l1_offset, header.l1_entries as usize * 8));
+            run(check(image, &header, &mut Nothing)).expect("it is checked");
+        }
+    }
 }

@@ -6,7 +6,7 @@ use crate::create::{ImagePlan, TablePlaces};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{L1Entry, REFCOUNT_TABLE_BYTES_MAX, RefcountTableEntry};
 use mica_rt::Buf;
-use mica_units::{HostCluster, HostOffset};
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::collections::BTreeMap;
 
 /// The L1 table follows the header.
@@ -65,10 +65,11 @@ impl Ending {
     /// # Errors
     /// `Limit` if a refcount does not fit, which would be a bug of the writer.
     pub fn next_write(&mut self) -> Result<Option<Write>> {
+        let bits = self.plan.l2.cluster_bits;
         let write = |at: HostOffset, bytes: &[u8]| Write {
             place: Place::Image,
             at,
-            bytes: Buf::from_slice(bytes),
+            bytes: whole_clusters(bits, bytes),
         };
         Ok(Some(match self.stage {
             Stage::L1 => {
@@ -169,4 +170,13 @@ impl Ending {
         }
         Ok(block)
     }
+}
+
+/// `bytes`, and zeros up to the end of their last cluster: a device has something else there, which
+/// readers of a refcount table would take for its entries.
+fn whole_clusters(bits: ClusterBits, bytes: &[u8]) -> Buf {
+    let len = bits.bytes_of(bits.clusters_for(bytes.len() as u64));
+    let mut whole = Buf::zeroed(usize::try_from(len).expect("a table fits the memory"));
+    whole.put(0, bytes);
+    whole
 }

@@ -304,4 +304,4 @@ impl Repairer {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -3,8 +3,8 @@
 //! and cut off from power at each write of the repair.
 
 mod image;
-mod power;
-mod store;
+pub(crate) mod power;
+pub(crate) mod store;
 
 use super::*;
 use crate::check::Verdict;

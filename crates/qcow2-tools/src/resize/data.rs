@@ -2,7 +2,9 @@
 
 use super::future::FutureImages;
 use super::{Resizer, len_of};
-use mica_block::{Error, ErrorKind, Images, OpenImage, Result, RunKind, read_exact, write_all};
+use mica_block::{
+    Error, ErrorKind, Images, OpenImage, Result, RunKind, StoreIdentity, read_exact, write_all,
+};
 use mica_qcow2::FileSpace;
 use mica_qcow2::{open_data_file, read_header};
 use mica_qcow2_format::{Header, L1Entry, L2Entry};
@@ -64,11 +66,18 @@ impl DataFile {
         self.set_len(new).await
     }
 
-    /// Truncates it to a disk of `size` bytes.
+    /// Truncates it to a disk of `size` bytes, if it can be: the disk has its length already, and
+    /// the image names nothing behind it. A device keeps its own length.
     pub(super) async fn shorten(&self, size: u64) -> Result<()> {
-        match self.image.store.len()? > size {
-            true => self.set_len(size).await,
-            false => Ok(()),
+        let store = &*self.image.store;
+        let is_device = matches!(store.identity(), StoreIdentity::File { inode: 0, .. });
+        if is_device || store.len()? <= size {
+            return Ok(());
+        }
+        match self.set_len(size).await {
+            // Who reads a raw disk by itself would see another length.
+            Err(error) if self.raw => Err(error),
+            _ => Ok(()),
         }
     }
 
@@ -122,5 +131,37 @@ impl Resizer {
         let at = self.header.l1_offset.bytes() + from * L1Entry::BYTES as u64;
         write_all(&*store, Buf::from_slice(&named), HostOffset::new(at)).await?;
         store.sync().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+    use mica_block::{Identity, ProofSlot};
+    use mica_store::MemoryStore;
+
+    fn data_file(store: MemoryStore, raw: bool) -> DataFile {
+        let identity = Identity { device: 1, inode: 1, len: 8192, mtime_ns: 1, ctime_ns: 1 };
+        let image = OpenImage { store: Arc::new(store), identity, content: ProofSlot::default() };
+        DataFile { path: PathBuf::from("data"), image, raw }
+    }
+
+    fn shortened(data: &DataFile) -> Result<()> {
+        data.shorten(4096).now_or_never().expect("a store of memory never waits")
+    }
+
+    #[test]
+    fn data_file_that_cannot_be_cut_is_no_error_unless_it_is_a_raw_disk() {
+        let fixed = || MemoryStore::new("data", vec![0; 8192]);
+        shortened(&data_file(fixed(), false)).expect("nothing is named there");
+        shortened(&data_file(fixed(), true)).expect_err("it would have another length");
+    }
+
+    #[test]
+    fn data_file_that_can_be_cut_ends_with_the_disk() {
+        let data = data_file(MemoryStore::new_writable("data", vec![0; 8192]), false);
+        shortened(&data).expect("it is cut");
+        assert_eq!(data.image.store.len().expect("memory"), 4096);
     }
 }

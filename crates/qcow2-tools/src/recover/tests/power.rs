@@ -8,7 +8,7 @@ use mica_qcow2_format::RefcountTableEntry;
 use mica_units::HostOffset;
 
 /// Deterministic numbers for what a power cut keeps.
-pub(super) struct Random(pub(super) u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     pub(super) fn next(&mut self) -> u64 {
@@ -21,7 +21,12 @@ impl Random {
 
 /// States that a disk may be in when power is cut after `events[..end]`: what was synced is there,
 /// of the rest all, nothing, or any sectors.
-fn states(start: &[u8], events: &[Event], end: usize, random: &mut Random) -> Vec<Vec<u8>> {
+pub(crate) fn states(
+    start: &[u8],
+    events: &[Event],
+    end: usize,
+    random: &mut Random,
+) -> Vec<Vec<u8>> {
     let synced = events[..end].iter().rposition(|event| matches!(event, Event::Sync)).unwrap_or(0);
     let mut durable = start.to_vec();
     events[..synced].iter().for_each(|event| play(&mut durable, event));

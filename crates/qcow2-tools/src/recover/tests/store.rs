@@ -8,28 +8,28 @@ use std::sync::Arc;
 
 /// What a store was told to do.
 #[derive(Clone)]
-pub(super) enum Event {
+pub(crate) enum Event {
     Write(usize, Vec<u8>),
     SetLen(usize),
     Sync,
 }
 
 /// A store that remembers what was done to it.
-pub(super) struct Logged {
+pub(crate) struct Logged {
     bytes: Mutex<Vec<u8>>,
     log: Mutex<Vec<Event>>,
 }
 
 impl Logged {
-    pub(super) fn new(bytes: &[u8]) -> Arc<Self> {
+    pub(crate) fn new(bytes: &[u8]) -> Arc<Self> {
         Arc::new(Self { bytes: Mutex::new(bytes.to_vec()), log: Mutex::default() })
     }
 
-    pub(super) fn content(&self) -> Vec<u8> {
+    pub(crate) fn content(&self) -> Vec<u8> {
         self.bytes.lock().clone()
     }
 
-    pub(super) fn events(&self) -> Vec<Event> {
+    pub(crate) fn events(&self) -> Vec<Event> {
         self.log.lock().clone()
     }
 
