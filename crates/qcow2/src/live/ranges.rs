@@ -53,6 +53,8 @@ struct State {
     tables: ClusterRuns,
     /// Places where tables and blocks overlap other metadata: nothing is written to these.
     contested: ClusterRuns,
+    /// One of the tables of tables that overlaps another one, or the header.
+    overlapping: Option<HostOffset>,
     /// Where the file ended when it was opened. A place beyond that counts only if it was allocated
     /// here.
     file_end: Option<HostCluster>,
@@ -76,6 +78,7 @@ impl MetadataRanges {
         let mut state = self.write();
         if state.find(self.bits, at, len).is_some() {
             state.contested.merge(&[self.bits.host_cluster(at)], false, |_| ());
+            state.overlapping = Some(at);
         } else {
             state.areas.insert(at.bytes(), (at.bytes().saturating_add(len), what));
         }
@@ -127,17 +130,13 @@ impl MetadataRanges {
         }
     }
 
-    /// Checks that the table of tables at `at`, of `len` bytes, is alone there, so that it may be
-    /// written.
+    /// Checks that header and tables of tables, which every change writes, do not overlap. An entry
+    /// that names one of them is wrong by itself.
     ///
     /// # Errors
-    /// `Corrupt` if it is not.
-    pub(crate) fn check_area(&self, at: HostOffset, len: u64) -> Result<()> {
-        let end = self.bits.host_cluster_up(HostOffset::new(at.bytes().saturating_add(len)));
-        match self.read().contested.overlap(self.bits.host_cluster(at), end) {
-            Some(_) if len > 0 => Err(not_alone(at)),
-            _ => Ok(()),
-        }
+    /// `Corrupt` if they do.
+    pub(crate) fn check_areas(&self) -> Result<()> {
+        self.read().overlapping.map_or(Ok(()), |at| Err(not_alone(at)))
     }
 
     /// What was at `at` is no longer there.

@@ -181,12 +181,6 @@ impl Space {
         self.state.lock()
     }
 
-    /// Where the refcount table is, and its length in bytes.
-    pub(super) fn table_place(&self) -> (HostOffset, u64) {
-        let state = self.lock();
-        (state.table_offset, (state.table.len() * RefcountTableEntry::BYTES) as u64)
-    }
-
     /// How many clusters are counted ahead when `taken` were allocated.
     fn ahead(&self, taken: u64) -> u64 {
         let clusters = |bytes, most| self.bits.clusters_for(bytes).clamp(AHEAD_CLUSTERS_MIN, most);

@@ -73,7 +73,7 @@ impl Writer {
         if self.header.is_marked() {
             return Ok(());
         }
-        self.check_tables_of_tables()?;
+        self.metadata.ranges.check_areas()?;
         if self.header.is_v3 {
             let autoclear = self.metadata.read_u64(place_of(field::AUTOCLEAR)).await?;
             let bitmaps = self.load_bitmaps(!self.header.has_snapshots).await?;
@@ -96,17 +96,6 @@ impl Writer {
             }
         }
         self.header.marked.store(true, Ordering::Release);
-        Ok(())
-    }
-
-    /// Checks that the L1 table and the refcount table, which changes write, are alone where they
-    /// are.
-    fn check_tables_of_tables(&self) -> Result<()> {
-        let (at, entries) = self.l1_place.get();
-        let refcounts = self.space.table_place();
-        for (at, len) in [(at, table_bytes(entries)), refcounts] {
-            self.metadata.ranges.check_area(at, len)?;
-        }
         Ok(())
     }
 
