@@ -4,7 +4,6 @@
 use super::Writer;
 use super::allocate::Space;
 use super::pages::Metadata;
-use crate::l1_place::table_bytes;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
 use mica_block::{Error, Result, Store};
 use mica_map::crc32c;
