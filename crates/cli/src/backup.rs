@@ -262,7 +262,7 @@ struct Since<'a> {
 /// The folder's `state` is not that of the `disk`: what changed since that is of no use there.
 fn another_in_folder(state: &str, disk: &str) -> Failure {
     Failure::new(format!(
-        "the state {state:?} in the folder is another than that of {disk:?}: make a full backup \
+        "the state {state:?} in the folder is not that of {disk:?}: make a full backup \
          into another folder"
     ))
 }

@@ -62,10 +62,10 @@ pub(crate) struct CreateArgs {
     /// Can be repeated.
     #[arg(short = 'o', long, value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
-    /// Overwrite an existing file, or with -f qcow2 a block device.
+    /// Overwrite an existing file.
     ///
-    /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
-    /// there must be room for both.
+    /// Or a block device, with -f qcow2. The old file stays until the new one is complete, which
+    /// gets its mode, owner and attributes: there must be room for both.
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]

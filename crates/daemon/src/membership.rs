@@ -254,8 +254,9 @@ impl Shared {
         let _held = self.hold()?;
         let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
         // Addresses that the configuration adds read them anyway.
-        let (addresses, disks) = (&self.resources.addresses, self.disks.all());
-        let certificates = certificates::renew(addresses, &disks, &self.outside);
+        let addresses = &self.resources.addresses;
+        // Disks that are removed below are not to be kept by this list.
+        let certificates = certificates::renew(addresses, &self.disks.all(), &self.outside);
         let is_config_read = config.is_some();
         let mut outcome = Reloaded { is_config_read, certificates, ..Reloaded::default() };
         match config {

@@ -21,6 +21,7 @@ mod temporary;
 use crate::policy::Policy;
 use crate::sidecars::temporary::Temporary;
 use mica_block::{Error, ErrorKind, LocalFuture, NewSidecar, Result, Sidecars, Store};
+use mica_rt::descriptors::make_room;
 use mica_store::{CacheMode, FileKind, FileStore, Handles, Located};
 use mica_units::LayerNumber;
 use parking_lot::{Mutex, MutexGuard};
@@ -172,9 +173,16 @@ impl FileSidecars {
         }
         // The first spot is the one to write to.
         let spot = self.spots(&Place::of(layer))?.swap_remove(0);
-        match Temporary::create(&spot, layer, new.content) {
-            Ok(temporary) => Ok((spot, temporary)),
-            Err(error) => Err(self.not_written(&spot, error)),
+        let mut attempts = 0;
+        loop {
+            match Temporary::create(&spot, layer, new.content) {
+                Ok(temporary) => return Ok((spot, temporary)),
+                // Clients that came meanwhile have what was set aside.
+                Err(error) if is_lack(&error) && attempts < ATTEMPTS_MAX && make_room() => {
+                    attempts += 1;
+                }
+                Err(error) => return Err(self.not_written(&spot, error)),
+            }
         }
     }
 
@@ -313,6 +321,15 @@ impl Sidecars for FileSidecars {
         }
         Ok(())
     }
+}
+
+/// How often files that can be opened again are closed for one sidecar.
+const ATTEMPTS_MAX: usize = 8;
+
+/// Whether there was no descriptor left.
+fn is_lack(error: &io::Error) -> bool {
+    let lacks = [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
+    error.raw_os_error().is_some_and(|errno| lacks.contains(&errno))
 }
 
 impl Place {

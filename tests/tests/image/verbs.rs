@@ -104,7 +104,7 @@ fn closed_standard_streams_are_no_panic_and_cost_no_data() {
             (format!("compare {copy} disk.qcow2"), 1),
             ("info none.qcow2".to_owned(), 1),
             (format!("create {copy}.raw -f raw 1M"), 0),
-            (format!("write {copy}.raw 0 < /dev/null"), 0),
+            (format!("write -f raw {copy}.raw 0 < /dev/null"), 0),
             ("index build chain/top.qcow2".to_owned(), 0),
             ("frobnicate".to_owned(), 1),
         ];

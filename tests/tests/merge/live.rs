@@ -236,7 +236,7 @@ fn layers_that_others_need_are_named_and_not_merged() {
     let refused = ctl(&chain, &["commit", "top", "--top", "two.qcow2"]).refusal();
     assert!(refused.contains("clone.qcow2"), "{refused}");
     let refused = ctl(&chain, &["stream", "top", "--base", "clone.qcow2"]).refusal();
-    assert!(refused.contains("no layer"), "{refused}");
+    assert!(refused.contains("is not a layer"), "{refused}");
     // Another program that reads the base keeps it from being written.
     let reader = Server::mica(&chain.path("three.qcow2"), "qcow2", &[]).expect("served");
     let refused = ctl(&chain, &["commit", "top", "--top", "three.qcow2"]).refusal();

@@ -77,7 +77,7 @@ const SERVED_VOLUME: &str = "
     mica volume create file:///srv/volumes/web 64M
     mica serve --volume file:///srv/volumes/web --nbd unix:web.sock --control control.sock \
         --fork --pid-file server.pid
-    for label in before-the-update monday tuesday $(seq 14); do mica ctl snapshot web $label; done";
+    for label in before-the-update monday tuesday s{1..14}; do mica ctl snapshot web $label; done";
 
 /// What there is before the examples of a verb: of those whose name it has, or begins with.
 const WORLDS: &[(&str, &[&str])] = &[
