@@ -159,7 +159,7 @@ const WORLDS: &[(&str, &[&str])] = &[
     ("volume *", &[VOLUME]),
     ("volume create", &[]),
     ("volume import", &[IMAGES, "truncate -s 1M disk.raw"]),
-    ("volume snapshot", &[SERVED_VOLUME, "mica ctl drop web monday"]),
+    ("volume snapshot", &["mica volume create file:///srv/volumes/web 64M"]),
     ("volume clone", &[
         "mica volume create file:///srv/volumes/gold 64M
          mica volume snapshot file:///srv/volumes/gold v1",

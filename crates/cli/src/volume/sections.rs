@@ -76,8 +76,7 @@ EXAMPLES:
 
 pub(super) const SNAPSHOT: &str = "\
 EXAMPLES:
-  mica volume snapshot file:///srv/volumes/web monday
-  mica ctl snapshot web monday              # while it is served";
+  mica volume snapshot file:///srv/volumes/web monday";
 
 pub(super) const SNAPSHOTS: &str = "\
 EXAMPLES:
