@@ -66,6 +66,12 @@ pub fn keep_headroom(newest: BorrowedFd<'_>) {
     }
 }
 
+/// Whether this error number of the system says that no descriptor was left.
+pub fn is_lack(errno: Option<i32>) -> bool {
+    let lacks = [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
+    errno.is_some_and(|errno| lacks.contains(&errno))
+}
+
 /// Has holders close what they can spare, up to the headroom. False if that is nothing.
 pub fn make_room() -> bool {
     let holders: Vec<Arc<dyn Holder>> = {

@@ -21,7 +21,7 @@ mod temporary;
 use crate::policy::Policy;
 use crate::sidecars::temporary::Temporary;
 use mica_block::{Error, ErrorKind, LocalFuture, NewSidecar, Result, Sidecars, Store};
-use mica_rt::descriptors::make_room;
+use mica_rt::descriptors::{is_lack, make_room};
 use mica_store::{CacheMode, FileKind, FileStore, Handles, Located};
 use mica_units::LayerNumber;
 use parking_lot::{Mutex, MutexGuard};
@@ -178,7 +178,9 @@ impl FileSidecars {
             match Temporary::create(&spot, layer, new.content) {
                 Ok(temporary) => return Ok((spot, temporary)),
                 // Clients that came meanwhile have what was set aside.
-                Err(error) if is_lack(&error) && attempts < ATTEMPTS_MAX && make_room() => {
+                Err(error)
+                    if is_lack(error.raw_os_error()) && attempts < ATTEMPTS_MAX && make_room() =>
+                {
                     attempts += 1;
                 }
                 Err(error) => return Err(self.not_written(&spot, error)),
@@ -325,12 +327,6 @@ impl Sidecars for FileSidecars {
 
 /// How often files that can be opened again are closed for one sidecar.
 const ATTEMPTS_MAX: usize = 8;
-
-/// Whether there was no descriptor left.
-fn is_lack(error: &io::Error) -> bool {
-    let lacks = [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
-    error.raw_os_error().is_some_and(|errno| lacks.contains(&errno))
-}
 
 impl Place {
     fn of(layer: &Located) -> Self {

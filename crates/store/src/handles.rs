@@ -43,7 +43,7 @@ use crate::located::Located;
 use handle::OpenFailure;
 use known::Known;
 use mica_block::{Error, Result};
-use mica_rt::descriptors::{Holder, add_holder};
+use mica_rt::descriptors::{Holder, add_holder, is_lack};
 use mica_rt::{Access, File};
 use parking_lot::{Mutex, MutexGuard};
 use reopened::Proving;
@@ -186,13 +186,9 @@ impl Handles {
 
     /// Opens what was `located` for writing, likewise.
     pub(crate) fn open_located_writable(&self, located: &Located, access: Access) -> Result<File> {
-        let is_lack = |error: &Error| {
-            let lacks = [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
-            error.raw_os_error().is_some_and(|errno| lacks.contains(&errno))
-        };
         loop {
             match located.open_writable(access) {
-                Err(error) if is_lack(&error) && self.close_idle() => {}
+                Err(error) if is_lack(error.raw_os_error()) && self.close_idle() => {}
                 opened => return opened,
             }
         }

@@ -50,10 +50,9 @@ use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use mica_block::{Error, Result};
-use mica_rt::descriptors::{keep_headroom, make_room};
+use mica_rt::descriptors::{is_lack, keep_headroom, make_room};
 use mica_serve::{Listener, warn_of_lack};
 use room::{Place, Room};
-use rustix::io::Errno;
 use sources::Sources;
 use std::net::TcpListener as StdTcpListener;
 use std::os::fd::AsFd;
@@ -267,7 +266,7 @@ async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
                         first(served, place.dismissed()).await;
                     });
                 }
-                Err(error) if is_lack(&error) && make_room() => {}
+                Err(error) if is_lack(error.raw_os_error()) && make_room() => {}
                 Err(error) => {
                     warn_of_lack("a control client", &error);
                     tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -279,11 +278,6 @@ async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
     let stopped = stopping.wait_for(|stop| *stop);
     first(accepting, stopped).await;
     let _ = tokio::time::timeout(LAST_ANSWERS_WAIT, room.empty()).await;
-}
-
-/// Whether descriptors are all that it lacks.
-fn is_lack(error: &std::io::Error) -> bool {
-    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
 /// Waits for either future.
