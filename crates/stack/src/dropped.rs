@@ -22,8 +22,9 @@
 use crate::files::{folder_of, position_of, sync_folder_of};
 use crate::keep::{is_called, may_keep_state, remove_state};
 use crate::merged;
+use crate::overlays::check_no_overlays;
 use crate::{FileImages, ImageOptions, MayWrite};
-use crate::{GoneImages, check_no_overlays, forget_overlays, settle_marks};
+use crate::{GoneImages, forget_overlays, settle_marks};
 use mica_block::{Error, Images, OpenImage, Result};
 use mica_store::Locking;
 use std::fs::File;
@@ -82,7 +83,7 @@ pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
 /// # Errors
 /// As [`check_no_overlays`]; `Denied` if somebody has the file open: then it stays. Else what the
 /// system reports.
-pub fn remove_dropped_file(
+pub(crate) fn remove_dropped_file(
     file: &Path,
     (into, layers): (&Path, &[PathBuf]),
     options: &ImageOptions,
@@ -175,8 +176,8 @@ fn marks_in(folder: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::MergeMarks;
     use crate::mark::Mark;
+    use crate::merged::MergeMarks;
     use mica_store::Handles;
     use std::fs::{self, OpenOptions};
     use std::io::Write;
