@@ -29,7 +29,7 @@ use mica_block::{
 };
 use mica_qcow2_format::Header;
 use mica_rt::Buf;
-use mica_rt::sync::Claims;
+use mica_rt::sync;
 use mica_units::{GuestOffset, GuestRange};
 use std::future::ready;
 use std::ops::ControlFlow;
@@ -92,7 +92,7 @@ pub struct Chain {
     /// only while the gate is held.
     writer: Arc<ArcSwapOption<Writer>>,
     /// Serializes putting layers on top.
-    pushing: Arc<Claims>,
+    pushing: Arc<sync::Mutex>,
     merging: Arc<merge::Merging>,
     stored_bitmaps: Arc<dirty::StoredBitmaps>,
     repair: Option<Repair>,

@@ -28,7 +28,7 @@ impl Manage for Chain {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
             // A layer that was frozen just now is closed first.
-            let _alone = self.pushing.claim(0).await;
+            let _alone = self.pushing.lock().await;
             // Nobody waits for what is prepared in the background.
             self.gate.changes_grace().await;
             match self.writer.load_full() {

@@ -53,7 +53,7 @@ use mica_qcow2_format::{
     BitmapsExtension, Header, change_bitmap_directory,
 };
 use mica_rt::Buf;
-use mica_rt::sync::Claims;
+use mica_rt::sync;
 use mica_units::{GuestRange, HostOffset};
 use parking_lot::Mutex;
 use recorder::{Recorded, Recorder, Table};
@@ -72,7 +72,7 @@ pub(crate) struct Bitmaps {
     /// Where the directory is.
     place: Mutex<Option<BitmapsExtension>>,
     /// The right to write bits of an image that is not closed.
-    covering: Claims,
+    covering: sync::Mutex,
     /// Whether disabled ones are needed, too.
     takes_disabled: AtomicBool,
 }
@@ -271,7 +271,7 @@ impl Writer {
 
     /// Makes all of the regions of `range` dirty in the file, durably.
     async fn cover(&self, recorder: &Recorder, range: GuestRange) -> Result<()> {
-        let _claim = self.bitmaps.covering.claim(0).await;
+        let _locked = self.bitmaps.covering.lock().await;
         let regions = recorder.uncovered(range);
         if regions.is_empty() {
             return Ok(());
@@ -427,7 +427,7 @@ impl Writer {
     /// Stores the bitmaps of an image that nobody writes any more.
     pub(super) async fn store_bitmaps(&self) -> Result<()> {
         let Some(recorder) = self.bitmaps.recorder() else { return Ok(()) };
-        let _claim = self.bitmaps.covering.claim(0).await;
+        let _locked = self.bitmaps.covering.lock().await;
         for bitmap in &recorder.all {
             for regions in recorder.covered_runs() {
                 let pages = bitmap.pages_of(recorder.bytes_of(&regions));
