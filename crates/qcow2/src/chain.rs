@@ -18,7 +18,7 @@ use crate::header_io::read_header;
 use crate::index::cache::{MapCache, Sharing};
 use crate::layer::Layer;
 use crate::map::{Map, Rest};
-use crate::open::open_layers;
+use crate::open::{OpenAs, open_layers};
 use crate::write::Writer;
 use crate::write::bitmaps::settle_bitmaps;
 use crate::write::pages::Metadata;
@@ -115,7 +115,7 @@ impl Chain {
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         let opening_ns = images.now_ns();
-        let wanted = (options.snapshot.as_deref(), options.writable);
+        let wanted = OpenAs { snapshot: options.snapshot.as_deref(), writable: options.writable };
         let (layers, metadata) = open_layers(&*images, path, wanted).await?;
         let map = Map::new(images, layers, options.cache.clone(), (opening_ns, options.sharing));
         let gate = Arc::<Gate>::default();

@@ -4,15 +4,16 @@
 //! `overlays/noted.rs`.
 //!
 //! ```text
-//! Merge ─▶ 1 marks ─▶ 2 who needs the layers? ─▶ 3 note of the base ─▶ Prepared
-//! Prepared ─▶ 4 the chain merges ─▶ 5 marks end ─▶ 6 marks above, notes, files ─▶ Ended
+//! Merge    ─▶ 1 marks ─▶ 2 who needs the layers? ─▶ 3 note of the base
+//! Prepared ─▶ 4 the chain merges ─▶ 5 marks end ─▶ 6 marks, notes, files
+//! Ended
 //! ```
 //!
 //! | step | stream | commit | drop of a state |
 //! |---|---|---|---|
 //! | 1 marked are | none | the base, and the layers that leave | the state, as dropped |
-//! | 2 must not be needed | none: they stay as they are | the base, and those that leave | the state |
-//! | 3 noted of the base is | the layer above | the layer above, unless it stays as it is | as stream |
+//! | 2 must not be needed | none: they stay as is | the base, and those that leave | the state |
+//! | 3 noted of the base is | the layer above | as stream, unless that stays as is | as stream |
 //! | 4 the data go | up, into the layer above | down, into the base; first the marks count | up |
 //! | 5 the marks, if it is done | | that of the base goes, the others stay | stay |
 //! | 5 the marks, if it is not | | go if nothing has changed, else stay | go |
@@ -34,17 +35,17 @@
 //! |---|---|---|
 //! | before the chain's first step | marks that do not count, or of a state | whoever meets them |
 //! | before the merge is done | marks that count, of a commit | the same commit, once more |
-//! | before step 6 is done | marks that lead through layers that left | the next writer (`above.rs`) |
+//! | before step 6 is done | marks through layers that left | the next writer (`above.rs`) |
 //! | | the file of a state, with its mark | the next drop, or keep (`dropped.rs`) |
 //! | | lines in notes | nobody has to: they are evidence of where to look only |
 //!
 //! Callers keep layers from coming and going meanwhile, and have asked before which kept states a
 //! merge would change.
 
+use crate::dropped::{self, Went, forget_drops};
 use crate::merged::MergeMarks;
 use crate::overlays::{check_no_overlays, settle_notes};
 use crate::{GoneImages, ImageOptions, note_overlay, position_of, settle_marks};
-use crate::{dropped, forget_drops};
 use mica_block::{
     ActiveAfter, CommitLayers, Error, ErrorKind, Manage, ManageChain, MergeControl, Merged,
     RaiseLayers, Result,
@@ -254,11 +255,11 @@ impl Merge {
         };
         let path = self.dropped_state();
         let Dropping { options, gone, .. } = &**dropping;
+        let went = Went { into: &self.above, layers };
         // If a mark may lead through the file it stays, with what says that it was dropped: the
         // next drop or keep tries it again. Another program may have made an image on it meanwhile.
-        let removed = marks.clone().and_then(|()| {
-            dropped::remove_dropped_file(path, (&self.above, layers), options, *gone)
-        });
+        let removed =
+            marks.clone().and_then(|()| dropped::remove_dropped_file(path, went, options, *gone));
         let drops = match (&marks, &removed) {
             (Ok(()), Err(_)) => forget_drops(dropped),
             _ => Ok(()),

@@ -20,6 +20,7 @@ use crate::mark::{Mark, cure};
 use crate::merged::was_merged;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::MAGIC;
+use mica_store::Node;
 use noted::{Found, noted_on};
 use std::collections::{HashMap, HashSet};
 use std::os::unix::fs::FileExt;
@@ -141,7 +142,7 @@ fn leave_out_renamed<'a>(
 fn noted_places(
     layers: &[PathBuf],
     folders: &[PathBuf],
-    own: &HashSet<Option<(u64, u64)>>,
+    own: &HashSet<Option<Node>>,
 ) -> Result<Noticed> {
     let mut places: HashSet<PathBuf> = folders.iter().cloned().collect();
     let mut can_be_listed = HashMap::new();

@@ -5,7 +5,7 @@ use super::entry::Entry;
 use super::exports::Exports;
 use super::handshake::Handshake;
 use super::limits::{BUDGET_BYTES, Limits, RESERVE_BYTES, TLS_HANDSHAKES};
-use super::negotiate::{Negotiated, Refused, Security, haggle, negotiate};
+use super::negotiate::{Asked, Negotiated, Refused, Security, haggle, negotiate};
 use super::session::{Ended, Traffic, Transmission, transmit};
 use super::stats::QueueStats;
 use crate::budget::Share;
@@ -134,13 +134,13 @@ async fn shake_hands<'a>(
     door: &Door,
     queue: usize,
 ) -> Result<Begun<'a>, Refused> {
-    let exports = &*door.exports;
+    let asked = Asked { exports: &door.exports, queue };
     let security = match &door.secured {
         None => Security::Plain,
         Some((_, TlsPolicy::Offered)) => Security::Offered,
         Some((_, TlsPolicy::Required)) => Security::Required,
     };
-    let flags = match negotiate(stream, (exports, queue), security).await? {
+    let flags = match negotiate(stream, asked, security).await? {
         Negotiated::Transmission(transmission) => return Ok(Begun::Plain(transmission)),
         Negotiated::StartTls { flags } => flags,
     };
@@ -149,7 +149,7 @@ async fn shake_hands<'a>(
         sleep(wait).await;
     }
     let tls = TlsStream::accept(stream, tls).await.map_err(Refused::Tls)?;
-    match Box::pin(haggle(&tls, (exports, queue), flags)).await {
+    match Box::pin(haggle(&tls, asked, flags)).await {
         Ok(transmission) => Ok(Begun::Tls(tls, transmission)),
         Err(refused) => {
             tls.close().await;
@@ -166,8 +166,7 @@ async fn run((channel, peer): (&impl Channel, &str), transmission: Transmission,
     let name = &entry.export.name;
     tracing::info!("client at {peer} connected to {name:?}");
     let share = Share::new(&entry.party, RESERVE_BYTES, BUDGET_BYTES);
-    let session =
-        transmit(channel, &transmission, (&entry.edges, share), entry.limits, &entry.stop, stats);
+    let session = transmit(channel, &transmission, share, entry.limits, &entry.stop, stats);
     let Some((ended, traffic)) = entry.given_up.unless_raised(session).await else { return };
     match ended {
         Ended::Malformed => stats.protocol_errors.add(1),

@@ -83,27 +83,35 @@ pub(super) enum Negotiated {
     StartTls { flags: u16 },
 }
 
+/// What clients ask for, and where.
+#[derive(Clone, Copy)]
+pub(super) struct Asked<'a> {
+    pub(super) exports: &'a Exports,
+    /// The executor that serves the connection.
+    pub(super) queue: usize,
+}
+
 /// Carries out the handshake.
 pub(super) async fn negotiate(
     channel: &impl Channel,
-    (exports, queue): (&Exports, usize),
+    asked: Asked<'_>,
     security: Security,
 ) -> Result<Negotiated, Refused> {
     let mut inbox = Inbox::new(channel);
     send(channel, &protocol::greeting()).await?;
     let flags = protocol::decode_client_flags(inbox.array().await?)
         .map_err(|_| Refused::Malformed("unknown client flags"))?;
-    options(channel, inbox, (exports, queue), flags, security).await
+    options(channel, inbox, asked, flags, security).await
 }
 
 /// Continues the handshake behind TLS.
 pub(super) async fn haggle(
     channel: &impl Channel,
-    (exports, queue): (&Exports, usize),
+    asked: Asked<'_>,
     flags: u16,
 ) -> Result<Transmission, Refused> {
     let inbox = Inbox::new(channel);
-    match options(channel, inbox, (exports, queue), flags, Security::Established).await? {
+    match options(channel, inbox, asked, flags, Security::Established).await? {
         Negotiated::Transmission(transmission) => Ok(transmission),
         Negotiated::StartTls { .. } => unreachable!("it is there already"),
     }
@@ -113,10 +121,11 @@ pub(super) async fn haggle(
 async fn options<C: Channel>(
     channel: &C,
     mut inbox: Inbox<'_, C>,
-    (exports, queue): (&Exports, usize),
+    asked: Asked<'_>,
     flags: u16,
     security: Security,
 ) -> Result<Negotiated, Refused> {
+    let Asked { exports, queue } = asked;
     let mut negotiation = Negotiation {
         exports,
         queue,

@@ -56,7 +56,7 @@ use mica_rt::Buf;
 use mica_rt::sync;
 use mica_units::{GuestRange, HostOffset};
 use parking_lot::Mutex;
-use recorder::{Recorded, Recorder, Table};
+use recorder::{PageBits, Recorded, Recorder, Table};
 use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -433,7 +433,7 @@ impl Writer {
                 let pages = bitmap.pages_of(recorder.bytes_of(&regions));
                 for (number, pages) in self.pages_by_cluster(pages) {
                     let Some(BitmapTableEntry::Data(at)) = bitmap.entry(number) else { continue };
-                    let exact = |page: (u64, &mut [u8])| recorder.put_exact(bitmap, page);
+                    let exact = |page: PageBits<'_>| recorder.put_exact(bitmap, page);
                     let buf = pages_in(pages.clone(), exact);
                     self.write_bits((at, number), pages.start, buf).await?;
                 }
@@ -459,11 +459,11 @@ impl Writer {
 }
 
 /// The bytes of `pages` as `put` makes them from zeros.
-fn pages_in(pages: Range<u64>, mut put: impl FnMut((u64, &mut [u8]))) -> Buf {
+fn pages_in(pages: Range<u64>, mut put: impl FnMut(PageBits<'_>)) -> Buf {
     let len = usize::try_from(pages.end - pages.start).expect("within a cluster") * PAGE_BYTES;
     let mut buf = Buf::zeroed(len);
-    for (page, bytes) in pages.zip(buf.own_bytes().chunks_mut(PAGE_BYTES)) {
-        put((page, bytes));
+    for (number, bytes) in pages.zip(buf.own_bytes().chunks_mut(PAGE_BYTES)) {
+        put(PageBits { number, bytes });
     }
     buf
 }

@@ -9,7 +9,7 @@ use crate::vhost_user::chain::Piece;
 use crate::vhost_user::common::Common;
 use crate::vhost_user::memory::Memory;
 use crate::vhost_user::request::{Action, ID_BYTES, Request, Rules, Status, ZeroRange};
-use crate::vhost_user::transfer::{self, Cost};
+use crate::vhost_user::transfer::{self, Cost, Transfer};
 use mica_block::{Planned, Result, Zeroes};
 use mica_rt::yield_now;
 use mica_units::GuestRange;
@@ -129,7 +129,7 @@ impl<'a> Running<'a> {
                 self.stats.writes.add(1);
                 self.stats.written_bytes.add(range.len());
                 let pieces = std::mem::take(&mut self.chain.readable);
-                self.write(range, (&memory, pieces), window_bytes)
+                self.write(&memory, Transfer { range, pieces }, window_bytes)
             }
             Action::Flush => {
                 self.stats.flushes.add(1);
@@ -194,26 +194,21 @@ impl<'a> Running<'a> {
         }
         let (disk, memory, pieces) = (self.disk, Arc::clone(memory), pieces.to_vec());
         Work::Long(Box::pin(async move {
-            transfer::read(disk, &memory, (range, pieces), window_bytes).await
+            transfer::read(disk, &memory, Transfer { range, pieces }, window_bytes).await
         }))
     }
 
-    fn write(
-        &mut self,
-        range: GuestRange,
-        (memory, pieces): (&Arc<Memory>, Vec<Piece>),
-        window_bytes: u64,
-    ) -> Work<'a> {
-        if let [piece] = pieces[..]
-            && range.len() <= DIRECT_BYTES_MAX
+    fn write(&mut self, memory: &Arc<Memory>, transfer: Transfer, window_bytes: u64) -> Work<'a> {
+        if let [piece] = transfer.pieces[..]
+            && transfer.range.len() <= DIRECT_BYTES_MAX
             && let Some(buf) = memory.buf(piece)
         {
-            return Work::Write(self.disk.write(range.start(), buf));
+            return Work::Write(self.disk.write(transfer.range.start(), buf));
         }
         let (disk, memory) = (self.disk, Arc::clone(memory));
-        Work::Long(Box::pin(async move {
-            transfer::write(disk, &memory, (range, pieces), window_bytes).await
-        }))
+        Work::Long(Box::pin(
+            async move { transfer::write(disk, &memory, transfer, window_bytes).await },
+        ))
     }
 
     fn give_id(&mut self, memory: &Memory, written: &mut Vec<Piece>) -> Status {
