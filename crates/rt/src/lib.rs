@@ -43,7 +43,7 @@ pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf, SharedMemory, release_freed_memory};
 pub use clock::Instant;
 pub use doorbell::{Doorbell, prepare_doorbells};
-pub use executor::{Executor, Handle, look, yield_now};
+pub use executor::{Executor, Handle, look, yield_now, yield_to_ready};
 pub use file::{Access, File};
 pub use file_io::{
     fallocate, is_cached, on_thread, read_ahead, read_at, set_len, sync_data, write_at,
