@@ -264,7 +264,8 @@ impl Writer {
                     let must_flush = self.put_entries(&mut pages, changes);
                     self.space.linked(reserved);
                     pages.has_new_links = true;
-                    return Ok(Linked { writer: self, changes, must_flush });
+                    let has_log = pages.logging.is_on();
+                    return Ok(Linked { writer: self, changes, must_flush, has_log });
                 };
                 missing.entry.at
             };
@@ -307,18 +308,28 @@ pub(super) struct Linked<'a> {
     writer: &'a Writer,
     changes: &'a [Change],
     must_flush: bool,
+    has_log: bool,
 }
 
 impl Linked<'_> {
-    /// Ends it together with others: of those that link in the same turn of the executor, the
-    /// first to go on logs the entries of all in one group.
-    pub(super) async fn end_together(self) {
-        mica_rt::yield_to_ready().await;
+    /// As [`Self::end`], together with others: of those that link in the same turn of the executor,
+    /// the first to go on logs the entries of all in one group.
+    pub(super) async fn end_together(self) -> Result<bool> {
+        if self.has_log {
+            mica_rt::yield_to_ready().await;
+        }
+        self.end()
     }
 
     /// Ends it. Returns whether the entries must be flushed before the acknowledgement.
-    pub(super) fn end(self) -> bool {
-        self.must_flush
+    ///
+    /// # Errors
+    /// Why nothing is acknowledged any more: the log may be gone since the entries were put.
+    pub(super) fn end(self) -> Result<bool> {
+        let (writer, must_flush) = (self.writer, self.must_flush);
+        drop(self);
+        writer.check_usable()?;
+        Ok(must_flush)
     }
 }
 

@@ -168,8 +168,8 @@ impl Writer {
         }
         // From here on the clusters are not returned: some may be linked when the rest fails.
         let reserved = reservations.keep();
-        self.link_or_fail(&changes, &reserved).await?.end_together().await;
-        self.check_usable()
+        self.link_or_fail(&changes, &reserved).await?.end_together().await?;
+        Ok(())
     }
 
     /// Loads the slices from `start` to `end`, where a write changed nothing: the next one there

@@ -116,7 +116,7 @@ impl Writer {
             }
         }
         let held = self.zero_what_drops(&mut changes).await?;
-        let must_flush = self.link_or_fail(&changes, &[]).await?.end();
+        let must_flush = self.link_or_fail(&changes, &[]).await?.end()?;
         if held.is_some() {
             drop(held);
             // What the clusters keep may be written in place again.
@@ -148,7 +148,7 @@ impl Writer {
                 Zeroed::NotByEntry => unreachable!("a compressed cluster is owned as a whole"),
             }
         }
-        self.link_or_fail(&changes, &[]).await?.end();
+        self.link_or_fail(&changes, &[]).await?.end()?;
         Ok(())
     }
 
