@@ -14,7 +14,7 @@ use mica_block::{
     MergeProgress, Merged, RaiseLayers, Result,
 };
 use mica_rt::{Backend, Executor};
-use mica_stack::{GoneImages, ImageOptions, MergeMarks};
+use mica_stack::{GoneFiles, GoneImages, ImageOptions, MergeMarks};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use std::ops::ControlFlow;
@@ -238,7 +238,8 @@ impl Job {
         let merged = executor.block_on(merge.run(chain, self))?;
         if let Merged::Done { dropped, .. } = &merged {
             let layers = disk.layer_paths();
-            let marks = mica_stack::settle_marks(&layers, dropped).inspect_err(|error| {
+            let files = if file.is_some() { GoneFiles::Go } else { GoneFiles::Stay };
+            let marks = mica_stack::settle_marks(&layers, dropped, files).inspect_err(|error| {
                 // The merge itself is done, and durable.
                 let disk = &self.disk;
                 tracing::warn!(disk, %error, "could not update the mark of a frozen layer");

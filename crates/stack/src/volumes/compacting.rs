@@ -96,9 +96,15 @@ impl Compactor<'_> {
         let volume = volumes.open_volume(name, locked.claimed()).await?;
         locked.dead.iter().for_each(AliveNote::forget);
         let alive = store.sign_of_life(&volume, locked.volume);
-        let blocks = volume.compact(sparse, given_up).await?;
-        alive.iter().for_each(AliveNote::remove);
-        Ok(blocks)
+        let writer = volume.writer();
+        let compacted = volume.compact(sparse, given_up).await;
+        // If the volume could not be closed, this shows the next compactor that its writer is dead.
+        let is_over = match &compacted {
+            Ok(_) => true,
+            Err(_) => store.volumes().info(name).await.is_ok_and(|info| info.writer != writer),
+        };
+        alive.iter().filter(|_| is_over).for_each(AliveNote::remove);
+        compacted
     }
 }
 

@@ -306,14 +306,16 @@ impl Writer {
         for (index, entry) in entries.iter().enumerate() {
             let recorded = self.recorded(index);
             let needed = table_entries_for(entry.granularity_bits, len, bits);
-            // One in memory has what the disk needed before, even if there is more in the file.
-            let known = recorded.map_or(u64::from(entry.table_entries), Recorded::table_len);
+            // What a table says beyond the disk as it was before is nobody's, and checked by nobody.
+            let before = table_entries_for(entry.granularity_bits, self.map.len(), bits);
+            let known = recorded.map_or(before, Recorded::table_len);
             let fits = needed == u64::from(entry.table_entries) && needed == known;
             if entry.in_use && recorded.is_none() || fits {
                 continue;
             }
             let table_entries = self.table_entries(entry.granularity_bits, len)?;
             let mut table = self.read_table(entry).await?;
+            table.truncate(slot_of(known));
             table.resize(slot_of(u64::from(table_entries)), BitmapTableEntry::Zeros);
             tables.push((index, self.put_table(&table, taken).await?, table));
         }

@@ -4,7 +4,7 @@ use super::bits::ROOM_BYTES;
 use crate::chain::{Chain, ChainOptions};
 use crate::testing::{CLUSTER_BYTES, Folder, REFCOUNTS_AT};
 use mica_block::{Disk as _, Manage as _};
-use mica_qcow2_format::{Autoclear, BITMAP_BYTES_MAX, BitmapEntry};
+use mica_qcow2_format::{Autoclear, BITMAP_BYTES_MAX, BitmapEntry, BitmapTableEntry};
 use mica_rt::{Backend, Buf, Executor};
 use mica_units::{GuestOffset, HostOffset};
 use std::sync::Arc;
@@ -12,36 +12,45 @@ use std::sync::atomic::Ordering;
 
 const DISK: u64 = 2 << 20;
 
+/// Where the directory is, and the table that all bitmaps name.
+const DIRECTORY_AT: usize = 4 * CLUSTER_BYTES;
+const TABLE_AT: usize = 5 * CLUSTER_BYTES;
+
 /// An image with as many bitmaps as are kept, all of which name one table, as long as one can be,
 /// though a disk of this length needs one entry.
 fn image_of_long_tables() -> Folder {
+    image_of(Autoclear::KEPT_BITMAPS_MAX, true)
+}
+
+/// An image with `count` such bitmaps.
+fn image_of(count: usize, are_enabled: bool) -> Folder {
     let folder = Folder::default();
     folder.make("image", DISK, None);
     let entries = u32::try_from(BITMAP_BYTES_MAX / CLUSTER_BYTES as u64).expect("many");
     let mut directory = Vec::new();
-    for number in 0..Autoclear::KEPT_BITMAPS_MAX {
+    for number in 0..count {
         let entry = BitmapEntry {
             name: format!("bitmap {number}"),
-            table_offset: HostOffset::new(5 * CLUSTER_BYTES as u64),
+            table_offset: HostOffset::new(TABLE_AT as u64),
             table_entries: entries,
             granularity_bits: 16,
             in_use: false,
-            auto: true,
+            auto: are_enabled,
         };
         entry.encode(&mut directory);
     }
     let put = |at, bytes: &[u8]| folder.put("image", at, bytes);
-    put(4 * CLUSTER_BYTES, &directory);
+    put(DIRECTORY_AT, &directory);
     let table_bytes = entries as usize * 8;
-    put(5 * CLUSTER_BYTES, &vec![0; table_bytes]);
+    put(TABLE_AT, &vec![0; table_bytes]);
     put(REFCOUNTS_AT, &vec![u8::MAX; (5 + table_bytes / CLUSTER_BYTES).div_ceil(8)]);
     put(88, &1_u64.to_be_bytes());
     put(104, &0x2385_2875_u32.to_be_bytes());
     put(108, &24_u32.to_be_bytes());
-    let count = u32::try_from(Autoclear::KEPT_BITMAPS_MAX).expect("few");
+    let count = u32::try_from(count).expect("few");
     put(112, &count.to_be_bytes());
     put(120, &(directory.len() as u64).to_be_bytes());
-    put(128, &(4 * CLUSTER_BYTES as u64).to_be_bytes());
+    put(128, &(DIRECTORY_AT as u64).to_be_bytes());
     folder
 }
 
@@ -80,6 +89,64 @@ fn bitmap_ends_for_whose_table_there_is_no_memory() {
         chain.close().await.expect("it is closed");
         assert_eq!(used.load(Ordering::Relaxed), ROOM_BYTES);
     });
+}
+
+/// The story: beyond what the disk needed, the table of a bitmap named a refcount block. When the
+/// disk was made longer, what was dirty in its new part was written there.
+#[test]
+fn what_a_table_says_beyond_the_disk_is_nothing_when_that_grows() {
+    const TABLE_COVERS: u64 = (CLUSTER_BYTES as u64 * 8) << 16;
+    for are_enabled in [true, false] {
+        Executor::new(Backend::Sim { seed: 1 }).expect("starts").block_on(async {
+            let (folder, options) = (image_of(1, are_enabled), options());
+            let block = BitmapTableEntry::Data(HostOffset::new(REFCOUNTS_AT as u64)).encode();
+            folder.put("image", TABLE_AT + 8, &block.to_be_bytes());
+            let chain = open_and_write(&folder, &options).await;
+            assert_eq!(chain.present_writer().bitmaps.recorder().is_some(), are_enabled);
+            chain.resize(TABLE_COVERS * 3 / 2).await.expect("it grows");
+            chain.close().await.expect("it is closed");
+            let number = |at| {
+                let bytes = folder.get("image", at, 8).try_into().expect("eight bytes");
+                u64::from_be_bytes(bytes)
+            };
+            let place = |at| usize::try_from(number(at)).expect("in memory");
+            let table = place(place(128));
+            assert_ne!(table, TABLE_AT);
+            assert_ne!(number(table + 8), block, "enabled: {are_enabled}");
+            // There are some hundred clusters, and a bit is the count of one.
+            let counts = folder.get("image", REFCOUNTS_AT, CLUSTER_BYTES);
+            assert!(counts[64..].iter().all(|byte| *byte == 0), "enabled: {are_enabled}");
+        });
+    }
+}
+
+/// The story: the counts said that nothing was where the bits of a bitmap are, and a table of the
+/// image was put there. Then the bits were written.
+#[test]
+fn bits_are_not_written_where_a_table_was_put_since() {
+    let table_bytes = usize::try_from(BITMAP_BYTES_MAX).expect("it fits") / CLUSTER_BYTES * 8;
+    let first_free = (TABLE_AT + table_bytes) / CLUSTER_BYTES;
+    let mut refused = 0;
+    for cluster in first_free..first_free + 6 {
+        Executor::new(Backend::Sim { seed: 1 }).expect("starts").block_on(async {
+            let folder = image_of(1, true);
+            let at = cluster * CLUSTER_BYTES;
+            let bits = BitmapTableEntry::Data(HostOffset::new(at as u64)).encode();
+            folder.put("image", TABLE_AT, &bits.to_be_bytes());
+            folder.put("image", at, &[0; CLUSTER_BYTES]);
+            let chain = open_and_write(&folder, &options()).await;
+            refused += u32::from(chain.close().await.is_err());
+            let number = |at| {
+                let bytes = folder.get("image", at, 8).try_into().expect("eight bytes");
+                u64::from_be_bytes(bytes)
+            };
+            const IS_COPIED: u64 = 1 << 63;
+            let table = number(3 * CLUSTER_BYTES) & !IS_COPIED;
+            let entry = number(usize::try_from(table).expect("in memory"));
+            assert_ne!(entry & IS_COPIED, 0, "{cluster}: the link of what was written");
+        });
+    }
+    assert_eq!(refused, 1, "the table is somewhere there");
 }
 
 fn options() -> ChainOptions {
