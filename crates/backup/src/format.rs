@@ -416,7 +416,8 @@ pub(crate) struct Manifest {
     pub(crate) number: u64,
     /// Names its data file.
     pub(crate) key: u64,
-    /// Of which content the state is: a hash of what is known of it, or 0 if an older mica wrote it.
+    /// Of which content the state is: a hash of what is known of it, or 0 if an older mica wrote
+    /// it.
     pub(crate) content: u32,
     pub(crate) total: Total,
     /// Bytes of the data file.

@@ -108,8 +108,8 @@ fn states_of(offered: &[String]) -> String {
 }
 
 /// What mica says of an export that is a kept state: "the state STATE of DISK, kept at TIME in file
-/// FILE; since STATE of DISK, kept at TIME in file FILE". An older mica says less, and the files are
-/// left out where nobody knows when they were made.
+/// FILE; since STATE of DISK, kept at TIME in file FILE". An older mica says less, and the files
+/// are left out where nobody knows when they were made.
 #[derive(Default)]
 struct ExportedState {
     kept: Option<KeptState>,
@@ -122,8 +122,8 @@ struct KeptState {
     state: String,
     disk: String,
     time_ns: u64,
-    /// Which file has it, if that is known for certain: another if the state was dropped, and one of
-    /// its name was kept again.
+    /// Which file has it, if that is known for certain: another if the state was dropped, and one
+    /// of its name was kept again.
     file: Option<String>,
 }
 

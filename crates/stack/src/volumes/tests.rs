@@ -415,6 +415,7 @@ fn log_that_only_the_head_names_is_waited_for() {
         let disk = stores.open_volume(&url, &with_log).await.expect("its log is here");
         assert_eq!(first(&*disk).await, 7);
         disk.close().await.expect("closed");
+        drop(disk);
         compactor.compact(&sparse, None, &never).await.expect("nobody has it open");
     });
 }

@@ -215,8 +215,8 @@ fn step_that_was_cut_off_goes_when_a_later_state_is_there() {
     assert!(dir.path().join("web/mine.data").exists());
 }
 
-/// The story: after a state had got another step, nothing in the folder told any more which state of
-/// the disk it was, and increments over NBD were refused.
+/// The story: after a state had got another step, nothing in the folder told any more which state
+/// of the disk it was, and increments over NBD were refused.
 #[test]
 fn state_with_another_step_is_known_to_be_of_the_same_content() {
     let dir = tempfile::tempdir().unwrap();
