@@ -181,15 +181,16 @@ fn page_replaces_nothing_but_a_page() {
 #[test]
 fn page_is_written_to_standard_output() {
     let dir = tempfile::tempdir().expect("a folder");
-    let output = dir.path().join("output");
+    let [output, images] = ["output", "images"].map(|name| dir.path().join(name));
     fs::write(&output, "before\n").expect("written");
+    fs::create_dir(&images).expect("made");
     let script = r#""$mica" survey --html /dev/stdout "$folder" >> "$output""#;
     let mut shell = Command::new("sh");
     shell.args(["-c", script]).env("mica", mica::binary());
-    command::finish(shell.env("folder", dir.path()).env("output", &output)).ok();
+    command::finish(shell.env("folder", &images).env("output", &output)).ok();
     let text = fs::read_to_string(&output).expect("there");
     let page = text.strip_prefix("before\n").expect("it is appended");
     assert!(page.starts_with("<!DOCTYPE html>") && page.contains("</html>\n0 images in"), "{text}");
-    let piped = mica::run(["survey", "--html", "/dev/stdout", &dir.path().display().to_string()]);
+    let piped = mica::run(["survey", "--html", "/dev/stdout", &images.display().to_string()]);
     assert!(piped.ok().starts_with("<!DOCTYPE html>"));
 }
