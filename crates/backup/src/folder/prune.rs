@@ -124,8 +124,10 @@ impl Folder {
         let (mut writer, _) = self.open_step(begin.clone(), key)?;
         merge_steps(&line, &mut writer, |position| at(&begin, position))?;
         let lock = lock.try_clone().map_err(|error| failed("locking", &self.path, error))?;
-        let (folder, number) = (self.clone(), stored.head.number);
-        let pending = Pending { folder, key, number, writer, resumed_bytes: 0, _lock: lock };
+        let Manifest { number, content, .. } = stored.head;
+        let folder = self.clone();
+        let resumed_bytes = 0;
+        let pending = Pending { folder, key, content, number, writer, resumed_bytes, _lock: lock };
         let complete = pending.complete()?;
         at(&begin, begin.len);
         self.remove_leftovers(state, key, true)?;

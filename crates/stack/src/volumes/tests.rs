@@ -484,6 +484,48 @@ fn sign_of_a_compactor_that_failed_stays_only_while_its_volume_is_open() {
     });
 }
 
+/// The story: a store was moved without its files whose names begin with a dot, after a server with
+/// a log had been killed. `mica volume gc` fenced the dead writer, and what that had acknowledged
+/// was no more than its log had, which nobody could replay any more. So did verbs and servers.
+#[test]
+fn log_that_only_the_head_names_is_waited_for() {
+    let folder = tempfile::tempdir().expect("a folder");
+    run(async {
+        let url = volume(&folder.path().join("store"), "web");
+        let log = LogPlace { path: folder.path().join("log"), len: 1 << 20 };
+        let with_log = VolumeOptions { log: Some(log), ..WRITE };
+        let killed = stores();
+        make(&killed, &url).await.expect("made");
+        let disk = killed.open_volume(&url, &with_log).await.expect("open");
+        write(&*disk, 7).await.expect("acknowledged");
+        drop((disk, killed));
+        std::fs::remove_dir_all(folder.path().join("store/.locks")).expect("removed");
+        let stores = stores();
+        let store = stores.open(&url.store).await.expect("open");
+        let info = store.volumes().info(&url.name).await.expect("known");
+        assert!(!store.is_left_to_compactors(&info).await, "{info:?}");
+        let compactor = store.compactor().await.expect("asked").expect("nobody else is one");
+        let (sparse, never) = (nothing_sparse(&url), Signal::default());
+        assert_eq!(kind(compactor.compact(&sparse, None, &never).await), ErrorKind::Denied);
+        let refusals = [
+            store.settle(&url.name).await.map(drop),
+            store.delete(&url.name, false).await,
+            store.check_readable(&url.name).await,
+            stores.open_volume(&url, &WRITE).await.map(drop),
+        ];
+        for refused in refusals {
+            assert_eq!(kind(refused), ErrorKind::Denied);
+        }
+        let refused = stores.open_volume(&url, &WRITE).await.map(drop).expect_err("without it");
+        assert!(refused.to_string().contains("--log-device"), "{refused}");
+        let disk = stores.open_volume(&url, &with_log).await.expect("its log is here");
+        assert_eq!(first(&*disk).await, 7);
+        disk.close().await.expect("closed");
+        drop(disk);
+        compactor.compact(&sparse, None, &never).await.expect("nobody has it open");
+    });
+}
+
 /// The story: a storm killed `mica volume gc` while it wrote sparse extents again; every verb went
 /// on with the volume but `clone`, which said that it was open.
 #[test]

@@ -361,6 +361,40 @@ fn read_of_what_is_damaged_names_volume_snapshot_and_place() {
     });
 }
 
+/// The story: each read over a damaged block asked the store for every block before that once more,
+/// one after the other.
+#[test]
+fn damaged_block_is_found_by_few_requests() {
+    const BLOCKS: u64 = 256;
+    run(8, async {
+        let objects = objects();
+        let volume = made(&objects, BLOCKS * 4096).await;
+        write(&volume, 0, &vec![1; bytes(BLOCKS * 4096)]).await.expect("written");
+        volume.close().await.expect("closed");
+        let contents = objects.contents();
+        for (damaged, part) in [(201, 0..256), (201, 201..202), (255, 3..256), (0, 0..2)] {
+            let bad = changed(&contents, |name, content| {
+                let first = content.windows(4096).position(|block| block == [1; 4096]);
+                if let Some(first) = first.filter(|_| name.starts_with("extents")) {
+                    content[first + damaged * 4096] ^= 1;
+                }
+            });
+            let counted = FaultyObjects::new(Arc::new(bad.await), FaultyOptions::default());
+            let store: Arc<dyn Objects> = Arc::new(counted.clone());
+            let disk = crate::testing::volumes(&store, "host-2").await;
+            let disk = disk.open_readable(&name("web")).await.expect("there");
+            let part = range(part.start * 4096, (part.end - part.start) * 4096);
+            let plan = disk.plan(part, Vec::new()).finish().await.expect("the map is whole");
+            let before = counted.requests();
+            let error = read_whole(&disk, &plan).await.map(drop).expect_err("damaged");
+            let what = format!("web: 4096 bytes at {} of the disk", damaged * 4096);
+            assert!(error.in_one_line().starts_with(&what), "{}", error.in_one_line());
+            let requests = counted.requests() - before;
+            assert!(requests <= 20, "{requests} requests for {part:?}");
+        }
+    });
+}
+
 #[test]
 fn check_names_what_is_damaged_and_goes_on() {
     run(8, async {

@@ -251,3 +251,26 @@ fn only_what_is_called_as_a_backup_calls_it_goes() {
     assert!(others.iter().all(|name| path.join(name).exists()));
     assert!(own.iter().all(|name| !path.join(name).exists()));
 }
+
+/// The story: after a state had got another step, nothing in the folder told any more which state
+/// of the disk it was, and increments over NBD were refused.
+#[test]
+fn state_with_another_step_is_known_to_be_of_the_same_content() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = Folder::make(&dir.path().join("web")).unwrap();
+    let disk = vec![5; LEN];
+    back_up(&folder, ("a", None), &mut MemorySource::whole(&disk), Packing::Plain).unwrap();
+    let mut changes = MemorySource::since(&disk, &vec![0; LEN]);
+    back_up(&folder, ("b", Some("a")), &mut changes, Packing::Plain).unwrap();
+    let prune = || folder.prune(&["a".to_owned()].into(), |_, _| {}).unwrap();
+    let merged = prune().merged.remove(0);
+    for stored in [merged, folder.find("b").unwrap()] {
+        assert!(stored.is_of(b"content") && !stored.is_of(b"other") && !stored.is_unproved());
+    }
+    // An older mica did not note it.
+    let stored = folder.find("b").unwrap();
+    let manifest = Manifest { content: 0, ..stored.manifest().unwrap() };
+    fs::write(folder.manifest_path("b"), manifest.encode()).unwrap();
+    let stored = folder.find("b").unwrap();
+    assert!(stored.is_unproved() && !stored.is_of(b"content"));
+}
