@@ -13,7 +13,7 @@ use crate::places::socket_addresses;
 use crate::settings::DiskSettings;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::{ANOTHER_LISTENS, Clearing, Listener, SocketUsers};
+use mica_serve::{Clearing, Listener, SocketUsers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::Permissions;
 use std::net::SocketAddr;
@@ -240,7 +240,7 @@ impl ControlSockets {
 
 /// The error of listening at the control socket `path`, with what to do if a server has it.
 fn with_cure(path: &Path, error: Error) -> Error {
-    if !error.to_string().ends_with(ANOTHER_LISTENS) {
+    if error.held().is_none() {
         return error;
     }
     let what = format!(

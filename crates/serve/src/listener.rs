@@ -374,9 +374,6 @@ fn listening_on(path: &Path) -> String {
     format!("listening on {}", path.display())
 }
 
-/// What is said of the socket of a living server.
-pub const ANOTHER_LISTENS: &str = "another server listens there";
-
 /// Checks that a server can have its socket at `path`, as far as that is known without connecting
 /// to what is there: it may be the server's own.
 ///
@@ -406,8 +403,8 @@ pub fn check_socket_place(path: &Path) -> Result<()> {
 }
 
 fn is_taken(path: &Path) -> Error {
-    let what = format!("{}: {ANOTHER_LISTENS}", listening_on(path));
-    Error::new(ErrorKind::Denied, what)
+    let what = format!("{}: another server listens there", listening_on(path));
+    Error::of_held(path, what, None)
 }
 
 /// How often to check again for a server that is dying, and for one that no longer exists, whose
