@@ -82,7 +82,7 @@ pub(crate) struct CreateArgs {
 
 pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
-    let format = args.images.format()?;
+    let format = args.images.format();
     let mut options = parse_options(&args.options, format)?;
     if let Some(backing) = &args.backing {
         options.wish.backing_name = Some(backing.clone());
@@ -309,9 +309,8 @@ pub(crate) async fn open_backing(
     index: IndexUse,
     images: &ImageArgs,
 ) -> Result<Arc<dyn Manage>, Failure> {
-    let mut images = images.clone();
-    format.unwrap_or_default().clone_into(&mut images.settings.format);
-    images.open(path, index).await
+    let format = format.unwrap_or_default().parse()?;
+    images.with_format(Some(format)).open(path, index).await
 }
 
 async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), Failure> {

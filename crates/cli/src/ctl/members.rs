@@ -125,7 +125,6 @@ impl AddArgs {
                 let mut disk = named(name.clone(), image.clone(), volume.clone())?;
                 (disk.settings, disk.images) = (settings.clone(), images.clone());
                 let here = std::env::current_dir().map_err(Failure::from)?;
-                disk.settings.normalize()?;
                 // The server has a working directory of its own.
                 disk.resolve(&here);
                 let mut config = Config::default();
