@@ -40,6 +40,7 @@ mod held;
 mod helper;
 mod indexer;
 mod jobs;
+mod listed;
 mod membership;
 mod messages;
 mod needed;
