@@ -52,15 +52,17 @@ impl FromStr for NbdPlace {
     fn from_str(text: &str) -> Result<Self> {
         let invalid =
             |what: String| Err(Error::new(ErrorKind::Invalid, format!("nbd {text:?}: {what}")));
-        if let Some((scheme, rest)) = text.split_once("://") {
-            let form = form_of_uri(scheme, rest);
-            return invalid(format!("a URI is for clients: to listen there, write {form}"));
-        }
-        if let Some(path) = text.strip_prefix(UNIX) {
+        if let Some(path) = text.strip_prefix(UNIX)
+            && !path.starts_with("//")
+        {
             return match path {
                 "" => invalid("it names no socket: write unix:PATH".to_owned()),
                 path => Ok(Self::Unix(path.into())),
             };
+        }
+        if let Some((scheme, rest)) = text.split_once("://") {
+            let form = form_of_uri(scheme, rest);
+            return invalid(format!("a URI is for clients: to listen there, write {form}"));
         }
         if let Some(address) = text.strip_prefix("tcp:") {
             return tcp(address).map(Self::Tcp).or_else(invalid);
@@ -188,7 +190,7 @@ mod tests {
         }
     }
 
-    /// The story: `unix:10809` was passed on as `10809`, which the server that got it refused.
+    /// The story: `unix:tcp:1`, a socket of that name, was taken for a TCP address from then on.
     #[test]
     fn place_is_read_as_the_one_that_was_written() {
         for text in
