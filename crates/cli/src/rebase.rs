@@ -65,7 +65,7 @@ struct Base {
 }
 
 pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
-    if args.images.format()? != Format::Qcow2 {
+    if args.images.format() != Format::Qcow2 {
         return Err(Failure::new("only a qcow2 image has a backing file"));
     }
     let executor = args.images.executor()?;

@@ -129,12 +129,13 @@ pub(crate) fn check(config: &Config, allowed: usize) -> Result<()> {
 mod tests {
     use super::*;
     use crate::config::DiskConfig;
+    use crate::settings::NbdPlace;
     use std::path::PathBuf;
 
     fn config(disks: usize) -> Config {
         let disk = |number: usize| {
             let mut disk = DiskConfig::new(format!("d{number}"), PathBuf::from("image"));
-            disk.settings.nbd = vec![format!("s{number}")];
+            disk.settings.nbd = vec![NbdPlace::Unix(format!("s{number}").into())];
             disk
         };
         Config { disks: (0..disks).map(disk).collect(), ..Config::default() }

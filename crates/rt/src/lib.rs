@@ -37,6 +37,7 @@ mod system;
 mod task;
 mod task_key;
 mod time;
+mod unix_connect;
 mod writeback;
 
 pub use backend::Backend;
@@ -62,6 +63,7 @@ pub use socket::Socket;
 pub use submit::Op;
 pub use task::{Task, catch_panic, spawn};
 pub use time::{Elapsed, Sleep, now, sleep, timeout};
+pub use unix_connect::{connect_unix, connect_unix_at_once};
 pub use writeback::begin_writeback;
 
 use std::time::Duration;

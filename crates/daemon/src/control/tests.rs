@@ -2,8 +2,9 @@
 
 use super::actions::ACTIONS_MAX;
 use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_authorized, reply::BODY_BYTES_MAX, routes};
-use crate::{Config, Daemon, DiskConfig, ProcessSettings, SandboxMode};
+use crate::{Config, Daemon, DiskConfig, NbdPlace, ProcessSettings, SandboxMode};
 use mica_block::{Error, ErrorKind};
+use mica_stack::Format;
 use parking_lot::Mutex;
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -36,8 +37,8 @@ fn world() -> World {
     let folder = tempfile::tempdir().unwrap();
     let disk = |name: &str| {
         let mut disk = DiskConfig::new(name.to_owned(), PathBuf::from("64M"));
-        disk.settings.nbd = vec![folder.path().join(name).display().to_string()];
-        disk.images.format = "null".to_owned();
+        disk.settings.nbd = vec![NbdPlace::Unix(folder.path().join(name))];
+        disk.images.format = Format::Null;
         disk
     };
     let config = Config {

@@ -19,7 +19,7 @@ use super::{Served, State};
 use crate::contexts::{ChangedSince, Depth, Layered};
 use crate::helper::Outside;
 use crate::sandbox::Granted;
-use crate::settings::DiskSettings;
+use crate::settings::{DiskSettings, NbdPlace};
 use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, ManageChain, Result};
 use mica_rt::{Backend, Executor};
@@ -68,8 +68,8 @@ pub(crate) struct Wanted {
     pub(crate) state: String,
     /// An earlier state: what has changed since is to be known.
     pub(crate) since: Option<String>,
-    /// Where it is exported, as on the command line.
-    pub(crate) place: String,
+    /// Where it is exported.
+    pub(crate) place: NbdPlace,
 }
 
 /// What is told of a backup.
@@ -339,12 +339,12 @@ struct Door {
 impl Door {
     fn open(
         served: &Served,
-        place: &str,
+        place: &NbdPlace,
         (outside, granted): (&Outside, Option<&Granted>),
     ) -> Result<Self> {
         let Served { settings, resources, .. } = served;
         let settings = DiskSettings {
-            nbd: vec![place.to_owned()],
+            nbd: vec![place.clone()],
             tls: settings.tls,
             tls_certificates: settings.tls_certificates.clone(),
             tls_verify_peer: settings.tls_verify_peer,
@@ -357,7 +357,10 @@ impl Door {
         let exports = Arc::<Exports>::default();
         let certificate = |file: &Path| outside.open_certificate(file);
         let security = Security::of(&settings);
-        let held = security.listen(&served.name, place, &mut None, &certificate)?;
+        let at = place.address().ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("nbd {place}: there is no such place"))
+        })?;
+        let held = security.listen(&served.name, &at, &mut None, &certificate)?;
         held.listener.own_file();
         let (place, tls) = (held.place(), held.listener.tls().cloned());
         let limits = Limits::default();
