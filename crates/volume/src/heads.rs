@@ -24,7 +24,7 @@ mod tests;
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::extent::{Header, Kind};
-use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
+use crate::format::head::{HEAD_READ_BYTES, HOST_LEN_MAX, Head, Life};
 use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
 use crate::properties::Properties;
@@ -129,6 +129,17 @@ pub(crate) enum End {
 }
 
 impl Heads {
+    /// Those of another volume in the store.
+    pub(crate) fn of(&self, name: &VolumeName) -> Self {
+        Self {
+            objects: Arc::clone(&self.objects),
+            environment: self.environment.clone(),
+            store: self.store,
+            name: name.clone(),
+            is_lost: AtomicBool::default(),
+        }
+    }
+
     /// The newest head.
     ///
     /// # Errors
@@ -150,9 +161,8 @@ impl Heads {
             let Some(last) = self.highest().await? else { return Ok(None) };
             let number = self.number_of(&last)?;
             // It is deleted as soon as there are others above it.
-            let Some(bytes) = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await? else {
-                continue;
-            };
+            let read = read(&*self.objects, &last, HEAD_READ_BYTES, Patience::VERB);
+            let Some(bytes) = read.await? else { continue };
             let head =
                 decode_head(&*self.objects, &self.name, (self.store, number), &bytes).await?;
             return Ok(Some(head));
@@ -484,11 +494,12 @@ impl Heads {
             _ => before.properties,
         };
         let image = before.image;
+        let origin = before.origin.clone().filter(|_| life != Life::Deleted);
         let is_unfinished = before.is_unfinished && matches!(life, Life::Open { .. });
         let head = self.head(self.number_after(before)?, before.volume, life, state);
         // A checkpoint is of the same writer.
         let log = before.log.clone().filter(|_| matches!(life, Life::Open { .. }));
-        Ok(Head { properties, image, is_unfinished, log, ..head })
+        Ok(Head { properties, image, origin, is_unfinished, log, ..head })
     }
 
     fn number_after(&self, before: &Head) -> Result<u64> {
@@ -509,6 +520,7 @@ impl Heads {
             state,
             properties: Properties::default(),
             image: None,
+            origin: None,
             client: match life {
                 Life::Open { .. } => self.objects.client(),
                 _ => None,

@@ -49,6 +49,7 @@ mod log;
 mod meter;
 mod names;
 mod opening;
+mod origin;
 mod packing;
 mod place;
 mod plans;
@@ -83,6 +84,7 @@ pub use log::{DropLog, Found, Log, LogDevice, LogSummary, NotPushed, Record, Roo
 pub use mica_block::{SnapshotInfo, Which};
 pub use names::VolumeName;
 pub use opening::Opening;
+pub use origin::Origin;
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
 pub use properties::{Compression, Encryption, NewVolume, Properties};
 pub use shared::Durability;

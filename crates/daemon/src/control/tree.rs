@@ -9,6 +9,7 @@ use super::snapshots::described;
 use super::sources::Sources;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
+use mica_block::Error;
 use serde_json::json as value;
 use std::sync::Arc;
 
@@ -24,10 +25,17 @@ pub(super) async fn tree(State(sources): State<Sources>, Path(name): Path<String
     let listed = move || {
         // Until this is done, whoever waits for it.
         let _turn = turn;
-        served.list_snapshots()
+        let all = served.list_snapshots()?;
+        // One that is only read does not know.
+        Ok::<_, Error>((all, served.cloned_from().ok().flatten()))
     };
-    let all = perform(&sources.actions, listed).await??;
+    let (all, from) = perform(&sources.actions, listed).await??;
     let newest: Vec<_> =
         all[all.len().saturating_sub(SNAPSHOTS_MAX)..].iter().map(described).collect();
-    Ok(json(&value!({ "disk": name, "snapshot_count": all.len(), "snapshots": newest })))
+    Ok(json(&value!({
+        "disk": name,
+        "cloned_from": from.map(|from| from.to_string()),
+        "snapshot_count": all.len(),
+        "snapshots": newest,
+    })))
 }
