@@ -33,7 +33,6 @@ use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Heads that one call puts against others at most: each that fails means that somebody else made
 /// one.
@@ -45,8 +44,6 @@ pub(crate) struct Heads {
     pub(crate) environment: Environment,
     pub(crate) store: Id,
     pub(crate) name: VolumeName,
-    /// Whether it turned out that another writer has the volume.
-    pub(crate) is_lost: AtomicBool,
 }
 
 /// What to do about a volume that another writer has open.
@@ -136,7 +133,6 @@ impl Heads {
             environment: self.environment.clone(),
             store: self.store,
             name: name.clone(),
-            is_lost: AtomicBool::default(),
         }
     }
 
@@ -371,26 +367,16 @@ impl Heads {
         Ok(Head { heir, ..self.after(&owned.head, life, state)? })
     }
 
-    /// Puts the last head of `writer`.
+    /// Puts the last head of a writer; false if somebody else has the volume by now.
     ///
     /// # Errors
-    /// `Denied` if somebody else has the volume by now. Otherwise what the store reports: then only
-    /// this same head may be put again.
-    pub(crate) async fn end(&self, writer: Writer, head: &Head) -> Result<()> {
-        if self.put_highest(head).await? {
-            return Ok(());
-        }
-        Err(self.lost(writer).await)
-    }
-
-    /// Whether another writer has the volume, as far as is known.
-    pub(crate) fn is_lost(&self) -> bool {
-        self.is_lost.load(Ordering::Acquire)
+    /// What the store reports: then only this same head may be put again.
+    pub(crate) async fn end(&self, head: &Head) -> Result<bool> {
+        self.put_highest(head).await
     }
 
     /// Why the extent or head of `writer` could not be put.
     pub(crate) async fn lost(&self, writer: Writer) -> Error {
-        self.is_lost.store(true, Ordering::Release);
         let name = self.name.as_str();
         let by = match self.newest_of_any_life().await {
             Ok(Some(head)) => match head.life {

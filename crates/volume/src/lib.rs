@@ -14,6 +14,7 @@
 //! | what names what | `place`, `state` |
 //! | the bytes | `format`, docs/formats/extent.md and head.md |
 //! | the objects of a store | `names` |
+//! | in which stage of its life an open volume is | `stage` |
 //! | who writes a volume, how hosts agree on it | model/README.md; `heads`, `claims`, `tenure` |
 //! | what a write does, and what a flush waits for | `writing`, `shared` |
 //! | what is put, and when | `known`, `destage` |
@@ -61,6 +62,7 @@ mod scrub;
 mod segment;
 mod shared;
 mod snapshots;
+mod stage;
 mod state;
 mod stream;
 mod tenure;

@@ -25,7 +25,6 @@ use crate::volume::Volume;
 use mica_block::{ClonedFrom, Entry, Error, ErrorKind, LIST_MAX, Objects, Put, Result};
 use mica_rt::Buf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 /// The volumes of a store, for all of a process that use it: they share a cache.
 #[derive(Clone)]
@@ -440,7 +439,6 @@ impl Volumes {
             environment: self.environment.clone(),
             store: self.store,
             name: name.clone(),
-            is_lost: AtomicBool::default(),
         }
     }
 }

@@ -77,7 +77,7 @@ impl ManageVolume for Volume {
     }
 
     fn is_ending(&self) -> bool {
-        self.shared.now().is_closing
+        self.shared.now().stage.is_ending()
     }
 
     fn cloned_from(&self) -> LocalFuture<'_, Option<ClonedFrom>> {
@@ -125,7 +125,7 @@ impl Shared {
             is_throttled: writing::is_throttled(self, &now),
             snapshots: now.snapshots(),
             boot: self.boot.as_ref().map(|boot| boot.figures()),
-            is_fenced: now.latch.is_some() && self.heads.is_lost(),
+            is_fenced: now.stage.fence().is_some(),
         }
     }
 
