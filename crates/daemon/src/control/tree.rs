@@ -11,6 +11,7 @@ use super::sources::Sources;
 use crate::served::Served;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
+use mica_block::Error;
 use parking_lot::Mutex;
 use serde_json::{Value, json as value};
 use std::sync::{Arc, Weak};
@@ -87,13 +88,19 @@ pub(super) async fn tree(State(sources): State<Sources>, Path(name): Path<String
     let listed = move || {
         // Until this is done, whoever waits for it.
         let _turn = turn;
-        looked_at.list_snapshots()
+        let all = looked_at.list_snapshots()?;
+        // One that is only read does not know.
+        Ok::<_, Error>((all, looked_at.cloned_from().ok().flatten()))
     };
-    let all = perform(&sources.actions, listed).await??;
+    let (all, from) = perform(&sources.actions, listed).await??;
     let newest: Vec<_> =
         all[all.len().saturating_sub(SNAPSHOTS_MAX)..].iter().map(described).collect();
-    let answer = value!({ "disk": name, "snapshot_count": all.len(), "snapshots": newest });
-    let answer = Arc::new(answer);
+    let answer = Arc::new(value!({
+        "disk": name,
+        "cloned_from": from.map(|from| from.to_string()),
+        "snapshot_count": all.len(),
+        "snapshots": newest,
+    }));
     looks.keep(&served, count, sources.uptime(), &answer);
     Ok(json(&answer))
 }

@@ -1,3 +1,4 @@
+mod bad_days;
 mod destage;
 mod kinds;
 mod life;
