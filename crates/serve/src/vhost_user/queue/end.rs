@@ -38,6 +38,11 @@ impl<'a> Running<'a> {
             Kind::Other => {}
         }
         let status = match result {
+            // A copy of memory that went away is zeros, which may be on the disk now.
+            Ok(Progress::Done) if kind == Kind::Write && memory.is_lost() => {
+                self.stats.failed.add(1);
+                Status::IoError
+            }
             Ok(Progress::Done) => Status::Ok,
             // It stays marked for the next server (I1).
             Ok(Progress::LeftOff) if self.inflight.is_some() => return,
