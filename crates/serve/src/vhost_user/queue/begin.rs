@@ -56,9 +56,9 @@ impl<'a> Running<'a> {
             }
         };
         let cost = match &request.action {
-            Action::Read(range) => Cost::of(range.len(), &self.chain.writable),
-            Action::Write(range) => Cost::of(range.len(), &self.chain.readable),
-            _ => Cost::of(0, &[]),
+            Action::Read(range) => Cost::of(range.len(), &self.chain.writable, &memory),
+            Action::Write(range) => Cost::of(range.len(), &self.chain.readable, &memory),
+            _ => Cost::of(0, &[], &memory),
         };
         // What runs alone gets by with less (I6).
         if self.used_bytes > 0 && !self.share.covers(self.used_bytes + cost.bytes()) {
