@@ -10,12 +10,11 @@ use mica_block::REQUEST_BYTES_MAX;
 use std::collections::HashMap;
 use std::time::Duration;
 
-const WAYS: [Way; 4] = [
-    Way { event_idx: false, indirect: false, is_logged: false },
-    Way { event_idx: true, indirect: false, is_logged: false },
-    Way { event_idx: false, indirect: true, is_logged: false },
-    Way { event_idx: true, indirect: true, is_logged: false },
-];
+const WAYS: [Way; 4] = [way(false, false), way(true, false), way(false, true), way(true, true)];
+
+const fn way(event_idx: bool, indirect: bool) -> Way {
+    Way { event_idx, indirect, is_logged: false, is_write_through: false }
+}
 
 /// Data of requests lies between these, a part of the guest for each that is in flight: around
 /// the border between its two regions.
@@ -184,6 +183,29 @@ fn discards_zeros_and_flushes_reach_the_disk() {
     assert_eq!(ring.run(8, 0, &[(at, 20, true)]), (0, 21));
     assert_eq!(ring.guest().get(at, 20), b"a serial number\0\0\0\0\0");
     assert_eq!(ring.run(99, 0, &[]).0, 2);
+}
+
+/// The story: a driver that had not negotiated flushes got its answers as one that had, and lost in a
+/// power cut what it had every right to think durable.
+#[test]
+fn changes_of_a_driver_without_flushes_are_durable_when_they_are_answered() {
+    let world = World::new(TestDisk::new(4 * MIB));
+    let way = Way { is_write_through: true, ..Way::default() };
+    let (_front_end, mut rings) = world.guest(way);
+    let ring = &mut rings[0];
+    let events = || world.disk.memory.events();
+    assert_eq!(ring.write(8, &[7; 512]), 0);
+    assert_eq!(events(), [Event::Write { at: 4096, len: 512 }, Event::Flush]);
+    let at = 3 * MIB;
+    assert_eq!(ring.run(1, 0, &[(at, 100, false), (at + 4096, 412, false)]).0, 0);
+    assert_eq!(events(), [Event::Write { at: 0, len: 512 }, Event::Flush]);
+    ring.guest().put(at, &range(8, 8, 0));
+    for kind in [11, 13] {
+        assert_eq!(ring.run(kind, 0, &[(at, 16, false)]).0, 0);
+        assert!(matches!(events()[..], [_, Event::Flush]));
+    }
+    assert_eq!(ring.read(64, 512), (0, vec![0xee; 512]));
+    assert_eq!(events(), []);
 }
 
 /// The story: the contract of a disk says how much a request may be, and a guest could ask for 64
