@@ -9,6 +9,7 @@ use super::channel::Channel;
 use super::contexts::{ContextNumber, Contexts, lists};
 use super::entry::{Client, Entry};
 use super::exports::{Exports, Found, Patience};
+use super::handshake::Handshake;
 use super::limits::{
     LISTED_AT_ONCE, NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX,
     OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, OPTIONS_PER_EXPORT, PAYLOAD_BYTES_MAX,
@@ -83,27 +84,37 @@ pub(super) enum Negotiated {
     StartTls { flags: u16 },
 }
 
+/// Where a client is until it has chosen an export.
+#[derive(Clone, Copy)]
+pub(super) struct Reception<'a> {
+    pub(super) exports: &'a Exports,
+    /// The executor that this runs on.
+    pub(super) queue: usize,
+    /// The client's place.
+    pub(super) here: &'a Handshake,
+}
+
 /// Carries out the handshake.
 pub(super) async fn negotiate(
     channel: &impl Channel,
-    (exports, queue): (&Exports, usize),
+    reception: Reception<'_>,
     security: Security,
 ) -> Result<Negotiated, Refused> {
     let mut inbox = Inbox::new(channel);
     send(channel, &protocol::greeting()).await?;
     let flags = protocol::decode_client_flags(inbox.array().await?)
         .map_err(|_| Refused::Malformed("unknown client flags"))?;
-    options(channel, inbox, (exports, queue), flags, security).await
+    options(channel, inbox, reception, flags, security).await
 }
 
 /// Continues the handshake behind TLS.
 pub(super) async fn haggle(
     channel: &impl Channel,
-    (exports, queue): (&Exports, usize),
+    reception: Reception<'_>,
     flags: u16,
 ) -> Result<Transmission, Refused> {
     let inbox = Inbox::new(channel);
-    match options(channel, inbox, (exports, queue), flags, Security::Established).await? {
+    match options(channel, inbox, reception, flags, Security::Established).await? {
         Negotiated::Transmission(transmission) => Ok(transmission),
         Negotiated::StartTls { .. } => unreachable!("it is there already"),
     }
@@ -113,7 +124,7 @@ pub(super) async fn haggle(
 async fn options<C: Channel>(
     channel: &C,
     mut inbox: Inbox<'_, C>,
-    (exports, queue): (&Exports, usize),
+    Reception { exports, queue, here }: Reception<'_>,
     flags: u16,
     security: Security,
 ) -> Result<Negotiated, Refused> {
@@ -130,6 +141,7 @@ async fn options<C: Channel>(
     for _ in 0..OPTIONS_MAX + OPTIONS_PER_EXPORT * exports.len() {
         let header = OptionHeader::decode(&inbox.array().await?)
             .map_err(|_| Refused::Malformed("not an option"))?;
+        here.hear();
         bytes_total += u64::from(header.len);
         if header.len > OPTION_BYTES_SKIPPED_MAX || bytes_total > OPTION_BYTES_TOTAL_MAX {
             return Err(Refused::TooMuch);
@@ -373,7 +385,9 @@ impl Negotiation<'_> {
         }
         self.reply(out, option, option_reply::ACK, &[]);
         match client {
-            Some(client) => Step::Transmit { client, contexts: self.selected(request.name) },
+            Some(client) => {
+                Step::Transmit { client, contexts: self.selected(request.name) }
+            }
             None => Step::Next,
         }
     }
