@@ -27,7 +27,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Why a handshake ended without a session.
 #[derive(Debug)]
@@ -245,9 +245,17 @@ struct Negotiation<'a> {
     flags: u16,
     security: Security,
     style: ReplyStyle,
-    /// The contexts that were selected, and the export name with that.
-    selected: Option<(Vec<u8>, Rc<[ContextNumber]>)>,
+    selected: Option<Selected>,
     patience: Patience,
+}
+
+/// The contexts that were selected.
+struct Selected {
+    name: Vec<u8>,
+    /// The export that was called so: by the time that it is chosen that may be another one, which
+    /// has other contexts. It may end meanwhile.
+    of: Weak<Entry>,
+    contexts: Rc<[ContextNumber]>,
 }
 
 impl Negotiation<'_> {
@@ -326,7 +334,8 @@ impl Negotiation<'_> {
         if self.flags & handshake::NO_ZEROES == 0 {
             out.extend([0; protocol::EXPORT_NAME_PADDING]);
         }
-        Ok(Step::Transmit { client, contexts: self.selected(data) })
+        let contexts = self.selected(data, &entry);
+        Ok(Step::Transmit { client, contexts })
     }
 
     /// "NBD_OPT_STARTTLS".
@@ -386,7 +395,7 @@ impl Negotiation<'_> {
         self.reply(out, option, option_reply::ACK, &[]);
         match client {
             Some(client) => {
-                Step::Transmit { client, contexts: self.selected(request.name) }
+                Step::Transmit { client, contexts: self.selected(request.name, &entry) }
             }
             None => Step::Next,
         }
@@ -435,18 +444,20 @@ impl Negotiation<'_> {
             }
         }
         if selects {
-            self.selected = Some((request.name.to_vec(), selected.into()));
+            let (name, of) = (request.name.to_vec(), Arc::downgrade(&entry));
+            self.selected = Some(Selected { name, of, contexts: selected.into() });
         }
         self.reply(out, option, option_reply::ACK, &[]);
         Step::Next
     }
 
-    /// What was selected for the export of this name.
-    fn selected(&self, name: &[u8]) -> Rc<[ContextNumber]> {
-        match &self.selected {
-            Some((of, contexts)) if of == name => Rc::clone(contexts),
-            _ => Rc::default(),
-        }
+    /// What was selected for `entry` under this name.
+    fn selected(&self, name: &[u8], entry: &Arc<Entry>) -> Rc<[ContextNumber]> {
+        let is_it = |selected: &&Selected| {
+            selected.name == name && std::ptr::eq(selected.of.as_ptr(), Arc::as_ptr(entry))
+        };
+        let selected = self.selected.as_ref().filter(is_it);
+        selected.map_or_else(Rc::default, |selected| Rc::clone(&selected.contexts))
     }
 
     /// As qemu-nbd: where nothing is written, a flush or a FUA flag has nothing to do and is
