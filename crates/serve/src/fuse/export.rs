@@ -13,7 +13,7 @@ pub(super) struct Export {
     pub(super) gate: Arc<Gate>,
     pub(super) attributes: Attributes,
     pub(super) discard: Discard,
-    pub(super) edges: SharedLock,
+    pub(super) edges: Arc<SharedLock>,
     /// One for each executor, and the last for the thread that takes requests.
     pub(super) stats: Box<[QueueStats]>,
     pub(super) failures: FailureLog,

@@ -39,6 +39,8 @@ pub struct ServerConfig {
     pub image: Option<PathBuf>,
     /// What happens to holes that are punched.
     pub discard: Discard,
+    /// The lock of changes at the edges of sectors: one for all servers of the disk.
+    pub edges: Arc<SharedLock>,
     /// Whether others than this user may use the file.
     pub allow_other: AllowOther,
     /// The executors.
@@ -71,7 +73,8 @@ impl Server {
     /// # Errors
     /// As [`Mounts::mount`]; else any error of the system.
     pub fn prepare(config: ServerConfig) -> Result<Prepared<Running>> {
-        let ServerConfig { file, disk, image, discard, allow_other, workers, mounts } = config;
+        let ServerConfig { file, disk, image, discard, .. } = config;
+        let ServerConfig { edges, allow_other, workers, mounts, .. } = config;
         let image = image.as_deref().map(open_image).transpose()?;
         let (image, identity) = image.unzip();
         let access = if disk.is_writable() { Access::ReadWrite } else { Access::Read };
@@ -91,7 +94,7 @@ impl Server {
             gate: Gate::new(disk, workers.pool()),
             attributes: Attributes::new(access, others, image),
             discard,
-            edges: SharedLock::default(),
+            edges,
             stats,
             failures: FailureLog::default(),
         });

@@ -61,6 +61,7 @@ impl Place {
             disk,
             image: None,
             discard,
+            edges: Arc::default(),
             allow_other: AllowOther::Auto,
             workers: Workers::start(2, Backend::Pool).expect("executors"),
             mounts: Arc::new(MountsHere::default()),

@@ -176,7 +176,7 @@ async fn run((channel, peer): (&impl Channel, &str), transmission: Transmission,
     let session = transmit(
         channel,
         &transmission,
-        (&entry.edges, share),
+        (&entry.export.edges, share),
         entry.limits,
         &entry.stop,
         stats,

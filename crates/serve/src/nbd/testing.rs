@@ -121,6 +121,7 @@ impl World {
             name: "disk".to_owned(),
             description: "a pattern".to_owned(),
             discard,
+            edges: Arc::default(),
             contexts,
         };
         let pool = Pool::new(POOL_BYTES);

@@ -43,6 +43,7 @@ fn entry_of(
         name: name.to_owned(),
         description: format!("of {name}"),
         discard: Discard::default(),
+        edges: Arc::default(),
         contexts,
     };
     let limits = Limits { connections_max, ..Limits::default() };

@@ -209,11 +209,13 @@ impl<'a> Running<'a> {
             && range.len() <= DIRECT_BYTES_MAX
             && !is_write_through
             && let Some(buf) = memory.buf(piece)
+            && let Some(_sharing) = self.common.try_share()
         {
-            return Work::Write(self.disk.write(range.start(), buf));
+            return Work::Write { io: self.disk.write(range.start(), buf), _sharing };
         }
-        let (disk, memory) = (self.disk, Arc::clone(memory));
+        let (disk, common, memory) = (self.disk, self.common, Arc::clone(memory));
         Work::Long(Box::pin(async move {
+            let _sharing = common.share().await;
             transfer::write(disk, &memory, (range, pieces), window_bytes).await?;
             if is_write_through { disk.flush().await } else { Ok(()) }
         }))
@@ -276,7 +278,9 @@ async fn in_pieces(
             if common.is_ending() {
                 return Ok(Progress::LeftOff);
             }
+            let sharing = common.share().await;
             empty(ZeroRange { range: piece, may_unmap }).await?;
+            drop(sharing);
             if piece.end() < range.end() {
                 // Other tasks run between the pieces.
                 yield_now().await;

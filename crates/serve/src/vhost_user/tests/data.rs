@@ -2,12 +2,16 @@
 
 use crate::discard::Discard;
 use crate::limit::Rates;
-use crate::testing::clock::now;
+use crate::testing::clock::{now, pause};
 use crate::testing::memory::Event;
 use crate::testing::random::Random;
 use crate::vhost_user::testing::{MIB, Ring, Seg, TestDisk, Way, World};
 use mica_block::REQUEST_BYTES_MAX;
+use mica_rt::sync::SharedLock;
 use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 const WAYS: [Way; 4] = [way(false, false), way(true, false), way(false, true), way(true, true)];
@@ -272,6 +276,34 @@ fn failing_disk_returns_an_error_and_the_queue_continues() {
     assert_eq!(rings[0].read(2048, 512).0, 1, "beyond the end");
     assert_eq!(world.counters().failed, 2);
     assert_eq!(world.counters().refused, 1);
+}
+
+/// The story: an NBD client wrote a part of a sector of a disk that a guest had, too: the sector was
+/// read, the guest wrote it, and then it was written back as it had been.
+#[test]
+fn guest_writes_nothing_while_another_server_changes_a_part_of_a_sector() {
+    let mut world = World::new(TestDisk::new(MIB));
+    let edges = Arc::<SharedLock>::default();
+    world.edges = Some(Arc::clone(&edges));
+    world.server = None;
+    world.serve();
+    let (_front_end, mut rings) = world.guest(Way::default());
+    let ring = &mut rings[0];
+    assert_eq!(ring.write(8, &[7; 512]), 0);
+    ring.guest().put(3 * MIB, &range(8, 8, 0));
+    assert_eq!(world.disk.memory.events().len(), 1);
+    for (kind, len) in [(1, 512), (11, 16), (13, 16)] {
+        let mut alone = Box::pin(edges.alone());
+        let mut context = Context::from_waker(Waker::noop());
+        let Poll::Ready(held) = alone.as_mut().poll(&mut context) else { panic!("it is free") };
+        ring.request(kind, 8, &[(3 * MIB, len, false)]);
+        ring.kick();
+        pause(Duration::from_millis(20));
+        assert_eq!(world.disk.memory.events(), []);
+        drop(held);
+        assert_eq!(ring.wait_used(1).len(), 1);
+        assert_eq!(world.disk.memory.events().len(), 1);
+    }
 }
 
 #[test]
