@@ -11,6 +11,7 @@ use crate::tending::Tending;
 use mica_block::{Disk, Manage, Result};
 use mica_qcow2::MapCache;
 use mica_rt::sync::SharedLock;
+use mica_serve::fuse::Mapping;
 use mica_serve::nbd::{Context, Export, Limits, Seat};
 use mica_serve::{Limiter, Listener, Throttled, Workers, fuse, nbd, vhost_user};
 use mica_stack::{DetectZeroes, Stores, Window, WindowPlace, ZeroSpace};
@@ -104,6 +105,7 @@ impl Prepared {
         };
         let Resources { workers, mounts, .. } = resources;
         let (has_nbd, has_file) = (!seats.is_empty(), settings.fuse.is_some());
+        let has_device = device.is_some();
         let edges = Arc::<SharedLock>::default();
         if let Some(listener) = device {
             all.device = Some(vhost_user::Server::prepare(vhost_user::ServerConfig {
@@ -139,6 +141,7 @@ impl Prepared {
                 disk: limited,
                 image,
                 discard: settings.discard.into(),
+                mapping: if has_nbd || has_device { Mapping::Refused } else { Mapping::Allowed },
                 edges,
                 allow_other: settings.allow_other.unwrap_or_default().into(),
                 workers: Arc::clone(workers),

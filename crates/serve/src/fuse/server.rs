@@ -5,7 +5,7 @@
 //! that hangs, or one that is stored on its own file, does not block the rest.
 
 use super::attributes::{Access, AllowOther, Attributes, Others};
-use super::export::Export;
+use super::export::{Export, Mapping};
 use super::file::DiskFile;
 use super::gate::Gate;
 use super::mounts::{MountRequest, Mounts};
@@ -41,6 +41,8 @@ pub struct ServerConfig {
     pub discard: Discard,
     /// The lock of changes at the edges of sectors: one for all servers of the disk.
     pub edges: Arc<SharedLock>,
+    /// Whether programs may map the file into their memory.
+    pub mapping: Mapping,
     /// Whether others than this user may use the file.
     pub allow_other: AllowOther,
     /// The executors.
@@ -74,7 +76,7 @@ impl Server {
     /// As [`Mounts::mount`]; else any error of the system.
     pub fn prepare(config: ServerConfig) -> Result<Prepared<Running>> {
         let ServerConfig { file, disk, image, discard, .. } = config;
-        let ServerConfig { edges, allow_other, workers, mounts, .. } = config;
+        let ServerConfig { mapping, edges, allow_other, workers, mounts, .. } = config;
         let image = image.as_deref().map(open_image).transpose()?;
         let (image, identity) = image.unzip();
         let access = if disk.is_writable() { Access::ReadWrite } else { Access::Read };
@@ -94,6 +96,7 @@ impl Server {
             gate: Gate::new(disk, workers.pool()),
             attributes: Attributes::new(access, others, image),
             discard,
+            mapping,
             edges,
             stats,
             failures: FailureLog::default(),
