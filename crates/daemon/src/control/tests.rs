@@ -1,7 +1,10 @@
 //! Routes, bounds and authorization, over real sockets.
 
 use super::actions::ACTIONS_MAX;
-use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_authorized, reply::BODY_BYTES_MAX, routes};
+use super::room::Room;
+use super::{
+    HEAD_BYTES_MAX, Limit, LogLevel, LogSwitch, is_authorized, reply::BODY_BYTES_MAX, routes,
+};
 use crate::{Config, Daemon, DiskConfig, NbdPlace, ProcessSettings, SandboxMode};
 use mica_block::{Error, ErrorKind};
 use mica_stack::Format;
@@ -12,7 +15,9 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 use tempfile::TempDir;
 
 struct Log(Mutex<LogLevel>);
@@ -191,6 +196,34 @@ fn silent_clients_do_not_block_others() {
         stream.read_to_end(&mut answer).expect("the server closes it");
         assert!(!answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
     }
+}
+
+/// The story: a handover that was given more than ten minutes was cut off from its client, which
+/// never learned how it ended.
+#[test]
+fn client_waits_for_its_answer_as_long_as_what_it_asked_for_takes() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let (short, long) = (Duration::from_millis(1), Duration::from_millis(100));
+    let is_served = |limit: Limit, is_heard: bool| {
+        runtime.block_on(async {
+            let place = Room::new(1).place().await.expect("room");
+            let done = AtomicBool::new(false);
+            let served = async {
+                if is_heard {
+                    place.hear();
+                }
+                tokio::time::sleep(long).await;
+                done.store(true, Ordering::Relaxed);
+                place.answer();
+                std::future::pending::<()>().await;
+            };
+            limit.hold(&place, served).await;
+            done.into_inner()
+        })
+    };
+    assert!(is_served(Limit::AroundAction(short), true));
+    assert!(!is_served(Limit::AroundAction(short), false), "it has asked for nothing");
+    assert!(!is_served(Limit::Whole(short), true));
 }
 
 #[test]

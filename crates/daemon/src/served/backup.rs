@@ -313,6 +313,8 @@ impl Served {
             name: self.export_name().to_owned(),
             description,
             discard: self.settings.discard.into(),
+            // Nobody writes there.
+            edges: Arc::default(),
             contexts,
         })
     }
