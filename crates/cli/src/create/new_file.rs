@@ -13,7 +13,7 @@ use super::device::{Device, is_block_device};
 use super::replaced::Replaced;
 use super::sources::Sources;
 use super::spoiled::Spoiled;
-use super::{beside, node_at};
+use super::{beside, node_at, second_name};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::unfinished::{Unfinished, sync_name};
@@ -26,16 +26,19 @@ use mica_stack::{
 };
 use mica_store::{CacheMode, Locking};
 use mica_units::HostOffset;
+use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions, remove_file};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// A new, empty file. It is removed on drop unless it is kept.
 pub(crate) struct NewFile {
     // Removed before it is closed: whoever finds it unlocked takes it for left.
     unfinished: NewName,
     store: Arc<dyn Store>,
+    /// A second name of a data file, which only the image needs that this one replaces.
+    stray: OnceLock<PathBuf>,
 }
 
 /// What a file is that a verb makes, until it is opened.
@@ -43,6 +46,7 @@ struct Made {
     place: PathBuf,
     file: File,
     replaced: Option<Replaced>,
+    left: Option<OsString>,
 }
 
 /// A file that is not complete, and the name that it gets.
@@ -53,6 +57,8 @@ struct NewName {
     path: PathBuf,
     /// What has the name until then.
     replaced: Option<Replaced>,
+    /// The data file that an image named which a killed process left in its place.
+    left: Option<OsString>,
     /// Whether this process has given it its name, which may not be durable yet.
     is_new: bool,
 }
@@ -61,7 +67,7 @@ impl NewName {
     fn new((path, place): (&Path, Option<PathBuf>), made: Option<File>) -> Self {
         let is_new = made.is_some();
         let unfinished = Unfinished::new(place.as_deref().unwrap_or(path), made);
-        Self { unfinished, place, path: path.to_owned(), replaced: None, is_new }
+        Self { unfinished, place, path: path.to_owned(), replaced: None, left: None, is_new }
     }
 
     /// Where the file is now.
@@ -149,6 +155,12 @@ impl NewFile {
         options: ImageOptions,
     ) -> Result<Self, Failure> {
         sources.check(path)?;
+        if let Some(image) = image
+            && let Some(stray) = second_name::settle(image, path).await?
+        {
+            // One that is there already is the same.
+            let _ = image.stray.set(stray);
+        }
         if is_block_device(path) {
             let what = "is a block device: `mica convert` writes a disk onto one";
             return Err(Failure::new(format!("{} {what}", path.display())));
@@ -195,7 +207,11 @@ impl NewFile {
         }
         let unfinished = NewName::new((path, None), made);
         store.set_len(0).await.map_err(|error| error.wrap(path.display().to_string()))?;
-        Ok(Self { unfinished, store })
+        Ok(Self::of(unfinished, store))
+    }
+
+    fn of(unfinished: NewName, store: Arc<dyn Store>) -> Self {
+        Self { unfinished, store, stray: OnceLock::new() }
     }
 
     /// As [`Self::create_for`], for a `path` at which nothing is, under another name, if it can
@@ -212,7 +228,7 @@ impl NewFile {
         }
         refuse_place(unfinished_place(path), path, sources)?;
         let Some((place, file)) = make_unfinished(path, 0o666)? else { return Ok(None) };
-        let made = Made { place, file, replaced: None };
+        let made = Made { place, file, replaced: None, left: None };
         Self::open_made(path, made, options).await.map(Some)
     }
 
@@ -228,26 +244,27 @@ impl NewFile {
         }
         let Some(old) = Replaced::of(path, old)? else { return Ok(None) };
         refuse_place(old.place(), path, sources)?;
+        let left = old.place().and_then(|place| second_name::data_name_in(&place));
         let Some((place, file)) = make_unfinished(old.path(), 0o600)? else { return Ok(None) };
         if !old.describe(&file) {
             remove_own(&place, &file);
             return Ok(None);
         }
-        let made = Made { place, file, replaced: Some(old) };
+        let made = Made { place, file, replaced: Some(old), left };
         Self::open_made(path, made, options).await.map(Some)
     }
 
     /// Opens the file that was `made` for the image at `path`, and locks it.
     async fn open_made(path: &Path, made: Made, options: &ImageOptions) -> Result<Self, Failure> {
-        let Made { place, file, replaced } = made;
+        let Made { place, file, replaced, left } = made;
         let opened = open(&place, options.clone(), MayWrite::new_file()).await;
         // Before it was locked another process may have taken it for left.
         let is_own = is_file_at(&place, &file);
         match opened {
             Ok(store) if is_own => {
                 let mut unfinished = NewName::new((path, Some(place)), Some(file));
-                unfinished.replaced = replaced;
-                Ok(Self { unfinished, store })
+                (unfinished.replaced, unfinished.left) = (replaced, left);
+                Ok(Self::of(unfinished, store))
             }
             Ok(_) => {
                 let what = format!("another process is making {}", path.display());
@@ -275,7 +292,41 @@ impl NewFile {
         let unfinished = NewName::new((path, None), None);
         let zeroed = zero(&*store, most.min(store.len()?)).await;
         zeroed.map_err(|error| error.wrap(path.display().to_string()))?;
-        Ok(Self { unfinished, store })
+        Ok(Self::of(unfinished, store))
+    }
+
+    /// Whether the image that this one replaces would lose its data file if the one at `data` became
+    /// another one.
+    pub(crate) async fn takes_data_of_old(&self, data: &Path) -> bool {
+        let Some(old) = &self.unfinished.replaced else { return false };
+        let header = read_header(&**old.store()).await;
+        header.is_ok_and(|header| header.incompatible.external_data_file)
+            && !self.has_other_data(old, data).await
+    }
+
+    /// The file that this one replaces.
+    pub(super) fn replaced_store(&self) -> Option<&Arc<dyn Store>> {
+        self.unfinished.replaced.as_ref().map(Replaced::store)
+    }
+
+    /// The data file that an image named which a killed process left where this one is made.
+    pub(super) fn left(&self) -> Option<&OsStr> {
+        self.unfinished.left.as_deref()
+    }
+
+    /// Where it really is once it has its name.
+    pub(super) fn real_path(&self) -> &Path {
+        self.unfinished.replaced.as_ref().map_or(self.path(), Replaced::path)
+    }
+
+    /// Whether it has a name of its own until it is complete.
+    pub(super) fn is_made_aside(&self) -> bool {
+        self.unfinished.place.is_some()
+    }
+
+    /// Whether it stays in any case: what it took the place of is gone.
+    pub(super) fn stays(&self) -> bool {
+        self.unfinished.unfinished.stays()
     }
 
     /// Makes the image that this one replaces none, if the file at `data`, which is about to be
@@ -341,7 +392,7 @@ impl NewFile {
 
     /// The same failure, with that the new file stays, if it does.
     pub(crate) fn say_if_it_stays(&self, failure: Failure) -> Failure {
-        if !self.unfinished.unfinished.stays() {
+        if !self.stays() {
             return failure;
         }
         let path = self.path().display();
@@ -356,6 +407,8 @@ impl NewFile {
 
     /// Keeps the file, which has its name.
     pub(crate) fn keep(self) {
+        // Before the image that needs it.
+        self.stray.get().into_iter().for_each(|stray| second_name::remove_second(stray));
         self.unfinished.keep();
     }
 }
