@@ -295,7 +295,7 @@ impl NewFile {
         Ok(Self::of(unfinished, store))
     }
 
-    /// Whether the image that this one replaces would lose its data file if the one at `data` became
+    /// Whether the image that this one replaces would lose its data file if that at `data` became
     /// another one.
     pub(crate) async fn takes_data_of_old(&self, data: &Path) -> bool {
         let Some(old) = &self.unfinished.replaced else { return false };

@@ -21,7 +21,8 @@
 //! Invariants
 //! - N1 Whatever image is there at an instant names a data file that is its own.
 //! - N2 A second name is removed only together with an image that names it, or that would have: one
-//!   that is replaced, or that a killed process left unfinished.
+//!   that is replaced, or that a killed process left unfinished; or if the file has the name by
+//!   which the image that is replaced names it.
 //!
 //! What is killed after step 3 is ended by the next one that replaces the image ([`settle`]). Where
 //! files cannot have two names, or one of the two has to be overwritten in place, the old image is
@@ -134,9 +135,23 @@ pub(super) async fn settle(
     };
     let needed = header.as_ref().and_then(|header| second(header.data_file_name.as_deref()?));
     let left = image.left().and_then(second).filter(|left| needed.as_ref() != Some(left));
-    left.iter().for_each(|left| drop(remove_unfinished(left)));
-    let (Some(old), Some(header), Some(path)) = (old, header, needed) else { return Ok(None) };
-    if node_at(&path).is_none() || node_at(&path) != node_at(data) {
+    if let Some(left) = left {
+        remove_unfinished(&left);
+    }
+    let (Some(old), Some(header)) = (old, header) else { return Ok(None) };
+    let Some(path) = needed else {
+        let named = header.data_file_name.as_deref().map(Path::new);
+        if named.is_some_and(|named| is_same(&beside(image.path(), named), &real)) {
+            // Step 5 was the last.
+            let seconds = real.file_name().into_iter().flat_map(second_names);
+            let seconds = seconds.map(|second| real.with_file_name(second));
+            seconds
+                .filter(|second| is_same(second, &real))
+                .for_each(|second| remove_second(&second));
+        }
+        return Ok(None);
+    };
+    if !is_same(&path, data) {
         return Ok(Some(path));
     }
     // Step 4 was the last.
@@ -190,6 +205,10 @@ fn name_beside(image: &Path, name: &OsStr, path: &Path) -> Option<OsString> {
     }
     // The name leads through a symbolic link.
     Some(folder_of(path).canonicalize().ok()?.join(path.file_name()?).into())
+}
+
+fn is_same(one: &Path, other: &Path) -> bool {
+    node_at(one).is_some_and(|one| node_at(other) == Some(one))
 }
 
 fn folder_of(path: &Path) -> &Path {

@@ -72,8 +72,8 @@ fn grow(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome {
     Ok(())
 }
 
-/// Layers of a disk are merged, up into the active one or down from it. That is refused while it has
-/// an internal snapshot, which shows what is beneath.
+/// Layers of a disk are merged, up into the active one or down from it. That is refused while it
+/// has an internal snapshot, which shows what is beneath.
 fn merge(fleet: &mut Fleet<'_>, rng: &mut Rng, (number, ended): (usize, Ended)) -> Outcome {
     let disk = &fleet.disks[number];
     let frozen = disk.chain.len() - 1;
