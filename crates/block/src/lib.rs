@@ -42,7 +42,7 @@ pub use manage::{
 };
 pub use manage_chain::{
     ActiveAfter, CommitLayers, ManageBitmaps, ManageChain, MergeControl, MergeProgress, Merged,
-    Pushed, RaiseLayers, Renaming, View,
+    NamedBacking, Pushed, RaiseLayers, Renaming, View,
 };
 pub use manage_volume::{
     BootStats, ClonedFrom, LogStats, ManageVolume, SourceNow, Times, VolumeStats,

@@ -111,6 +111,17 @@ impl Merge {
         }
     }
 
+    /// The lowest layer that it writes to, or whose file it removes; `None` if that is no frozen
+    /// one.
+    fn lowest_changed(&self) -> Option<PathBuf> {
+        match self {
+            Self::Stream { .. } => None,
+            Self::Commit { base, .. } => Some(base.clone()),
+            Self::Raise { into, .. } => Some(into.clone()),
+            Self::Drop { file, .. } => Some(file.path.clone()),
+        }
+    }
+
     /// The file to be removed when the layers have left.
     fn dropped_file(&self) -> Option<DroppedFile> {
         match self {
@@ -127,6 +138,8 @@ pub(crate) struct Job {
     /// The image that the configuration names for the disk.
     named: PathBuf,
     kind: &'static str,
+    /// The lowest frozen layer that changes, if one does.
+    lowest_changed: Option<PathBuf>,
     began: Instant,
     /// Bytes a second at most; 0 if there is no limit.
     rate: u64,
@@ -258,6 +271,7 @@ impl Job {
             disk: name.to_owned(),
             named: named.to_owned(),
             kind: merge.kind(),
+            lowest_changed: merge.lowest_changed(),
             began: now(),
             rate,
             state: Mutex::default(),
@@ -381,6 +395,18 @@ impl Job {
         let mut state = self.lock();
         state.wish(Wish::Cease);
         self.ended.wait_while(&mut state, |state| state.end.is_none());
+    }
+
+    /// Whether the layers of a chain with these `layers` stay as they are, and their files, up to
+    /// the one at `position`.
+    pub(crate) fn leaves_as_it_is(&self, layers: &[PathBuf], position: usize) -> bool {
+        let Some(lowest) = &self.lowest_changed else { return true };
+        mica_stack::position_of(layers, lowest).is_some_and(|lowest| lowest > position)
+    }
+
+    /// What it is called where it is in the way.
+    pub(crate) fn name(&self) -> String {
+        format!("merge {} ({})", self.number, self.kind)
     }
 
     /// Whether it has ended.

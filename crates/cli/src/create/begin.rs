@@ -17,12 +17,14 @@ use super::device::is_block_device;
 use super::new_file::{NewFile, open};
 use super::new_name::NewName;
 use super::replaced::Replaced;
+use super::second_name;
 use super::sources::Sources;
 use crate::failure::Failure;
 use crate::unfinished::Unfinished;
 use mica_block::Store;
 use mica_stack::{ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, unfinished_place};
 use mica_store::Locking;
+use std::ffi::OsString;
 use std::fs::{File, remove_file};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -62,6 +64,12 @@ impl Wish<'_> {
     /// # Errors
     /// If something is there that stays, or that others have; whatever prevents it.
     pub(super) async fn begin(&self) -> Result<NewFile, Failure> {
+        self.sources.check(self.path)?;
+        if let Some(image) = self.image
+            && let Some(stray) = second_name::settle(image, self.path).await?
+        {
+            image.note_stray(stray);
+        }
         self.check_target()?;
         if let Some(new) = self.under_another_name().await? {
             return Ok(new);
@@ -73,7 +81,6 @@ impl Wish<'_> {
     }
 
     fn check_target(&self) -> Result<(), Failure> {
-        self.sources.check(self.path)?;
         if is_block_device(self.path) {
             let what = "is a block device: `mica convert` writes a disk onto one";
             return Err(Failure::new(format!("{} {what}", self.path.display())));
@@ -141,26 +148,30 @@ impl Wish<'_> {
         }
         let Some(old) = Replaced::of(self.path, old)? else { return Ok(None) };
         self.refuse_place(old.place())?;
+        let left = old.place().and_then(|place| second_name::data_name_in(&place));
         let Some((place, file)) = make_unfinished(old.path(), 0o600)? else { return Ok(None) };
         if !old.describe(&file) {
             remove_own(&place, &file);
             return Ok(None);
         }
-        self.open_made((place, file), Some(old)).await.map(Some)
+        self.open_made((place, file), Some((old, left))).await.map(Some)
     }
 
-    /// Opens the `file` that was made at `place`, and locks it.
+    /// Opens the `file` that was made at `place`, and locks it. It takes the place of a file, and
+    /// is where an image with a data file of this name had been left.
     async fn open_made(
         &self,
         (place, file): (PathBuf, File),
-        replaced: Option<Replaced>,
+        replaced: Option<(Replaced, Option<OsString>)>,
     ) -> Result<NewFile, Failure> {
         let opened = open(&place, self.options.clone(), MayWrite::new_file()).await;
         // Before it was locked another process may have taken it for left.
         let is_own = is_file_at(&place, &file);
         match opened {
             Ok(store) if is_own => {
-                Ok(NewFile::of(NewName::to_give(self.path, place, file, replaced), store))
+                let (replaced, left) = replaced.unzip();
+                let name = NewName::to_give(self.path, place, file, replaced);
+                Ok(NewFile::of(name.where_was(left.flatten()), store))
             }
             Ok(_) => {
                 let what = format!("another process is making {}", self.path.display());

@@ -13,21 +13,24 @@ use super::new_name::NewName;
 use super::replaced::Replaced;
 use super::sources::Sources;
 use super::spoiled::Spoiled;
-use super::{beside, node_at};
+use super::{beside, node_at, second_name};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use mica_block::{Images, Store};
 use mica_qcow2::read_header;
 use mica_stack::{FileImages, ImageOptions, MayWrite, wait_for_dead};
 use mica_store::CacheMode;
-use std::path::Path;
-use std::sync::Arc;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 /// A new, empty file. It is removed on drop unless it is kept.
 pub(crate) struct NewFile {
     // Removed before it is closed: whoever finds it unlocked takes it for left.
     name: NewName,
     store: Arc<dyn Store>,
+    /// A second name of a data file, which only the image needs that this one replaces.
+    stray: OnceLock<PathBuf>,
 }
 
 impl NewFile {
@@ -63,7 +66,7 @@ impl NewFile {
 
     /// The file that gets this name, and is opened and locked.
     pub(super) fn of(name: NewName, store: Arc<dyn Store>) -> Self {
-        Self { name, store }
+        Self { name, store, stray: OnceLock::new() }
     }
 
     /// A device, which is to be an image of at most `most` bytes: what they held is zeros from now
@@ -81,7 +84,48 @@ impl NewFile {
         let name = NewName::had(path, None);
         let zeroed = zero(&*store, most.min(store.len()?)).await;
         zeroed.map_err(|error| error.wrap(path.display().to_string()))?;
-        Ok(Self { name, store })
+        Ok(Self::of(name, store))
+    }
+
+    /// Whether the image that this one replaces would lose its data file if that at `data` became
+    /// another one.
+    pub(crate) async fn takes_data_of_old(&self, data: &Path) -> bool {
+        let Some(old) = self.name.replaced() else { return false };
+        let header = read_header(&**old.store()).await;
+        header.is_ok_and(|header| header.incompatible.external_data_file)
+            && !self.has_other_data(old, data).await
+    }
+
+    /// The file that this one replaces.
+    pub(super) fn replaced_store(&self) -> Option<&Arc<dyn Store>> {
+        self.name.replaced().map(Replaced::store)
+    }
+
+    /// The data file that an image named which a killed process left where this one is made.
+    pub(super) fn left(&self) -> Option<&OsStr> {
+        self.name.left()
+    }
+
+    /// Where it really is once it has its name.
+    pub(super) fn real_path(&self) -> &Path {
+        self.name.replaced().map_or(self.path(), Replaced::path)
+    }
+
+    /// Whether it has a name of its own until it is complete.
+    pub(super) fn is_made_aside(&self) -> bool {
+        self.name.is_aside()
+    }
+
+    /// Whether it stays in any case: what it took the place of is gone.
+    pub(super) fn stays(&self) -> bool {
+        self.name.stays()
+    }
+
+    /// Notes that only the image which this one replaces needs the second name of a data file at
+    /// `stray`.
+    pub(super) fn note_stray(&self, stray: PathBuf) {
+        // One that is there already is the same.
+        let _ = self.stray.set(stray);
     }
 
     /// Makes the image that this one replaces none, if the file at `data`, which is about to be
@@ -147,7 +191,7 @@ impl NewFile {
 
     /// The same failure, with that the new file stays, if it does.
     pub(crate) fn say_if_it_stays(&self, failure: Failure) -> Failure {
-        if !self.name.stays() {
+        if !self.stays() {
             return failure;
         }
         let path = self.path().display();
@@ -162,6 +206,8 @@ impl NewFile {
 
     /// Keeps the file, which has its name.
     pub(crate) fn keep(self) {
+        // Before the image that needs it.
+        self.stray.get().into_iter().for_each(|stray| second_name::remove_second(stray));
         self.name.keep();
     }
 }

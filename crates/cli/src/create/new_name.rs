@@ -3,6 +3,7 @@
 use super::replaced::Replaced;
 use crate::failure::Failure;
 use crate::unfinished::{Unfinished, sync_name};
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -15,6 +16,8 @@ pub(super) struct NewName {
     path: PathBuf,
     /// What has the name until then.
     replaced: Option<Replaced>,
+    /// The data file that an image named which a killed process left in its place.
+    left: Option<OsString>,
     /// Whether this process has given it its name, which may not be durable yet.
     is_new: bool,
 }
@@ -25,7 +28,7 @@ impl NewName {
     pub(super) fn had(path: &Path, made: Option<File>) -> Self {
         let is_new = made.is_some();
         let unfinished = Unfinished::new(path, made);
-        Self { unfinished, place: None, path: path.to_owned(), replaced: None, is_new }
+        Self { unfinished, place: None, path: path.to_owned(), replaced: None, left: None, is_new }
     }
 
     /// The file that was `made` at `place`, and gets the name `path`, perhaps in the place of
@@ -37,7 +40,23 @@ impl NewName {
         replaced: Option<Replaced>,
     ) -> Self {
         let unfinished = Unfinished::new(&place, Some(made));
-        Self { unfinished, place: Some(place), path: path.to_owned(), replaced, is_new: true }
+        let (place, path) = (Some(place), path.to_owned());
+        Self { unfinished, place, path, replaced, left: None, is_new: true }
+    }
+
+    /// The same, in whose place was an image that named the data file `left`.
+    pub(super) fn where_was(self, left: Option<OsString>) -> Self {
+        Self { left, ..self }
+    }
+
+    /// The data file that an image named which a killed process left in its place.
+    pub(super) fn left(&self) -> Option<&OsStr> {
+        self.left.as_deref()
+    }
+
+    /// Whether it is under another name yet.
+    pub(super) fn is_aside(&self) -> bool {
+        self.place.is_some()
     }
 
     /// Where the file is now.

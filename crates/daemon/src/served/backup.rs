@@ -10,6 +10,9 @@
 //! Invariants
 //! - I1 What is exported does not change: it is the chain below a frozen layer, of which guests'
 //!   writes go into another.
+//!   So no layer of it is written, nor its file removed, while it is exported: a merge beneath the
+//!   state, or into its layer, and a backup of it exclude each other. A stream writes the active
+//!   layer alone, and a commit above the state what the export does not have: they go on beside it.
 //! - I2 A disk has one backup at a time. It ends with the disk, or with the process, and can be
 //!   begun again with the same state.
 //! - I3 Nothing but the names of the frozen layers is remembered of a state. That its backup was
@@ -137,9 +140,6 @@ impl Served {
             let state = &backup.about.state;
             return Err(self.denied(&format!("has the backup {state:?} under way: end that first")));
         }
-        if self.job().is_some_and(|job| !job.has_ended()) {
-            return Err(self.denied("is being merged: wait for the end, or cancel it"));
-        }
         let disk = self.opened().disk()?;
         let kept = self.kept_states()?;
         let since = wanted.since.as_deref().map(|since| self.find(&kept, since)).transpose()?;
@@ -159,6 +159,7 @@ impl Served {
             let what = format!("the state {:?} is not older than {:?}", since.state, wanted.state);
             return Err(Error::new(ErrorKind::Invalid, what));
         }
+        self.check_merge_allows(&disk.layer_paths(), known)?;
         // What is wrong with the socket is found before a state is kept.
         let door = Door::open(self, &wanted.place, surroundings)?;
         let is_resumed = known.is_some();
@@ -187,6 +188,23 @@ impl Served {
         let (name, state, place) = (&self.name, &about.state, &about.place);
         tracing::info!("the state {state:?} of {name:?} is exported at {place} for a backup");
         Ok(about)
+    }
+
+    /// Makes sure that the merge that is under way, if one is, leaves all as it is that belongs to
+    /// the state that is `known` (I1). A new one is a new layer, and none is put on top meanwhile.
+    fn check_merge_allows(&self, layers: &[PathBuf], known: Option<&Kept>) -> Result<()> {
+        let Some(job) = self.job().filter(|job| !job.has_ended()) else { return Ok(()) };
+        let why = match known {
+            Some(known) if job.leaves_as_it_is(layers, known.position) => return Ok(()),
+            Some(_) => "which changes a layer that the state has",
+            None => "and a new state puts a layer on top of what is merged",
+        };
+        Err(self.denied(&format!(
+            "has {} under way, {why}: wait for its end (`mica ctl jobs`), or cancel it (`mica ctl \
+             cancel {}`)",
+            job.name(),
+            self.name
+        )))
     }
 
     /// Ends the backup that is under way: its state is no longer exported, and stays kept.
@@ -294,11 +312,17 @@ impl Served {
         kept: &Kept,
         since: Option<&Kept>,
     ) -> Result<Export> {
-        let (disk, position) = (Arc::clone(disk), kept.position);
+        let (live, position) = (disk, kept.position);
+        let disk = Arc::clone(live);
         let view = self
             .resources
             .workers
             .run(move || async move { chain(&*disk)?.view(position).await })??;
+        let layers = live.layer_paths();
+        let is_there = |state: &Kept| layers.get(state.position) == Some(&state.file);
+        if ![Some(kept), since].into_iter().flatten().all(is_there) {
+            return Err(self.denied("has other layers now, as a merge has just ended: try again"));
+        }
         let disk = Arc::clone(&view.disk);
         let layers = Layered::fixed(view);
         let mut contexts: Vec<Arc<dyn Context>> = vec![Arc::new(Depth(layers.clone()))];

@@ -2,11 +2,19 @@
 
 use super::bits::ROOM_BYTES;
 use crate::chain::{Chain, ChainOptions};
+use crate::header_io::read_header;
+use crate::snapshots::list_bitmaps;
 use crate::testing::{CLUSTER_BYTES, Folder, REFCOUNTS_AT};
-use mica_block::{Disk as _, Manage as _};
+use mica_block::{
+    Disk as _, Identity, Images, Manage as _, OpenImage, RedoLogs, Result, Sidecars, Upgradable,
+    read_exact,
+};
 use mica_qcow2_format::{Autoclear, BITMAP_BYTES_MAX, BitmapEntry, BitmapTableEntry};
 use mica_rt::{Backend, Buf, Executor};
+use mica_store::faulty::{LogOptions, LogStore};
 use mica_units::{GuestOffset, HostOffset};
+use parking_lot::Mutex;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -24,6 +32,10 @@ fn image_of_long_tables() -> Folder {
 
 /// An image with `count` such bitmaps.
 fn image_of(count: usize, are_enabled: bool) -> Folder {
+    image_of_tables(count, 16, are_enabled)
+}
+
+fn image_of_tables(count: usize, granularity_bits: u8, auto: bool) -> Folder {
     let folder = Folder::default();
     folder.make("image", DISK, None);
     let entries = u32::try_from(BITMAP_BYTES_MAX / CLUSTER_BYTES as u64).expect("many");
@@ -33,9 +45,9 @@ fn image_of(count: usize, are_enabled: bool) -> Folder {
             name: format!("bitmap {number}"),
             table_offset: HostOffset::new(TABLE_AT as u64),
             table_entries: entries,
-            granularity_bits: 16,
+            granularity_bits,
             in_use: false,
-            auto: are_enabled,
+            auto,
         };
         entry.encode(&mut directory);
     }
@@ -147,6 +159,110 @@ fn bits_are_not_written_where_a_table_was_put_since() {
         });
     }
     assert_eq!(refused, 1, "the table is somewhere there");
+}
+
+/// A folder that keeps the longest piece of a file that was read or written at once.
+struct Watched {
+    folder: Folder,
+    longest: Arc<Mutex<u64>>,
+}
+
+impl Watched {
+    fn new(folder: &Folder) -> Self {
+        Self { folder: folder.clone(), longest: Arc::default() }
+    }
+
+    fn watch(&self, image: OpenImage) -> OpenImage {
+        let longest = Arc::clone(&self.longest);
+        let sink = move |line: &str| {
+            let len = line.split(" len=").nth(1).and_then(|rest| rest.split(' ').next());
+            let is_data = line.contains(" read ") || line.contains(" write ");
+            if let Some(len) = len.filter(|_| is_data).and_then(|len| len.parse::<u64>().ok()) {
+                let mut longest = longest.lock();
+                *longest = len.max(*longest);
+            }
+        };
+        let store = LogStore::new(Arc::clone(&image.store), LogOptions { sink: Arc::new(sink) });
+        OpenImage { store: Arc::new(store), ..image }
+    }
+}
+
+impl Images for Watched {
+    fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
+        self.folder.resolve(referrer, name)
+    }
+
+    fn open(&self, path: &Path) -> Result<OpenImage> {
+        self.folder.open(path).map(|image| self.watch(image))
+    }
+
+    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
+        self.open(path)
+    }
+
+    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
+        self.open(path)
+    }
+
+    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
+        Ok(Upgradable::new(self.open(path)?, || Ok(())))
+    }
+
+    fn identify(&self, path: &Path) -> Result<Identity> {
+        self.folder.identify(path)
+    }
+
+    fn sidecars(&self) -> &dyn Sidecars {
+        self.folder.sidecars()
+    }
+
+    fn redo_logs(&self) -> &dyn RedoLogs {
+        self.folder.redo_logs()
+    }
+
+    fn now_ns(&self) -> i128 {
+        self.folder.now_ns()
+    }
+}
+
+/// The story: a disk grew, and the tables of all its bitmaps were in memory at one time, 24 bytes
+/// for each 8 of them.
+#[test]
+fn tables_are_copied_a_piece_at_a_time() {
+    // 16384 entries of the table: two pieces.
+    const GROWN: u64 = 256 << 30;
+    const ONES: [usize; 4] = [5, 8191, 8192, 16383];
+    Executor::new(Backend::Sim { seed: 1 }).expect("starts").block_on(async {
+        for (count, granularity_bits, auto, len) in
+            [(Autoclear::KEPT_BITMAPS_MAX, 16, true, 2 * DISK), (1, 9, false, GROWN)]
+        {
+            let folder = image_of_tables(count, granularity_bits, auto);
+            let at = 5 * CLUSTER_BYTES;
+            let ones = BitmapTableEntry::Ones.encode().to_be_bytes();
+            ONES.iter().for_each(|entry| folder.put("image", at + entry * 8, &ones));
+            let images = Arc::new(Watched::new(&folder));
+            let longest = Arc::clone(&images.longest);
+            let chain = Chain::open(images, &Folder::path("image"), &options()).await;
+            let chain = chain.expect("opens");
+            *longest.lock() = 0;
+            chain.resize(len).await.expect("it grows");
+            chain.close().await.expect("it is closed");
+            if auto {
+                // The L1 table of the other one is longer.
+                assert!(*longest.lock() <= 64 << 10);
+                continue;
+            }
+            let image = folder.open(&Folder::path("image")).expect("there").store;
+            let header = read_header(&*image).await.expect("a header");
+            let entries = list_bitmaps(&*image, &header).await.expect("bitmaps");
+            let [entry] = &entries[..] else { panic!("{entries:?}") };
+            assert_eq!((entry.table_entries, entry.in_use), (16384, false));
+            let table = read_exact(&*image, entry.table_offset, 16384 * 8).await.expect("read");
+            let is_set = |index: &usize| table[index * 8..index * 8 + 8] == ones;
+            assert_eq!((0..16384).filter(is_set).collect::<Vec<_>>(), ONES);
+            assert!(table.iter().filter(|byte| **byte != 0).count() == ONES.len());
+        }
+    });
 }
 
 fn options() -> ChainOptions {

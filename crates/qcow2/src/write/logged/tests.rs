@@ -65,7 +65,8 @@ fn reader_of_the_tables_sees_no_entry_before_it_is_in_the_log() {
     let bits = ClusterBits::new(12).expect("of the format");
     let file = Arc::new(MemoryStore::new_writable("the image", vec![0; LEN]));
     let metadata = Metadata::new(Arc::clone(&file) as _, bits);
-    let l2 = L2Format { cluster_bits: bits, version: Version::V3, extended: false, data_file: false };
+    let l2 =
+        L2Format { cluster_bits: bits, version: Version::V3, extended: false, data_file: false };
     let mut header = Header::new(l2, Compression::Deflate);
     header.refcount_table_offset = HostOffset::new(1 << 12);
     header.refcount_table_clusters = 1;
