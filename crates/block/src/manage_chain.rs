@@ -3,6 +3,7 @@
 
 use crate::{Disk, LocalFuture, Result, SnapshotGroup};
 use mica_units::{GuestRange, LayerNumber};
+use std::ffi::OsStr;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -86,6 +87,24 @@ pub trait ManageChain {
         layers: CommitLayers<'a>,
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>>;
+
+    /// Makes the active layer name `base` as its backing file, durably, and ends the writing, as
+    /// [`crate::Manage::close`]: nobody else can open the layer for writing between what was
+    /// written here, because the new base does not show it, and its name. The chain shows the
+    /// layers that it had until it is dropped.
+    ///
+    /// Errors: `Denied` while a merge is under way; `Limit` or `Unsupported` if the header has no
+    /// room for the name; otherwise as [`crate::Disk::flush`]. It is closed then, if it can be.
+    fn close_on<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>>;
+}
+
+/// A backing file, as an image names it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NamedBacking<'a> {
+    /// The name.
+    pub name: &'a OsStr,
+    /// The format, if the image states it.
+    pub format: Option<&'a str>,
 }
 
 /// The dirty bitmaps that a chain's layers have.

@@ -71,7 +71,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     executor.block_on(async {
         let chain = args.images.chain_options(IndexUse::Read)?;
-        let (format, options) = (args.images.format()?, args.images.image_options()?);
+        let (format, options) = (args.images.format(), args.images.image_options()?);
         let has_locks = matches!(options.locking, Locking::On);
         let disk = mica_stack::open_writable(&args.file, format, options, &chain).await?;
         let merged = async {

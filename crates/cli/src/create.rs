@@ -1,14 +1,18 @@
 //! `mica create`: creates an image, with qemu-img's options.
 
+mod begin;
 mod device;
 mod encryption;
 mod names;
 mod new_file;
+mod new_name;
 pub(crate) mod options;
 mod replaced;
+mod second_name;
 mod sources;
 mod spoiled;
 
+pub(crate) use begin::Existing;
 pub(crate) use device::{Device, claim, is_block_device};
 pub(crate) use encryption::{EncryptOptions, warn_of_plain};
 pub(crate) use names::{
@@ -31,6 +35,7 @@ use mica_stack::{
     ExpectedOverlays, Format, ImageOptions, announce_overlays, expect_overlays, note_overlay,
 };
 use mica_units::HostOffset;
+use second_name::SecondName;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
@@ -82,7 +87,7 @@ pub(crate) struct CreateArgs {
 
 pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
-    let format = args.images.format()?;
+    let format = args.images.format();
     let mut options = parse_options(&args.options, format)?;
     if let Some(backing) = &args.backing {
         options.wish.backing_name = Some(backing.clone());
@@ -153,8 +158,9 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let fields = describe_qcow2(&args.file, &plan);
     let images = options_of(&args.images)?;
     let device = Device::of(&args.file)?;
+    let existing = Existing::unless_forced(args.force);
     let image = match &device {
-        None => NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?,
+        None => NewFile::create(&args.file, existing, &sources, &args.images).await?,
         Some(_) if !args.force => {
             let what = "is a block device: --force overwrites what it holds";
             return Err(Failure::new(format!("{} {what}", args.file.display())));
@@ -171,7 +177,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     // The image itself is there by now, and what it replaces is still.
     sources.add_file(image.place());
     sources.add_file(image.path());
-    let data = new_data_file(&image, &plan, args.force, &sources, images).await?;
+    let data = new_data_file(&image, &plan, existing, &sources, images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
@@ -198,6 +204,12 @@ pub(crate) async fn keep_new(
     base: Option<&NamedBase>,
 ) -> Result<(), Failure> {
     let Some(data) = data else { return keep_all(vec![image], base) };
+    if data.is_made_aside()
+        && image.takes_data_of_old(data.path()).await
+        && let Some(second) = SecondName::give(&image, &data).await?
+    {
+        return keep_by_second_name((image, data), second, base).await;
+    }
     // Whoever is killed between the two leaves no image that shows what is another one's.
     let spoiled = image.spoil_old(data.path()).await?;
     let (place, path) = (data.path().to_owned(), image.path().to_owned());
@@ -212,6 +224,48 @@ pub(crate) async fn keep_new(
         );
     }
     spoiled.mend().await;
+    Err(failure)
+}
+
+/// As [`keep_new`], for an image that names its data file by its `second` name until both have
+/// their places.
+async fn keep_by_second_name(
+    (image, data): (NewFile, NewFile),
+    second: SecondName,
+    base: Option<&NamedBase>,
+) -> Result<(), Failure> {
+    let (mut images, mut data) = (vec![image], data);
+    let unnamed = match name_noted(&mut images, (First::Image, Some(&mut data)), base) {
+        Ok(()) => match second.restore().await {
+            Ok(()) => {
+                drop(second);
+                images.into_iter().chain([data]).for_each(NewFile::keep);
+                return Ok(());
+            }
+            Err(error) => Unnamed { failure: error.into(), expected: None },
+        },
+        Err(unnamed) => unnamed,
+    };
+    let Unnamed { mut failure, expected } = unnamed;
+    if data.stays() {
+        // The old image would show what is in the new data file.
+        second.stay();
+        images.into_iter().chain([data]).for_each(NewFile::keep);
+        return Err(failure);
+    }
+    let stays = images.iter().any(NewFile::stays);
+    if stays {
+        let second = second.path().display();
+        failure = failure.and(format!("its data file is {second}"));
+    }
+    // As long as the new image has the name its data file is there.
+    drop(data);
+    drop(images);
+    match stays {
+        true => second.stay(),
+        false => drop(second),
+    }
+    expected.into_iter().for_each(ExpectedOverlays::forget);
     Err(failure)
 }
 
@@ -232,11 +286,44 @@ fn keep_together(
     mut data: Option<NewFile>,
     base: Option<&NamedBase>,
 ) -> Result<(), Failure> {
+    match name_noted(&mut images, (First::Data, data.as_mut()), base) {
+        Ok(()) => {
+            images.into_iter().chain(data).for_each(NewFile::keep);
+            Ok(())
+        }
+        Err(Unnamed { failure, expected }) => {
+            drop((images, data));
+            expected.into_iter().for_each(ExpectedOverlays::forget);
+            Err(failure)
+        }
+    }
+}
+
+/// Why files did not all get their names, and what was noted of them.
+struct Unnamed {
+    failure: Failure,
+    expected: Option<ExpectedOverlays>,
+}
+
+/// Which file of an image gets its name first.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum First {
+    Image,
+    Data,
+}
+
+/// Gives the images, and the data file that one of them may have, their names, and notes the images
+/// beside the `base`.
+fn name_noted(
+    images: &mut [NewFile],
+    (first, mut data): (First, Option<&mut NewFile>),
+    base: Option<&NamedBase>,
+) -> Result<(), Unnamed> {
     let paths: Vec<_> = images.iter().map(|image| image.path().to_owned()).collect();
     let paths: Vec<_> = paths.iter().map(PathBuf::as_path).collect();
     let base = base.filter(|base| !base.may_be_missing || base.path.exists());
     let expected = base.map(|base| expect_overlays(&base.path, &paths));
-    let named = name_all(&mut images, data.as_mut()).and_then(|()| match base {
+    let named = name_all(images, (first, data.as_deref_mut())).and_then(|()| match base {
         Some(base) if base.may_be_missing => {
             paths.iter().for_each(|path| note_overlay(&base.path, path));
             Ok(())
@@ -244,23 +331,29 @@ fn keep_together(
         Some(base) => Ok(announce_overlays(&base.path, &paths)?),
         None => Ok(()),
     });
-    if let Err(failure) = named {
-        let files = images.iter().chain(&data);
+    named.map_err(|failure| {
+        let files = images.iter().chain(data.as_deref());
         let failure = files.fold(failure, |failure, file| file.say_if_it_stays(failure));
-        drop((images, data));
-        expected.into_iter().for_each(ExpectedOverlays::forget);
-        return Err(failure);
-    }
-    images.into_iter().chain(data).for_each(NewFile::keep);
-    Ok(())
+        Unnamed { failure, expected }
+    })
 }
 
-/// Gives the images their names after their `data` file has its own, all durably.
-fn name_all(images: &mut [NewFile], data: Option<&mut NewFile>) -> Result<(), Failure> {
-    if let Some(data) = data {
-        data.name()?;
-        data.sync_name()?;
+/// Gives the images and the `data` file their names, all durably.
+fn name_all(
+    images: &mut [NewFile],
+    (first, data): (First, Option<&mut NewFile>),
+) -> Result<(), Failure> {
+    let name_data = || match data {
+        Some(data) => data.name().and_then(|()| data.sync_name()),
+        None => Ok(()),
+    };
+    match first {
+        First::Data => name_data().and_then(|()| name_images(images)),
+        First::Image => name_images(images).and_then(|()| name_data()),
     }
+}
+
+fn name_images(images: &mut [NewFile]) -> Result<(), Failure> {
     images.iter_mut().try_for_each(NewFile::name)?;
     let mut synced = None;
     for image in images {
@@ -283,7 +376,7 @@ pub(crate) fn is_any_encrypted(disk: &dyn Manage) -> bool {
 pub(crate) async fn new_data_file(
     image: &NewFile,
     plan: &ImagePlan,
-    force: bool,
+    existing: Existing,
     sources: &Sources,
     images: ImageOptions,
 ) -> Result<Option<NewFile>, Failure> {
@@ -291,7 +384,7 @@ pub(crate) async fn new_data_file(
         None => Ok(None),
         Some(data) => {
             let path = beside(image.path(), Path::new(&data.name));
-            let made = NewFile::create_data(&path, (force, image), sources, images).await;
+            let made = NewFile::create_data(&path, (existing, image), sources, images).await;
             Ok(Some(made?))
         }
     }
@@ -309,9 +402,8 @@ pub(crate) async fn open_backing(
     index: IndexUse,
     images: &ImageArgs,
 ) -> Result<Arc<dyn Manage>, Failure> {
-    let mut images = images.clone();
-    format.unwrap_or_default().clone_into(&mut images.settings.format);
-    images.open(path, index).await
+    let format = format.unwrap_or_default().parse()?;
+    images.with_format(Some(format)).open(path, index).await
 }
 
 async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), Failure> {
@@ -322,7 +414,8 @@ async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), F
     let size = options.wish.plan(size)?.size;
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let sources = Sources::default();
-    let file = NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?;
+    let existing = Existing::unless_forced(args.force);
+    let file = NewFile::create(&args.file, existing, &sources, &args.images).await?;
     fill_raw(&**file.store(), size, preallocation).await?;
     file.store().sync().await?;
     file.named()?.keep();

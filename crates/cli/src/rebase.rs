@@ -7,15 +7,15 @@ use crate::images::ImageArgs;
 use crate::merging::{Shown, position_of};
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
-use mica_block::{Extent, Images, Manage, Merged, read_extents};
+use mica_block::{Error, ErrorKind, Extent, Images, Manage, Merged, NamedBacking, read_extents};
 use mica_qcow2::snapshots::check_none_stands_on_backing;
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
 use mica_stack::merge::Merge;
 use mica_stack::{
-    FileImages, Format, MayWrite, announce_overlays, forget_drops, forget_overlays, note_overlay,
-    refuse_merged, settle_marks,
+    FileImages, Format, GoneFiles, MayWrite, announce_overlays, forget_drops, forget_overlays,
+    note_overlay, refuse_merged, settle_marks,
 };
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use serde_json::json;
@@ -66,7 +66,7 @@ struct Base {
 }
 
 pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
-    if args.images.format()? != Format::Qcow2 {
+    if args.images.format() != Format::Qcow2 {
         return Err(Failure::new("only a qcow2 image has a backing file"));
     }
     let executor = args.images.executor()?;
@@ -141,14 +141,14 @@ impl RebaseArgs {
             self.move_to(&*disk, base).await
         };
         let moved = moved.await;
-        let closed = disk.close().await;
+        let closed = match base {
+            Some(base) if moved.is_ok() => self.close_on(&*disk, base).await,
+            _ => disk.close().await,
+        };
         drop(disk);
         let (copied, new) = moved?;
         closed?;
         if let Some(base) = base {
-            // Whoever merges the base finds the image, whatever becomes of this process.
-            note_overlay(&base.path, &self.file);
-            self.rename(Some(base)).await?;
             follow(&layers, base)?;
             // It shows what it did so far.
             self.announce(base)?;
@@ -161,6 +161,17 @@ impl RebaseArgs {
             forget_overlays(old, std::slice::from_ref(file));
         }
         Ok(copied)
+    }
+
+    /// Names the `base`, which shows all that the image of this `disk` lacks, and closes it. It is
+    /// locked all the while: who wrote to it before it has the name would have written to a disk
+    /// that it does not show then.
+    async fn close_on(&self, disk: &dyn Manage, base: &Base) -> mica_block::Result<()> {
+        // Whoever merges the base finds the image, whatever becomes of this process.
+        note_overlay(&base.path, &self.file);
+        let BackingName { name, format } = &base.name;
+        let named = NamedBacking { name, format: format.as_deref() };
+        disk.chain().ok_or_else(cannot_be_written)?.close_on(named).await
     }
 
     /// Makes sure that whoever merges the `base`, which the image names, finds it.
@@ -177,7 +188,7 @@ impl RebaseArgs {
         base: Option<&Base>,
     ) -> Result<(u64, Option<Arc<dyn Manage>>), Failure> {
         if disk.chain().is_none() {
-            return Err(Failure::new("the image cannot be written"));
+            return Err(cannot_be_written().into());
         }
         let progress = Progress::start(disk.geometry().len, self.report.progress(self.progress));
         let layers = disk.layer_paths();
@@ -220,7 +231,7 @@ impl RebaseArgs {
         }))
     }
 
-    /// Names the new base, and changes nothing else.
+    /// Names the new base, and changes nothing else: with `-u`.
     async fn rename(&self, base: Option<&Base>) -> Result<(), Failure> {
         let options = self.images.image_options()?;
         let may_write = MayWrite::check(&self.file, &options).await?;
@@ -240,9 +251,13 @@ fn follow(layers: &[PathBuf], base: &Base) -> Result<(), Failure> {
     if let Some((image, between)) = layers[at + 1..].split_last() {
         // Marks further below may name one between, too.
         let now = [&layers[..=at], std::slice::from_ref(image)].concat();
-        settle_marks(&now, between)?;
+        settle_marks(&now, between, GoneFiles::Stay)?;
     }
     Ok(())
+}
+
+fn cannot_be_written() -> Error {
+    Error::new(ErrorKind::Denied, "the image cannot be written")
 }
 
 fn copied_by(merged: &Merged) -> u64 {

@@ -23,7 +23,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
-use std::fs::{File, OpenOptions, remove_file, rename};
+use std::fs::{File, OpenOptions, hard_link, remove_file, rename};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -36,6 +36,8 @@ struct Entry {
     /// The file, if this process created it.
     made: Option<File>,
     before: Before,
+    /// Whether it is a second name of another file on the list.
+    is_link: bool,
 }
 
 /// What had the name of a file before it.
@@ -69,7 +71,7 @@ impl Unfinished {
     /// The file at `path`, which this process has created (`made`) or is about to overwrite.
     pub(crate) fn new(path: &Path, made: Option<File>) -> Self {
         watch();
-        files().push(Entry { path: path.to_owned(), made, before: Before::Nothing });
+        files().push(Entry::new(path, made));
         Self { path: path.to_owned() }
     }
 
@@ -82,6 +84,20 @@ impl Unfinished {
         Self::create_with(path, File::try_clone)
     }
 
+    /// Gives the file at `place`, which this process made, a second name. That goes after all that
+    /// may need it, and stays if one of them does.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) fn link(place: &Path, path: &Path) -> io::Result<Self> {
+        watch();
+        let mut files = files();
+        let made = File::open(place)?;
+        hard_link(place, path)?;
+        files.insert(0, Entry { is_link: true, ..Entry::new(path, Some(made)) });
+        Ok(Self { path: path.to_owned() })
+    }
+
     /// As [`Self::create_new`], with a second descriptor from `clone`: there may be no more.
     fn create_with(
         path: &Path,
@@ -91,7 +107,7 @@ impl Unfinished {
         let mut files = files();
         let file = File::create_new(path)?;
         let cloned = clone(&file);
-        let entry = Entry { path: path.to_owned(), made: Some(file), before: Before::Nothing };
+        let entry = Entry::new(path, Some(file));
         let file = cloned.inspect_err(|_| entry.discard())?;
         files.push(entry);
         Ok((Self { path: path.to_owned() }, file))
@@ -113,7 +129,7 @@ impl Unfinished {
         // Without locks nobody removes it.
         let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
         let cloned = file.try_clone();
-        let entry = Entry { path: place.clone(), made: Some(file), before: Before::Nothing };
+        let entry = Entry::new(&place, Some(file));
         let file = cloned.inspect_err(|_| entry.discard())?;
         files.push(entry);
         Ok((Self { path: place }, file))
@@ -228,6 +244,10 @@ impl Drop for Unfinished {
 }
 
 impl Entry {
+    fn new(path: &Path, made: Option<File>) -> Self {
+        Self { path: path.to_owned(), made, before: Before::Nothing, is_link: false }
+    }
+
     /// Whether the file is still where it is to be, as far as that is known.
     fn is_ours(&self) -> bool {
         self.made.as_ref().is_none_or(|file| is_file_at(&self.path, file))
@@ -306,7 +326,9 @@ fn end(signal: i32) {
     if let Err(error) = setrlimit(Resource::Fsize, limit) {
         tracing::debug!(%error, "writes continue until the end");
     }
-    files.iter().for_each(Entry::discard);
+    // What came later may need what was there before.
+    let stays = files.iter().any(|entry| matches!(entry.before, Before::Gone));
+    files.iter().rev().filter(|entry| !entry.is_link || !stays).for_each(Entry::discard);
     // It ends the program, so the lock stays taken. Otherwise the exit code says the same.
     if emulate_default_handler(signal).is_err() {
         std::process::exit(128 + signal);

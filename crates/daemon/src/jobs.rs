@@ -48,6 +48,8 @@ pub(crate) struct Job {
     /// The image that the configuration names for the disk.
     named: PathBuf,
     kind: &'static str,
+    /// The lowest frozen layer that changes, if one does.
+    lowest_changed: Option<PathBuf>,
     began: Instant,
     /// Bytes a second at most; 0 if there is no limit.
     rate: u64,
@@ -134,6 +136,7 @@ impl Job {
             disk: name,
             named,
             kind: merge.kind(),
+            lowest_changed: merge.lowest_changed(),
             began: now(),
             rate,
             state: Mutex::new(State { progress: MergeProgress::default(), course: Course::new() }),
@@ -219,6 +222,18 @@ impl Job {
         let mut state = self.lock();
         state.course.apply(Event::Cancel, now());
         self.ended.wait_while(&mut state, |state| !state.course.has_ended());
+    }
+
+    /// Whether the layers of a chain with these `layers` stay as they are, and their files, up to
+    /// the one at `position`.
+    pub(crate) fn leaves_as_it_is(&self, layers: &[PathBuf], position: usize) -> bool {
+        let Some(lowest) = &self.lowest_changed else { return true };
+        mica_stack::position_of(layers, lowest).is_some_and(|lowest| lowest > position)
+    }
+
+    /// What it is called where it is in the way.
+    pub(crate) fn name(&self) -> String {
+        format!("merge {} ({})", self.number, self.kind)
     }
 
     /// Whether it has ended.
@@ -356,6 +371,38 @@ fn now() -> Instant {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The story: a merge that ended while it was paused was told of as shorter each time.
+    #[test]
+    fn time_of_a_merge_that_ended_while_it_rested_stays_as_it_was() {
+        let began = now();
+        let at = |seconds| began + Duration::from_secs(seconds);
+        let mut course = Course::new();
+        course.apply(Event::Pause, at(5));
+        let job = Job {
+            number: 1,
+            disk: "a".to_owned(),
+            named: PathBuf::from("a.qcow2"),
+            kind: "stream",
+            lowest_changed: None,
+            began,
+            rate: 0,
+            state: Mutex::new(State { progress: MergeProgress::default(), course }),
+            ended: Condvar::new(),
+        };
+        assert_eq!(job.report().state, JobState::Paused);
+        // What is cancelled does not go on.
+        job.lock().course.apply(Event::Cancel, at(7));
+        job.resume();
+        assert_eq!(job.report().state, JobState::Cancelling);
+        assert_eq!(serde_json::to_value(job.report()).expect("text")["state"], "cancelling");
+        let settled = Settled { marks: Ok(()), drops: Ok(()), file: None };
+        let ended = Ended { merged: Merged::Cancelled, settled };
+        job.lock().course.apply(Event::End(Ok(ended)), at(7));
+        let report = job.report();
+        assert_eq!((report.state, report.elapsed_ms), (JobState::Cancelled, 5000));
+        assert!(!report.is_under_way());
+    }
 
     #[test]
     fn estimate_follows_what_is_copied_within_what_the_layers_have() {

@@ -28,7 +28,7 @@
 //!   merges the base later finds it, whatever becomes of this process.
 //! - I4 Step 6 is taken only for a merge that is done, and so durable, and all of it, whatever part
 //!   of it fails: a failure undoes no merge.
-//! - I5 The file of a state is removed last, and only if no mark leads through it.
+//! - I5 The file of a state is removed last, and only if no mark leads to it, or through it.
 //! - I6 A layer that left, and whose file stays, is the user's: nothing says that it was dropped.
 //!
 //! | the process dies | what is left | who settles that |
@@ -45,7 +45,7 @@
 use crate::dropped::{self, Went, forget_drops};
 use crate::merged::MergeMarks;
 use crate::overlays::{check_no_overlays, settle_notes};
-use crate::{GoneImages, ImageOptions, note_overlay, position_of, settle_marks};
+use crate::{GoneFiles, GoneImages, ImageOptions, note_overlay, position_of, settle_marks};
 use mica_block::{
     ActiveAfter, CommitLayers, Error, ErrorKind, Manage, ManageChain, MergeControl, Merged,
     RaiseLayers, Result,
@@ -163,6 +163,12 @@ impl Merge {
         }
     }
 
+    /// The lowest of the frozen layers that change, or whose files go, if there is one.
+    fn lowest_changed(&self) -> Option<PathBuf> {
+        // They are those that nobody else may need.
+        self.needed().and_then(|(layers, _)| layers.into_iter().next())
+    }
+
     /// Steps 1 to 3. `check` is asked for what only the caller knows of the layers that change, or
     /// whose files go, from the lowest: whether another disk of this process needs one.
     ///
@@ -244,7 +250,11 @@ impl Merge {
     fn settle(&self, layers: &[PathBuf], dropped: &[PathBuf]) -> Settled {
         let left = |layer: &PathBuf| position_of(&self.leaving, layer).is_some();
         debug_assert!(dropped.iter().all(left), "only layers leave that were to");
-        let marks = settle_marks(layers, dropped);
+        let files = match self.way {
+            Way::Dropped(_) => GoneFiles::Go,
+            Way::Up | Way::Down { .. } => GoneFiles::Stay,
+        };
+        let marks = settle_marks(layers, dropped, files);
         let base = match self.way {
             Way::Down { .. } => self.base.as_deref(),
             Way::Up | Way::Dropped(_) => None,
@@ -256,8 +266,8 @@ impl Merge {
         let path = self.dropped_state();
         let Dropping { options, gone, .. } = &**dropping;
         let went = Went { into: &self.above, layers };
-        // If a mark may lead through the file it stays, with what says that it was dropped: the
-        // next drop or keep tries it again. Another program may have made an image on it meanwhile.
+        // If a mark may lead to the file it stays, with what says that it was dropped: the next drop
+        // or keep tries it again. Another program may have made an image on it meanwhile.
         let removed =
             marks.clone().and_then(|()| dropped::remove_dropped_file(path, went, options, *gone));
         let drops = match (&marks, &removed) {
@@ -281,6 +291,12 @@ impl Prepared {
     #[must_use]
     pub fn kind(&self) -> &'static str {
         self.merge.kind()
+    }
+
+    /// The lowest of the frozen layers that it changes, or whose files it removes, if there is one.
+    #[must_use]
+    pub fn lowest_changed(&self) -> Option<PathBuf> {
+        self.merge.lowest_changed()
     }
 
     /// Steps 4 to 6, on the chain of `disk`. `control` is asked between the chain's steps.

@@ -498,8 +498,9 @@ mod tests {
         note_overlay(&base, &clone);
         let note = base.with_file_name("base.mica-overlays");
         fs::set_permissions(&note, fs::Permissions::from_mode(0o666)).expect("set");
-        check_no_overlays(std::slice::from_ref(&base), &base, GoneImages::MayBeMoved)
+        let said = check_no_overlays(std::slice::from_ref(&base), &base, GoneImages::MayBeMoved)
             .expect_err("not trusted");
+        assert!(said.to_string().contains("stranger"), "{said}");
     }
 
     #[test]

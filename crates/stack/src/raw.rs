@@ -169,7 +169,8 @@ impl RawDisk {
     }
 
     /// Makes the store, whose length is `before`, `len` bytes long; the new part reads as zeros, or
-    /// is truncated again.
+    /// is truncated again. The last sector of before, which the store may have only a part of, is
+    /// the guest's, who may be writing it now: it stays as it is.
     ///
     /// Where unwritten bytes read as anything, the store grows with the zeros that are written, and
     /// not before: a file that is cut off by a power cut may be shorter then, but has no part that
@@ -178,9 +179,10 @@ impl RawDisk {
         if self.store.reads_unwritten_as_zeros() {
             return self.store.set_len(len).await;
         }
-        let zeroed = write_out_zeroes(&*self.store, before, len - before).await;
+        let start = before.next_multiple_of(SECTOR_BYTES);
+        let zeroed = write_out_zeroes(&*self.store, start, len - start).await;
         if zeroed.is_err() {
-            self.store.set_len(before).await?;
+            self.store.set_len(start).await?;
         }
         zeroed
     }

@@ -14,6 +14,7 @@
 //! | what names what | `place`, `state` |
 //! | the bytes | `format`, docs/formats/extent.md and head.md |
 //! | the objects of a store | `names` |
+//! | in which stage of its life an open volume is | `stage` |
 //! | who writes a volume, how hosts agree on it | model/README.md; `heads`, `claims`, `tenure` |
 //! | what a write does, and what a flush waits for | `writing`, `shared` |
 //! | what is put, and when | `known`, `destage` |
@@ -49,6 +50,7 @@ mod log;
 mod meter;
 mod names;
 mod opening;
+mod origin;
 mod packing;
 mod place;
 mod plans;
@@ -60,6 +62,7 @@ mod scrub;
 mod segment;
 mod shared;
 mod snapshots;
+mod stage;
 mod state;
 mod stream;
 mod tenure;
@@ -83,6 +86,7 @@ pub use log::{DropLog, Found, Log, LogDevice, LogSummary, NotPushed, Record, Roo
 pub use mica_block::{SnapshotInfo, Which};
 pub use names::VolumeName;
 pub use opening::Opening;
+pub use origin::Origin;
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
 pub use properties::{Compression, Encryption, NewVolume, Properties};
 pub use shared::Durability;

@@ -1,6 +1,7 @@
 //! Backups to folders and streams, and what is given back of them.
 
 mod at_once;
+mod beside_merges;
 mod damage;
 mod night;
 mod offline;

@@ -218,6 +218,56 @@ fn old_image_is_none_while_its_data_file_is_another_one() {
     mica_in(dir, &["compare", "-s", "-F", "raw", "disk", "small.raw"]).ok();
 }
 
+/// The story: the machine went down between the old image, which was none any more, and its new
+/// data file: all of it was there, and nothing could be opened.
+#[test]
+fn whatever_is_killed_over_an_image_with_a_data_file_leaves_the_old_or_the_new_one() {
+    if !tools::present(&[tools::QEMU_IMG, tools::STRACE]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    for (name, byte) in [("one.raw", 1), ("two.raw", 2)] {
+        let byte_at = |at: u32| byte + u8::try_from(at >> 15).expect("small");
+        let bytes: Vec<u8> = (0..512 << 10).map(byte_at).collect();
+        fs::write(dir.join(name), bytes).expect("there is room");
+    }
+    let convert =
+        |source| ["convert", "--force", "-f", "raw", "-o", "data_file=data", source, "disk"];
+    let is = |source| {
+        let whole = ["compare", "-q", "-f", "qcow2", "-F", "raw", "disk", source];
+        qemu::img(dir, whole).code() == Some(0)
+    };
+    mica_in(dir, &convert("one.raw")).ok();
+    let mut seen = [0; 2];
+    for call in ["linkat", "renameat2", "unlink", "unlinkat", "fsync", "fdatasync"] {
+        for number in 1..=8 {
+            let (old, new) =
+                if is("one.raw") { ("one.raw", "two.raw") } else { ("two.raw", "one.raw") };
+            let mut strace = Command::new("strace");
+            strace.args(["-f", "-qq", "-o", "/dev/null", "-e"]);
+            strace.arg(format!("inject={call}:signal=KILL:when={number}"));
+            strace.arg(mica::binary()).args(convert(new)).current_dir(dir);
+            let ended = command::finish(&mut strace);
+            let (is_old, is_new) = (is(old), is(new));
+            assert!(is_old || is_new, "{call} {number}: {ended}");
+            qemu::img(dir, ["check", "-q", "disk"]).ok();
+            if ended.code() == Some(0) {
+                assert!(is_new, "{call} {number}");
+                break;
+            }
+            seen[usize::from(is_new)] += 1;
+            // The next one takes away what was left.
+            mica_in(dir, &convert(old)).ok();
+            assert!(is(old), "{call} {number}");
+            let mut names: Vec<_> = fs::read_dir(dir).expect("listed").collect();
+            names.retain(|name| name.as_ref().is_ok_and(|name| name.file_name() != "data"));
+            assert_eq!(names.len(), 3, "{call} {number}: {names:?}");
+        }
+    }
+    assert!(seen.iter().all(|count| *count > 1), "{seen:?}");
+}
+
 /// The story: as the last one, but the new image had a data file of another name, and the old image
 /// could have been read.
 #[test]

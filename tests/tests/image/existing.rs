@@ -12,11 +12,11 @@ fn mica_in(dir: &Path, args: &[&str]) -> command::Finished {
 }
 
 /// A loop device, detached when dropped.
-struct Loop(String);
+pub(crate) struct Loop(pub(crate) String);
 
 impl Loop {
     /// `None` if none can be had here.
-    fn attach(file: &Path) -> Option<Self> {
+    pub(crate) fn attach(file: &Path) -> Option<Self> {
         Self::attach_part(file, &[])
     }
 

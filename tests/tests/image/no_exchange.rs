@@ -46,6 +46,29 @@ fn failure_after_the_old_file_is_gone_says_that_the_new_one_stays() {
     }
 }
 
+/// The story: the new image was left without its data file, and the old image without a name.
+#[test]
+fn new_image_that_stays_names_its_data_file_by_its_second_name() {
+    let Some(dir) = room() else { return };
+    let dir = dir.path();
+    let convert = |source| {
+        ["convert", "--force", "-f", "raw", "-o", "data_file=data", source, "disk"].to_vec()
+    };
+    let shows = |source| {
+        mica_in(dir, &["compare", "-s", "-F", "raw", "disk", source]).ok();
+    };
+    mica_in(dir, &convert("one.raw")).ok();
+    // The data file keeps the old place.
+    let second = "rename,renameat:error=EIO:when=2";
+    let said = mica_without(dir, second, &convert("two.raw")).refusal();
+    assert!(said.contains("disk is the new file all the same"), "{said}");
+    assert!(said.contains("its data file is") && said.contains(".data.mica-data"), "{said}");
+    shows("two.raw");
+    mica_in(dir, &convert("one.raw")).ok();
+    shows("one.raw");
+    assert!(!dir.join(".data.mica-data").exists());
+}
+
 /// The story: the old image could be opened again, and showed what the new data file has at the old
 /// places.
 #[test]
@@ -56,8 +79,12 @@ fn old_image_that_has_lost_its_data_file_stays_none() {
         ["convert", "--force", "-f", "raw", "-o", "data_file=data", source, "disk"].to_vec()
     };
     mica_in(dir, &convert("one.raw")).ok();
-    let second = "rename,renameat:error=EIO:when=2";
-    let said = mica_without(dir, second, &convert("two.raw")).refusal();
+    // Nor can a file have a second name.
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-qq", "-o", "/dev/null", "-e", "inject=renameat2:error=EINVAL"]);
+    strace.args(["-e", "inject=link,linkat:error=EPERM"]);
+    strace.args(["-e", "inject=rename,renameat:error=EIO:when=2"]).arg(mica::binary());
+    let said = command::finish(strace.current_dir(dir).args(convert("two.raw"))).refusal();
     assert!(said.contains("data is the new file all the same"), "{said}");
     assert!(said.contains("disk has lost its data file"), "{said}");
     let said = mica_in(dir, &["info", "disk"]).refusal();

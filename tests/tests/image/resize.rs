@@ -1,5 +1,6 @@
 //! `mica resize` of qcow2 images: old content stays, the new part reads as zeros, nothing leaks.
 
+use crate::existing::Loop;
 use mica_tests::{command, mica, qemu, tools};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -302,6 +303,43 @@ fn over_a_longer_backing_file_a_data_file_shows_zeros() {
     qemu::io(dir, &[], "top.qcow2", &read);
     let said = qemu::img(dir, ["check", "top.qcow2"]);
     assert_eq!(said.code(), Some(0), "{said}");
+}
+
+/// The story: a disk whose data is on a device could not grow, as the device cannot.
+#[test]
+fn a_disk_grows_on_the_device_that_has_its_data() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let put = |byte: u8, len: usize| fs::write(dir.join("device"), vec![byte; len]).expect("room");
+    put(7, 8 << 20);
+    let Some(device) = Loop::attach(&dir.join("device")) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let resize = |size| mica_in(dir, &["resize", "-q", "image.qcow2", size]);
+    let data_file = format!("data_file={}", device.0);
+    // The disk ends within a cluster, the rest of which is of the device.
+    qemu::create(dir, "image.qcow2", &["-o", &data_file], "2098176");
+    qemu::io(dir, &[], "image.qcow2", &["write -P 1 2M 1k"]);
+    for size in ["6M", "8M"] {
+        resize(size).ok();
+        qemu::io(dir, &[], "image.qcow2", &["read -P 1 2M 1k", "read -P 0 2098176 3999k"]);
+        let said = qemu::img(dir, ["check", "image.qcow2"]);
+        assert_eq!(said.code(), Some(0), "{said}");
+    }
+    let said = resize("9M").refusal();
+    assert!(said.contains("8388608 bytes") && said.contains(&device.0), "{said}");
+    // A raw disk shows all of it.
+    let raw = format!("{data_file},data_file_raw=on,preallocation=metadata");
+    qemu::create(dir, "image.qcow2", &["-o", &raw], "2098176");
+    let said = resize("6M").refusal();
+    assert!(said.contains("behind the end") && said.contains("blkdiscard"), "{said}");
+    qemu::io(dir, &["-f", "raw"], &device.0, &["write -P 0 2M 6M", "write -P 5 2098176 1k"]);
+    resize("6M").ok();
+    qemu::io(dir, &[], "image.qcow2", &["read -P 0 2M 4M", "write -P 3 5M 64k"]);
+    qemu::io(dir, &["-f", "raw"], &device.0, &["read -P 3 5M 64k", "read -P 0 2M 3M"]);
 }
 
 /// Readers of the raw file and of the image see the same.

@@ -71,6 +71,39 @@ fn image_shows_the_same_on_another_backing_file() {
     }
 }
 
+/// The story: a server began to write between what rebase copied and the name of the new base,
+/// and its guest's disk had changed under it.
+#[test]
+fn image_is_locked_until_it_names_its_new_backing_file() {
+    if !tools::present(&[TOOLS, &[tools::STRACE]].concat()) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    // As mica and QEMU lock it: whoever writes has this byte.
+    let (writes, file) = (101, fs::File::open(chain.top()).expect("there"));
+    let file = mica_rt::File::new(file.into(), mica_rt::Access::Buffered);
+    let is_written = || file.is_locked_elsewhere(writes, 1).expect("asked");
+    let mut strace = Command::new("strace");
+    // Whoever lets go of it, and opens it again, takes time for that.
+    let slowly = ["-f", "-qq", "-o", "/dev/null", "-e", "inject=openat:delay_enter=20000"];
+    strace.args(slowly).arg(mica::binary()).current_dir(chain.dir());
+    strace.args(["rebase", "-b", "one.qcow2", "-F", "qcow2", "top.qcow2"]);
+    let mut rebase = strace.stdout(Stdio::null()).spawn().expect("strace starts");
+    let mut was_written = false;
+    let ended = clock::poll(Duration::from_secs(60), Duration::from_millis(1), || {
+        let is_written = is_written();
+        was_written |= is_written;
+        let let_go = was_written && !is_written;
+        (let_go || rebase.try_wait().expect("it runs").is_some()).then_some(let_go)
+    });
+    let header = fs::read(chain.top()).expect("there");
+    assert_eq!(ended, Some(true), "it was written: {was_written}");
+    let has = |name: &[u8]| header[..4096].windows(name.len()).any(|part| part == name);
+    assert!(has(b"one.qcow2"), "somebody else could have written it before");
+    assert!(rebase.wait().expect("it ends").success());
+    chain.judge(&chain.expected());
+}
+
 /// The story: a gigabyte of holes in a raw base became a gigabyte of zeros on the disk.
 #[test]
 fn holes_and_zeros_of_a_base_take_no_space_in_the_layer_that_takes_it_over() {

@@ -1,7 +1,8 @@
 //! An old image that is no image any more, because its data file is about to be another one.
 //!
 //! The two files of an image cannot be replaced in one step. Between the two the old image would
-//! show what the new data file has at the old places.
+//! show what the new data file has at the old places. Where the new data file can have a second
+//! name (`second_name.rs`) the old image need not be spoiled.
 
 use mica_block::{Result, Store, read_exact, write_all};
 use mica_qcow2_format::{MAGIC, field};

@@ -10,6 +10,7 @@ use mica_stack::merge::{Merge, Prepared};
 use mica_stack::{FileImages, GoneImages, position_of};
 use parking_lot::MutexGuard;
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -111,7 +112,7 @@ impl Served {
             if base >= top {
                 return Err(invalid("the base is not beneath the top"));
             }
-            self.check_no_state_changes(&layers[base..=top])?;
+            self.check_no_state_changes(layers, base..=top)?;
             Merge::commit(layers, base..=top, ActiveAfter::Emptied, gone).prepare(check)
         })
     }
@@ -191,10 +192,18 @@ impl Served {
         }
     }
 
-    /// Makes sure that no state is kept in these `layers`, and none is exported: both rely on
-    /// layers that a commit changes.
-    fn check_no_state_changes(&self, layers: &[PathBuf]) -> Result<()> {
-        self.check_no_backup()?;
+    /// Makes sure that no state is kept in the layers that a commit is about to `merge`, and none
+    /// exported that has one of them: both rely on layers that it changes.
+    fn check_no_state_changes(
+        &self,
+        layers: &[PathBuf],
+        merge: RangeInclusive<usize>,
+    ) -> Result<()> {
+        let exported = self.backup().and_then(|backup| position_of(layers, &backup.file));
+        if exported.is_none_or(|exported| exported >= *merge.start()) {
+            self.check_no_backup()?;
+        }
+        let layers = &layers[merge];
         let kept = self.kept_states()?;
         match kept.iter().find(|kept| layers.contains(&kept.file)) {
             Some(kept) => Err(self.denied(&format!(

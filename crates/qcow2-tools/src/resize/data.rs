@@ -13,6 +13,9 @@ use mica_units::{ClusterBits, GuestOffset, HostOffset};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// Bytes of a device that are looked at together.
+const READ_BYTES: u64 = 1 << 20;
+
 /// The file that holds the data of an image.
 pub(super) struct DataFile {
     path: PathBuf,
@@ -43,21 +46,20 @@ impl DataFile {
     /// Extends it to a disk of `new` bytes, with nothing but zeros after the `old` ones.
     ///
     /// # Errors
-    /// `Unsupported` if it is a raw disk with data behind its end: that is not ours to remove.
+    /// `Unsupported` if it is a raw disk with data behind its end: that is not ours to remove; or a
+    /// device that is too short.
     pub(super) async fn lengthen(&self, old: u64, new: u64, bits: ClusterBits) -> Result<()> {
         let store = &*self.image.store;
         let len = store.len()?;
         // A writer may have filled the last cluster of the disk.
         let ours = old.next_multiple_of(bits.bytes());
+        if self.is_device() {
+            return self.use_more_of_device((old, ours), new).await;
+        }
         if self.raw && len > ours {
             let behind = store.run_at(HostOffset::new(ours), len - ours)?;
             if behind.kind == RunKind::Data || behind.len < len - ours {
-                let context = format!(
-                    "{} holds data behind the end of the disk, which would show: cut it off with \
-                     `truncate -s {old}` first",
-                    store.name()
-                );
-                return Err(Error::new(ErrorKind::Unsupported, context));
+                return Err(self.has_more(&format!("cut it off with `truncate -s {old}` first")));
             }
         }
         if len > old {
@@ -66,12 +68,53 @@ impl DataFile {
         self.set_len(new).await
     }
 
+    /// As [`Self::lengthen`], for a device: it keeps its length, which must be enough. Of a disk of
+    /// `old` bytes the clusters end at `ours`.
+    async fn use_more_of_device(&self, (old, ours): (u64, u64), new: u64) -> Result<()> {
+        let store = &*self.image.store;
+        let len = store.len()?;
+        if len < new {
+            let context = format!(
+                "{} is a block device of {len} bytes, and the disk of {new} would not fit: make \
+                 it longer first",
+                store.name()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, context));
+        }
+        let mut at = ours;
+        // Nothing else tells what a device has.
+        while self.raw && at < new {
+            let piece = len_of(READ_BYTES.min(new - at));
+            if read_exact(store, HostOffset::new(at), piece).await?.iter().any(|byte| *byte != 0) {
+                let cure = format!("`blkdiscard -z -o {ours}` zeroes it");
+                return Err(self.has_more(&cure));
+            }
+            at += piece as u64;
+        }
+        let written = async {
+            let zeros = Buf::zeroed(len_of(ours.min(new) - old));
+            write_all(store, zeros, HostOffset::new(old)).await?;
+            store.sync().await
+        };
+        written.await.map_err(|error| error.wrap(store.name()))
+    }
+
+    fn has_more(&self, cure: &str) -> Error {
+        let name = self.image.store.name();
+        let what =
+            format!("{name} holds data behind the end of the disk, which would show: {cure}");
+        Error::new(ErrorKind::Unsupported, what)
+    }
+
+    fn is_device(&self) -> bool {
+        matches!(self.image.store.identity(), StoreIdentity::File { inode: 0, .. })
+    }
+
     /// Truncates it to a disk of `size` bytes, if it can be: the disk has its length already, and
     /// the image names nothing behind it. A device keeps its own length.
     pub(super) async fn shorten(&self, size: u64) -> Result<()> {
         let store = &*self.image.store;
-        let is_device = matches!(store.identity(), StoreIdentity::File { inode: 0, .. });
-        if is_device || store.len()? <= size {
+        if self.is_device() || store.len()? <= size {
             return Ok(());
         }
         match self.set_len(size).await {

@@ -1,11 +1,14 @@
 //! A chain from its owner's side: control, statistics, and the index.
 
-use crate::chain::Chain;
+use crate::chain::{Chain, not_writable};
+use crate::write::Writer;
 use mica_block::{
     CommitLayers, Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageBitmaps,
-    ManageChain, ManageIndex, ManageSnapshots, MapStats, MergeControl, Merged, Pushed, RaiseLayers,
-    Renaming, Result, SealState, SnapshotGroup, StoreIdentity, View, WriteStats,
+    ManageChain, ManageIndex, ManageSnapshots, MapStats, MergeControl, Merged, NamedBacking,
+    Pushed, RaiseLayers, Renaming, Result, SealState, SnapshotGroup, StoreIdentity, View,
+    WriteStats,
 };
+use mica_qcow2_format::BackingName;
 use mica_units::LayerNumber;
 use std::borrow::Cow;
 use std::ops::ControlFlow;
@@ -157,6 +160,28 @@ impl ManageChain for Chain {
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
         Box::pin(self.settled(Chain::commit(self, layers, control)))
+    }
+
+    fn close_on<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let _alone = self.pushing.lock().await;
+            self.merging.check_none()?;
+            self.gate.changes_grace().await;
+            let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
+            let format = base.format.map(str::to_owned);
+            let base = BackingName { name: base.name.to_owned(), format };
+            let named = async |writer: Arc<Writer>| {
+                let named = async {
+                    // What the new base does not show.
+                    writer.flush().await?;
+                    writer.name_backing(Some(&base)).await
+                };
+                let named = named.await;
+                let closed = writer.close().await;
+                named.and(closed)
+            };
+            writer.complete(named).await
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 use super::done_at_once;
 use mica_block::{
     Error, ErrorKind, Identity, Images, NoRedoLogs, NoSidecars, OpenImage, ProofSlot, RedoLogs,
-    Result, Sidecars, Store, Upgradable, write_all,
+    Result, Sidecars, Store, Upgradable, read_exact, write_all,
 };
 use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
@@ -63,6 +63,13 @@ impl Folder {
         let (_, file) = self.find(&Self::path(name)).expect("it was made");
         let at = HostOffset::new(at as u64);
         done_at_once(write_all(&*file, Buf::from_slice(bytes), at));
+    }
+
+    /// The `len` bytes at `at` of the image called `name`.
+    pub(crate) fn get(&self, name: &str, at: usize, len: usize) -> Vec<u8> {
+        let (_, file) = self.find(&Self::path(name)).expect("it was made");
+        let at = HostOffset::new(at as u64);
+        done_at_once(read_exact(&*file, at, len)).to_vec()
     }
 
     /// Where the image called `name` is.

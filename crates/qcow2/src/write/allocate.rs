@@ -108,12 +108,23 @@ pub(crate) struct Space {
     width: RefcountWidth,
     /// Whether a cluster that was never written reads as zeros (I3).
     has_blanks: bool,
-    state: Mutex<Clusters>,
+    state: Arc<Mutex<Clusters>>,
     refill: sync::Mutex,
     /// The right to make refcount blocks, or a longer table of them.
     growth: sync::Mutex,
     /// Whether blocks will be needed soon.
     wants_blocks: AtomicBool,
+}
+
+/// What the log has to know of the clusters of an image file.
+pub(super) struct LoggedSpace(Arc<Mutex<Clusters>>);
+
+impl LoggedSpace {
+    /// As [`Space::state`].
+    pub(super) fn state(&self) -> SpaceState {
+        let state = self.0.lock();
+        SpaceState { min_file_len: state.min_file_len, unused: state.unused() }
+    }
 }
 
 /// The result of looking for a free run.
@@ -165,12 +176,14 @@ impl Space {
             future_blocks: None,
             taken: 0,
         };
+        let state = Arc::new(Mutex::new(state));
+        metadata.set_space(LoggedSpace(Arc::clone(&state)));
         Ok(Self {
             metadata: Arc::clone(metadata),
             bits,
             width: header.refcount_width,
             has_blanks,
-            state: Mutex::new(state),
+            state,
             refill: sync::Mutex::default(),
             growth: sync::Mutex::default(),
             wants_blocks: AtomicBool::new(false),
@@ -259,8 +272,7 @@ impl Space {
     /// linked in them is called unused, and the counts of everything linked are in them, or
     /// durable.
     pub(crate) fn state(&self) -> SpaceState {
-        let state = self.lock();
-        SpaceState { min_file_len: state.min_file_len, unused: state.unused() }
+        LoggedSpace(Arc::clone(&self.state)).state()
     }
 
     /// The clusters that were reserved unlinked as `runs` are linked in the pages, which the caller

@@ -38,6 +38,7 @@ use super::channel::Channel;
 use super::check::{Action, Rules};
 use super::contexts::ContextNumber;
 use super::entry::Client;
+use super::export::Export;
 use super::input::Input;
 use super::limits::{Limits, SLOTS_MAX};
 use super::reply::{Outgoing, ReplyStyle};
@@ -117,8 +118,8 @@ pub(super) async fn transmit(
     stats: &QueueStats,
 ) -> (Ended, Traffic) {
     let entry = transmission.client.entry();
-    let (disk, contexts) = (&*entry.export.disk, &*entry.export.contexts);
-    let subject = Subject { disk, contexts, edges: &entry.edges, share };
+    let Export { disk, contexts, edges, .. } = &entry.export;
+    let subject = Subject { disk: &**disk, contexts, edges, share };
     let mut session = Session::new(subject, transmission, limits, stats);
     let _stop = stop.subscribe(&session.wakers.stop);
     let mut receiving = pin!(None);

@@ -4,8 +4,8 @@ use super::{LayeredRaw, Now};
 use mica_block::{
     CommitLayers, Disk as _, Error, ErrorKind, Haste, IndexProgress, LocalFuture, Manage,
     ManageBitmaps, ManageChain, ManageIndex, ManageSnapshots, ManageVolume, MapStats, MergeControl,
-    Merged, Pushed, RaiseLayers, Renaming, Result, SealState, SnapshotGroup, StoreIdentity, View,
-    WriteStats,
+    Merged, NamedBacking, Pushed, RaiseLayers, Renaming, Result, SealState, SnapshotGroup,
+    StoreIdentity, View, WriteStats,
 };
 use mica_qcow2::Chain;
 use mica_units::LayerNumber;
@@ -232,5 +232,9 @@ impl ManageChain for LayeredRaw {
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
         self.merge(move |chain| ManageChain::commit(chain, layers, control))
+    }
+
+    fn close_on<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move { self.chain().ok_or_else(no_layers)?.close_on(base).await })
     }
 }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::mark::Mark;
 use crate::merged::was_merged;
 use crate::{FileImages, Format, MayWrite, open_writable, refuse_merged};
 use mica_block::{Images as _, LocalFuture, MergeProgress};
@@ -248,4 +249,31 @@ fn file_of_a_dropped_state_that_somebody_reads_stays_and_is_the_users() {
     ended.settled.file.expect("it had one").removed.expect_err("it is in use");
     ended.settled.drops.expect("forgotten");
     assert!(state.exists() && !mark_of(state).exists());
+}
+
+/// A disk may go on there, as far as marks say.
+#[test]
+fn file_of_a_dropped_state_stays_if_a_mark_leads_there_and_none_on() {
+    let world = World::new(&["disk@a.qcow2", "disk.qcow2"]);
+    let [base, state, active] = &world.layers[..] else { panic!("three layers") };
+    Mark::put(base, state).expect("marked");
+    let prepared = world.drop_state(1).prepare(|_| Ok(())).expect("prepared");
+    let ended = world.run(prepared, &Watching::new(&|| (), NEVER)).expect("merged");
+    let said = ended.settled.marks.expect_err("it leads there").to_string();
+    assert!(said.contains("base.qcow2.mica-above"), "{said}");
+    ended.settled.file.expect("it had one").removed.expect_err("it stays");
+    assert_eq!(world.disk.layer_paths(), [base, active].map(Clone::clone));
+    assert!(state.exists() && mark_of(state).exists(), "the next drop tries it again");
+}
+
+/// What is exported beside a merge has only layers beneath that one.
+#[test]
+fn merge_knows_the_lowest_frozen_layer_that_it_changes() {
+    let world = World::new(&["disk@a.qcow2", "disk@b.qcow2", "disk.qcow2"]);
+    let lowest = |merge: Merge| merge.prepare(|_| Ok(())).expect("prepared").lowest_changed();
+    assert_eq!(lowest(Merge::stream(&world.layers, Some(0))), None);
+    assert_eq!(lowest(world.commit(1..=3)).as_ref(), Some(&world.layers[1]));
+    for state in [1, 2] {
+        assert_eq!(lowest(world.drop_state(state)).as_ref(), Some(&world.layers[state]));
+    }
 }

@@ -37,7 +37,7 @@ pub(super) enum Ended {
 pub(super) fn change(fleet: &mut Fleet<'_>, rng: &mut Rng, ended: Ended) -> Outcome {
     for number in 0..fleet.disks.len() {
         if fleet.world.does(rng, Kind::Merge, 30) {
-            merge(fleet, rng, number)?;
+            merge(fleet, rng, (number, ended))?;
         }
         if fleet.world.does(rng, Kind::Resize, 20) {
             grow(fleet, rng, number)?;
@@ -72,8 +72,9 @@ fn grow(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome {
     Ok(())
 }
 
-/// Layers of a disk are merged, up into the active one or down from it.
-fn merge(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome {
+/// Layers of a disk are merged, up into the active one or down from it. That is refused while it
+/// has an internal snapshot, which shows what is beneath.
+fn merge(fleet: &mut Fleet<'_>, rng: &mut Rng, (number, ended): (usize, Ended)) -> Outcome {
     let disk = &fleet.disks[number];
     let frozen = disk.chain.len() - 1;
     if frozen == 0 {
@@ -98,8 +99,43 @@ fn merge(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome {
         }
     };
     fleet.tell(format_args!("  {args:?}"));
-    let ending = run(fleet, rng, &args)?;
+    // Then only the name changes, if that.
+    let keeps_base =
+        args[0] == "rebase" && base == disk.chain[frozen - 1] && args.contains(&&*base);
+    let wants_snapshot = fleet.world.does(rng, Kind::Snapshot, 25) && ended == Ended::Closed;
+    let ending = match wants_snapshot && !is_raw(&active) && !keeps_base {
+        true => run_with_snapshot(fleet, rng, (&args, &active))?,
+        false => run(fleet, rng, &args)?,
+    };
     settle(fleet, number, (&what, ending))
+}
+
+/// Runs a verb while the `active` layer has an internal snapshot, if it can have one: then it is
+/// refused.
+fn run_with_snapshot(
+    fleet: &Fleet<'_>,
+    rng: &mut Rng,
+    (args, active): (&[&str], &str),
+) -> Outcome<Ending> {
+    let snapshot = |deed| fleet.world.mica(&["snapshot", "-q", deed, "between", active]);
+    let made = snapshot("-c")?;
+    if !made.status.success() {
+        // Its refcounts may be too narrow.
+        fleet.tell(format_args!("  without a snapshot: {made}"));
+        return run(fleet, rng, args);
+    }
+    fleet.world.counts.snapshots.add();
+    let said = fleet.world.mica(args)?;
+    let ending = ending_of(said.status.success(), &said.to_string())?;
+    if ending != Ending::Refused {
+        let what = format!("{args:?} was {ending:?} beneath an internal snapshot: {said}");
+        return Err(Fault::new(Wrong::Snapshot, what));
+    }
+    let deleted = snapshot("-d")?;
+    match deleted.status.success() {
+        true => Ok(ending),
+        false => Err(Fault::new(Wrong::Failed, format!("deleting a snapshot: {deleted}"))),
+    }
 }
 
 /// Runs a verb, which may be killed.

@@ -20,7 +20,7 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Why a server may refuse a command: what is in its way is there.
-const REFUSALS: [&str; 10] = [
+const REFUSALS: [&str; 11] = [
     // States.
     "would no longer have the states",
     "keeps its state",
@@ -33,6 +33,8 @@ const REFUSALS: [&str; 10] = [
     "is not older than",
     // A merge that was killed, or cancelled.
     "an earlier merge was interrupted",
+    // What is beneath an internal snapshot shows through it.
+    "has internal snapshots",
     // Nothing is on top of it yet.
     "is a raw image",
 ];

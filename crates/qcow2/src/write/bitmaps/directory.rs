@@ -17,6 +17,9 @@ use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 
+/// Bytes of a table that are copied at a time.
+const COPIED_BYTES: u64 = 64 << 10;
+
 /// A bitmap that an image is to have.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct NewBitmap {
@@ -29,6 +32,14 @@ pub(crate) struct NewBitmap {
 /// Clusters with tables and directories that nothing names yet.
 #[derive(Default)]
 struct Taken(Vec<Reserved>);
+
+/// A table of a bitmap that was copied to a new place.
+struct CopiedTable {
+    /// Of the bitmap, in the directory.
+    index: usize,
+    at: HostOffset,
+    entries: u32,
+}
 
 /// Bitmaps whose tables were made longer for a disk that is about to be.
 #[must_use = "they are flagged as in use until the disk has its length"]
@@ -217,9 +228,18 @@ impl Writer {
     }
 
     /// Writes `bytes`, and zeros up to the end of a cluster, to a new place.
-    async fn put_in_new_place(&self, bytes: &[u8], Taken(taken): &mut Taken) -> Result<HostOffset> {
+    async fn put_in_new_place(&self, bytes: &[u8], taken: &mut Taken) -> Result<HostOffset> {
+        let (at, len) = self.take_place(bytes.len() as u64, taken).await?;
+        let mut buf = Buf::zeroed(usize::try_from(len).expect("at most 64 MiB"));
+        buf.put(0, bytes);
+        write_all(&*self.metadata.store, buf, at).await?;
+        Ok(at)
+    }
+
+    /// A place for `bytes`, where nothing is, and how long it is.
+    async fn take_place(&self, bytes: u64, Taken(taken): &mut Taken) -> Result<(HostOffset, u64)> {
         let bits = self.l2.cluster_bits;
-        let count = bits.clusters_for(bytes.len() as u64).max(1);
+        let count = bits.clusters_for(bytes).max(1);
         let len = bits.bytes_of(count);
         let what = "the tables of its dirty bitmaps in one piece: bitmaps of a larger granularity \
                     need less";
@@ -228,10 +248,7 @@ impl Writer {
         let at = bits.start_of(run.first);
         self.metadata.ranges.check(at, len)?;
         self.metadata.lock().drop_cluster(at, len);
-        let mut buf = Buf::zeroed(usize::try_from(len).expect("at most 64 MiB"));
-        buf.put(0, bytes);
-        write_all(&*self.metadata.store, buf, at).await?;
-        Ok(at)
+        Ok((at, len))
     }
 
     /// What was `done` with the clusters that were `taken` has ended: if it failed, and nothing
@@ -306,16 +323,15 @@ impl Writer {
         for (index, entry) in entries.iter().enumerate() {
             let recorded = self.recorded(index);
             let needed = table_entries_for(entry.granularity_bits, len, bits);
-            // One in memory has what the disk needed before, even if there is more in the file.
-            let known = recorded.map_or(u64::from(entry.table_entries), Recorded::table_len);
+            // What a table says beyond the disk as it was before is nobody's, and checked by nobody.
+            let before = table_entries_for(entry.granularity_bits, self.map.len(), bits);
+            let known = recorded.map_or(before, Recorded::table_len);
             let fits = needed == u64::from(entry.table_entries) && needed == known;
             if entry.in_use && recorded.is_none() || fits {
                 continue;
             }
             let table_entries = self.table_entries(entry.granularity_bits, len)?;
-            let mut table = self.read_table(entry).await?;
-            table.resize(slot_of(u64::from(table_entries)), BitmapTableEntry::Zeros);
-            tables.push((index, self.put_table(&table, taken).await?, table));
+            tables.push(self.copy_table((index, entry), (table_entries, known), taken).await?);
         }
         if tables.is_empty() {
             return none;
@@ -325,22 +341,23 @@ impl Writer {
             read_exact(&*self.metadata.store, place.directory_offset, bytes).await?;
         let mut flagged = Vec::new();
         change_bitmap_directory(directory.own_bytes(), place.count, |index, fields| {
-            let Some((_, at, table)) = tables.iter().find(|table| table.0 == index) else { return };
-            fields.table_offset = *at;
-            fields.table_entries = u32::try_from(table.len()).unwrap_or(u32::MAX);
+            let Some(table) = tables.iter().find(|table| table.index == index) else { return };
+            fields.table_offset = table.at;
+            fields.table_entries = table.entries;
             if !fields.in_use {
                 fields.in_use = true;
                 flagged.push(index);
             }
         });
         self.replace_directory(&mut Some(place), (&directory, place.count), taken).await?;
-        for (index, at, table) in tables {
-            let old = &entries[index];
+        for table in tables {
+            let old = &entries[table.index];
             let old_bytes = u64::from(old.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
             self.free_run(old.table_offset, old_bytes);
-            if let Some(recorded) = self.recorded(index) {
+            if let Some(recorded) = self.recorded(table.index) {
                 let mut now = recorded.table();
-                (now.at, now.entries) = (at, table);
+                now.at = table.at;
+                now.entries.resize(slot_of(table.entries.into()), BitmapTableEntry::Zeros);
             }
         }
         Ok(Lengthened(flagged))
@@ -350,12 +367,35 @@ impl Writer {
         self.bitmaps.recorder()?.all.iter().find(|bitmap| bitmap.index == index)
     }
 
-    async fn read_table(&self, entry: &BitmapEntry) -> Result<Vec<BitmapTableEntry>> {
-        let len = u64::from(entry.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
-        let len = usize::try_from(len).expect("bounded by the directory's decoder");
-        let table = read_exact(&*self.metadata.store, entry.table_offset, len).await?;
-        let words = table.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word));
-        words.map(|word| BitmapTableEntry::decode(word, self.l2.cluster_bits)).collect()
+    /// Copies the first `known` entries of the table of the bitmap with this `index` to a new place,
+    /// where it has as many `entries`, a piece at a time: it may be long, and there may be many.
+    async fn copy_table(
+        &self,
+        (index, entry): (usize, &BitmapEntry),
+        (entries, known): (u32, u64),
+        taken: &mut Taken,
+    ) -> Result<CopiedTable> {
+        let (store, bits) = (&*self.metadata.store, self.l2.cluster_bits);
+        let known = known.min(entries.min(entry.table_entries).into());
+        let old_bytes = known * BITMAP_TABLE_ENTRY_BYTES;
+        let entries_bytes = u64::from(entries) * BITMAP_TABLE_ENTRY_BYTES;
+        let (at, len) = self.take_place(entries_bytes, taken).await?;
+        let mut done = 0;
+        while done < len {
+            let piece = COPIED_BYTES.min(len - done);
+            let mut buf = Buf::zeroed(usize::try_from(piece).expect("a piece"));
+            let old = usize::try_from(old_bytes.saturating_sub(done).min(piece)).expect("a piece");
+            let from = HostOffset::new(entry.table_offset.bytes() + done);
+            let part = read_exact(store, from, old).await?;
+            let words = part.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word));
+            for (slot, word) in (0..).zip(words) {
+                let says = BitmapTableEntry::decode(word, bits)?;
+                buf.put(slot * size_of::<u64>(), &says.encode().to_be_bytes());
+            }
+            write_all(store, buf, HostOffset::new(at.bytes() + done)).await?;
+            done += piece;
+        }
+        Ok(CopiedTable { index, at, entries })
     }
 
     /// The disk, which had `old` bytes, has `len` bytes now, or it has not become longer: the new
