@@ -535,6 +535,7 @@ mod tests {
             disk: "a".to_owned(),
             named: PathBuf::from("a.qcow2"),
             kind: "stream",
+            lowest_changed: None,
             began,
             rate: 0,
             state: Mutex::new(State { wish, end, ..State::default() }),
