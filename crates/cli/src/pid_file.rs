@@ -175,8 +175,10 @@ mod tests {
         std::fs::write(&path, " \n").expect("written");
         assert!(PidFile::prepare(&path).is_err(), "no number");
         std::fs::write(&path, "").expect("written");
-        PidFile::prepare(&path).expect("an empty one is replaced").publish().expect("shown");
+        let ours = PidFile::prepare(&path).expect("an empty one is replaced");
+        ours.publish().expect("shown");
         assert_eq!(std::fs::read_to_string(&path).expect("there"), text);
+        drop(ours);
         assert!(PidFile::prepare(&folder.path().join("none/pid")).is_err());
         assert!(PidFile::prepare(folder.path()).is_err());
     }

@@ -48,8 +48,8 @@ impl<'a> Security<'a> {
         }
     }
 
-    /// Listens for NBD clients `at` an address. An `inherited` socket is used as it is. A new one is
-    /// named after `disk`. Certificates are opened by `open`.
+    /// Listens for NBD clients `at` an address. An `inherited` socket is used as it is. A new one
+    /// is named after `disk`. Certificates are opened by `open`.
     ///
     /// # Errors
     /// Whatever prevents that; the inherited socket then stays where it is.

@@ -385,8 +385,8 @@ impl SharedMemory {
         Self { block: Arc::new(Block { memory, layout, owner: Some(owner) }) }
     }
 
-    /// Memory of this process with `len` zeros, used as if it were shared. Tests show with it that a
-    /// path can be given the same memory of a guest twice.
+    /// Memory of this process with `len` zeros, used as if it were shared. Tests show with it that
+    /// a path can be given the same memory of a guest twice.
     pub fn zeroed(len: usize) -> Self {
         let mut own = Buf::zeroed(len);
         let (memory, len) = own.place(0..len);

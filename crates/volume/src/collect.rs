@@ -35,9 +35,9 @@
 //! What is listed, always of the whole store, as extents have no volume in their names: a folder of
 //! extents for each writer of which something is left, a fence included; the folders of claims from
 //! the lowest boundary on, so those of the openings since the last collection; the heads of each
-//! name. In a folder or a bucket that is one request each, and one more for each thousand entries. A
-//! pool keeps folders that are empty: 32 requests for each writer that there ever was whose extents
-//! are all gone, and 33 and one for each extent for the others.
+//! name. In a folder or a bucket that is one request each, and one more for each thousand entries.
+//! A pool keeps folders that are empty: 32 requests for each writer that there ever was whose
+//! extents are all gone, and 33 and one for each extent for the others.
 
 mod areas;
 mod boots;

@@ -80,13 +80,13 @@ pub use collect::{Bytes, CollectOptions, Collected, Progress, Sparse, Speed, Ste
 pub use crypt::{KeyName, VolumeKey};
 pub use environment::Environment;
 pub use format::Id;
+pub use format::origin::Origin;
 pub use heads::Claimed;
 pub use keep::{Keep, SnapshotPer};
 pub use log::{DropLog, Found, Log, LogDevice, LogSummary, NotPushed, Record, Room, Ticket};
 pub use mica_block::{SnapshotInfo, Which};
 pub use names::VolumeName;
 pub use opening::Opening;
-pub use origin::Origin;
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
 pub use properties::{Compression, Encryption, NewVolume, Properties};
 pub use shared::Durability;

@@ -4,23 +4,11 @@
 //! - I1 It is for people: a clone needs nothing of its source.
 //! - I2 A volume is the source only if it has the source's identity: its name may be used again.
 
-use crate::format::Id;
+use crate::format::origin::Origin;
 use crate::heads::Heads;
-use crate::names::VolumeName;
 use crate::snapshots::find;
 use crate::tree::Tree;
 use mica_block::{ClonedFrom, ErrorKind, Result, SourceNow, Which};
-
-/// What a clone was made of. No volume ever gets another name.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Origin {
-    /// The source.
-    pub volume: Id,
-    /// Its name.
-    pub name: VolumeName,
-    /// The number of its snapshot; `None` if it is what the source itself had.
-    pub snapshot: Option<u64>,
-}
 
 impl Origin {
     /// With what is known of the source.

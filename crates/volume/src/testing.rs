@@ -3,8 +3,8 @@
 use crate::crypt::VolumeKey;
 use crate::environment::Environment;
 use crate::format::Id;
+use crate::format::origin::Origin;
 use crate::names::VolumeName;
-use crate::origin::Origin;
 use crate::properties::{Compression, Encryption, NewVolume};
 use crate::volume::Volume;
 use crate::volumes::Volumes;

@@ -14,12 +14,13 @@
 //! - I2 A file that this process made, and another one locked first, is that one's.
 
 use super::device::is_block_device;
-use super::new_file::{NewFile, open};
+use super::new_file::{NewFile, open, options_of};
 use super::new_name::NewName;
 use super::replaced::Replaced;
 use super::second_name;
 use super::sources::Sources;
 use crate::failure::Failure;
+use crate::images::ImageArgs;
 use crate::unfinished::Unfinished;
 use mica_block::Store;
 use mica_stack::{ImageOptions, MayWrite, has_mark, is_file_at, make_unfinished, unfinished_place};
@@ -56,6 +57,38 @@ pub(super) struct Wish<'a> {
     pub(super) image: Option<&'a NewFile>,
     pub(super) sources: &'a Sources,
     pub(super) options: ImageOptions,
+}
+
+impl NewFile {
+    /// Creates the file at `path`, which is none of `sources`.
+    pub(crate) async fn create(
+        path: &Path,
+        existing: Existing,
+        sources: &Sources,
+        images: &ImageArgs,
+    ) -> Result<Self, Failure> {
+        Self::create_with(path, existing, sources, options_of(images)?).await
+    }
+
+    /// As [`Self::create`], with other options for opening it.
+    pub(crate) async fn create_with(
+        path: &Path,
+        existing: Existing,
+        sources: &Sources,
+        options: ImageOptions,
+    ) -> Result<Self, Failure> {
+        Wish { path, existing, image: None, sources, options }.begin().await
+    }
+
+    /// As [`Self::create_with`], for the data file of the new `image`.
+    pub(crate) async fn create_data(
+        path: &Path,
+        (existing, image): (Existing, &Self),
+        sources: &Sources,
+        options: ImageOptions,
+    ) -> Result<Self, Failure> {
+        Wish { path, existing, image: Some(image), sources, options }.begin().await
+    }
 }
 
 impl Wish<'_> {
@@ -231,7 +264,6 @@ fn remove_own(place: &Path, file: &File) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::images::ImageArgs;
     use std::fs;
 
     fn begun(path: &Path, existing: Existing) -> Result<NewFile, Failure> {

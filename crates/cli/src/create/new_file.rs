@@ -7,13 +7,12 @@
 //!
 //! Naming it is where it takes the place of an old file, which is removed when it is kept.
 
-use super::begin::{Existing, Wish};
 use super::device::{Device, zero};
-use super::new_name::NewName;
+use super::new_name::{NewName, remove_second};
 use super::replaced::Replaced;
 use super::sources::Sources;
 use super::spoiled::Spoiled;
-use super::{beside, node_at, second_name};
+use super::{beside, node_at};
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use mica_block::{Images, Store};
@@ -34,36 +33,6 @@ pub(crate) struct NewFile {
 }
 
 impl NewFile {
-    /// Creates the file at `path`, which is none of `sources`.
-    pub(crate) async fn create(
-        path: &Path,
-        existing: Existing,
-        sources: &Sources,
-        images: &ImageArgs,
-    ) -> Result<Self, Failure> {
-        Self::create_with(path, existing, sources, options_of(images)?).await
-    }
-
-    /// As [`Self::create`], with other options for opening it.
-    pub(crate) async fn create_with(
-        path: &Path,
-        existing: Existing,
-        sources: &Sources,
-        options: ImageOptions,
-    ) -> Result<Self, Failure> {
-        Wish { path, existing, image: None, sources, options }.begin().await
-    }
-
-    /// As [`Self::create_with`], for the data file of the new `image`.
-    pub(crate) async fn create_data(
-        path: &Path,
-        (existing, image): (Existing, &Self),
-        sources: &Sources,
-        options: ImageOptions,
-    ) -> Result<Self, Failure> {
-        Wish { path, existing, image: Some(image), sources, options }.begin().await
-    }
-
     /// The file that gets this name, and is opened and locked.
     pub(super) fn of(name: NewName, store: Arc<dyn Store>) -> Self {
         Self { name, store, stray: OnceLock::new() }
@@ -207,7 +176,7 @@ impl NewFile {
     /// Keeps the file, which has its name.
     pub(crate) fn keep(self) {
         // Before the image that needs it.
-        self.stray.get().into_iter().for_each(|stray| second_name::remove_second(stray));
+        self.stray.get().into_iter().for_each(|stray| remove_second(stray));
         self.name.keep();
     }
 }

@@ -119,3 +119,11 @@ impl NewName {
         self.unfinished.stays()
     }
 }
+
+/// Removes a second name that nobody needs any more: what has it has another one.
+pub(super) fn remove_second(path: &Path) {
+    if let Err(error) = std::fs::remove_file(path) {
+        let path = path.display();
+        tracing::warn!(%path, %error, "the second name of a data file stays");
+    }
+}

@@ -85,8 +85,8 @@ fn synchronization() -> Vec<u8> {
     [&[DELIMITER], ask.to_string().as_bytes(), b"\n"].concat()
 }
 
-/// A connection to `socket`. While it has a client already, this waits for up to `limit`, or until a
-/// signal comes.
+/// A connection to `socket`. While it has a client already, this waits for up to `limit`, or until
+/// a signal comes.
 fn connected(socket: &Path, limit: Duration, stop: &AtomicBool) -> Result<UnixStream, Failure> {
     let connected = connect_unix(socket, limit, || stop.load(Ordering::Relaxed));
     connected.map_err(|error| match error.kind() {

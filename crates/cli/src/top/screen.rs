@@ -101,7 +101,8 @@ impl Screen {
         let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.before);
     }
 
-    /// Stops the process, as Ctrl-Z does, with the terminal as it was. Returns when it is continued.
+    /// Stops the process, as Ctrl-Z does, with the terminal as it was. Returns when it is
+    /// continued.
     pub(super) fn suspend(&self) -> Result<(), Failure> {
         self.leave();
         emulate_default_handler(SIGTSTP)?;

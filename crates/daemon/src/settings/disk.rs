@@ -40,8 +40,8 @@ pub struct DiskSettings {
     /// Serve the disk as this file, a raw image.
     ///
     /// By FUSE, for other tools and loop mounts. The file must exist; while mica serves, it is the
-    /// disk. Programs can map it into shared memory only if the disk is served in no other way: what
-    /// others write would not show there.
+    /// disk. Programs can map it into shared memory only if the disk is served in no other way:
+    /// what others write would not show there.
     #[arg(long, value_name = "FILE")]
     pub fuse: Option<PathBuf>,
     /// Whether other users may use the file of --fuse; auto by default.

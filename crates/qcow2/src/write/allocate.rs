@@ -116,17 +116,6 @@ pub(crate) struct Space {
     wants_blocks: AtomicBool,
 }
 
-/// What the log has to know of the clusters of an image file.
-pub(super) struct LoggedSpace(Arc<Mutex<Clusters>>);
-
-impl LoggedSpace {
-    /// As [`Space::state`].
-    pub(super) fn state(&self) -> SpaceState {
-        let state = self.0.lock();
-        SpaceState { min_file_len: state.min_file_len, unused: state.unused() }
-    }
-}
-
 /// The result of looking for a free run.
 enum Look {
     Free {
@@ -177,7 +166,8 @@ impl Space {
             taken: 0,
         };
         let state = Arc::new(Mutex::new(state));
-        metadata.set_space(LoggedSpace(Arc::clone(&state)));
+        let of_log = Arc::clone(&state);
+        metadata.set_space(Box::new(move || of_log.lock().logged()));
         Ok(Self {
             metadata: Arc::clone(metadata),
             bits,
@@ -272,7 +262,7 @@ impl Space {
     /// linked in them is called unused, and the counts of everything linked are in them, or
     /// durable.
     pub(crate) fn state(&self) -> SpaceState {
-        LoggedSpace(Arc::clone(&self.state)).state()
+        self.lock().logged()
     }
 
     /// The clusters that were reserved unlinked as `runs` are linked in the pages, which the caller
@@ -544,6 +534,11 @@ impl Clusters {
         if let Ok(index) = self.in_flight.binary_search_by_key(&first, |run| run.0) {
             self.in_flight.remove(index);
         }
+    }
+
+    /// What the log has to know.
+    fn logged(&self) -> SpaceState {
+        SpaceState { min_file_len: self.min_file_len, unused: self.unused() }
     }
 
     /// What is counted and not linked, in rising order; neighbours are joined.

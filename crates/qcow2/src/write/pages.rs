@@ -17,7 +17,6 @@
 //!   group that fails is put back, and none of its pages is clean before it is written.
 //! - I7 Nobody but the request that puts it here sees an L2 entry before it is in the log.
 
-use super::allocate::LoggedSpace;
 use super::file::ImageFile;
 use crate::live::{HeldClusters, Live, MetadataRanges};
 use crate::redo::{HeaderLogged, HeaderState, Logging, Mark, SpaceState, Stage};
@@ -96,6 +95,10 @@ pub(crate) struct Group {
     pub(crate) logged: Option<Mark>,
 }
 
+/// What the log has to know of the clusters of an image that is open for writing. The caller has
+/// the pages locked.
+pub(super) type SpaceNow = Box<dyn Fn() -> SpaceState + Send + Sync>;
+
 /// The metadata of one image.
 pub(crate) struct Metadata {
     pub(crate) store: Arc<ImageFile>,
@@ -111,8 +114,7 @@ pub(crate) struct Metadata {
     sync_failed: OnceLock<Error>,
     failed: OnceLock<Error>,
     state: Mutex<PageState>,
-    /// Of an image that is open for writing.
-    space: OnceLock<LoggedSpace>,
+    space: OnceLock<SpaceNow>,
 }
 
 impl Metadata {
@@ -251,7 +253,7 @@ impl Metadata {
     }
 
     /// The clusters in use are those of `space`.
-    pub(super) fn set_space(&self, space: LoggedSpace) {
+    pub(super) fn set_space(&self, space: SpaceNow) {
         assert!(self.space.set(space).is_ok(), "an image has one space");
     }
 
@@ -261,7 +263,7 @@ impl Metadata {
         if std::mem::take(&mut pages.has_new_links)
             && let Some(space) = self.space.get()
         {
-            pages.log_touched(|| space.state());
+            pages.log_touched(space);
         }
     }
 

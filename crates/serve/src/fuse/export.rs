@@ -9,8 +9,8 @@ use mica_rt::sync::SharedLock;
 use std::sync::Arc;
 
 /// Whether programs may map the file into their memory and share that with others (`MAP_SHARED`).
-/// The kernel keeps what is mapped: what is written there reaches the disk when the kernel writes it
-/// back, as of any file, and what comes to the disk in other ways does not show.
+/// The kernel keeps what is mapped: what is written there reaches the disk when the kernel writes
+/// it back, as of any file, and what comes to the disk in other ways does not show.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mapping {
     /// They may, if the kernel lets them (Linux 6.6).

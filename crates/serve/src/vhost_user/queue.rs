@@ -95,11 +95,10 @@ enum End {
 /// Serves a queue, on the executor at `place`, until it is asked to stop or moves.
 async fn serve(setup: Setup, place: usize) {
     let Setup { common, index, lost, logs, ending, mut queue, features, kick, inflight } = setup;
-    let control = &*ending.0;
+    let (control, size) = (&*ending.0, usize::from(queue.size()));
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
     queue.set_ready(true);
     let disk = &*common.disk;
-    let size = usize::from(queue.size());
     let wake_set = WakeSet::new(size + PARTS);
     let settings = control.settings();
     let mut running = Running {
@@ -158,9 +157,9 @@ async fn serve(setup: Setup, place: usize) {
         start(Setup { common, index, lost, logs, ending, queue, features, kick, inflight });
         return;
     }
-    // Whoever waits for the end may be about to close the disk.
-    drop(common);
     if let Some(End::Stopped(base)) = end {
+        // Whoever waits for the end may be about to close the disk.
+        drop(common);
         control.stopped(base);
     }
 }

@@ -4,8 +4,7 @@
 
 use super::Id;
 use super::frame::{Frame, Malformed};
-use super::origin::ORIGIN_BYTES;
-use crate::origin::Origin;
+use super::origin::{ORIGIN_BYTES, Origin};
 use crate::place::Writer;
 use crate::properties::{Properties, RawProperties};
 use crate::state::{RawState, State};

@@ -6,7 +6,6 @@
 use super::Id;
 use super::frame::Frame;
 use crate::names::VolumeName;
-use crate::origin::Origin;
 use mica_block::ObjectName;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -16,6 +15,17 @@ pub(crate) const ORIGIN_BYTES: usize = 256;
 pub(crate) const ORIGIN_MAGIC: [u8; 8] = *b"MICAORG\n";
 pub(crate) const ORIGIN_VERSION: u32 = 1;
 const FRAME: Frame = Frame { magic: ORIGIN_MAGIC, version: ORIGIN_VERSION, len: ORIGIN_BYTES };
+
+/// What a clone was made of. No volume ever gets another name.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Origin {
+    /// The source.
+    pub volume: Id,
+    /// Its name.
+    pub name: VolumeName,
+    /// The number of its snapshot; `None` if it is what the source itself had.
+    pub snapshot: Option<u64>,
+}
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]

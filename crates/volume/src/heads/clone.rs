@@ -17,7 +17,7 @@
 use super::Heads;
 use crate::format::Id;
 use crate::format::head::{Head, Life};
-use crate::origin::Origin;
+use crate::format::origin::Origin;
 use crate::properties::Properties;
 use crate::state::State;
 use mica_block::{Error, ErrorKind, Result};

@@ -310,8 +310,8 @@ fn each_bit_of_an_extent_that_is_damaged_is_noticed_when_it_is_read() {
     });
 }
 
-/// The story: a guest whose reads in flight went to the same page got I/O errors, as the sums of all
-/// but one were compared with what another read had put there.
+/// The story: a guest whose reads in flight went to the same page got I/O errors, as the sums of
+/// all but one were compared with what another read had put there.
 #[test]
 fn reads_into_the_same_memory_of_a_guest_all_succeed() {
     for seed in 0..4 {

@@ -8,9 +8,9 @@
 use super::Volumes;
 use crate::format::Id;
 use crate::format::head::{Head, Life};
+use crate::format::origin::Origin;
 use crate::heads::Heads;
 use crate::names::VolumeName;
-use crate::origin::Origin;
 use crate::properties::Properties;
 use crate::snapshots::{find, missing};
 use crate::state::State;

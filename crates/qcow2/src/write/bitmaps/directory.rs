@@ -323,7 +323,8 @@ impl Writer {
         for (index, entry) in entries.iter().enumerate() {
             let recorded = self.recorded(index);
             let needed = table_entries_for(entry.granularity_bits, len, bits);
-            // What a table says beyond the disk as it was before is nobody's, and checked by nobody.
+            // What a table says beyond the disk as it was before is nobody's, and checked by
+            // nobody.
             let before = table_entries_for(entry.granularity_bits, self.map.len(), bits);
             let known = recorded.map_or(before, Recorded::table_len);
             let fits = needed == u64::from(entry.table_entries) && needed == known;
@@ -367,8 +368,9 @@ impl Writer {
         self.bitmaps.recorder()?.all.iter().find(|bitmap| bitmap.index == index)
     }
 
-    /// Copies the first `known` entries of the table of the bitmap with this `index` to a new place,
-    /// where it has as many `entries`, a piece at a time: it may be long, and there may be many.
+    /// Copies the first `known` entries of the table of the bitmap with this `index` to a new
+    /// place, where it has as many `entries`, a piece at a time: it may be long, and there may be
+    /// many.
     async fn copy_table(
         &self,
         (index, entry): (usize, &BitmapEntry),

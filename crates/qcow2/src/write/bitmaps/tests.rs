@@ -136,6 +136,7 @@ fn what_a_table_says_beyond_the_disk_is_nothing_when_that_grows() {
 /// image was put there. Then the bits were written.
 #[test]
 fn bits_are_not_written_where_a_table_was_put_since() {
+    const IS_COPIED: u64 = 1 << 63;
     let table_bytes = usize::try_from(BITMAP_BYTES_MAX).expect("it fits") / CLUSTER_BYTES * 8;
     let first_free = (TABLE_AT + table_bytes) / CLUSTER_BYTES;
     let mut refused = 0;
@@ -152,7 +153,6 @@ fn bits_are_not_written_where_a_table_was_put_since() {
                 let bytes = folder.get("image", at, 8).try_into().expect("eight bytes");
                 u64::from_be_bytes(bytes)
             };
-            const IS_COPIED: u64 = 1 << 63;
             let table = number(3 * CLUSTER_BYTES) & !IS_COPIED;
             let entry = number(usize::try_from(table).expect("in memory"));
             assert_ne!(entry & IS_COPIED, 0, "{cluster}: the link of what was written");

@@ -189,8 +189,8 @@ fn discards_zeros_and_flushes_reach_the_disk() {
     assert_eq!(ring.run(99, 0, &[]).0, 2);
 }
 
-/// The story: a driver that had not negotiated flushes got its answers as one that had, and lost in a
-/// power cut what it had every right to think durable.
+/// The story: a driver that had not negotiated flushes got its answers as one that had, and lost in
+/// a power cut what it had every right to think durable.
 #[test]
 fn changes_of_a_driver_without_flushes_are_durable_when_they_are_answered() {
     let world = World::new(TestDisk::new(4 * MIB));
@@ -278,8 +278,8 @@ fn failing_disk_returns_an_error_and_the_queue_continues() {
     assert_eq!(world.counters().refused, 1);
 }
 
-/// The story: an NBD client wrote a part of a sector of a disk that a guest had, too: the sector was
-/// read, the guest wrote it, and then it was written back as it had been.
+/// The story: an NBD client wrote a part of a sector of a disk that a guest had, too: the sector
+/// was read, the guest wrote it, and then it was written back as it had been.
 #[test]
 fn guest_writes_nothing_while_another_server_changes_a_part_of_a_sector() {
     let mut world = World::new(TestDisk::new(MIB));

@@ -44,8 +44,8 @@ fn requests_that_are_not_done_in_place_run_side_by_side_where_there_is_memory() 
     assert_eq!(rings[0].wait_used(usize::from(REQUESTS)).len(), usize::from(REQUESTS));
 }
 
-/// The story: a piece that went on in the next region at an odd address took a window of memory, and
-/// was charged as if it were done in place.
+/// The story: a piece that went on in the next region at an odd address took a window of memory,
+/// and was charged as if it were done in place.
 #[test]
 fn piece_that_goes_on_in_the_next_region_is_charged_its_window() {
     let guest = Guest::new(&[MIB, MIB]);
