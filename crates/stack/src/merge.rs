@@ -266,8 +266,8 @@ impl Merge {
         let path = self.dropped_state();
         let Dropping { options, gone, .. } = &**dropping;
         let went = Went { into: &self.above, layers };
-        // If a mark may lead to the file it stays, with what says that it was dropped: the next drop
-        // or keep tries it again. Another program may have made an image on it meanwhile.
+        // If a mark may lead to the file it stays, with what says that it was dropped: the next
+        // drop or keep tries it again. Another program may have made an image on it meanwhile.
         let removed =
             marks.clone().and_then(|()| dropped::remove_dropped_file(path, went, options, *gone));
         let drops = match (&marks, &removed) {
