@@ -1,8 +1,9 @@
-//! Images in memory that are opened by their names, without sidecars and redo logs.
+//! Images in memory that are opened by their names, without sidecars, and with a redo log only if a
+//! test gives its memory.
 
 use super::done_at_once;
 use mica_block::{
-    Error, ErrorKind, Identity, Images, NoRedoLogs, NoSidecars, OpenImage, ProofSlot, RedoLogs,
+    Error, ErrorKind, Identity, Images, NoSidecars, OpenImage, ProofSlot, RedoLogs, RedoMemory,
     Result, Sidecars, Store, Upgradable, read_exact, write_all,
 };
 use mica_qcow2_format::RefcountTableEntry;
@@ -21,12 +22,21 @@ pub(crate) const REFCOUNTS_AT: usize = 2 * CLUSTER_BYTES;
 
 /// A folder of images.
 #[derive(Clone, Default)]
-pub(crate) struct Folder(Arc<Mutex<BTreeMap<PathBuf, File>>>);
+pub(crate) struct Folder {
+    files: Arc<Mutex<BTreeMap<PathBuf, File>>>,
+    /// For the logs of all images.
+    memory: Option<Arc<dyn RedoMemory>>,
+}
 
 /// Its number, and what is in it.
 type File = (u64, Arc<MemoryStore>);
 
 impl Folder {
+    /// The same folder, whose images are logged in `memory`.
+    pub(crate) fn with_log(&self, memory: Arc<dyn RedoMemory>) -> Self {
+        Self { memory: Some(memory), ..self.clone() }
+    }
+
     /// Makes an empty image called `name` of a disk of `disk_bytes`, at most 2 MiB, over the one
     /// called `backing`.
     pub(crate) fn make(&self, name: &str, disk_bytes: u64, backing: Option<&str>) {
@@ -53,7 +63,7 @@ impl Folder {
             put(16, &u32::try_from(backing.len()).expect("a short name").to_be_bytes());
             put(256, backing.as_bytes());
         }
-        let mut files = self.0.lock();
+        let mut files = self.files.lock();
         let file = (files.len() as u64, Arc::new(MemoryStore::new_writable(name, bytes)));
         files.insert(Self::path(name), file);
     }
@@ -78,7 +88,7 @@ impl Folder {
     }
 
     fn find(&self, path: &Path) -> Result<File> {
-        let files = self.0.lock();
+        let files = self.files.lock();
         files.get(path).cloned().ok_or_else(|| Error::new(ErrorKind::NotFound, "no such image"))
     }
 }
@@ -115,10 +125,32 @@ impl Images for Folder {
     }
 
     fn redo_logs(&self) -> &dyn RedoLogs {
-        &NoRedoLogs
+        self
     }
 
     fn now_ns(&self) -> i128 {
         1 << 60
+    }
+}
+
+impl RedoLogs for Folder {
+    fn log(&self, _path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        Ok(self.memory.clone())
+    }
+
+    fn unnamed_log(&self, _path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        Ok(None)
+    }
+
+    fn orphaned(&self, _path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
+        Ok(Vec::new())
+    }
+
+    fn elsewhere(&self, _path: &Path) -> Result<Option<PathBuf>> {
+        Ok(None)
+    }
+
+    fn of_another(&self, _path: &Path) -> Result<Option<PathBuf>> {
+        Ok(None)
     }
 }

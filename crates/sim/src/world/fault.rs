@@ -108,11 +108,6 @@ impl World {
         self.state.lock().changes.completed
     }
 
-    /// How many changes of memory that outlives a process have completed.
-    pub fn memory_changes(&self) -> u64 {
-        self.state.lock().changes.remembered
-    }
-
     /// The power goes when this many more operations that change files have completed.
     pub fn cut_power_after(&self, operations: u64, loss: Loss) {
         let changes = &mut self.state.lock().changes;

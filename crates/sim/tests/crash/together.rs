@@ -1,4 +1,4 @@
-//! Writes that are linked in the same turn share a group of the log.
+//! Writes in flight together, which share groups of the log when they link in the same turn.
 
 use crate::plain::{Plain, read, write};
 use mica_block::Manage as _;
@@ -9,24 +9,6 @@ use mica_sim::scenario;
 
 const CLUSTER: u64 = 65536;
 const WRITES: u64 = 32;
-
-#[test]
-fn writes_in_flight_together_take_fewer_groups_of_the_log_than_they_are() {
-    scenario(16, |world| async move {
-        let image = Plain::new(&world, &ImageWish::default(), 64 << 20).await;
-        let chain = image.open(Mode::Write).await;
-        // The table of the others.
-        write(&chain, 0, 1, 512).await.unwrap();
-        let before = world.memory_changes();
-        let chain = &chain;
-        let written = join_all((1..=WRITES).map(|cluster| async move {
-            write(chain, cluster * CLUSTER, 1, 512).await.unwrap();
-        }));
-        written.await;
-        let groups = world.memory_changes() - before;
-        assert!(groups < WRITES / 2, "{groups} groups of {WRITES} writes");
-    });
-}
 
 #[test]
 fn every_write_of_a_shared_group_outlives_its_process() {

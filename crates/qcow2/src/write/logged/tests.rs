@@ -3,13 +3,16 @@
 use super::super::overlay::MetadataStore;
 use super::super::pages::Metadata;
 use super::*;
+use crate::chain::{Chain, ChainOptions};
 use crate::redo::HeaderFields;
 use crate::testing::at_once;
+use crate::testing::{CLUSTER_BYTES, Folder};
 use crate::write::allocate::Space;
-use mica_block::{RedoMemory, RedoOrigin, Result, Store};
+use mica_block::{Disk as _, Manage as _, RedoMemory, RedoOrigin, Result, Store};
 use mica_qcow2_format::{Compression, Header, L2Format, Version};
+use mica_rt::{Backend, Executor, join_all};
 use mica_store::MemoryStore;
-use mica_units::ClusterBits;
+use mica_units::{ClusterBits, GuestOffset};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -92,4 +95,29 @@ fn reader_of_the_tables_sees_no_entry_before_it_is_in_the_log() {
     assert_eq!(memory.writes(), before + 1, "one group has both");
     metadata.log_links(&mut metadata.lock());
     assert_eq!(memory.writes(), before + 1, "there is nothing new");
+}
+
+#[test]
+fn writes_that_link_in_the_same_turn_take_fewer_groups_than_they_are() {
+    const WRITES: u64 = 32;
+    // One that runs its tasks in the order in which they are ready.
+    Executor::new(Backend::Pool).expect("starts").block_on(async {
+        let memory = Arc::new(Counting::default());
+        let folder = Folder::default().with_log(Arc::clone(&memory) as _);
+        folder.make("image", 2 * LEN as u64, None);
+        let options = ChainOptions { writable: true, ..ChainOptions::default() };
+        let chain = Chain::open(Arc::new(folder), &Folder::path("image"), &options).await;
+        let chain = &chain.expect("opens");
+        let write = |cluster: u64| async move {
+            let at = GuestOffset::new(cluster * CLUSTER_BYTES as u64);
+            chain.write(at, Buf::from_slice(&[1; 512])).await.0.expect("written");
+        };
+        // With the table for the others.
+        write(0).await;
+        let before = memory.writes();
+        join_all((1..=WRITES).map(write)).await;
+        let groups = memory.writes() - before;
+        assert!(groups < WRITES / 4, "{groups} groups of {WRITES} writes");
+        chain.close().await.expect("closed");
+    });
 }
