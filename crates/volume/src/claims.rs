@@ -107,9 +107,10 @@ mod tests {
     use mica_block::{Entry, LocalFuture, Object, PutFuture};
     use mica_rt::{join_all, sleep};
     use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects, ObjectOperation};
+    use parking_lot::Mutex;
     use std::collections::BTreeSet;
+    use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
-    use std::sync::{Arc, Mutex};
     use std::time::Duration;
 
     /// A store whose folders stay, empty or not: who lists them looks into each.
@@ -132,7 +133,7 @@ mod tests {
         fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
             if Writer::from_claim(name).is_some() {
                 let (folder, _) = name.as_str().rsplit_once('/').expect("it has one");
-                self.claims.lock().expect("no panic").0.insert(folder.to_owned());
+                self.claims.lock().0.insert(folder.to_owned());
             }
             self.inner.put_if_absent(name, content)
         }
@@ -143,7 +144,7 @@ mod tests {
             after: Option<&ObjectName>,
         ) -> LocalFuture<'static, Result<Vec<Entry>>> {
             if folder == Some(&names::claims()) {
-                let (folders, looked_into) = &mut *self.claims.lock().expect("no panic");
+                let (folders, looked_into) = &mut *self.claims.lock();
                 let is_after =
                     |at: &&String| after.is_none_or(|after| at.as_str() > after.as_str());
                 *looked_into += folders.iter().filter(is_after).count();
@@ -180,19 +181,19 @@ mod tests {
             let heads = volumes.heads(&name("web"));
             let mut last = None;
             for round in 0..20 {
-                pool.claims.lock().expect("no panic").1 = 0;
+                pool.claims.lock().1 = 0;
                 let claimed = heads.claim([1; 16], Named::ByLog).await.expect("claimed");
                 assert!(Some(claimed) > last, "numbers are never used again");
                 last = Some(claimed);
-                let looked_into = pool.claims.lock().expect("no panic").1;
+                let looked_into = pool.claims.lock().1;
                 assert!(looked_into <= 1, "round {round}: {looked_into}");
-                pool.claims.lock().expect("no panic").1 = 0;
+                pool.claims.lock().1 = 0;
                 let options = CollectOptions::default();
                 volumes.collect(options, &mut |_| ()).await.expect("collected");
-                let looked_into = pool.claims.lock().expect("no panic").1;
+                let looked_into = pool.claims.lock().1;
                 assert!(looked_into <= 2, "collection {round}: {looked_into}");
             }
-            assert!(pool.claims.lock().expect("no panic").0.len() > 10);
+            assert!(pool.claims.lock().0.len() > 10);
         });
     }
 

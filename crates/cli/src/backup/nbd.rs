@@ -151,14 +151,17 @@ impl ExportedState {
             return true;
         }
         let Some(content) = since.content() else { return false };
-        if !stored.is_of(&content) && stored.is_unproved() {
+        if stored.is_of(&content) {
+            return true;
+        }
+        let is_unproved = stored.is_unproved();
+        if is_unproved {
             tracing::warn!(
                 "nothing proves that {base:?} in the folder is the state of this name that the \
                  server has, as an older mica wrote it: a full backup into another folder is safer"
             );
-            return true;
         }
-        stored.is_of(&content)
+        is_unproved
     }
 }
 

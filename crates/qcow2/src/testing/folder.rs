@@ -9,6 +9,7 @@ use mica_block::{
 use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
 use mica_store::MemoryStore;
+use mica_store::faulty::{LogOptions, LogStore};
 use mica_units::HostOffset;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -26,6 +27,8 @@ pub(crate) struct Folder {
     files: Arc<Mutex<BTreeMap<PathBuf, File>>>,
     /// For the logs of all images.
     memory: Option<Arc<dyn RedoMemory>>,
+    /// Is told what becomes of images that are opened.
+    watch: Option<LogOptions>,
 }
 
 /// Its number, and what is in it.
@@ -35,6 +38,11 @@ impl Folder {
     /// The same folder, whose images are logged in `memory`.
     pub(crate) fn with_log(&self, memory: Arc<dyn RedoMemory>) -> Self {
         Self { memory: Some(memory), ..self.clone() }
+    }
+
+    /// The same folder; of images that are opened through it, `watch` is told each operation.
+    pub(crate) fn watched(&self, watch: LogOptions) -> Self {
+        Self { watch: Some(watch), ..self.clone() }
     }
 
     /// Makes an empty image called `name` of a disk of `disk_bytes`, at most 2 MiB, over the one
@@ -100,7 +108,12 @@ impl Images for Folder {
 
     fn open(&self, path: &Path) -> Result<OpenImage> {
         let (identity, content) = (self.identify(path)?, ProofSlot::default());
-        Ok(OpenImage { store: self.find(path)?.1, identity, content })
+        let store: Arc<dyn Store> = self.find(path)?.1;
+        let store = match &self.watch {
+            Some(watch) => Arc::new(LogStore::new(store, watch.clone())),
+            None => store,
+        };
+        Ok(OpenImage { store, identity, content })
     }
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {

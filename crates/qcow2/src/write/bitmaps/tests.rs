@@ -5,17 +5,13 @@ use crate::chain::{Chain, ChainOptions};
 use crate::header_io::read_header;
 use crate::snapshots::list_bitmaps;
 use crate::testing::{CLUSTER_BYTES, Folder, REFCOUNTS_AT};
-use mica_block::{
-    Disk as _, Identity, Images, Manage as _, OpenImage, RedoLogs, Result, Sidecars, Upgradable,
-};
+use mica_block::{Disk as _, Images as _, Manage as _};
 use mica_qcow2_format::{Autoclear, BITMAP_BYTES_MAX, BitmapEntry, BitmapTableEntry};
 use mica_rt::{Backend, Buf, Executor};
-use mica_store::faulty::{LogOptions, LogStore};
+use mica_store::faulty::LogOptions;
 use mica_units::{GuestOffset, HostOffset};
-use parking_lot::Mutex;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const DISK: u64 = 2 << 20;
 
@@ -160,79 +156,23 @@ fn bits_are_not_written_where_a_table_was_put_since() {
     assert_eq!(refused, 1, "the table is somewhere there");
 }
 
-/// A folder that keeps the longest piece of a file that was read or written at once.
-struct Watched {
-    folder: Folder,
-    longest: Arc<Mutex<u64>>,
-}
-
-impl Watched {
-    fn new(folder: &Folder) -> Self {
-        Self { folder: folder.clone(), longest: Arc::default() }
-    }
-
-    fn watch(&self, image: OpenImage) -> OpenImage {
-        let longest = Arc::clone(&self.longest);
-        let sink = move |line: &str| {
-            let len = line.split(" len=").nth(1).and_then(|rest| rest.split(' ').next());
-            let is_data = line.contains(" read ") || line.contains(" write ");
-            if let Some(len) = len.filter(|_| is_data).and_then(|len| len.parse::<u64>().ok()) {
-                let mut longest = longest.lock();
-                *longest = len.max(*longest);
-            }
-        };
-        let store = LogStore::new(Arc::clone(&image.store), LogOptions { sink: Arc::new(sink) });
-        OpenImage { store: Arc::new(store), ..image }
-    }
-}
-
-impl Images for Watched {
-    fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
-        self.folder.resolve(referrer, name)
-    }
-
-    fn open(&self, path: &Path) -> Result<OpenImage> {
-        self.folder.open(path).map(|image| self.watch(image))
-    }
-
-    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
-        self.open(path)
-    }
-
-    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
-        self.open(path)
-    }
-
-    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
-        Ok(Upgradable::new(self.open(path)?, || Ok(())))
-    }
-
-    fn identify(&self, path: &Path) -> Result<Identity> {
-        self.folder.identify(path)
-    }
-
-    fn sidecars(&self) -> &dyn Sidecars {
-        self.folder.sidecars()
-    }
-
-    fn redo_logs(&self) -> &dyn RedoLogs {
-        self.folder.redo_logs()
-    }
-
-    fn now_ns(&self) -> i128 {
-        self.folder.now_ns()
-    }
-}
-
 /// The longest piece that is read or written while the image in `folder` gets `len` bytes.
 async fn grow(folder: &Folder, len: u64) -> u64 {
-    let images = Arc::new(Watched::new(folder));
-    let longest = Arc::clone(&images.longest);
+    let longest = Arc::new(AtomicU64::new(0));
+    let of_sink = Arc::clone(&longest);
+    let sink = move |line: &str| {
+        let len = line.split(" len=").nth(1).and_then(|rest| rest.split(' ').next());
+        let is_data = line.contains(" read ") || line.contains(" write ");
+        if let Some(len) = len.filter(|_| is_data).and_then(|len| len.parse().ok()) {
+            of_sink.fetch_max(len, Ordering::Relaxed);
+        }
+    };
+    let images = Arc::new(folder.watched(LogOptions { sink: Arc::new(sink) }));
     let chain = Chain::open(images, &Folder::path("image"), &options()).await.expect("opens");
-    *longest.lock() = 0;
+    longest.store(0, Ordering::Relaxed);
     chain.resize(len).await.expect("it grows");
     chain.close().await.expect("it is closed");
-    *longest.lock()
+    longest.load(Ordering::Relaxed)
 }
 
 /// The story: a disk grew, and the tables of all its bitmaps were in memory at one time, 24 bytes
