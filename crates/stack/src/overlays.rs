@@ -175,6 +175,8 @@ fn noted_places(
     }
     let mut places: Vec<_> = places.into_iter().collect();
     places.sort();
+    // The same lines leave the note whenever this is asked.
+    unread.sort_by(|one, other| one.path.cmp(&other.path));
     Ok(Noticed { places, unread, noted: readable })
 }
 
