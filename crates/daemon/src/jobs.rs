@@ -372,9 +372,8 @@ fn now() -> Instant {
 mod tests {
     use super::*;
 
-    /// The story: a merge that ended while it was paused was told of as shorter each time.
     #[test]
-    fn time_of_a_merge_that_ended_while_it_rested_stays_as_it_was() {
+    fn merge_that_was_cancelled_while_it_rested_does_not_go_on_and_its_time_stays_as_it_was() {
         let began = now();
         let at = |seconds| began + Duration::from_secs(seconds);
         let mut course = Course::new();

@@ -33,8 +33,10 @@
 //!
 //! | the process dies | what is left | who settles that |
 //! |---|---|---|
-//! | before the chain's first step | marks that do not count, or of a state | whoever meets them |
+//! | before the chain's first step | marks of a commit that do not count | whoever meets them |
 //! | before the merge is done | marks that count, of a commit | the same commit, once more |
+//! | | the mark of a state | the next writer (`forget_drops`) |
+//! | before step 5 is done | the mark of a base that is whole | another commit into that base |
 //! | before step 6 is done | marks through layers that left | the next writer (`above.rs`) |
 //! | | the file of a state, with its mark | the next drop, or keep (`dropped.rs`) |
 //! | | lines in notes | nobody has to: they are evidence of where to look only |
@@ -57,9 +59,10 @@ use std::path::{Path, PathBuf};
 pub struct Merge {
     /// Beneath the layers that leave; none if everything does.
     base: Option<PathBuf>,
-    /// From the lowest.
+    /// Their data go, from the lowest. They leave the chain, unless the active layer is only copied
+    /// down ([`ActiveAfter::Kept`]).
     leaving: Vec<PathBuf>,
-    /// Stands on the base afterwards.
+    /// Stands on the base afterwards, if they leave.
     above: PathBuf,
     way: Way,
 }
@@ -174,7 +177,7 @@ impl Merge {
     ///
     /// # Errors
     /// Those of `check`; `Denied` if an image needs one of the layers, or a merge of them is under
-    /// way; what the system reports. Nothing has changed then.
+    /// way; what the system reports. No layer has changed then.
     pub fn prepare(self, check: impl FnOnce(&[PathBuf]) -> Result<()>) -> Result<Prepared> {
         let marks = self.put_marks()?;
         if let Some((needed, gone)) = self.needed() {
@@ -279,7 +282,7 @@ impl Merge {
     }
 }
 
-/// A merge that may begin. If it is dropped instead, what it put beside layers is taken back.
+/// A merge that may begin. If it is dropped instead, its marks are taken back.
 #[must_use = "the layers are marked until this is run or dropped"]
 pub struct Prepared {
     merge: Merge,

@@ -454,6 +454,10 @@ impl MergeMarks {
 
 impl Drop for MergeMarks {
     fn drop(&mut self) {
+        // After a panic in the middle: the base has a part of what it is to get.
+        if self.has_begun.load(Ordering::Acquire) {
+            return;
+        }
         self.all().filter(|put| !put.was_there).for_each(Put::remove);
     }
 }

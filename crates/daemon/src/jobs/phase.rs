@@ -126,8 +126,8 @@ mod tests {
         }
     }
 
-    /// The story: the time of a job that was cancelled while it was paused went on to be taken from
-    /// what it had worked, for as long as it was told of.
+    /// The story: the time of a job that ended while it was paused went on to be taken from what it
+    /// had worked, for as long as it was told of.
     #[test]
     fn job_rests_only_while_it_is_paused() {
         let began = super::super::now();
@@ -143,5 +143,9 @@ mod tests {
         course.apply(Event::Cancel, at(11));
         course.apply(end(), at(12));
         assert_eq!(course.rested_at(at(100)), Duration::from_secs(4));
+        let mut failed = Course::new();
+        failed.apply(Event::Pause, at(1));
+        failed.apply(end(), at(3));
+        assert_eq!(failed.rested_at(at(100)), Duration::from_secs(2));
     }
 }

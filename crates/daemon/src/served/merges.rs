@@ -216,6 +216,30 @@ impl Served {
         }
     }
 
+    /// No layer is put on top of what is merged: what leaves, and what is on top of that, was found
+    /// out when the merge was asked for.
+    ///
+    /// # Errors
+    /// `Denied` while layers are merged.
+    pub(super) fn check_takes_layers(&self) -> Result<()> {
+        match self.job().filter(|job| !job.has_ended()) {
+            Some(job) => {
+                Err(self.refused_by(&job, "and the new layer would be on top of what is merged"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// What is refused because of `job`, and why.
+    pub(super) fn refused_by(&self, job: &Job, why: &str) -> Error {
+        self.denied(&format!(
+            "has {} under way, {why}: wait for its end (`mica ctl jobs`), or cancel it (`mica ctl \
+             cancel {}`)",
+            job.name(),
+            self.name
+        ))
+    }
+
     fn start_merge(
         &self,
         rate: u64,

@@ -57,8 +57,8 @@ impl Mutex {
         locked
     }
 
-    /// Has the mutex if nobody has it. Otherwise waits until those are done who asked before;
-    /// `None` then, as there may be nothing left to do.
+    /// Has the mutex if nobody has it or waits for it. Otherwise waits until who asked last before
+    /// is done, or gives up; `None` then, as there may be nothing left to do.
     pub async fn lock_or_wait(&self) -> Option<Locked<'_>> {
         let end = {
             let mut queue = self.lock_queue();
