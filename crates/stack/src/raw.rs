@@ -260,11 +260,17 @@ impl Disk for RawDisk {
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let len = self.writer(range)?.bytes_there(range);
+            let writer = self.writer(range)?;
+            let mut len = writer.bytes_there(range);
             let start = HostOffset::new(range.start().bytes());
             let space = if how.may_unmap { Space::Punch } else { Space::Zero };
             match self.store.space(space, start, len).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported && !how.fast => {
+                    // What is missing of a sector need not read as zeros, once it is encrypted.
+                    if !self.store.reads_unwritten_as_zeros() {
+                        writer.completes_last_sector(range);
+                        len = range.len();
+                    }
                     write_out_zeroes(&*self.store, range.start().bytes(), len).await
                 }
                 result => result,

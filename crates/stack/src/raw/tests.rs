@@ -298,6 +298,17 @@ fn last_sector_that_is_only_begun_is_completed_when_it_is_written() {
     assert_eq!(disk.geometry().len, 1024);
 }
 
+/// The story: an encrypted image ended within a sector, and what was decrypted of the missing part
+/// was no zeros.
+#[test]
+fn last_sector_that_is_only_begun_is_zeroed_as_a_whole_where_what_is_missing_is_no_zeros() {
+    let store = Fussy::new(700, false);
+    store.unwritten.store(9, Ordering::Relaxed);
+    let disk = writable(&store);
+    run(disk.write_zeroes(range(512, 512), HOW)).expect("zeroed");
+    assert_eq!(store.bytes()[512..], [0; 512]);
+}
+
 #[test]
 fn zeroes_change_the_space_and_are_written_out_only_where_they_must() {
     let store = Fussy::new(3 << 20, true);
