@@ -6,12 +6,10 @@ use crate::images::ImageArgs;
 use crate::merging::Shown;
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
-use mica_block::{ActiveAfter, CommitLayers, Merged};
+use mica_block::{ActiveAfter, Merged};
 use mica_qcow2::IndexUse;
-use mica_stack::{
-    GoneFiles, GoneImages, MergeMarks, check_no_overlays, forget_drops, kept_states, note_overlay,
-    settle_marks, settle_notes,
-};
+use mica_stack::merge::Merge;
+use mica_stack::{GoneImages, forget_drops, kept_states};
 use mica_store::Locking;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -77,15 +75,16 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
         let has_locks = matches!(options.locking, Locking::On);
         let disk = mica_stack::open_writable(&args.file, format, options, &chain).await?;
         let merged = async {
-            let Some(merges) = disk.chain() else {
+            if disk.chain().is_none() {
                 return Err(Failure::new("the image has no layers that could be merged"));
-            };
+            }
             let layers = disk.layer_paths();
             let lowest = match &args.base {
                 None => layers.len().saturating_sub(2),
                 Some(base) => crate::merging::position_of(&layers, base)?,
             };
-            if layers.len() < 2 || lowest + 1 >= layers.len() {
+            let top = layers.len().saturating_sub(1);
+            if lowest >= top {
                 return Err(Failure::new("the image has no backing file to merge into"));
             }
             if has_locks {
@@ -93,27 +92,18 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             }
             // Layers that leave the chain are the user's, whatever is left of a drop.
             forget_drops(&layers)?;
-            let (above, below) = layers[lowest..].split_last().expect("there are two");
-            refuse_kept(above, &layers[lowest..])?;
-            // Whoever makes an image on one of them sees that, or is found now.
-            let (base, sources) = below.split_first().expect("there is one");
-            let marks = MergeMarks::put(base, sources)?;
-            check_no_overlays(below, above, GoneImages::new(args.gone.ignore_gone))?;
-            if !args.keep {
-                note_overlay(base, above);
-            }
+            refuse_kept(&layers[top], &layers[lowest..])?;
+            let active = if args.keep { ActiveAfter::Kept } else { ActiveAfter::Emptied };
+            let gone = GoneImages::new(args.gone.ignore_gone);
+            // No other disk is open in this process.
+            let merge = Merge::commit(&layers, lowest..=top, active, gone).prepare(|_| Ok(()))?;
             let wanted = args.report.progress(args.progress);
             let shown = Shown::new(Progress::start(disk.geometry().len, wanted));
-            let active = if args.keep { ActiveAfter::Kept } else { ActiveAfter::Emptied };
-            let layers_merged = CommitLayers { top: None, base: Some(base), active };
-            let merged = merges.commit(layers_merged, &marks.watch(&shown)).await;
-            marks.end(merged.as_ref().ok());
-            let (merged, _) = (merged?, shown.finish());
-            if let Merged::Done { dropped, .. } = &merged {
-                settle_marks(&disk.layer_paths(), dropped, GoneFiles::Stay)?;
-                settle_notes(&disk.layer_paths(), dropped, Some(base));
-            }
-            Ok((merged, layers[lowest].clone()))
+            let ended = merge.run(&*disk, &shown).await?;
+            let _ = shown.finish();
+            ended.settled.marks?;
+            ended.settled.drops?;
+            Ok((ended.merged, layers[lowest].clone()))
         };
         let merged = merged.await;
         let closed = disk.close().await;

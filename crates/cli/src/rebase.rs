@@ -12,6 +12,7 @@ use mica_qcow2::snapshots::check_none_stands_on_backing;
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
+use mica_stack::merge::Merge;
 use mica_stack::{
     FileImages, Format, GoneFiles, MayWrite, announce_overlays, forget_drops, forget_overlays,
     note_overlay, refuse_merged, settle_marks,
@@ -154,8 +155,8 @@ impl RebaseArgs {
         }
         // Nobody has merged the base since it was read.
         drop(new);
-        if let [.., old, file] = &*layers
-            && base.is_none_or(|base| position_of(std::slice::from_ref(old), &base.path).is_err())
+        if let (Some(base), [.., old, file]) = (base, &*layers)
+            && position_of(std::slice::from_ref(old), &base.path).is_err()
         {
             forget_overlays(old, std::slice::from_ref(file));
         }
@@ -186,14 +187,18 @@ impl RebaseArgs {
         disk: &dyn Manage,
         base: Option<&Base>,
     ) -> Result<(u64, Option<Arc<dyn Manage>>), Failure> {
-        let merges = disk.chain().ok_or_else(cannot_be_written)?;
+        if disk.chain().is_none() {
+            return Err(cannot_be_written().into());
+        }
         let progress = Progress::start(disk.geometry().len, self.report.progress(self.progress));
         let layers = disk.layer_paths();
         let Some(base) = base else {
             let shown = Shown::new(progress);
-            let merged = merges.stream(None, &shown).await?;
+            let ended = Merge::stream(&layers, None).prepare(|_| Ok(()))?.run(disk, &shown).await?;
             let _ = shown.finish();
-            return Ok((copied_by(&merged), None));
+            ended.settled.marks?;
+            ended.settled.drops?;
+            return Ok((copied_by(&ended.merged), None));
         };
         if position_of(&layers, &base.path).is_ok_and(|at| at + 1 == layers.len()) {
             return Err(Failure::new("the image would be its own backing file"));

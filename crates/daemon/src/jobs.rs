@@ -1,25 +1,25 @@
 //! Merges of layers, which take their time: each on a thread of its own, one of a disk at a time.
-//!
-//! ```text
-//! running ⇄ paused ─▶ done | cancelled | failed
-//! ```
+//! [`mica_stack::merge`] has the steps of a merge; here is how one is run beside guests: how fast,
+//! with pauses, and until somebody cancels it.
 //!
 //! Invariants
 //! - I1 Once [`Job::stop`] returned, the thread of the job has ended and touches the disk no more.
 //! - I2 A job that has ended stays known until the disk gets another one; what is told of it stays
 //!   for a while longer.
 
+mod phase;
+
 use mica_block::{
-    ActiveAfter, CommitLayers, Error, ErrorKind, LocalFuture, Manage, ManageChain, MergeControl,
-    MergeProgress, Merged, RaiseLayers, Result,
+    Error, ErrorKind, LocalFuture, Manage, MergeControl, MergeProgress, Merged, Result,
 };
 use mica_rt::{Backend, Executor};
-use mica_stack::{GoneFiles, GoneImages, ImageOptions, MergeMarks};
+use mica_stack::merge::{Ended, Prepared, Settled, StateFile};
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use phase::{Course, Event, Phase};
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -33,102 +33,12 @@ pub(crate) const PAST_MAX: usize = 32;
 /// Numbers of jobs.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
-/// What is merged.
-pub(crate) enum Merge {
-    /// The layers above `base` go up into the active layer; with none all layers beneath it. If one
-    /// is to be removed afterwards, `marks` keep others from standing on it.
-    Stream { base: Option<PathBuf>, marks: Option<MergeMarks> },
-    /// The layers above `base` up to `top`, or up to the active layer, go down into it.
-    Commit { top: Option<PathBuf>, base: PathBuf, marks: MergeMarks },
-    /// The layers beneath `into`, which is frozen, go up into it; it stands on `base` then.
-    Raise { into: PathBuf, base: Option<PathBuf>, marks: MergeMarks },
-    /// A kept state goes: its layer leaves as with `how`, and then its file is removed.
-    Drop { file: DroppedFile, how: Box<Merge> },
-}
-
-/// The file of a state that is dropped.
-#[derive(Clone)]
-pub(crate) struct DroppedFile {
-    pub(crate) path: PathBuf,
-    /// The layer above, which has what it had.
-    pub(crate) into: PathBuf,
-    /// How it is opened, to find out whether anybody else has it open.
-    pub(crate) options: ImageOptions,
-    /// How to treat missing images that were overlays of it when it is removed.
-    pub(crate) gone: GoneImages,
-}
-
-/// What became of the file of a dropped state.
-#[derive(Serialize, Clone, Debug)]
-struct FileEnd {
-    path: String,
-    removed: bool,
-    /// Why it is there still.
-    reason: Option<String>,
-}
-
-impl Merge {
-    fn kind(&self) -> &'static str {
-        match self {
-            Self::Stream { .. } => "stream",
-            Self::Raise { .. } => "raise",
-            Self::Commit { .. } => "commit",
-            Self::Drop { .. } => "drop",
-        }
-    }
-
-    async fn run(self, chain: &dyn ManageChain, control: &dyn MergeControl) -> Result<Merged> {
-        match self {
-            Self::Stream { base, marks } => {
-                let merged = chain.stream(base.as_deref(), control).await;
-                // Unless it is done nothing is marked: the layers are as they were.
-                marks.into_iter().for_each(|marks| marks.end(merged.as_ref().ok()));
-                merged
-            }
-            Self::Commit { top, base, marks } => {
-                let (top, base, active) = (top.as_deref(), Some(&*base), ActiveAfter::Emptied);
-                let layers = CommitLayers { top, base, active };
-                let merged = chain.commit(layers, &marks.watch(control)).await;
-                marks.end(merged.as_ref().ok());
-                merged
-            }
-            Self::Raise { into, base, marks } => {
-                let layers = RaiseLayers { into: &into, base: base.as_deref() };
-                let merged = chain.raise(layers, control).await;
-                // Unless it is done nothing is marked: all layers show what they did.
-                marks.end(merged.as_ref().ok());
-                merged
-            }
-            Self::Drop { how, .. } => Box::pin(how.run(chain, control)).await,
-        }
-    }
-
-    /// The layer that has what left the chain, if it went down.
-    fn base_of_commit(&self) -> Option<PathBuf> {
-        match self {
-            Self::Commit { base, .. } => Some(base.clone()),
-            Self::Stream { .. } | Self::Raise { .. } | Self::Drop { .. } => None,
-        }
-    }
-
-    /// The lowest layer that it writes to, or whose file it removes; `None` if that is no frozen
-    /// one.
-    fn lowest_changed(&self) -> Option<PathBuf> {
-        match self {
-            Self::Stream { .. } => None,
-            Self::Commit { base, .. } => Some(base.clone()),
-            Self::Raise { into, .. } => Some(into.clone()),
-            Self::Drop { file, .. } => Some(file.path.clone()),
-        }
-    }
-
-    /// The file to be removed when the layers have left.
-    fn dropped_file(&self) -> Option<DroppedFile> {
-        match self {
-            Self::Drop { file, .. } => Some(file.clone()),
-            Self::Stream { .. } | Self::Raise { .. } | Self::Commit { .. } => None,
-        }
-    }
+/// The disk whose layers are merged.
+pub(crate) struct JobDisk {
+    pub(crate) name: String,
+    /// The image that the configuration names for it.
+    pub(crate) named: PathBuf,
+    pub(crate) disk: Arc<dyn Manage>,
 }
 
 /// A merge of a disk.
@@ -147,32 +57,38 @@ pub(crate) struct Job {
     ended: Condvar,
 }
 
-#[derive(Default)]
 struct State {
-    wish: Wish,
     progress: MergeProgress,
-    /// Time for which it was paused before.
-    paused: Duration,
-    /// What became of the file of the state, if one was dropped.
-    file: Option<FileEnd>,
-    end: Option<End>,
+    course: Course,
 }
 
-/// What a job is to do.
-#[derive(Clone, Copy, Default)]
-enum Wish {
-    #[default]
-    GoOn,
-    Rest {
-        since: Instant,
-    },
-    /// For good.
-    Cease,
+/// How a job is doing, or ended, as clients see it.
+#[derive(Serialize, Clone, Copy, PartialEq, Eq, Debug)]
+#[serde(rename_all = "kebab-case")]
+enum JobState {
+    Running,
+    Paused,
+    Cancelling,
+    Done,
+    Cancelled,
+    Failed,
 }
 
-struct End {
-    at: Instant,
-    outcome: Result<Merged>,
+/// What became of the file of a dropped state.
+#[derive(Serialize, Clone, Debug)]
+struct FileEnd {
+    path: String,
+    removed: bool,
+    /// Why it is there still.
+    reason: Option<String>,
+}
+
+impl From<&StateFile> for FileEnd {
+    fn from(file: &StateFile) -> Self {
+        let path = file.path.to_string_lossy().into_owned();
+        let reason = file.removed.as_ref().err().map(Error::in_one_line);
+        Self { path, removed: reason.is_none(), reason }
+    }
 }
 
 /// How a job is doing, or ended, as clients of the control socket see it.
@@ -198,18 +114,6 @@ pub(crate) struct JobReport {
     file: Option<FileEnd>,
 }
 
-/// How far a job is.
-#[derive(Serialize, Clone, Copy, PartialEq, Eq, Debug)]
-#[serde(rename_all = "kebab-case")]
-enum JobState {
-    Running,
-    Paused,
-    Cancelling,
-    Done,
-    Cancelled,
-    Failed,
-}
-
 impl JobReport {
     /// Whether it has not ended.
     pub(crate) fn is_under_way(&self) -> bool {
@@ -220,61 +124,22 @@ impl JobReport {
     }
 }
 
-impl State {
-    /// Changes what the job is to do, unless it has ended.
-    fn wish(&mut self, wish: Wish) {
-        if self.end.is_some() {
-            return;
-        }
-        self.paused = self.paused_until(now());
-        self.wish = wish;
-    }
-
-    /// For how long it was paused until then.
-    fn paused_until(&self, then: Instant) -> Duration {
-        match self.wish {
-            Wish::Rest { since } => self.paused + then.saturating_duration_since(since),
-            Wish::GoOn | Wish::Cease => self.paused,
-        }
-    }
-
-    fn job_state(&self) -> JobState {
-        match (&self.end, self.wish) {
-            (None, Wish::GoOn) => JobState::Running,
-            (None, Wish::Rest { .. }) => JobState::Paused,
-            (None, Wish::Cease) => JobState::Cancelling,
-            (Some(End { outcome: Ok(Merged::Done { .. }), .. }), _) => JobState::Done,
-            (Some(End { outcome: Ok(Merged::Cancelled), .. }), _) => JobState::Cancelled,
-            (Some(End { outcome: Err(_), .. }), _) => JobState::Failed,
-        }
-    }
-}
-
 impl Job {
-    /// Begins `merge` of `disk`, which is called `name` and was named by the image `named`, at
-    /// `rate` bytes a second at most if that is not 0.
+    /// Begins a `merge` of the layers of a disk, at `rate` bytes a second at most if that is not 0.
     ///
     /// # Errors
-    /// `Unsupported` if the disk is no chain that is written; if the system refuses a thread.
-    pub(crate) fn start(
-        (name, named): (&str, &Path),
-        disk: Arc<dyn Manage>,
-        merge: Merge,
-        rate: u64,
-    ) -> Result<Arc<Self>> {
-        if disk.chain().is_none() {
-            let what = format!("the disk {name:?} is not a writable image chain");
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
+    /// If the system refuses a thread.
+    pub(crate) fn start(of: JobDisk, merge: Prepared, rate: u64) -> Result<Arc<Self>> {
+        let JobDisk { name, named, disk } = of;
         let job = Arc::new(Self {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
-            disk: name.to_owned(),
-            named: named.to_owned(),
+            disk: name,
+            named,
             kind: merge.kind(),
             lowest_changed: merge.lowest_changed(),
             began: now(),
             rate,
-            state: Mutex::default(),
+            state: Mutex::new(State { progress: MergeProgress::default(), course: Course::new() }),
             ended: Condvar::new(),
         });
         let this = Arc::clone(&job);
@@ -292,65 +157,28 @@ impl Job {
         Ok(job)
     }
 
-    fn run(&self, disk: &dyn Manage, merge: Merge) -> Result<Merged> {
+    fn run(&self, disk: &dyn Manage, merge: Prepared) -> Result<Ended> {
         let context = |error| Error::from_io("starting a merge", error);
         // Large copies, one at a time: plain threads serve that and leave the guests' rings alone.
         let executor = Executor::new(Backend::Pool).map_err(context)?;
-        let Some(chain) = disk.chain() else {
-            return Err(Error::new(ErrorKind::Denied, "the disk is closed"));
-        };
-        let (file, base) = (merge.dropped_file(), merge.base_of_commit());
-        let merged = executor.block_on(merge.run(chain, self))?;
-        if let Merged::Done { dropped, .. } = &merged {
-            let layers = disk.layer_paths();
-            let files = if file.is_some() { GoneFiles::Go } else { GoneFiles::Stay };
-            let marks = mica_stack::settle_marks(&layers, dropped, files).inspect_err(|error| {
-                // The merge itself is done, and durable.
-                let disk = &self.disk;
-                tracing::warn!(disk, %error, "could not update the mark of a frozen layer");
-            });
-            self.warn_if_configured_layer_left(&layers, dropped);
-            mica_stack::settle_notes(&layers, dropped, base.as_deref());
-            self.settle_files((dropped, &layers), file.as_ref(), marks);
+        let ended = executor.block_on(merge.run(disk, self))?;
+        if let Merged::Done { dropped, .. } = &ended.merged {
+            self.warn_of_unsettled(&ended.settled);
+            self.warn_if_configured_layer_left(&disk.layer_paths(), dropped);
         }
-        Ok(merged)
+        Ok(ended)
     }
 
-    /// Layers that were `dropped` have left the chain: the file of a state that is dropped goes,
-    /// those of others stay. If the `marks` were not settled one may lead through the file: it
-    /// stays, with what says that it was dropped, so that the next drop or keep tries it again.
-    fn settle_files(
-        &self,
-        (dropped, layers): (&[PathBuf], &[PathBuf]),
-        file: Option<&DroppedFile>,
-        marks: Result<()>,
-    ) {
-        let Some(DroppedFile { path, into, options, gone }) = file else {
-            return self.forget_drops(dropped);
-        };
-        let is_settled = marks.is_ok();
-        // Another program may have made an image on it meanwhile.
-        let removed = marks
-            .and_then(|()| mica_stack::remove_dropped_file(path, (into, layers), options, *gone));
-        let reason = removed.err().map(|error| {
-            tracing::warn!(
-                disk = self.disk,
-                %error,
-                "could not remove the file of the dropped state"
-            );
-            if is_settled {
-                self.forget_drops(dropped);
-            }
-            error.in_one_line()
-        });
-        let path = path.to_string_lossy().into_owned();
-        self.lock().file = Some(FileEnd { path, removed: reason.is_none(), reason });
-    }
-
-    /// Clears drop marks: these files are no longer ours to delete.
-    fn forget_drops(&self, dropped: &[PathBuf]) {
-        if let Err(error) = mica_stack::forget_drops(dropped) {
-            let disk = &self.disk;
+    /// Warns of what lies beside layers as it was. The merge itself is done, and durable.
+    fn warn_of_unsettled(&self, settled: &Settled) {
+        let disk = &self.disk;
+        if let Err(error) = &settled.marks {
+            tracing::warn!(disk, %error, "could not update the mark of a frozen layer");
+        }
+        if let Some(StateFile { removed: Err(error), .. }) = &settled.file {
+            tracing::warn!(disk, %error, "could not remove the file of the dropped state");
+        }
+        if let Err(error) = &settled.drops {
             tracing::warn!(
                 disk,
                 %error,
@@ -376,25 +204,24 @@ impl Job {
         }
     }
 
-    fn end(&self, outcome: Result<Merged>) {
+    fn end(&self, outcome: Result<Ended>) {
         let (disk, kind) = (&self.disk, self.kind);
-        match &outcome {
+        match outcome.as_ref().map(|ended| &ended.merged) {
             Ok(Merged::Done { dropped, copied }) => {
                 tracing::info!(disk, kind, copied, layers = dropped.len(), "layers were merged");
             }
             Ok(Merged::Cancelled) => tracing::info!(disk, kind, "a merge was cancelled"),
             Err(error) => tracing::warn!(disk, kind, ?error, "a merge failed"),
         }
-        let mut state = self.lock();
-        state.end = Some(End { at: now(), outcome });
+        self.lock().course.apply(Event::End(outcome), now());
         self.ended.notify_all();
     }
 
     /// Ends it, if it has not ended, and waits until it has.
     pub(crate) fn stop(&self) {
         let mut state = self.lock();
-        state.wish(Wish::Cease);
-        self.ended.wait_while(&mut state, |state| state.end.is_none());
+        state.course.apply(Event::Cancel, now());
+        self.ended.wait_while(&mut state, |state| !state.course.has_ended());
     }
 
     /// Whether the layers of a chain with these `layers` stay as they are, and their files, up to
@@ -411,52 +238,58 @@ impl Job {
 
     /// Whether it has ended.
     pub(crate) fn has_ended(&self) -> bool {
-        self.lock().end.is_some()
+        self.lock().course.has_ended()
     }
 
-    /// Lets it rest, or go on, unless it is being cancelled.
-    pub(crate) fn set_paused(&self, is_paused: bool) {
-        let mut state = self.lock();
-        match (state.wish, is_paused) {
-            (Wish::GoOn, true) => state.wish(Wish::Rest { since: now() }),
-            (Wish::Rest { .. }, false) => state.wish(Wish::GoOn),
-            (Wish::GoOn, false) | (Wish::Rest { .. }, true) | (Wish::Cease, _) => {}
-        }
+    /// Lets it rest.
+    pub(crate) fn pause(&self) {
+        self.lock().course.apply(Event::Pause, now());
+    }
+
+    /// Lets it go on.
+    pub(crate) fn resume(&self) {
+        self.lock().course.apply(Event::Resume, now());
     }
 
     /// How it is doing, or ended.
     pub(crate) fn report(&self) -> JobReport {
         let state = self.lock();
         let MergeProgress { done, total, copied, .. } = state.progress;
-        let (job_state, outcome) = (state.job_state(), state.end.as_ref().map(|end| &end.outcome));
-        let failure = outcome.and_then(|outcome| outcome.as_ref().err()).map(Error::in_one_line);
-        let dropped = match outcome {
-            Some(Ok(Merged::Done { dropped, .. })) => &dropped[..],
-            Some(Ok(Merged::Cancelled) | Err(_)) | None => &[],
+        let (name, ended) = match state.course.phase() {
+            Phase::Running => (JobState::Running, None),
+            Phase::Paused { .. } => (JobState::Paused, None),
+            Phase::Cancelling => (JobState::Cancelling, None),
+            Phase::Ended { at, outcome } => (JobState::of(outcome), Some((*at, outcome))),
         };
-        let until = state.end.as_ref().map_or_else(now, |end| end.at);
-        let resting = state.paused_until(until);
-        let worked = until.duration_since(self.began).saturating_sub(resting);
+        let until = ended.map_or_else(now, |(at, _)| at);
+        let rested = state.course.rested_at(until);
+        let worked = until.duration_since(self.began).saturating_sub(rested);
         let worked_ms = u64::try_from(worked.as_millis()).unwrap_or(u64::MAX).max(1);
         let rate = u128::from(copied) * 1000 / u128::from(worked_ms);
-        let estimate_ms = match state.end {
+        let estimate_ms = match ended {
             None => estimate_ms(state.progress, worked_ms),
             Some(_) => None,
+        };
+        let outcome = ended.map(|(_, outcome)| outcome.as_ref());
+        let well = outcome.and_then(|outcome| outcome.ok());
+        let dropped = match well.map(|ended| &ended.merged) {
+            Some(Merged::Done { dropped, .. }) => &dropped[..],
+            Some(Merged::Cancelled) | None => &[],
         };
         JobReport {
             number: self.number,
             disk: self.disk.clone(),
             kind: self.kind,
-            state: job_state,
-            done: if job_state == JobState::Done { total } else { done },
+            state: name,
+            done: if name == JobState::Done { total } else { done },
             total,
             copied_bytes: copied,
             rate: u64::try_from(rate).unwrap_or(u64::MAX),
             elapsed_ms: worked_ms,
             estimate_ms,
-            failure,
+            failure: outcome.and_then(|outcome| outcome.err()).map(Error::in_one_line),
             dropped: dropped.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
-            file: state.file.clone(),
+            file: well.and_then(|ended| ended.settled.file.as_ref()).map(FileEnd::from),
         }
     }
 
@@ -464,13 +297,34 @@ impl Job {
         self.state.lock()
     }
 
-    /// How long it has to rest so that it does not exceed its rate.
-    fn ahead_of_rate(&self, copied: u64) -> Duration {
-        let due_ns = u128::from(copied) * 1_000_000_000 / u128::from(self.rate.max(1));
-        let due = Duration::from_nanos(u64::try_from(due_ns).unwrap_or(u64::MAX));
+    /// How long it has to rest before the step after this `progress`; a break if it is to end.
+    fn rest(&self, progress: MergeProgress) -> ControlFlow<(), Duration> {
         let state = self.lock();
-        let resting = state.paused;
-        due.saturating_sub(now().duration_since(self.began).saturating_sub(resting))
+        match state.course.phase() {
+            Phase::Cancelling | Phase::Ended { .. } => ControlFlow::Break(()),
+            Phase::Paused { .. } => ControlFlow::Continue(LOOK),
+            Phase::Running if self.rate == 0 || progress.is_ending => {
+                ControlFlow::Continue(Duration::ZERO)
+            }
+            Phase::Running => {
+                let now = now();
+                let due_ns = u128::from(progress.copied) * 1_000_000_000 / u128::from(self.rate);
+                let due = Duration::from_nanos(u64::try_from(due_ns).unwrap_or(u64::MAX));
+                let rested = state.course.rested_at(now);
+                let worked = now.duration_since(self.began).saturating_sub(rested);
+                ControlFlow::Continue(due.saturating_sub(worked))
+            }
+        }
+    }
+}
+
+impl JobState {
+    fn of(outcome: &Result<Ended>) -> Self {
+        match outcome.as_ref().map(|ended| &ended.merged) {
+            Ok(Merged::Done { .. }) => Self::Done,
+            Ok(Merged::Cancelled) => Self::Cancelled,
+            Err(_) => Self::Failed,
+        }
     }
 }
 
@@ -479,18 +333,11 @@ impl MergeControl for Job {
         self.lock().progress = progress;
         Box::pin(async move {
             loop {
-                let wish = self.lock().wish;
-                let rest = match (wish, self.rate) {
-                    (Wish::Cease, _) => return ControlFlow::Break(()),
-                    (Wish::Rest { .. }, _) => LOOK,
-                    (Wish::GoOn, 0) => Duration::ZERO,
-                    (Wish::GoOn, _) if progress.is_ending => Duration::ZERO,
-                    (Wish::GoOn, _) => self.ahead_of_rate(progress.copied),
-                };
-                if rest.is_zero() {
-                    return ControlFlow::Continue(());
+                match self.rest(progress) {
+                    ControlFlow::Break(()) => return ControlFlow::Break(()),
+                    ControlFlow::Continue(Duration::ZERO) => return ControlFlow::Continue(()),
+                    ControlFlow::Continue(rest) => mica_rt::sleep(rest.min(LOOK)).await,
                 }
-                mica_rt::sleep(rest.min(LOOK)).await;
             }
         })
     }
@@ -525,12 +372,13 @@ fn now() -> Instant {
 mod tests {
     use super::*;
 
-    /// The story: a merge that ended while it was paused was told of as shorter each time.
     #[test]
-    fn time_of_a_merge_that_ended_while_it_rested_stays_as_it_was() {
-        let second = Duration::from_secs(1);
+    fn merge_that_was_cancelled_while_it_rested_does_not_go_on_and_its_time_stays_as_it_was() {
         let began = now();
-        let job = |wish, end| Job {
+        let at = |seconds| began + Duration::from_secs(seconds);
+        let mut course = Course::new();
+        course.apply(Event::Pause, at(5));
+        let job = Job {
             number: 1,
             disk: "a".to_owned(),
             named: PathBuf::from("a.qcow2"),
@@ -538,22 +386,21 @@ mod tests {
             lowest_changed: None,
             began,
             rate: 0,
-            state: Mutex::new(State { wish, end, ..State::default() }),
+            state: Mutex::new(State { progress: MergeProgress::default(), course }),
             ended: Condvar::new(),
         };
-        let end = |outcome| Some(End { at: began + 7 * second, outcome });
-        let rest = Wish::Rest { since: began + 5 * second };
-        let report = job(rest, end(Ok(Merged::Cancelled))).report();
-        assert_eq!((report.state, report.elapsed_ms), (JobState::Cancelled, 5000));
-        assert!(!report.is_under_way());
-
-        // What is cancelled does not go on.
-        let job = job(rest, None);
         assert_eq!(job.report().state, JobState::Paused);
-        job.lock().wish(Wish::Cease);
-        job.set_paused(false);
+        // What is cancelled does not go on.
+        job.lock().course.apply(Event::Cancel, at(7));
+        job.resume();
         assert_eq!(job.report().state, JobState::Cancelling);
         assert_eq!(serde_json::to_value(job.report()).expect("text")["state"], "cancelling");
+        let settled = Settled { marks: Ok(()), drops: Ok(()), file: None };
+        let ended = Ended { merged: Merged::Cancelled, settled };
+        job.lock().course.apply(Event::End(Ok(ended)), at(7));
+        let report = job.report();
+        assert_eq!((report.state, report.elapsed_ms), (JobState::Cancelled, 5000));
+        assert!(!report.is_under_way());
     }
 
     #[test]

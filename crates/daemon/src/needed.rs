@@ -1,27 +1,24 @@
 //! Whether a layer that is about to be changed is needed by others than the disk that it belongs
 //! to. Locks keep other programs out, and disks of this process that have it open; this finds them
-//! first, so that they can be named, and images that nobody has open.
+//! first, so that they can be named. Images that nobody has open the merge looks for itself.
 
 use crate::served::Served;
 use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, Result};
-use mica_stack::{GoneImages, node_of};
+use mica_stack::node_of;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 impl Shared {
-    /// Makes sure that only `served` needs `layers`, from the lowest; the last of them is the one
-    /// above those that change or go. Images that are `gone` count as the user says.
+    /// Makes sure that no other disk than `served` needs one of these `layers`, which change or go.
     ///
     /// # Errors
-    /// `Denied`, with the names of disks and images that need one of them.
-    pub(crate) fn check_nobody_needs(
+    /// `Denied`, with the name of a disk that does.
+    pub(crate) fn check_no_disk_needs(
         &self,
         served: &Arc<Served>,
         layers: &[PathBuf],
-        gone: GoneImages,
     ) -> Result<()> {
-        let Some((above, layers)) = layers.split_last() else { return Ok(()) };
         let nodes: Vec<_> = layers.iter().filter_map(|layer| node_of(layer)).collect();
         let others = self.disks.all().into_iter().filter(|other| !Arc::ptr_eq(other, served));
         for other in others {
@@ -37,6 +34,6 @@ impl Shared {
                 return Err(Error::new(ErrorKind::Denied, what));
             }
         }
-        mica_stack::check_no_overlays(layers, above, gone)
+        Ok(())
     }
 }

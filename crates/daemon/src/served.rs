@@ -27,7 +27,7 @@ pub(crate) use backup::{BackupInfo, Wanted};
 pub(crate) use doors::Doors;
 pub(crate) use extents::Asked;
 pub(crate) use layers::Layered;
-pub(crate) use merges::StatesInTheWay;
+pub(crate) use merges::{LayersCalled, StatesInTheWay};
 pub(crate) use resize::NewLength;
 pub(crate) use stored::Stored;
 

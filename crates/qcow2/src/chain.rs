@@ -18,7 +18,7 @@ use crate::header_io::read_header;
 use crate::index::cache::{MapCache, Sharing};
 use crate::layer::Layer;
 use crate::map::{Map, Rest};
-use crate::open::open_layers;
+use crate::open::{OpenAs, open_layers};
 use crate::write::Writer;
 use crate::write::bitmaps::settle_bitmaps;
 use crate::write::pages::Metadata;
@@ -29,7 +29,7 @@ use mica_block::{
 };
 use mica_qcow2_format::Header;
 use mica_rt::Buf;
-use mica_rt::sync::Claims;
+use mica_rt::sync;
 use mica_units::{GuestOffset, GuestRange};
 use std::future::ready;
 use std::ops::ControlFlow;
@@ -92,7 +92,7 @@ pub struct Chain {
     /// only while the gate is held.
     writer: Arc<ArcSwapOption<Writer>>,
     /// Serializes putting layers on top.
-    pushing: Arc<Claims>,
+    pushing: Arc<sync::Mutex>,
     merging: Arc<merge::Merging>,
     stored_bitmaps: Arc<dirty::StoredBitmaps>,
     repair: Option<Repair>,
@@ -115,7 +115,7 @@ impl Chain {
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         let opening_ns = images.now_ns();
-        let wanted = (options.snapshot.as_deref(), options.writable);
+        let wanted = OpenAs { snapshot: options.snapshot.as_deref(), writable: options.writable };
         let (layers, metadata) = open_layers(&*images, path, wanted).await?;
         let map = Map::new(images, layers, options.cache.clone(), (opening_ns, options.sharing));
         let gate = Arc::<Gate>::default();

@@ -6,7 +6,7 @@
 //! is left to [`Layer::read_deferred`](crate::layer::Layer::read_deferred), and nobody writes it.
 
 use mica_block::{Error, ErrorKind, Images, Passphrase, Result, Store, read_exact};
-use mica_crypt::luks::{HEADER_BYTES, LuksHeader, Payload, Unlocked, unlock};
+use mica_crypt::luks::{HEADER_BYTES, HeaderPlace, LuksHeader, Payload, Unlocked, unlock};
 use mica_crypt::{CryptStore, SectorCipher};
 use mica_qcow2_format::{Encryption, Header};
 use mica_units::HostOffset;
@@ -46,7 +46,7 @@ impl LayerCipher {
             return Ok(Some(Self::ByGuest(Arc::new(cipher))));
         }
         let Some((luks, at)) = read_luks_header(header, store).await? else { return Ok(None) };
-        Ok(Some(Self::ByHost(unlock(&luks, (store, at), &passphrase).await?)))
+        Ok(Some(Self::ByHost(unlock(&luks, HeaderPlace { store, at }, &passphrase).await?)))
     }
 
     /// Unlocks the LUKS image at `path`, whose file is `store`.

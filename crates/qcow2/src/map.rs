@@ -13,7 +13,7 @@ use crate::layer::Layer;
 use crate::layers::Layers;
 use arc_swap::{ArcSwap, Guard};
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Result};
-use mica_rt::sync::{Claims, Notify};
+use mica_rt::sync::{self, Notify};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -34,7 +34,7 @@ pub(crate) struct Map {
     pub(crate) index: Index,
     pub(crate) index_call: Notify,
     /// The right to write sidecars, and whether that is out of the question at present.
-    pub(crate) indexing: Claims,
+    pub(crate) indexing: sync::Mutex,
     pub(crate) is_index_held: AtomicBool,
     pub(crate) decoded: Arc<DecodedClusters>,
     /// The map of a longer chain that reads the uppermost of these layers while it is written.
@@ -70,7 +70,7 @@ impl Map {
             published_len: AtomicU64::new(len),
             index: Index::new(cache, frozen),
             index_call: Notify::default(),
-            indexing: Claims::default(),
+            indexing: sync::Mutex::default(),
             is_index_held: AtomicBool::new(false),
             decoded: Arc::default(),
             above: OnceLock::new(),
@@ -177,7 +177,7 @@ impl Map {
     pub(crate) async fn hold_index(self: &Arc<Self>) -> HeldIndex {
         self.is_index_held.store(true, Ordering::SeqCst);
         let held = HeldIndex(Arc::clone(self));
-        drop(self.indexing.claim(0).await);
+        drop(self.indexing.lock().await);
         held
     }
 

@@ -91,12 +91,20 @@ enum OpenedKind {
     Qcow2(Box<Header>),
 }
 
+/// As what a layer is opened.
+#[derive(Clone, Copy)]
+pub(crate) struct OpenAs<'a> {
+    /// The internal snapshot that it is to show, if any.
+    pub(crate) snapshot: Option<&'a str>,
+    pub(crate) writable: bool,
+}
+
 /// The layers of the chain whose active layer is at `path`, from the base; for the active layer the
 /// internal snapshot, if one is named. With the metadata of the active layer, if that is written.
 pub(crate) async fn open_layers(
     images: &dyn Images,
     path: &Path,
-    (snapshot, writable): (Option<&str>, bool),
+    OpenAs { snapshot, writable }: OpenAs<'_>,
 ) -> Result<(Vec<Arc<Layer>>, Option<Arc<Metadata>>)> {
     let mut opened = open_all(images, path, writable).await?;
     unlock_all(images, &mut opened).await?;
@@ -108,7 +116,8 @@ pub(crate) async fn open_layers(
         let is_active = number.index() + 1 == count;
         let snapshot = snapshot.filter(|_| is_active);
         let context = opened.path.display().to_string();
-        let layer = build_layer(images, opened, number, (snapshot, writable && is_active)).await;
+        let as_what = OpenAs { snapshot, writable: writable && is_active };
+        let layer = build_layer(images, opened, number, as_what).await;
         let (layer, written) = layer.map_err(|error| error.wrap(context))?;
         layers.push(Arc::new(layer));
         metadata = written;
@@ -275,7 +284,7 @@ pub(crate) async fn build_layer(
     images: &dyn Images,
     mut opened: Opened,
     number: LayerNumber,
-    (snapshot, writable): (Option<&str>, bool),
+    OpenAs { snapshot, writable }: OpenAs<'_>,
 ) -> Result<(Layer, Option<Arc<Metadata>>)> {
     opened.unlock(images).await?;
     let Opened { path, image, kind, cipher } = opened;
@@ -398,7 +407,8 @@ pub(crate) async fn open_overlay(
                 if same_file(images.identify(&below)?, active.identity) => {}
             _ => return refuse("it is not an overlay of the active layer"),
         }
-        let (layer, metadata) = build_layer(images, opened, number, (None, true)).await?;
+        let as_active = OpenAs { snapshot: None, writable: true };
+        let (layer, metadata) = build_layer(images, opened, number, as_active).await?;
         let Some(metadata) = metadata else { return refuse("it is not a qcow2 image") };
         check_length(&layer, active)?;
         let end = GuestOffset::new(layer.len());

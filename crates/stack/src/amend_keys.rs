@@ -3,7 +3,7 @@
 
 use crate::Format;
 use mica_block::{Error, ErrorKind, Images, Passphrase, Result};
-use mica_crypt::luks::{NewSlot, Slot, add_key, read_header, remove_keys};
+use mica_crypt::luks::{HeaderPlace, NewSlot, Slot, add_key, read_header, remove_keys};
 use mica_qcow2::{needed_passphrase, read_luks_header, replay_redo_log};
 use mica_units::HostOffset;
 use std::path::Path;
@@ -52,13 +52,14 @@ pub async fn amend_keys(
             }
             Format::Raw | Format::Null => return Err(no_keys()),
         };
+        let place = HeaderPlace { store, at };
         match change {
             KeyChange::Add { new, slot, how } => {
                 let known = needed_passphrase(images, path)?;
-                add_key(&mut luks, (store, at), &known, (&new, slot, how)).await.map(|_| 1)
+                add_key(&mut luks, place, &known, (&new, slot, how)).await.map(|_| 1)
             }
             KeyChange::Remove { which, last_too } => {
-                remove_keys(&mut luks, (store, at), &which, last_too).await
+                remove_keys(&mut luks, place, &which, last_too).await
             }
         }
     };

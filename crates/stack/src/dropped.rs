@@ -22,8 +22,9 @@
 use crate::files::{folder_of, position_of, sync_folder_of};
 use crate::keep::{is_called, may_keep_state, remove_state};
 use crate::merged;
+use crate::overlays::check_no_overlays;
 use crate::{FileImages, ImageOptions, MayWrite};
-use crate::{GoneFiles, GoneImages, check_no_overlays, forget_overlays, settle_marks};
+use crate::{GoneFiles, GoneImages, forget_overlays, settle_marks};
 use mica_block::{Error, Images, OpenImage, Result};
 use mica_store::Locking;
 use std::fs::File;
@@ -75,16 +76,24 @@ pub fn forget_drops(layers: &[PathBuf]) -> Result<()> {
         .try_for_each(|layer| merged::forget_drop(layer))
 }
 
-/// Removes the `file` of a state that was dropped a moment ago, and whose layer went into the one
-/// at `into`, durably. The chain has these `layers` now. Images on it that are `gone` are taken as
-/// when the drop began.
+/// Where a state went.
+#[derive(Clone, Copy)]
+pub(crate) struct Went<'a> {
+    /// The layer that has what it had, durably.
+    pub(crate) into: &'a Path,
+    /// Those that the chain has now.
+    pub(crate) layers: &'a [PathBuf],
+}
+
+/// Removes the `file` of a state that was dropped a moment ago. Images on it that are `gone` are
+/// taken as when the drop began.
 ///
 /// # Errors
 /// As [`check_no_overlays`]; `Denied` if somebody has the file open: then it stays. Else what the
 /// system reports.
-pub fn remove_dropped_file(
+pub(crate) fn remove_dropped_file(
     file: &Path,
-    (into, layers): (&Path, &[PathBuf]),
+    went: Went<'_>,
     options: &ImageOptions,
     gone: GoneImages,
 ) -> Result<()> {
@@ -94,16 +103,16 @@ pub fn remove_dropped_file(
         Locking::ForceShare | Locking::Off => None,
     };
     // Whoever makes an image on it has it open until that is noted.
-    check_no_overlays(&[file.to_owned()], into, gone)?;
+    check_no_overlays(&[file.to_owned()], went.into, gone)?;
     remove_state(file, &options.sidecars)?;
-    forget_in_note_beneath(file, (into, layers));
+    forget_in_note_beneath(file, went);
     Ok(())
 }
 
-/// The `file` is removed: it may be noted of what was beneath it, and is beneath `into` now.
-fn forget_in_note_beneath(file: &Path, (into, layers): (&Path, &[PathBuf])) {
-    if let Some(at @ 1..) = position_of(layers, into) {
-        forget_overlays(&layers[at - 1], &[file.to_owned()]);
+/// The `file` is removed: it may be noted of what was beneath it, and is beneath another now.
+fn forget_in_note_beneath(file: &Path, went: Went<'_>) {
+    if let Some(at @ 1..) = position_of(went.layers, went.into) {
+        forget_overlays(&went.layers[at - 1], &[file.to_owned()]);
     }
 }
 
@@ -157,7 +166,7 @@ fn remove_if_dropped(
     sync_folder_of(into)?;
     settle_marks(layers, &[file.to_owned()], GoneFiles::Go)?;
     remove_state(file, &options.sidecars)?;
-    forget_in_note_beneath(file, (into, layers));
+    forget_in_note_beneath(file, Went { into, layers });
     Ok(true)
 }
 
@@ -175,8 +184,8 @@ fn marks_in(folder: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::MergeMarks;
     use crate::mark::Mark;
+    use crate::merged::MergeMarks;
     use mica_store::Handles;
     use std::fs::{self, OpenOptions};
     use std::io::Write;
@@ -359,9 +368,8 @@ mod tests {
         let options = ImageOptions::new(Handles::new(8));
         let images = FileImages::new(&world.file, options.clone()).expect("allowed");
         let open = images.open(&world.file).expect("opened");
-        let remove = |gone| {
-            remove_dropped_file(&world.file, (&world.layers[1], &world.layers), &options, gone)
-        };
+        let went = Went { into: &world.layers[1], layers: &world.layers };
+        let remove = |gone| remove_dropped_file(&world.file, went, &options, gone);
         std::thread::scope(|scope| {
             let removal = scope.spawn(|| remove(GoneImages::Removed));
             sleep(LET_GO_LIMIT / 4);

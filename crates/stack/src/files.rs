@@ -4,6 +4,7 @@
 use crate::policy::looks_like_protocol;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Access;
+use mica_store::Node;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
@@ -11,9 +12,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The device and the number of the file at `path`, following links; `None` if there is none.
-pub fn node_of(path: &Path) -> Option<(u64, u64)> {
-    fs::metadata(path).ok().map(|found| (found.dev(), found.ino()))
+/// Which file is at `path`, following links; `None` if there is none.
+pub fn node_of(path: &Path) -> Option<Node> {
+    let found = fs::metadata(path).ok()?;
+    Some(Node { device: found.dev(), inode: found.ino() })
 }
 
 /// Which of `paths` is `name`, or another name of the same file.

@@ -30,7 +30,7 @@ use mica_block::{
     Planned, Pushed, Renaming, Requests, Result, SnapshotGroup, Writing, Zeroes,
 };
 use mica_qcow2::{Chain, ChainOptions, flush_ahead, flush_while_long};
-use mica_rt::sync::{Claims, Notify, OwnedInFlight, Waiters};
+use mica_rt::sync::{self, Notify, OwnedInFlight, Waiters};
 use mica_rt::{Buf, spawn};
 use mica_units::{GuestOffset, GuestRange};
 use std::ops::Deref;
@@ -54,7 +54,7 @@ pub struct LayeredRaw {
     /// Whether changes are held, and who waits for that to end.
     is_held: AtomicBool,
     released: Waiters,
-    pushing: Claims,
+    pushing: sync::Mutex,
     /// Called when there is a chain, and by whoever waits for that no longer.
     index_call: Notify,
 }
@@ -110,7 +110,7 @@ impl LayeredRaw {
             changes: Arc::default(),
             is_held: AtomicBool::new(false),
             released: Waiters::default(),
-            pushing: Claims::default(),
+            pushing: sync::Mutex::default(),
             index_call: Notify::default(),
         })
     }
@@ -211,7 +211,7 @@ impl LayeredRaw {
 
     /// As [`Chain::write_ahead`].
     async fn write_ahead(&self) -> Result<()> {
-        let _alone = self.pushing.claim(0).await;
+        let _alone = self.pushing.lock().await;
         match (self.chain(), self.raw.load_full()) {
             (Some(chain), _) => chain.write_ahead().await,
             (None, Some(raw)) => flush_ahead(async || raw.flush().await.map(|()| true)).await,
@@ -225,7 +225,7 @@ impl LayeredRaw {
         names: &dyn Renaming,
         group: Option<&SnapshotGroup>,
     ) -> Result<Pushed> {
-        let _alone = self.pushing.claim(0).await;
+        let _alone = self.pushing.lock().await;
         if let Some(chain) = self.chain() {
             return chain.push(path, names, group).await;
         }

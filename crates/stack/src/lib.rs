@@ -7,6 +7,7 @@
 //! - [`ExportDisk`] is what another server exports.
 //! - [`Window`], [`Joined`] and [`DetectZeroes`] make disks of disks.
 //! - [`Stores`] opens stores of volumes, and volumes in them.
+//! - [`merge`] has the steps of a merge of layers, in use or not.
 //! - [`forest`] finds the images of folders, and which stands on which.
 //! - [`Secrets`] are where the passphrases of encrypted images are.
 //! - [`Fault`] is what the user asked to go wrong.
@@ -29,6 +30,7 @@ mod keep;
 mod layered_raw;
 mod mark;
 mod may_write;
+pub mod merge;
 mod merged;
 mod new_layer;
 mod no_path;
@@ -52,7 +54,7 @@ pub use abandoned::remove_abandoned;
 pub use above::{GoneFiles, has_mark, is_frozen, settle_marks};
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
-pub use dropped::{forget_drops, remove_dropped, remove_dropped_file};
+pub use dropped::{forget_drops, remove_dropped};
 pub use encrypted::{encrypted_as, warn_of_luks};
 pub use export::ExportDisk;
 pub use files::{base_name, node_of, position_of, sync_folder_of};
@@ -62,14 +64,14 @@ pub use joined::Joined;
 pub use keep::{Keeping, check_only_state, kept_path, kept_states, settle_names, state_of};
 pub use layered_raw::LayeredRaw;
 pub use may_write::MayWrite;
-pub use merged::{MergeMarks, refuse_merged};
+pub use merged::refuse_merged;
 pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use no_path::{is_no_path, refuse_no_path};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
 pub use overlays::{
-    ExpectedOverlays, GoneImages, announce_overlays, check_no_overlays, expect_overlays,
-    forget_gone, forget_overlays, note_overlay, settle_notes,
+    ExpectedOverlays, GoneImages, announce_overlays, expect_overlays, forget_gone, forget_overlays,
+    note_overlay,
 };
 pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};

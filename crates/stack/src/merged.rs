@@ -305,7 +305,7 @@ pub(crate) fn remove_lone_mark(at: &Path) -> Result<bool> {
 /// The marks of the layers of a commit. Dropping this takes those back that it put.
 #[must_use = "the layers are marked until this is dropped"]
 #[derive(Default, Debug)]
-pub struct MergeMarks {
+pub(crate) struct MergeMarks {
     /// That of the base, if it has one.
     base: Option<Put>,
     sources: Vec<Put>,
@@ -368,7 +368,7 @@ impl MergeMarks {
     ///
     /// # Errors
     /// What the system reports. Nothing new is marked then.
-    pub fn put(base: &Path, sources: &[PathBuf]) -> Result<Self> {
+    pub(crate) fn put(base: &Path, sources: &[PathBuf]) -> Result<Self> {
         let mut marks = Self::default();
         marks.base = Put::beside(base, |found| Content::Base { file: FileMark::of(found) })?;
         marks.add_sources(base, sources, Then::Stays)?;
@@ -381,7 +381,7 @@ impl MergeMarks {
     ///
     /// # Errors
     /// As [`Self::put`].
-    pub fn put_dropped(above: &Path, state: &Path) -> Result<Self> {
+    pub(crate) fn put_dropped(above: &Path, state: &Path) -> Result<Self> {
         let mut marks = Self::default();
         marks.add_sources(above, &[state.to_owned()], Then::Goes)?;
         marks.settle()?;
@@ -427,12 +427,12 @@ impl MergeMarks {
     }
 
     /// `control`, and has the marks count when the merge begins to change something.
-    pub fn watch<'a>(&'a self, control: &'a dyn MergeControl) -> impl MergeControl {
+    pub(crate) fn watch<'a>(&'a self, control: &'a dyn MergeControl) -> impl MergeControl {
         Watched { marks: self, control }
     }
 
     /// The merge has ended so, or failed.
-    pub fn end(mut self, merged: Option<&Merged>) {
+    pub(crate) fn end(mut self, merged: Option<&Merged>) {
         match merged {
             Some(Merged::Done { .. }) => {
                 // Where nobody watched they do not yet.
@@ -454,6 +454,10 @@ impl MergeMarks {
 
 impl Drop for MergeMarks {
     fn drop(&mut self) {
+        // After a panic in the middle: the base has a part of what it is to get.
+        if self.has_begun.load(Ordering::Acquire) {
+            return;
+        }
         self.all().filter(|put| !put.was_there).for_each(Put::remove);
     }
 }

@@ -8,9 +8,9 @@ mod noted;
 pub(crate) use noted::note_beside;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use noted::read_note;
+pub(crate) use noted::settle_notes;
 pub use noted::{
     ExpectedOverlays, announce_overlays, expect_overlays, forget_overlays, note_overlay,
-    settle_notes,
 };
 
 use crate::above::owner_of;
@@ -20,6 +20,7 @@ use crate::mark::{Mark, cure};
 use crate::merged::was_merged;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::MAGIC;
+use mica_store::Node;
 use noted::{Found, noted_on};
 use std::collections::{HashMap, HashSet};
 use std::os::unix::fs::FileExt;
@@ -141,7 +142,7 @@ fn leave_out_renamed<'a>(
 fn noted_places(
     layers: &[PathBuf],
     folders: &[PathBuf],
-    own: &HashSet<Option<(u64, u64)>>,
+    own: &HashSet<Option<Node>>,
 ) -> Result<Noticed> {
     let mut places: HashSet<PathBuf> = folders.iter().cloned().collect();
     let mut can_be_listed = HashMap::new();
@@ -216,7 +217,7 @@ fn marked_above(layers: &[PathBuf]) -> Result<Vec<PathBuf>> {
 /// # Errors
 /// `Denied`, with names of images that do, or if a mark leads to nothing, or a note to a folder
 /// that may only not be mounted; else if a folder cannot be listed.
-pub fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: GoneImages) -> Result<()> {
+pub(crate) fn check_no_overlays(layers: &[PathBuf], above: &Path, gone: GoneImages) -> Result<()> {
     let mut overlays = overlays_on(layers, above)?;
     if gone == GoneImages::Removed {
         // A note that cannot be written does not make them any less gone.
@@ -303,7 +304,7 @@ pub(crate) fn put_image(path: &Path, backing: Option<&str>) {
 mod tests {
     use super::put_image as image;
     use super::*;
-    use crate::MergeMarks;
+    use crate::merged::MergeMarks;
     use mica_block::Merged;
     use std::fs;
 

@@ -7,6 +7,7 @@
 use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
 use crate::lock;
 use crate::nameless;
+use crate::node::Node;
 use crate::stamp::nanoseconds;
 use mica_block::{Error, ErrorKind, Identity, Result};
 use mica_rt::{Access, File, FileSystem};
@@ -116,8 +117,8 @@ impl Located {
     }
 
     /// The device and inode of the file, or of the device's node.
-    pub(crate) fn node(&self) -> (u64, u64) {
-        (self.stat.st_dev, self.stat.st_ino)
+    pub(crate) fn node(&self) -> Node {
+        Node { device: self.stat.st_dev, inode: self.stat.st_ino }
     }
 
     /// Length of a regular file when it was found. The length of a block device is known once open.
@@ -260,7 +261,7 @@ impl Located {
         let is_nameless = self.kind == FileKind::Regular && self.stat.st_nlink == 0;
         // Names in /proc lead to files that have no others.
         let is_gone = || match stat(&self.path) {
-            Ok(found) => (found.st_dev, found.st_ino) != self.node(),
+            Ok(found) => Node { device: found.st_dev, inode: found.st_ino } != self.node(),
             Err(error) => error == Errno::NOENT,
         };
         match is_nameless && is_gone() {

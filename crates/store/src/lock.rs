@@ -74,49 +74,57 @@ const ALONE_LIMIT: Duration = Duration::from_secs(5);
 /// Time for finding an image again that was replaced: once is enough.
 const REPLACED_LIMIT: Duration = Duration::from_secs(1);
 
-/// The permissions that `role` uses, and those that it does not share.
-fn permissions(role: Role, locking: Locking) -> Option<(&'static [u64], &'static [u64])> {
-    match (role, locking) {
-        (_, Locking::Off) => None,
-        (Role::Reader, Locking::On) => Some((&[CONSISTENT_READ], &[WRITE, RESIZE])),
-        (Role::Reader, Locking::ForceShare) => Some((&[CONSISTENT_READ], &[])),
+/// What is done with an image.
+#[derive(Clone, Copy)]
+struct Permissions {
+    used: &'static [u64],
+    /// What nobody else may do meanwhile.
+    unshared: &'static [u64],
+}
+
+fn permissions(role: Role, locking: Locking) -> Option<Permissions> {
+    let (used, unshared): (&[u64], &[u64]) = match (role, locking) {
+        (_, Locking::Off) => return None,
+        (Role::Reader, Locking::On) => (&[CONSISTENT_READ], &[WRITE, RESIZE]),
+        (Role::Reader, Locking::ForceShare) => (&[CONSISTENT_READ], &[]),
         (Role::Writer, Locking::On | Locking::ForceShare) => {
-            Some((&[CONSISTENT_READ, WRITE, RESIZE], &[WRITE, RESIZE]))
+            (&[CONSISTENT_READ, WRITE, RESIZE], &[WRITE, RESIZE])
         }
-        (Role::Alone, Locking::On | Locking::ForceShare) => Some((
+        (Role::Alone, Locking::On | Locking::ForceShare) => (
             &[CONSISTENT_READ, WRITE_UNCHANGED],
             &[CONSISTENT_READ, WRITE, WRITE_UNCHANGED, RESIZE],
-        )),
-    }
+        ),
+    };
+    Some(Permissions { used, unshared })
 }
 
 /// Takes the locks of `role` on `file`, which are held until it is closed. Returns whether it has
 /// any: they may be off, or unknown to the file system. After an error the caller closes it.
 pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Result<bool> {
-    let Some((used, unshared)) = permissions(role, locking) else { return Ok(false) };
+    let Some(wanted) = permissions(role, locking) else { return Ok(false) };
     // While it holds its bytes it keeps others out, also those that come to read what somebody
     // reads already: so it looks first. What is not known now is found out below.
     if role == Role::Alone && file.is_locked_elsewhere(USED, ALL).unwrap_or(false) {
-        refuse_conflicts(file, path, (used, unshared))?;
+        refuse_conflicts(file, path, wanted)?;
     }
-    if !hold(file, path, (used, unshared))? {
+    if !hold(file, path, wanted)? {
         return Ok(false);
     }
     // Usually nobody else has the image open.
     let is_shared = file.is_locked_elsewhere(USED, ALL);
     if is_shared.map_err(|error| failed_to_lock(path, error))? {
-        refuse_conflicts(file, path, (used, unshared))?;
+        refuse_conflicts(file, path, wanted)?;
     }
     Ok(true)
 }
 
-/// Fails if another process uses what is not to be shared, or does not share what is `used`.
-fn refuse_conflicts(file: &File, path: &Path, (used, unshared): (&[u64], &[u64])) -> Result<()> {
-    let unshared = unshared.iter().map(|at| match *at {
+/// Fails if another process uses what is not to be shared, or does not share what is used.
+fn refuse_conflicts(file: &File, path: &Path, wanted: Permissions) -> Result<()> {
+    let unshared = wanted.unshared.iter().map(|at| match *at {
         CONSISTENT_READ => (USED, "has the image open"),
         at => (USED + at, "holds the image for writing"),
     });
-    let used = used.iter().map(|at| match *at {
+    let used = wanted.used.iter().map(|at| match *at {
         CONSISTENT_READ => (UNSHARED, "changes the image and allows nobody to read it"),
         at => (UNSHARED + at, "has the image open and allows nobody to write it"),
     });
@@ -139,7 +147,8 @@ pub(crate) fn take_beside_writer(file: &File, path: &Path, locking: Locking) -> 
 
 /// Locks the bytes for what is used, and for what is not shared. Returns whether the file system
 /// has locks.
-fn hold(file: &File, path: &Path, (used, unshared): (&[u64], &[u64])) -> Result<bool> {
+fn hold(file: &File, path: &Path, wanted: Permissions) -> Result<bool> {
+    let Permissions { used, unshared } = wanted;
     let own = used.iter().map(|at| USED + at).chain(unshared.iter().map(|at| UNSHARED + at));
     for byte in own {
         match file.lock_shared(byte, 1) {

@@ -6,6 +6,7 @@
 //! - I2 They duplicate the owner's descriptor. In a sandbox the system would refuse to open it once
 //!   more, as no rule speaks for a file that has no name.
 
+use crate::node::Node;
 use mica_block::{Error, Result};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, fstat};
@@ -24,9 +25,6 @@ pub struct NamelessFile {
     path: PathBuf,
 }
 
-/// A device and an inode.
-type Node = (u64, u64);
-
 /// Those of this process.
 static KNOWN: Mutex<BTreeMap<Node, Arc<OwnedFd>>> = Mutex::new(BTreeMap::new());
 
@@ -37,7 +35,7 @@ impl NamelessFile {
     /// Those of the system.
     pub fn new(fd: OwnedFd) -> Result<Self> {
         let stat = fstat(&fd).map_err(|error| failed(error.into()))?;
-        let (node, path) = ((stat.st_dev, stat.st_ino), path_of(&fd));
+        let (node, path) = (Node { device: stat.st_dev, inode: stat.st_ino }, path_of(&fd));
         let fd = Arc::new(fd);
         known().insert(node, Arc::clone(&fd));
         Ok(Self { fd, node, path })

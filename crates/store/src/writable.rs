@@ -22,7 +22,7 @@ use mica_block::{
     ChangeFuture, Error, ErrorKind, IoFuture, LocalFuture, Result, Run, Space, Store,
     StoreIdentity, Witness, ready,
 };
-use mica_rt::sync::{Claim, Claims, Mode};
+use mica_rt::sync::{self, Claim, Claims, Mode};
 use mica_rt::{Buf, FallocateFlags, File, Parts};
 use mica_units::HostOffset;
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
@@ -52,7 +52,7 @@ struct Inner {
     /// blocks share, since they preserve no old bytes; everything else is exclusive.
     claims: Claims,
     /// The sync under way, and those that wait for their turn.
-    syncs: Claims,
+    syncs: sync::Mutex,
     /// Whether a sync failed (I2).
     sync_failed: AtomicBool,
     /// The mount generation, which stays the same while the file is open.
@@ -147,7 +147,7 @@ impl WritableFile {
             kind: located.kind(),
             align,
             claims: Claims::default(),
-            syncs: Claims::default(),
+            syncs: sync::Mutex::default(),
             sync_failed: AtomicBool::new(false),
             mount_generation: located.mount_generation(),
             identity: StoreIdentity::from(&located.identity(0)),
@@ -269,7 +269,7 @@ impl Store for WritableFile {
         let inner = Arc::clone(&self.inner);
         Box::pin(in_own_task(async move {
             // One at a time: of two at once, the system reports a failed write-back to only one.
-            let _turn = inner.syncs.claim(0).await;
+            let _turn = inner.syncs.lock().await;
             inner.check_synced()?;
             mica_rt::sync_data(&inner.file).await.map_err(|error| {
                 inner.sync_failed.store(true, Ordering::SeqCst);
@@ -284,7 +284,7 @@ impl Store for WritableFile {
             return self.sync();
         }
         Box::pin(in_own_task(async move {
-            let _turn = inner.syncs.claim(0).await;
+            let _turn = inner.syncs.lock().await;
             inner.check_synced()?;
             let written = mica_rt::on_thread(&inner.file, move |file| {
                 write_through(file, &bytes, offset.bytes())

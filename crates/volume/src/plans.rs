@@ -22,10 +22,18 @@ pub(crate) struct Plans {
     slots: [Mutex<Slot>; PLANS],
 }
 
+/// What a plan is of.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct PlanOf {
+    /// Which map was asked.
+    pub(crate) generation: u64,
+    /// The first of its blocks.
+    pub(crate) first: u64,
+}
+
 #[derive(Default)]
 struct Slot {
-    generation: u64,
-    first: u64,
+    of: PlanOf,
     /// Of what was in memory, the map was not asked.
     found: Vec<Option<Option<Place>>>,
 }
@@ -53,28 +61,20 @@ impl Plans {
         self.slots[at].lock()
     }
 
-    /// Remembers what was found in the map of this generation for the blocks from `first` on.
-    pub(crate) fn keep(
-        &self,
-        (generation, first): (u64, u64),
-        found: impl Iterator<Item = Option<Option<Place>>>,
-    ) {
-        let mut slot = self.slot(first);
-        (slot.generation, slot.first) = (generation, first);
+    /// Remembers what was found for the blocks of this plan.
+    pub(crate) fn keep(&self, of: PlanOf, found: impl Iterator<Item = Option<Option<Place>>>) {
+        let mut slot = self.slot(of.first);
+        slot.of = of;
         slot.found.clear();
         slot.found.extend(found);
     }
 
-    /// Calls `learn` with what was found in the map of this generation for the blocks from `first`
-    /// on, if that is remembered. A block that is in memory now may have been in the map then, but
-    /// not the other way round while the map is the same.
-    pub(crate) fn recall(
-        &self,
-        (generation, first): (u64, u64),
-        learn: impl FnOnce(&[Option<Option<Place>>]),
-    ) {
-        let slot = self.slot(first);
-        if (slot.generation, slot.first) == (generation, first) {
+    /// Calls `learn` with what was found for the blocks of this plan, if that is remembered. A
+    /// block that is in memory now may have been in the map then, but not the other way round while
+    /// the map is the same.
+    pub(crate) fn recall(&self, of: PlanOf, learn: impl FnOnce(&[Option<Option<Place>>])) {
+        let slot = self.slot(of.first);
+        if slot.of == of {
             learn(&slot.found);
         }
     }
@@ -82,7 +82,7 @@ impl Plans {
     /// All of `blocks`, if they were found to be one run in the map of this generation.
     pub(crate) fn run(&self, generation: u64, blocks: &Range<u64>) -> Option<Run> {
         let slot = self.slot(blocks.start);
-        if (slot.generation, slot.first) != (generation, blocks.start) {
+        if slot.of != (PlanOf { generation, first: blocks.start }) {
             return None;
         }
         let count = usize::try_from(blocks.end.checked_sub(blocks.start)?).ok()?;
@@ -119,7 +119,7 @@ mod tests {
 
     fn plan(found: Vec<Option<Option<Place>>>) -> Plans {
         let plans = Plans::default();
-        *plans.slot(5) = Slot { generation: 3, first: 5, found };
+        *plans.slot(5) = Slot { of: PlanOf { generation: 3, first: 5 }, found };
         plans
     }
 

@@ -7,7 +7,7 @@
 
 use crate::known::Now;
 use crate::place::{BLOCK_BYTES, Place};
-use crate::plans::{Plans, RUN_BLOCKS_MAX};
+use crate::plans::{PlanOf, Plans, RUN_BLOCKS_MAX};
 use crate::recent::{Batch, Block, Known};
 use crate::state::Root;
 use crate::tree::{Cursor, Tree, follows};
@@ -63,6 +63,10 @@ impl View {
         self.generation
     }
 
+    fn plan(&self) -> PlanOf {
+        PlanOf { generation: self.generation, first: self.first }
+    }
+
     /// Has `plans` remember what the map said of the blocks, all of which are known.
     pub(crate) fn keep_in(&self, plans: &Plans) {
         let found = self.sources.iter().map(|source| match source {
@@ -70,7 +74,7 @@ impl View {
             Source::Nothing => Some(None),
             Source::Store(place) => Some(Some(*place)),
         });
-        plans.keep((self.generation, self.first), found);
+        plans.keep(self.plan(), found);
     }
 
     /// Learns what the map says of each block from the first on, if that is known.
@@ -85,7 +89,7 @@ impl View {
     /// Asks the map as far as that needs no I/O; what was found for a plan is not looked for again.
     /// Returns whether everything is known.
     pub(crate) fn resolve_cached(&mut self, tree: &Tree, plans: &Plans) -> bool {
-        plans.recall((self.generation, self.first), |found| self.learn(found));
+        plans.recall(self.plan(), |found| self.learn(found));
         if let [source @ Source::Unknown] = &mut *self.sources {
             // The most frequent case, without the directories that others would share.
             let Some(found) = tree.look_up_cached(self.map, self.first) else { return false };

@@ -71,11 +71,14 @@ fn state_is_exported_beside_merges_of_what_it_does_not_have() {
         world.kill();
         world.start();
     }
-    // A new state puts a layer on top.
+    // A new state puts a layer on top, and a snapshot does.
     merge(&world, merges[0]);
-    let refused = world.begin(Some("mon"), "tue").refusal();
-    let says = |what: &str| refused.contains(what);
-    assert!(says("(stream) under way") && says("`mica ctl cancel disk`"), "{refused}");
+    let four = world.path("four.qcow2").display().to_string();
+    let snapshot = world.ctl(&["snapshot", "disk", &four]);
+    for refused in [world.begin(Some("mon"), "tue").refusal(), snapshot.refusal()] {
+        let says = |what: &str| refused.contains(what);
+        assert!(says("(stream) under way") && says("`mica ctl cancel disk`"), "{refused}");
+    }
     world.ctl(&["cancel", "disk"]).ok();
     world.begin(Some("mon"), "tue").ok();
     world.kill();

@@ -11,9 +11,9 @@
 
 use super::format::{NewSlot, fill_random, iterations_of, new_material};
 use super::header::{LuksHeader, SLOTS};
-use super::unlock::unlock;
+use super::unlock::{HeaderPlace, unlock};
 use crate::compute::compute;
-use mica_block::{Error, ErrorKind, Passphrase, Result, Store, write_all};
+use mica_block::{Error, ErrorKind, Passphrase, Result, write_all};
 use mica_rt::Buf;
 use mica_units::{HostOffset, SECTOR_BYTES};
 use std::num::NonZeroU32;
@@ -28,19 +28,19 @@ pub enum Slot {
     OpenedBy(Arc<Passphrase>),
 }
 
-/// Adds the passphrase `new` to `header`, which begins at `at` in `store`, in slot `number` or the
-/// first that is free; `known` opens one that is there. Durable when this returns. Returns the
-/// slot's number.
+/// Adds the passphrase `new` to the `header` at `place`, in slot `number` or the first that is
+/// free; `known` opens one that is there. Durable when this returns. Returns the slot's number.
 ///
 /// # Errors
 /// `Denied` if `known` opens no slot; `Invalid` if the slot is in use or there is none, `Limit` if
 /// none is free; any error of the store.
 pub async fn add_key(
     header: &mut LuksHeader,
-    (store, at): (&dyn Store, HostOffset),
+    place: HeaderPlace<'_>,
     known: &Arc<Passphrase>,
     (new, number, how): (&Arc<Passphrase>, Option<usize>, NewSlot),
 ) -> Result<usize> {
+    let HeaderPlace { store, at } = place;
     if new.bytes().is_empty() {
         let what = format!("the passphrase in {} is empty", new.from());
         return Err(Error::new(ErrorKind::Invalid, what));
@@ -57,7 +57,7 @@ pub async fn add_key(
             Error::new(ErrorKind::Limit, format!("all {SLOTS} key slots are in use"))
         })?,
     };
-    let unlocked = unlock(header, (store, at), known).await?;
+    let unlocked = unlock(header, place, known).await?;
     let (of, with) = (header.clone(), Arc::clone(new));
     // How long a measured one takes is not known yet.
     let long = match how {
@@ -95,10 +95,11 @@ pub async fn add_key(
 /// left and `last_too` does not allow that; any error of the store.
 pub async fn remove_keys(
     header: &mut LuksHeader,
-    (store, at): (&dyn Store, HostOffset),
+    place: HeaderPlace<'_>,
     which: &Slot,
     last_too: bool,
 ) -> Result<usize> {
+    let HeaderPlace { store, at } = place;
     let mut gone = Vec::new();
     match which {
         Slot::Number(number) => {
@@ -109,7 +110,7 @@ pub async fn remove_keys(
             // It may open several; each that is found is left out of the next look.
             let mut left = header.clone();
             loop {
-                match unlock(&left, (store, at), passphrase).await {
+                match unlock(&left, place, passphrase).await {
                     Ok(unlocked) => {
                         left.slots[unlocked.slot].iterations = None;
                         gone.push(unlocked.slot);

@@ -19,4 +19,4 @@ pub use format::{NewLuks, NewSlot, Wish};
 pub use header::{HEADER_BYTES, KeySlot, LuksHeader, MAGIC, SLOTS};
 pub use keys::{Slot, add_key, remove_keys};
 pub use payload::{Payload, read_header};
-pub use unlock::{MasterKey, Unlocked, unlock};
+pub use unlock::{HeaderPlace, MasterKey, Unlocked, unlock};

@@ -1,7 +1,7 @@
 //! A disk whose file begins with a LUKS header.
 
 use super::header::{HEADER_BYTES, LuksHeader};
-use super::unlock::{Unlocked, unlock};
+use super::unlock::{HeaderPlace, Unlocked, unlock};
 use crate::store::CryptStore;
 use mica_block::{Passphrase, Result, Store, read_exact};
 use mica_units::HostOffset;
@@ -29,7 +29,8 @@ impl Payload {
     /// As [`read_header`] and [`unlock`].
     pub async fn unlock(store: &dyn Store, passphrase: &Arc<Passphrase>) -> Result<Self> {
         let header = read_header(store).await?;
-        let unlocked = unlock(&header, (store, HostOffset::ZERO), passphrase).await?;
+        let place = HeaderPlace { store, at: HostOffset::ZERO };
+        let unlocked = unlock(&header, place, passphrase).await?;
         Ok(Self { unlocked, start: HostOffset::new(header.payload_offset()) })
     }
 

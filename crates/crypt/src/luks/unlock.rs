@@ -86,13 +86,22 @@ pub(super) fn remember(header: &LuksHeader, passphrase: &Passphrase, unlocked: &
     KNOWN.add(fingerprint(header, passphrase), unlocked);
 }
 
-/// Unlocks `header`, which begins at `at` in `store`.
+/// Where a header is.
+#[derive(Clone, Copy)]
+pub struct HeaderPlace<'a> {
+    /// What has it.
+    pub store: &'a dyn Store,
+    /// Where it begins there.
+    pub at: HostOffset,
+}
+
+/// Unlocks the `header` at `place`.
 ///
 /// # Errors
 /// `Denied` if the passphrase opens none of its slots; any error of the store.
 pub async fn unlock(
     header: &LuksHeader,
-    (store, at): (&dyn Store, HostOffset),
+    place: HeaderPlace<'_>,
     passphrase: &Arc<Passphrase>,
 ) -> Result<Arc<Unlocked>> {
     let name = fingerprint(header, passphrase);
@@ -103,7 +112,7 @@ pub async fn unlock(
     }
     let mut materials = Vec::new();
     for (number, _) in header.active_slots() {
-        materials.push((number, material(header, (store, at), number).await?));
+        materials.push((number, material(header, place, number).await?));
     }
     let iterations = header.active_slots().flat_map(|(_, count)| [count, header.digest_iterations]);
     let iterations: Vec<_> = iterations.collect();
@@ -115,16 +124,13 @@ pub async fn unlock(
 }
 
 /// The key material of slot `number`.
-async fn material(
-    header: &LuksHeader,
-    (store, at): (&dyn Store, HostOffset),
-    number: usize,
-) -> Result<Buf> {
+async fn material(header: &LuksHeader, place: HeaderPlace<'_>, number: usize) -> Result<Buf> {
     let start = u64::from(header.slots[number].material_sectors) * mica_units::SECTOR_BYTES;
-    let at = at
+    let at = place
+        .at
         .checked_add(start)
         .ok_or_else(|| Error::new(ErrorKind::Corrupt, "the key material ends beyond 64 bits"))?;
-    read_exact(store, at, header.material_len()).await
+    read_exact(place.store, at, header.material_len()).await
 }
 
 fn open(

@@ -4,7 +4,7 @@ use super::perform::{Answer, find, perform, perform_held};
 use super::reply::{body, json};
 use super::sources::Sources;
 use crate::jobs::Job;
-use crate::served::StatesInTheWay;
+use crate::served::{LayersCalled, StatesInTheWay};
 use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::response::Response;
@@ -72,8 +72,9 @@ pub(super) async fn commit(
     let Commit { top, base, ignore_gone, rate } = body(sent).await?;
     let gone = GoneImages::new(ignore_gone);
     let begun = perform_held(&sources, move |shared| {
-        let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers, gone);
-        served.start_commit((top.as_deref(), base.as_deref()), rate, check)
+        let layers = LayersCalled { top: top.as_deref(), base: base.as_deref() };
+        let check = |layers: &[PathBuf]| shared.check_no_disk_needs(&served, layers);
+        served.start_commit(layers, gone, rate, check)
     });
     Ok(answer_with(&*begun.await?))
 }
@@ -87,8 +88,8 @@ pub(super) async fn drop_state(
     let DropState { state, ignore_gone, rate } = body(sent).await?;
     let gone = GoneImages::new(ignore_gone);
     let begun = perform_held(&sources, move |shared| {
-        let check = |layers: &[PathBuf]| shared.check_nobody_needs(&served, layers, gone);
-        served.start_drop((&state, gone), rate, check)
+        let check = |layers: &[PathBuf]| shared.check_no_disk_needs(&served, layers);
+        served.start_drop(&state, gone, rate, check)
     });
     Ok(answer_with(&*begun.await?))
 }
@@ -103,16 +104,14 @@ pub(super) async fn cancel(State(sources): State<Sources>, Path(name): Path<Stri
 }
 
 pub(super) async fn pause(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
-    set_paused(&sources, &name, true)
+    let job = find(&sources.shared, &name)?.present_job()?;
+    job.pause();
+    Ok(answer_with(&job))
 }
 
 pub(super) async fn resume(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
-    set_paused(&sources, &name, false)
-}
-
-fn set_paused(sources: &Sources, name: &str, is_paused: bool) -> Answer {
-    let job = find(&sources.shared, name)?.present_job()?;
-    job.set_paused(is_paused);
+    let job = find(&sources.shared, &name)?.present_job()?;
+    job.resume();
     Ok(answer_with(&job))
 }
 

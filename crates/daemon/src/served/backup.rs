@@ -199,12 +199,7 @@ impl Served {
             Some(_) => "which changes a layer that the state has",
             None => "and a new state puts a layer on top of what is merged",
         };
-        Err(self.denied(&format!(
-            "has {} under way, {why}: wait for its end (`mica ctl jobs`), or cancel it (`mica ctl \
-             cancel {}`)",
-            job.name(),
-            self.name
-        )))
+        Err(self.refused_by(&job, why))
     }
 
     /// Ends the backup that is under way: its state is no longer exported, and stays kept.

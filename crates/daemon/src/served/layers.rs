@@ -102,6 +102,7 @@ impl Served {
     ) -> Result<Ready> {
         let disk = self.opened().disk()?;
         self.check_gets_layers(&*disk)?;
+        self.check_takes_layers()?;
         let image = self.image();
         let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
         let images = FileImages::to_write(&self.known_image(), options, MayWrite::new_file())?;

@@ -2,11 +2,12 @@
 
 use super::backup::state_names;
 use super::{Served, State};
-use crate::jobs::{DroppedFile, Job, JobReport, Merge, PAST_MAX};
+use crate::jobs::{Job, JobDisk, JobReport, PAST_MAX};
 use crate::opened::is_raw;
-use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_block::{ActiveAfter, Error, ErrorKind, Manage, Result};
 use mica_rt::{Backend, Executor};
-use mica_stack::{FileImages, GoneImages, MergeMarks, note_overlay, position_of};
+use mica_stack::merge::{Merge, Prepared};
+use mica_stack::{FileImages, GoneImages, position_of};
 use parking_lot::MutexGuard;
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -20,6 +21,15 @@ pub(crate) enum StatesInTheWay {
     Stay,
     /// They leave, too, and only their files stay.
     Leave,
+}
+
+/// The layers of a commit, as the user calls them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LayersCalled<'a> {
+    /// By default the active one.
+    pub(crate) top: Option<&'a Path>,
+    /// By default the one beneath the top.
+    pub(crate) base: Option<&'a Path>,
 }
 
 impl Served {
@@ -57,11 +67,7 @@ impl Served {
                 let leaving = base.map_or(0, |base| base + 1)..layers.len().saturating_sub(1);
                 self.check_states_stay(layers.get(leaving).unwrap_or_default())?;
             }
-            let base = base.map(|at| layers[at].clone());
-            if let (Some(base), Some(active)) = (&base, layers.last()) {
-                note_overlay(base, active);
-            }
-            Ok(Merge::Stream { base, marks: None })
+            Merge::stream(layers, base).prepare(|_| Ok(()))
         })
     }
 
@@ -81,22 +87,23 @@ impl Served {
         )))
     }
 
-    /// Begins to merge the layers above `base` up to `top`, by default the active one, into `base`,
-    /// by default the layer beneath it. `check` is asked with the paths of the layers that change
-    /// or leave, from the base, and of the one above them.
+    /// Begins to merge the layers above the base of `called` up to its top into that base. `check`
+    /// is asked as by [`Merge::prepare`]; images on the layers that are `gone` count as the user
+    /// says.
     ///
     /// # Errors
-    /// As [`Self::start_stream`], and those of `check`.
+    /// As [`Self::start_stream`], and [`Merge::prepare`].
     pub(crate) fn start_commit(
         &self,
-        (top, base): (Option<&Path>, Option<&Path>),
+        called: LayersCalled<'_>,
+        gone: GoneImages,
         rate: u64,
         check: impl FnOnce(&[PathBuf]) -> Result<()>,
     ) -> Result<Arc<Job>> {
         self.start_merge(rate, |layers| {
             let active = layers.len().saturating_sub(1);
-            let top = top.map_or(Ok(active), |name| layer_called(layers, name))?;
-            let base = base.map(|name| layer_called(layers, name)).transpose()?;
+            let top = called.top.map_or(Ok(active), |name| layer_called(layers, name))?;
+            let base = called.base.map(|name| layer_called(layers, name)).transpose()?;
             let invalid = |what: &str| Error::new(ErrorKind::Invalid, what);
             let base = match base {
                 Some(base) => base,
@@ -106,29 +113,21 @@ impl Served {
                 return Err(invalid("the base is not beneath the top"));
             }
             self.check_no_state_changes(layers, base..=top)?;
-            let (last, top) = match top == active {
-                true => (active, None),
-                false => (top + 1, Some(layers[top].clone())),
-            };
-            // Whoever makes an image on one of them sees that, or is found now.
-            let marks = MergeMarks::put(&layers[base], &layers[base + 1..last])?;
-            check(&layers[base..=last])?;
-            note_overlay(&layers[base], &layers[last]);
-            Ok(Merge::Commit { top, base: layers[base].clone(), marks })
+            Merge::commit(layers, base..=top, ActiveAfter::Emptied, gone).prepare(check)
         })
     }
 
     /// Begins to drop the kept `state`: its layer goes up into the one above, and its file is
-    /// removed. What lies beneath stays as it is: images that nobody here knows may stand on that.
-    /// `check` is asked as by [`Self::start_commit`]; images on the state that are `gone` count as
-    /// the user says when its file is removed, too.
+    /// removed. `check` is asked as by [`Merge::prepare`]; images on the state that are `gone`
+    /// count as the user says when its file is removed, too.
     ///
     /// # Errors
     /// `NotFound` if there is no such state; `Denied` if a backup is under way; as
-    /// [`Self::start_stream`], and those of `check`.
+    /// [`Self::start_stream`], and [`Merge::prepare`].
     pub(crate) fn start_drop(
         &self,
-        (state, gone): (&str, GoneImages),
+        state: &str,
+        gone: GoneImages,
         rate: u64,
         check: impl FnOnce(&[PathBuf]) -> Result<()>,
     ) -> Result<Arc<Job>> {
@@ -138,25 +137,9 @@ impl Served {
             let left = self.remove_dropped(layers, freed);
             let kept = self.kept_states()?;
             let at = self.find(&kept, state).map_err(|error| error_but(error, &left))?.position;
-            let active = layers.len().saturating_sub(1);
             self.check_only_state(&layers[at])?;
-            let above = at + 1;
-            // Whoever makes an image on it sees that, or is found now.
-            let marks = MergeMarks::put_dropped(&layers[above], &layers[at])?;
-            check(&layers[at..=above])?;
-            let base = at.checked_sub(1).map(|below| layers[below].clone());
-            if let Some(base) = &base {
-                note_overlay(base, &layers[above]);
-            }
-            let how = if above == active {
-                Merge::Stream { base, marks: Some(marks) }
-            } else {
-                Merge::Raise { into: layers[above].clone(), base, marks }
-            };
             let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
-            let (path, into) = (layers[at].clone(), layers[above].clone());
-            let file = DroppedFile { path, into, options, gone };
-            Ok(Merge::Drop { file, how: Box::new(how) })
+            Merge::drop_state(layers, at, options, gone).prepare(check)
         })
     }
 
@@ -233,10 +216,34 @@ impl Served {
         }
     }
 
+    /// No layer is put on top of what is merged: what leaves, and what is on top of that, was found
+    /// out when the merge was asked for.
+    ///
+    /// # Errors
+    /// `Denied` while layers are merged.
+    pub(super) fn check_takes_layers(&self) -> Result<()> {
+        match self.job().filter(|job| !job.has_ended()) {
+            Some(job) => {
+                Err(self.refused_by(&job, "and the new layer would be on top of what is merged"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// What is refused because of `job`, and why.
+    pub(super) fn refused_by(&self, job: &Job, why: &str) -> Error {
+        self.denied(&format!(
+            "has {} under way, {why}: wait for its end (`mica ctl jobs`), or cancel it (`mica ctl \
+             cancel {}`)",
+            job.name(),
+            self.name
+        ))
+    }
+
     fn start_merge(
         &self,
         rate: u64,
-        merge: impl FnOnce(&[PathBuf]) -> Result<Merge>,
+        prepare: impl FnOnce(&[PathBuf]) -> Result<Prepared>,
     ) -> Result<Arc<Job>> {
         let _changes = self.lock_changes();
         if !matches!(&*self.lock(), State::Serving(_)) {
@@ -250,9 +257,13 @@ impl Served {
         if is_raw(&*disk) {
             return Err(self.denied("is a raw image, on top of which there are no layers"));
         }
-        let merge = merge(&disk.layer_paths())?;
-        let started =
-            Job::start((self.name.as_str(), self.first_image.as_path()), disk, merge, rate)?;
+        if disk.chain().is_none() {
+            let what = format!("the disk {:?} is not a writable image chain", self.name);
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let merge = prepare(&disk.layer_paths())?;
+        let of = JobDisk { name: self.name.clone(), named: self.first_image.clone(), disk };
+        let started = Job::start(of, merge, rate)?;
         if let Some(last) = last {
             let mut past = self.lock_past_jobs();
             past.push_back(last.report());

@@ -13,8 +13,7 @@ impl Checker<'_> {
         let mut first = HostCluster::ZERO;
         while first < last_end {
             let index = self.refcounts.block_of(first);
-            let (_, end) = self.refcounts.clusters_of(index);
-            let end = last_end.min(end);
+            let end = last_end.min(self.refcounts.clusters_of(index).end);
             match self.refcounts.block(index) {
                 Block::Unreadable => {
                     self.report.check_errors += end.saturating_since(first);

@@ -8,6 +8,7 @@ use mica_block::Result;
 use mica_qcow2_format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
+use std::ops::Range;
 
 /// Where a refcount block is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -66,10 +67,10 @@ impl Refcounts {
         self.width.block_of(self.bits, cluster)
     }
 
-    /// The first cluster that block `index` counts, and the one after the last.
-    pub(crate) fn clusters_of(&self, index: u64) -> (HostCluster, HostCluster) {
+    /// The clusters that block `index` counts.
+    pub(crate) fn clusters_of(&self, index: u64) -> Range<HostCluster> {
         let first = self.width.first_of_block(self.bits, index);
-        (first, first.saturating_add(self.width.block_entries(self.bits)))
+        first..first.saturating_add(self.width.block_entries(self.bits))
     }
 
     pub(crate) fn table_entries(&self) -> u64 {
@@ -151,8 +152,8 @@ impl Checker<'_> {
             let ones = match self.refcounts.block(index) {
                 Block::At(at) if at < self.file_bytes => {
                     let block = self.read(at, self.cluster_len()).await?;
-                    let (first, end) = self.refcounts.clusters_of(index);
-                    let entries = end.min(file_end).saturating_since(first);
+                    let clusters = self.refcounts.clusters_of(index);
+                    let entries = clusters.end.min(file_end).saturating_since(clusters.start);
                     self.refcounts.ones_of(&block, entries)
                 }
                 _ => None,

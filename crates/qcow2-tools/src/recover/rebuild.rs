@@ -35,10 +35,10 @@ pub(super) fn is_needed(header: &Header, counted: &Counted) -> bool {
         return true;
     }
     let mut index = 0;
-    while let Some((first, end)) = refcounts::clusters_of(counted, index) {
+    while let Some(clusters) = refcounts::clusters_of(counted, index) {
         let stands =
             matches!(counted.refcounts.block(index), Block::At(at) if at < counted.file_bytes);
-        if !stands && next_in_use(counted, first, end).is_some() {
+        if !stands && next_in_use(counted, clusters).is_some() {
             return true;
         }
         index += 1;
@@ -95,10 +95,10 @@ impl Plan {
         let mut in_use = BTreeSet::new();
         let refcounts = &counted.refcounts;
         let mut cluster = HostCluster::ZERO;
-        while let Some(next) = next_in_use(counted, cluster, NO_END) {
+        while let Some(next) = next_in_use(counted, cluster..NO_END) {
             let index = refcounts.block_of(next);
             in_use.insert(index);
-            (_, cluster) = refcounts.clusters_of(index);
+            cluster = refcounts.clusters_of(index).end;
         }
         let free = Free::new(counted);
         let mut needed = 1;
@@ -140,8 +140,8 @@ impl Plan {
         let own = self.start..self.end();
         for &index in &self.blocks {
             let mut block = vec![0; cluster_len(bits)];
-            let (first, end) = counted.refcounts.clusters_of(index);
-            for (number, cluster) in first.up_to(end).enumerate() {
+            let clusters = counted.refcounts.clusters_of(index);
+            for (number, cluster) in clusters.start.up_to(clusters.end).enumerate() {
                 let references =
                     if own.contains(&cluster) { 1 } else { counted.references.get(cluster) };
                 if references > 0 {
@@ -186,7 +186,7 @@ impl<'a> Free<'a> {
     pub(super) fn first_run(&self, len: u64) -> HostCluster {
         let mut start = HostCluster::new(1);
         loop {
-            let in_use = next_in_use(self.counted, start, NO_END);
+            let in_use = next_in_use(self.counted, start..NO_END);
             let taken = self.taken.at_or_after(start);
             let in_use_first = in_use.unwrap_or(NO_END);
             let (first, after) = match taken {

@@ -8,6 +8,7 @@ use crate::check::{Block, Counted};
 use mica_block::{Result, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostCluster, HostOffset, SECTOR_BYTES};
+use std::ops::Range;
 
 /// How many refcounts are too high, and how many too low.
 pub(super) async fn differences(store: &dyn Store, counted: &Counted) -> Result<Repaired> {
@@ -81,11 +82,11 @@ pub(crate) async fn rewrite(
     Ok(all)
 }
 
-/// The clusters, first and end, that block `index` covers; `None` beyond the last cluster.
-pub(super) fn clusters_of(counted: &Counted, index: u64) -> Option<(HostCluster, HostCluster)> {
-    let (first, end) = counted.refcounts.clusters_of(index);
+/// The clusters that block `index` covers; `None` beyond the last cluster.
+pub(super) fn clusters_of(counted: &Counted, index: u64) -> Option<Range<HostCluster>> {
+    let clusters = counted.refcounts.clusters_of(index);
     let last_end = counted.references.end();
-    (first < last_end).then(|| (first, last_end.min(end)))
+    (clusters.start < last_end).then(|| clusters.start..last_end.min(clusters.end))
 }
 
 /// The place of block `index`, if it is valid and in the file.
@@ -96,15 +97,11 @@ pub(super) fn block_at(counted: &Counted, index: u64) -> Option<u64> {
     }
 }
 
-/// The first cluster from `first` on, before `end`, that has references.
-pub(super) fn next_in_use(
-    counted: &Counted,
-    first: HostCluster,
-    end: HostCluster,
-) -> Option<HostCluster> {
-    let mut cluster = first;
+/// The first cluster of these that has references.
+pub(super) fn next_in_use(counted: &Counted, among: Range<HostCluster>) -> Option<HostCluster> {
+    let mut cluster = among.start;
     loop {
-        cluster = counted.references.next_counted(cluster).filter(|&next| next < end)?;
+        cluster = counted.references.next_counted(cluster).filter(|&next| next < among.end)?;
         if counted.references.get(cluster) > 0 {
             return Some(cluster);
         }
@@ -122,9 +119,9 @@ async fn read_block(store: &dyn Store, counted: &Counted, at: u64) -> Result<Buf
     read_exact(store, HostOffset::new(at), len).await
 }
 
-fn compare(counted: &Counted, block: &[u8], (first, end): (HostCluster, HostCluster)) -> Repaired {
+fn compare(counted: &Counted, block: &[u8], clusters: Range<HostCluster>) -> Repaired {
     let mut found = Repaired::default();
-    for (number, cluster) in first.up_to(end).enumerate() {
+    for (number, cluster) in clusters.start.up_to(clusters.end).enumerate() {
         let refcount = counted.refcounts.width().get(block, number).unwrap_or(0);
         let references = counted.references.get(cluster);
         found.leaks += u64::from(refcount > references);
@@ -141,13 +138,13 @@ type Changed = Option<(usize, usize)>;
 fn set(
     counted: &Counted,
     block: &mut [u8],
-    (first, end): (HostCluster, HostCluster),
+    clusters: Range<HostCluster>,
     which: Which,
     (changed, freed): (&mut Changed, &mut impl FnMut(HostCluster)),
 ) -> Repaired {
     let width = counted.refcounts.width();
     let mut done = Repaired::default();
-    for (number, cluster) in first.up_to(end).enumerate() {
+    for (number, cluster) in clusters.start.up_to(clusters.end).enumerate() {
         let refcount = width.get(block, number).unwrap_or(0);
         let references = counted.references.get(cluster);
         let wanted = match which {
@@ -172,7 +169,7 @@ fn set(
 /// them, but they would become leaks as soon as the file grows.
 fn clear_beyond(counted: &Counted, block: &mut [u8], index: u64, changed: &mut Changed) {
     let width = counted.refcounts.width();
-    let (block_first, end) = counted.refcounts.clusters_of(index);
+    let Range { start: block_first, end } = counted.refcounts.clusters_of(index);
     for cluster in counted.references.end().max(block_first).up_to(end) {
         // At most 2^24 refcounts.
         let number = usize::try_from(cluster.saturating_since(block_first)).unwrap_or(usize::MAX);

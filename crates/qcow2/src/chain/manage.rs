@@ -31,7 +31,7 @@ impl Manage for Chain {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
             // A layer that was frozen just now is closed first.
-            let _alone = self.pushing.claim(0).await;
+            let _alone = self.pushing.lock().await;
             // Nobody waits for what is prepared in the background.
             self.gate.changes_grace().await;
             match self.writer.load_full() {
@@ -164,7 +164,7 @@ impl ManageChain for Chain {
 
     fn close_on<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
-            let _alone = self.pushing.claim(0).await;
+            let _alone = self.pushing.lock().await;
             self.merging.check_none()?;
             self.gate.changes_grace().await;
             let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };

@@ -158,7 +158,7 @@ impl Chain {
             return Err(not_writable());
         }
         // Whoever puts a layer on top is done, or sees that a merge is under way.
-        let _alone = self.pushing.claim(0).await;
+        let _alone = self.pushing.lock().await;
         self.merging.check_none()?;
         self.merging.is_under_way.store(true, Ordering::SeqCst);
         Ok(UnderWay(&self.merging))

@@ -99,7 +99,7 @@ impl Chain {
     /// Any failure of the flush. A chain that is only read has nothing to write out.
     pub async fn write_ahead(&self) -> Result<()> {
         // What a flush is about to make durable, a push must not take for durable.
-        let _alone = self.pushing.claim(0).await;
+        let _alone = self.pushing.lock().await;
         let Some(writer) = self.writer.load_full() else { return Ok(()) };
         flush_ahead(async || flush_if_slow_to_write_out(&writer).await).await
     }
@@ -110,7 +110,7 @@ impl Chain {
         names: &dyn Renaming,
         group: Option<&SnapshotGroup>,
     ) -> Result<Pushed> {
-        let _alone = self.pushing.claim(0).await;
+        let _alone = self.pushing.lock().await;
         self.merging.check_none()?;
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
         let map = &self.map;

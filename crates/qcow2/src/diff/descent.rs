@@ -2,7 +2,7 @@
 
 use super::{DiffFormat, DiffState};
 use crate::layer::Layer;
-use crate::open::{ImageFormat, Opened, build_layer, loop_error, open_one};
+use crate::open::{ImageFormat, OpenAs, Opened, build_layer, loop_error, open_one};
 use crate::redo::read_over;
 use mica_block::{Error, ErrorKind, Images, Result};
 use mica_units::LayerNumber;
@@ -143,6 +143,6 @@ async fn layer(
 ) -> Result<Arc<Layer>> {
     let name = opened.path.display().to_string();
     let number = LayerNumber::new(number).expect("bounded while it was opened");
-    let built = build_layer(images, opened, number, (snapshot, false)).await;
+    let built = build_layer(images, opened, number, OpenAs { snapshot, writable: false }).await;
     built.map(|(layer, _)| Arc::new(layer)).map_err(|error| error.wrap(name))
 }

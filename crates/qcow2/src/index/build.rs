@@ -129,7 +129,7 @@ impl Map {
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
     ) -> Result<usize> {
         let mut built = 0;
-        let _indexing = self.indexing.claim(0).await;
+        let _indexing = self.indexing.lock().await;
         // Whoever holds the index calls for it when it is done.
         if self.is_index_held.load(Ordering::SeqCst) {
             return Ok(built);

@@ -24,6 +24,7 @@ use super::Map;
 use crate::layers::Layers;
 use mica_block::{Extent, ExtentKind, OwnedInFlight};
 use mica_units::{GuestOffset, GuestRange};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -69,7 +70,7 @@ impl Sequence {
     /// Takes note of a read of data; returns the window to look at now, if there is one, which is
     /// under way then until [`Self::finish`].
     #[inline]
-    pub(crate) fn follow(&self, start: GuestOffset, len: u64) -> Option<(u64, u64)> {
+    pub(crate) fn follow(&self, start: GuestOffset, len: u64) -> Option<Range<u64>> {
         let end = start.bytes().saturating_add(len);
         let gap = start.bytes().wrapping_sub(self.next.load(Ordering::Relaxed));
         self.next.store(end, Ordering::Relaxed);
@@ -80,7 +81,7 @@ impl Sequence {
         self.continue_at(end, len, gap)
     }
 
-    fn continue_at(&self, end: u64, len: u64, gap: u64) -> Option<(u64, u64)> {
+    fn continue_at(&self, end: u64, len: u64, gap: u64) -> Option<Range<u64>> {
         let before = self.run.load(Ordering::Relaxed);
         let run = before.saturating_sub(gap / GAP_PART).saturating_add(len).min(RUN_MAX);
         self.run.store(run, Ordering::Relaxed);
@@ -97,7 +98,7 @@ impl Sequence {
             return None;
         }
         self.ahead.store(from, Ordering::Relaxed);
-        Some((from, from.saturating_add(window)))
+        Some(from..from.saturating_add(window))
     }
 
     /// The window from `start` has been examined up to `end`; `is_cached` if there was nothing to
@@ -121,7 +122,7 @@ impl Map {
     /// Takes note of a read; returns the window that is to be read ahead now, if it continues a
     /// sequence: [`Self::begin_ahead`] must follow.
     #[inline]
-    pub(crate) fn follow(&self, layers: &Layers, extent: &Extent) -> Option<(u64, u64)> {
+    pub(crate) fn follow(&self, layers: &Layers, extent: &Extent) -> Option<Range<u64>> {
         // Within one file the system reads ahead by itself.
         match extent.kind == ExtentKind::Data && layers.all().len() > 1 {
             true => self.index.sequence.follow(extent.start, extent.len),
@@ -131,15 +132,11 @@ impl Map {
 
     /// Reads a window ahead, which counts as `under_way` (I4).
     #[cold]
-    pub(crate) fn begin_ahead(
-        self: &Arc<Self>,
-        (start, end): (u64, u64),
-        under_way: OwnedInFlight,
-    ) {
+    pub(crate) fn begin_ahead(self: &Arc<Self>, window: Range<u64>, under_way: OwnedInFlight) {
         let map = Arc::clone(self);
         drop(mica_rt::spawn(async move {
-            let (end, is_cached) = map.read_ahead(start, end.min(map.len())).await;
-            map.index.sequence.finish(start, end, is_cached);
+            let (end, is_cached) = map.read_ahead(window.start, window.end.min(map.len())).await;
+            map.index.sequence.finish(window.start, end, is_cached);
             drop(map);
             drop(under_way);
         }));

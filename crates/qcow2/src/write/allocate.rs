@@ -33,7 +33,7 @@ use crate::live::TableKind;
 use crate::redo::{SpaceState, Stage};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_qcow2_format::{Header, RefcountTableEntry, RefcountWidth};
-use mica_rt::sync::Claims;
+use mica_rt::sync;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
@@ -109,9 +109,9 @@ pub(crate) struct Space {
     /// Whether a cluster that was never written reads as zeros (I3).
     has_blanks: bool,
     state: Arc<Mutex<Clusters>>,
-    refill: Claims,
+    refill: sync::Mutex,
     /// The right to make refcount blocks, or a longer table of them.
-    growth: Claims,
+    growth: sync::Mutex,
     /// Whether blocks will be needed soon.
     wants_blocks: AtomicBool,
 }
@@ -174,8 +174,8 @@ impl Space {
             width: header.refcount_width,
             has_blanks,
             state,
-            refill: Claims::default(),
-            growth: Claims::default(),
+            refill: sync::Mutex::default(),
+            growth: sync::Mutex::default(),
             wants_blocks: AtomicBool::new(false),
         })
     }
@@ -220,7 +220,7 @@ impl Space {
                 }
                 return Ok(reserved);
             }
-            let Some(_claim) = self.refill.claim_or_wait(0).await else { continue };
+            let Some(_locked) = self.refill.lock_or_wait().await else { continue };
             let taken = {
                 let state = self.lock();
                 state.pool.is_empty().then_some(state.taken)
@@ -246,7 +246,7 @@ impl Space {
     /// Counts the next run before the pool is empty, so that its counts are durable in time, unless
     /// that is being done.
     async fn count_ahead_once(&self) {
-        let Some(_claim) = self.refill.try_claim(0) else { return };
+        let Some(_locked) = self.refill.try_lock() else { return };
         let ahead = {
             let state = self.lock();
             if !self.is_low(&state) {
@@ -287,7 +287,7 @@ impl Space {
         pool.iter().flat_map(|run| run.first.up_to(run.first.saturating_add(run.count))).collect()
     }
 
-    /// Finds a free run and counts it. The caller holds the claim of refilling.
+    /// Finds a free run and counts it. The caller has `refill` locked.
     async fn count_ahead(&self, wanted: u64) -> Result<()> {
         loop {
             let look = self.look(wanted)?;
@@ -306,7 +306,7 @@ impl Space {
         }
     }
 
-    /// Extends the file up to cluster `end` (I4). The caller holds the claim of refilling.
+    /// Extends the file up to cluster `end` (I4). The caller has `refill` locked.
     async fn lengthen(&self, end: HostCluster) -> Result<()> {
         let store = &*self.metadata.store;
         let len = self.bits.start_of(end).bytes();

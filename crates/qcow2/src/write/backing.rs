@@ -70,7 +70,7 @@ impl Writer {
     pub(crate) async fn name_backing(&self, new: Option<&BackingName>) -> Result<()> {
         self.check_usable()?;
         // The plan has a part of the header in which the log's name is.
-        let _group = self.metadata.page_writes.claim(0).await;
+        let _group = self.metadata.page_writes.lock().await;
         self.metadata.unname_before_group().await?;
         let BackingChange { name, fields } = self.plan_backing(new).await?;
         for (at, bytes) in name.into_iter().chain([fields]) {
@@ -117,8 +117,8 @@ impl Metadata {
         change: impl FnOnce(&mut Header),
     ) -> Result<()> {
         // A group gives the log another name, which is in the part that is written.
-        let _group = self.page_writes.claim(0).await;
-        let _claim = self.header_changes.claim(0).await;
+        let _group = self.page_writes.lock().await;
+        let _locked = self.header_changes.lock().await;
         self.unname_lost_log().await?;
         let HeaderChange { name, sector } = self.plan_header(cluster_bits, change).await?;
         for (at, bytes) in name.into_iter().chain([(0, sector)]) {
@@ -129,12 +129,12 @@ impl Metadata {
 
     /// Writes a part of the header durably, in memory and in the file.
     async fn write_backing(self: &Arc<Self>, at: HostOffset, bytes: &[u8]) -> Result<()> {
-        let _claim = self.header_changes.claim(0).await;
+        let _locked = self.header_changes.lock().await;
         self.unname_lost_log().await.inspect_err(|error| self.fail(error))?;
         self.write_parts(at, bytes).await
     }
 
-    /// As [`Self::write_backing`], page by page. The caller has the claim to changes of the header.
+    /// As [`Self::write_backing`], page by page. The caller has `header_changes` locked.
     async fn write_parts(self: &Arc<Self>, at: HostOffset, bytes: &[u8]) -> Result<()> {
         let written = async {
             let page_bytes = self.lock().page_bytes();

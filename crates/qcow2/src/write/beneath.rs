@@ -11,7 +11,7 @@
 
 use crate::write::Writer;
 use mica_block::{Error, ErrorKind, Result};
-use mica_rt::sync::{Claims, Waiters};
+use mica_rt::sync::{self, Waiters};
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ pub(super) struct Beneath {
     state: Mutex<State>,
     ended: Waiters,
     /// The right to make them durable.
-    turn: Claims,
+    turn: sync::Mutex,
 }
 
 #[derive(Default)]
@@ -113,7 +113,7 @@ impl Writer {
         if beneath.is_durable.load(Ordering::Acquire) {
             return Ok(());
         }
-        let _turn = beneath.turn.claim(0).await;
+        let _turn = beneath.turn.lock().await;
         if beneath.ended.until(|| beneath.outcome()).await? {
             return Ok(());
         }

@@ -105,7 +105,7 @@ impl Writer {
 
     async fn commit_group(&self, last_sync: LastSync) -> Result<()> {
         self.release_drained().await?;
-        let _claim = self.metadata.page_writes.claim(0).await;
+        let _locked = self.metadata.page_writes.lock().await;
         let (mut dirty, mut taken) = {
             let mut pages = self.metadata.lock();
             pages.take_group(self.space.state())

@@ -11,7 +11,7 @@
 
 use super::Writer;
 use super::allocate::Reserved;
-use super::grow::{Held, MOVING, len_of};
+use super::grow::{Held, len_of};
 use super::header::HeaderChange;
 use crate::l1_place::table_bytes;
 use mica_block::{Result, read_exact, write_all};
@@ -93,7 +93,7 @@ impl Writer {
     /// Any failure of the write or the sync of the header: then nothing more is written.
     pub(crate) async fn become_empty(&self, empty: EmptyTable) -> Result<Vec<OldTable>> {
         let bits = self.l2.cluster_bits;
-        let _moving = self.tables.claim(MOVING).await;
+        let _moving = self.l1_moves.lock().await;
         let _held = Held::new(&self.metadata);
         let (old_at, entries) = self.l1_place.get();
         let EmptyTable { run, old } = empty;

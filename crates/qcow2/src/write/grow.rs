@@ -27,10 +27,6 @@ use mica_qcow2_format::{Header, Version};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 
-/// Claims beside those of L1 entries: a disk grows once at a time, and its L1 table moves.
-const GROWING: u64 = u64::MAX - 1;
-pub(super) const MOVING: u64 = u64::MAX - 2;
-
 /// Size of the pieces in which the new part is examined.
 const WINDOW_BYTES: u64 = 32 << 20;
 /// Number of its parts zeroed before other tasks get a turn.
@@ -59,7 +55,7 @@ impl Writer {
     /// Makes the disk `len` bytes long.
     pub(crate) async fn grow(&self, len: u64) -> Result<()> {
         self.check_usable()?;
-        let _growing = self.tables.claim(GROWING).await;
+        let _growing = self.growing.lock().await;
         let old = self.map.len();
         check_longer(old, len)?;
         if old == len {
@@ -186,7 +182,7 @@ impl Writer {
 
     /// Moves the table to another place, with room for `entries` (I1).
     async fn move_l1(&self, entries: u32) -> Result<()> {
-        let _moving = self.tables.claim(MOVING).await;
+        let _moving = self.l1_moves.lock().await;
         let _held = Held::new(&self.metadata);
         self.flush().await?;
         let bits = self.l2.cluster_bits;
@@ -227,7 +223,7 @@ impl Writer {
 
     /// Waits until the L1 table has its final place, if it is being moved.
     pub(super) async fn l1_moved(&self) {
-        drop(self.tables.claim(MOVING).await);
+        drop(self.l1_moves.lock().await);
     }
 
     /// Takes `count` contiguous clusters. `what` they are for, and what helps if the free space is

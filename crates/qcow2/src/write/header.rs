@@ -68,7 +68,7 @@ impl Writer {
         if self.header.is_marked() {
             return Ok(());
         }
-        let _claim = self.tables.claim(u64::MAX).await;
+        let _locked = self.marking.lock().await;
         if self.header.is_marked() {
             return Ok(());
         }
@@ -143,7 +143,7 @@ impl Writer {
     pub(super) async fn unmark(&self, durably: bool) -> Result<()> {
         self.header.marked.store(false, Ordering::Release);
         // The log gets no other name from here on.
-        let _group = self.metadata.page_writes.claim(0).await;
+        let _group = self.metadata.page_writes.lock().await;
         if self.header.is_v3 {
             // A log that could not be continued is still named. It is removed only when the image
             // no longer names it: an image that names a missing log looks as if something had been
@@ -175,7 +175,7 @@ impl Writer {
 
     async fn change_incompatible(&self, set: u64, clear: u64) -> Result<()> {
         // Who replaces the header writes all of the sector as it was read.
-        let _claim = self.metadata.header_changes.claim(0).await;
+        let _locked = self.metadata.header_changes.lock().await;
         let bits = self.metadata.read_u64(place_of(field::INCOMPATIBLE)).await?;
         let changed = (bits | set) & !clear;
         if changed == bits {
@@ -246,7 +246,7 @@ impl Metadata {
         space: &Space,
         change: HeaderChange,
     ) -> Result<()> {
-        let _claim = self.header_changes.claim(0).await;
+        let _locked = self.header_changes.lock().await;
         let (next, logged) = {
             let mut pages = self.lock();
             let mut next = pages.header.now;
@@ -269,13 +269,13 @@ impl Metadata {
         if self.lock().logging.bits_without_name().is_none() {
             return Ok(());
         }
-        let _claim = self.header_changes.claim(0).await;
+        let _locked = self.header_changes.lock().await;
         self.unname_lost_log().await
     }
 
     /// Takes the name of a log that is gone out of the header, before anything is written that it
     /// does not know of: should it come back, it would be taken for the image's own. The caller has
-    /// the claim to changes of the header. Nothing is synced, as a power cut ends the log, too.
+    /// `header_changes` locked. Nothing is synced, as a power cut ends the log, too.
     pub(super) async fn unname_lost_log(self: &Arc<Self>) -> Result<()> {
         let unnamed = {
             let logging = &self.lock().logging;

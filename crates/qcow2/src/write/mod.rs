@@ -56,7 +56,7 @@ use mica_block::{
 };
 use mica_qcow2_format::{Encryption, Header, L1Entry, L2Format};
 use mica_rt::Buf;
-use mica_rt::sync::Claims;
+use mica_rt::sync::{self, Claims};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use pages::Metadata;
 use parking_lot::Mutex;
@@ -91,6 +91,12 @@ pub(crate) struct Writer {
     gather: gather::Gather,
     /// L1 entries whose table is being created.
     tables: Claims,
+    /// A disk grows once at a time.
+    growing: sync::Mutex,
+    /// Held while the L1 table is moved, or replaced.
+    l1_moves: sync::Mutex,
+    /// Held while the header is made to say that the image is in use.
+    marking: sync::Mutex,
     gate: Arc<Gate>,
     flushes: GroupSync,
     header: header::InUse,
@@ -163,6 +169,9 @@ impl Writer {
             clusters: Claims::default(),
             gather: gather::Gather::default(),
             tables: Claims::default(),
+            growing: sync::Mutex::default(),
+            l1_moves: sync::Mutex::default(),
+            marking: sync::Mutex::default(),
             gate,
             flushes: GroupSync::new(),
             header: header::InUse::new(header),

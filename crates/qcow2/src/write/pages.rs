@@ -22,7 +22,7 @@ use crate::live::{HeldClusters, Live, MetadataRanges};
 use crate::redo::{HeaderLogged, HeaderState, Logging, Mark, SpaceState, Stage};
 use mica_block::{ChangeFuture, Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
-use mica_rt::sync::Claims;
+use mica_rt::sync;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
@@ -106,10 +106,10 @@ pub(crate) struct Metadata {
     /// Clusters of the guest that are not written in place at present.
     pub(crate) held: Arc<HeldClusters>,
     /// Serializes changes of the header.
-    pub(super) header_changes: Claims,
+    pub(super) header_changes: sync::Mutex,
     /// Serializes writes of pages: an older copy of one never follows a newer one into the file.
-    pub(super) page_writes: Claims,
-    syncs: Claims,
+    pub(super) page_writes: sync::Mutex,
+    syncs: sync::Mutex,
     /// The failure of a sync.
     sync_failed: OnceLock<Error>,
     failed: OnceLock<Error>,
@@ -138,9 +138,9 @@ impl Metadata {
             store: Arc::new(ImageFile::new(store, cluster_bits)),
             ranges: Arc::new(MetadataRanges::new(cluster_bits)),
             held: Arc::default(),
-            header_changes: Claims::default(),
-            page_writes: Claims::default(),
-            syncs: Claims::default(),
+            header_changes: sync::Mutex::default(),
+            page_writes: sync::Mutex::default(),
+            syncs: sync::Mutex::default(),
             sync_failed: OnceLock::new(),
             failed: OnceLock::new(),
             state: Mutex::new(state),
@@ -190,7 +190,7 @@ impl Metadata {
     /// wrote, too. So everybody syncs through here, one after the other, and after one failure no
     /// sync succeeds.
     async fn sync_alone(&self, sync: impl FnOnce(&ImageFile) -> ChangeFuture) -> Result<()> {
-        let _turn = self.syncs.claim(0).await;
+        let _turn = self.syncs.lock().await;
         if let Some(error) = self.sync_failed.get() {
             return Err(error.clone());
         }

@@ -19,7 +19,7 @@
 //!   takes longer, or the request that made the change is held up before it notes that, it is
 //!   later by that.
 //! - I3 Nothing gives the image a name while a group does, while its header is replaced, or while
-//!   the writing ends: all of them have the claim to write pages, and this waits for no claim.
+//!   the writing ends: all of them have `page_writes` locked, and this waits for no lock.
 //! - I4 The task that waits keeps neither the writer nor its file open.
 //! - I5 If the task is dropped, with the executor of a merge for one, the next change begins
 //!   another. If that is while it writes the name, the log answers to both, and one more follows
@@ -96,8 +96,8 @@ impl Writer {
     /// Gives the log another name, unless somebody is about to do so, or to take it away.
     async fn rename_log(&self) {
         let metadata = &self.metadata;
-        let Some(_group) = metadata.page_writes.try_claim(0) else { return };
-        let Some(_claim) = metadata.header_changes.try_claim(0) else { return };
+        let Some(_group) = metadata.page_writes.try_lock() else { return };
+        let Some(_locked) = metadata.header_changes.try_lock() else { return };
         let begun = {
             let mut pages = metadata.lock();
             let wants = pages.logging.wants_name() && metadata.failure().is_none();

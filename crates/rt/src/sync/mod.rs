@@ -6,6 +6,7 @@
 mod claims;
 mod group;
 mod in_flight;
+mod mutex;
 mod notify;
 mod shared_lock;
 mod signal;
@@ -17,6 +18,7 @@ mod waiters;
 pub use claims::{Claim, Claims, Mode};
 pub use group::GroupSync;
 pub use in_flight::{EndedPhase, InFlight, OwnedInFlight, Requests};
+pub use mutex::{Locked, Mutex};
 pub use notify::Notify;
 pub use shared_lock::{Alone, SharedLock, Sharing};
 pub use signal::{Signal, Subscription};

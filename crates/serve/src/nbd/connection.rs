@@ -173,14 +173,7 @@ async fn run((channel, peer): (&impl Channel, &str), transmission: Transmission,
     let name = &entry.export.name;
     tracing::info!("client at {peer} connected to {name:?}");
     let share = Share::new(&entry.party, RESERVE_BYTES, BUDGET_BYTES);
-    let session = transmit(
-        channel,
-        &transmission,
-        (&entry.export.edges, share),
-        entry.limits,
-        &entry.stop,
-        stats,
-    );
+    let session = transmit(channel, &transmission, share, entry.limits, &entry.stop, stats);
     let Some((ended, traffic)) = entry.given_up.unless_raised(session).await else { return };
     match ended {
         Ended::Malformed => stats.protocol_errors.add(1),

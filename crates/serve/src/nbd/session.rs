@@ -36,19 +36,19 @@
 
 use super::channel::Channel;
 use super::check::{Action, Rules};
-use super::contexts::{Context, ContextNumber};
+use super::contexts::ContextNumber;
 use super::entry::Client;
+use super::export::Export;
 use super::input::Input;
 use super::limits::{Limits, SLOTS_MAX};
 use super::reply::{Outgoing, ReplyStyle};
-use super::shared::Shared;
+use super::shared::{Shared, Subject};
 use super::stats::QueueStats;
 use crate::budget::Share;
 use crate::failure_log::FailureLog;
 use crate::wake::{WakeSet, ones};
 use admit::Awaited;
-use mica_block::{Disk, Extent};
-use mica_rt::sync::SharedLock;
+use mica_block::Extent;
 use mica_rt::sync::Signal;
 use mica_rt::{Buf, Instant, Sleep, now, sleep};
 use slots::Slots;
@@ -112,14 +112,15 @@ impl fmt::Display for Ended {
 pub(super) async fn transmit(
     channel: &impl Channel,
     transmission: &Transmission,
-    (edges, share): (&SharedLock, Share),
+    share: Share,
     limits: Limits,
     stop: &Arc<Signal>,
     stats: &QueueStats,
 ) -> (Ended, Traffic) {
-    let export = &transmission.client.entry().export;
-    let subject = (&*export.disk, &*export.contexts);
-    let mut session = Session::new((subject, edges, share), transmission, limits, stats);
+    let entry = transmission.client.entry();
+    let Export { disk, contexts, edges, .. } = &entry.export;
+    let subject = Subject { disk: &**disk, contexts, edges, share };
+    let mut session = Session::new(subject, transmission, limits, stats);
     let _stop = stop.subscribe(&session.wakers.stop);
     let mut receiving = pin!(None);
     let mut sending = pin!(None);
@@ -193,9 +194,6 @@ impl Woken {
     }
 }
 
-/// A disk, and the contexts that its export has of its own.
-pub(super) type Subject<'a> = (&'a dyn Disk, &'a [Arc<dyn Context>]);
-
 struct Session<'a> {
     shared: Rc<Shared<'a>>,
     rules: Rules,
@@ -232,13 +230,13 @@ struct Session<'a> {
 
 impl<'a> Session<'a> {
     fn new(
-        (subject, edges, share): (Subject<'a>, &'a SharedLock, Share),
+        subject: Subject<'a>,
         transmission: &Transmission,
         limits: Limits,
         stats: &'a QueueStats,
     ) -> Self {
         let Transmission { ref client, style, ref contexts, .. } = *transmission;
-        let (disk, _) = subject;
+        let disk = subject.disk;
         let discard = client.entry().export.discard;
         let wake_set = WakeSet::new(PARTS);
         let wakers = Wakers {
@@ -250,7 +248,7 @@ impl<'a> Session<'a> {
         let disk_len = disk.geometry().len;
         let is_writable = disk.is_writable();
         Self {
-            shared: Shared::new(subject, (edges, share), Outgoing::new(style)),
+            shared: Shared::new(subject, Outgoing::new(style)),
             rules: Rules { disk_len, is_writable, discard, style, status: !contexts.is_empty() },
             contexts: Rc::clone(contexts),
             limits,

@@ -48,12 +48,19 @@ pub(super) struct Shared<'a> {
     room: Waiters,
 }
 
+/// What a session is about.
+pub(super) struct Subject<'a> {
+    pub(super) disk: &'a dyn Disk,
+    /// Those that its export has of its own.
+    pub(super) contexts: &'a [Arc<dyn Context>],
+    pub(super) edges: &'a SharedLock,
+    /// How much the session may hold.
+    pub(super) share: Share,
+}
+
 impl<'a> Shared<'a> {
-    pub(super) fn new(
-        (disk, contexts): (&'a dyn Disk, &'a [Arc<dyn Context>]),
-        (edges, share): (&'a SharedLock, Share),
-        outgoing: Outgoing,
-    ) -> Rc<Self> {
+    pub(super) fn new(subject: Subject<'a>, outgoing: Outgoing) -> Rc<Self> {
+        let Subject { disk, contexts, edges, share } = subject;
         Rc::new(Self {
             disk,
             contexts,

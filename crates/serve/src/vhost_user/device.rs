@@ -10,9 +10,9 @@
 use super::common::{Common, SessionLogs};
 use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
 use super::control::{Control, Ending, QueueSettings};
-use super::inflight::Inflight;
+use super::inflight::{Inflight, QueuesShape};
 use super::log::DirtyLog;
-use super::lost::Lost;
+use super::lost::{FilePart, Lost};
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{self, Setup};
 use super::vring::{self, Vring};
@@ -421,7 +421,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         if queues > QUEUES_MAX || queue_size > QUEUE_SIZE_MAX {
             return Err(Error::InvalidParam);
         }
-        let (len, file) = Inflight::create(queues, queue_size).map_err(|error| invalid(&error))?;
+        let shape = QueuesShape { queues, queue_size };
+        let (len, file) = Inflight::create(shape).map_err(|error| invalid(&error))?;
         Ok((VhostUserInflight::new(len, 0, queues, queue_size), file))
     }
 
@@ -430,8 +431,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         if queues > QUEUES_MAX || queue_size > QUEUE_SIZE_MAX {
             return Err(Error::InvalidParam);
         }
-        let place = (message.mmap_offset, message.mmap_size);
-        let inflight = Inflight::map(file, place, (queues, queue_size), &self.lost);
+        let part = FilePart { offset: message.mmap_offset, len: message.mmap_size };
+        let inflight = Inflight::map(file, part, QueuesShape { queues, queue_size }, &self.lost);
         self.inflight = Some(inflight.map_err(|error| invalid(&error))?);
         Ok(())
     }
@@ -485,8 +486,8 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_log_base(&mut self, message: &VhostUserLog, file: File) -> Result<()> {
         let Some(memory) = &self.memory else { return Err(Error::InvalidParam) };
-        let place = (message.mmap_offset, message.mmap_size);
-        let log = DirtyLog::map(file, place, memory, &self.lost);
+        let part = FilePart { offset: message.mmap_offset, len: message.mmap_size };
+        let log = DirtyLog::map(file, part, memory, &self.lost);
         let log = Arc::new(log.map_err(|error| invalid(&error))?);
         // Whatever ends after the reply is in this log, so that none is lost between two.
         self.while_all_stopped(|device| device.log = Some(log))

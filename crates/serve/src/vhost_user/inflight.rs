@@ -16,7 +16,7 @@
 //! - I2 `used_idx` is what the used ring's index was when the marks were last cleared. If a crash
 //!   happened between the two, they differ, and the one head that `last_batch_head` names is done.
 
-use super::lost::{Lost, Pages, Watched};
+use super::lost::{FilePart, Lost, Pages, Watched};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use std::fs::File;
@@ -56,7 +56,8 @@ impl Inflight {
     ///
     /// # Errors
     /// Any error of the system.
-    pub(super) fn create(queues: u16, queue_size: u16) -> Result<(u64, File)> {
+    pub(super) fn create(shape: QueuesShape) -> Result<(u64, File)> {
+        let QueuesShape { queues, queue_size } = shape;
         let explain = |error: rustix::io::Errno| Error::from_io("in-flight requests", error.into());
         let len = queue_bytes(queue_size) as u64 * u64::from(queues);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -73,10 +74,12 @@ impl Inflight {
     /// `Invalid` if it is too short; else any error of the system.
     pub(super) fn map(
         file: File,
-        (offset, len): (u64, u64),
-        (queues, queue_size): (u16, u16),
+        part: FilePart,
+        shape: QueuesShape,
         lost: &Arc<Lost>,
     ) -> Result<Self> {
+        let FilePart { offset, len } = part;
+        let QueuesShape { queues, queue_size } = shape;
         let invalid = |what| Error::new(ErrorKind::Invalid, format!("in-flight requests: {what}"));
         let explain = |error| Error::from_io("in-flight requests", error);
         let needed = queue_bytes(queue_size) as u64 * u64::from(queues);
@@ -105,6 +108,13 @@ impl Inflight {
             counter: 0,
         })
     }
+}
+
+/// How many queues a region is for, and of how many descriptors each.
+#[derive(Clone, Copy)]
+pub(super) struct QueuesShape {
+    pub(super) queues: u16,
+    pub(super) queue_size: u16,
 }
 
 /// The region of one queue.
@@ -179,15 +189,18 @@ impl InflightQueue {
 mod tests {
     use super::*;
 
+    const SHAPE: QueuesShape = QueuesShape { queues: 2, queue_size: 8 };
+
     fn queue(file: &File, len: u64) -> InflightQueue {
         let file = file.try_clone().expect("a file");
-        let inflight = Inflight::map(file, (0, len), (2, 8), &Arc::default()).expect("long enough");
+        let inflight = Inflight::map(file, FilePart { offset: 0, len }, SHAPE, &Arc::default())
+            .expect("long enough");
         inflight.queue(1, 8).expect("there are two")
     }
 
     #[test]
     fn what_was_taken_and_not_ended_is_found_in_order() {
-        let (len, file) = Inflight::create(2, 8).expect("memory");
+        let (len, file) = Inflight::create(SHAPE).expect("memory");
         let mut first = queue(&file, len);
         assert!(first.recover(0).is_empty());
         for head in [5, 2, 7, 0] {
@@ -204,7 +217,7 @@ mod tests {
     /// The server dies between the used ring and the mark.
     #[test]
     fn what_the_used_ring_names_is_not_done_again() {
-        let (len, file) = Inflight::create(2, 8).expect("memory");
+        let (len, file) = Inflight::create(SHAPE).expect("memory");
         let mut first = queue(&file, len);
         first.recover(65_535);
         first.taken(3);
@@ -217,17 +230,17 @@ mod tests {
 
     #[test]
     fn region_that_is_too_short_is_refused() {
-        let (len, file) = Inflight::create(2, 8).expect("memory");
+        let (len, file) = Inflight::create(SHAPE).expect("memory");
         let map = |offset, len| {
             let file = file.try_clone().expect("a file");
-            Inflight::map(file, (offset, len), (2, 8), &Arc::default()).is_ok()
+            Inflight::map(file, FilePart { offset, len }, SHAPE, &Arc::default()).is_ok()
         };
         assert!(map(0, len));
         assert!(!map(0, len - 1));
         assert!(!map(64, len));
         assert!(!map(u64::MAX, len));
         let file = file.try_clone().expect("a file");
-        let inflight = Inflight::map(file, (0, len), (2, 8), &Arc::default());
+        let inflight = Inflight::map(file, FilePart { offset: 0, len }, SHAPE, &Arc::default());
         let inflight = inflight.expect("long enough");
         assert!(inflight.queue(2, 8).is_none() && inflight.queue(0, 9).is_none());
     }

@@ -4,7 +4,7 @@
 //! A bit per page of 4 KiB, in a file that the front end shares. It is set after the bytes are
 //! written: the front end that finds it copies the page then.
 
-use super::lost::{Lost, Pages, Watched};
+use super::lost::{FilePart, Lost, Pages, Watched};
 use super::memory::Memory;
 use mica_block::{Error, ErrorKind, Result};
 use std::fs::File;
@@ -20,16 +20,17 @@ pub(super) struct DirtyLog {
 }
 
 impl DirtyLog {
-    /// Maps `len` bytes at `offset` of `file`, which have a bit for each page of `memory`.
+    /// Maps this `part` of `file`, which has a bit for each page of `memory`.
     ///
     /// # Errors
-    /// `Invalid` if they do not; else any error of the system.
+    /// `Invalid` if it has not; else any error of the system.
     pub(super) fn map(
         file: File,
-        (offset, len): (u64, u64),
+        part: FilePart,
         memory: &Memory,
         lost: &Arc<Lost>,
     ) -> Result<Self> {
+        let FilePart { offset, len } = part;
         let invalid = |what: &str| Error::new(ErrorKind::Invalid, format!("the dirty log: {what}"));
         let metadata = file.metadata().map_err(|error| Error::from_io("the dirty log", error))?;
         let end = offset.checked_add(len).ok_or_else(|| invalid("an offset beyond 64 bits"))?;
@@ -79,7 +80,7 @@ mod tests {
         let memory = Memory::new(vec![region], &lost);
         let memory = memory.expect("one region");
         let shared = file(64);
-        let map = |file, len| DirtyLog::map(file, (0, len), &memory, &lost);
+        let map = |file, len| DirtyLog::map(file, FilePart { offset: 0, len }, &memory, &lost);
         assert!(map(file(64), 31).is_err(), "a bit is missing");
         assert!(map(file(63), 64).is_err(), "longer than its file");
         let log = map(shared.try_clone().expect("a file"), 64);

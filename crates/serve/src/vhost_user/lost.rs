@@ -70,6 +70,13 @@ pub(super) struct Pages {
     page_bytes: usize,
 }
 
+/// A part of a file that is mapped.
+#[derive(Clone, Copy)]
+pub(super) struct FilePart {
+    pub(super) offset: u64,
+    pub(super) len: u64,
+}
+
 impl Pages {
     /// The facts about `file`. If its mapping faults, `lost` is notified.
     pub(super) fn of(file: &std::fs::File, lost: &Arc<Lost>) -> Self {

@@ -57,16 +57,24 @@ pub(super) const COST_MIN: usize = DESCRIPTORS_MAX as usize * PIECE_COST + WINDO
 /// A piece is in the chain, in the request, and in what that is divided into.
 const PIECE_COST: usize = 3 * size_of::<Piece>();
 
-/// Reads `range` into `pieces`, which are as long, in windows of `window_bytes`.
+/// What a request is about.
+pub(super) struct Transfer {
+    /// Bytes of the disk.
+    pub(super) range: GuestRange,
+    /// The guest's memory, as long.
+    pub(super) pieces: Vec<Piece>,
+}
+
+/// Reads the range of `transfer` into its pieces, in windows of `window_bytes`.
 pub(super) async fn read(
     disk: &dyn Disk,
     memory: &Memory,
-    (range, pieces): (GuestRange, Vec<Piece>),
+    transfer: Transfer,
     window_bytes: u64,
 ) -> Result<()> {
-    let first = range.start();
-    let mut windows = Windows::new(memory, (range, pieces), window_bytes);
-    while let Some((range, pieces)) = windows.next()? {
+    let first = transfer.range.start();
+    let mut windows = Windows::new(memory, transfer, window_bytes);
+    while let Some(Transfer { range, pieces }) = windows.next()? {
         if range.start() > first {
             yield_now().await;
         }
@@ -110,16 +118,16 @@ async fn read_into(disk: &dyn Disk, extents: &[Extent], bufs: Vec<Buf>) -> Resul
     mica_rt::join_all(reads).await.into_iter().try_for_each(|(result, _)| result)
 }
 
-/// Writes `pieces` to `range`, which is as long, in windows of `window_bytes`.
+/// Writes the pieces of `transfer` to its range, in windows of `window_bytes`.
 pub(super) async fn write(
     disk: &dyn Disk,
     memory: &Memory,
-    (range, pieces): (GuestRange, Vec<Piece>),
+    transfer: Transfer,
     window_bytes: u64,
 ) -> Result<()> {
-    let first = range.start();
-    let mut windows = Windows::new(memory, (range, pieces), window_bytes);
-    while let Some((range, pieces)) = windows.next()? {
+    let first = transfer.range.start();
+    let mut windows = Windows::new(memory, transfer, window_bytes);
+    while let Some(Transfer { range, pieces }) = windows.next()? {
         if range.start() > first {
             yield_now().await;
         }
@@ -180,12 +188,13 @@ struct Windows {
 }
 
 impl Windows {
-    fn new(memory: &Memory, (range, pieces): (GuestRange, Vec<Piece>), window_bytes: u64) -> Self {
+    fn new(memory: &Memory, transfer: Transfer, window_bytes: u64) -> Self {
+        let Transfer { range, pieces } = transfer;
         let pieces = memory.divide(pieces).into_iter();
         Self { window_bytes, at: range.start(), end: range.end(), pieces, rest: None }
     }
 
-    fn next(&mut self) -> Result<Option<(GuestRange, Vec<Piece>)>> {
+    fn next(&mut self) -> Result<Option<Transfer>> {
         if self.at >= self.end {
             return Ok(None);
         }
@@ -204,7 +213,7 @@ impl Windows {
         }
         let range = GuestRange::new(self.at, len).ok_or_else(too_short)?;
         self.at = range.end();
-        Ok(Some((range, pieces)))
+        Ok(Some(Transfer { range, pieces }))
     }
 }
 

@@ -36,7 +36,7 @@ impl Manage for LayeredRaw {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             // A layer that is being put on top is there first.
-            let _alone = self.pushing.claim(0).await;
+            let _alone = self.pushing.lock().await;
             match self.chain() {
                 Some(chain) => chain.close().await,
                 None => self.flush().await,

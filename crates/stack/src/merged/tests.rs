@@ -58,6 +58,15 @@ fn nothing_may_stand_on_layers_that_are_being_merged_nor_on_one_that_was() {
 }
 
 #[test]
+fn marks_of_a_merge_that_panics_in_the_middle_stay() {
+    let (_folder, base, layer) = world();
+    let marks = put(&base, &layer);
+    begin(&marks);
+    drop(marks);
+    assert!(refusal(&base).contains("merge them again") && was_merged(&layer));
+}
+
+#[test]
 fn merge_that_changed_nothing_leaves_no_marks_and_one_that_did_leaves_all() {
     let (folder, base, layer) = world();
     drop(put(&base, &layer));

@@ -417,7 +417,7 @@ pub fn forget_overlays(base: &Path, images: &[PathBuf]) {
 
 /// Layers that were `dropped` have left the chain that has these `layers` now, and went down into
 /// the one at `base`, if there is one: what stood on the uppermost of them stands on another one.
-pub fn settle_notes(layers: &[PathBuf], dropped: &[PathBuf], base: Option<&Path>) {
+pub(crate) fn settle_notes(layers: &[PathBuf], dropped: &[PathBuf], base: Option<&Path>) {
     if let Some(top) = dropped.last() {
         forget_overlays(top, layers);
     }
@@ -646,7 +646,7 @@ mod tests {
         assert!(said.contains("mica clone --ignore-gone"), "{said}");
         content.extend(line.encode());
         fs::write(&at, &content).expect("written");
-        let said = crate::check_no_overlays(
+        let said = crate::overlays::check_no_overlays(
             std::slice::from_ref(&base),
             &base,
             crate::GoneImages::Removed,

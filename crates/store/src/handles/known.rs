@@ -12,6 +12,7 @@ use super::handle::{Handle, Mode};
 use crate::direct::Alignment;
 use crate::located::Located;
 use crate::lock::Locking;
+use crate::node::Node;
 use mica_block::Result;
 use mica_rt::{Access, File};
 use parking_lot::{Mutex, MutexGuard};
@@ -29,8 +30,7 @@ pub(crate) struct SharedHandle {
 /// The inode that is opened, and how. A block device is known by its node: locks are of that.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
-    device: u64,
-    inode: u64,
+    node: Node,
     is_direct: bool,
     locking: Locking,
 }
@@ -44,8 +44,8 @@ impl Key {
         Self::of_node(located.node(), mode)
     }
 
-    fn of_node((device, inode): (u64, u64), mode: Mode) -> Self {
-        Self { device, inode, is_direct: mode.access == Access::Direct, locking: mode.locking }
+    fn of_node(node: Node, mode: Mode) -> Self {
+        Self { node, is_direct: mode.access == Access::Direct, locking: mode.locking }
     }
 }
 
@@ -118,7 +118,7 @@ impl Handles {
 
     /// Whether a store reads the file at `node` (see [`Located::node`]) and relies on locks that
     /// keep writers out.
-    pub(crate) fn is_read_locked(&self, node: (u64, u64)) -> bool {
+    pub(crate) fn is_read_locked(&self, node: Node) -> bool {
         [Access::Buffered, Access::Direct].into_iter().any(|access| {
             let mode = Mode { access, locking: Locking::On };
             self.known.find(Key::of_node(node, mode)).is_some()

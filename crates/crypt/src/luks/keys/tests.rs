@@ -31,9 +31,13 @@ async fn header_in(store: &MemoryStore) -> LuksHeader {
     LuksHeader::decode(&bytes).expect("a header")
 }
 
+fn at(store: &MemoryStore) -> HeaderPlace<'_> {
+    HeaderPlace { store, at: AT }
+}
+
 async fn opens(store: &MemoryStore, with: &str) -> Option<usize> {
     let header = header_in(store).await;
-    let opened = unlock(&header, (store, AT), &passphrase(with)).await;
+    let opened = unlock(&header, at(store), &passphrase(with)).await;
     opened.ok().map(|unlocked| unlocked.slot)
 }
 
@@ -51,14 +55,14 @@ fn new_header_is_decoded_and_opened_with_each_cipher_and_hash() {
             let (header, store) = made(Wish { cipher, aes_bits, hash, slot: FEW }, "one");
             assert_eq!(header_in(&store).await, header, "what is encoded is decoded");
             let mut sealed = [5; 512];
-            let opened = unlock(&header, (&store, AT), &passphrase("one")).await.expect("opened");
+            let opened = unlock(&header, at(&store), &passphrase("one")).await.expect("opened");
             opened.cipher.encrypt(3, &mut sealed);
             drop(opened);
             // Nothing is remembered any more.
-            let opened = unlock(&header, (&store, AT), &passphrase("one")).await.expect("opened");
+            let opened = unlock(&header, at(&store), &passphrase("one")).await.expect("opened");
             opened.cipher.decrypt(3, &mut sealed);
             assert_eq!(sealed, [5; 512]);
-            let refused = unlock(&header, (&store, AT), &passphrase("two")).await;
+            let refused = unlock(&header, at(&store), &passphrase("two")).await;
             let refused = refused.err().expect("refused");
             assert_eq!(
                 refused.to_string(),
@@ -74,7 +78,7 @@ fn keys_are_added_and_removed_and_the_last_one_stays() {
     run(async || {
         let (mut header, store) = made(Wish::default(), "one");
         let (one, two) = (passphrase("one"), passphrase("two"));
-        let place = (&store as &dyn Store, AT);
+        let place = at(&store);
         let refused = add_key(&mut header, place, &two, (&two, None, FEW)).await;
         assert_eq!(refused.expect_err("refused").kind(), ErrorKind::Denied);
         assert_eq!(add_key(&mut header, place, &one, (&two, None, FEW)).await.expect("added"), 1);
@@ -110,7 +114,7 @@ fn removed_key_does_not_come_back_with_its_slot() {
     run(async || {
         let (mut header, store) = made(Wish::default(), "one");
         let (one, two) = (passphrase("one"), passphrase("two"));
-        let place = (&store as &dyn Store, AT);
+        let place = at(&store);
         add_key(&mut header, place, &one, (&two, None, FEW)).await.expect("added");
         let before = read_exact(&store, AT, HEADER_BYTES).await.expect("read");
         remove_keys(&mut header, place, &Slot::Number(0), false).await.expect("removed");
@@ -126,7 +130,7 @@ fn removal_that_was_interrupted_is_ended_by_the_number_of_the_slot() {
     run(async || {
         let (mut header, store) = made(Wish::default(), "one");
         let (one, two) = (passphrase("one"), passphrase("two"));
-        let place = (&store as &dyn Store, AT);
+        let place = at(&store);
         add_key(&mut header, place, &one, (&two, None, FEW)).await.expect("added");
         let before = read_exact(&store, AT, HEADER_BYTES).await.expect("read");
         let (active, mut cut) = (header.clone(), header);

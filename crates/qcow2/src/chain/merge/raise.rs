@@ -169,7 +169,7 @@ impl Raise<'_> {
                 return Ok(ControlFlow::Break(()));
             }
             let map = self.writer.map();
-            let (needed, scanned) = first_missing(chain, map, &self.leaving, (at, end)).await?;
+            let (needed, scanned) = first_missing(chain, map, &self.leaving, at..end).await?;
             let Some(needed) = needed else {
                 at = scanned;
                 continue;

@@ -10,7 +10,7 @@ use crate::write::pull::Leaving;
 use mica_block::{Disk, Error, ErrorKind, MergeControl, MergeProgress, Merged, Result};
 use mica_qcow2_format::BackingName;
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -150,7 +150,7 @@ impl Stream<'_> {
                 return Ok(Pass::Cancelled);
             }
             let (needed, scanned) =
-                first_missing(chain, &chain.map, &self.leaving, (at, end)).await?;
+                first_missing(chain, &chain.map, &self.leaving, at..end).await?;
             let Some(needed) = needed else {
                 at = scanned;
                 continue;
@@ -169,14 +169,15 @@ impl Stream<'_> {
     }
 }
 
-/// The first byte of what `map` shows between `at` and `end` that has to be copied before the
+/// The first byte of what `map` shows in the `rest` of the disk that has to be copied before the
 /// layers that are `leaving` are gone, if one is found, and how far was looked.
 pub(super) async fn first_missing(
     chain: &Chain,
     map: &Map,
     leaving: &Leaving,
-    (at, end): (u64, u64),
+    rest: Range<u64>,
 ) -> Result<(Option<GuestOffset>, u64)> {
+    let Range { start: at, end } = rest;
     let (start, disk_end) = (GuestOffset::new(at), GuestOffset::new(end));
     let rest = GuestRange::between(start, disk_end).expect("it goes on");
     let _in_flight = chain.gate.enter();

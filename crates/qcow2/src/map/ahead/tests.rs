@@ -1,11 +1,11 @@
 use super::*;
 
-fn read(sequence: &Sequence, at: u64, len: u64) -> Option<(u64, u64)> {
+fn read(sequence: &Sequence, at: u64, len: u64) -> Option<Range<u64>> {
     sequence.follow(GuestOffset::new(at), len)
 }
 
 /// Reads `len` bytes at `at` in pieces of 64 KiB; returns the first window.
-fn read_on(sequence: &Sequence, at: u64, len: u64) -> Option<(u64, u64)> {
+fn read_on(sequence: &Sequence, at: u64, len: u64) -> Option<Range<u64>> {
     let pieces = (at..at + len).step_by(64 << 10);
     pieces.filter_map(|at| read(sequence, at, 64 << 10)).next()
 }
@@ -25,7 +25,7 @@ fn window_begins_where_a_sequence_stands_and_doubles_to_its_maximum() {
     let sequence = Sequence::default();
     let (mut at, mut lens) = (1 << 30, Vec::new());
     for _ in 0..2000 {
-        if let Some((start, end)) = read(&sequence, at, 64 << 10) {
+        if let Some(Range { start, end }) = read(&sequence, at, 64 << 10) {
             let here = at + (64 << 10);
             assert!(start >= here && start - here <= WINDOW_MAX / 2, "{start:#x} at {here:#x}");
             lens.push(end - start);
@@ -40,7 +40,7 @@ fn window_begins_where_a_sequence_stands_and_doubles_to_its_maximum() {
 #[test]
 fn one_window_is_under_way_at_a_time() {
     let sequence = Sequence::default();
-    let (start, end) = read_on(&sequence, 1 << 30, 1 << 20).expect("a window");
+    let Range { start, end } = read_on(&sequence, 1 << 30, 1 << 20).expect("a window");
     assert_eq!(read_on(&sequence, (1 << 30) + (1 << 20), 64 << 20), None);
     sequence.finish(start, end, false);
     assert!(read_on(&sequence, (1 << 30) + (65 << 20), 1 << 20).is_some());
@@ -49,19 +49,19 @@ fn one_window_is_under_way_at_a_time() {
 #[test]
 fn cached_window_is_followed_by_a_long_rest() {
     let sequence = Sequence::default();
-    let (start, end) = read_on(&sequence, 1 << 30, 128 << 10).expect("a window");
+    let Range { start, end } = read_on(&sequence, 1 << 30, 128 << 10).expect("a window");
     sequence.finish(start, end, true);
     let rest = (end + CACHED_STRIDE - WINDOW_MIN / 2) - ((1 << 30) + (128 << 10));
     assert_eq!(read_on(&sequence, (1 << 30) + (128 << 10), rest - (64 << 10)), None);
     let next = read_on(&sequence, (1 << 30) + (128 << 10) + rest - (64 << 10), 1 << 20);
-    assert_eq!(next.expect("a window").0, end + CACHED_STRIDE);
+    assert_eq!(next.expect("a window").start, end + CACHED_STRIDE);
 }
 
 #[test]
 fn sequence_that_was_left_begins_with_a_short_window_elsewhere() {
     let sequence = Sequence::default();
     for base in [1 << 30, 3 << 30, 2 << 30] {
-        let (start, end) = read_on(&sequence, base, 128 << 10).expect("a window");
+        let Range { start, end } = read_on(&sequence, base, 128 << 10).expect("a window");
         assert_eq!((start, end - start), (base + (128 << 10), WINDOW_MIN));
         sequence.finish(start, end, false);
     }
@@ -89,9 +89,9 @@ fn small_reads_far_apart_are_none() {
 #[test]
 fn window_that_ends_late_leaves_the_next_sequence_alone() {
     let sequence = Sequence::default();
-    let (start, end) = read_on(&sequence, 1 << 40, 128 << 10).expect("a window");
+    let Range { start, end } = read_on(&sequence, 1 << 40, 128 << 10).expect("a window");
     assert_eq!(read_on(&sequence, 0, 256 << 10), None, "one is under way");
     sequence.finish(start, end, false);
     let next = read_on(&sequence, 256 << 10, 64 << 10).expect("a window");
-    assert_eq!(next.1 - next.0, WINDOW_MIN);
+    assert_eq!(next.end - next.start, WINDOW_MIN);
 }

@@ -36,7 +36,7 @@ impl Space {
     /// Creates the refcount blocks of a region that has none, within the region itself, and of some
     /// that follow. The blocks are durable before the table names them.
     pub(super) async fn make_blocks(&self, region: u64) -> Result<()> {
-        let _claim = self.growth.claim(0).await;
+        let _locked = self.growth.lock().await;
         if self.has_block(region) {
             return Ok(());
         }
@@ -156,7 +156,7 @@ impl Space {
     /// Gives the image a refcount table of twice the length, beyond everything in use. The new
     /// table and the blocks that count it are durable before the header names it.
     pub(super) async fn grow_table(&self) -> Result<()> {
-        let _claim = self.growth.claim(0).await;
+        let _locked = self.growth.lock().await;
         let (old_table, old_offset, start) = {
             let state = self.lock();
             let covered = self.width.first_of_block(self.bits, state.table.len() as u64);
@@ -217,7 +217,7 @@ impl Space {
     /// Makes the blocks of the next regions without any. Nobody waits for them yet: a failure is
     /// that of the request that needs them, if it fails again then.
     pub(crate) async fn make_blocks_ahead(&self) {
-        let Some(_claim) = self.growth.try_claim(0) else { return };
+        let Some(_locked) = self.growth.try_lock() else { return };
         let taken = {
             let mut state = self.lock();
             let Some(region) = self.region_to_prepare(&state) else { return };
@@ -261,7 +261,7 @@ impl Space {
     /// is used, or too much.
     async fn make_counts_durable(&self, run: Reserved) -> Result<()> {
         // No group is being written: so none has an older copy of the page.
-        let _claim = self.metadata.page_writes.claim(0).await;
+        let _locked = self.metadata.page_writes.lock().await;
         let block = self.block_of(run.first)?.expect("clusters of the pool are counted");
         let at = self.count_at(block, run.first);
         let len = self.page_len();

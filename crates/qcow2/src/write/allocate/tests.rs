@@ -293,7 +293,7 @@ impl Image {
 
     /// Makes a group durable, as [`commit`](super::super::commit) does.
     async fn commit(&self) {
-        let _claim = self.metadata.page_writes.claim(0).await;
+        let _locked = self.metadata.page_writes.lock().await;
         let (mut dirty, group) = self.metadata.lock().take_group(self.space.state());
         for pages in [std::mem::take(&mut dirty.early), std::mem::take(&mut dirty.late)] {
             mica_rt::sleep(Duration::from_micros(30)).await;

@@ -316,7 +316,7 @@ impl Writer {
             let context = "its dirty bitmaps can be made so long only while nobody uses the image";
             return Err(Error::new(ErrorKind::Unsupported, context));
         }
-        let _claim = self.bitmaps.covering.claim(0).await;
+        let _locked = self.bitmaps.covering.lock().await;
         let Some((place, entries)) = self.bitmap_entries().await? else { return none };
         let bits = self.l2.cluster_bits;
         let mut tables = Vec::new();
@@ -408,9 +408,9 @@ impl Writer {
         (old, len): (u64, u64),
     ) -> Result<()> {
         if let Some(recorder) = self.bitmaps.recorder() {
-            let claim = self.bitmaps.covering.claim(0).await;
+            let locked = self.bitmaps.covering.lock().await;
             recorder.set_len(len);
-            drop(claim);
+            drop(locked);
             let new = GuestRange::between(GuestOffset::new(old), GuestOffset::new(len));
             if let Some(new) = new.filter(|new| !new.is_empty()) {
                 self.record(new).await?;

@@ -53,10 +53,10 @@ use mica_qcow2_format::{
     BitmapsExtension, Header, change_bitmap_directory,
 };
 use mica_rt::Buf;
-use mica_rt::sync::Claims;
+use mica_rt::sync;
 use mica_units::{GuestRange, HostOffset};
 use parking_lot::Mutex;
-use recorder::{Recorded, Recorder, Table};
+use recorder::{PageBits, Recorded, Recorder, Table};
 use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -72,7 +72,7 @@ pub(crate) struct Bitmaps {
     /// Where the directory is.
     place: Mutex<Option<BitmapsExtension>>,
     /// The right to write bits of an image that is not closed.
-    covering: Claims,
+    covering: sync::Mutex,
     /// Whether disabled ones are needed, too.
     takes_disabled: AtomicBool,
 }
@@ -271,7 +271,7 @@ impl Writer {
 
     /// Makes all of the regions of `range` dirty in the file, durably.
     async fn cover(&self, recorder: &Recorder, range: GuestRange) -> Result<()> {
-        let _claim = self.bitmaps.covering.claim(0).await;
+        let _locked = self.bitmaps.covering.lock().await;
         let regions = recorder.uncovered(range);
         if regions.is_empty() {
             return Ok(());
@@ -430,13 +430,13 @@ impl Writer {
     /// Stores the bitmaps of an image that nobody writes any more.
     pub(super) async fn store_bitmaps(&self) -> Result<()> {
         let Some(recorder) = self.bitmaps.recorder() else { return Ok(()) };
-        let _claim = self.bitmaps.covering.claim(0).await;
+        let _locked = self.bitmaps.covering.lock().await;
         for bitmap in &recorder.all {
             for regions in recorder.covered_runs() {
                 let pages = bitmap.pages_of(recorder.bytes_of(&regions));
                 for (number, pages) in self.pages_by_cluster(pages) {
                     let Some(BitmapTableEntry::Data(at)) = bitmap.entry(number) else { continue };
-                    let exact = |page: (u64, &mut [u8])| recorder.put_exact(bitmap, page);
+                    let exact = |page: PageBits<'_>| recorder.put_exact(bitmap, page);
                     let buf = pages_in(pages.clone(), exact);
                     self.write_bits((at, number), pages.start, buf).await?;
                 }
@@ -463,11 +463,11 @@ impl Writer {
 }
 
 /// The bytes of `pages` as `put` makes them from zeros.
-fn pages_in(pages: Range<u64>, mut put: impl FnMut((u64, &mut [u8]))) -> Buf {
+fn pages_in(pages: Range<u64>, mut put: impl FnMut(PageBits<'_>)) -> Buf {
     let len = usize::try_from(pages.end - pages.start).expect("within a cluster") * PAGE_BYTES;
     let mut buf = Buf::zeroed(len);
-    for (page, bytes) in pages.zip(buf.own_bytes().chunks_mut(PAGE_BYTES)) {
-        put((page, bytes));
+    for (number, bytes) in pages.zip(buf.own_bytes().chunks_mut(PAGE_BYTES)) {
+        put(PageBits { number, bytes });
     }
     buf
 }

@@ -78,6 +78,12 @@ impl Recorded {
     }
 }
 
+/// A page of a bitmap, to be filled.
+pub(super) struct PageBits<'a> {
+    pub(super) number: u64,
+    pub(super) bytes: &'a mut [u8],
+}
+
 impl Recorder {
     /// Records changes of a disk of `len` bytes.
     pub(super) fn new(all: Vec<Recorded>, len: u64) -> Self {
@@ -197,14 +203,10 @@ impl Recorder {
         runs
     }
 
-    /// Puts into `bytes` page `number` of `bitmap` as the file is to have it while the image is
+    /// Puts into `page` that page of `bitmap` as the file is to have it while the image is
     /// written: what is recorded, and all of the regions that are covered, or are to be: `more`.
-    pub(super) fn put_covered(
-        &self,
-        bitmap: &Recorded,
-        (number, bytes): (u64, &mut [u8]),
-        more: &Range<u64>,
-    ) {
+    pub(super) fn put_covered(&self, bitmap: &Recorded, page: PageBits<'_>, more: &Range<u64>) {
+        let PageBits { number, bytes } = page;
         bitmap.bits.put_page(number, bytes);
         let bit = |at: u64| at >> bitmap.granularity_bits;
         let (first, end) = (number * PAGE_BITS, (number + 1) * PAGE_BITS);
@@ -220,17 +222,18 @@ impl Recorder {
                 set_bytes(bytes, bit(range.start) - first, bit(range.end - 1) - first);
             }
         }
-        self.cut(bitmap, (number, bytes));
+        self.cut(bitmap, PageBits { number, bytes });
     }
 
     /// As [`Self::put_covered`] as it is in the file of an image that is closed.
-    pub(super) fn put_exact(&self, bitmap: &Recorded, (number, bytes): (u64, &mut [u8])) {
-        bitmap.bits.put_page(number, bytes);
-        self.cut(bitmap, (number, bytes));
+    pub(super) fn put_exact(&self, bitmap: &Recorded, page: PageBits<'_>) {
+        bitmap.bits.put_page(page.number, page.bytes);
+        self.cut(bitmap, page);
     }
 
     /// Clears what is behind the end of the disk: QEMU expects nothing there.
-    fn cut(&self, bitmap: &Recorded, (number, bytes): (u64, &mut [u8])) {
+    fn cut(&self, bitmap: &Recorded, page: PageBits<'_>) {
+        let PageBits { number, bytes } = page;
         let count = self.len().div_ceil(1 << bitmap.granularity_bits);
         let kept = count.saturating_sub(number * PAGE_BITS).min(PAGE_BITS);
         let at = usize::try_from(kept / 8).unwrap_or(PAGE_BYTES);
@@ -340,12 +343,12 @@ mod tests {
                 }
                 noted[granules(start, end)].fill(true);
             }
-            let exact = bits_by(&recorder, |number, page| {
-                recorder.put_exact(&recorder.all[0], (number, page));
+            let exact = bits_by(&recorder, |number, bytes| {
+                recorder.put_exact(&recorder.all[0], PageBits { number, bytes });
             });
             assert!(exact == noted, "seed {seed}");
-            let file = bits_by(&recorder, |number, page| {
-                recorder.put_covered(&recorder.all[0], (number, page), &(0..0));
+            let file = bits_by(&recorder, |number, bytes| {
+                recorder.put_covered(&recorder.all[0], PageBits { number, bytes }, &(0..0));
             });
             let either: Vec<_> =
                 noted.iter().zip(&covered).map(|(one, two)| *one || *two).collect();

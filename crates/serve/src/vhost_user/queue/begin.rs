@@ -9,7 +9,7 @@ use crate::vhost_user::chain::Piece;
 use crate::vhost_user::common::Common;
 use crate::vhost_user::memory::Memory;
 use crate::vhost_user::request::{Action, ID_BYTES, Request, Rules, Status, ZeroRange};
-use crate::vhost_user::transfer::{self, Cost};
+use crate::vhost_user::transfer::{self, Cost, Transfer};
 use mica_block::{Planned, Result, Zeroes};
 use mica_rt::yield_now;
 use mica_units::GuestRange;
@@ -129,7 +129,7 @@ impl<'a> Running<'a> {
                 self.stats.writes.add(1);
                 self.stats.written_bytes.add(range.len());
                 let pieces = std::mem::take(&mut self.chain.readable);
-                self.write(range, (&memory, pieces), window_bytes)
+                self.write(&memory, Transfer { range, pieces }, window_bytes)
             }
             Action::Flush => {
                 self.stats.flushes.add(1);
@@ -194,29 +194,25 @@ impl<'a> Running<'a> {
         }
         let (disk, memory, pieces) = (self.disk, Arc::clone(memory), pieces.to_vec());
         Work::Long(Box::pin(async move {
-            transfer::read(disk, &memory, (range, pieces), window_bytes).await
+            transfer::read(disk, &memory, Transfer { range, pieces }, window_bytes).await
         }))
     }
 
-    fn write(
-        &mut self,
-        range: GuestRange,
-        (memory, pieces): (&Arc<Memory>, Vec<Piece>),
-        window_bytes: u64,
-    ) -> Work<'a> {
+    fn write(&mut self, memory: &Arc<Memory>, transfer: Transfer, window_bytes: u64) -> Work<'a> {
         let is_write_through = self.is_write_through;
-        if let [piece] = pieces[..]
-            && range.len() <= DIRECT_BYTES_MAX
+        if let [piece] = transfer.pieces[..]
+            && transfer.range.len() <= DIRECT_BYTES_MAX
             && !is_write_through
             && let Some(buf) = memory.buf(piece)
             && let Some(_sharing) = self.common.try_share()
         {
-            return Work::Write { io: self.disk.write(range.start(), buf), _sharing };
+            let io = self.disk.write(transfer.range.start(), buf);
+            return Work::Write { io, _sharing };
         }
         let (disk, common, memory) = (self.disk, self.common, Arc::clone(memory));
         Work::Long(Box::pin(async move {
             let _sharing = common.share().await;
-            transfer::write(disk, &memory, (range, pieces), window_bytes).await?;
+            transfer::write(disk, &memory, transfer, window_bytes).await?;
             if is_write_through { disk.flush().await } else { Ok(()) }
         }))
     }

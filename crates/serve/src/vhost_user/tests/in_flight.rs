@@ -2,13 +2,21 @@
 
 use crate::testing::clock::{pause, until};
 use crate::testing::memory::Event;
-use crate::vhost_user::inflight::Inflight;
+use crate::vhost_user::inflight::{Inflight, QueuesShape};
+use crate::vhost_user::lost::FilePart;
 use crate::vhost_user::testing::{
     FrontEnd, Guest, MIB, Ring, TestDisk, Way, World, code, inflight_message,
 };
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+
+const SHAPE: QueuesShape = QueuesShape { queues: 2, queue_size: 64 };
+
+fn map_inflight(file: &File, len: u64) -> mica_block::Result<Inflight> {
+    let file = file.try_clone().expect("a file");
+    Inflight::map(file, FilePart { offset: 0, len }, SHAPE, &Arc::default())
+}
 
 fn region(front_end: &FrontEnd) -> (u64, File) {
     let (answer, file) = front_end.ask(code::GET_INFLIGHT_FD, &inflight_message(0, 2, 64));
@@ -48,8 +56,7 @@ fn requests_in_flight_are_repeated_in_order_and_returned_once() {
         // The server that was killed took five and gave the second and the fourth back.
         let heads: Vec<u16> =
             (0..8).map(|sector| ring.request(1, 100 + sector, &[(MIB, 512, false)])).collect();
-        let map =
-            Inflight::map(file.try_clone().expect("a file"), (0, len), (2, 64), &Arc::default());
+        let map = map_inflight(&file, len);
         let mut killed = map.expect("a region").queue(0, 64).expect("there are two");
         let used = ring.used_idx();
         assert!(killed.recover(used).is_empty());
@@ -168,8 +175,8 @@ fn requests_of_the_server_before_are_not_left_in_the_ring() {
     let mut ring = Ring::new(&guest, 0, 64, Way::default());
     let heads: Vec<u16> =
         (0..6).map(|sector| ring.request(1, sector, &[(MIB, 512, false)])).collect();
-    let (len, file) = Inflight::create(2, 64).expect("memory");
-    let map = Inflight::map(file.try_clone().expect("a file"), (0, len), (2, 64), &Arc::default());
+    let (len, file) = Inflight::create(SHAPE).expect("memory");
+    let map = map_inflight(&file, len);
     let mut killed = map.expect("a region").queue(0, 64).expect("there are two");
     killed.recover(0);
     heads[..4].iter().for_each(|head| killed.taken(*head));

@@ -1,0 +1,279 @@
+use super::*;
+use crate::mark::Mark;
+use crate::merged::was_merged;
+use crate::{FileImages, Format, MayWrite, open_writable, refuse_merged};
+use mica_block::{Images as _, LocalFuture, MergeProgress};
+use mica_qcow2::ChainOptions;
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
+use mica_rt::{Backend, Buf, Executor};
+use mica_store::Handles;
+use mica_units::GuestOffset;
+use std::cell::RefCell;
+use std::fs::{self, File};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use tempfile::TempDir;
+
+const LEN: u64 = 8 << 20;
+
+fn executor() -> Executor {
+    Executor::new(Backend::Pool).expect("an executor")
+}
+
+fn refusal() -> Error {
+    Error::new(ErrorKind::Denied, "another disk needs it")
+}
+
+/// A chain, its base in a folder of its own.
+struct World {
+    _folder: TempDir,
+    layers: Vec<PathBuf>,
+    disk: Arc<dyn Manage>,
+}
+
+impl World {
+    /// With `base.qcow2` and layers with these `names` above, each of which owns something.
+    fn new(names: &[&str]) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let real = folder.path().canonicalize().expect("a folder");
+        let mut layers = vec![real.join("below/base.qcow2")];
+        layers.extend(names.iter().map(|name| real.join("disk").join(name)));
+        for folder in ["below", "disk"] {
+            fs::create_dir(real.join(folder)).expect("made");
+        }
+        for (at, layer) in layers.iter().enumerate() {
+            make(layer, at.checked_sub(1).map(|base| &*layers[base]));
+            let disk = opened(layer, &real);
+            executor().block_on(async {
+                for start in [0, 4 << 20] {
+                    let buf = Buf::from_slice(&[u8::try_from(at).expect("few"); 4096]);
+                    disk.write(GuestOffset::new(start), buf).await.0.expect("written");
+                }
+                disk.close().await.expect("closed");
+            });
+        }
+        let disk = opened(layers.last().expect("the base"), &real);
+        Self { _folder: folder, layers, disk }
+    }
+
+    fn commit(&self, merged: RangeInclusive<usize>) -> Merge {
+        Merge::commit(&self.layers, merged, ActiveAfter::Emptied, GoneImages::MayBeMoved)
+    }
+
+    fn drop_state(&self, state: usize) -> Merge {
+        Merge::drop_state(&self.layers, state, options(&self.layers[0]), GoneImages::MayBeMoved)
+    }
+
+    fn run(&self, prepared: Prepared, control: &dyn MergeControl) -> Result<Ended> {
+        executor().block_on(prepared.run(&*self.disk, control))
+    }
+}
+
+fn options(allowed: &Path) -> ImageOptions {
+    let mut options = ImageOptions::new(Handles::new(32));
+    options.allow_paths.push(allowed.to_owned());
+    options
+}
+
+fn mark_of(layer: &Path) -> PathBuf {
+    let mut at = layer.as_os_str().to_owned();
+    at.push(".mica-merged");
+    at.into()
+}
+
+/// Whether the mark of the layer does not count yet.
+fn is_planned(layer: &Path) -> bool {
+    fs::read(mark_of(layer)).expect("marked").ends_with(b"planned\n")
+}
+
+fn make(layer: &Path, base: Option<&Path>) {
+    let wish = ImageWish {
+        backing_name: base.map(|base| base.as_os_str().to_owned()),
+        backing_format: base.map(|_| "qcow2".to_owned()),
+        ..ImageWish::default()
+    };
+    File::create(layer).expect("a file");
+    let images = FileImages::to_write(layer, options(layer), MayWrite::new_file()).expect("images");
+    let store = images.open_writable(layer).expect("it opens").store;
+    let plan = wish.plan(LEN).expect("a plan");
+    executor().block_on(create(plan, Stores { image: &*store, data: None })).expect("created");
+}
+
+fn opened(image: &Path, allowed: &Path) -> Arc<dyn Manage> {
+    let (options, chain) = (options(allowed), ChainOptions::default());
+    let opening = open_writable(image, Format::Qcow2, options, &chain);
+    executor().block_on(opening).expect("it opens")
+}
+
+/// Looks at something before each step, and ends the merge at the step of this number.
+struct Watching<'a, T> {
+    look: &'a dyn Fn() -> T,
+    seen: RefCell<Vec<T>>,
+    ends_at: usize,
+}
+
+impl<'a, T> Watching<'a, T> {
+    fn new(look: &'a dyn Fn() -> T, ends_at: usize) -> Self {
+        Self { look, seen: RefCell::default(), ends_at }
+    }
+}
+
+impl<T> MergeControl for Watching<'_, T> {
+    fn step(&self, _: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        let mut seen = self.seen.borrow_mut();
+        seen.push((self.look)());
+        let flow = match seen.len() > self.ends_at {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        };
+        Box::pin(std::future::ready(flow))
+    }
+}
+
+const NEVER: usize = usize::MAX;
+
+#[test]
+fn commit_has_its_layers_marked_before_it_asks_and_the_marks_count_before_it_changes_one() {
+    let world = World::new(&["one", "two", "active"]);
+    let [base, one, two, active] = &world.layers[..] else { panic!("four layers") };
+    let merge = world.commit(0..=2);
+    assert_eq!(merge.kind(), "commit");
+    let prepared = merge.prepare(|needed| {
+        assert_eq!(needed, [base, one, two].map(Clone::clone));
+        for layer in needed {
+            refuse_merged(layer).expect_err("nobody makes an image on it meanwhile");
+        }
+        Ok(())
+    });
+    let prepared = prepared.expect("nobody needs them");
+    let look = || [base, one, two].map(|layer| is_planned(layer));
+    let control = Watching::new(&look, NEVER);
+    let ended = world.run(prepared, &control).expect("merged");
+    let seen = control.seen.into_inner();
+    assert_eq!(seen[0], [true; 3]);
+    assert!(seen.len() > 1 && seen[1..].iter().all(|planned| *planned == [false; 3]), "{seen:?}");
+    let Merged::Done { dropped, .. } = ended.merged else { panic!("it is done") };
+    assert_eq!(dropped, [one, two].map(Clone::clone));
+    assert_eq!(world.disk.layer_paths(), [base, active].map(Clone::clone));
+    refuse_merged(base).expect("it is whole");
+    assert!(was_merged(one) && was_merged(two) && ended.settled.file.is_none());
+    ended.settled.marks.and(ended.settled.drops).expect("settled");
+}
+
+#[test]
+fn commit_that_is_given_up_keeps_its_marks_if_the_base_may_have_a_part_of_it() {
+    let world = World::new(&["one", "active"]);
+    for (ends_at, marks) in [(0, 0), (1, 2), (NEVER, 1)] {
+        let prepared = world.commit(0..=2).prepare(|_| Ok(())).expect("prepared");
+        let ended = world.run(prepared, &Watching::new(&|| (), ends_at)).expect("no failure");
+        assert_eq!(ended.merged == Merged::Cancelled, ends_at != NEVER);
+        let marked = world.layers.iter().filter(|layer| mark_of(layer).exists());
+        assert_eq!(marked.count(), marks, "given up at step {ends_at}");
+    }
+}
+
+#[test]
+fn merge_that_is_refused_or_not_begun_leaves_no_marks() {
+    let world = World::new(&["disk@a.qcow2", "disk.qcow2"]);
+    let unmarked = || world.layers.iter().all(|layer| !mark_of(layer).exists());
+    let refused = world.commit(0..=1).prepare(|_| Err(refusal())).err().expect("refused");
+    assert!(refused.to_string().contains("another disk") && unmarked());
+    let refused = world.drop_state(1).prepare(|_| Err(refusal())).err().expect("refused");
+    assert!(refused.to_string().contains("another disk") && unmarked());
+    drop(world.commit(0..=1).prepare(|_| Ok(())).expect("prepared"));
+    assert!(unmarked());
+    make(&world.layers[1].with_file_name("clone"), Some(&world.layers[1]));
+    for merge in [world.commit(0..=2), world.drop_state(1)] {
+        let refused = merge.prepare(|_| Ok(())).err().expect("refused");
+        assert!(refused.to_string().contains("clone stands on"), "{refused}");
+        assert!(unmarked());
+    }
+    // What stands on a layer that stays as it is is in nobody's way.
+    let merge = Merge::stream(&world.layers, None);
+    let prepared = merge.prepare(|_| panic!("nobody is asked")).expect("prepared");
+    world.run(prepared, &Watching::new(&|| (), NEVER)).expect("merged");
+    assert!(unmarked());
+}
+
+/// A base in another folder is found to have an image on it only by its note.
+#[test]
+fn base_has_the_note_of_the_layer_above_before_that_stands_on_it() {
+    let world = World::new(&["one", "active"]);
+    let note = world.layers[0].with_file_name("base.qcow2.mica-overlays");
+    let line = world.layers[2].display().to_string();
+    let merge = Merge::stream(&world.layers, Some(0));
+    assert_eq!(merge.kind(), "stream");
+    let prepared = merge.prepare(|_| Ok(())).expect("prepared");
+    let look = || fs::read_to_string(&note).is_ok_and(|note| note.contains(&line));
+    let control = Watching::new(&look, NEVER);
+    let ended = world.run(prepared, &control).expect("merged");
+    assert!(control.seen.into_inner().into_iter().all(|noted| noted) && look());
+    assert_eq!(world.disk.layer_paths(), [&world.layers[0], &world.layers[2]].map(Clone::clone));
+    ended.settled.marks.and(ended.settled.drops).expect("settled");
+}
+
+/// Into the active layer, and into another state.
+#[test]
+fn dropped_state_goes_up_and_its_file_goes_with_its_mark() {
+    let world = World::new(&["disk@a.qcow2", "disk@b.qcow2", "disk.qcow2"]);
+    for state in [1, 2] {
+        let layers = world.disk.layer_paths();
+        let at = layers.iter().position(|layer| *layer == world.layers[state]).expect("a layer");
+        let options = options(&world.layers[0]);
+        let merge = Merge::drop_state(&layers, at, options, GoneImages::MayBeMoved);
+        assert_eq!(merge.kind(), "drop");
+        let prepared = merge.prepare(|needed| {
+            assert_eq!(needed, std::slice::from_ref(&world.layers[state]));
+            Ok(())
+        });
+        let look = || is_planned(&world.layers[state]);
+        let control = Watching::new(&look, NEVER);
+        let ended = world.run(prepared.expect("prepared"), &control).expect("merged");
+        assert!(control.seen.into_inner().iter().all(|planned| !planned), "it counts at once");
+        let file = ended.settled.file.expect("it had one");
+        file.removed.expect("removed");
+        assert!(!file.path.exists() && !mark_of(&file.path).exists());
+    }
+    assert_eq!(world.disk.layer_count(), 2);
+}
+
+#[test]
+fn file_of_a_dropped_state_that_somebody_reads_stays_and_is_the_users() {
+    let world = World::new(&["disk@a.qcow2", "disk.qcow2"]);
+    let state = &world.layers[1];
+    let reader = FileImages::new(state, options(&world.layers[0])).expect("allowed");
+    let open = reader.open(state).expect("opened");
+    let prepared = world.drop_state(1).prepare(|_| Ok(())).expect("prepared");
+    let ended = world.run(prepared, &Watching::new(&|| (), NEVER)).expect("merged");
+    drop(open);
+    ended.settled.file.expect("it had one").removed.expect_err("it is in use");
+    ended.settled.drops.expect("forgotten");
+    assert!(state.exists() && !mark_of(state).exists());
+}
+
+/// A disk may go on there, as far as marks say.
+#[test]
+fn file_of_a_dropped_state_stays_if_a_mark_leads_there_and_none_on() {
+    let world = World::new(&["disk@a.qcow2", "disk.qcow2"]);
+    let [base, state, active] = &world.layers[..] else { panic!("three layers") };
+    Mark::put(base, state).expect("marked");
+    let prepared = world.drop_state(1).prepare(|_| Ok(())).expect("prepared");
+    let ended = world.run(prepared, &Watching::new(&|| (), NEVER)).expect("merged");
+    let said = ended.settled.marks.expect_err("it leads there").to_string();
+    assert!(said.contains("base.qcow2.mica-above"), "{said}");
+    ended.settled.file.expect("it had one").removed.expect_err("it stays");
+    assert_eq!(world.disk.layer_paths(), [base, active].map(Clone::clone));
+    assert!(state.exists() && mark_of(state).exists(), "the next drop tries it again");
+}
+
+/// What is exported beside a merge has only layers beneath that one.
+#[test]
+fn merge_knows_the_lowest_frozen_layer_that_it_changes() {
+    let world = World::new(&["disk@a.qcow2", "disk@b.qcow2", "disk.qcow2"]);
+    let lowest = |merge: Merge| merge.prepare(|_| Ok(())).expect("prepared").lowest_changed();
+    assert_eq!(lowest(Merge::stream(&world.layers, Some(0))), None);
+    assert_eq!(lowest(world.commit(1..=3)).as_ref(), Some(&world.layers[1]));
+    for state in [1, 2] {
+        assert_eq!(lowest(world.drop_state(state)).as_ref(), Some(&world.layers[state]));
+    }
+}
