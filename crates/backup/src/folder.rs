@@ -72,6 +72,7 @@ pub struct States {
 pub struct Pending {
     folder: Folder,
     key: u64,
+    content: u32,
     number: u64,
     /// Writes its step.
     pub writer: StepWriter<BufWriter<File>>,
@@ -216,10 +217,11 @@ impl Folder {
         // Nobody knows the content: what is left is of no use.
         let is_known = key.is_some();
         let key = key.unwrap_or_else(|| key_of(&begin, &[]));
+        let content = content_sum(content.unwrap_or_default());
         self.remove_leftovers(&begin.state, key, is_known)?;
         let (writer, resumed_bytes) = self.open_step(begin, key)?;
         let folder = self.clone();
-        let pending = Pending { folder, key, number, writer, resumed_bytes, _lock: lock };
+        let pending = Pending { folder, key, content, number, writer, resumed_bytes, _lock: lock };
         Ok(Begun::Pending(Box::new(pending)))
     }
 
@@ -334,7 +336,7 @@ impl Pending {
     /// # Errors
     /// What the system reports: the state is not there then, and can be written on.
     pub fn complete(self) -> Result<Stored> {
-        let Self { folder, key, number, writer, _lock, .. } = self;
+        let Self { folder, key, content, number, writer, _lock, .. } = self;
         let begin = writer.begin().clone();
         let path = data_path(&folder.path, &begin.state, key);
         let (out, written) = writer.into_finished()?;
@@ -342,7 +344,7 @@ impl Pending {
             out.into_inner().map_err(|error| failed("writing", &path, error.into_error()))?;
         file.sync_all().map_err(|error| failed("syncing", &path, error))?;
         let Written { total, position: file_bytes, entries, .. } = written;
-        let manifest = Manifest { begin, number, key, total, file_bytes, entries };
+        let manifest = Manifest { begin, number, key, content, total, file_bytes, entries };
         let (state, named) = (&manifest.begin.state, folder.manifest_path(&manifest.begin.state));
         let new = folder.path.join(format!("{state}{NEW}"));
         let written = File::create(&new).and_then(|mut file| {
@@ -381,10 +383,17 @@ impl Stored {
         self.head.file_bytes
     }
 
-    /// Whether it was written of this `content`, as [`Folder::begin`] takes it. If it was not, or
-    /// its step was made another since, it may be the same all the same.
+    /// Whether it was written of this `content`, as [`Folder::begin`] takes it. If it was not, it
+    /// may be the same all the same.
     pub fn is_of(&self, content: &[u8]) -> bool {
-        self.head.key == key_of(&self.head.begin, content)
+        let Manifest { begin, key, content: sum, .. } = &self.head;
+        *sum == content_sum(content) || *key == key_of(begin, content)
+    }
+
+    /// Whether nothing proves of which content it is: an older mica wrote it, and knew.
+    pub fn is_unproved(&self) -> bool {
+        let Manifest { begin, key, content, .. } = &self.head;
+        *content == 0 && *key != key_of(begin, &[])
     }
 
     pub(crate) fn data_path(&self) -> PathBuf {
@@ -444,6 +453,13 @@ fn key_of(begin: &Begin, content: &[u8]) -> u64 {
     hasher.update(&bytes).update(content);
     let first = hasher.finalize().as_bytes().first_chunk().copied();
     u64::from_le_bytes(first.expect("longer than that"))
+}
+
+/// What a manifest says of the content, whatever becomes of the step. Never 0, which those of an
+/// older mica have.
+fn content_sum(content: &[u8]) -> u32 {
+    let first = blake3::hash(content).as_bytes().first_chunk().copied();
+    u32::from_le_bytes(first.expect("longer than that")).max(1)
 }
 
 fn parse_key(text: &str) -> Option<u64> {

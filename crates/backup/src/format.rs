@@ -416,6 +416,9 @@ pub(crate) struct Manifest {
     pub(crate) number: u64,
     /// Names its data file.
     pub(crate) key: u64,
+    /// Of which content the state is: a hash of what is known of it, or 0 if an older mica wrote
+    /// it.
+    pub(crate) content: u32,
     pub(crate) total: Total,
     /// Bytes of the data file.
     pub(crate) file_bytes: u64,
@@ -433,7 +436,7 @@ pub(crate) struct RawHead {
     pub(crate) entries: U64,
     pub(crate) data_bytes: U64,
     pub(crate) file_bytes: U64,
-    pub(crate) reserved: [u8; 4],
+    pub(crate) content: U32,
     /// CRC-32C of the fields before it.
     pub(crate) checksum: U32,
 }
@@ -449,7 +452,7 @@ impl Manifest {
             entries: (self.entries.len() as u64).into(),
             data_bytes: self.total.data_bytes.into(),
             file_bytes: self.file_bytes.into(),
-            reserved: [0; 4],
+            content: self.content.into(),
             checksum: 0.into(),
         };
         head.checksum = crc32c(&head.as_bytes()[..HEAD_BYTES - SUM_BYTES]).into();
@@ -481,7 +484,7 @@ impl Manifest {
         let parts = raw.entries.get();
         let shortest = parts.checked_mul(PART_BYTES as u64);
         let is_long = shortest.is_some_and(|parts| parts <= raw.file_bytes.get());
-        if raw.reserved != [0; 4] || parts > ENTRIES_MAX || !is_long {
+        if parts > ENTRIES_MAX || !is_long {
             return Err(Malformed::Content);
         }
         let total = Total { data_bytes: raw.data_bytes.get(), parts, sum: raw.total.get() };
@@ -489,6 +492,7 @@ impl Manifest {
             begin,
             number: raw.number.get(),
             key: raw.key.get(),
+            content: raw.content.get(),
             total,
             file_bytes: raw.file_bytes.get(),
             entries: Vec::new(),

@@ -52,7 +52,7 @@ fn page_has_the_layouts_of_the_code() {
     has_layout(&begin, BEGIN_BYTES);
     has_layout(&fields! { RawPart: kind checksum sequence start len stored sum }, PART_BYTES);
     let head = fields! { RawHead:
-        magic version total number key entries data_bytes file_bytes reserved checksum
+        magic version total number key entries data_bytes file_bytes content checksum
     };
     has_layout(&head, HEAD_BYTES);
     has_layout(&fields! { RawEntry: start len at stored sum }, ENTRY_BYTES);

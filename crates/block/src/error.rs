@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Result with mica's error.
@@ -40,13 +41,15 @@ struct Inner {
     kind: ErrorKind,
     context: String,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    /// The image, or the socket, that somebody else has, if that is what is wrong.
+    held: Option<PathBuf>,
 }
 
 impl Error {
     /// An error of `kind`; `context` says what was wrong and where, in one line without a full
     /// stop.
     pub fn new(kind: ErrorKind, context: impl Into<String>) -> Self {
-        Self { inner: Arc::new(Inner { kind, context: context.into(), source: None }) }
+        Self::with(kind, context.into(), None)
     }
 
     /// The operation that `context` describes failed. The kind follows from the system's error.
@@ -59,16 +62,30 @@ impl Error {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::NoSpace,
             _ => ErrorKind::Io,
         };
-        let source = Some(source.into());
-        Self { inner: Arc::new(Inner { kind, context: context.into(), source }) }
+        Self::with(kind, context.into(), Some(source.into()))
+    }
+
+    /// Somebody else has the image, or the socket, at `path`, as `context` says. The kind is
+    /// `Denied`.
+    pub fn of_held(path: &Path, context: impl Into<String>, source: Option<io::Error>) -> Self {
+        let (context, source) = (context.into(), source.map(Into::into));
+        let held = Some(path.to_owned());
+        Self { inner: Arc::new(Inner { kind: ErrorKind::Denied, context, source, held }) }
     }
 
     /// The same kind with a wider context; `self` becomes the cause.
     #[must_use]
     pub fn wrap(self, context: impl Into<String>) -> Self {
         let kind = self.kind();
-        let source = Some(Box::new(self) as Box<_>);
-        Self { inner: Arc::new(Inner { kind, context: context.into(), source }) }
+        Self::with(kind, context.into(), Some(Box::new(self)))
+    }
+
+    fn with(
+        kind: ErrorKind,
+        context: String,
+        source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self { inner: Arc::new(Inner { kind, context, source, held: None }) }
     }
 
     /// What to do about it.
@@ -85,6 +102,19 @@ impl Error {
             cause = error.source();
         }
         line
+    }
+
+    /// The image, or the socket, that somebody else has, if that is what is wrong.
+    pub fn held(&self) -> Option<&Path> {
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(self);
+        while let Some(error) = cause {
+            let held = error.downcast_ref::<Self>().and_then(|error| error.inner.held.as_deref());
+            if held.is_some() {
+                return held;
+            }
+            cause = error.source();
+        }
+        None
     }
 
     /// The system's errno at the root of the causes, if there is one.
@@ -121,5 +151,21 @@ impl fmt::Debug for Error {
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         self.inner.source.as_deref().map(|source| source as _)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn image_that_is_held_is_known_in_whatever_context_and_from_no_words() {
+        let image = Path::new("/d/a.qcow2");
+        let cause = io::Error::from(io::ErrorKind::PermissionDenied);
+        let held = Error::of_held(image, "/d/a.qcow2: another process has it", Some(cause));
+        let wrapped = held.wrap("opening /d/b.qcow2").wrap("disk \"b\"");
+        assert_eq!((wrapped.held(), wrapped.kind()), (Some(image), ErrorKind::Denied));
+        let words = Error::new(ErrorKind::Denied, "/d/a.qcow2: another process has it");
+        assert_eq!(words.held(), None);
     }
 }

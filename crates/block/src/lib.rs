@@ -44,7 +44,9 @@ pub use manage_chain::{
     ActiveAfter, CommitLayers, ManageBitmaps, ManageChain, MergeControl, MergeProgress, Merged,
     NamedBacking, Pushed, RaiseLayers, Renaming, View,
 };
-pub use manage_volume::{BootStats, LogStats, ManageVolume, Times, VolumeStats};
+pub use manage_volume::{
+    BootStats, ClonedFrom, LogStats, ManageVolume, SourceNow, Times, VolumeStats,
+};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{
     EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture, PutPartsFuture,

@@ -2,6 +2,7 @@
 
 use crate::{Error, ErrorKind, LocalFuture, Result, Which};
 use mica_units::GuestRange;
+use std::fmt;
 
 /// A volume as its owner sees it.
 pub trait ManageVolume {
@@ -65,6 +66,9 @@ pub trait ManageVolume {
         Box::pin(std::future::ready(Err(store_unknown())))
     }
 
+    /// What it was cloned from; `None` if it is no clone, or that is not known.
+    fn cloned_from(&self) -> LocalFuture<'_, Option<ClonedFrom>>;
+
     /// The ranges that may differ between a snapshot and another one, or everything that was
     /// answered before, in order.
     ///
@@ -77,6 +81,53 @@ pub trait ManageVolume {
         _after: Option<&'a Which>,
     ) -> LocalFuture<'a, Result<Vec<GuestRange>>> {
         Box::pin(std::future::ready(Err(store_unknown())))
+    }
+}
+
+/// What a volume was cloned from.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ClonedFrom {
+    /// The name of that volume.
+    pub volume: String,
+    /// The number of its snapshot; `None` if it was what the volume itself had.
+    pub snapshot: Option<u64>,
+    /// What became of it.
+    pub now: SourceNow,
+}
+
+/// What became of what a volume was cloned from.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum SourceNow {
+    /// It is there.
+    There {
+        /// The label of the snapshot, if it is one; empty if it has none now.
+        label: String,
+    },
+    /// The volume is there without the snapshot.
+    SnapshotDropped,
+    /// The volume was deleted. There may be another one of its name.
+    VolumeDeleted,
+    /// Nothing of the volume can be read.
+    Unknown,
+}
+
+/// As a snapshot is named, as long as it is there.
+impl fmt::Display for ClonedFrom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.volume)?;
+        let Some(number) = self.snapshot else {
+            return match self.now {
+                SourceNow::VolumeDeleted => f.write_str(" (since deleted)"),
+                _ => Ok(()),
+            };
+        };
+        match &self.now {
+            SourceNow::There { label } if label.is_empty() => write!(f, "@{number}"),
+            SourceNow::There { label } => write!(f, "@{label}"),
+            SourceNow::SnapshotDropped => write!(f, ", snapshot {number} (since dropped)"),
+            SourceNow::VolumeDeleted => write!(f, " (since deleted), snapshot {number}"),
+            SourceNow::Unknown => write!(f, ", snapshot {number}"),
+        }
     }
 }
 
@@ -160,4 +211,27 @@ pub struct Times {
     pub p50_us: u64,
     /// The same for 99 of 100.
     pub p99_us: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn source_of_a_clone_is_not_said_to_be_there_when_it_is_not() {
+        let there = |label: &str| SourceNow::There { label: label.to_owned() };
+        for (snapshot, now, wanted) in [
+            (Some(3), there("v1"), "gold@v1"),
+            (Some(3), there(""), "gold@3"),
+            (None, there(""), "gold"),
+            (Some(3), SourceNow::SnapshotDropped, "gold, snapshot 3 (since dropped)"),
+            (Some(3), SourceNow::VolumeDeleted, "gold (since deleted), snapshot 3"),
+            (None, SourceNow::VolumeDeleted, "gold (since deleted)"),
+            (Some(3), SourceNow::Unknown, "gold, snapshot 3"),
+            (None, SourceNow::Unknown, "gold"),
+        ] {
+            let from = ClonedFrom { volume: "gold".to_owned(), snapshot, now };
+            assert_eq!(from.to_string(), wanted);
+        }
+    }
 }

@@ -81,7 +81,7 @@ pub(crate) fn options_help(texts: &[String]) -> Option<String> {
 }
 
 pub(crate) fn run(args: &AmendArgs) -> Result<ExitCode, Failure> {
-    let format = args.images.format()?;
+    let format = args.images.format();
     let mut wanted = Wanted::parse(&args.options)?;
     let executor = args.images.executor()?;
     if let Some(change) = std::mem::take(&mut wanted.keys).change(args.force)? {

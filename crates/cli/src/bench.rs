@@ -89,7 +89,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         false => args.images.executor()?,
     };
     let elapsed = executor.block_on(async {
-        let (format, chain) = (args.images.format()?, args.images.chain_options(IndexUse::Read)?);
+        let (format, chain) = (args.images.format(), args.images.chain_options(IndexUse::Read)?);
         if !args.write {
             let disk = args.images.open(&args.image, IndexUse::Read).await?;
             return plan.run(&*disk).await;

@@ -134,7 +134,7 @@ pub(crate) fn run(args: &BitmapArgs) -> std::result::Result<ExitCode, Failure> {
         return usage("-b is for bitmaps that are merged: add --merge, or leave it out");
     }
     let source = args.source_format.unwrap_or(Format::Qcow2);
-    if args.images.format()? != Format::Qcow2 || source != Format::Qcow2 {
+    if args.images.format() != Format::Qcow2 || source != Format::Qcow2 {
         return Err(Failure::new("only qcow2 images have dirty bitmaps"));
     }
     let executor = args.images.executor()?;

@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::plain::plain;
 use clap::Args;
+use mica_rt::connect_unix;
 use serde_json::{Value, json};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -41,7 +42,7 @@ impl ControlArgs {
 #[derive(Clone)]
 pub(crate) struct Client {
     socket: PathBuf,
-    /// Time limit for an answer.
+    /// Time limit for a connection, and for an answer.
     wait: Duration,
 }
 
@@ -97,7 +98,8 @@ impl Client {
 
     fn request(&self, method: &str, path: &str, body: &str) -> Result<Value, Failure> {
         let named = self.socket.display();
-        let stream = UnixStream::connect(&self.socket).map_err(|error| match error.kind() {
+        let stream = connect_unix(&self.socket, self.wait, || false);
+        let stream = stream.map_err(|error| match error.kind() {
             ErrorKind::NotFound | ErrorKind::ConnectionRefused => Failure::new(format!(
                 "no server listens at {named}: start one with --control {named}, or name its \
                  socket with --control or MICA_CONTROL"
@@ -203,6 +205,24 @@ pub(crate) fn nothing() -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::net::UnixListener;
+
+    /// The story: every verb that asks a server hung for ever at one that was stopped, once as many
+    /// clients waited there as may.
+    #[test]
+    fn server_that_lets_nobody_in_is_given_up_like_one_that_does_not_answer() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("control");
+        let stopped = UnixListener::bind(&socket).expect("bound");
+        rustix::net::listen(&stopped, 0).expect("listens");
+        let client = Client { socket: socket.clone(), wait: Duration::from_millis(30) };
+        let mut waiting = Vec::new();
+        while let Some(stream) = mica_rt::connect_unix_at_once(&socket).expect("it listens") {
+            waiting.push(stream);
+        }
+        let failure = client.get("/v1/status").expect_err("it is full");
+        assert!(failure.message().contains("control: it takes no connection"), "{failure:?}");
+    }
 
     #[test]
     fn answers_are_taken_when_they_are_whole() {

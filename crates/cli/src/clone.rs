@@ -2,8 +2,8 @@
 //! however many layers are beneath.
 
 use crate::create::{
-    EncryptOptions, NamedBase, NewFile, NewImageOptions, Sources, keep_all, parse_options,
-    warn_if_refused,
+    EncryptOptions, Existing, NamedBase, NewFile, NewImageOptions, Sources, keep_all,
+    parse_options, warn_if_refused,
 };
 use crate::failure::Failure;
 use crate::images::ImageArgs;
@@ -60,7 +60,7 @@ pub(crate) struct CloneArgs {
 
 pub(crate) fn run(args: &CloneArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
-    let format = args.images.format()?;
+    let format = args.images.format();
     if format == Format::Null {
         return Err(Failure::new("the null format is not an image"));
     }
@@ -136,7 +136,7 @@ async fn make(
     let plan = encrypt.apply(plan, (new, base_is_encrypted), &args.images)?;
     let mut sources = Sources::default();
     sources.add_file(&args.base);
-    let file = NewFile::create(new, None, &sources, &args.images).await?;
+    let file = NewFile::create(new, Existing::Stays, &sources, &args.images).await?;
     create(plan, Stores { image: &**file.store(), data: None }).await?;
     Ok(file)
 }

@@ -9,7 +9,7 @@ use clap::Args;
 use mica_block::{ActiveAfter, CommitLayers, Merged};
 use mica_qcow2::IndexUse;
 use mica_stack::{
-    GoneImages, MergeMarks, check_no_overlays, forget_drops, kept_states, note_overlay,
+    GoneFiles, GoneImages, MergeMarks, check_no_overlays, forget_drops, kept_states, note_overlay,
     settle_marks, settle_notes,
 };
 use mica_store::Locking;
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     executor.block_on(async {
         let chain = args.images.chain_options(IndexUse::Read)?;
-        let (format, options) = (args.images.format()?, args.images.image_options()?);
+        let (format, options) = (args.images.format(), args.images.image_options()?);
         let has_locks = matches!(options.locking, Locking::On);
         let disk = mica_stack::open_writable(&args.file, format, options, &chain).await?;
         let merged = async {
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             marks.end(merged.as_ref().ok());
             let (merged, _) = (merged?, shown.finish());
             if let Merged::Done { dropped, .. } = &merged {
-                settle_marks(&disk.layer_paths(), dropped)?;
+                settle_marks(&disk.layer_paths(), dropped, GoneFiles::Stay)?;
                 settle_notes(&disk.layer_paths(), dropped, Some(base));
             }
             Ok((merged, layers[lowest].clone()))

@@ -7,6 +7,7 @@ use crate::output::{OutputFormat, ReportArgs, print, progress_bar};
 use clap::Args;
 use mica_block::{Disk, Result, read_whole};
 use mica_qcow2::IndexUse;
+use mica_stack::Format;
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -24,7 +25,7 @@ pub(crate) const EXIT_FAILED: u8 = 3;
 pub(crate) struct CompareArgs {
     /// Format of the second image.
     #[arg(short = 'F', long, value_name = "FMT")]
-    second_format: Option<String>,
+    second_format: Option<Format>,
     /// Treat disks of different lengths as different.
     ///
     /// Even if the rest is zeros.
@@ -52,7 +53,7 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
     executor.block_on(async {
         let first =
             args.images.open_source(&args.first, IndexUse::Read).await.map_err(not_opened)?;
-        let second = args.images.with_format(args.second_format.as_deref());
+        let second = args.images.with_format(args.second_format);
         let second = second.open_source(&args.second, IndexUse::Read).await.map_err(not_opened)?;
         let sizes = (first.geometry().len, second.geometry().len);
         let (short, long) = if sizes.0 <= sizes.1 { (first, second) } else { (second, first) };

@@ -11,9 +11,9 @@ mod progress;
 mod stream;
 
 use crate::create::{
-    Device, NamedBase, NewFile, NewImageOptions, Sources, beside, fill_raw, is_any_encrypted,
-    is_block_device, keep_new, new_data_file, no_new_luks, open_backing, parse_options,
-    plain_names, refuse_protocol, warn_if_refused, warn_of_plain,
+    Device, Existing, NamedBase, NewFile, NewImageOptions, Sources, beside, fill_raw,
+    is_any_encrypted, is_block_device, keep_new, new_data_file, no_new_luks, open_backing,
+    parse_options, plain_names, refuse_protocol, warn_if_refused, warn_of_plain,
 };
 use crate::failure::Failure;
 use crate::images::{CacheWord, ImageArgs, size_of};
@@ -332,8 +332,9 @@ fn convert_to_raw(
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let size = source.geometry().len;
     let file = executor.block_on(async {
-        let (force, options) = (Some(args.new.force), args.target_options()?);
-        let file = NewFile::create_with(&args.names.target, force, sources, options).await?;
+        let existing = Existing::unless_forced(args.new.force);
+        let options = args.target_options()?;
+        let file = NewFile::create_with(&args.names.target, existing, sources, options).await?;
         // A fully preallocated image gets its zeros with the data.
         let first = match preallocation {
             Preallocation::Full => Preallocation::Off,
@@ -390,14 +391,15 @@ fn convert_to_qcow2(
     let falloc = plan.preallocation == Preallocation::Falloc;
     let device = Device::of(&args.names.target)?;
     let (image, data) = executor.block_on(async {
-        let (force, options) = (args.new.force, args.target_options()?);
+        let options = args.target_options()?;
         let source = (!args.new.compress).then_some((&*source, keep_zeros));
         let place = (device.as_ref(), &sources, options.clone());
         let image = new_image(args, &plan, source, place).await?;
         // The image itself is there by now, and what it replaces is still.
         sources.add_file(image.place());
         sources.add_file(image.path());
-        let data = new_data_file(&image, &plan, force, &sources, options).await?;
+        let existing = Existing::unless_forced(args.new.force);
+        let data = new_data_file(&image, &plan, existing, &sources, options).await?;
         Ok::<_, Failure>((image, data))
     })?;
     let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
@@ -441,7 +443,8 @@ async fn new_image(
 ) -> Result<NewFile, Failure> {
     let target = &*args.names.target;
     let Some(device) = device else {
-        return NewFile::create_with(target, Some(args.new.force), sources, options).await;
+        let existing = Existing::unless_forced(args.new.force);
+        return NewFile::create_with(target, existing, sources, options).await;
     };
     let data = match source.filter(|_| plan.backing.is_none()) {
         Some((source, true)) => Some(source.geometry().len),

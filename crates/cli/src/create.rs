@@ -1,15 +1,18 @@
 //! `mica create`: creates an image, with qemu-img's options.
 
+mod begin;
 mod device;
 mod encryption;
 mod names;
 mod new_file;
+mod new_name;
 pub(crate) mod options;
 mod replaced;
 mod second_name;
 mod sources;
 mod spoiled;
 
+pub(crate) use begin::Existing;
 pub(crate) use device::{Device, claim, is_block_device};
 pub(crate) use encryption::{EncryptOptions, warn_of_plain};
 pub(crate) use names::{
@@ -84,7 +87,7 @@ pub(crate) struct CreateArgs {
 
 pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
-    let format = args.images.format()?;
+    let format = args.images.format();
     let mut options = parse_options(&args.options, format)?;
     if let Some(backing) = &args.backing {
         options.wish.backing_name = Some(backing.clone());
@@ -155,8 +158,9 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let fields = describe_qcow2(&args.file, &plan);
     let images = options_of(&args.images)?;
     let device = Device::of(&args.file)?;
+    let existing = Existing::unless_forced(args.force);
     let image = match &device {
-        None => NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?,
+        None => NewFile::create(&args.file, existing, &sources, &args.images).await?,
         Some(_) if !args.force => {
             let what = "is a block device: --force overwrites what it holds";
             return Err(Failure::new(format!("{} {what}", args.file.display())));
@@ -173,7 +177,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     // The image itself is there by now, and what it replaces is still.
     sources.add_file(image.place());
     sources.add_file(image.path());
-    let data = new_data_file(&image, &plan, args.force, &sources, images).await?;
+    let data = new_data_file(&image, &plan, existing, &sources, images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
@@ -372,7 +376,7 @@ pub(crate) fn is_any_encrypted(disk: &dyn Manage) -> bool {
 pub(crate) async fn new_data_file(
     image: &NewFile,
     plan: &ImagePlan,
-    force: bool,
+    existing: Existing,
     sources: &Sources,
     images: ImageOptions,
 ) -> Result<Option<NewFile>, Failure> {
@@ -380,7 +384,7 @@ pub(crate) async fn new_data_file(
         None => Ok(None),
         Some(data) => {
             let path = beside(image.path(), Path::new(&data.name));
-            let made = NewFile::create_data(&path, (force, image), sources, images).await;
+            let made = NewFile::create_data(&path, (existing, image), sources, images).await;
             Ok(Some(made?))
         }
     }
@@ -398,9 +402,8 @@ pub(crate) async fn open_backing(
     index: IndexUse,
     images: &ImageArgs,
 ) -> Result<Arc<dyn Manage>, Failure> {
-    let mut images = images.clone();
-    format.unwrap_or_default().clone_into(&mut images.settings.format);
-    images.open(path, index).await
+    let format = format.unwrap_or_default().parse()?;
+    images.with_format(Some(format)).open(path, index).await
 }
 
 async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), Failure> {
@@ -411,7 +414,8 @@ async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), F
     let size = options.wish.plan(size)?.size;
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let sources = Sources::default();
-    let file = NewFile::create(&args.file, Some(args.force), &sources, &args.images).await?;
+    let existing = Existing::unless_forced(args.force);
+    let file = NewFile::create(&args.file, existing, &sources, &args.images).await?;
     fill_raw(&**file.store(), size, preallocation).await?;
     file.store().sync().await?;
     file.named()?.keep();

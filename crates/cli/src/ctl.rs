@@ -158,7 +158,7 @@ enum CtlVerb {
     /// Either an image with options of `mica serve`, or the disks that a TOML file lists.
     #[command(after_long_help = sections::CTL_ADD)]
     Add(Box<AddArgs>),
-    /// Stop serving a disk, as drain does, and forget it.
+    /// Stop serving disks, as drain does, and forget them.
     #[command(after_long_help = sections::CTL_REMOVE)]
     Remove(RemoveArgs),
     /// Stop serving a disk, or all, and close the images.

@@ -30,9 +30,9 @@ const PRINT_BYTES: usize = 64 << 10;
 #[derive(Args)]
 pub(crate) struct DiffArgs {
     /// Format of the second image.
-    #[arg(short = 'F', long, default_value = "qcow2", value_name = "FMT")]
+    #[arg(short = 'F', long, default_value_t, value_name = "FMT")]
     #[arg(hide_default_value = true)]
-    second_format: String,
+    second_format: Format,
     /// Show only how much differs, and which layers only one of them has.
     #[arg(short = 's', long)]
     summary: bool,
@@ -60,8 +60,7 @@ struct Subject {
 }
 
 pub(crate) fn run(args: &DiffArgs) -> Result<ExitCode, Failure> {
-    let mut second = args.images.clone();
-    second.settings.format.clone_from(&args.second_format);
+    let second = args.images.with_format(Some(args.second_format));
     let first = Subject::new(&args.first, args.images.clone())?;
     let second = Subject::new(&args.second, second)?;
     args.images.executor()?.block_on(async {
@@ -101,7 +100,7 @@ pub(crate) fn run(args: &DiffArgs) -> Result<ExitCode, Failure> {
 impl Subject {
     /// What `named` means: a file of that name, or else a snapshot of one.
     fn new(named: &Path, args: ImageArgs) -> Result<Self, Failure> {
-        let format = args.format()?;
+        let format = args.format();
         let text = named.to_string_lossy();
         let (path, snapshot) = match text.rsplit_once('@') {
             Some((path, name)) if !named.exists() && !path.is_empty() && !name.is_empty() => {

@@ -65,8 +65,8 @@ pub(crate) struct SubjectArgs {
 }
 
 impl ImageArgs {
-    pub(crate) fn format(&self) -> Result<Format, Failure> {
-        Ok(self.settings.format()?)
+    pub(crate) fn format(&self) -> Format {
+        self.settings.format
     }
 
     /// What a verb without these options has, with those for files.
@@ -75,8 +75,8 @@ impl ImageArgs {
     }
 
     /// The same options for another image, whose format is `named`, or the default.
-    pub(crate) fn with_format(&self, named: Option<&str>) -> Self {
-        let format = named.map_or_else(|| ImageSettings::default().format, str::to_owned);
+    pub(crate) fn with_format(&self, named: Option<Format>) -> Self {
+        let format = named.unwrap_or_default();
         let settings = ImageSettings { format, ..self.settings.clone() };
         let has_named_format = HasNamedFormat(named.is_some());
         Self { has_named_format, settings, io: self.io.clone() }
@@ -112,7 +112,7 @@ impl ImageArgs {
     ) -> Result<Arc<dyn Manage>, Failure> {
         let chain = self.chain_options(index)?;
         let images = self.image_options()?;
-        Ok(mica_stack::open(image, self.format()?, images, &chain).await?)
+        Ok(mica_stack::open(image, self.format(), images, &chain).await?)
     }
 
     /// As [`Self::open`], for what the user names as a source: also the URI of an export.
@@ -138,7 +138,7 @@ impl ImageArgs {
             }
             return Ok(None);
         };
-        let format = self.format()?;
+        let format = self.format();
         if self.has_named_format.0 && format != Format::Raw {
             let what = format!("an NBD export is raw, not {}", format.name());
             return Err(Failure::new(what).within(uri));

@@ -32,7 +32,7 @@ pub(crate) struct InfoArgs {
 }
 
 pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
-    let format = args.subject.images.format()?;
+    let format = args.subject.images.format();
     if format == Format::Null {
         return Err(Failure::new("the null format is not an image: there is nothing to show"));
     }

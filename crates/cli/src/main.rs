@@ -55,8 +55,10 @@ mod unfinished;
 mod volume;
 
 use args::{Cli, Verb};
+use clap::error::{ContextKind, ContextValue};
 use clap::{Command, CommandFactory, FromArgMatches};
 use failure::Failure;
+use mica_stack::Format;
 use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -118,7 +120,7 @@ fn main() -> ExitCode {
 /// Prints help that was asked for, or what is wrong with the command line.
 fn told(error: &clap::Error) -> ExitCode {
     let verb = verb_named(std::env::args_os());
-    let printed = match counterparts::of(error, verb.as_deref()) {
+    let printed = match counterparts::of(error, verb.as_deref()).or_else(|| misread(error)) {
         Some(line) => {
             failure::tell(&format!("mica: {line}"));
             Ok(())
@@ -136,6 +138,17 @@ fn told(error: &clap::Error) -> ExitCode {
         }
         _ => ExitCode::SUCCESS,
     }
+}
+
+/// Why an option does not take a value, in one line as all errors are, if it is one of mica's own:
+/// these name the value themselves.
+fn misread(error: &clap::Error) -> Option<String> {
+    let why = std::error::Error::source(error)?.downcast_ref::<mica_block::Error>()?;
+    let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    let option = option.split(' ').next().unwrap_or_default();
+    Some(plain::plain(&format!("{option}: {}", why.in_one_line())))
 }
 
 /// What the command line says.
@@ -207,13 +220,15 @@ fn options_help() -> Option<String> {
             let options: Vec<String> = matches.get_many("options")?.cloned().collect();
             return amend::options_help(&options);
         }
-        "create" => "format",
-        "convert" | "measure" | "export" => "output_format",
+        "create" => matches.get_one::<Format>("format").copied().unwrap_or_default(),
+        "convert" | "measure" | "export" => {
+            let named = matches.get_one::<String>("output_format");
+            named.map_or("qcow2", String::as_str).parse().ok()?
+        }
         _ => return None,
     };
-    let format = matches.get_one::<String>(format).map_or("qcow2", String::as_str);
     let options: Vec<String> = matches.get_many("options")?.cloned().collect();
-    create::options_help(&options, format.parse().ok()?)
+    create::options_help(&options, format)
 }
 
 fn ends(word: &std::ffi::OsStr, end: &[u8]) -> bool {

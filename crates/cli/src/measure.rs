@@ -84,7 +84,7 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
         Some(image) => {
             let mut chain = args.images.chain_options(IndexUse::Read)?;
             chain.snapshot.clone_from(&args.load_snapshot);
-            let (images, format) = (args.images.image_options()?, args.images.format()?);
+            let (images, format) = (args.images.image_options()?, args.images.format());
             match args.images.open_export(image)? {
                 Some(_) if args.load_snapshot.is_some() => return Err(no_snapshots()),
                 Some(export) => Some(export as _),
@@ -130,7 +130,7 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
 
 /// Bytes that a copy of the source's bitmaps takes, if it can have any.
 async fn source_bitmaps(args: &MeasureArgs, bits: ClusterBits) -> Result<Option<u64>, Failure> {
-    let (Some(image), Format::Qcow2) = (&args.image, args.images.format()?) else {
+    let (Some(image), Format::Qcow2) = (&args.image, args.images.format()) else {
         return Ok(None);
     };
     if export_uri(image).is_some() {

@@ -28,7 +28,8 @@ impl PidFile {
         let failed = |error: std::io::Error| {
             Failure::from(error).within(format!("--pid-file {}", path.display()))
         };
-        if !is_replaceable(path).map_err(failed)? {
+        // An empty one is what `mktemp` makes.
+        if !is_empty(path) && !is_of_process(path).map_err(failed)? {
             let what = "it is there and is not the file of a process: name another";
             return Err(Failure::new(what).within(format!("--pid-file {}", path.display())));
         }
@@ -70,7 +71,7 @@ fn create_new(path: &Path) -> std::io::Result<File> {
     let create = || File::options().read(true).write(true).create_new(true).open(path);
     match create() {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-            if !is_replaceable(path)? {
+            if !is_of_process(path)? {
                 return Err(error);
             }
             std::fs::remove_file(path)?;
@@ -80,8 +81,13 @@ fn create_new(path: &Path) -> std::io::Result<File> {
     }
 }
 
+/// Whether there is an empty file at `path`, which nobody misses.
+fn is_empty(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|found| found.is_file() && found.len() == 0)
+}
+
 /// Whether nothing is at `path`, or only the number of a process.
-fn is_replaceable(path: &Path) -> std::io::Result<bool> {
+fn is_of_process(path: &Path) -> std::io::Result<bool> {
     let found = match path.symlink_metadata() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(true),
         found => found?,
@@ -168,6 +174,11 @@ mod tests {
         assert_eq!(std::fs::read(&path).expect("there"), b"a disk");
         std::fs::write(&path, " \n").expect("written");
         assert!(PidFile::prepare(&path).is_err(), "no number");
+        std::fs::write(&path, "").expect("written");
+        let ours = PidFile::prepare(&path).expect("an empty one is replaced");
+        ours.publish().expect("shown");
+        assert_eq!(std::fs::read_to_string(&path).expect("there"), text);
+        drop(ours);
         assert!(PidFile::prepare(&folder.path().join("none/pid")).is_err());
         assert!(PidFile::prepare(folder.path()).is_err());
     }

@@ -90,7 +90,7 @@ pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
     let offset = size_of("OFFSET", offset)?;
     let executor = images.executor()?;
     let bytes = executor.block_on(async {
-        let (format, chain) = (images.format()?, images.chain_options(IndexUse::Read)?);
+        let (format, chain) = (images.format(), images.chain_options(IndexUse::Read)?);
         let images = images.image_options()?;
         let disk = mica_stack::open_writable(image, format, images, &chain).await?;
         let written = write_all(&*disk, offset).await;

@@ -13,8 +13,8 @@ use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
 use mica_rt::Buf;
 use mica_stack::{
-    FileImages, Format, MayWrite, announce_overlays, forget_drops, forget_overlays, note_overlay,
-    refuse_merged, settle_marks,
+    FileImages, Format, GoneFiles, MayWrite, announce_overlays, forget_drops, forget_overlays,
+    note_overlay, refuse_merged, settle_marks,
 };
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use serde_json::json;
@@ -65,7 +65,7 @@ struct Base {
 }
 
 pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
-    if args.images.format()? != Format::Qcow2 {
+    if args.images.format() != Format::Qcow2 {
         return Err(Failure::new("only a qcow2 image has a backing file"));
     }
     let executor = args.images.executor()?;
@@ -246,7 +246,7 @@ fn follow(layers: &[PathBuf], base: &Base) -> Result<(), Failure> {
     if let Some((image, between)) = layers[at + 1..].split_last() {
         // Marks further below may name one between, too.
         let now = [&layers[..=at], std::slice::from_ref(image)].concat();
-        settle_marks(&now, between)?;
+        settle_marks(&now, between, GoneFiles::Stay)?;
     }
     Ok(())
 }

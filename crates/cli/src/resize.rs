@@ -38,7 +38,7 @@ pub(crate) struct ResizeArgs {
 
 pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
-    let format = args.images.format()?;
+    let format = args.images.format();
     executor.block_on(async {
         let (before, after) = match format {
             Format::Raw => {

@@ -3,7 +3,8 @@
 use crate::backup::folder_and_state;
 use crate::convert::Progress;
 use crate::create::{
-    NewFile, NewImageOptions, Sources, fill_raw, is_block_device, no_new_luks, parse_options,
+    Existing, NewFile, NewImageOptions, Sources, fill_raw, is_block_device, no_new_luks,
+    parse_options,
 };
 use crate::failure::Failure;
 use crate::images::ImageArgs;
@@ -239,7 +240,8 @@ impl Target {
             return Err(Failure::new(what));
         }
         let sources = Sources::default();
-        let file = NewFile::create(&args.file, Some(args.force), &sources, images).await?;
+        let existing = Existing::unless_forced(args.force);
+        let file = NewFile::create(&args.file, existing, &sources, images).await?;
         match format {
             Format::Raw => fill_raw(&**file.store(), len, Preallocation::Off).await?,
             _ => create(wish.plan(len)?, Stores { image: &**file.store(), data: None }).await?,

@@ -285,7 +285,7 @@ EXAMPLES:
 pub(crate) const CTL_REMOVE: &str = "\
 EXAMPLES:
   mica ctl remove then
-  mica ctl remove --save db                 # nor after a restart";
+  mica ctl remove --save db web             # nor after a restart";
 
 pub(crate) const CTL_DRAIN: &str = "\
 EXAMPLES:

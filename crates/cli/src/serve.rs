@@ -12,8 +12,8 @@ use crate::pid_file::PidFile;
 use crate::plain::plain;
 use clap::{Args, Command, Id};
 use mica_daemon::{
-    Config, Daemon, DiskConfig, DiskSettings, ProcessSettings, StatsSettings, VolumeSettings,
-    check_config, has_inherited_sockets,
+    Config, Daemon, DiskConfig, DiskSettings, NbdPlace, ProcessSettings, StatsSettings,
+    VolumeSettings, check_config, has_inherited_sockets,
 };
 use serde_json::json;
 use std::ffi::OsString;
@@ -193,8 +193,7 @@ impl DiskArgs {
     fn into_config(self, takeover: bool) -> Result<Config, Failure> {
         let DiskArgs { mut settings, stats, images, volume, image } = self;
         let disk = named(None, image, volume)?;
-        settings.normalize()?;
-        settings.nbd.extend(captive::socket().map(|socket| socket.display().to_string()));
+        settings.nbd.extend(captive::socket().map(NbdPlace::Unix));
         let has_place = settings.has_place() || takeover || has_inherited_sockets();
         if !has_place {
             return Err(Failure::new(

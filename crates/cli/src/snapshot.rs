@@ -52,7 +52,7 @@ enum Deed<'a> {
 }
 
 pub(crate) fn run(args: &SnapshotArgs) -> Result<ExitCode, Failure> {
-    if args.images.format()? != Format::Qcow2 {
+    if args.images.format() != Format::Qcow2 {
         return Err(Failure::new("only a qcow2 image has snapshots"));
     }
     let SnapshotArgs { create, apply, delete, .. } = args;

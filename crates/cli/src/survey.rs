@@ -30,7 +30,7 @@ use std::process::ExitCode;
 /// as far as these were not copied.
 #[derive(Args)]
 pub(crate) struct SurveyArgs {
-    /// Also write a page with the figures to this file, which is new or an earlier page.
+    /// Also write a page with the figures to this file, which is new, empty or an earlier page.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]
@@ -45,8 +45,8 @@ pub(crate) fn run(args: &SurveyArgs) -> Result<ExitCode, Failure> {
     let shown = |one: &Suffering| args.folders.shown(forest.get(one.id).path());
     if let Some(file) = &args.html {
         let folders = args.folders.given().iter().map(|folder| folder.display().to_string());
-        let title = format!("Images in {}", folders.collect::<Vec<_>>().join(", "));
-        let page = page::page(&figures, &title, suffering_rows(&figures, shown));
+        let folders = folders.collect::<Vec<_>>().join(", ");
+        let page = page::page(&figures, &folders, suffering_rows(&figures, shown));
         write_page(file, &page)
             .map_err(|error| error.within(format!("writing {}", file.display())))?;
     }
@@ -65,13 +65,16 @@ fn write_page(file: &Path, page: &str) -> Result<(), Failure> {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         found => Some(found?),
     };
+    if found.as_ref().is_some_and(is_stdout) {
+        return print(page);
+    }
     let is_stream = |kind: FileType| kind.is_char_device() || kind.is_fifo();
     if found.as_ref().is_some_and(|found| is_stream(found.file_type())) {
         return Ok(std::fs::write(file, page)?);
     }
     // A link stays one.
     let path = if found.is_some() { file.canonicalize()? } else { file.to_owned() };
-    if found.as_ref().is_some_and(|found| !is_page(&path, found)) {
+    if found.as_ref().is_some_and(|found| !is_replaceable(&path, found)) {
         return Err(Failure::new("it is there and is no page of a survey: name another file"));
     }
     let (unfinished, mut new) = Unfinished::create_beside(&path)?;
@@ -83,11 +86,20 @@ fn write_page(file: &Path, page: &str) -> Result<(), Failure> {
     unfinished.finish(&path, found.map(|found| (found.dev(), found.ino())))
 }
 
-/// Whether the file at `path`, which was `found` there, may be an earlier page.
-fn is_page(path: &Path, found: &Metadata) -> bool {
-    let mut start = [0; page::START.len()];
-    let mut read = || File::open(path)?.read_exact(&mut start);
-    found.is_file() && read().is_ok() && start == *page::START.as_bytes()
+/// Whether what was `found` is where the text goes, whatever name it has.
+fn is_stdout(found: &Metadata) -> bool {
+    let stdout = rustix::fs::fstat(std::io::stdout());
+    stdout.is_ok_and(|stdout| (stdout.st_dev, stdout.st_ino) == (found.dev(), found.ino()))
+}
+
+/// Whether the file at `path`, which was `found` there, is empty, or may be an earlier page.
+fn is_replaceable(path: &Path, found: &Metadata) -> bool {
+    let is_page = || {
+        let mut start = [0; page::START.len()];
+        let read = File::open(path).and_then(|mut file| file.read_exact(&mut start));
+        read.is_ok() && start == *page::START.as_bytes()
+    };
+    found.is_file() && (found.len() == 0 || is_page())
 }
 
 fn whole(forest: &Forest, figures: &Figures) -> Value {

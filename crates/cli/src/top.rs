@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use screen::{Key, Screen, keys};
 use serde_json::Value;
-use signal_hook::consts::{SIGINT, SIGTERM, SIGWINCH};
+use signal_hook::consts::{SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGWINCH};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -75,11 +75,22 @@ pub(crate) fn run(args: &TopArgs) -> Result<ExitCode, Failure> {
         Some(screen) => {
             // It interrupts the wait for keys, which is all that it is for.
             signal_hook::flag::register(SIGWINCH, Arc::default())?;
-            watch(args, &client.within(ANSWER_WAIT), first, &screen, &stopping)?;
+            // By default these two would leave the terminal as it is drawn on.
+            signal_hook::flag::register(SIGQUIT, Arc::clone(&stopping))?;
+            let suspending = Arc::new(AtomicBool::new(false));
+            signal_hook::flag::register(SIGTSTP, Arc::clone(&suspending))?;
+            let signals = Signals { stopping: &stopping, suspending: &suspending };
+            watch(args, &client.within(ANSWER_WAIT), first, &screen, &signals)?;
         }
         None => report(args, &client, first, &stopping)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Signals that have arrived.
+struct Signals<'a> {
+    stopping: &'a AtomicBool,
+    suspending: &'a AtomicBool,
 }
 
 /// Shows it on a terminal. A server that is gone may come back.
@@ -88,7 +99,7 @@ fn watch(
     client: &Client,
     first: Value,
     screen: &Screen,
-    stopping: &AtomicBool,
+    signals: &Signals<'_>,
 ) -> Result<(), Failure> {
     let mut view = View::new(first, args.sort.unwrap_or(Sort::Problems));
     let mut answered = monotonic();
@@ -104,8 +115,11 @@ fn watch(
             }
             let Some(pressed) = wait_for_keys(next - now)? else { return Ok(()) };
             let is_over = pressed.into_iter().any(|key| view.press(key) == Wish::Quit);
-            if is_over || stopping.load(Ordering::Relaxed) {
+            if is_over || signals.stopping.load(Ordering::Relaxed) {
                 return Ok(());
+            }
+            if signals.suspending.swap(false, Ordering::Relaxed) {
+                screen.suspend()?;
             }
         }
         match client.get("/v1/stats") {

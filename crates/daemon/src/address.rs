@@ -18,14 +18,6 @@ impl Address {
         std::path::absolute(path).ok().map(Self::Unix)
     }
 
-    /// Parses what `--nbd` takes.
-    pub(crate) fn nbd(name: &str) -> Option<Self> {
-        match name.strip_prefix("tcp:") {
-            Some(address) => address.parse().ok().map(Self::Tcp),
-            None => Self::unix(Path::new(name)),
-        }
-    }
-
     pub(crate) fn of(listener: &Listener) -> Option<Self> {
         let path = listener.path().and_then(Self::unix);
         path.or_else(|| listener.tcp_address().map(Self::Tcp))

@@ -63,8 +63,7 @@ enum Key {
 
 /// An address at which disks are served.
 struct Place {
-    /// Where it is, as it is written on the command line.
-    name: String,
+    at: Address,
     exports: Arc<Exports>,
     state: Mutex<State>,
 }
@@ -125,7 +124,7 @@ impl Addresses {
             let place = table.all.entry(key.clone()).or_insert_with(|| {
                 let spare = held.or_else(|| inherited.nbd(&at));
                 let state = Mutex::new(State { spare, ..State::default() });
-                Arc::new(Place { name: at.to_string(), exports: Arc::default(), state })
+                Arc::new(Place { at: at.clone(), exports: Arc::default(), state })
             });
             let place = Arc::clone(place);
             match place.exports.join(disk.export_name()) {
@@ -285,7 +284,7 @@ impl Listening {
     /// Where clients connect, as it is written on the command line.
     pub(crate) fn place(&self) -> String {
         let state = self.place.lock();
-        state.open.as_ref().map_or_else(|| self.place.name.clone(), |open| open.held.place())
+        state.open.as_ref().map_or_else(|| self.place.at.to_string(), |open| open.held.place())
     }
 
     /// Owns its socket file from now on, unless a unit of systemd does, and stores the socket with
@@ -322,7 +321,7 @@ impl Place {
         if state.open.is_none() {
             let security = Security::of(&disk.settings);
             let certificate = |file: &Path| outside.open_certificate(file);
-            let held = security.listen(&disk.name, &self.name, &mut state.spare, &certificate)?;
+            let held = security.listen(&disk.name, &self.at, &mut state.spare, &certificate)?;
             let exports = &self.exports;
             let opened =
                 nbd::Address::open(held.listener.clone(), exports, workers, &Limits::default());

@@ -227,13 +227,22 @@ impl Config {
         self.takeover || has_inherited_sockets()
     }
 
-    /// Doorbells of virtual machines that may have to be rung at the same time: a front end may
-    /// name another one for a queue that still has the one before.
+    /// Doorbells of virtual machines: one for each queue.
     pub(crate) fn doorbells(&self) -> usize {
-        let devices = self.disks.iter().filter(|disk| disk.settings.vhost_user.is_some());
-        let queues = devices.map(|disk| usize::from(disk.settings.num_queues()));
         let later = if self.process.disks_in.is_empty() { 0 } else { DOORBELLS_LATER };
-        (2 * queues.sum::<usize>() + later).min(DOORBELLS_MAX)
+        (self.queues() + later).min(DOORBELLS_MAX)
+    }
+
+    /// Doorbells more that may have to be rung at the same time: a front end may name another one
+    /// for a queue that still has the one before.
+    pub(crate) fn second_doorbells(&self) -> usize {
+        self.queues().min(DOORBELLS_MAX - self.doorbells())
+    }
+
+    /// Queues of virtual machines.
+    fn queues(&self) -> usize {
+        let devices = self.disks.iter().filter(|disk| disk.settings.vhost_user.is_some());
+        devices.map(|disk| usize::from(disk.settings.num_queues())).sum()
     }
 
     /// Starts relative paths from `folder`.

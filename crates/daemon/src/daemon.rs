@@ -93,8 +93,9 @@ impl Daemon {
         let (outside, own_process) = (outside(&config)?, OwnProcess::open());
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
-        let workers = start_workers(&config)?;
-        let rings = handles.set_aside(descriptors::rings(&config));
+        let rings = descriptors::rings(&config, open_files_limit());
+        let workers = start_workers(&config, rings)?;
+        let rings = handles.set_aside(rings);
         sandbox.close()?;
         if config.disks.len() == 1 {
             // No other disk would wait with this one.
@@ -294,13 +295,14 @@ fn resources(
     }
 }
 
-/// Starts the threads that serve, and makes what they need and could not make in the sandbox.
-fn start_workers(config: &Config) -> Result<Arc<Workers>> {
+/// Starts the threads that serve, and makes what they need and could not make in the sandbox: these
+/// `rings` for doorbells.
+fn start_workers(config: &Config, rings: usize) -> Result<Arc<Workers>> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = config.process.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
     let workers = Workers::start(threads, config.io.backend())?;
     if config.process.sandbox() != SandboxMode::Off {
-        mica_rt::prepare_doorbells(config.doorbells());
+        mica_rt::prepare_doorbells(rings);
     }
     Ok(workers)
 }

@@ -74,8 +74,26 @@ fn addresses(config: &Config) -> Need {
     Need { at_rest: own + shared.len() + unnamed, clients: 0 }
 }
 
-/// Rings that are made for the devices of `config` before the sandbox forbids that.
-pub(crate) fn rings(config: &Config) -> usize {
+/// Everything that the disks of `config` need.
+fn need(config: &Config) -> Need {
+    let needs = config.disks.iter().map(|disk| Need::of(&disk.settings));
+    needs.fold(addresses(config), Need::and)
+}
+
+/// Rings that are made for the devices of `config` before the sandbox forbids that, in a process
+/// that may have `allowed` files open: second ones for the same queues only as far as there is room
+/// for them. Without its own a bell is rung by one that all such share.
+pub(crate) fn rings(config: &Config, allowed: usize) -> usize {
+    let first = first_rings(config);
+    let needed = need(config).total() + first + Handles::BOUND_MIN + DESCRIPTORS_RESERVE;
+    match first {
+        0 => 0,
+        first => first + config.second_doorbells().min(allowed.saturating_sub(needed)),
+    }
+}
+
+/// Those that there have to be.
+fn first_rings(config: &Config) -> usize {
     match config.process.sandbox() {
         SandboxMode::Off => 0,
         SandboxMode::On | SandboxMode::Require => config.doorbells(),
@@ -87,9 +105,8 @@ pub(crate) fn rings(config: &Config) -> usize {
 /// # Errors
 /// `Limit` if they cannot all be open. If only their clients would find none left, that is logged.
 pub(crate) fn check(config: &Config, allowed: usize) -> Result<()> {
-    let needs = config.disks.iter().map(|disk| Need::of(&disk.settings));
-    let need = needs.fold(addresses(config), Need::and);
-    let (disks, others) = (config.disks.len(), rings(config) + Handles::BOUND_MIN);
+    let need = need(config);
+    let (disks, others) = (config.disks.len(), first_rings(config) + Handles::BOUND_MIN);
     let lack = |count: usize| {
         let needed = count + others + DESCRIPTORS_RESERVE;
         format!(
@@ -112,12 +129,13 @@ pub(crate) fn check(config: &Config, allowed: usize) -> Result<()> {
 mod tests {
     use super::*;
     use crate::config::DiskConfig;
+    use crate::settings::NbdPlace;
     use std::path::PathBuf;
 
     fn config(disks: usize) -> Config {
         let disk = |number: usize| {
             let mut disk = DiskConfig::new(format!("d{number}"), PathBuf::from("image"));
-            disk.settings.nbd = vec![format!("s{number}")];
+            disk.settings.nbd = vec![NbdPlace::Unix(format!("s{number}").into())];
             disk
         };
         Config { disks: (0..disks).map(disk).collect(), ..Config::default() }
@@ -149,6 +167,27 @@ mod tests {
         assert_eq!(three.total(), two.total() + QUEUE);
         settings.read_only = true;
         assert_eq!(Need::of(&settings).at_rest, three.at_rest - WRITTEN);
+    }
+
+    /// The story: a second ring for each queue was made a condition, and hosts refused to serve
+    /// what they had served before.
+    #[test]
+    fn second_rings_are_made_only_if_the_limit_leaves_room() {
+        let mut config = config(100);
+        config.process.sandbox = Some(SandboxMode::On);
+        for disk in &mut config.disks {
+            disk.settings.vhost_user = Some(PathBuf::from("s"));
+            disk.settings.num_queues = Some(2);
+        }
+        let least = need(&config).at_rest + 200 + Handles::BOUND_MIN + PROCESS_MIN;
+        check(&config, least).expect("it suffices");
+        check(&config, least - 1).expect_err("one is missing");
+        assert_eq!(rings(&config, least), 200);
+        let all = need(&config).total() + 200 + Handles::BOUND_MIN + DESCRIPTORS_RESERVE;
+        let made = [0, 7, 200, 5000].map(|more| rings(&config, all + more));
+        assert_eq!(made, [200, 207, 400, 400]);
+        config.process.sandbox = Some(SandboxMode::Off);
+        assert_eq!(rings(&config, 1 << 20), 0);
     }
 
     #[test]

@@ -136,12 +136,13 @@ mod tests {
     use crate::config::DiskConfig;
     use crate::helper::Outside;
     use crate::servers::Resources;
+    use crate::settings::NbdPlace;
     use crate::sockets::Sockets;
     use mica_qcow2::MapCache;
     use mica_rt::Backend;
     use mica_serve::Workers;
     use mica_serve::fuse::MountsHere;
-    use mica_stack::{Patience, Stores};
+    use mica_stack::{Format, Patience, Stores};
     use mica_store::Handles;
     use std::os::unix::fs::MetadataExt;
     use std::path::{Path, PathBuf};
@@ -150,8 +151,8 @@ mod tests {
     /// A disk of zeros at `socket`.
     fn disk(name: &str, socket: &Path, resources: &Resources) -> Arc<Served> {
         let mut config = DiskConfig::new(name.to_owned(), PathBuf::from("1M"));
-        config.images.format = "null".to_owned();
-        config.settings.nbd = vec![socket.display().to_string()];
+        config.images.format = Format::Null;
+        config.settings.nbd = vec![NbdPlace::Unix(socket.to_owned())];
         Arc::new(Served::new(config, &mut Sockets::default(), resources).expect("a free place"))
     }
 

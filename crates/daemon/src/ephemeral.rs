@@ -78,7 +78,7 @@ pub(crate) fn made(
     let mut names = mica_stack::allowed_places(&image, names, &given)?;
     names.push(image.clone());
     let above = ImageSettings {
-        format: Format::Qcow2.name().to_owned(),
+        format: Format::Qcow2,
         names,
         allow_path: Vec::new(),
         // Nobody opens it again.
@@ -108,7 +108,7 @@ impl NewOverlay {
     async fn create(self, options: ImageOptions, handles: Arc<Handles>) -> Result<()> {
         let Self { image, file, images } = self;
         let path = file.path();
-        let (format, chain) = (images.format()?, images.chain_options(IndexUse::Ignore)?);
+        let (format, chain) = (images.format, images.chain_options(IndexUse::Ignore)?);
         let options_beneath = images.image_options(handles)?;
         let beneath = mica_stack::open(&image, format, options_beneath.clone(), &chain).await?;
         let len = beneath.geometry().len;

@@ -14,14 +14,14 @@ use mica_block::{
     MergeProgress, Merged, RaiseLayers, Result,
 };
 use mica_rt::{Backend, Executor};
-use mica_stack::{GoneImages, ImageOptions, MergeMarks};
+use mica_stack::{GoneFiles, GoneImages, ImageOptions, MergeMarks};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// How often a job that waits looks whether it is to go on, or to end.
@@ -30,8 +30,6 @@ const LOOK: Duration = Duration::from_millis(20);
 const TELLING_BYTES: u64 = 8 << 20;
 /// Jobs of a disk that are told of after another one began.
 pub(crate) const PAST_MAX: usize = 32;
-/// States of a job that has not ended.
-const UNDER_WAY: [&str; 3] = ["running", "paused", "cancelling"];
 /// Numbers of jobs.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
@@ -145,21 +143,31 @@ pub(crate) struct Job {
     began: Instant,
     /// Bytes a second at most; 0 if there is no limit.
     rate: u64,
-    is_cancelled: AtomicBool,
-    is_paused: AtomicBool,
     state: Mutex<State>,
     ended: Condvar,
 }
 
 #[derive(Default)]
 struct State {
+    wish: Wish,
     progress: MergeProgress,
-    /// Time for which it was paused, and since when it is.
+    /// Time for which it was paused before.
     paused: Duration,
-    paused_since: Option<Instant>,
     /// What became of the file of the state, if one was dropped.
     file: Option<FileEnd>,
     end: Option<End>,
+}
+
+/// What a job is to do.
+#[derive(Clone, Copy, Default)]
+enum Wish {
+    #[default]
+    GoOn,
+    Rest {
+        since: Instant,
+    },
+    /// For good.
+    Cease,
 }
 
 struct End {
@@ -173,7 +181,7 @@ pub(crate) struct JobReport {
     number: u64,
     pub(crate) disk: String,
     pub(crate) kind: &'static str,
-    state: &'static str,
+    state: JobState,
     /// Bytes of the disk.
     pub(crate) done: u64,
     pub(crate) total: u64,
@@ -190,10 +198,55 @@ pub(crate) struct JobReport {
     file: Option<FileEnd>,
 }
 
+/// How far a job is.
+#[derive(Serialize, Clone, Copy, PartialEq, Eq, Debug)]
+#[serde(rename_all = "kebab-case")]
+enum JobState {
+    Running,
+    Paused,
+    Cancelling,
+    Done,
+    Cancelled,
+    Failed,
+}
+
 impl JobReport {
     /// Whether it has not ended.
     pub(crate) fn is_under_way(&self) -> bool {
-        UNDER_WAY.contains(&self.state)
+        match self.state {
+            JobState::Running | JobState::Paused | JobState::Cancelling => true,
+            JobState::Done | JobState::Cancelled | JobState::Failed => false,
+        }
+    }
+}
+
+impl State {
+    /// Changes what the job is to do, unless it has ended.
+    fn wish(&mut self, wish: Wish) {
+        if self.end.is_some() {
+            return;
+        }
+        self.paused = self.paused_until(now());
+        self.wish = wish;
+    }
+
+    /// For how long it was paused until then.
+    fn paused_until(&self, then: Instant) -> Duration {
+        match self.wish {
+            Wish::Rest { since } => self.paused + then.saturating_duration_since(since),
+            Wish::GoOn | Wish::Cease => self.paused,
+        }
+    }
+
+    fn job_state(&self) -> JobState {
+        match (&self.end, self.wish) {
+            (None, Wish::GoOn) => JobState::Running,
+            (None, Wish::Rest { .. }) => JobState::Paused,
+            (None, Wish::Cease) => JobState::Cancelling,
+            (Some(End { outcome: Ok(Merged::Done { .. }), .. }), _) => JobState::Done,
+            (Some(End { outcome: Ok(Merged::Cancelled), .. }), _) => JobState::Cancelled,
+            (Some(End { outcome: Err(_), .. }), _) => JobState::Failed,
+        }
     }
 }
 
@@ -221,8 +274,6 @@ impl Job {
             lowest_changed: merge.lowest_changed(),
             began: now(),
             rate,
-            is_cancelled: AtomicBool::new(false),
-            is_paused: AtomicBool::new(false),
             state: Mutex::default(),
             ended: Condvar::new(),
         });
@@ -252,7 +303,8 @@ impl Job {
         let merged = executor.block_on(merge.run(chain, self))?;
         if let Merged::Done { dropped, .. } = &merged {
             let layers = disk.layer_paths();
-            let marks = mica_stack::settle_marks(&layers, dropped).inspect_err(|error| {
+            let files = if file.is_some() { GoneFiles::Go } else { GoneFiles::Stay };
+            let marks = mica_stack::settle_marks(&layers, dropped, files).inspect_err(|error| {
                 // The merge itself is done, and durable.
                 let disk = &self.disk;
                 tracing::warn!(disk, %error, "could not update the mark of a frozen layer");
@@ -340,8 +392,9 @@ impl Job {
 
     /// Ends it, if it has not ended, and waits until it has.
     pub(crate) fn stop(&self) {
-        self.is_cancelled.store(true, Ordering::Release);
-        self.ended.wait_while(&mut self.lock(), |state| state.end.is_none());
+        let mut state = self.lock();
+        state.wish(Wish::Cease);
+        self.ended.wait_while(&mut state, |state| state.end.is_none());
     }
 
     /// Whether the layers of a chain with these `layers` stay as they are, and their files, up to
@@ -361,16 +414,13 @@ impl Job {
         self.lock().end.is_some()
     }
 
-    /// Lets it rest, or go on.
+    /// Lets it rest, or go on, unless it is being cancelled.
     pub(crate) fn set_paused(&self, is_paused: bool) {
         let mut state = self.lock();
-        if self.is_paused.swap(is_paused, Ordering::AcqRel) == is_paused {
-            return;
-        }
-        match state.paused_since.take() {
-            None if is_paused => state.paused_since = Some(now()),
-            Some(since) => state.paused += now().duration_since(since),
-            None => {}
+        match (state.wish, is_paused) {
+            (Wish::GoOn, true) => state.wish(Wish::Rest { since: now() }),
+            (Wish::Rest { .. }, false) => state.wish(Wish::GoOn),
+            (Wish::GoOn, false) | (Wish::Rest { .. }, true) | (Wish::Cease, _) => {}
         }
     }
 
@@ -378,18 +428,14 @@ impl Job {
     pub(crate) fn report(&self) -> JobReport {
         let state = self.lock();
         let MergeProgress { done, total, copied, .. } = state.progress;
-        let (name, failure, dropped) = match &state.end {
-            None if self.is_cancelled.load(Ordering::Acquire) => (UNDER_WAY[2], None, &[][..]),
-            None if self.is_paused.load(Ordering::Acquire) => (UNDER_WAY[1], None, &[][..]),
-            None => (UNDER_WAY[0], None, &[][..]),
-            Some(End { outcome: Ok(Merged::Done { dropped, .. }), .. }) => {
-                ("done", None, &dropped[..])
-            }
-            Some(End { outcome: Ok(Merged::Cancelled), .. }) => ("cancelled", None, &[][..]),
-            Some(End { outcome: Err(error), .. }) => ("failed", Some(error.in_one_line()), &[][..]),
+        let (job_state, outcome) = (state.job_state(), state.end.as_ref().map(|end| &end.outcome));
+        let failure = outcome.and_then(|outcome| outcome.as_ref().err()).map(Error::in_one_line);
+        let dropped = match outcome {
+            Some(Ok(Merged::Done { dropped, .. })) => &dropped[..],
+            Some(Ok(Merged::Cancelled) | Err(_)) | None => &[],
         };
         let until = state.end.as_ref().map_or_else(now, |end| end.at);
-        let resting = state.paused + state.paused_since.map_or(Duration::ZERO, |at| at.elapsed());
+        let resting = state.paused_until(until);
         let worked = until.duration_since(self.began).saturating_sub(resting);
         let worked_ms = u64::try_from(worked.as_millis()).unwrap_or(u64::MAX).max(1);
         let rate = u128::from(copied) * 1000 / u128::from(worked_ms);
@@ -401,8 +447,8 @@ impl Job {
             number: self.number,
             disk: self.disk.clone(),
             kind: self.kind,
-            state: name,
-            done: if name == "done" { total } else { done },
+            state: job_state,
+            done: if job_state == JobState::Done { total } else { done },
             total,
             copied_bytes: copied,
             rate: u64::try_from(rate).unwrap_or(u64::MAX),
@@ -433,14 +479,13 @@ impl MergeControl for Job {
         self.lock().progress = progress;
         Box::pin(async move {
             loop {
-                if self.is_cancelled.load(Ordering::Acquire) {
-                    return ControlFlow::Break(());
-                }
-                let rest = match self.rate {
-                    _ if self.is_paused.load(Ordering::Acquire) => LOOK,
-                    0 => Duration::ZERO,
-                    _ if progress.is_ending => Duration::ZERO,
-                    _ => self.ahead_of_rate(progress.copied),
+                let wish = self.lock().wish;
+                let rest = match (wish, self.rate) {
+                    (Wish::Cease, _) => return ControlFlow::Break(()),
+                    (Wish::Rest { .. }, _) => LOOK,
+                    (Wish::GoOn, 0) => Duration::ZERO,
+                    (Wish::GoOn, _) if progress.is_ending => Duration::ZERO,
+                    (Wish::GoOn, _) => self.ahead_of_rate(progress.copied),
                 };
                 if rest.is_zero() {
                     return ControlFlow::Continue(());
@@ -479,6 +524,37 @@ fn now() -> Instant {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The story: a merge that ended while it was paused was told of as shorter each time.
+    #[test]
+    fn time_of_a_merge_that_ended_while_it_rested_stays_as_it_was() {
+        let second = Duration::from_secs(1);
+        let began = now();
+        let job = |wish, end| Job {
+            number: 1,
+            disk: "a".to_owned(),
+            named: PathBuf::from("a.qcow2"),
+            kind: "stream",
+            lowest_changed: None,
+            began,
+            rate: 0,
+            state: Mutex::new(State { wish, end, ..State::default() }),
+            ended: Condvar::new(),
+        };
+        let end = |outcome| Some(End { at: began + 7 * second, outcome });
+        let rest = Wish::Rest { since: began + 5 * second };
+        let report = job(rest, end(Ok(Merged::Cancelled))).report();
+        assert_eq!((report.state, report.elapsed_ms), (JobState::Cancelled, 5000));
+        assert!(!report.is_under_way());
+
+        // What is cancelled does not go on.
+        let job = job(rest, None);
+        assert_eq!(job.report().state, JobState::Paused);
+        job.lock().wish(Wish::Cease);
+        job.set_paused(false);
+        assert_eq!(job.report().state, JobState::Cancelling);
+        assert_eq!(serde_json::to_value(job.report()).expect("text")["state"], "cancelling");
+    }
 
     #[test]
     fn estimate_follows_what_is_copied_within_what_the_layers_have() {

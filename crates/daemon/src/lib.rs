@@ -40,6 +40,7 @@ mod held;
 mod helper;
 mod indexer;
 mod jobs;
+mod listed;
 mod membership;
 mod messages;
 mod needed;
@@ -74,7 +75,7 @@ pub use rehearsal::check_config;
 pub use served::SERVING;
 pub use settings::{
     Aio, Cache, Discards, DiskSettings, FlushDurability, GcMode, ImageSettings, IndexMode,
-    IoSettings, KeepRules, OtherUsers, ProcessSettings, SandboxMode, Size, SnapshotAfter,
-    StatsSettings, TlsMode, VerifyPeer, VolumeSettings, ZeroDetection, nbd_place_in,
+    IoSettings, KeepRules, NbdPlace, OtherUsers, ProcessSettings, SandboxMode, Size, SnapshotAfter,
+    StatsSettings, TlsMode, VerifyPeer, VolumeSettings, ZeroDetection,
 };
 pub use systemd::has_inherited_sockets;

@@ -14,6 +14,7 @@
 
 use crate::certificates::{self, Renewed};
 use crate::config::{Config, DiskConfig, GoneDisk, GoneDisks, LeftClosed};
+use crate::listed::{Names, Stamp};
 use crate::overlay::Overlay;
 use crate::served::{Served, Source};
 use crate::shared::Shared;
@@ -29,7 +30,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// Disks whose memory is worth looking for: some 35 KiB each.
 const GONE_MIN: usize = 64;
@@ -114,18 +115,11 @@ impl Shared {
     /// What keeps `served` from being opened, with the disk of this process that has its image: the
     /// system only knows that this process has it.
     pub(crate) fn explained(&self, served: &Served, error: Error) -> Error {
-        let said = error.in_one_line();
-        if error.kind() != ErrorKind::Denied || !said.contains(HELD) {
-            return error;
-        }
         let file = |path: &Path| path.metadata().ok().map(|found| (found.dev(), found.ino()));
-        let own = served.image();
+        let Some(held) = error.held().and_then(file) else { return error };
         let has_it = |other: &Arc<Served>| {
-            let image = other.image();
-            let is_same = file(&own).is_some_and(|own| file(&image) == Some(own));
             let writes = other.is_open() && other.image_figures().is_writable;
-            let is_named = || names(&said, &image.to_string_lossy());
-            other.name != served.name && writes && (is_same || is_named())
+            other.name != served.name && writes && file(&other.image()) == Some(held)
         };
         let Some(other) = self.disks.all().into_iter().find(has_it) else { return error };
         let what = format!("the disk {:?} of this server writes it", other.name);
@@ -148,18 +142,28 @@ impl Shared {
     /// Notes that a disk of the configuration was removed by command. Of one that was added by
     /// command only the file tells whether that lists it: its table was saved there since.
     fn note_removed(&self, served: &Served) {
-        let listed = self.config_file.as_deref().and_then(|file| self.read_config(file).ok());
-        let is_listed = |name: &str| {
-            listed.iter().flat_map(|config| &config.disks).any(|disk| disk.name == name)
-        };
+        let listed = self.listed();
         let mut removed = self.removed();
-        if listed.is_some() {
+        if let Some(listed) = &listed {
             // What is removed from the file, too, is not kept forever.
-            removed.retain(|name| is_listed(name));
+            removed.retain(|name| listed.contains(name));
         }
-        if served.source() == Source::Configuration || is_listed(&served.name) {
+        let is_listed = listed.is_some_and(|listed| listed.contains(&served.name));
+        if served.source() == Source::Configuration || is_listed {
             removed.insert(served.name.clone());
         }
+    }
+
+    /// The disks that the configuration file lists now, if there is one that is understood.
+    fn listed(&self) -> Option<Names> {
+        let file = self.config_file.as_deref()?;
+        let opened = self.open_config(file).ok()?;
+        let stamp = Stamp::of(&opened.metadata().ok()?);
+        let read = || {
+            let config = Self::read_config(file, opened).ok()?;
+            Some(config.disks.into_iter().map(|disk| disk.name).collect())
+        };
+        self.listed.lock().names(stamp, SystemTime::now(), read)
     }
 
     /// Disks of the configuration that were removed by command.
@@ -252,7 +256,8 @@ impl Shared {
     /// The caller holds `reloading`.
     fn reload_alone(&self) -> Result<Reloaded> {
         let _held = self.hold()?;
-        let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
+        let read = |file: &Path| Self::read_config(file, self.open_config(file)?);
+        let config = self.config_file.as_deref().map(read).transpose()?;
         // Addresses that the configuration adds read them anyway.
         let addresses = &self.resources.addresses;
         // Disks that are removed below are not to be kept by this list.
@@ -269,10 +274,13 @@ impl Shared {
         Ok(outcome)
     }
 
-    /// The configuration in `file` as it is now.
-    fn read_config(&self, file: &Path) -> Result<Config> {
+    fn open_config(&self, file: &Path) -> Result<File> {
+        self.outside.open_config(file).map(File::from)
+    }
+
+    /// The configuration in `file`, which was `opened`, as it is now.
+    fn read_config(file: &Path, opened: File) -> Result<Config> {
         let mut text = String::new();
-        let opened = File::from(self.outside.open_config(file)?);
         let read = opened.take(CONFIG_BYTES_MAX + 1).read_to_string(&mut text);
         read.map_err(|error| Error::from_io(format!("reading {}", file.display()), error))?;
         if text.len() as u64 > CONFIG_BYTES_MAX {
@@ -401,24 +409,6 @@ impl Shared {
     }
 }
 
-/// Whether `path` stands in `said`, and not only as a part of a longer one.
-fn names(said: &str, path: &str) -> bool {
-    let is_end = |rest: &str| !rest.starts_with(|letter: char| is_of_name(letter) || letter == '/');
-    let is_start = |before: &str| !before.ends_with(|letter: char| is_of_name(letter));
-    said.match_indices(path).any(|(at, _)| {
-        let (before, rest) = (&said[..at], &said[at + path.len()..]);
-        // A dot ends a sentence, or goes on in a longer name.
-        let rest = rest.strip_prefix('.').filter(|rest| is_end(rest)).unwrap_or(rest);
-        is_start(before) && is_end(rest)
-    })
-}
-
-fn is_of_name(letter: char) -> bool {
-    letter.is_alphanumeric() || "-_.".contains(letter)
-}
-
-/// How the system says that somebody has an image.
-const HELD: &str = "another process";
 /// Longest configuration file, in bytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
 
@@ -506,15 +496,6 @@ impl Reloaded {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn image_is_named_by_its_whole_path_only() {
-        let said = "opening /d/a.qcow2.bak: another process has it";
-        assert!(names(said, "/d/a.qcow2.bak") && !names(said, "/d/a.qcow2"), "{said}");
-        assert!(!names("/d/a.qcow2/b is held", "/d/a.qcow2"));
-        assert!(!names("/x/d/a is held", "/d/a"), "it begins elsewhere");
-        assert!(names("\"/d/a\" is held", "/d/a") && names("who has /d/a.", "/d/a"));
-    }
 
     #[test]
     fn what_a_reload_did_is_said_in_one_line() {

@@ -56,8 +56,7 @@ fn open_image(
         None => (named.to_owned(), images.clone()),
     };
     let chain = chain_options(settings, &images, &resources.cache)?;
-    let (options, format) =
-        (images.image_options(Arc::clone(&resources.handles))?, images.format()?);
+    let (options, format) = (images.image_options(Arc::clone(&resources.handles))?, images.format);
     let writes = settings.writes();
     let has_locks = matches!(options.locking, mica_store::Locking::On);
     let open = async move || {

@@ -7,13 +7,13 @@
 //!   it wants when TLS begins.
 
 use crate::address::Address;
-use crate::settings::DiskSettings;
+use crate::settings::{DiskSettings, NbdPlace};
 use crate::tls::{AddressSecurity, Security};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Where the NBD clients of a disk connect, as far as its settings say.
 pub(crate) fn nbd_addresses(settings: &DiskSettings) -> impl Iterator<Item = Address> {
-    settings.nbd.iter().filter_map(|name| Address::nbd(name))
+    settings.nbd.iter().filter_map(NbdPlace::address)
 }
 
 /// The sockets of all servers of a disk, as far as its settings say.
@@ -189,7 +189,7 @@ mod tests {
 
     fn disk(name: &str, nbd: &[&str]) -> DiskConfig {
         let mut disk = DiskConfig::new(name.to_owned(), PathBuf::from("image"));
-        disk.settings.nbd = nbd.iter().map(|&place| place.to_owned()).collect();
+        disk.settings.nbd = nbd.iter().map(|place| place.parse().expect("a place")).collect();
         disk
     }
 

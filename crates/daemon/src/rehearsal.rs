@@ -7,7 +7,7 @@ use crate::config::{Config, DiskConfig};
 use crate::contexts;
 use crate::helper::Outside;
 use crate::opening::chain_options;
-use crate::places::socket_addresses;
+use crate::places::{nbd_addresses, socket_addresses};
 use crate::settings::ImageSettings;
 use crate::sockets::check_metrics;
 use crate::tls::Security;
@@ -61,9 +61,9 @@ fn of_places(disk: &DiskConfig) -> Vec<Error> {
     let (settings, outside) = (&disk.settings, Outside::default());
     let security = Security::of(settings);
     let mut all: Vec<Error> = Vec::new();
-    for place in &settings.nbd {
+    for at in nbd_addresses(settings) {
         let open: mica_serve::OpenFile<'_> = &|file: &Path| outside.open_certificate(file);
-        let error = security.check(place, open).err();
+        let error = security.check(&at, open).err();
         // The same certificates are those of all its addresses.
         let is_said =
             |error: &Error| all.iter().any(|other| other.in_one_line() == error.in_one_line());
@@ -127,7 +127,7 @@ async fn open(disk: &DiskConfig, handles: &Arc<Handles>, cache: &MapCache) -> Re
             let mut options = images.image_options(Arc::clone(handles))?;
             options.secrets.load()?;
             options.locking = Locking::ForceShare;
-            mica_stack::open(image, images.format()?, options, &chain).await?
+            mica_stack::open(image, images.format, options, &chain).await?
         }
     };
     let looked = look(&opened, disk).await;

@@ -45,6 +45,7 @@ use crate::stats::Counts;
 use backup::Backups;
 use mica_block::{Error, ErrorKind, Haste, Manage, Result};
 use mica_rt::timeout;
+use mica_stack::Format;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -310,7 +311,7 @@ impl Served {
         let force = self.is_forced.load(Ordering::Relaxed);
         let image = &*self.known_image();
         // The configuration says what its own image is.
-        let format = self.format_of(image).to_owned();
+        let format = self.format_of(image);
         let images = &ImageSettings { format, ..self.images.clone() };
         let (opened, image) = open(&Opening { image, settings, images, volume, force }, resources)?;
         self.set_image(image.into());
@@ -589,18 +590,18 @@ impl Served {
     }
 
     /// The format of `image`, which is the configured one or was put on top of it.
-    fn format_of(&self, image: &Path) -> &str {
-        match self.images.format.as_str() {
-            "raw" if *image != *self.first_image => "qcow2",
+    fn format_of(&self, image: &Path) -> Format {
+        match self.images.format {
+            Format::Raw if *image != *self.first_image => Format::Qcow2,
             format => format,
         }
     }
 
     /// The format of the image, or what it is instead.
-    pub(crate) fn format(&self) -> &str {
+    pub(crate) fn format(&self) -> &'static str {
         match self.volume.volume {
             Some(_) => "volume",
-            None => self.format_of(&self.image()),
+            None => self.format_of(&self.image()).name(),
         }
     }
 

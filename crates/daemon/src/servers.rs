@@ -10,6 +10,8 @@ use crate::stats::Counts;
 use crate::tending::Tending;
 use mica_block::{Disk, Manage, Result};
 use mica_qcow2::MapCache;
+use mica_rt::sync::SharedLock;
+use mica_serve::fuse::Mapping;
 use mica_serve::nbd::{Context, Export, Limits, Seat};
 use mica_serve::{Limiter, Listener, Throttled, Workers, fuse, nbd, vhost_user};
 use mica_stack::{DetectZeroes, Stores, Window, WindowPlace, ZeroSpace};
@@ -102,6 +104,9 @@ impl Prepared {
             None => Arc::clone(&disk),
         };
         let Resources { workers, mounts, .. } = resources;
+        let (has_nbd, has_file) = (!seats.is_empty(), settings.fuse.is_some());
+        let has_device = device.is_some();
+        let edges = Arc::<SharedLock>::default();
         if let Some(listener) = device {
             all.device = Some(vhost_user::Server::prepare(vhost_user::ServerConfig {
                 listener,
@@ -109,6 +114,8 @@ impl Prepared {
                 queues: settings.num_queues(),
                 serial: settings.serial.as_deref().unwrap_or(name).to_owned(),
                 discard: settings.discard.into(),
+                // A guest writes whole sectors.
+                edges: (has_nbd || has_file).then(|| Arc::clone(&edges)),
                 limiter,
                 workers: Arc::clone(workers),
             })?);
@@ -120,6 +127,7 @@ impl Prepared {
                     name: seat.name().to_owned(),
                     description: settings.description.clone().unwrap_or_default(),
                     discard: settings.discard.into(),
+                    edges: Arc::clone(&edges),
                     contexts,
                 },
                 seats,
@@ -133,6 +141,8 @@ impl Prepared {
                 disk: limited,
                 image,
                 discard: settings.discard.into(),
+                mapping: if has_nbd || has_device { Mapping::Refused } else { Mapping::Allowed },
+                edges,
                 allow_other: settings.allow_other.unwrap_or_default().into(),
                 workers: Arc::clone(workers),
                 mounts: Arc::clone(mounts),

@@ -6,6 +6,7 @@ use crate::config::Config;
 use crate::disks::{Disks, each_of, open_each};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
+use crate::listed::Listed;
 use crate::own_process::OwnProcess;
 use crate::sandbox::Granted;
 use crate::served::{Served, Source};
@@ -70,6 +71,8 @@ pub(crate) struct Shared {
     pub(crate) process: ProcessSettings,
     /// Disks of the configuration that were removed by command.
     pub(crate) removed: Mutex<BTreeSet<String>>,
+    /// The disks that the configuration file lists by now.
+    pub(crate) listed: Mutex<Listed>,
     /// Held while the configuration is read again.
     pub(crate) reloading: Mutex<()>,
     /// Held by the one signal that has it read again, and whether another one came since it began.
@@ -110,6 +113,7 @@ impl Shared {
             config_file: config.file.clone(),
             process: config.process_in_file.clone(),
             removed: Mutex::default(),
+            listed: Mutex::default(),
             reloading: Mutex::default(),
             hang_ups: Mutex::default(),
             is_hung_up: AtomicBool::new(false),

@@ -10,15 +10,15 @@ use crate::address::Address;
 use crate::config::{Config, DiskConfig};
 use crate::held::{CONTROL, DEVICE, Held, METRICS, Origin, device_name};
 use crate::places::socket_addresses;
-use crate::settings::DiskSettings;
+use crate::settings::{DiskSettings, NbdPlace};
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::{ANOTHER_LISTENS, Clearing, Listener, SocketUsers};
+use mica_serve::{Clearing, Listener, SocketUsers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::Permissions;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// What a socket is called to which nobody gave a name.
 const NAMELESS: [&str; 2] = ["", "unknown"];
@@ -109,7 +109,10 @@ impl Sockets {
         }
         let of_disk = |disk: &DiskConfig| {
             let DiskSettings { nbd, vhost_user, .. } = &disk.settings;
-            let nbd = nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
+            let nbd = nbd.iter().filter_map(|place| match place {
+                NbdPlace::Unix(path) => Some(path.clone()),
+                NbdPlace::Tcp(_) => None,
+            });
             nbd.chain(vhost_user.clone()).collect::<Vec<_>>()
         };
         // One of several disks may fail. Listening there says why.
@@ -240,7 +243,7 @@ impl ControlSockets {
 
 /// The error of listening at the control socket `path`, with what to do if a server has it.
 fn with_cure(path: &Path, error: Error) -> Error {
-    if !error.to_string().ends_with(ANOTHER_LISTENS) {
+    if error.held().is_none() {
         return error;
     }
     let what = format!(
@@ -265,12 +268,13 @@ pub(crate) fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> 
 mod tests {
     use super::*;
     use std::os::unix::net::UnixListener;
+    use std::path::PathBuf;
 
     fn config() -> Config {
         let disk = |name: &str| DiskConfig::new(name.to_owned(), PathBuf::from("image"));
         let (mut web1, mut web2) = (disk("web1"), disk("web2"));
-        web1.settings.nbd = vec!["/nowhere/web1.nbd".to_owned()];
-        web2.settings.nbd = vec!["/nowhere/web2.nbd".to_owned()];
+        web1.settings.nbd = vec![NbdPlace::Unix("/nowhere/web1.nbd".into())];
+        web2.settings.nbd = vec![NbdPlace::Unix("/nowhere/web2.nbd".into())];
         Config { disks: vec![web1, web2], ..Config::default() }
     }
 
@@ -299,14 +303,14 @@ mod tests {
     fn address_counts_before_the_name() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut config = config();
-        config.disks[0].settings.nbd = vec![folder.path().join("web2.sock").display().to_string()];
+        config.disks[0].settings.nbd = vec![NbdPlace::Unix(folder.path().join("web2.sock"))];
         let by_address = inherited(folder.path(), "web2", Origin::Unit);
         let by_name = inherited(folder.path(), "web2.vhost-user", Origin::Unit);
         let mut sockets = Sockets::assign(vec![by_address, by_name], &config).expect("known");
 
         assert!(sockets.named("web2").is_empty());
         assert_eq!(sockets.named("web2.vhost-user").len(), 1);
-        let place = Address::nbd(&config.disks[0].settings.nbd[0]).expect("a path");
+        let place = config.disks[0].settings.nbd[0].address().expect("a path");
         assert_eq!(sockets.nbd(&place).expect("its address").name, "web2");
     }
 

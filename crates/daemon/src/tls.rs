@@ -8,7 +8,6 @@ use crate::held::{Held, Origin};
 use crate::settings::{DiskSettings, TlsMode, VerifyPeer};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{CertificateSource, Clients, Listener, OpenFile, Tls, TlsPolicy};
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 /// What the security settings of a disk mean at an address: all disks there agree on it.
@@ -49,16 +48,15 @@ impl<'a> Security<'a> {
         }
     }
 
-    /// Listens for NBD clients at `place`: the path of a unix socket, or `tcp:ADDRESS:PORT`. An
-    /// `inherited` socket is used as it is. A new one is named after `disk`. Certificates are
-    /// opened by `open`.
+    /// Listens for NBD clients `at` an address. An `inherited` socket is used as it is. A new one
+    /// is named after `disk`. Certificates are opened by `open`.
     ///
     /// # Errors
     /// Whatever prevents that; the inherited socket then stays where it is.
     pub(crate) fn listen(
         &self,
         disk: &str,
-        place: &str,
+        at: &Address,
         inherited: &mut Option<Held>,
         open: OpenFile<'_>,
     ) -> Result<Held> {
@@ -66,9 +64,10 @@ impl<'a> Security<'a> {
         let held = match inherited.take() {
             Some(held) => held,
             None => {
-                let listener = match self.address(place, tls.is_some())? {
-                    Some(address) => Listener::tcp(address)?,
-                    None => Listener::unix(Path::new(place))?,
+                self.permit(at, tls.is_some())?;
+                let listener = match at {
+                    Address::Tcp(address) => Listener::tcp(*address)?,
+                    Address::Unix(path) => Listener::unix(path)?,
                 };
                 Held::new(disk.to_owned(), Origin::Here, listener)
             }
@@ -77,13 +76,13 @@ impl<'a> Security<'a> {
         Ok(Held { listener, ..held })
     }
 
-    /// Checks whether NBD clients could be let in at `place`, as [`Self::listen`] does.
+    /// Checks whether NBD clients could be let in `at` an address, as [`Self::listen`] does.
     ///
     /// # Errors
     /// If they could not be.
-    pub(crate) fn check(&self, place: &str, open: OpenFile<'_>) -> Result<()> {
+    pub(crate) fn check(&self, at: &Address, open: OpenFile<'_>) -> Result<()> {
         let tls = self.tls(open)?;
-        self.address(place, tls.is_some()).map(drop)
+        self.permit(at, tls.is_some())
     }
 
     fn tls(&self, open: OpenFile<'_>) -> Result<Option<Tls>> {
@@ -104,24 +103,19 @@ impl<'a> Security<'a> {
         }
     }
 
-    /// The TCP address in `name`, if it is one.
-    fn address(&self, name: &str, has_tls: bool) -> Result<Option<SocketAddr>> {
-        let Some(address) = name.strip_prefix("tcp:") else { return Ok(None) };
-        let address: SocketAddr = address.parse().map_err(|_| {
-            let context =
-                format!("--nbd {name}: invalid TCP address; use for example tcp:127.0.0.1:10809");
-            Error::new(ErrorKind::Invalid, context)
-        })?;
+    /// Refuses an address at which others could read what is sent.
+    fn permit(&self, at: &Address, has_tls: bool) -> Result<()> {
+        let Address::Tcp(address) = at else { return Ok(()) };
         let is_secured = has_tls && self.policy() == TlsPolicy::Required;
-        if !is_secured && !self.allow_plain_tcp && !address.ip().to_canonical().is_loopback() {
-            let context = format!(
-                "--nbd {name}: except on loopback addresses NBD needs TLS: add --tls-certificates \
-                 DIR (without --tls, or with --tls require), or --allow-plain-tcp if everyone on \
-                 that network may read and change the disk"
-            );
-            return Err(Error::new(ErrorKind::Denied, context));
+        if is_secured || self.allow_plain_tcp || address.ip().to_canonical().is_loopback() {
+            return Ok(());
         }
-        Ok(Some(address))
+        let context = format!(
+            "--nbd {at}: except on loopback addresses NBD needs TLS: add --tls-certificates DIR \
+             (without --tls, or with --tls require), or --allow-plain-tcp if everyone on that \
+             network may read and change the disk"
+        );
+        Err(Error::new(ErrorKind::Denied, context))
     }
 
     /// What is demanded of TCP clients where there are certificates.

@@ -385,6 +385,16 @@ impl SharedMemory {
         Self { block: Arc::new(Block { memory, layout, owner: Some(owner) }) }
     }
 
+    /// Memory of this process with `len` zeros, used as if it were shared. Tests show with it that
+    /// a path can be given the same memory of a guest twice.
+    pub fn zeroed(len: usize) -> Self {
+        let mut own = Buf::zeroed(len);
+        let (memory, len) = own.place(0..len);
+        let memory = NonNull::new(memory).expect("memory");
+        // SAFETY: `own` has the bytes, and nobody uses them through it: it is only kept.
+        unsafe { Self::new(memory, len, Box::new(own)) }
+    }
+
     /// The `len` bytes from `start` on as a buffer, without a copy; `None` beyond the end.
     pub fn buf(&self, start: usize, len: usize) -> Option<Buf> {
         let end = start.checked_add(len)?;

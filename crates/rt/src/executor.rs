@@ -122,6 +122,17 @@ pub fn look() -> Option<Looking> {
     if current().is_simulated() { Some(Looking::uncounted()) } else { Looking::begin() }
 }
 
+/// Lets the other tasks that are ready run first, if there are any.
+///
+/// # Panics
+/// Outside an executor.
+pub async fn yield_to_ready() {
+    let has_ready = !current().ready.borrow().is_empty();
+    if has_ready {
+        yield_now().await;
+    }
+}
+
 /// Lets the other tasks that are ready run first.
 pub async fn yield_now() {
     let mut yielded = false;

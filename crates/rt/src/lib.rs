@@ -37,13 +37,14 @@ mod system;
 mod task;
 mod task_key;
 mod time;
+mod unix_connect;
 mod writeback;
 
 pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf, SharedMemory, release_freed_memory};
 pub use clock::Instant;
 pub use doorbell::{Doorbell, prepare_doorbells};
-pub use executor::{Executor, Handle, look, yield_now};
+pub use executor::{Executor, Handle, look, yield_now, yield_to_ready};
 pub use file::{Access, File};
 pub use file_io::{
     fallocate, is_cached, on_thread, read_ahead, read_at, set_len, sync_data, write_at,
@@ -62,6 +63,7 @@ pub use socket::Socket;
 pub use submit::Op;
 pub use task::{Task, catch_panic, spawn};
 pub use time::{Elapsed, Sleep, now, sleep, timeout};
+pub use unix_connect::{connect_unix, connect_unix_at_once};
 pub use writeback::begin_writeback;
 
 use std::time::Duration;

@@ -75,6 +75,7 @@ fn main() -> Result<(), AnyError> {
         disk: Arc::new(null),
         name: "null".to_owned(),
         description: "zeros without end".to_owned(),
+        edges: Arc::default(),
         discard: Discard::default(),
         contexts: Vec::new(),
     };

@@ -26,9 +26,7 @@ mod workers;
 pub use discard::Discard;
 pub use latency::{Latencies, Latency};
 pub use limit::{Limiter, Rates};
-pub use listener::{
-    ANOTHER_LISTENS, Clearing, Listener, SocketUsers, check_socket_place, find_dead_sockets_with,
-};
+pub use listener::{Clearing, Listener, SocketUsers, check_socket_place, find_dead_sockets_with};
 pub use prepared::Prepared;
 pub use scarce::warn_of_lack;
 pub use throttled::Throttled;

@@ -15,7 +15,7 @@ pub(crate) use directory::{DirectoryLock, lock_directory};
 
 use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
-use mica_rt::Socket;
+use mica_rt::{Socket, connect_unix_at_once};
 use parking_lot::Mutex;
 use rustix::fs::{CWD, Mode, RenameFlags};
 use rustix::io::Errno;
@@ -374,9 +374,6 @@ fn listening_on(path: &Path) -> String {
     format!("listening on {}", path.display())
 }
 
-/// What is said of the socket of a living server.
-pub const ANOTHER_LISTENS: &str = "another server listens there";
-
 /// Checks that a server can have its socket at `path`, as far as that is known without connecting
 /// to what is there: it may be the server's own.
 ///
@@ -406,8 +403,8 @@ pub fn check_socket_place(path: &Path) -> Result<()> {
 }
 
 fn is_taken(path: &Path) -> Error {
-    let what = format!("{}: {ANOTHER_LISTENS}", listening_on(path));
-    Error::new(ErrorKind::Denied, what)
+    let what = format!("{}: another server listens there", listening_on(path));
+    Error::of_held(path, what, None)
 }
 
 /// How often to check again for a server that is dying, and for one that no longer exists, whose
@@ -419,25 +416,12 @@ const SANDBOXED_LOOKS_MAX: u32 = 50;
 const SANDBOXED_PAUSE: rustix::event::Timespec =
     rustix::event::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
-/// Connects to the unix socket at `path`, or returns `None` if as many clients wait there as may: a
-/// server that is stopped lets nobody in, and would be waited for without end.
-fn connect_at_once(path: &Path) -> io::Result<Option<OwnedFd>> {
-    let address = SocketAddrUnix::new(path)?;
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    match rustix::net::connect(&socket, &address) {
-        Ok(()) => Ok(Some(socket)),
-        Err(Errno::AGAIN) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// Connects to the server on `path`. A process that was killed still listens for a moment: that is
-/// waited for.
+/// Connects to the server on `path`, which is there, too, if it lets nobody in. A process that was
+/// killed still listens for a moment: that is waited for.
 fn probe_listener(path: &Path) -> io::Result<()> {
     let mut looks = 0;
     loop {
-        let Some(stream) = connect_at_once(path)? else { return Ok(()) };
+        let Some(stream) = connect_unix_at_once(path)? else { return Ok(()) };
         // The process that called listen(): another one may have the socket by now.
         let process = rustix::net::sockopt::socket_peercred(&stream)?.pid;
         let number = u32::try_from(process.as_raw_nonzero().get()).unwrap_or(0);

@@ -2,10 +2,10 @@
 //!
 //! Disks write whole sectors. A request for a part of one reads the sector, puts its bytes in and
 //! writes it back; a write to the sector in between would be lost. Such requests are rare (the end
-//! of a file that is copied in), so they simply run alone: no other change by the same server is
-//! under way at the same time. Changes of whole sectors share the disk ([`SharedLock`]), which
-//! costs each an atomic addition. Zeros and discards of any length are divided into pieces that
-//! need no memory of their own.
+//! of a file that is copied in), so they simply run alone: no other change of the disk is under way
+//! at the same time, whichever server makes it. Changes of whole sectors share the disk
+//! ([`SharedLock`]), which costs each an atomic addition. Zeros and discards of any length are
+//! divided into pieces that need no memory of their own.
 
 use mica_block::{Disk, Extent, REQUEST_BYTES_MAX, Result, Zeroes, read_whole};
 use mica_rt::Buf;

@@ -177,6 +177,15 @@ pub(crate) fn owner_of(layer: &Path) -> Result<u32> {
     Ok(found.uid())
 }
 
+/// What becomes of the files of layers that left a chain.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GoneFiles {
+    /// They are the user's, and stay.
+    Stay,
+    /// They are about to be removed.
+    Go,
+}
+
 /// The layers that are `gone` from a chain were merged, and it has these `layers` now, from the
 /// base. The mark of a layer that leads to one of these, through such as are gone only, names that
 /// one. A mark that leads elsewhere is of another disk, of which the chain may be a clone: it stays
@@ -184,12 +193,18 @@ pub(crate) fn owner_of(layer: &Path) -> Result<u32> {
 /// that nobody writes them without being told, or is that other disk's.
 ///
 /// # Errors
-/// What the system reports. A mark that is as it was leads to a refusal that says what to do.
-pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
+/// `Denied` if the `files` are to go, and a mark leads to one from which none leads on: that may be
+/// where another disk is. Else what the system reports. A mark that is as it was leads to a refusal
+/// that says what to do.
+pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf], files: GoneFiles) -> Result<()> {
     for position in 1..layers.len() {
         let (layer, above) = (&layers[position - 1], &layers[position..]);
         let Some(mark) = Mark::of(layer, owner_of(layer)?)? else { continue };
-        let Some(end) = end_through(gone, mark.above())? else { continue };
+        let end = match end_through(gone, mark.above())? {
+            End::Beyond(end) => end,
+            End::In(file) if files == GoneFiles::Go => return Err(leads_nowhere(&mark, file)),
+            End::In(_) | End::Elsewhere => continue,
+        };
         if let Some(at) = position_of(above, &end) {
             let above = std::path::absolute(&above[at])
                 .map_err(|error| Error::from_io(above[at].display().to_string(), error))?;
@@ -199,23 +214,43 @@ pub fn settle_marks(layers: &[PathBuf], gone: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Where the marks lead from the layer at `from`, which is `gone`, through others that are; `None`
-/// if it is not gone, or they end there.
-fn end_through(gone: &[PathBuf], from: &Path) -> Result<Option<PathBuf>> {
-    let mut end = from.to_owned();
+/// The `mark` leads to a `file` that stays for that.
+fn leads_nowhere(mark: &Mark, file: &Path) -> Error {
+    let (file, at) = (file.display(), mark.path().display());
+    let what = format!(
+        "{file} stays: by the mark {at} a disk goes on there, and no mark leads on from there; if \
+         no disk does, remove that mark"
+    );
+    Error::new(ErrorKind::Denied, what)
+}
+
+/// Where marks lead through layers that are gone.
+enum End<'a> {
+    /// To none of these, or to one whose file is gone, too.
+    Elsewhere,
+    /// To this one, and not on; or in a circle.
+    In(&'a Path),
+    /// To a layer that is not gone.
+    Beyond(PathBuf),
+}
+
+/// Where the marks lead from the layer at `from`, if that is `gone`, through others that are.
+fn end_through<'a>(gone: &'a [PathBuf], from: &Path) -> Result<End<'a>> {
+    let (mut end, mut passed) = (from.to_owned(), None);
     // Each of them once: there may be a loop.
     for _ in 0..=gone.len() {
         let Some(at) = position_of(gone, &end) else {
-            return Ok((end != from).then_some(end));
+            return Ok(if passed.is_none() { End::Elsewhere } else { End::Beyond(end) });
         };
-        let layer = &gone[at];
+        let layer = &*gone[at];
         if !layer.try_exists().map_err(|error| Error::from_io(name_of(layer), error))? {
-            return Ok(None);
+            return Ok(End::Elsewhere);
         }
-        let Some(mark) = Mark::of(layer, owner_of(layer)?)? else { return Ok(None) };
+        let Some(mark) = Mark::of(layer, owner_of(layer)?)? else { return Ok(End::In(layer)) };
         mark.above().clone_into(&mut end);
+        passed = Some(layer);
     }
-    Ok(None)
+    Ok(passed.map_or(End::Elsewhere, End::In))
 }
 
 /// How the layer that a mark leads to stands on one that was passed on the way there.

@@ -23,7 +23,7 @@ use crate::files::{folder_of, position_of, sync_folder_of};
 use crate::keep::{is_called, may_keep_state, remove_state};
 use crate::merged;
 use crate::{FileImages, ImageOptions, MayWrite};
-use crate::{GoneImages, check_no_overlays, forget_overlays, settle_marks};
+use crate::{GoneFiles, GoneImages, check_no_overlays, forget_overlays, settle_marks};
 use mica_block::{Error, Images, OpenImage, Result};
 use mica_store::Locking;
 use std::fs::File;
@@ -155,7 +155,7 @@ fn remove_if_dropped(
     let synced = File::open(into).and_then(|layer| layer.sync_all());
     synced.map_err(|error| Error::from_io(format!("syncing {}", into.display()), error))?;
     sync_folder_of(into)?;
-    settle_marks(layers, &[file.to_owned()])?;
+    settle_marks(layers, &[file.to_owned()], GoneFiles::Go)?;
     remove_state(file, &options.sidecars)?;
     forget_in_note_beneath(file, (into, layers));
     Ok(true)
@@ -282,6 +282,19 @@ mod tests {
             assert!(world.remove().expect("nothing to do").is_empty(), "{what}");
             assert!(world.file.exists(), "{what}");
         }
+    }
+
+    /// The story: what a killed drop had left was removed, and the base's mark, which led there and
+    /// not on, led to nothing: the disk was not found any more by the base's name.
+    #[test]
+    fn file_that_a_mark_leads_to_from_which_none_leads_on_stays() {
+        let world = World::new(MergeMarks::put_dropped);
+        Mark::forget(&world.file).expect("unmarked");
+        let said = world.remove().expect_err("a disk may go on there").to_string();
+        assert!(said.contains("base.qcow2.mica-above"), "{said}");
+        assert!(world.file.exists());
+        Mark::forget(&world.layers[0]).expect("unmarked");
+        assert_eq!(world.remove().expect("removed"), std::slice::from_ref(&world.file));
     }
 
     /// The story: a drop was killed before its end, and the user took the layer out of the chain by

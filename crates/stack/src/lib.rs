@@ -50,7 +50,7 @@ mod window;
 mod written;
 
 pub use abandoned::remove_abandoned;
-pub use above::{has_mark, is_frozen, settle_marks};
+pub use above::{GoneFiles, has_mark, is_frozen, settle_marks};
 pub use alike::make_alike;
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};

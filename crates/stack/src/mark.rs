@@ -171,16 +171,6 @@ pub(crate) fn name_in(content: &[u8]) -> Option<OsString> {
     is_name.then(|| OsString::from_vec(name.to_vec()))
 }
 
-/// Puts `content` at `at`, by way of `new`, durably once the folder is (I2).
-///
-/// # Errors
-/// What the system reports.
-pub(crate) fn put_whole(at: &Path, new: &Path, content: &[u8]) -> Result<()> {
-    let written = Locked::write(new, content)
-        .map_err(|error| Error::from_io(format!("writing {}", at.display()), error))?;
-    written.rename_to(at).map(drop)
-}
-
 /// The content of the mark at `at` of a layer whose file is this `owner`'s, as far as it is not
 /// longer than `bytes_max`; `None` if there is none.
 ///

@@ -180,7 +180,7 @@ impl NewLayer {
         let image = match images.open_writable(&unnamed.path) {
             Ok(image) => image.store,
             Err(error) => {
-                unnamed.leave();
+                unnamed.leave(&error);
                 return Err(error);
             }
         };
@@ -189,8 +189,10 @@ impl NewLayer {
             image.set_len(0).await?;
         }
         create_unnamed(plan, Stores { image: &*image, data: None }).await?;
+        // Before another process can lock it, which would take it for what is left of one.
+        let named = unnamed.name(&self.path);
         drop(image);
-        unnamed.name(&self.path)?;
+        named?;
         self.is_made = true;
         Ok(())
     }
@@ -290,9 +292,10 @@ impl Unnamed {
         }
     }
 
-    /// It cannot be had: unless it is new somebody else may be making it.
-    fn leave(self) {
-        if !self.is_new {
+    /// It cannot be had, for this `reason`. Somebody else may be making it: also one that is new
+    /// here, if that process found it before this one could lock it.
+    fn leave(self, reason: &Error) {
+        if !self.is_new || reason.kind() == ErrorKind::Denied {
             std::mem::forget(self);
         }
     }

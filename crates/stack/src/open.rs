@@ -6,6 +6,8 @@ use mica_block::{Error, ErrorKind, Images, Manage, Result};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_tools::recover::repair_for_opening;
 use mica_store::lock_patience;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -60,6 +62,37 @@ impl FromStr for Format {
                 Err(Error::new(ErrorKind::Unsupported, context))
             }
         }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Serialize for Format {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
+impl<'de> Deserialize<'de> for Format {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Name;
+        impl de::Visitor<'_> for Name {
+            type Value = Format;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
+            }
+
+            // From inside the visitor an error gets its place in the file.
+            fn visit_str<E: de::Error>(self, name: &str) -> std::result::Result<Format, E> {
+                name.parse().map_err(E::custom)
+            }
+        }
+        deserializer.deserialize_str(Name)
     }
 }
 

@@ -174,6 +174,8 @@ fn noted_places(
     }
     let mut places: Vec<_> = places.into_iter().collect();
     places.sort();
+    // The same lines leave the note whenever this is asked.
+    unread.sort_by(|one, other| one.path.cmp(&other.path));
     Ok(Noticed { places, unread, noted: readable })
 }
 
@@ -497,8 +499,9 @@ mod tests {
         note_overlay(&base, &clone);
         let note = base.with_file_name("base.mica-overlays");
         fs::set_permissions(&note, fs::Permissions::from_mode(0o666)).expect("set");
-        check_no_overlays(std::slice::from_ref(&base), &base, GoneImages::MayBeMoved)
+        let said = check_no_overlays(std::slice::from_ref(&base), &base, GoneImages::MayBeMoved)
             .expect_err("not trusted");
+        assert!(said.to_string().contains("stranger"), "{said}");
     }
 
     #[test]

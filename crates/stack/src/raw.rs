@@ -169,7 +169,8 @@ impl RawDisk {
     }
 
     /// Makes the store, whose length is `before`, `len` bytes long; the new part reads as zeros, or
-    /// is truncated again.
+    /// is truncated again. The last sector of before, which the store may have only a part of, is
+    /// the guest's, who may be writing it now: it stays as it is.
     ///
     /// Where unwritten bytes read as anything, the store grows with the zeros that are written, and
     /// not before: a file that is cut off by a power cut may be shorter then, but has no part that
@@ -178,9 +179,10 @@ impl RawDisk {
         if self.store.reads_unwritten_as_zeros() {
             return self.store.set_len(len).await;
         }
-        let zeroed = write_out_zeroes(&*self.store, before, len - before).await;
+        let start = before.next_multiple_of(SECTOR_BYTES);
+        let zeroed = write_out_zeroes(&*self.store, start, len - start).await;
         if zeroed.is_err() {
-            self.store.set_len(before).await?;
+            self.store.set_len(start).await?;
         }
         zeroed
     }
@@ -258,11 +260,17 @@ impl Disk for RawDisk {
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let len = self.writer(range)?.bytes_there(range);
+            let writer = self.writer(range)?;
+            let mut len = writer.bytes_there(range);
             let start = HostOffset::new(range.start().bytes());
             let space = if how.may_unmap { Space::Punch } else { Space::Zero };
             match self.store.space(space, start, len).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported && !how.fast => {
+                    // What is missing of a sector need not read as zeros, once it is encrypted.
+                    if !self.store.reads_unwritten_as_zeros() {
+                        writer.completes_last_sector(range);
+                        len = range.len();
+                    }
                     write_out_zeroes(&*self.store, range.start().bytes(), len).await
                 }
                 result => result,

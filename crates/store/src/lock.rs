@@ -28,7 +28,7 @@ mod holder;
 pub use holder::{Holder, LockQuestion, find_holder, lock_patience, search_holders_with};
 
 use holder::holder;
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Error, Result};
 use mica_rt::File;
 use rustix::io::Errno;
 use std::io;
@@ -168,7 +168,7 @@ pub(crate) fn read_here(path: &Path) -> Error {
         "{}: another disk of this process has the image open and allows nobody to write it",
         path.display()
     );
-    Error::new(ErrorKind::Denied, what)
+    Error::of_held(path, what, None)
 }
 
 /// The error of opening the image at `path` when another process has just put another file there.
@@ -218,8 +218,5 @@ fn conflict(file: &File, path: &Path, byte: u64, how: &str) -> Error {
         UNSHARED => Some(holder::may_be_released_within(ALONE_LIMIT)),
         _ => holder.cause(file),
     };
-    match cause {
-        Some(cause) => Error::from_io(what, cause),
-        None => Error::new(ErrorKind::Denied, what),
-    }
+    Error::of_held(path, what, cause)
 }

@@ -49,6 +49,10 @@ impl Heads {
             if newest_boundary(objects).await?.is_none_or(|boundary| boundary <= writer) {
                 return Ok(writer);
             }
+            // Collectors look for none where it is. What is left of it is of no harm.
+            if let Err(error) = objects.delete(&writer.claim()).await {
+                tracing::debug!(%error, "a claim that is void stays");
+            }
         }
         let what = format!("other hosts keep claiming numbers in {}: try again", objects.name());
         Err(Error::new(ErrorKind::Io, what))
@@ -101,10 +105,13 @@ mod tests {
     use crate::testing::{memory, name, run};
     use crate::volumes::Volumes;
     use mica_block::{Entry, LocalFuture, Object, PutFuture};
-    use mica_store::object::MemoryObjects;
+    use mica_rt::{join_all, sleep};
+    use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects, ObjectOperation};
+    use parking_lot::Mutex;
     use std::collections::BTreeSet;
+    use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
-    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
 
     /// A store whose folders stay, empty or not: who lists them looks into each.
     #[derive(Clone)]
@@ -126,7 +133,7 @@ mod tests {
         fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
             if Writer::from_claim(name).is_some() {
                 let (folder, _) = name.as_str().rsplit_once('/').expect("it has one");
-                self.claims.lock().expect("no panic").0.insert(folder.to_owned());
+                self.claims.lock().0.insert(folder.to_owned());
             }
             self.inner.put_if_absent(name, content)
         }
@@ -137,7 +144,7 @@ mod tests {
             after: Option<&ObjectName>,
         ) -> LocalFuture<'static, Result<Vec<Entry>>> {
             if folder == Some(&names::claims()) {
-                let (folders, looked_into) = &mut *self.claims.lock().expect("no panic");
+                let (folders, looked_into) = &mut *self.claims.lock();
                 let is_after =
                     |at: &&String| after.is_none_or(|after| at.as_str() > after.as_str());
                 *looked_into += folders.iter().filter(is_after).count();
@@ -151,7 +158,7 @@ mod tests {
     }
 
     /// The story: in a pool each opening with a log was slower than the one before, for ever: it
-    /// looked into a folder for each writer that there had ever been.
+    /// looked into a folder for each writer that there had ever been. So did each collection.
     #[test]
     fn what_a_claim_costs_does_not_grow_with_those_that_were_deleted() {
         run(1, async {
@@ -174,16 +181,101 @@ mod tests {
             let heads = volumes.heads(&name("web"));
             let mut last = None;
             for round in 0..20 {
-                pool.claims.lock().expect("no panic").1 = 0;
+                pool.claims.lock().1 = 0;
                 let claimed = heads.claim([1; 16], Named::ByLog).await.expect("claimed");
                 assert!(Some(claimed) > last, "numbers are never used again");
                 last = Some(claimed);
-                let looked_into = pool.claims.lock().expect("no panic").1;
+                let looked_into = pool.claims.lock().1;
                 assert!(looked_into <= 1, "round {round}: {looked_into}");
+                pool.claims.lock().1 = 0;
                 let options = CollectOptions::default();
                 volumes.collect(options, &mut |_| ()).await.expect("collected");
+                let looked_into = pool.claims.lock().1;
+                assert!(looked_into <= 2, "collection {round}: {looked_into}");
             }
-            assert!(pool.claims.lock().expect("no panic").0.len() > 10);
+            assert!(pool.claims.lock().0.len() > 10);
+        });
+    }
+
+    fn names_in(objects: &MemoryObjects, folder: &str) -> Vec<String> {
+        let names = objects.contents().into_keys().map(|name| name.as_str().to_owned());
+        names.filter(|name| name.starts_with(folder)).collect()
+    }
+
+    /// What a collector leaves that cannot delete, or dies, the next one finds, though it looks
+    /// only from the lowest boundary on.
+    #[test]
+    fn claims_that_a_collector_left_are_found_by_the_next() {
+        for refused in [1.0, 0.5, 0.1] {
+            run(1, async {
+                let memory = memory();
+                let objects: Arc<dyn Objects> = Arc::new(memory.clone());
+                let volumes = crate::testing::volumes(&objects, "host").await;
+                let options = FaultyOptions {
+                    only: Some(ObjectOperation::Delete),
+                    refused,
+                    ..FaultyOptions::default()
+                };
+                let failing: Arc<dyn Objects> =
+                    Arc::new(FaultyObjects::new(Arc::clone(&objects), options));
+                let failing = crate::testing::volumes(&failing, "collector").await;
+                let heads = volumes.heads(&name("web"));
+                for _ in 0..4 {
+                    for _ in 0..5 {
+                        heads.claim([1; 16], Named::ByLog).await.expect("claimed");
+                    }
+                    let options = CollectOptions::default();
+                    failing.collect(options, &mut |_| ()).await.expect("collected");
+                }
+                let options = CollectOptions::default();
+                volumes.collect(options, &mut |_| ()).await.expect("collected");
+                assert_eq!(names_in(&memory, "writers/"), [""; 0], "{refused}");
+                assert_eq!(names_in(&memory, "boundaries/").len(), 1, "{refused}");
+            });
+        }
+    }
+
+    /// A put of a claim is under way for long, and meanwhile a boundary is put above it.
+    #[test]
+    fn claim_that_is_void_when_it_is_put_is_taken_back() {
+        run(1, async {
+            let memory = memory();
+            let objects: Arc<dyn Objects> = Arc::new(memory.clone());
+            let quick = crate::testing::volumes(&objects, "quick").await;
+            let options = FaultyOptions {
+                only: Some(ObjectOperation::Put),
+                slow: 1.0,
+                slow_by: Duration::from_secs(5),
+                ..FaultyOptions::default()
+            };
+            let slow: Arc<dyn Objects> =
+                Arc::new(FaultyObjects::new(Arc::clone(&objects), options));
+            let slow = crate::testing::volumes(&slow, "slow").await;
+            let (slow, quick_heads) = (slow.heads(&name("web")), quick.heads(&name("web")));
+            let mut claimed = None;
+            let both: [LocalFuture<'_, ()>; 2] = [
+                Box::pin(async {
+                    claimed = Some(slow.claim([1; 16], Named::Nowhere).await.expect("claimed"));
+                }),
+                Box::pin(async {
+                    sleep(Duration::from_secs(1)).await;
+                    // It is another number than the one that is under way.
+                    let above = Writer::new(9).expect("a number");
+                    objects
+                        .put_if_absent(&above.claim(), Buf::from_slice(&[0]))
+                        .await
+                        .0
+                        .expect("put");
+                    let options = CollectOptions::default();
+                    quick.collect(options, &mut |_| ()).await.expect("collected");
+                }),
+            ];
+            join_all(both).await;
+            let claimed = claimed.expect("done");
+            assert_eq!(claimed.number(), 10);
+            assert_eq!(names_in(&memory, "writers/"), [claimed.claim().as_str()]);
+            let next = quick_heads.claim([1; 16], Named::Nowhere).await.expect("claimed");
+            assert!(next > claimed);
         });
     }
 }

@@ -31,6 +31,13 @@
 //! 30,000 requests. 100,000 snapshots of a volume, with one block changed between two: 100,000
 //! extents of 8 to 16 KiB, a request and 24 bytes each; what is wanted at the worst moment is the
 //! records of all of them and a path for each, 700,000 nodes or 42 MB.
+//!
+//! What is listed, always of the whole store, as extents have no volume in their names: a folder of
+//! extents for each writer of which something is left, a fence included; the folders of claims from
+//! the lowest boundary on, so those of the openings since the last collection; the heads of each
+//! name. In a folder or a bucket that is one request each, and one more for each thousand entries.
+//! A pool keeps folders that are empty: 32 requests for each writer that there ever was whose
+//! extents are all gone, and 33 and one for each extent for the others.
 
 mod areas;
 mod boots;

@@ -103,7 +103,7 @@ impl Shared {
         }
         let other = {
             let mut now = self.now();
-            if now.is_driven || now.latch.is_some() || !now.has_work() {
+            if now.is_driven || now.stage.failure().is_some() || !now.has_work() {
                 return;
             }
             now.is_driven = true;
@@ -131,7 +131,7 @@ impl Shared {
         loop {
             let segments = {
                 let mut now = self.now();
-                let segments = match now.latch {
+                let segments = match now.stage.failure() {
                     Some(_) => None,
                     None => now.take(&self.heads.environment),
                 };
@@ -207,7 +207,7 @@ impl Shared {
                     *putter.trouble.lock() = None;
                     return Ok(());
                 }
-                Ok(Put::Exists) => return Err(self.heads.lost(putter.writer).await),
+                Ok(Put::Exists) => return Err(self.fence(putter).await),
                 Err(error) => error,
             };
             self.note_trouble(putter, &error);
@@ -242,7 +242,7 @@ impl Shared {
         let (stored, turn) = {
             let mut now = self.now();
             // After a latch nothing is acknowledged, and nothing leaves the log.
-            let is_newer = now.latch.is_none() && now.answered(id.sequence);
+            let is_newer = now.stage.failure().is_none() && now.answered(id.sequence);
             // In the same step: who waits for a state waits for the checkpoint that it is due for.
             (is_newer.then_some(now.state.records), self.checkpoint_turn(&mut now))
         };

@@ -12,6 +12,7 @@
 use crate::heads::End;
 use crate::known::Now;
 use crate::shared::{Durability, Shared};
+use crate::stage::Failed;
 use mica_block::{Error, ErrorKind, Haste, Result};
 use mica_rt::timeout;
 use std::pin::pin;
@@ -103,8 +104,8 @@ impl Shared {
             true => tracing::warn!("{what}: serve it with the same log again"),
             false => tracing::error!("{what}"),
         }
-        now.is_left_to_log = is_kept;
-        now.latch.get_or_insert(Error::new(ErrorKind::Io, what));
+        let how = if is_kept { Failed::LeftToLog } else { Failed::Latched };
+        now.stage.fail(Error::new(ErrorKind::Io, what), how);
         drop(now);
         self.given_up.raise();
         putter.tree().give_up();
@@ -133,7 +134,7 @@ impl Shared {
     /// As there.
     pub(crate) async fn close(self: &Arc<Self>) -> Result<()> {
         let ended = self.end_unless_given_up(&End::Closed).await;
-        if self.now().is_left_to_log { Ok(()) } else { ended }
+        if self.now().stage.has_failed(Failed::LeftToLog) { Ok(()) } else { ended }
     }
 
     /// Nothing is done in the background for its log when this returns: the process may open that
@@ -146,15 +147,15 @@ impl Shared {
 
     /// A volume that is only read is closed.
     pub(crate) fn end_reading(&self) {
-        self.now().is_ended = true;
+        self.now().stage.end();
         self.progress.wake_all();
     }
 }
 
 fn standing(now: &Now) -> Standing {
     let (from, heads) = (now.state.records, now.heads.sequence);
-    match now.is_closing {
-        _ if now.is_ended || now.latch.is_some() => Standing::Over,
+    match now.stage.is_ending() {
+        _ if now.stage.is_over() => Standing::Over,
         _ if from < now.records => Standing::Records { from, heads },
         false => Standing::Nothing,
         true => Standing::LastHead { heads },

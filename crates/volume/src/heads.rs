@@ -24,7 +24,7 @@ mod tests;
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::extent::{Header, Kind};
-use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
+use crate::format::head::{HEAD_READ_BYTES, HOST_LEN_MAX, Head, Life};
 use crate::names::VolumeName;
 use crate::place::{ExtentId, Writer};
 use crate::properties::Properties;
@@ -33,7 +33,6 @@ use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Heads that one call puts against others at most: each that fails means that somebody else made
 /// one.
@@ -45,8 +44,6 @@ pub(crate) struct Heads {
     pub(crate) environment: Environment,
     pub(crate) store: Id,
     pub(crate) name: VolumeName,
-    /// Whether it turned out that another writer has the volume.
-    pub(crate) is_lost: AtomicBool,
 }
 
 /// What to do about a volume that another writer has open.
@@ -129,6 +126,16 @@ pub(crate) enum End {
 }
 
 impl Heads {
+    /// Those of another volume in the store.
+    pub(crate) fn of(&self, name: &VolumeName) -> Self {
+        Self {
+            objects: Arc::clone(&self.objects),
+            environment: self.environment.clone(),
+            store: self.store,
+            name: name.clone(),
+        }
+    }
+
     /// The newest head.
     ///
     /// # Errors
@@ -150,9 +157,8 @@ impl Heads {
             let Some(last) = self.highest().await? else { return Ok(None) };
             let number = self.number_of(&last)?;
             // It is deleted as soon as there are others above it.
-            let Some(bytes) = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await? else {
-                continue;
-            };
+            let read = read(&*self.objects, &last, HEAD_READ_BYTES, Patience::VERB);
+            let Some(bytes) = read.await? else { continue };
             let head =
                 decode_head(&*self.objects, &self.name, (self.store, number), &bytes).await?;
             return Ok(Some(head));
@@ -361,26 +367,16 @@ impl Heads {
         Ok(Head { heir, ..self.after(&owned.head, life, state)? })
     }
 
-    /// Puts the last head of `writer`.
+    /// Puts the last head of a writer; false if somebody else has the volume by now.
     ///
     /// # Errors
-    /// `Denied` if somebody else has the volume by now. Otherwise what the store reports: then only
-    /// this same head may be put again.
-    pub(crate) async fn end(&self, writer: Writer, head: &Head) -> Result<()> {
-        if self.put_highest(head).await? {
-            return Ok(());
-        }
-        Err(self.lost(writer).await)
-    }
-
-    /// Whether another writer has the volume, as far as is known.
-    pub(crate) fn is_lost(&self) -> bool {
-        self.is_lost.load(Ordering::Acquire)
+    /// What the store reports: then only this same head may be put again.
+    pub(crate) async fn end(&self, head: &Head) -> Result<bool> {
+        self.put_highest(head).await
     }
 
     /// Why the extent or head of `writer` could not be put.
     pub(crate) async fn lost(&self, writer: Writer) -> Error {
-        self.is_lost.store(true, Ordering::Release);
         let name = self.name.as_str();
         let by = match self.newest_of_any_life().await {
             Ok(Some(head)) => match head.life {
@@ -484,11 +480,12 @@ impl Heads {
             _ => before.properties,
         };
         let image = before.image;
+        let origin = before.origin.clone().filter(|_| life != Life::Deleted);
         let is_unfinished = before.is_unfinished && matches!(life, Life::Open { .. });
         let head = self.head(self.number_after(before)?, before.volume, life, state);
         // A checkpoint is of the same writer.
         let log = before.log.clone().filter(|_| matches!(life, Life::Open { .. }));
-        Ok(Head { properties, image, is_unfinished, log, ..head })
+        Ok(Head { properties, image, origin, is_unfinished, log, ..head })
     }
 
     fn number_after(&self, before: &Head) -> Result<u64> {
@@ -509,6 +506,7 @@ impl Heads {
             state,
             properties: Properties::default(),
             image: None,
+            origin: None,
             client: match life {
                 Life::Open { .. } => self.objects.client(),
                 _ => None,

@@ -6,6 +6,7 @@
 //! bug.
 
 use crate::format::boot::BootRecord;
+use crate::format::head::Head;
 use crate::format::snapshot::Record;
 use crate::frames;
 use crate::place::{BLOCK_BYTES, ExtentId, FRAME_BLOCKS_MAX, Place, Writer};
@@ -30,6 +31,22 @@ pub fn boot_record(bytes: &[u8]) {
     for bytes in [bytes, &mended] {
         if let Ok(record) = BootRecord::decode(bytes) {
             assert_eq!(BootRecord::decode(&record.encode()), Ok(record), "it has one form");
+        }
+    }
+}
+
+/// A head, and what may stand behind it.
+///
+/// # Panics
+/// If what is decoded has a second form.
+pub fn head(bytes: &[u8]) {
+    let mut mended = bytes.to_vec();
+    Head::mend(&mut mended);
+    for bytes in [bytes, &mended] {
+        if let Ok(head) = Head::decode(bytes) {
+            // Of a path that is no text people see what can be shown of it.
+            let head = Head { log: None, ..head };
+            assert_eq!(Head::decode(&head.encode()), Ok(head), "it has one form");
         }
     }
 }

@@ -20,8 +20,8 @@ use crate::environment::Environment;
 use crate::place::BLOCK_BYTES;
 use crate::recent::{Batch, Block, Known};
 use crate::segment::{Cut, Segment, WEIGHT_MAX};
+use crate::stage::Stage;
 use crate::state::{Root, State};
-use mica_block::Error;
 use mica_rt::Handle;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -58,15 +58,8 @@ pub(crate) struct Now {
     pub(crate) is_driven: bool,
     /// The executor that tends the volume, as long as one does.
     pub(crate) tender: Option<Handle>,
-    /// Whether nothing more is accepted.
-    pub(crate) is_closing: bool,
-    /// Whether it is about to be handed over: little waits for the store.
-    pub(crate) is_leaving: bool,
-    /// Whether its writer's time is over: the last head is put, and the log is ended. If it is only
-    /// read, whether that is over.
-    pub(crate) is_ended: bool,
-    /// Whether it was given up, with all that was promised in the log.
-    pub(crate) is_left_to_log: bool,
+    /// Where it is in its life.
+    pub(crate) stage: Stage,
     /// Whether somebody waits for the next record.
     pub(crate) is_awaited: bool,
     /// How many groups of snapshots hold the writers.
@@ -78,8 +71,6 @@ pub(crate) struct Now {
     pub(crate) snapshots_at_open: Root,
     pub(crate) snapshot_count_at_open: Option<u64>,
     snapshots_since: i64,
-    /// Why nothing is acknowledged any more.
-    pub(crate) latch: Option<Error>,
     /// What heads say of it.
     pub(crate) heads: HeadsOfNow,
     /// Oldest first.
@@ -138,17 +129,13 @@ impl Now {
             sequence: 0,
             is_driven: false,
             tender: None,
-            is_closing: false,
-            is_leaving: false,
-            is_ended: false,
-            is_left_to_log: false,
+            stage: Stage::default(),
             is_awaited: false,
             holds: 0,
             pending_since_ns: None,
             snapshots_at_open: state.snapshots,
             snapshot_count_at_open: None,
             snapshots_since: 0,
-            latch: None,
             heads: HeadsOfNow::default(),
             sealed: VecDeque::new(),
             taken: 0,
@@ -197,7 +184,7 @@ impl Now {
     }
 
     fn batch_weight_max(&self) -> usize {
-        if self.is_leaving { LEAVING_WEIGHT_MAX } else { WEIGHT_MAX }
+        if self.stage.is_leaving() { LEAVING_WEIGHT_MAX } else { WEIGHT_MAX }
     }
 
     /// Whether nothing more is put into the batch that fills.
@@ -207,7 +194,7 @@ impl Now {
 
     fn has_room_for_segment(&self) -> bool {
         let weight: usize = self.sealed.iter().map(Segment::weight).sum();
-        let most = if self.is_leaving { 4 * LEAVING_WEIGHT_MAX } else { SEALED_WEIGHT_MAX };
+        let most = if self.stage.is_leaving() { 4 * LEAVING_WEIGHT_MAX } else { SEALED_WEIGHT_MAX };
         weight < most && self.sealed.len() < SEGMENTS_MAX
     }
 

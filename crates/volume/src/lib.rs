@@ -14,6 +14,7 @@
 //! | what names what | `place`, `state` |
 //! | the bytes | `format`, docs/formats/extent.md and head.md |
 //! | the objects of a store | `names` |
+//! | in which stage of its life an open volume is | `stage` |
 //! | who writes a volume, how hosts agree on it | model/README.md; `heads`, `claims`, `tenure` |
 //! | what a write does, and what a flush waits for | `writing`, `shared` |
 //! | what is put, and when | `known`, `destage` |
@@ -49,6 +50,7 @@ mod log;
 mod meter;
 mod names;
 mod opening;
+mod origin;
 mod packing;
 mod place;
 mod plans;
@@ -60,6 +62,7 @@ mod scrub;
 mod segment;
 mod shared;
 mod snapshots;
+mod stage;
 mod state;
 mod stream;
 mod tenure;
@@ -77,6 +80,7 @@ pub use collect::{Bytes, CollectOptions, Collected, Progress, Sparse, Speed, Ste
 pub use crypt::{KeyName, VolumeKey};
 pub use environment::Environment;
 pub use format::Id;
+pub use format::origin::Origin;
 pub use heads::Claimed;
 pub use keep::{Keep, SnapshotPer};
 pub use log::{DropLog, Found, Log, LogDevice, LogSummary, NotPushed, Record, Room, Ticket};

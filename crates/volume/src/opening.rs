@@ -15,7 +15,7 @@ use crate::format::Id;
 use crate::format::head::Head;
 use crate::heads::{Claimed, Heads, LocalLog, Named, Owned};
 use crate::keep::SnapshotPer;
-use crate::log::{Found, Log, LogDevice};
+use crate::log::{Found, Log, LogDevice, NewLog, PromisedStart};
 use crate::packing::Packer;
 use crate::place::Writer;
 use crate::properties::Access;
@@ -81,6 +81,8 @@ struct LogChoice<'a> {
     store: Id,
     /// That of the volume from now on.
     log: Option<Log>,
+    /// Room for one that is begun.
+    room: Option<PromisedStart>,
     loss: Option<String>,
     /// The writer that was fenced, unless its log is here.
     fenced: Option<Fenced>,
@@ -160,14 +162,17 @@ impl LocalLog for LogChoice<'_> {
                 access
             }
         };
-        // That of an earlier try, which was lost: it is found again.
-        drop(self.log.take());
+        // Those of an earlier try, which was lost: the log is found again.
+        drop((self.log.take(), self.room.take()));
         let Some(device) = self.device else { return Ok(()) };
-        if self.is_of(head) {
-            return Ok(());
+        if !self.is_of(head) {
+            // A writer that may be alive is not fenced for one that then cannot begin.
+            self.room = Some(device.promise_start(head.volume).await?);
+        } else if self.claimed == Claimed::TakeOver {
+            // Its log goes on, which needs no more room; if it cannot, another one is begun.
+            self.room = device.promise_start(head.volume).await.ok();
         }
-        // A writer that may be alive is not fenced for one that then cannot begin.
-        device.check_start(head.volume).await
+        Ok(())
     }
 
     fn is_of(&self, head: &Head) -> bool {
@@ -196,6 +201,7 @@ impl LocalLog for LogChoice<'_> {
                 match device.go_on(volume, (last, writer), state.records).await {
                     Ok(log) => {
                         self.keep(log);
+                        self.room = None;
                         self.fenced = None;
                         return Ok(());
                     }
@@ -209,7 +215,12 @@ impl LocalLog for LogChoice<'_> {
             }
             self.set_aside(device, &found, state).await?;
         }
-        self.keep(device.start(self.store, volume, writer, state.records).await?);
+        let new = NewLog { store: self.store, volume, writer, first: state.records };
+        let log = match self.room.take() {
+            Some(room) => room.start(new).await,
+            None => device.start(new.store, volume, writer, new.first).await,
+        };
+        self.keep(log?);
         Ok(())
     }
 }
@@ -240,6 +251,7 @@ pub(crate) async fn open(
         claimed: *claimed,
         store: heads.store,
         log: None,
+        room: None,
         loss: None,
         fenced: None,
         state_ns: 0,

@@ -15,6 +15,7 @@ use crate::place::{BLOCK_BYTES, Writer};
 use crate::plans::Plans;
 use crate::put::Patience;
 use crate::reader::{View, blocks_of, check_range};
+use crate::stage::Failed;
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{Error, ErrorKind, Requests, Result};
@@ -183,7 +184,7 @@ impl Shared {
     /// `Invalid` if it is; `Denied` if the volume is another writer's by now: what is here is old.
     pub(crate) fn checked_view(&self, range: GuestRange) -> Result<View> {
         let now = self.now();
-        if let Some(why) = now.latch.as_ref().filter(|_| self.heads.is_lost()) {
+        if let Some(why) = now.stage.fence() {
             return Err(why.clone());
         }
         check_range(range, now.len)?;
@@ -203,21 +204,25 @@ impl Shared {
     }
 
     pub(crate) fn latch(&self) -> Option<Error> {
-        self.now().latch.clone()
-    }
-
-    /// Why no change is accepted.
-    pub(crate) fn refusal(&self, now: &Now) -> Option<Error> {
-        now.latch.clone().or_else(|| now.is_closing.then(closed))
+        self.now().stage.failure().cloned()
     }
 
     /// Nothing is acknowledged any more. Returns why: the first reason stays.
     pub(crate) fn latch_with(&self, error: Error) -> Error {
+        self.fail(error, Failed::Latched)
+    }
+
+    /// The same: others have the volume.
+    pub(crate) async fn fence(&self, putter: &Putter) -> Error {
+        self.fail(self.heads.lost(putter.writer).await, Failed::Fenced)
+    }
+
+    fn fail(&self, error: Error, how: Failed) -> Error {
         let (latch, is_first, unstored) = {
             let mut now = self.now();
-            let is_first = now.latch.is_none();
+            let is_first = now.stage.fail(error.clone(), how);
             let unstored = now.records - now.state.records;
-            (now.latch.get_or_insert(error).clone(), is_first, unstored)
+            (now.stage.failure().cloned().unwrap_or(error), is_first, unstored)
         };
         let is_verb = |putter: &Putter| putter.tree().patience() != Patience::Endless;
         // Whoever waits for a verb is told at its end.
@@ -275,12 +280,12 @@ impl Shared {
         if !is_taken {
             return outcome;
         }
-        Err(self.latch_with(self.heads.lost(putter.writer).await))
+        Err(self.fence(putter).await)
     }
 
     /// Sets whether the volume is about to leave this host: then little waits for the store.
     pub(crate) fn set_handover_expected(&self, is_leaving: bool) {
-        self.now().is_leaving = is_leaving;
+        self.now().stage.expect_handover(is_leaving);
         // There may be room again, or an extent to make.
         self.progress.wake_all();
     }
@@ -297,7 +302,8 @@ impl Shared {
         let is_stored = || {
             let now = self.now();
             let is_stored = now.state.records >= records;
-            now.latch.clone().map(Err).or(is_stored.then_some(Ok(())))
+            let failure = now.stage.failure().cloned().map(Err);
+            failure.or(is_stored.then_some(Ok(())))
         };
         self.progress.until(is_stored).await
     }
@@ -345,9 +351,4 @@ impl Shared {
             (Durability::Host | Durability::Store, _) => self.destage_all().await,
         }
     }
-}
-
-/// The error: nothing more is accepted.
-fn closed() -> Error {
-    Error::new(ErrorKind::Denied, "the volume is being closed")
 }

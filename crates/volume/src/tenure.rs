@@ -22,7 +22,7 @@ const CHECKPOINT_EXTENTS: u32 = 64;
 fn is_due(now: &Now) -> bool {
     let has_newer = now.sequence > now.heads.sequence;
     let is_far = now.sequence - now.heads.sequence >= CHECKPOINT_EXTENTS;
-    has_newer && (is_far || now.heads.lacks_cuts) && now.latch.is_none() && !now.is_closing
+    has_newer && (is_far || now.heads.lacks_cuts) && now.stage.is_accepting()
 }
 
 /// The right to put a head (I1), until it is dropped.
@@ -93,7 +93,8 @@ impl Shared {
         let is_at_rest = || {
             let now = self.now();
             let is_so = !now.is_driven && !now.heads.is_under_way && !is_due(&now);
-            now.latch.clone().map(Err).or(is_so.then_some(Ok(())))
+            let failure = now.stage.failure().cloned().map(Err);
+            failure.or(is_so.then_some(Ok(())))
         };
         self.progress.until(is_at_rest).await?;
         self.rest().await;
@@ -103,16 +104,17 @@ impl Shared {
     /// Puts what was done, and ends the writer's time. Nothing is accepted from now on.
     pub(crate) async fn end(self: &Arc<Self>, end: &End) -> Result<()> {
         let putter = self.putter()?;
-        self.now().is_closing = true;
+        self.now().stage.close();
         self.progress.wake_all();
         self.destage_all().await?;
         // A checkpoint that is under way is waited for: nothing is left to do for its task.
         let turn = || {
             let mut now = self.now();
-            now.latch.clone().map(Err).or_else(|| self.head_turn(&mut now).map(Ok))
+            let failure = now.stage.failure().cloned().map(Err);
+            failure.or_else(|| self.head_turn(&mut now).map(Ok))
         };
         let _turn = self.progress.until(turn).await?;
-        if self.now().is_ended {
+        if self.now().stage.is_over() {
             return Ok(());
         }
         let last = {
@@ -129,8 +131,9 @@ impl Shared {
         self.over.raise();
         self.progress.wake_all();
         if !last.is_put {
-            match self.heads.end(putter.writer, &last.head).await {
-                Ok(()) => *putter.last_head.lock() = Some(LastHead { is_put: true, ..last }),
+            match self.heads.end(&last.head).await {
+                Ok(false) => return Err(self.fence(putter).await),
+                Ok(true) => *putter.last_head.lock() = Some(LastHead { is_put: true, ..last }),
                 Err(error) if error.kind() == ErrorKind::Denied => {
                     return Err(self.latch_with(error));
                 }
@@ -140,7 +143,7 @@ impl Shared {
         if let Some(log) = &putter.log {
             log.end().await?;
         }
-        self.now().is_ended = true;
+        self.now().stage.end();
         self.progress.wake_all();
         Ok(())
     }

@@ -2,6 +2,8 @@
 
 use crate::crypt::VolumeKey;
 use crate::environment::Environment;
+use crate::format::Id;
+use crate::format::origin::Origin;
 use crate::names::VolumeName;
 use crate::properties::{Compression, Encryption, NewVolume};
 use crate::volume::Volume;
@@ -58,6 +60,11 @@ pub(crate) fn kind(seed: u64) -> NewVolume {
 
 pub(crate) fn name(text: &str) -> VolumeName {
     VolumeName::new(text).expect("a name")
+}
+
+/// What a clone that a test puts itself was made of, and its image.
+pub(crate) fn origin() -> (Origin, Id) {
+    (Origin { volume: [1; 16], name: name("gold"), snapshot: None }, [1; 16])
 }
 
 pub(crate) fn run<T>(seed: u64, test: impl Future<Output = T>) -> T {

@@ -8,6 +8,8 @@
 //!   nothing is removed from it for any other reason.
 //! - I4 What is in an extent that is still being put is read from memory.
 //! - I5 What was read with one cipher is not returned to who has another, or none.
+//! - I6 Memory that another program may change is judged to be good, never to be damaged: that is
+//!   judged in memory of our own. A guest may have two reads in flight to the same page.
 
 mod cursor;
 mod shortcuts;
@@ -404,18 +406,26 @@ impl Tree {
         if first.frame().is_some() {
             return self.fill_from_frame(first, places, buf).await;
         }
-        match self.access.cipher() {
-            // A guest's memory is not for what is not decrypted yet.
-            Some(cipher) if buf.is_foreign() => {
-                let (own, mut buf) = (Buf::new(buf.len()), buf);
-                let (result, own) = self.fill_in_place(first, places, own, Some(cipher)).await;
-                if result.is_ok() {
-                    buf.put(0, &own);
-                }
-                (result, buf)
-            }
-            cipher => self.fill_in_place(first, places, buf, cipher).await,
+        let cipher = self.access.cipher();
+        if !buf.is_foreign() {
+            return self.fill_in_place(first, places, buf, cipher).await;
         }
+        let mut buf = buf;
+        // A guest's memory is not for what is not decrypted yet.
+        if cipher.is_none() {
+            let (result, back) = self.read(first, buf).await;
+            if result.is_err() || are_whole(&back, places.clone()) {
+                return (result, back);
+            }
+            // Another read that the guest has in flight may go to the same memory.
+            buf = back;
+        }
+        let own = Buf::new(buf.len());
+        let (result, own) = self.fill_in_place(first, places, own, cipher).await;
+        if result.is_ok() {
+            buf.put(0, &own);
+        }
+        (result, buf)
     }
 
     /// Begins to fill `buf` from `first` on, for a caller that compares the sums. Gives it back if
@@ -428,8 +438,7 @@ impl Tree {
         }
     }
 
-    /// As [`Self::fill_blocks`], of blocks that are not in frames. `buf` is our own if there is a
-    /// cipher.
+    /// As [`Self::fill_blocks`], of blocks that are not in frames, into memory of our own.
     async fn fill_in_place(
         &self,
         first: Place,
@@ -437,10 +446,7 @@ impl Tree {
         buf: Buf,
         cipher: Option<&Cipher>,
     ) -> (Result<()>, Buf) {
-        let is_good = |bytes: &[u8]| {
-            let blocks = bytes.chunks_exact(BLOCK_BYTES);
-            blocks.zip(places.clone()).all(|(block, place)| crc32c(block) == place.sum())
-        };
+        let is_good = |bytes: &[u8]| are_whole(bytes, places.clone());
         let (result, mut buf) = self.read_good(first, buf, is_good).await;
         if result.is_err() {
             return (result, buf);
@@ -600,6 +606,12 @@ fn found(step: Step<Place>) -> Option<Place> {
         Step::Absent => None,
         Step::Read(..) => unreachable!("a tree is as high as it says"),
     }
+}
+
+/// Whether `bytes` are the blocks at `places`, by their sums.
+fn are_whole(bytes: &[u8], places: impl IntoIterator<Item = Place>) -> bool {
+    let blocks = bytes.chunks_exact(BLOCK_BYTES);
+    blocks.zip(places).all(|(block, place)| crc32c(block) == place.sum())
 }
 
 /// Whether `next` is the block that follows the one at `place` in its extent, or in its frame.

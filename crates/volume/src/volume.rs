@@ -25,6 +25,7 @@ use crate::known::Change;
 use crate::place::{BLOCK_BYTES, Writer};
 use crate::reader::{self, View, check_range};
 use crate::shared::{Durability, Shared};
+use crate::stage::Failed;
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
@@ -66,7 +67,7 @@ impl Volume {
 
     /// Whether it was given up by [`Manage::hasten`], with all that was promised in its log.
     pub fn is_left_to_log(&self) -> bool {
-        self.shared.now().is_left_to_log
+        self.shared.now().stage.has_failed(Failed::LeftToLog)
     }
 
     /// Describes the outage if the store does not answer.

@@ -11,6 +11,7 @@ use crate::crypt::VolumeKey;
 use crate::environment::Environment;
 use crate::format::Id;
 use crate::format::head::{Head, Life};
+use crate::format::origin::Origin;
 use crate::format::store::{self, STORE_BYTES};
 use crate::heads::{Claimed, Heads, check_host};
 use crate::names::{self, VolumeName};
@@ -21,10 +22,9 @@ use crate::put::{Patience, is_empty, list, put, read};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
-use mica_block::{Entry, Error, ErrorKind, LIST_MAX, Objects, Put, Result};
+use mica_block::{ClonedFrom, Entry, Error, ErrorKind, LIST_MAX, Objects, Put, Result};
 use mica_rt::Buf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 /// The volumes of a store, for all of a process that use it: they share a cache.
 #[derive(Clone)]
@@ -64,6 +64,9 @@ pub struct VolumeInfo {
     /// Whether it can be opened: a clone cannot before it is finished, nor can what gets the
     /// content of an image or a stream, which is open meanwhile.
     pub is_ready: bool,
+    /// What it was cloned from, if it is a clone. [`Volumes::cloned_from`] says what became of
+    /// that.
+    pub origin: Option<Origin>,
 }
 
 /// The volumes of a store.
@@ -340,9 +343,25 @@ impl Volumes {
         let is_ready = head.life != Life::Pinned && !head.is_unfinished;
         let log = head.log.filter(|_| open_on.is_some());
         let heir = Some(head.heir).filter(|_| head.life == Life::HandedOver);
-        let (name, volume, properties) = (name.clone(), head.volume, head.properties);
-        let state = head.state;
-        Ok(VolumeInfo { name, volume, state, open_on, writer, log, properties, heir, is_ready })
+        Ok(VolumeInfo {
+            name: name.clone(),
+            volume: head.volume,
+            state: head.state,
+            open_on,
+            writer,
+            log,
+            properties: head.properties,
+            heir,
+            is_ready,
+            origin: head.origin,
+        })
+    }
+
+    /// What a volume was cloned from, with what became of that; `None` if it is no clone, or one
+    /// that an older version of mica has made.
+    pub async fn cloned_from(&self, info: &VolumeInfo) -> Option<ClonedFrom> {
+        let origin = info.origin.as_ref()?;
+        Some(origin.looked_up(&self.heads(&origin.name), &self.tree).await)
     }
 
     /// Opens a volume for reading and writing. What the log of this machine has of it, and the
@@ -420,7 +439,6 @@ impl Volumes {
             environment: self.environment.clone(),
             store: self.store,
             name: name.clone(),
-            is_lost: AtomicBool::default(),
         }
     }
 }

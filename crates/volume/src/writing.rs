@@ -90,7 +90,7 @@ impl Shared {
 
     /// Makes room for a change, unless none is accepted now.
     fn may_record(&self, now: &mut Now, is_cut: bool) -> std::result::Result<(), NotYet> {
-        if let Some(error) = self.refusal(now) {
+        if let Some(error) = now.stage.refusal() {
             return Err(NotYet::Refused(error));
         }
         if now.holds > 0 && !is_cut {
@@ -188,7 +188,7 @@ impl Shared {
         let check = || {
             let mut now = self.now();
             let has_room = now.make_room(is_cut, &self.heads.environment);
-            let refusal = self.refusal(&now).map(Err);
+            let refusal = now.stage.refusal().map(Err);
             refusal.or(has_room.then_some(Ok(())))
         };
         self.progress.until(check).await
@@ -197,7 +197,7 @@ impl Shared {
     async fn wait_for_group(&self) -> Result<()> {
         let check = || {
             let now = self.now();
-            self.refusal(&now).map(Err).or((now.holds == 0).then_some(Ok(())))
+            now.stage.refusal().map(Err).or((now.holds == 0).then_some(Ok(())))
         };
         self.progress.until(check).await
     }

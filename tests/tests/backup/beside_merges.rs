@@ -9,8 +9,9 @@ const MIB: usize = 1 << 20;
 /// So slow that a merge is under way until it is cancelled.
 const SLOWLY: [&str; 3] = ["--background", "--rate", "64k"];
 
-fn write(guest: &mut nbd::Connection, byte: u8) {
-    command(guest, nbd::CMD_WRITE, 4 * MIB, 2 * MIB, &vec![byte; 2 * MIB]);
+/// Writes 2 MiB. No layer hides all of one beneath it, so that each merge has something to copy.
+fn write(guest: &mut nbd::Connection, at: usize, byte: u8) {
+    command(guest, nbd::CMD_WRITE, at, 2 * MIB, &vec![byte; 2 * MIB]);
 }
 
 /// What a client of the backup reads.
@@ -36,14 +37,14 @@ fn merge(world: &World, verb: &[&str]) {
 fn state_is_exported_beside_merges_of_what_it_does_not_have() {
     let Some(mut world) = World::new(3, &[]) else { return };
     let mut guest = world.guest();
-    write(&mut guest, 1);
+    write(&mut guest, 3 * MIB, 1);
     world.begin(None, "mon").ok();
     let expected = exported(&world);
-    write(&mut guest, 2);
-    for (layer, byte) in [("two.qcow2", 3), ("three.qcow2", 4)] {
+    write(&mut guest, 4 * MIB, 2);
+    for (layer, at, byte) in [("two.qcow2", 4 * MIB, 3), ("three.qcow2", 6 * MIB, 4)] {
         let path = world.path(layer).display().to_string();
         world.ctl(&["snapshot", "disk", &path]).ok();
-        write(&mut guest, byte);
+        write(&mut guest, at, byte);
     }
     // Above the state, which is exported.
     merge(&world, &["commit", "disk", "--top", "two.qcow2", "--base", "disk.qcow2"]);

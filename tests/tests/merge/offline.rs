@@ -203,7 +203,8 @@ fn killed_commit_that_changed_nothing_keeps_nobody_from_its_layers() {
             assert!(!mark.exists(), "it is taken back");
             fs::remove_file(chain.path("clone.qcow2")).expect("there");
         } else {
-            assert!(cloned.refusal().contains("merge them again"));
+            // It may say first that it waits for the dead process to let go.
+            assert!(cloned.to_string().contains("merge them again"), "{cloned}");
         }
         let free = clock::poll(Duration::from_secs(10), Duration::from_millis(5), || {
             let said = qemu::img(chain.dir(), ["info", "-f", "qcow2", LAYERS[4]]);

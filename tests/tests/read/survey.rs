@@ -1,11 +1,12 @@
 //! `mica survey` of a fleet that was made after published figures shows these figures.
 
 use mica_gen::{FleetSpec, generate_fleet};
-use mica_tests::{mica, qemu, tools};
+use mica_tests::{command, mica, qemu, tools};
 use serde_json::Value;
 use std::fs;
 use std::ops::RangeInclusive;
 use std::path::Path;
+use std::process::Command;
 
 #[track_caller]
 fn fleet(dir: &Path, chains: u64) -> Value {
@@ -153,7 +154,9 @@ fn page_replaces_nothing_but_a_page() {
         |name: &str| mica::run(["survey", "--html", &at(name).display().to_string(), &folder]);
     mica::run(["create", "-q", &at("disk.qcow2").display().to_string(), "1M"]).ok();
     let disk = fs::read(at("disk.qcow2")).expect("there");
-    for (name, content) in [("disk.qcow2", &*disk), ("empty", b""), ("notes.html", b"<p>mine")] {
+    let another = b"<!DOCTYPE html>\n<html lang=\"en\"><head><title>Mine</title>";
+    let others = [("disk.qcow2", &*disk), ("another.html", another), ("notes.html", b"<p>mine")];
+    for (name, content) in others {
         fs::write(at(name), content).expect("written");
         let said = survey(name).refusal();
         assert!(said.contains("name another file"), "{said}");
@@ -161,11 +164,33 @@ fn page_replaces_nothing_but_a_page() {
     }
     survey("page").ok();
     let first = fs::read(at("page")).expect("there");
+    // As `mktemp` makes one.
+    fs::write(at("empty"), "").expect("written");
+    survey("empty").ok();
+    assert!(fs::read(at("empty")).expect("there").starts_with(b"<!DOCTYPE html>"));
     std::os::unix::fs::symlink("page", at("link")).expect("linked");
     survey("link").ok();
     assert!(at("link").is_symlink());
     assert!(fs::read(at("page")).expect("there").starts_with(b"<!DOCTYPE html>"));
     assert!(first.starts_with(b"<!DOCTYPE html>"));
     let count = dir.path().read_dir().expect("listed").count();
-    assert_eq!(count, 5, "nothing else is left");
+    assert_eq!(count, 6, "nothing else is left");
+}
+
+/// The page goes where the text goes, which may be a file that has something already.
+#[test]
+fn page_is_written_to_standard_output() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let [output, images] = ["output", "images"].map(|name| dir.path().join(name));
+    fs::write(&output, "before\n").expect("written");
+    fs::create_dir(&images).expect("made");
+    let script = r#""$mica" survey --html /dev/stdout "$folder" >> "$output""#;
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script]).env("mica", mica::binary());
+    command::finish(shell.env("folder", &images).env("output", &output)).ok();
+    let text = fs::read_to_string(&output).expect("there");
+    let page = text.strip_prefix("before\n").expect("it is appended");
+    assert!(page.starts_with("<!DOCTYPE html>") && page.contains("</html>\n0 images in"), "{text}");
+    let piped = mica::run(["survey", "--html", "/dev/stdout", &images.display().to_string()]);
+    assert!(piped.ok().starts_with("<!DOCTYPE html>"));
 }

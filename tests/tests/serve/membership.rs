@@ -376,6 +376,24 @@ fn disks_are_kept_across_a_restart_when_asked() {
     server.stop();
 }
 
+/// The story: each removal read the whole configuration, and wrote it if it was to be saved.
+#[test]
+fn several_disks_are_removed_at_once_up_to_one_that_is_not_there() {
+    let Some(world) = World::new() else { return };
+    world.configure(&["a", "b", "c"]);
+    let server = world.serve(&[]);
+    let refused = world.ctl(&["remove", "--save", "a", "gone", "b"]).refusal();
+    assert!(refused.contains("after a (removed)") && refused.contains("\"gone\""), "{refused}");
+    world.is(&[("b", "serving"), ("c", "serving")]);
+    let removed = world.json(&["remove", "--save", "b", "c"]);
+    assert_eq!(removed["removed"], json!(["b", "c"]), "{removed}");
+    assert_eq!(removed["saved"], world.at("mica.toml").display().to_string());
+    let saved = fs::read_to_string(world.at("mica.toml")).expect("there");
+    assert!(!saved.contains("[[disk]]"), "{saved}");
+    world.is(&[]);
+    server.stop();
+}
+
 #[test]
 fn takeover_leaves_what_was_done_by_command_as_it_is() {
     let Some(world) = World::new() else { return };

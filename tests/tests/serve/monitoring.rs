@@ -201,6 +201,9 @@ impl Terminal {
     }
 }
 
+/// What a terminal is sent when the screen is as it was before.
+const LEFT: &str = "\x1b[?1049l";
+
 #[test]
 fn screen_of_top_scrolls_sorts_and_outlives_the_server() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -246,7 +249,20 @@ fn screen_of_top_scrolls_sorts_and_outlives_the_server() {
     drop(server);
     let server = serve();
     terminal.sees("descriptors");
-    terminal.press(b"q");
+    // Ctrl-Z: the program that runs it on the terminal stops with it.
+    terminal.press(b"\x1a");
+    let stat = format!("/proc/{}/stat", terminal.top.id());
+    let is_stopped = || fs::read_to_string(&stat).ok()?.contains(") T ").then_some(());
+    clock::poll(LIMIT, Duration::from_millis(5), is_stopped).expect("it stops");
+    let script = i32::try_from(terminal.top.id()).expect("a process");
+    kill_process(Pid::from_raw(script).expect("a process"), Signal::CONT).expect("it is there");
+    // It may have been stopped before it passed on what it had got.
+    terminal.sees("\x1b[?1049h");
+    assert!(terminal.shown.contains(LEFT), "{:?}", terminal.shown);
+    terminal.sees("descriptors");
+    // Ctrl-\.
+    terminal.press(b"\x1c");
+    terminal.sees(LEFT);
     let ended =
         clock::poll(LIMIT, Duration::from_millis(5), || terminal.top.try_wait().expect("a child"));
     assert!(ended.expect("it ends").success());

@@ -174,6 +174,21 @@ fn page_has_the_tree_of_a_volume_that_is_served() {
     server.stop().expect("stopped");
 }
 
+#[test]
+fn page_is_told_what_a_served_clone_was_made_from() {
+    let store = Store::new();
+    store.create("gold", "16M");
+    run(["snapshot", &store.volume("gold"), "v1"]).ok();
+    let source = format!("{}@v1", store.volume("gold"));
+    run(["clone", &source, &store.volume("web")]).ok();
+    let control = store.folder().join("control").display().to_string();
+    let server = store.serve("web", &["--control", &control]).expect("served");
+    assert_eq!(get(&control, "/v1/tree/web")["cloned_from"], "gold@v1");
+    let tree = ctl(&store, &["tree", "web"]).ok();
+    assert!(tree.contains(", cloned from gold@v1\n"), "{tree}");
+    server.stop().expect("stopped");
+}
+
 fn get(control: &str, path: &str) -> serde_json::Value {
     let mut stream = UnixStream::connect(control).expect("it listens");
     let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");

@@ -115,10 +115,65 @@ fn clone_begins_as_its_source_and_goes_its_own_way() {
     let picture = run(["tree", "--output", "svg", &store.url()]).ok();
     assert!(picture.starts_with("<svg") && picture.ends_with("</svg>\n"), "{picture}");
     assert!(picture.contains(">gold<") && picture.contains(">@v1<"), "{picture}");
+    assert_eq!(picture.matches(", cloned from gold@v1<").count(), 2, "{picture}");
     run(["delete", &store.volume("gold")]).ok();
     assert!(content(&store, "two") == expected(&[(0, 4 * MB, 1)]), "the source is gone");
     let tree = run(["tree", &store.url()]).ok();
-    assert!(tree.contains("one") && tree.contains("two") && !tree.contains("gold"), "{tree}");
+    assert!(tree.contains("─ one ") && tree.contains("─ two "), "{tree}");
+    assert!(!tree.contains("─ gold ") && !tree.contains("@v1"), "{tree}");
+}
+
+/// What is said of a clone of the first snapshot of `gold`.
+fn from_gold(label: Option<&str>, state: &str) -> Value {
+    json!({ "name": "gold", "sequence": 1, "label": label, "state": state })
+}
+
+/// The story: of a store with a hundred clones nobody could tell what each was made from.
+#[test]
+fn tree_and_info_say_what_a_clone_was_made_from() {
+    let store = Store::new();
+    store.create("gold", "16M");
+    let [gold, web, copy] = ["gold", "web", "copy"].map(|name| store.volume(name));
+    run(["snapshot", &gold, "v1"]).ok();
+    run(["clone", &format!("{gold}@v1"), &web]).ok();
+    run(["clone", &web, &copy]).ok();
+    let of_tree = |name: &str| {
+        let all = run(["tree", &store.url(), "--output", "json"]).json();
+        let all = all.as_array().expect("volumes").clone();
+        all.into_iter().find(|one| one["name"] == name).expect("it is there")["cloned-from"].clone()
+    };
+    let info = |url: &str| run(["info", url, "--output", "json"]).json()["cloned-from"].clone();
+    let alone = |url: &str| run(["tree", url, "--output", "json"]).json()[0]["cloned-from"].clone();
+    let is_said = |wanted: &Value, text: &str| {
+        for said in [of_tree("web"), info(&web), alone(&web)] {
+            assert_eq!(said, *wanted);
+        }
+        let said = run(["info", &web]).ok();
+        assert!(said.contains(&format!("\ncloned from: {text}\n")), "{said}");
+        for url in [&store.url(), &web] {
+            let said = run(["tree", url]).ok();
+            assert!(said.contains(&format!(", closed, cloned from {text}\n")), "{said}");
+        }
+    };
+    assert_eq!((of_tree("gold"), info(&gold)), (Value::Null, Value::Null));
+    is_said(&from_gold(Some("v1"), "there"), "gold@v1");
+    let whole = json!({ "name": "web", "sequence": null, "label": null, "state": "there" });
+    assert_eq!((of_tree("copy"), info(&copy)), (whole.clone(), whole));
+    let drawn = run(["tree", "--dot", &store.url()]).ok();
+    for edge in [r#""gold@1" -> "web" [style=dashed];"#, r#""web" -> "copy" [style=dashed];"#] {
+        assert!(drawn.contains(edge), "{drawn}");
+    }
+    let drawn = run(["tree", "--dot", &web]).ok();
+    assert!(drawn.contains(r#""/web" [label="gold@v1", style=dashed];"#), "{drawn}");
+    assert!(drawn.contains(r#""/web" -> "web" [style=dashed];"#), "{drawn}");
+
+    run(["label", &format!("{gold}@v1"), "v2"]).ok();
+    is_said(&from_gold(Some("v2"), "there"), "gold@v2");
+    run(["drop", &format!("{gold}@v2")]).ok();
+    is_said(&from_gold(None, "snapshot-dropped"), "gold, snapshot 1 (since dropped)");
+    run(["delete", &gold]).ok();
+    store.create("gold", "16M");
+    is_said(&from_gold(None, "deleted"), "gold (since deleted), snapshot 1");
 }
 
 #[test]
@@ -216,6 +271,11 @@ fn volume_that_is_served_is_cloned_and_compared() {
     assert_eq!(ctl(&["diff", "web@a", "b"]).json(), json!(since[..1]));
     assert_eq!(ctl(&["clone", "web@a", "one"]).json()["volume"], "one");
     ctl(&["clone", "web", "two"]).json();
+    for (name, sequence) in [("one", json!(1)), ("two", Value::Null)] {
+        let info = run(["info", &store.volume(name), "--output", "json"]).json();
+        let from = &info["cloned-from"];
+        assert_eq!((&from["name"], &from["sequence"]), (&"web".into(), &sequence));
+    }
     assert_eq!(labels(&ctl(&["snapshots", "web"]).json()), ["a", "b"], "nothing is left of it");
     for (words, why) in [
         (&["clone", "web@a", "one"][..], "already"),

@@ -20,11 +20,13 @@ use super::{
 };
 use crate::format::{BEGIN_BYTES, Begin, HEAD_BYTES, Manifest};
 use crate::merge::merge_steps;
+use crate::names::check_state;
 use mica_block::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::Path;
+use std::time::{Duration, UNIX_EPOCH};
 
 /// What was removed.
 #[derive(Clone, Default, Debug)]
@@ -122,8 +124,10 @@ impl Folder {
         let (mut writer, _) = self.open_step(begin.clone(), key)?;
         merge_steps(&line, &mut writer, |position| at(&begin, position))?;
         let lock = lock.try_clone().map_err(|error| failed("locking", &self.path, error))?;
-        let (folder, number) = (self.clone(), stored.head.number);
-        let pending = Pending { folder, key, number, writer, resumed_bytes: 0, _lock: lock };
+        let Manifest { number, content, .. } = stored.head;
+        let folder = self.clone();
+        let resumed_bytes = 0;
+        let pending = Pending { folder, key, content, number, writer, resumed_bytes, _lock: lock };
         let complete = pending.complete()?;
         at(&begin, begin.len);
         self.remove_leftovers(state, key, true)?;
@@ -143,7 +147,7 @@ impl Folder {
     /// Removes what is left of states that are gone, and steps that were replaced.
     fn clear_away(&self) -> Result<()> {
         for name in self.names()? {
-            if let Some(state) = name.strip_suffix(GONE) {
+            if let Some(state) = state_before(GONE, &name) {
                 self.remove_data_of(state, &name)?;
             }
         }
@@ -155,21 +159,19 @@ impl Folder {
     }
 
     /// Removes manifests that were being written, and the steps that were cut off before the
-    /// `newest` state was completed: a state that is called after the time is not begun again.
+    /// `newest` state was begun: a state that is called after the time is not begun again.
     fn remove_cut_off(&self, newest: Option<&Stored>) -> Result<()> {
-        let changed = |path: &Path| {
-            let found = path.metadata().and_then(|found| found.modified());
-            found.map_err(|error| failed("looking at", path, error))
-        };
-        let completed = newest.map(|newest| changed(&newest.manifest_path())).transpose()?;
+        let changed = |path: &Path| path.symlink_metadata().and_then(|found| found.modified());
+        // It may have been made another step later, and has another manifest then.
+        let begun = newest.map(|newest| UNIX_EPOCH + Duration::from_nanos(newest.begin().time_ns));
         for name in self.names()? {
             let path = self.path.join(&name);
             let is_left = match state_of_data(&name) {
                 Some(state) => {
                     !self.has_manifest(state)?
-                        && completed.is_some_and(|then| changed(&path).is_ok_and(|its| its < then))
+                        && begun.is_some_and(|then| changed(&path).is_ok_and(|its| its < then))
                 }
-                None => name.ends_with(NEW),
+                None => state_before(NEW, &name).is_some(),
             };
             if is_left {
                 fs::remove_file(&path).map_err(|error| failed("removing", &path, error))?;
@@ -205,7 +207,12 @@ impl Folder {
 /// The state in the name of a data file.
 fn state_of_data(name: &str) -> Option<&str> {
     let (state, key) = name.strip_suffix(DATA)?.rsplit_once('.')?;
-    parse_key(key).map(|_| state)
+    parse_key(key).filter(|_| check_state(state).is_ok()).map(|_| state)
+}
+
+/// The state in the `name` of a file with this `ending`.
+fn state_before<'a>(ending: &str, name: &'a str) -> Option<&'a str> {
+    name.strip_suffix(ending).filter(|state| check_state(state).is_ok())
 }
 
 fn is_of(names: &BTreeSet<String>, stored: &Stored) -> bool {

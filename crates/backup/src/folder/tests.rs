@@ -33,7 +33,18 @@ pub(crate) fn back_up(
     source: &mut MemorySource,
     packing: Packing,
 ) -> Result<Stored> {
-    let begin = begin(name, base, source.bytes.len());
+    back_up_at(folder, (name, base), source, packing, 1)
+}
+
+/// As [`back_up`], at that time.
+pub(crate) fn back_up_at(
+    folder: &Folder,
+    (name, base): (&str, Option<&str>),
+    source: &mut MemorySource,
+    packing: Packing,
+    time_ns: u64,
+) -> Result<Stored> {
+    let begin = Begin { time_ns, ..begin(name, base, source.bytes.len()) };
     let mut pending = pending(folder.begin(begin, Some(b"content"))?);
     block_on(copy(source, packing, &mut pending.writer, |_, _| {}))?;
     pending.complete()

@@ -21,7 +21,8 @@ fn manifest() -> Manifest {
     }
     let total = Total { data_bytes: 4096 + (1 << 20), parts: 3, sum: 9 };
     let file_bytes = at + PART_BYTES as u64;
-    Manifest { begin: begin(Some("mon")), number: 3, key: 7, total, file_bytes, entries }
+    let begin = begin(Some("mon"));
+    Manifest { begin, number: 3, key: 7, content: 11, total, file_bytes, entries }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::{Context, QUEUES};
 use crate::chains::Chain;
 use crate::cost::{Cost, Meter};
 use crate::load::vhost::{Absence, Access, BLOCK_BYTES, Device, DiskLoad, Done, run};
-use crate::load::{Outcome, Pattern, ratio};
+use crate::load::{Histogram, Outcome, Pattern, ratio};
 use crate::peers::Peer;
 use crate::places;
 use crate::samples::Sample;
@@ -116,19 +116,21 @@ pub(super) fn allocating(
     let mut writes = 0;
     for (number, shape) in (1..).zip(SHAPES) {
         let (mut all, mut cost) = (Outcome::default(), Cost::default());
+        let mut queues = vec![Histogram::default(); shape.0.into()];
         for lap in 0..LAPS_MAX {
             let seed = seed(sample.repeat, number) + lap * LAP_SEEDS;
             let limit = context.fresh.saturating_sub(all.elapsed);
             let fresh = Fresh { options, shape, seed, limit, is_first: lap == 0 };
             let (done, its_cost) = fresh.fill(context, peer, chain, sample.repeat == 0)?;
             all = all.then(&done.outcome);
+            queues.iter_mut().zip(&done.queues).for_each(|(all, its)| all.merge(its));
             cost = cost.plus(its_cost);
             if all.elapsed >= context.fresh {
                 break;
             }
         }
         writes += all.latency.total();
-        put_done(sample, &shape_name(shape, BLOCK_BYTES), &all, cost);
+        put_done(sample, &shape_name(shape, BLOCK_BYTES), (&all, &queues), cost);
     }
     sample.put("writes", ratio(writes, 1));
     Ok(())
@@ -228,12 +230,21 @@ fn put(
     sample: &mut Sample,
 ) -> Result<Done> {
     let (done, cost) = measure(context, peer, server, (shape, request_bytes), load)?;
-    put_done(sample, &shape_name(shape, request_bytes), &done.outcome, cost);
+    let name = shape_name(shape, request_bytes);
+    put_done(sample, &name, (&done.outcome, &done.queues), cost);
     Ok(done)
 }
 
-fn put_done(sample: &mut Sample, name: &str, outcome: &Outcome, cost: Cost) {
+fn put_done(
+    sample: &mut Sample,
+    name: &str,
+    (outcome, queues): (&Outcome, &[Histogram]),
+    cost: Cost,
+) {
     sample.put_speed(name, outcome.per_second(), &outcome.latency);
+    // A queue that is left waiting completes few requests, which show in no quantile of all.
+    let p99 = queues.iter().map(|queue| queue.quantile_us(0.99)).fold(0.0, f64::max);
+    sample.put(format!("{name}_slowest_queue_p99_us"), p99);
     sample.put_cost(name, cost, &outcome.latency);
 }
 

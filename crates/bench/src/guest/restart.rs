@@ -50,7 +50,7 @@ pub(super) fn killed(
         let done = load.join().map_err(|_panic| anyhow!("the load generator panicked"))?;
         anyhow::Ok((killed?, done?))
     })?;
-    let Done { outcome, written, absences } = done;
+    let Done { outcome, written, absences, queues: _ } = done;
     sample.put("kills", f64::from(KILLS));
     sample.put("absences", f64::from(absences));
     sample.put("longest_stall_ms", outcome.latency.max_us() / 1e3);

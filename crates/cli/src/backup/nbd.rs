@@ -108,7 +108,8 @@ fn states_of(offered: &[String]) -> String {
 }
 
 /// What mica says of an export that is a kept state: "the state STATE of DISK, kept at TIME in file
-/// FILE; since STATE of DISK, kept at TIME in file FILE". An older mica says less.
+/// FILE; since STATE of DISK, kept at TIME in file FILE". An older mica says less, and the files
+/// are left out where nobody knows when they were made.
 #[derive(Default)]
 struct ExportedState {
     kept: Option<KeptState>,
@@ -121,7 +122,8 @@ struct KeptState {
     state: String,
     disk: String,
     time_ns: u64,
-    /// Which file has it: another if the state was dropped, and one of its name was kept again.
+    /// Which file has it, if that is known for certain: another if the state was dropped, and one
+    /// of its name was kept again.
     file: Option<String>,
 }
 
@@ -138,14 +140,28 @@ impl ExportedState {
 
     /// Whether the state called `base` that the export stands on is the one that the `folder` has:
     /// its file is the same, or was changed last at the same time. Servers that do not say are
-    /// trusted. What is not there at all is found later.
+    /// trusted, and so is, with a warning, what an older mica wrote. What is not there at all is
+    /// found later.
     fn is_in(&self, folder: Option<&Folder>, base: &str) -> bool {
         let Some(since) = self.since.as_ref().filter(|since| since.state == base) else {
             return true;
         };
         let Some(Ok(stored)) = folder.map(|folder| folder.find(base)) else { return true };
-        stored.begin().time_ns == since.time_ns
-            || since.content().is_some_and(|content| stored.is_of(&content))
+        if stored.begin().time_ns == since.time_ns {
+            return true;
+        }
+        let Some(content) = since.content() else { return false };
+        if stored.is_of(&content) {
+            return true;
+        }
+        let is_unproved = stored.is_unproved();
+        if is_unproved {
+            tracing::warn!(
+                "nothing proves that {base:?} in the folder is the state of this name that the \
+                 server has, as an older mica wrote it: a full backup into another folder is safer"
+            );
+        }
+        is_unproved
     }
 }
 
@@ -213,6 +229,7 @@ impl Source for NbdSource {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mica_backup::Begun;
 
     #[test]
     fn what_a_server_says_of_states_is_understood() {
@@ -227,11 +244,40 @@ mod tests {
         assert_eq!((&*kept.state, &*kept.disk, kept.time_ns), ("tue", "web", 12_000_000_005));
         assert_eq!((&*since.state, &*since.disk), ("a of b", "web"));
         assert_eq!(since.content().expect("told"), b"the state a of b of web in file 6 2");
+        // Where nobody knows when files were made.
+        let said = "the state tue of web, kept at 12.5; since mon of web, kept at 11.5";
+        let ExportedState { kept, since } = ExportedState::by(said);
+        let (kept, since) = (kept.expect("told"), since.expect("told"));
+        assert_eq!((&*kept.state, kept.content()), ("tue", None));
+        assert_eq!((&*since.state, since.time_ns, since.content()), ("mon", 11_000_000_005, None));
         for other in ["", "a disk", "the state mon of web", "the state mon of web, kept at x"] {
             assert!(KeptState::told_by(other).is_none(), "{other}");
         }
         let offered = [BASE_ALLOCATION, "qemu:dirty-bitmap:mon", "qemu:dirty-bitmap:\u{1b}[2J\n"];
         let there = states_of(&offered.map(str::to_owned));
         assert_eq!(there, "only of mon, \\u{1b}[2J\\n");
+    }
+
+    /// The story: a state that had got the inode of a dropped one of its name passed as that one
+    /// where files have no birth time.
+    #[test]
+    fn state_is_the_one_in_the_folder_by_its_file_or_else_by_its_time() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let folder = Folder::make(&dir.path().join("web")).expect("made");
+        let content = b"the state mon of web in file 7 1".as_slice();
+        let [disk, state] = ["web", "mon"].map(str::to_owned);
+        let begin = Begin { disk, state, base: None, len: 0, time_ns: 11_000_000_005 };
+        let begun = folder.begin(begin, Some(content)).expect("begun");
+        let Begun::Pending(pending) = begun else { panic!("a new one") };
+        pending.complete().expect("completed");
+        let is_in = |since: &str| {
+            let said = format!("the state tue of web, kept at 12.5; since mon of web, {since}");
+            ExportedState::by(&said).is_in(Some(&folder), "mon")
+        };
+        assert!(is_in("kept at 11.5 in file 7 1"));
+        assert!(is_in("kept at 13.5 in file 7 1"), "an older one went into it");
+        assert!(!is_in("kept at 13.5 in file 7 2"), "another of its name");
+        assert!(is_in("kept at 11.5"));
+        assert!(!is_in("kept at 13.5"), "nobody knows");
     }
 }

@@ -31,7 +31,7 @@ impl Subject {
     /// What `named` means: a file of that name, or else a state that is kept of one, or an internal
     /// snapshot.
     pub(super) fn new(named: &str, args: ImageArgs) -> Result<Self, Failure> {
-        let format = args.format()?;
+        let format = args.format();
         if format == Format::Null {
             return Err(Failure::new("the null format is not an image"));
         }

@@ -18,7 +18,7 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
     if !args.bitmaps {
         return Ok(());
     }
-    let is_qcow2 = format == Format::Qcow2 && args.images.format()? == Format::Qcow2;
+    let is_qcow2 = format == Format::Qcow2 && args.images.format() == Format::Qcow2;
     if !is_qcow2 || is_stream(&args.names.target) {
         return Err(Failure::new("--bitmaps: only qcow2 images have bitmaps"));
     }

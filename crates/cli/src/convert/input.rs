@@ -67,7 +67,7 @@ fn may_be_encrypted(args: &ConvertArgs, format: Format) -> Result<bool, Failure>
 pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
     check_exports(args)?;
     let has_stream = args.names.sources.iter().any(|source| is_stream(source));
-    if has_stream && args.images.format()? != Format::Raw {
+    if has_stream && args.images.format() != Format::Raw {
         let what = "-: only the bytes of a disk can be read from a pipe: add --format raw";
         return Err(Failure::new(what));
     }
@@ -119,7 +119,7 @@ fn check_exports(args: &ConvertArgs) -> Result<(), Failure> {
 pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
     let mut chain = args.images.chain_options(IndexUse::Read)?;
     chain.snapshot = args.load_snapshot.as_deref().map(plain_snapshot);
-    let (options, format) = (args.source_options()?, args.images.format()?);
+    let (options, format) = (args.source_options()?, args.images.format());
     let (mut files, mut disks, mut spooled) = (Sources::default(), Vec::new(), None);
     for source in &args.names.sources {
         let mut path = source.clone();

@@ -6,8 +6,11 @@
 //! - I2 One that is known to be too small is refused before anything is written.
 
 use crate::failure::Failure;
+use mica_block::{Space, Store, write_all};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation};
 use mica_qcow2_tools::measure::measure;
+use mica_rt::Buf;
+use mica_units::HostOffset;
 use rustix::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
 use rustix::io::Errno;
@@ -79,3 +82,32 @@ pub(crate) fn claim(path: &Path) -> Result<OwnedFd, Failure> {
         })
     })
 }
+
+/// Makes the first `len` bytes of a device read as zeros, durably.
+pub(super) async fn zero(device: &dyn Store, len: u64) -> mica_block::Result<()> {
+    let mut at = 0;
+    while at < len {
+        let piece = ZEROED_BYTES_MAX.min(len - at);
+        if device.space(Space::Zero, HostOffset::new(at), piece).await.is_err() {
+            return write_zeros(device, at, len).await;
+        }
+        at += piece;
+    }
+    device.sync().await
+}
+
+/// As [`zero`], for a device that only takes them as data.
+async fn write_zeros(device: &dyn Store, mut at: u64, len: u64) -> mica_block::Result<()> {
+    while at < len {
+        let piece = (len - at).min(WRITTEN_BYTES as u64);
+        let zeros = Buf::zeroed(usize::try_from(piece).unwrap_or(WRITTEN_BYTES));
+        write_all(device, zeros, HostOffset::new(at)).await?;
+        at += piece;
+    }
+    device.sync().await
+}
+
+/// Bytes that a device zeroes at a time: it may take long over them.
+const ZEROED_BYTES_MAX: u64 = 1 << 30;
+/// Bytes of zeros that are written at a time.
+const WRITTEN_BYTES: usize = 1 << 20;

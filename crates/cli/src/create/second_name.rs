@@ -29,6 +29,7 @@
 //! spoiled instead (`spoiled.rs`).
 
 use super::new_file::NewFile;
+use super::new_name::remove_second;
 use super::{beside, node_at};
 use crate::failure::Failure;
 use crate::unfinished::{Unfinished, sync_name};
@@ -173,14 +174,6 @@ pub(super) fn data_name_in(place: &Path) -> Option<OsString> {
     let len = file.metadata().ok().filter(std::fs::Metadata::is_file)?.len();
     file.take(HEADER_READ_BYTES as u64).read_to_end(&mut bytes).ok()?;
     Header::decode(&bytes, len).ok()?.data_file_name
-}
-
-/// Removes a second name that nobody needs any more: what has it has another one.
-pub(super) fn remove_second(path: &Path) {
-    if let Err(error) = std::fs::remove_file(path) {
-        let path = path.display();
-        tracing::warn!(%path, %error, "the second name of a data file stays");
-    }
 }
 
 /// The names that a data file called `own` may have besides.

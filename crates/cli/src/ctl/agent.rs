@@ -7,11 +7,10 @@
 //! - I2 No agent is waited for longer than the limit, for a connection and for each of its answers.
 
 use crate::failure::Failure;
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use mica_rt::connect_unix;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,8 +19,6 @@ use std::time::{Duration, Instant};
 
 /// Precedes the answer to a synchronization: it is in no text.
 const DELIMITER: u8 = 0xff;
-/// The pause between two tries to connect.
-const CONNECT_PAUSE: Duration = Duration::from_millis(20);
 /// Longest answer of an agent, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
@@ -88,34 +85,14 @@ fn synchronization() -> Vec<u8> {
     [&[DELIMITER], ask.to_string().as_bytes(), b"\n"].concat()
 }
 
-/// A connection to `socket`. One that has clients enough is tried for up to `limit`, or until a
-/// signal comes: a call that waits for it would hear none.
-#[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
+/// A connection to `socket`. While it has a client already, this waits for up to `limit`, or until
+/// a signal comes.
 fn connected(socket: &Path, limit: Duration, stop: &AtomicBool) -> Result<UnixStream, Failure> {
-    let system = |errno: Errno| Failure::from(io::Error::from(errno));
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let address = SocketAddrUnix::new(socket).map_err(system)?;
-    let made = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(system)?;
-    let deadline = Instant::now() + limit;
-    loop {
-        match connect(&made, &address) {
-            Err(Errno::AGAIN | Errno::INTR) => {}
-            answer => {
-                answer.map_err(system)?;
-                let stream = UnixStream::from(made);
-                stream.set_nonblocking(false)?;
-                return Ok(stream);
-            }
-        }
-        if stop.load(Ordering::Relaxed) {
-            return Err(Failure::new("stopped by a signal before anything was frozen"));
-        }
-        if Instant::now() >= deadline {
-            let what = "it takes no connection, as another client has it, after";
-            return Err(Failure::new(format!("{what} {} seconds", limit.as_secs_f32())));
-        }
-        std::thread::sleep(CONNECT_PAUSE);
-    }
+    let connected = connect_unix(socket, limit, || stop.load(Ordering::Relaxed));
+    connected.map_err(|error| match error.kind() {
+        ErrorKind::Interrupted => Failure::new("stopped by a signal before anything was frozen"),
+        _ => Failure::from(error),
+    })
 }
 
 impl<'a> Agent<'a> {

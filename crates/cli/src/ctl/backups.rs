@@ -9,7 +9,7 @@ use crate::output::human_size;
 use crate::sections;
 use crate::table::table;
 use clap::{Args, Subcommand};
-use mica_daemon::nbd_place_in;
+use mica_daemon::NbdPlace;
 use serde_json::{Value, json};
 
 #[derive(Subcommand)]
@@ -21,6 +21,9 @@ pub(super) enum BackupVerb {
     /// is a new file. With --since, the export has the context qemu:dirty-bitmap:STATE,
     /// which says what has changed since then. If the server or the reader is killed, the same
     /// command exports the same state again.
+    ///
+    /// The image becomes a new file, of the server's user, with the old mode as far as the server's
+    /// umask allows; the old owner and access control list stay with the file of the state.
     ///
     /// While layers are merged no new state can be kept, as it is a layer; one that is kept already
     /// is exported unless the merge changes a layer that it has. A merge that would change one is
@@ -76,7 +79,7 @@ pub(super) struct BeginArgs {
     /// TCP needs TLS as the disk itself does, and a port that the server was started with, or
     /// --sandbox off. The export has the name of the disk's own export.
     #[arg(long, value_name = "SOCKET")]
-    nbd: String,
+    nbd: NbdPlace,
 }
 
 // What is dropped. (A doc comment would become the help of the verb.)
@@ -187,7 +190,7 @@ impl BeginArgs {
     fn run(&self, client: &Client) -> Result<Value, Failure> {
         // The server has a working directory of its own.
         let here = std::env::current_dir().map_err(Failure::from)?;
-        let nbd = nbd_place_in(&here, &self.nbd)?;
+        let nbd = self.nbd.resolved(&here);
         let body = json!({ "as": self.state, "since": self.since, "nbd": nbd });
         client.post(&of_disk(&self.disk, "backup"), &body)
     }

@@ -5,8 +5,9 @@ use crate::client::{Client, disk_path};
 use crate::failure::Failure;
 use crate::serve::named;
 use clap::{Args, Command, Id};
-use mica_daemon::{Config, DiskConfig, DiskSettings, ImageSettings, VolumeSettings};
+use mica_daemon::{Config, DiskSettings, ImageSettings, VolumeSettings};
 use serde_json::{Value, json};
+use std::ops::Range;
 use std::path::PathBuf;
 
 // What is added. (A doc comment would become the help of the verb.)
@@ -49,12 +50,12 @@ struct DiskArgs {
 // What is removed. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(crate) struct RemoveArgs {
-    /// The disk.
-    #[arg(value_name = "DISK")]
-    disk: String,
-    /// Also remove it from the server's configuration.
+    /// The disks.
+    #[arg(value_name = "DISK", required = true)]
+    disks: Vec<String>,
+    /// Also remove them from the server's configuration.
     ///
-    /// It is then no longer served after a restart.
+    /// They are then no longer served after a restart.
     #[arg(long)]
     save: bool,
 }
@@ -71,49 +72,20 @@ impl AddArgs {
         let config = self.config()?;
         let saved = self.save.then(|| Saved::of(client)).transpose()?;
         saved.iter().try_for_each(|saved| saved.refuse_others(&config.disks))?;
-        let mut names = Vec::new();
-        for disks in config.disks.chunks(SAVED_TOGETHER) {
-            let first = names.len();
-            let added = self.add(client, &config, disks, &mut names);
-            // Those before one that is refused are served.
-            let new = &config.disks[first..names.len()];
-            let is_saved = saved.as_ref().map_or(Ok(()), |saved| saved.add(new));
-            match (added, is_saved) {
-                (Err(refused), Err(unsaved)) => return Err(unsaved.within(refused.message())),
-                (added, is_saved) => added.and(is_saved)?,
-            }
-        }
-        let mut answer = json!({ "added": names });
-        if let Some(saved) = saved {
-            answer["saved"] = json!(saved.file().to_string_lossy());
-        }
-        Ok(answer)
-    }
-
-    /// Adds some `disks`, and the names of those that are served then.
-    fn add(
-        &self,
-        client: &Client,
-        config: &Config,
-        disks: &[DiskConfig],
-        names: &mut Vec<String>,
-    ) -> Result<(), Failure> {
-        for disk in disks {
-            let table = disk.to_table().map_err(Failure::from);
+        let names: Vec<_> = config.disks.iter().map(|disk| disk.name.clone()).collect();
+        let add = |index: usize| {
+            let table = config.disks[index].to_table().map_err(Failure::from);
             let added = table.and_then(|table| client.post("/v1/disks", &Value::Object(table)));
-            added.map_err(|failure| {
-                let failure = match self.config.is_some() {
-                    true => failure.within(config.place(names.len())),
-                    false => failure,
-                };
-                match &**names {
-                    [] => failure,
-                    names => failure.within(format!("after {} (added)", listed(names))),
-                }
-            })?;
-            names.push(disk.name.clone());
-        }
-        Ok(())
+            added.map(drop).map_err(|failure| match self.config.is_some() {
+                true => failure.within(config.place(index)),
+                false => failure,
+            })
+        };
+        let save = |done: Range<usize>| {
+            saved.as_ref().map_or(Ok(()), |saved| saved.add(&config.disks[done]))
+        };
+        one_by_one(&names, "added", add, save)?;
+        Ok(answer("added", &names, saved.as_ref()))
     }
 
     /// What is added, as a configuration.
@@ -125,7 +97,6 @@ impl AddArgs {
                 let mut disk = named(name.clone(), image.clone(), volume.clone())?;
                 (disk.settings, disk.images) = (settings.clone(), images.clone());
                 let here = std::env::current_dir().map_err(Failure::from)?;
-                disk.settings.normalize()?;
                 // The server has a working directory of its own.
                 disk.resolve(&here);
                 let mut config = Config::default();
@@ -136,18 +107,57 @@ impl AddArgs {
     }
 }
 
+/// Acts on the disks of these `names`, by their index, until one is refused. What was `done` to
+/// those before it is saved, so many at once.
+fn one_by_one(
+    names: &[String],
+    done: &str,
+    act: impl Fn(usize) -> Result<(), Failure>,
+    save: impl Fn(Range<usize>) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let mut count = 0;
+    while count < names.len() {
+        let first = count;
+        let last = names.len().min(first + SAVED_TOGETHER);
+        let acted = (first..last).try_for_each(|index| {
+            act(index).map_err(|failure| match &names[..index] {
+                [] => failure,
+                before => failure.within(format!("after {} ({done})", listed(before))),
+            })?;
+            count += 1;
+            Ok::<_, Failure>(())
+        });
+        match (acted, save(first..count)) {
+            (Err(refused), Err(unsaved)) => {
+                return Err(unsaved.within(refused.message()));
+            }
+            (acted, saved) => acted.and(saved)?,
+        }
+    }
+    Ok(())
+}
+
+fn answer(done: &str, names: &[String], saved: Option<&Saved>) -> Value {
+    let mut answer = json!({ done: names });
+    if let Some(saved) = saved {
+        answer["saved"] = json!(saved.file().to_string_lossy());
+    }
+    answer
+}
+
 /// Disks that are saved at once: the file is written whole for it. Fewer would make adding a
 /// thousand slow; more would leave more unsaved if the client is killed.
 const SAVED_TOGETHER: usize = 64;
 
 impl RemoveArgs {
+    /// Removes the disks one after the other, until one is refused.
     pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
         let saved = self.save.then(|| Saved::of(client)).transpose()?;
-        let mut answer = client.delete(&disk_path(&self.disk))?;
-        if let Some(saved) = saved {
-            saved.remove(&self.disk)?;
-            answer["saved"] = json!(saved.file().to_string_lossy());
-        }
-        Ok(answer)
+        let remove = |index: usize| client.delete(&disk_path(&self.disks[index])).map(drop);
+        let save = |done: Range<usize>| {
+            saved.as_ref().map_or(Ok(()), |saved| saved.remove(&self.disks[done]))
+        };
+        one_by_one(&self.disks, "removed", remove, save)?;
+        Ok(answer("removed", &self.disks, saved.as_ref()))
     }
 }

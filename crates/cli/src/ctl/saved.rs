@@ -17,9 +17,10 @@ use std::path::{Path, PathBuf};
 use tempfile::TempPath;
 use toml_edit::{Array, ArrayOfTables, DocumentMut, Item, Table};
 
-/// The file.
+/// The file, and the disks that it had.
 pub(super) struct Saved {
     file: PathBuf,
+    disks: Vec<DiskConfig>,
 }
 
 impl Saved {
@@ -34,24 +35,22 @@ impl Saved {
                 "--save: the server has no configuration file: start it with --config",
             ));
         };
-        let saved = Self { file };
-        saved.check(client.socket()).map_err(|failure| failure.within("--save"))?;
-        Ok(saved)
+        Self::checked(file, client.socket()).map_err(|failure| failure.within("--save"))
     }
 
     pub(super) fn file(&self) -> &Path {
         &self.file
     }
 
-    fn check(&self, socket: &Path) -> Result<(), Failure> {
-        let named = || self.file.display().to_string();
+    fn checked(file: PathBuf, socket: &Path) -> Result<Self, Failure> {
+        let named = || file.display().to_string();
         let failed = |error: io::Error| Failure::from(error).within(named());
-        let owner = std::fs::metadata(&self.file).map_err(failed)?.uid();
+        let owner = std::fs::metadata(&file).map_err(failed)?.uid();
         if owner != 0 && owner != rustix::process::geteuid().as_raw() {
             return Err(Failure::new("it belongs to another user").within(named()));
         }
-        let control = Config::read(&self.file)?.process.control;
-        let is_here = control.is_some_and(|control| {
+        let config = Config::read(&file)?;
+        let is_here = config.process.control.is_some_and(|control| {
             let identity =
                 |path: &Path| std::fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
             identity(&control).is_some_and(|found| Some(found) == identity(socket))
@@ -61,15 +60,14 @@ impl Saved {
                         `control` has to name that";
             return Err(Failure::new(what).within(named()));
         }
-        Ok(())
+        Ok(Self { file, disks: config.disks })
     }
 
     /// # Errors
     /// If the file has another table of the name of one of `disks`: one that was never loaded, or
     /// whose disk was removed by command. It must not be lost.
     pub(super) fn refuse_others(&self, disks: &[DiskConfig]) -> Result<(), Failure> {
-        let others = Config::read(&self.file)?.disks;
-        let others: BTreeMap<_, _> = others.iter().map(|other| (&other.name, other)).collect();
+        let others: BTreeMap<_, _> = self.disks.iter().map(|other| (&other.name, other)).collect();
         let is_another =
             |disk: &&DiskConfig| others.get(&disk.name).is_some_and(|own| **own != disk.kept());
         match disks.iter().find(is_another) {
@@ -108,13 +106,19 @@ impl Saved {
             })
     }
 
-    /// Removes the table of a disk.
+    /// Removes the tables of the disks of these `names`, however many, as [`Self::add`] does.
     ///
     /// # Errors
-    /// If the file cannot be written: the disk is not served any longer nevertheless.
-    pub(super) fn remove(&self, name: &str) -> Result<(), Failure> {
-        self.edit(|disks| disks.retain(|disk| name_of(disk) != Some(name)))
-            .map_err(|failure| failure.within(format!("{name} is removed, but still saved")))
+    /// If the file cannot be written: the disks are not served any longer nevertheless.
+    pub(super) fn remove(&self, names: &[String]) -> Result<(), Failure> {
+        if names.is_empty() {
+            return Ok(());
+        }
+        let gone: BTreeSet<_> = names.iter().map(|name| &**name).collect();
+        self.edit(|disks| disks.retain(|disk| !name_of(disk).is_some_and(|it| gone.contains(it))))
+            .map_err(|failure| {
+                failure.within(format!("{}: removed, but still saved", listed(names)))
+            })
     }
 
     /// Replaces the file by an edited one, as a whole or not at all.
@@ -212,7 +216,11 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("mica.toml");
         std::fs::write(&file, BEFORE).expect("written");
-        let saved = Saved { file: file.clone() };
+        let read = || {
+            let disks = Config::read(&file).expect("understood").disks;
+            Saved { file: file.clone(), disks }
+        };
+        let saved = read();
         let table = json!({
             "name": "b", "image": "/b", "nbd": ["/x", "/y \"z\""], "iops": 7, "read-only": true,
             "bps": "1M", "vhost-user": "/v",
@@ -225,6 +233,7 @@ mod tests {
         std::fs::write(&left, "half").expect("written");
         saved.add(std::slice::from_ref(&disk)).expect("saved");
         assert!(!left.exists(), "it is left");
+        let saved = read();
         saved.refuse_others(std::slice::from_ref(&disk)).expect("it is the same");
         let other = DiskConfig { image: "/other".into(), ..disk.clone() };
         let refused = saved.refuse_others(&[other]).expect_err("its table would be lost");
@@ -236,7 +245,7 @@ mod tests {
         assert_eq!(config.disks.len(), 2);
         assert_eq!(config.disks[1], DiskConfig::from_table(&table).expect("understood"));
 
-        saved.remove("b").expect("saved");
+        saved.remove(&["b".to_owned()]).expect("saved");
         assert_eq!(std::fs::read_to_string(&file).expect("read"), BEFORE);
 
         // Many come in the order of their file.

@@ -8,8 +8,11 @@ use crate::output::human_size;
 use crate::svg::{STYLE, escaped};
 use std::fmt::Write as _;
 
-/// What every page begins with.
-pub(super) const START: &str = "<!DOCTYPE html>";
+/// What every page begins with, and hardly any other.
+pub(super) const START: &str = "\
+<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n\
+<meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n\
+<title>Images in ";
 
 const PAGE_STYLE: &str = "\
 :root{color-scheme:light dark;--page:#fff;--text:#1b1f24;--soft:#59636e;--edge:#d8dee4}\
@@ -28,10 +31,10 @@ td.n,th.n{text-align:right}details{margin:.5rem 0}.wide{overflow-x:auto}";
 /// A table: its head, the columns that are numbers, and its rows.
 type Table<'a> = (&'a [&'a str], &'a [usize], Vec<Vec<String>>);
 
-/// The page. `suffering` is a table of the chains that do.
-pub(super) fn page(figures: &Figures, title: &str, suffering: Vec<Vec<String>>) -> String {
-    let mut body = String::new();
-    let _ = write!(body, "<h1>{}</h1>\n{}", escaped(title), summary(figures));
+/// The page of what is in `folders`. `suffering` is a table of the chains that do.
+pub(super) fn page(figures: &Figures, folders: &str, suffering: Vec<Vec<String>>) -> String {
+    let (mut body, folders) = (String::new(), escaped(folders));
+    let _ = write!(body, "<h1>Images in {folders}</h1>\n{}", summary(figures));
     body += "<p class=\"note\">Figures as in section 3 of <cite>Virtual Disk Snapshot Management at \
              Scale</cite>, of these images, by their headers alone.</p>\n";
     body += &sizes(figures);
@@ -54,11 +57,8 @@ pub(super) fn page(figures: &Figures, title: &str, suffering: Vec<Vec<String>>) 
         table(&(head, &[1, 2, 3], suffering)),
     );
     format!(
-        "{START}\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n\
-         <title>{}</title>\n<style>{PAGE_STYLE}{STYLE}</style></head>\n<body><main>\n{body}</main>\
-         </body></html>\n",
-        escaped(title)
+        "{START}{folders}</title>\n<style>{PAGE_STYLE}{STYLE}</style></head>\n<body><main>\n{body}\
+         </main></body></html>\n",
     )
 }
 

@@ -5,6 +5,8 @@ use crate::output::print;
 use rustix::termios::{
     LocalModes, OptionalActions, Termios, isatty, tcgetattr, tcgetwinsize, tcsetattr,
 };
+use signal_hook::consts::SIGTSTP;
+use signal_hook::low_level::emulate_default_handler;
 use std::fmt::Write as _;
 
 /// The alternate screen of the terminal, without a cursor.
@@ -80,14 +82,31 @@ impl Screen {
         if !isatty(&stdin) || !isatty(&stdout) {
             return None;
         }
-        let before = tcgetattr(&stdin).ok()?;
-        let mut now = before.clone();
-        // Keys arrive at once and are not echoed. Ctrl-C is still a signal.
-        now.local_modes.remove(LocalModes::ICANON | LocalModes::ECHO);
-        tcsetattr(&stdin, OptionalActions::Now, &now).ok()?;
-        let screen = Self { before };
-        print(ENTER).ok()?;
+        let screen = Self { before: tcgetattr(&stdin).ok()? };
+        screen.enter().ok()?;
         Some(screen)
+    }
+
+    fn enter(&self) -> Result<(), Failure> {
+        let mut now = self.before.clone();
+        // Keys arrive at once and are not echoed. Ctrl-C is still a signal, and so are its kin.
+        now.local_modes.remove(LocalModes::ICANON | LocalModes::ECHO);
+        tcsetattr(std::io::stdin(), OptionalActions::Now, &now).map_err(std::io::Error::from)?;
+        print(ENTER)
+    }
+
+    fn leave(&self) {
+        // A terminal that is gone needs no restoring.
+        let _ = print(LEAVE);
+        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.before);
+    }
+
+    /// Stops the process, as Ctrl-Z does, with the terminal as it was. Returns when it is
+    /// continued.
+    pub(super) fn suspend(&self) -> Result<(), Failure> {
+        self.leave();
+        emulate_default_handler(SIGTSTP)?;
+        self.enter()
     }
 
     /// Its rows and columns.
@@ -184,9 +203,7 @@ const NAMED: [(&[u8], Key); 16] = [
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        // A terminal that is gone needs no restoring.
-        let _ = print(LEAVE);
-        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.before);
+        self.leave();
     }
 }
 

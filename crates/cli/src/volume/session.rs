@@ -4,7 +4,7 @@ use super::keys::add_properties;
 use crate::failure::{Failure, tell};
 use clap::Args;
 use indicatif::ProgressBar;
-use mica_block::{Error, ErrorKind};
+use mica_block::{ClonedFrom, Error, ErrorKind, SourceNow};
 use mica_daemon::{ImageSettings, IoSettings};
 use mica_rt::Executor;
 use mica_stack::{Patience, Store, StoreUrl, Stores, VolumeUrl};
@@ -207,6 +207,24 @@ pub(super) fn time_text(time_ns: u64) -> String {
         0 => "-".to_owned(),
         time_ns => crate::calendar::utc(time_ns / 1_000_000_000),
     }
+}
+
+/// What a volume was cloned from, for programs.
+pub(super) fn source_json(from: Option<&ClonedFrom>) -> Value {
+    let Some(ClonedFrom { volume, snapshot, now }) = from else { return Value::Null };
+    let (state, label) = match now {
+        SourceNow::There { label } => ("there", Some(label)),
+        SourceNow::SnapshotDropped => ("snapshot-dropped", None),
+        SourceNow::VolumeDeleted => ("deleted", None),
+        SourceNow::Unknown => ("unknown", None),
+    };
+    let label = label.filter(|_| snapshot.is_some());
+    json!({ "name": volume, "sequence": snapshot, "label": label, "state": state })
+}
+
+/// The same for people.
+pub(super) fn source_text(from: &ClonedFrom) -> String {
+    crate::plain::plain(&from.to_string())
 }
 
 /// Whether somebody has a volume open, for programs.

@@ -147,10 +147,7 @@ pub(super) fn in_plain_words(message: &str) -> String {
         };
         return format!("expected {expected}, found {found}");
     }
-    match message.starts_with("data did not match any variant") {
-        true => "expected a text in quotes, or a list of such".to_owned(),
-        false => message.to_owned(),
-    }
+    message.to_owned()
 }
 
 /// What is said once, to a server that begins with the disk or to which it is added.

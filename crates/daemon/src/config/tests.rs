@@ -1,5 +1,5 @@
 use super::*;
-use crate::settings::{Aio, Discards, IndexMode, Size};
+use crate::settings::{Aio, Discards, IndexMode, NbdPlace, Size};
 use mica_serve::Rates;
 use mica_stack::Names;
 
@@ -20,14 +20,19 @@ fn read(text: &str) -> Result<Config> {
             disk.settings.vhost_user.iter_mut().for_each(moved);
             disk.settings.fuse.iter_mut().for_each(moved);
             disk.images.allow_path.iter_mut().for_each(moved);
-            for socket in &mut disk.settings.nbd {
-                let mut path = PathBuf::from(&*socket);
-                moved(&mut path);
-                *socket = path.display().to_string();
+            for place in &mut disk.settings.nbd {
+                if let NbdPlace::Unix(path) = place {
+                    moved(path);
+                }
             }
         }
         config
     })
+}
+
+/// Where NBD clients of a disk connect.
+fn places(disk: &DiskConfig) -> Vec<String> {
+    disk.settings.nbd.iter().map(NbdPlace::to_string).collect()
 }
 
 /// The error message for a configuration that is refused.
@@ -74,7 +79,7 @@ fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
     let web1 = &config.disks[0];
     assert_eq!(web1.image, Path::new("/vm/web1.qcow2"));
     assert_eq!(web1.settings.vhost_user.as_deref(), Some(Path::new("/vm/run/web1.sock")));
-    assert_eq!(web1.settings.nbd, ["/vm/web1.nbd", "tcp:127.0.0.1:0", "/abs/web1.nbd"]);
+    assert_eq!(places(web1), ["/vm/web1.nbd", "tcp:127.0.0.1:0", "/abs/web1.nbd"]);
     assert_eq!(web1.settings.fuse.as_deref(), Some(Path::new("/vm/web1.raw")));
     assert_eq!((web1.settings.num_queues, web1.settings.read_only), (Some(2), true));
     assert_eq!((web1.settings.discard, web1.settings.index), (Discards::Ignore, IndexMode::Off));
@@ -91,7 +96,7 @@ fn disk_that_nothing_is_said_of_is_as_the_command_line_has_it() {
     let text = "[[disk]]\nname = 'a'\nimage = '/a.qcow2'\nnbd = ['/a.sock']\n";
     let read = read(text).expect("understood").disks.remove(0);
     let mut made = DiskConfig::new("a".to_owned(), PathBuf::from("/a.qcow2"));
-    made.settings.nbd = vec!["/a.sock".to_owned()];
+    made.settings.nbd = vec![NbdPlace::Unix("/a.sock".into())];
     assert_eq!(format!("{read:?}"), format!("{made:?}"));
 }
 
@@ -115,9 +120,9 @@ fn what_is_not_understood_is_said_with_its_line() {
 
 #[test]
 fn one_place_needs_no_list() {
-    let at = |places: &str| {
-        let text = format!("[[disk]]\nname = 'a'\nimage = 'i'\nnbd = {places}\n");
-        read(&text).expect("understood").disks.remove(0).settings.nbd
+    let at = |written: &str| {
+        let text = format!("[[disk]]\nname = 'a'\nimage = 'i'\nnbd = {written}\n");
+        places(&read(&text).expect("understood").disks[0])
     };
     assert_eq!(at("'a.sock'"), ["/vm/a.sock"]);
     assert_eq!(at("['unix:a.sock', 'unix:/b']"), ["/vm/a.sock", "/b"]);

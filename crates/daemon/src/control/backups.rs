@@ -4,7 +4,6 @@ use super::perform::{Answer, find, perform, perform_held};
 use super::reply::{body, json};
 use super::sources::Sources;
 use crate::served::{BackupInfo, Wanted};
-use crate::settings::nbd_place;
 use axum::body::Body;
 use axum::extract::{Path, State};
 use serde::Deserialize;
@@ -44,7 +43,7 @@ pub(super) async fn begin(
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
     let Begin { r#as: state, since, nbd } = body(sent).await?;
-    let wanted = Wanted { state, since, place: nbd_place(&nbd)? };
+    let wanted = Wanted { state, since, place: nbd.parse()? };
     let begun = perform_held(&sources, move |shared| {
         served.begin_backup(&wanted, (&shared.outside, shared.granted.as_ref()))
     })

@@ -62,8 +62,8 @@ fn decoded(text: &str) -> Option<String> {
         bytes.push(match byte {
             b'+' => b' ',
             b'%' => {
-                let digits = [rest.next()?, rest.next()?];
-                u8::from_str_radix(std::str::from_utf8(&digits).ok()?, 16).ok()?
+                let mut digit = || char::from(rest.next()?).to_digit(16);
+                u8::try_from(digit()? * 16 + digit()?).ok()?
             }
             other => other,
         });
@@ -81,7 +81,8 @@ mod tests {
         assert_eq!((found.since.as_deref(), found.start, found.max), (Some("mon/day 1"), 4096, 7));
         assert!(asked("").expect("valid").state.is_none());
         assert_eq!(asked("state=7").expect("valid").state.as_deref(), Some("7"));
-        for bad in ["start=x", "start=-1", "since=%4", "since=%ff", "sinc=mon", "max="] {
+        for bad in ["start=x", "start=-1", "since=%4", "since=%ff", "since=%+f", "sinc=mon", "max="]
+        {
             assert!(asked(bad).is_err(), "{bad}");
         }
     }

@@ -36,7 +36,7 @@ pub(super) fn text(sources: &Sources) -> String {
                 name: &served.name,
                 image: &served.image().to_string_lossy(),
                 format: served.format(),
-                is_serving: served.condition() == "serving",
+                is_serving: served.is_serving(),
                 is_failed: served.failure().is_some(),
                 is_device_broken: served.device_error().is_some(),
                 clients: served.clients(),

@@ -71,8 +71,9 @@ const CONNECTIONS_MAX: u32 = 32;
 const REQUEST_WAIT: Duration = Duration::from_secs(5);
 /// Time limit for a connection of a metrics collector or a browser.
 const READER_WAIT: Duration = Duration::from_secs(30);
-/// Time limit for a connection of the control socket: a drain may flush gigabytes. An action that
-/// has started completes in any case.
+/// Time limit for a client of the control socket to send its request, and again to take the answer.
+/// What is done for it takes as long as it takes: a drain may flush gigabytes, and a handover is
+/// given its time by who asks for it. An action that has started completes in any case.
 const CONTROL_WAIT: Duration = Duration::from_secs(600);
 /// Maximum size of a request's head, in bytes.
 const HEAD_BYTES_MAX: usize = 16 << 10;
@@ -191,12 +192,35 @@ async fn keep_history(sources: Sources) {
     }
 }
 
+/// Time limit for a connection.
+#[derive(Clone, Copy)]
+enum Limit {
+    /// Of all of it.
+    Whole(Duration),
+    /// Until its request is there, and again from the answer on.
+    AroundAction(Duration),
+}
+
+impl Limit {
+    /// Waits for the connection at `place`, which is `served`, as long as the limit lets it.
+    async fn hold(self, place: &Place, served: impl Future) {
+        let over = async {
+            let (Self::Whole(limit) | Self::AroundAction(limit)) = self;
+            tokio::time::sleep(limit).await;
+            if let Self::AroundAction(limit) = self {
+                place.answered().await;
+                tokio::time::sleep(limit).await;
+            }
+        };
+        first(served, over).await;
+    }
+}
+
 /// A source of connections, and the routes that they get.
 trait Accept: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
-    /// Time limit for a connection.
-    const WAIT: Duration;
+    const LIMIT: Limit;
 
     fn accept(&self) -> impl Future<Output = std::io::Result<(Self::Stream, Router)>> + Send;
 }
@@ -210,7 +234,7 @@ struct UnixAccept {
 impl Accept for UnixAccept {
     type Stream = UnixStream;
 
-    const WAIT: Duration = CONTROL_WAIT;
+    const LIMIT: Limit = Limit::AroundAction(CONTROL_WAIT);
 
     async fn accept(&self) -> std::io::Result<(UnixStream, Router)> {
         let (stream, _) = self.listener.accept().await?;
@@ -243,7 +267,7 @@ struct TcpAccept {
 impl Accept for TcpAccept {
     type Stream = tokio::net::TcpStream;
 
-    const WAIT: Duration = READER_WAIT;
+    const LIMIT: Limit = Limit::Whole(READER_WAIT);
 
     async fn accept(&self) -> std::io::Result<(Self::Stream, Router)> {
         let (stream, _) = self.listener.accept().await?;
@@ -262,8 +286,7 @@ async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
                     let Some(place) = room.place().await else { return };
                     tokio::spawn(async move {
                         let served = connection(stream, router, &place);
-                        let served = tokio::time::timeout(A::WAIT, served);
-                        first(served, place.dismissed()).await;
+                        first(A::LIMIT.hold(&place, served), place.dismissed()).await;
                     });
                 }
                 Err(error) if is_lack(error.raw_os_error()) && make_room() => {}
@@ -299,7 +322,12 @@ where
     let routes = TowerToHyperService::new(router);
     let service = service_fn(|request: Request<Incoming>| {
         place.hear();
-        routes.call(request)
+        let answer = routes.call(request);
+        async move {
+            let answer = answer.await;
+            place.answer();
+            answer
+        }
     });
     let served = http1::Builder::new()
         .timer(TokioTimer::new())

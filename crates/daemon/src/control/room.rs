@@ -25,6 +25,8 @@ struct Places(Mutex<VecDeque<Weak<Place>>>);
 pub(super) struct Place {
     /// Whether the head of a request has arrived.
     is_heard: AtomicBool,
+    /// The answer is there.
+    answered: Notify,
     dismissed: Notify,
     others: Arc<Places>,
     _permit: OwnedSemaphorePermit,
@@ -46,9 +48,13 @@ impl Room {
                 Arc::clone(&self.free).acquire_owned().await.ok()?
             }
         };
-        let (is_heard, dismissed) = (AtomicBool::new(false), Notify::new());
-        let others = Arc::clone(&self.places);
-        let place = Arc::new(Place { is_heard, dismissed, others, _permit: permit });
+        let place = Arc::new(Place {
+            is_heard: AtomicBool::new(false),
+            answered: Notify::new(),
+            dismissed: Notify::new(),
+            others: Arc::clone(&self.places),
+            _permit: permit,
+        });
         let mut places = self.places.lock();
         places.retain(|place| place.strong_count() > 0);
         places.push_back(Arc::downgrade(&place));
@@ -80,6 +86,18 @@ impl Place {
     /// A request has arrived.
     pub(super) fn hear(&self) {
         self.is_heard.store(true, Ordering::Relaxed);
+    }
+
+    /// The answer to its request is there.
+    pub(super) fn answer(&self) {
+        self.answered.notify_one();
+    }
+
+    /// Waits until the answer is there, unless no request has arrived. One task may.
+    pub(super) async fn answered(&self) {
+        if self.is_heard.load(Ordering::Relaxed) {
+            self.answered.notified().await;
+        }
     }
 
     /// Waits until the connection has to leave.

@@ -3,12 +3,12 @@
 use super::actions::Actions;
 use super::history::History;
 use super::log::LogSwitch;
+use super::tree::Looks;
 use crate::shared::Shared;
 use mica_block::Result;
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::Semaphore;
 
 /// Maximum number of disks that are changed at the same time.
 const ACTION_THREADS_MAX: usize = 4;
@@ -23,7 +23,7 @@ pub(super) struct Sources {
     /// Takeovers, and the end of the process: they wait for no disk's action to end.
     pub(super) endings: Arc<Actions>,
     /// The right to look at what is in a store, for those who may only look.
-    pub(super) looks: Arc<Semaphore>,
+    pub(super) looks: Arc<Looks>,
     history: Arc<Mutex<History>>,
     started: Instant,
 }
@@ -35,7 +35,7 @@ impl Sources {
     pub(super) fn new(shared: Arc<Shared>, log: Arc<dyn LogSwitch>) -> Result<Self> {
         let actions = Arc::new(Actions::start(ACTION_THREADS_MAX)?);
         let endings = Arc::new(Actions::start(1)?);
-        let (history, looks) = (Arc::default(), Arc::new(Semaphore::new(1)));
+        let (history, looks) = (Arc::default(), Arc::default());
         Ok(Self { shared, log, actions, endings, looks, history, started: Instant::now() })
     }
 

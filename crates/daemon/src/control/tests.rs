@@ -1,9 +1,13 @@
 //! Routes, bounds and authorization, over real sockets.
 
 use super::actions::ACTIONS_MAX;
-use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_authorized, reply::BODY_BYTES_MAX, routes};
-use crate::{Config, Daemon, DiskConfig, ProcessSettings, SandboxMode};
+use super::room::Room;
+use super::{
+    HEAD_BYTES_MAX, Limit, LogLevel, LogSwitch, is_authorized, reply::BODY_BYTES_MAX, routes,
+};
+use crate::{Config, Daemon, DiskConfig, NbdPlace, ProcessSettings, SandboxMode};
 use mica_block::{Error, ErrorKind};
+use mica_stack::Format;
 use parking_lot::Mutex;
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -11,7 +15,9 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 use tempfile::TempDir;
 
 struct Log(Mutex<LogLevel>);
@@ -36,8 +42,8 @@ fn world() -> World {
     let folder = tempfile::tempdir().unwrap();
     let disk = |name: &str| {
         let mut disk = DiskConfig::new(name.to_owned(), PathBuf::from("64M"));
-        disk.settings.nbd = vec![folder.path().join(name).display().to_string()];
-        disk.images.format = "null".to_owned();
+        disk.settings.nbd = vec![NbdPlace::Unix(folder.path().join(name))];
+        disk.images.format = Format::Null;
         disk
     };
     let config = Config {
@@ -190,6 +196,34 @@ fn silent_clients_do_not_block_others() {
         stream.read_to_end(&mut answer).expect("the server closes it");
         assert!(!answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
     }
+}
+
+/// The story: a handover that was given more than ten minutes was cut off from its client, which
+/// never learned how it ended.
+#[test]
+fn client_waits_for_its_answer_as_long_as_what_it_asked_for_takes() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let (short, long) = (Duration::from_millis(1), Duration::from_millis(100));
+    let is_served = |limit: Limit, is_heard: bool| {
+        runtime.block_on(async {
+            let place = Room::new(1).place().await.expect("room");
+            let done = AtomicBool::new(false);
+            let served = async {
+                if is_heard {
+                    place.hear();
+                }
+                tokio::time::sleep(long).await;
+                done.store(true, Ordering::Relaxed);
+                place.answer();
+                std::future::pending::<()>().await;
+            };
+            limit.hold(&place, served).await;
+            done.into_inner()
+        })
+    };
+    assert!(is_served(Limit::AroundAction(short), true));
+    assert!(!is_served(Limit::AroundAction(short), false), "it has asked for nothing");
+    assert!(!is_served(Limit::Whole(short), true));
 }
 
 #[test]

@@ -1,14 +1,13 @@
 //! Which files and ports a configuration needs, and what was granted for those that come later.
 
 use crate::config::{DiskConfig, NO_ROOM_FOR_POOLS};
-use crate::settings::{DiskSettings, IndexMode, ProcessSettings};
+use crate::settings::{DiskSettings, IndexMode, NbdPlace, ProcessSettings};
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::CERTIFICATE_FILES;
-use mica_stack::{MACHINE_ID, StoreUrl};
+use mica_stack::{Format, MACHINE_ID, StoreUrl};
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -312,12 +311,10 @@ impl Needs {
         if let Some(socket) = &settings.vhost_user {
             self.add_socket(socket);
         }
-        for name in &settings.nbd {
-            match name.strip_prefix("tcp:").map(str::parse::<SocketAddr>) {
-                None => self.add_socket(Path::new(name)),
-                Some(Ok(address)) => drop(self.ports.insert(address.port())),
-                // Listening reports what is wrong with it.
-                Some(Err(_)) => {}
+        for place in &settings.nbd {
+            match place {
+                NbdPlace::Unix(path) => self.add_socket(path),
+                NbdPlace::Tcp(address) => drop(self.ports.insert(address.port())),
             }
         }
     }
@@ -492,10 +489,10 @@ fn folder_of_logs_that_cannot_be_made(disk: &DiskConfig) -> Option<&Path> {
 fn may_have_layers(disk: &DiskConfig) -> bool {
     // Nothing beside a device could say that it is frozen.
     let is_raw_file = || std::fs::metadata(&disk.image).is_ok_and(|found| found.is_file());
-    match &*disk.images.format {
-        "qcow2" => true,
-        "raw" => disk.is_file() && writes_image(disk) && is_raw_file(),
-        _ => false,
+    match disk.images.format {
+        Format::Qcow2 => true,
+        Format::Raw => disk.is_file() && writes_image(disk) && is_raw_file(),
+        Format::Luks | Format::Null => false,
     }
 }
 

@@ -521,9 +521,9 @@ fn disk_whose_folder_of_logs_cannot_be_made_is_refused() {
 #[test]
 fn port_that_was_not_granted_is_refused_with_what_helps() {
     let place = Place::new();
-    let at = |nbd: String| DiskSettings { nbd: vec![nbd], ..DiskSettings::default() };
+    let nbd = vec!["tcp:127.0.0.1:10809".parse().expect("a place")];
     let granted = place.needs.granted();
-    let refused = granted.check_sockets(&at("tcp:127.0.0.1:10809".to_owned()));
+    let refused = granted.check_sockets(&DiskSettings { nbd, ..DiskSettings::default() });
     let refused = refused.expect_err("no port was granted").to_string();
     for part in ["10809", "--nbd unix:PATH", "--sandbox off"] {
         assert!(refused.contains(part), "{refused}");

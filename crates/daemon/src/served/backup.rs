@@ -22,7 +22,7 @@ use super::{Served, State};
 use crate::contexts::{ChangedSince, Depth, Layered};
 use crate::helper::Outside;
 use crate::sandbox::Granted;
-use crate::settings::DiskSettings;
+use crate::settings::{DiskSettings, NbdPlace};
 use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, ManageChain, Result};
 use mica_rt::{Backend, Executor};
@@ -36,7 +36,7 @@ use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, UNIX_EPOCH};
 
 /// Descriptors for the socket of a backup and some clients.
 const DESCRIPTORS: usize = 8;
@@ -71,8 +71,8 @@ pub(crate) struct Wanted {
     pub(crate) state: String,
     /// An earlier state: what has changed since is to be known.
     pub(crate) since: Option<String>,
-    /// Where it is exported, as on the command line.
-    pub(crate) place: String,
+    /// Where it is exported.
+    pub(crate) place: NbdPlace,
 }
 
 /// What is told of a backup.
@@ -338,6 +338,8 @@ impl Served {
             name: self.export_name().to_owned(),
             description,
             discard: self.settings.discard.into(),
+            // Nobody writes there.
+            edges: Arc::default(),
             contexts,
         })
     }
@@ -346,8 +348,9 @@ impl Served {
     fn description_of(&self, kept: &Kept) -> String {
         let (state, name, found) = (&kept.state, &self.name, kept.file.metadata());
         let time = found.as_ref().map(time_of).unwrap_or_default();
-        let file = found.as_ref().map(file_of).unwrap_or_default();
-        format!("{state} of {name}, kept at {time} in file {file}")
+        let made = found.as_ref().ok().and_then(made_at);
+        let file = found.as_ref().ok().and_then(|found| file_of(found.ino(), made));
+        description((state, name), &time, file.as_deref())
     }
 }
 
@@ -363,12 +366,12 @@ struct Door {
 impl Door {
     fn open(
         served: &Served,
-        place: &str,
+        place: &NbdPlace,
         (outside, granted): (&Outside, Option<&Granted>),
     ) -> Result<Self> {
         let Served { settings, resources, .. } = served;
         let settings = DiskSettings {
-            nbd: vec![place.to_owned()],
+            nbd: vec![place.clone()],
             tls: settings.tls,
             tls_certificates: settings.tls_certificates.clone(),
             tls_verify_peer: settings.tls_verify_peer,
@@ -381,7 +384,10 @@ impl Door {
         let exports = Arc::<Exports>::default();
         let certificate = |file: &Path| outside.open_certificate(file);
         let security = Security::of(&settings);
-        let held = security.listen(&served.name, place, &mut None, &certificate)?;
+        let at = place.address().ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("nbd {place}: there is no such place"))
+        })?;
+        let held = security.listen(&served.name, &at, &mut None, &certificate)?;
         held.listener.own_file();
         let (place, tls) = (held.place(), held.listener.tls().cloned());
         let limits = Limits::default();
@@ -421,12 +427,23 @@ fn time_of(found: &Metadata) -> String {
     format!("{}.{:09}", found.mtime(), found.mtime_nsec())
 }
 
-/// Which file a state is in, as long as it is kept: its inode, and when it was made, or 0 if the
-/// file system does not know. Readers know by it whether a state is the one that they have begun to
-/// read, or have.
-fn file_of(found: &Metadata) -> String {
-    let made = found.created().ok().and_then(|made| made.duration_since(UNIX_EPOCH).ok());
-    format!("{} {}", found.ino(), made.map_or(0, |made| made.as_nanos()))
+/// How long after the start of 1970 a file was made, if its file system knows.
+fn made_at(found: &Metadata) -> Option<Duration> {
+    found.created().ok().and_then(|made| made.duration_since(UNIX_EPOCH).ok())
+}
+
+/// Which file a state is in, as long as it is kept: its inode, and when it was made. Readers know
+/// by it whether a state is the one that they have begun to read, or have. `None` if the file
+/// system does not know when: the inode alone may be that of another file by now.
+fn file_of(inode: u64, made: Option<Duration>) -> Option<String> {
+    let made = made.filter(|made| !made.is_zero())?;
+    Some(format!("{inode} {}", made.as_nanos()))
+}
+
+/// What is said of a state of a disk.
+fn description((state, disk): (&str, &str), time: &str, file: Option<&str>) -> String {
+    let file = file.map(|file| format!(" in file {file}")).unwrap_or_default();
+    format!("{state} of {disk}, kept at {time}{file}")
 }
 
 fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {
@@ -439,4 +456,22 @@ fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {
         };
         Error::new(ErrorKind::Unsupported, what)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The story: where files have no birth time, a state that got the inode of a dropped one of
+    /// its name passed as that one.
+    #[test]
+    fn file_is_named_only_if_it_is_known_when_it_was_made() {
+        let file = file_of(7, Some(Duration::new(1, 2)));
+        let said = description(("tue", "web"), "12.5", file.as_deref());
+        assert_eq!(said, "tue of web, kept at 12.5 in file 7 1000000002");
+        for unknown in [None, Some(Duration::ZERO)] {
+            let said = description(("tue", "web"), "12.5", file_of(7, unknown).as_deref());
+            assert_eq!(said, "tue of web, kept at 12.5");
+        }
+    }
 }

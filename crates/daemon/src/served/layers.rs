@@ -14,7 +14,7 @@ use crate::sandbox::Granted;
 use mica_block::{Error, ErrorKind, Manage, ManageChain, Pushed, Result, SnapshotGroup};
 use mica_rt::{Backend, Executor};
 use mica_serve::Spawned;
-use mica_stack::{Beneath, FileImages, MayWrite, NewLayer, NewLayerWish};
+use mica_stack::{Beneath, FileImages, Format, MayWrite, NewLayer, NewLayerWish};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -143,7 +143,7 @@ impl Served {
             () if self.settings.overlay.is_some() => {
                 "is ephemeral: its changes end with the server"
             }
-            () if !["qcow2", "raw"].contains(&&*self.images.format) => {
+            () if !matches!(self.images.format, Format::Qcow2 | Format::Raw) => {
                 "is neither a qcow2 image nor a raw one: to have snapshots, copy it into one (`mica \
                  convert`) and serve that"
             }

@@ -6,6 +6,7 @@ use crate::config::LeftClosed;
 use crate::held::Held;
 use crate::opened::Figures;
 use crate::servers::Servers;
+use crate::settings::NbdPlace;
 use crate::stats::{self, Counts};
 use mica_block::Error;
 use serde_json::{Map, Value};
@@ -65,12 +66,20 @@ impl Served {
     /// Where NBD clients connect: where it listens, or where it will if it is not open.
     pub(crate) fn nbd_places(&self) -> Vec<String> {
         let places: Vec<_> = self.doors.listening().iter().map(Listening::place).collect();
-        if places.is_empty() { self.settings.nbd.clone() } else { places }
+        match places.is_empty() {
+            true => self.settings.nbd.iter().map(NbdPlace::to_string).collect(),
+            false => places,
+        }
     }
 
     /// The name by which NBD clients choose it.
     pub(crate) fn export_name(&self) -> &str {
         self.settings.export_name.as_deref().unwrap_or(&self.name)
+    }
+
+    /// Whether clients are answered.
+    pub(crate) fn is_serving(&self) -> bool {
+        matches!(&*self.lock(), State::Serving(_))
     }
 
     /// Its state, as the control socket reports it.

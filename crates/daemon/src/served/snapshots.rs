@@ -2,8 +2,8 @@
 
 use super::{End, Served, State};
 use mica_block::{
-    Error, ErrorKind, Manage, ManageSnapshots, ManageVolume, Result, SnapshotGroup, SnapshotInfo,
-    Which,
+    ClonedFrom, Error, ErrorKind, Manage, ManageSnapshots, ManageVolume, Result, SnapshotGroup,
+    SnapshotInfo, Which,
 };
 use mica_rt::{Backend, Executor};
 use mica_units::GuestRange;
@@ -57,6 +57,14 @@ impl Served {
     /// As [`Self::take_snapshot`].
     pub(crate) fn list_snapshots(&self) -> Result<Vec<SnapshotInfo>> {
         self.on_snapshots(async |snapshots| snapshots.list().await)
+    }
+
+    /// What the volume was cloned from, if it is a clone.
+    ///
+    /// # Errors
+    /// As [`Self::clone_volume`].
+    pub(crate) fn cloned_from(&self) -> Result<Option<ClonedFrom>> {
+        self.on_volume(async |volume| Ok(volume.cloned_from().await))
     }
 
     /// Drops a snapshot.

@@ -1,10 +1,11 @@
 //! How one disk is served, and where.
 
-use super::place::{nbd_place, nbd_places};
-use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer, ZeroDetection};
+use super::{
+    Discards, IndexMode, NbdPlace, OtherUsers, Size, TlsMode, VerifyPeer, ZeroDetection,
+    one_or_many,
+};
 use crate::overlay::Overlay;
 use clap::Args;
-use mica_block::Result;
 use mica_serve::Rates;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -28,8 +29,8 @@ pub struct DiskSettings {
     /// Can be repeated. In a configuration several disks may share a socket: clients choose by
     /// export name, and all of these disks need the same TLS settings.
     #[arg(long, value_name = "SOCKET")]
-    #[serde(deserialize_with = "nbd_places")]
-    pub nbd: Vec<String>,
+    #[serde(deserialize_with = "one_or_many")]
+    pub nbd: Vec<NbdPlace>,
     /// Serve a virtual machine at this unix socket.
     ///
     /// Its monitor (QEMU, cloud-hypervisor, Firecracker) connects there to use the disk as a
@@ -39,7 +40,8 @@ pub struct DiskSettings {
     /// Serve the disk as this file, a raw image.
     ///
     /// By FUSE, for other tools and loop mounts. The file must exist; while mica serves, it is the
-    /// disk.
+    /// disk. Programs can map it into shared memory only if the disk is served in no other way:
+    /// what others write would not show there.
     #[arg(long, value_name = "FILE")]
     pub fuse: Option<PathBuf>,
     /// Whether other users may use the file of --fuse; auto by default.
@@ -178,17 +180,6 @@ impl DiskSettings {
         self.shared.unwrap_or(256)
     }
 
-    /// Brings what the command line says into the form that a configuration has.
-    ///
-    /// # Errors
-    /// `Invalid` if it has no such form.
-    pub fn normalize(&mut self) -> Result<()> {
-        for place in &mut self.nbd {
-            *place = nbd_place(place)?;
-        }
-        Ok(())
-    }
-
     /// Whether the image is opened for writing.
     pub(crate) fn writes(&self) -> bool {
         let has_place = !self.ephemeral || self.overlay.is_some();
@@ -221,10 +212,6 @@ impl DiskSettings {
         self.tls_certificates.iter_mut().for_each(resolve);
         self.vhost_user.iter_mut().for_each(resolve);
         self.fuse.iter_mut().for_each(resolve);
-        for socket in &mut self.nbd {
-            if !socket.starts_with("tcp:") {
-                *socket = folder.join(&*socket).display().to_string();
-            }
-        }
+        self.nbd.iter_mut().for_each(|place| *place = place.resolved(folder));
     }
 }

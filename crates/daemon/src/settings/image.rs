@@ -1,6 +1,6 @@
 //! How images are opened.
 
-use super::{Cache, Size};
+use super::{Cache, Size, one_or_many};
 use clap::Args;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse, MapCache};
@@ -9,7 +9,7 @@ use mica_stack::{
     standing_allow_paths,
 };
 use mica_store::{CacheMode, Handles, Locking, enlarge_descriptor_table, raise_open_files_limit};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,8 +21,6 @@ pub(crate) const DESCRIPTORS_RESERVE: usize = 96;
 const SHARED_MEMORY: &str = "/dev/shm";
 /// The word for no redo logs.
 pub(crate) const NO_REDO_LOGS: &str = "off";
-/// The default format.
-const FORMAT: &str = "qcow2";
 /// The default budget of the map's cache.
 const INDEX_CACHE: Size = Size(32 << 20);
 
@@ -46,9 +44,9 @@ pub struct ImageSettings {
     /// Format of the image: qcow2, raw, luks, null.
     ///
     /// qcow2 by default: formats are never probed. null is a disk of zeros; IMAGE is its size.
-    #[arg(short = 'f', long, default_value = FORMAT, value_name = "FORMAT")]
+    #[arg(short = 'f', long, default_value_t, value_name = "FORMAT")]
     #[arg(hide_default_value = true)]
-    pub format: String,
+    pub format: Format,
     /// Which files images may name as their backing or data file.
     ///
     /// beside: files in the image's own directory and below, the default; none; or files in this
@@ -110,7 +108,7 @@ pub struct ImageSettings {
 impl Default for ImageSettings {
     fn default() -> Self {
         Self {
-            format: FORMAT.to_owned(),
+            format: Format::default(),
             names: Vec::new(),
             allow_path: Vec::new(),
             cache: Cache::default(),
@@ -124,34 +122,10 @@ impl Default for ImageSettings {
     }
 }
 
-/// A list, or its only element.
-fn one_or_many<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
-    deserializer: D,
-) -> std::result::Result<Vec<T>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum OneOrMany<T> {
-        One(T),
-        Many(Vec<T>),
-    }
-    Ok(match OneOrMany::deserialize(deserializer)? {
-        OneOrMany::One(one) => vec![one],
-        OneOrMany::Many(many) => many,
-    })
-}
-
 impl ImageSettings {
-    /// The format of the image.
-    ///
-    /// # Errors
-    /// `Unsupported` if it is unknown.
-    pub fn format(&self) -> Result<Format> {
-        self.format.parse()
-    }
-
     /// Whether the image is a file: with the null format it is the size of a disk of zeros.
     pub(crate) fn is_file(&self) -> bool {
-        self.format != "null"
+        self.format != Format::Null
     }
 
     /// Options for opening image files with the descriptors in `handles`.

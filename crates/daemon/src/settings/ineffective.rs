@@ -1,14 +1,14 @@
 //! Options without effect: those of a server that the disk does not have.
 
-use super::{DiskSettings, ZeroDetection};
+use super::{DiskSettings, NbdPlace, ZeroDetection};
 
 impl DiskSettings {
     /// Describes an option that is given without what it belongs to, if there is one. Sockets that
     /// systemd passes may be for NBD or for a device.
     pub(crate) fn ineffective_option(&self, has_inherited_sockets: bool) -> Option<String> {
         let has_nbd = !self.nbd.is_empty() || has_inherited_sockets;
-        let has_tcp =
-            self.nbd.iter().any(|place| place.starts_with("tcp:")) || has_inherited_sockets;
+        let is_tcp = |place: &NbdPlace| matches!(place, NbdPlace::Tcp(_));
+        let has_tcp = self.nbd.iter().any(is_tcp) || has_inherited_sockets;
         let has_device = self.vhost_user.is_some() || has_inherited_sockets;
         let vhost_user = "vhost-user, which the disk does not use: add vhost-user";
         let clients = "NBD, which the disk does not use: add nbd";

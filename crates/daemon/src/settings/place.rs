@@ -1,89 +1,126 @@
 //! Where NBD clients connect, as people write it.
 //!
-//! Settings hold one form: the path of a unix socket, or `tcp:IP:PORT`. What users of other NBD
-//! servers write becomes that, or is refused with the form that it has here: it must not become the
-//! name of a socket by accident, nor a port that is open to others.
+//! What users of other NBD servers write becomes one of two kinds of places, or is refused with the
+//! form that it has here: it must not become the name of a socket by accident, nor a port that is
+//! open to others.
 
+use crate::address::Address;
 use mica_block::{Error, ErrorKind, Result};
-use serde::{Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
+use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 /// The port of NBD.
 const PORT: &str = "10809";
 const LOOPBACK: &str = "127.0.0.1";
 
-/// The one form of `text`.
-///
-/// # Errors
-/// `Invalid` with the form to use.
-pub(crate) fn nbd_place(text: &str) -> Result<String> {
-    let invalid =
-        |what: String| Err(Error::new(ErrorKind::Invalid, format!("nbd {text:?}: {what}")));
-    if let Some((scheme, rest)) = text.split_once("://") {
-        let form = form_of_uri(scheme, rest);
-        return invalid(format!("a URI is for clients: to listen there, write {form}"));
+/// Where NBD clients connect.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum NbdPlace {
+    /// A unix socket.
+    Unix(PathBuf),
+    /// A TCP port.
+    Tcp(SocketAddr),
+}
+
+impl NbdPlace {
+    /// The same as it is meant in `folder`.
+    #[must_use]
+    pub fn resolved(&self, folder: &Path) -> Self {
+        match self {
+            Self::Unix(path) => Self::Unix(folder.join(path)),
+            Self::Tcp(address) => Self::Tcp(*address),
+        }
     }
-    if let Some(path) = text.strip_prefix("unix:") {
-        return match path {
-            "" => invalid("it names no socket: write unix:PATH".to_owned()),
-            path => Ok(path.to_owned()),
-        };
-    }
-    if let Some(address) = text.strip_prefix("tcp:") {
-        return tcp(address).map(|address| format!("tcp:{address}")).or_else(invalid);
-    }
-    match host_and_port(text) {
-        Some((host, port)) => invalid(format!(
-            "this looks like a TCP address: write tcp:{host}:{port}, or unix:./{text} for a socket \
-             of that name"
-        )),
-        None if text.is_empty() => invalid("it names no socket: write a path".to_owned()),
-        None => Ok(text.to_owned()),
+
+    /// The same in a form that can be compared; `None` if there is none.
+    pub(crate) fn address(&self) -> Option<Address> {
+        match self {
+            Self::Unix(path) => Address::unix(path),
+            Self::Tcp(address) => Some(Address::Tcp(*address)),
+        }
     }
 }
 
-/// The one form of `text`, as it is meant in `folder`.
-///
-/// # Errors
-/// `Invalid` with the form to use.
-pub fn nbd_place_in(folder: &Path, text: &str) -> Result<String> {
-    let place = nbd_place(text)?;
-    Ok(match place.starts_with("tcp:") {
-        true => place,
-        false => folder.join(place).display().to_string(),
-    })
+impl FromStr for NbdPlace {
+    type Err = Error;
+
+    /// # Errors
+    /// `Invalid` with the form to use.
+    fn from_str(text: &str) -> Result<Self> {
+        let invalid =
+            |what: String| Err(Error::new(ErrorKind::Invalid, format!("nbd {text:?}: {what}")));
+        if let Some(path) = text.strip_prefix(UNIX)
+            && !path.starts_with("//")
+        {
+            return match path {
+                "" => invalid("it names no socket: write unix:PATH".to_owned()),
+                path => Ok(Self::Unix(path.into())),
+            };
+        }
+        if let Some((scheme, rest)) = text.split_once("://") {
+            let form = form_of_uri(scheme, rest);
+            return invalid(format!("a URI is for clients: to listen there, write {form}"));
+        }
+        if let Some(address) = text.strip_prefix("tcp:") {
+            return tcp(address).map(Self::Tcp).or_else(invalid);
+        }
+        match host_and_port(text) {
+            Some((host, port)) => invalid(format!(
+                "this looks like a TCP address: write tcp:{host}:{port}, or unix:./{text} for a \
+                 socket of that name"
+            )),
+            None if text.is_empty() => invalid("it names no socket: write a path".to_owned()),
+            None => Ok(Self::Unix(text.into())),
+        }
+    }
 }
 
-/// Reads a place, or a list of them.
-pub(super) fn nbd_places<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> std::result::Result<Vec<String>, D::Error> {
-    struct Places;
-    impl<'de> de::Visitor<'de> for Places {
-        type Value = Vec<String>;
-
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("the place of a socket, or a list of them")
+impl fmt::Display for NbdPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => path.display().fmt(f),
+            Self::Tcp(address) => write!(f, "tcp:{address}"),
         }
+    }
+}
 
-        fn visit_str<E: de::Error>(self, text: &str) -> std::result::Result<Self::Value, E> {
-            Ok(vec![nbd_place(text).map_err(E::custom)?])
+impl Serialize for NbdPlace {
+    /// In a form that is read as the same place: a path alone, unless that looks like another.
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let Self::Unix(path) = self else { return serializer.collect_str(self) };
+        let no_text = || ser::Error::custom("path contains invalid UTF-8 characters");
+        let path = path.to_str().ok_or_else(no_text)?;
+        match path.parse().is_ok_and(|place: Self| place == *self) {
+            true => serializer.serialize_str(path),
+            false => serializer.serialize_str(&format!("{UNIX}{path}")),
         }
+    }
+}
 
-        fn visit_seq<A: de::SeqAccess<'de>>(
-            self,
-            mut all: A,
-        ) -> std::result::Result<Self::Value, A::Error> {
-            let mut places = Vec::new();
-            while let Some(text) = all.next_element::<String>()? {
-                places.push(nbd_place(&text).map_err(de::Error::custom)?);
+impl<'de> Deserialize<'de> for NbdPlace {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Written;
+        impl de::Visitor<'_> for Written {
+            type Value = NbdPlace;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
             }
-            Ok(places)
+
+            // From inside the visitor an error gets its place in the file.
+            fn visit_str<E: de::Error>(self, text: &str) -> std::result::Result<NbdPlace, E> {
+                text.parse().map_err(E::custom)
+            }
         }
+        deserializer.deserialize_str(Written)
     }
-    deserializer.deserialize_any(Places)
 }
+
+/// Begins the place of a unix socket that could be taken for another one.
+const UNIX: &str = "unix:";
 
 /// The TCP address that is written as HOST:PORT.
 fn tcp(text: &str) -> std::result::Result<SocketAddr, String> {
@@ -148,8 +185,23 @@ mod tests {
             ("tcp:[::1]:0", "tcp:[::1]:0"),
             ("tcp:localhost:10809", "tcp:127.0.0.1:10809"),
         ] {
-            assert_eq!(nbd_place(text).expect(text), form);
+            let place: NbdPlace = text.parse().expect(text);
+            assert_eq!(place.to_string(), form);
         }
+    }
+
+    /// The story: `unix:tcp:1`, a socket of that name, was taken for a TCP address from then on.
+    #[test]
+    fn place_is_read_as_the_one_that_was_written() {
+        for text in
+            ["unix:10809", "unix:tcp:1", "unix:unix:a", "unix:a://b", "a.sock", "tcp:[::1]:0"]
+        {
+            let place: NbdPlace = text.parse().expect(text);
+            let written = serde_json::to_string(&place).expect("text");
+            assert_eq!(serde_json::from_str::<NbdPlace>(&written).expect(text), place, "{written}");
+        }
+        let here = NbdPlace::Unix("10809".into()).resolved(Path::new("/run"));
+        assert_eq!(serde_json::to_value(&here).expect("text"), "/run/10809");
     }
 
     /// The story: `--nbd :10809` made a socket of that name in the working directory.
@@ -174,7 +226,7 @@ mod tests {
             ("unix:", "unix:PATH"),
             ("", "write a path"),
         ] {
-            let error = nbd_place(text).expect_err(text).to_string();
+            let error = text.parse::<NbdPlace>().expect_err(text).to_string();
             assert!(error.contains(form) && error.contains(&format!("nbd {text:?}")), "{error}");
         }
     }

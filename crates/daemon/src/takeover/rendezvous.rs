@@ -5,6 +5,7 @@ use super::ANSWER_LIMIT;
 use super::channel::Channel;
 use crate::messages;
 use mica_block::{Error, ErrorKind, Result};
+use mica_rt::connect_unix;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketAddrUnix, SocketFlags};
@@ -137,7 +138,7 @@ fn remove_leftovers(parent: Option<&Path>) {
 
 fn ask(control: &Path, connect_to: &Path) -> Result<UnixStream> {
     let context = || format!("--takeover: the server at {}", control.display());
-    let mut http = UnixStream::connect(control).map_err(|error| {
+    let mut http = connect_unix(control, ANSWER_LIMIT, || false).map_err(|error| {
         let what = format!("{} (if no server is running, leave --takeover out)", context());
         Error::from_io(what, error)
     })?;

@@ -9,9 +9,10 @@
 //! ```
 //!
 //! `docs/formats/redo-log.md` specifies the bytes. A log is a sequence of groups of records. The
-//! changes of one write, with everything that they need, form one group, which is present as a
-//! whole or not at all. None of this is ever made durable: after a power cut the log belongs to
-//! another boot, and unflushed writes are lost, as they may be.
+//! changes of one write, or of several that link at the same time, with everything that they need,
+//! form one group, which is present as a whole or not at all. None of this is ever made durable:
+//! after a power cut the log belongs to another boot, and unflushed writes are lost, as they may
+//! be.
 //!
 //! A log that becomes long is compacted: what it has of the changes since the last group is written
 //! once more, as the pages are now, into the half of its memory that is free, as one group. No sync

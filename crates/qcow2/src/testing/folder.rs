@@ -1,13 +1,15 @@
-//! Images in memory that are opened by their names, without sidecars and redo logs.
+//! Images in memory that are opened by their names, without sidecars, and with a redo log only if a
+//! test gives its memory.
 
 use super::done_at_once;
 use mica_block::{
-    Error, ErrorKind, Identity, Images, NoRedoLogs, NoSidecars, OpenImage, ProofSlot, RedoLogs,
-    Result, Sidecars, Store, Upgradable, write_all,
+    Error, ErrorKind, Identity, Images, NoSidecars, OpenImage, ProofSlot, RedoLogs, RedoMemory,
+    Result, Sidecars, Store, Upgradable, read_exact, write_all,
 };
 use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
 use mica_store::MemoryStore;
+use mica_store::faulty::{LogOptions, LogStore};
 use mica_units::HostOffset;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -21,12 +23,28 @@ pub(crate) const REFCOUNTS_AT: usize = 2 * CLUSTER_BYTES;
 
 /// A folder of images.
 #[derive(Clone, Default)]
-pub(crate) struct Folder(Arc<Mutex<BTreeMap<PathBuf, File>>>);
+pub(crate) struct Folder {
+    files: Arc<Mutex<BTreeMap<PathBuf, File>>>,
+    /// For the logs of all images.
+    memory: Option<Arc<dyn RedoMemory>>,
+    /// Is told what becomes of images that are opened.
+    watch: Option<LogOptions>,
+}
 
 /// Its number, and what is in it.
 type File = (u64, Arc<MemoryStore>);
 
 impl Folder {
+    /// The same folder, whose images are logged in `memory`.
+    pub(crate) fn with_log(&self, memory: Arc<dyn RedoMemory>) -> Self {
+        Self { memory: Some(memory), ..self.clone() }
+    }
+
+    /// The same folder; of images that are opened through it, `watch` is told each operation.
+    pub(crate) fn watched(&self, watch: LogOptions) -> Self {
+        Self { watch: Some(watch), ..self.clone() }
+    }
+
     /// Makes an empty image called `name` of a disk of `disk_bytes`, at most 2 MiB, over the one
     /// called `backing`.
     pub(crate) fn make(&self, name: &str, disk_bytes: u64, backing: Option<&str>) {
@@ -53,7 +71,7 @@ impl Folder {
             put(16, &u32::try_from(backing.len()).expect("a short name").to_be_bytes());
             put(256, backing.as_bytes());
         }
-        let mut files = self.0.lock();
+        let mut files = self.files.lock();
         let file = (files.len() as u64, Arc::new(MemoryStore::new_writable(name, bytes)));
         files.insert(Self::path(name), file);
     }
@@ -65,13 +83,20 @@ impl Folder {
         done_at_once(write_all(&*file, Buf::from_slice(bytes), at));
     }
 
+    /// The `len` bytes at `at` of the image called `name`.
+    pub(crate) fn get(&self, name: &str, at: usize, len: usize) -> Vec<u8> {
+        let (_, file) = self.find(&Self::path(name)).expect("it was made");
+        let at = HostOffset::new(at as u64);
+        done_at_once(read_exact(&*file, at, len)).to_vec()
+    }
+
     /// Where the image called `name` is.
     pub(crate) fn path(name: &str) -> PathBuf {
         Path::new("/folder").join(name)
     }
 
     fn find(&self, path: &Path) -> Result<File> {
-        let files = self.0.lock();
+        let files = self.files.lock();
         files.get(path).cloned().ok_or_else(|| Error::new(ErrorKind::NotFound, "no such image"))
     }
 }
@@ -83,7 +108,12 @@ impl Images for Folder {
 
     fn open(&self, path: &Path) -> Result<OpenImage> {
         let (identity, content) = (self.identify(path)?, ProofSlot::default());
-        Ok(OpenImage { store: self.find(path)?.1, identity, content })
+        let store: Arc<dyn Store> = self.find(path)?.1;
+        let store = match &self.watch {
+            Some(watch) => Arc::new(LogStore::new(store, watch.clone())),
+            None => store,
+        };
+        Ok(OpenImage { store, identity, content })
     }
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
@@ -108,10 +138,32 @@ impl Images for Folder {
     }
 
     fn redo_logs(&self) -> &dyn RedoLogs {
-        &NoRedoLogs
+        self
     }
 
     fn now_ns(&self) -> i128 {
         1 << 60
+    }
+}
+
+impl RedoLogs for Folder {
+    fn log(&self, _path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        Ok(self.memory.clone())
+    }
+
+    fn unnamed_log(&self, _path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        Ok(None)
+    }
+
+    fn orphaned(&self, _path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
+        Ok(Vec::new())
+    }
+
+    fn elsewhere(&self, _path: &Path) -> Result<Option<PathBuf>> {
+        Ok(None)
+    }
+
+    fn of_another(&self, _path: &Path) -> Result<Option<PathBuf>> {
+        Ok(None)
     }
 }

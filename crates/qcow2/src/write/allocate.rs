@@ -108,7 +108,7 @@ pub(crate) struct Space {
     width: RefcountWidth,
     /// Whether a cluster that was never written reads as zeros (I3).
     has_blanks: bool,
-    state: Mutex<Clusters>,
+    state: Arc<Mutex<Clusters>>,
     refill: Claims,
     /// The right to make refcount blocks, or a longer table of them.
     growth: Claims,
@@ -165,12 +165,15 @@ impl Space {
             future_blocks: None,
             taken: 0,
         };
+        let state = Arc::new(Mutex::new(state));
+        let of_log = Arc::clone(&state);
+        metadata.set_space(Box::new(move || of_log.lock().logged()));
         Ok(Self {
             metadata: Arc::clone(metadata),
             bits,
             width: header.refcount_width,
             has_blanks,
-            state: Mutex::new(state),
+            state,
             refill: Claims::default(),
             growth: Claims::default(),
             wants_blocks: AtomicBool::new(false),
@@ -259,8 +262,7 @@ impl Space {
     /// linked in them is called unused, and the counts of everything linked are in them, or
     /// durable.
     pub(crate) fn state(&self) -> SpaceState {
-        let state = self.lock();
-        SpaceState { min_file_len: state.min_file_len, unused: state.unused() }
+        self.lock().logged()
     }
 
     /// The clusters that were reserved unlinked as `runs` are linked in the pages, which the caller
@@ -532,6 +534,11 @@ impl Clusters {
         if let Ok(index) = self.in_flight.binary_search_by_key(&first, |run| run.0) {
             self.in_flight.remove(index);
         }
+    }
+
+    /// What the log has to know.
+    fn logged(&self) -> SpaceState {
+        SpaceState { min_file_len: self.min_file_len, unused: self.unused() }
     }
 
     /// What is counted and not linked, in rising order; neighbours are joined.

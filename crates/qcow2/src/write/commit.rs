@@ -27,8 +27,12 @@
 //! A group whose pages find no space in the file system is put back and retried with the next one;
 //! any other failure ends the writing.
 //!
-//! Freed clusters leave limbo when every request that was under way when the group became durable
-//! is done.
+//! Freed clusters leave limbo with the first group that begins when their moment is over ([`Gate`],
+//! I3). It comes at the earliest when the next group begins after the one that freed them. Then the
+//! changes that are under way have to end, and after that the reads and the writes in place that
+//! had begun before the last of them ended: they may have found these clusters in the map.
+//!
+//! [`Gate`]: crate::gate::Gate
 
 use super::Writer;
 use super::pages::{Dirty, Group};

@@ -240,12 +240,13 @@ impl Writer {
         }
     }
 
-    /// Writes the new entries, which link what was `reserved` for their data; returns whether they
-    /// must be flushed before the acknowledgement. The caller holds the claims of their clusters.
-    ///
-    /// They are logged under the same lock: whoever sees an entry may write to its place, and
-    /// acknowledge that, without logging anything.
-    pub(super) async fn link(&self, changes: &[Change], reserved: &[Reserved]) -> Result<bool> {
+    /// Writes the new entries, which link what was `reserved` for their data. The caller holds the
+    /// claims of their clusters, and ends what is returned before the acknowledgement.
+    pub(super) async fn link<'a>(
+        &'a self,
+        changes: &'a [Change],
+        reserved: &[Reserved],
+    ) -> Result<Linked<'a>> {
         for change in changes {
             assert!(
                 change.drops != Drops::Nothing || self.drops_of(change).is_none(),
@@ -262,10 +263,9 @@ impl Writer {
                 let Some(missing) = missing else {
                     let must_flush = self.put_entries(&mut pages, changes);
                     self.space.linked(reserved);
-                    pages.log_touched(|| self.space.state());
-                    self.due.note(&pages);
-                    self.renaming.note(&pages);
-                    return Ok(must_flush);
+                    pages.has_new_links = true;
+                    let has_log = pages.logging.is_on();
+                    return Ok(Linked { writer: self, changes, must_flush, has_log });
                 };
                 missing.entry.at
             };
@@ -301,9 +301,53 @@ impl Writer {
     }
 }
 
+/// New entries that are in their pages. When this ends they are logged, and then visible to
+/// readers; also if the request is abandoned, so that pages and slices say the same.
+#[must_use = "the entries are logged and visible when it ends"]
+pub(super) struct Linked<'a> {
+    writer: &'a Writer,
+    changes: &'a [Change],
+    must_flush: bool,
+    has_log: bool,
+}
+
+impl Linked<'_> {
+    /// As [`Self::end`], together with others: of those that link in the same turn of the executor,
+    /// the first to go on logs the entries of all in one group.
+    pub(super) async fn end_together(self) -> Result<bool> {
+        if self.has_log {
+            mica_rt::yield_to_ready().await;
+        }
+        self.end()
+    }
+
+    /// Ends it. Returns whether the entries must be flushed before the acknowledgement.
+    ///
+    /// # Errors
+    /// Why nothing is acknowledged any more: the log may be gone since the entries were put.
+    pub(super) fn end(self) -> Result<bool> {
+        let (writer, must_flush) = (self.writer, self.must_flush);
+        drop(self);
+        writer.check_usable()?;
+        Ok(must_flush)
+    }
+}
+
+impl Drop for Linked<'_> {
+    fn drop(&mut self) {
+        let Self { writer, changes, .. } = *self;
+        let mut pages = writer.metadata.lock();
+        writer.metadata.log_links(&mut pages);
+        writer.due.note(&pages);
+        writer.renaming.note(&pages);
+        drop(pages);
+        writer.publish(changes);
+    }
+}
+
 impl Writer {
     /// Makes what `changes` linked visible to readers.
-    pub(super) fn publish(&self, changes: &[Change]) {
+    fn publish(&self, changes: &[Change]) {
         let shown =
             changes.iter().map(|change| (change.entry.cluster, change.new, change.units.clone()));
         self.show(shown);

@@ -127,3 +127,6 @@ impl PageState {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

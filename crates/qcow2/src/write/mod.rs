@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! write ─▶ in place?  the slice knows ──▶ one write, no metadata
-//!       └▶ request    claim clusters ─▶ reserve ─▶ write data ─▶ link ─▶ publish
+//!       └▶ request    claim clusters ─▶ reserve ─▶ write data ─▶ link ─▶ log, publish
 //! flush ─▶ commit     counts, new tables │ sync │ links │ sync        shared by all who wait
 //! ```
 //!

@@ -20,7 +20,8 @@ impl MetadataStore {
     /// Copies what is in memory over `buf`, which holds the file's bytes at `offset`. Returns
     /// whether that was all of it.
     fn overlay(metadata: &Metadata, buf: &mut Buf, offset: HostOffset) -> bool {
-        let state = metadata.lock();
+        let mut state = metadata.lock();
+        metadata.log_links(&mut state);
         let page_bytes = state.page_bytes();
         let end = offset.bytes() + buf.len() as u64;
         let mut at = offset.bytes();

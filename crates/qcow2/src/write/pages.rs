@@ -15,6 +15,7 @@
 //! - I5 The pages in memory stand once each in the order in which they are looked at for eviction.
 //! - I6 What a page holds is in the file, dirty, or in a group that was taken and not yet ended: a
 //!   group that fails is put back, and none of its pages is clean before it is written.
+//! - I7 Nobody but the request that puts it here sees an L2 entry before it is in the log.
 
 use super::file::ImageFile;
 use crate::live::{HeldClusters, Live, MetadataRanges};
@@ -71,6 +72,8 @@ pub(crate) struct PageState {
     zeroed: HashMap<HostCluster, u64>,
     /// What changed since the last group, for the next process to open the image.
     pub(crate) logging: Logging,
+    /// Whether there may be entries that are not in the log: see [`Metadata::log_links`].
+    pub(super) has_new_links: bool,
 }
 
 /// The changes of metadata since the last group was taken.
@@ -92,6 +95,10 @@ pub(crate) struct Group {
     pub(crate) logged: Option<Mark>,
 }
 
+/// What the log has to know of the clusters of an image that is open for writing. The caller has
+/// the pages locked.
+pub(super) type SpaceNow = Box<dyn Fn() -> SpaceState + Send + Sync>;
+
 /// The metadata of one image.
 pub(crate) struct Metadata {
     pub(crate) store: Arc<ImageFile>,
@@ -107,6 +114,7 @@ pub(crate) struct Metadata {
     sync_failed: OnceLock<Error>,
     failed: OnceLock<Error>,
     state: Mutex<PageState>,
+    space: OnceLock<SpaceNow>,
 }
 
 impl Metadata {
@@ -124,6 +132,7 @@ impl Metadata {
             header: HeaderState::default(),
             zeroed: HashMap::new(),
             logging: Logging::default(),
+            has_new_links: false,
         };
         Arc::new(Self {
             store: Arc::new(ImageFile::new(store, cluster_bits)),
@@ -135,6 +144,7 @@ impl Metadata {
             sync_failed: OnceLock::new(),
             failed: OnceLock::new(),
             state: Mutex::new(state),
+            space: OnceLock::new(),
         })
     }
 
@@ -240,6 +250,21 @@ impl Metadata {
     /// Locks the pages. Never held across I/O.
     pub(crate) fn lock(&self) -> MutexGuard<'_, PageState> {
         self.state.lock()
+    }
+
+    /// The clusters in use are those of `space`.
+    pub(super) fn set_space(&self, space: SpaceNow) {
+        assert!(self.space.set(space).is_ok(), "an image has one space");
+    }
+
+    /// Logs the entries in `pages` that are not in the log yet. Whoever sees an entry may write to
+    /// its place, and acknowledge that, without logging anything; so this comes first (I7).
+    pub(super) fn log_links(&self, pages: &mut PageState) {
+        if std::mem::take(&mut pages.has_new_links)
+            && let Some(space) = self.space.get()
+        {
+            pages.log_touched(space);
+        }
     }
 
     /// Loads the page of `at` into memory. It may be gone again when the caller locks: then the

@@ -16,7 +16,8 @@
 //! - I1 The log answers to the image's name at any moment.
 //! - I2 A copy of the image that was begun before a change which the log has had for
 //!   [`RENAME_PAUSE`] does not have the name of the log. If the file cannot be written, or a group
-//!   takes longer, it is later by that.
+//!   takes longer, or the request that made the change is held up before it notes that, it is
+//!   later by that.
 //! - I3 Nothing gives the image a name while a group does, while its header is replaced, or while
 //!   the writing ends: all of them have the claim to write pages, and this waits for no claim.
 //! - I4 The task that waits keeps neither the writer nor its file open.

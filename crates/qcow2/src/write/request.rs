@@ -168,8 +168,7 @@ impl Writer {
         }
         // From here on the clusters are not returned: some may be linked when the rest fails.
         let reserved = reservations.keep();
-        self.link_or_fail(&changes, &reserved).await?;
-        self.publish(&changes);
+        self.link_or_fail(&changes, &reserved).await?.end_together().await?;
         Ok(())
     }
 

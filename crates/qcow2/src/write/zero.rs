@@ -2,7 +2,7 @@
 
 use super::Writer;
 use super::allocate::Reserved;
-use super::link::{Change, Drops, Entry};
+use super::link::{Change, Drops, Entry, Linked};
 use super::plan::clusters_of;
 use super::unreadable;
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
@@ -116,8 +116,7 @@ impl Writer {
             }
         }
         let held = self.zero_what_drops(&mut changes).await?;
-        let must_flush = self.link_or_fail(&changes, &[]).await?;
-        self.publish(&changes);
+        let must_flush = self.link_or_fail(&changes, &[]).await?.end()?;
         if held.is_some() {
             drop(held);
             // What the clusters keep may be written in place again.
@@ -149,8 +148,7 @@ impl Writer {
                 Zeroed::NotByEntry => unreachable!("a compressed cluster is owned as a whole"),
             }
         }
-        self.link_or_fail(&changes, &[]).await?;
-        self.publish(&changes);
+        self.link_or_fail(&changes, &[]).await?.end()?;
         Ok(())
     }
 
@@ -312,12 +310,12 @@ impl Writer {
         Ok(changed(entry, self.l2.encode(says, allocated != 0), self.units(), Vec::new()))
     }
 
-    /// Links, and logs that; after a failure the disk refuses further writes.
-    pub(super) async fn link_or_fail(
-        &self,
-        changes: &[Change],
+    /// Links; after a failure the disk refuses further writes.
+    pub(super) async fn link_or_fail<'a>(
+        &'a self,
+        changes: &'a [Change],
         reserved: &[Reserved],
-    ) -> Result<bool> {
+    ) -> Result<Linked<'a>> {
         let linked = self.link(changes, reserved).await;
         if let Err(error) = &linked {
             self.fail(error);

@@ -5,7 +5,7 @@
 //! up this thread.
 
 use super::attributes::{Access, Change};
-use super::export::Export;
+use super::export::{Export, Mapping};
 use super::gate::REQUEST_BYTES;
 use super::request::{Durability, Seek, Task};
 use fuser::{
@@ -97,7 +97,11 @@ impl Filesystem for DiskFile {
         config.set_max_write(REQUEST_BYTES).map_err(|_| refused())?;
         config.set_max_background(BACKGROUND_MAX).map_err(|_| refused())?;
         // Each makes something faster or possible; older kernels lack them.
-        for wish in [InitFlags::FUSE_ASYNC_DIO, InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP] {
+        let mapping = match self.export.mapping {
+            Mapping::Allowed => InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+            Mapping::Refused => InitFlags::empty(),
+        };
+        for wish in [InitFlags::FUSE_ASYNC_DIO, mapping] {
             let _ = config.add_capabilities(wish);
         }
         Ok(())

@@ -10,9 +10,11 @@
 //! ```
 //!
 //! The file has to exist: it is mounted over, as by QEMU's FUSE export, and reappears when the
-//! server ends. The kernel caches nothing of the disk (`FOPEN_DIRECT_IO`, no writeback cache), so
+//! server ends. What is read and written is not cached (`FOPEN_DIRECT_IO`, no writeback cache), so
 //! that what other servers write to the same disk is visible at once, and acknowledged writes have
-//! reached the disk.
+//! reached the disk. What programs map into their memory is: of a disk that has other servers they
+//! cannot share such memory ([`Mapping`]). What they map for themselves (`MAP_PRIVATE`) shows the
+//! disk as it was when the kernel read it.
 
 mod attributes;
 mod export;
@@ -28,6 +30,7 @@ mod stats;
 mod tests;
 
 pub use attributes::AllowOther;
+pub use export::Mapping;
 pub use mount::check_file;
 pub use mounts::{MountRequest, Mounted, Mounts, MountsHere};
 pub use server::{Running, Server, ServerConfig};

@@ -5,7 +5,7 @@
 //! that hangs, or one that is stored on its own file, does not block the rest.
 
 use super::attributes::{Access, AllowOther, Attributes, Others};
-use super::export::Export;
+use super::export::{Export, Mapping};
 use super::file::DiskFile;
 use super::gate::Gate;
 use super::mounts::{MountRequest, Mounts};
@@ -39,6 +39,10 @@ pub struct ServerConfig {
     pub image: Option<PathBuf>,
     /// What happens to holes that are punched.
     pub discard: Discard,
+    /// The lock of changes at the edges of sectors: one for all servers of the disk.
+    pub edges: Arc<SharedLock>,
+    /// Whether programs may map the file into their memory.
+    pub mapping: Mapping,
     /// Whether others than this user may use the file.
     pub allow_other: AllowOther,
     /// The executors.
@@ -71,7 +75,8 @@ impl Server {
     /// # Errors
     /// As [`Mounts::mount`]; else any error of the system.
     pub fn prepare(config: ServerConfig) -> Result<Prepared<Running>> {
-        let ServerConfig { file, disk, image, discard, allow_other, workers, mounts } = config;
+        let ServerConfig { file, disk, image, discard, .. } = config;
+        let ServerConfig { mapping, edges, allow_other, workers, mounts, .. } = config;
         let image = image.as_deref().map(open_image).transpose()?;
         let (image, identity) = image.unzip();
         let access = if disk.is_writable() { Access::ReadWrite } else { Access::Read };
@@ -91,7 +96,8 @@ impl Server {
             gate: Gate::new(disk, workers.pool()),
             attributes: Attributes::new(access, others, image),
             discard,
-            edges: SharedLock::default(),
+            mapping,
+            edges,
             stats,
             failures: FailureLog::default(),
         });

@@ -1,6 +1,6 @@
 //! Real mounts of disks in memory. They need the right to mount, and say so where it is missing.
 
-use super::{AllowOther, MountsHere, Running, Server, ServerConfig};
+use super::{AllowOther, Mapping, MountsHere, Running, Server, ServerConfig};
 use crate::discard::Discard;
 use crate::testing::memory::{Event, MemoryDisk};
 use crate::testing::random::Random;
@@ -61,6 +61,8 @@ impl Place {
             disk,
             image: None,
             discard,
+            mapping: Mapping::Allowed,
+            edges: Arc::default(),
             allow_other: AllowOther::Auto,
             workers: Workers::start(2, Backend::Pool).expect("executors"),
             mounts: Arc::new(MountsHere::default()),

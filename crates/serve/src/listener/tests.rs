@@ -156,7 +156,7 @@ fn server_that_lets_nobody_in_counts_as_living() {
     let stopped = UnixListener::bind(&path).expect("bind");
     rustix::net::listen(&stopped, 0).expect("listens");
     let mut waiting = Vec::new();
-    while let Ok(Some(client)) = connect_at_once(&path) {
+    while let Ok(Some(client)) = connect_unix_at_once(&path) {
         waiting.push(client);
     }
     assert!(!waiting.is_empty());

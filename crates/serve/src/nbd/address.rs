@@ -6,7 +6,7 @@
 
 use super::connection::{Door, serve};
 use super::exports::Exports;
-use super::handshake::Handshake;
+use super::handshake::Handshakes;
 use super::limits::Limits;
 use crate::listener::{Family, Listener, tune};
 use crate::scarce::warn_of_lack;
@@ -76,8 +76,7 @@ struct Hall {
     closing: Arc<Signal>,
     handles: Vec<Handle>,
     next: AtomicUsize,
-    /// How many there are.
-    handshakes: Arc<AtomicUsize>,
+    handshakes: Arc<Handshakes>,
 }
 
 impl Hall {
@@ -97,7 +96,7 @@ impl Hall {
     }
 
     fn hand_over(&self, socket: Socket, family: Family, dismissed: &Arc<Signal>) {
-        let Some(handshake) = Handshake::new(&self.handshakes) else {
+        let Some(handshake) = self.handshakes.enter() else {
             // Runs on the first executor, whose counter this is.
             if let Some(first) = self.door.exports.only() {
                 first.stats(0).connections_refused.add(1);

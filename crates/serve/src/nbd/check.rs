@@ -163,12 +163,10 @@ impl Rules {
             });
         }
         let fragments = if flags & command_flag::DF == 0 { Fragments::Any } else { Fragments::One };
-        match self.style {
-            ReplyStyle::Simple if len > PAYLOAD_BYTES_MAX => refuse(ErrorCode::Inval),
-            ReplyStyle::Structured if len > PAYLOAD_BYTES_MAX => refuse(ErrorCode::Overflow),
-            _ if fragments == Fragments::One && len as usize > BUDGET_BYTES => {
-                refuse(ErrorCode::Overflow)
-            }
+        match fragments {
+            // "Error values": only where a client wants its bytes in one chunk.
+            Fragments::One if len as usize > BUDGET_BYTES => refuse(ErrorCode::Overflow),
+            _ if len > PAYLOAD_BYTES_MAX => refuse(ErrorCode::Inval),
             _ if len == 0 => Action::Succeed { cookie },
             _ => Action::Read(Read { cookie, range, fragments }),
         }

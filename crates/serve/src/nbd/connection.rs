@@ -5,7 +5,7 @@ use super::entry::Entry;
 use super::exports::Exports;
 use super::handshake::Handshake;
 use super::limits::{BUDGET_BYTES, Limits, RESERVE_BYTES, TLS_HANDSHAKES};
-use super::negotiate::{Negotiated, Refused, Security, haggle, negotiate};
+use super::negotiate::{Negotiated, Reception, Refused, Security, haggle, negotiate};
 use super::session::{Ended, Traffic, Transmission, transmit};
 use super::stats::QueueStats;
 use crate::budget::Share;
@@ -76,11 +76,13 @@ async fn serve_inner(
     queue: usize,
     (here, chosen): (Handshake, &OnceCell<Arc<Entry>>),
 ) {
-    let handshake = timeout(door.limits.handshake_deadline, shake_hands(stream, door, queue));
+    let handshake = shake_hands(stream, door, (queue, &here));
+    let handshake = timeout(door.limits.handshake_deadline, handshake);
+    let handshake = here.dismissed().unless_raised(handshake);
     let outcome = closed.unless_raised(shut.unless_raised(handshake)).await.flatten();
     drop(here);
     let begun = match &outcome {
-        Some(Ok(Ok(Begun::Plain(transmission) | Begun::Tls(_, transmission)))) => {
+        Some(Some(Ok(Ok(Begun::Plain(transmission) | Begun::Tls(_, transmission))))) => {
             Some(transmission.client.entry())
         }
         _ => None,
@@ -90,6 +92,11 @@ async fn serve_inner(
     count(&|stats| stats.connections.add(1));
     let Some(outcome) = outcome else {
         tracing::debug!("aborted a handshake: nothing is served here any longer");
+        return;
+    };
+    let Some(outcome) = outcome else {
+        count(&|stats| stats.connections_refused.add(1));
+        tracing::debug!("closed a connection that said nothing: others came");
         return;
     };
     let peer = peer_of(stream);
@@ -132,15 +139,15 @@ enum Begun<'a> {
 async fn shake_hands<'a>(
     stream: &'a Stream,
     door: &Door,
-    queue: usize,
+    (queue, here): (usize, &Handshake),
 ) -> Result<Begun<'a>, Refused> {
-    let exports = &*door.exports;
+    let reception = Reception { exports: &door.exports, queue, here };
     let security = match &door.secured {
         None => Security::Plain,
         Some((_, TlsPolicy::Offered)) => Security::Offered,
         Some((_, TlsPolicy::Required)) => Security::Required,
     };
-    let flags = match negotiate(stream, (exports, queue), security).await? {
+    let flags = match negotiate(stream, reception, security).await? {
         Negotiated::Transmission(transmission) => return Ok(Begun::Plain(transmission)),
         Negotiated::StartTls { flags } => flags,
     };
@@ -149,7 +156,7 @@ async fn shake_hands<'a>(
         sleep(wait).await;
     }
     let tls = TlsStream::accept(stream, tls).await.map_err(Refused::Tls)?;
-    match Box::pin(haggle(&tls, (exports, queue), flags)).await {
+    match Box::pin(haggle(&tls, reception, flags)).await {
         Ok(transmission) => Ok(Begun::Tls(tls, transmission)),
         Err(refused) => {
             tls.close().await;
@@ -166,8 +173,14 @@ async fn run((channel, peer): (&impl Channel, &str), transmission: Transmission,
     let name = &entry.export.name;
     tracing::info!("client at {peer} connected to {name:?}");
     let share = Share::new(&entry.party, RESERVE_BYTES, BUDGET_BYTES);
-    let session =
-        transmit(channel, &transmission, (&entry.edges, share), entry.limits, &entry.stop, stats);
+    let session = transmit(
+        channel,
+        &transmission,
+        (&entry.export.edges, share),
+        entry.limits,
+        &entry.stop,
+        stats,
+    );
     let Some((ended, traffic)) = entry.given_up.unless_raised(session).await else { return };
     match ended {
         Ended::Malformed => stats.protocol_errors.add(1),

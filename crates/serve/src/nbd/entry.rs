@@ -5,7 +5,7 @@ use super::export::Export;
 use super::limits::Limits;
 use super::stats::{Counters, QueueStats};
 use crate::budget::{Party, Pool};
-use mica_rt::sync::{SharedLock, Signal};
+use mica_rt::sync::Signal;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +13,6 @@ use std::time::Duration;
 /// An export that is served.
 pub(super) struct Entry {
     pub(super) export: Export,
-    /// The lock of changes at the edges of what the disk writes at once.
-    pub(super) edges: SharedLock,
     pub(super) limits: Limits,
     /// The memory of the process that its clients hold.
     pub(super) party: Arc<Party>,
@@ -40,7 +38,6 @@ impl Entry {
     pub(super) fn new(export: Export, limits: Limits, queues: usize, pool: &Arc<Pool>) -> Self {
         Self {
             export,
-            edges: SharedLock::default(),
             limits,
             party: Party::new(pool),
             stop: Arc::default(),

@@ -3,6 +3,7 @@
 use super::contexts::Context;
 use crate::discard::Discard;
 use mica_block::Disk;
+use mica_rt::sync::SharedLock;
 use std::fmt;
 use std::sync::Arc;
 
@@ -16,6 +17,8 @@ pub struct Export {
     pub description: String,
     /// What happens to space that clients no longer need.
     pub discard: Discard,
+    /// The lock of changes at the edges of sectors: one for all servers of the disk.
+    pub edges: Arc<SharedLock>,
     /// What clients can ask about its parts besides `base:allocation`.
     pub contexts: Vec<Arc<dyn Context>>,
 }

@@ -31,7 +31,8 @@ pub(super) const OPTION_BYTES_TOTAL_MAX: u64 = 16 << 20;
 pub(super) const EXPORTS_MAX: usize = 65536;
 /// Exports that are looked at, and listed, at a time: of a long list no more is in memory.
 pub(super) const LISTED_AT_ONCE: usize = 64;
-/// Clients of one address that have not chosen an export. Further ones are closed at once.
+/// Clients of one address that have not chosen an export. A further one takes the place of one that
+/// has not said anything yet, and is closed at once if there is none.
 pub(super) const HANDSHAKES_MAX: usize = 256;
 /// How long a client waits for exports that are about to be served, all together: well within the
 /// handshake.

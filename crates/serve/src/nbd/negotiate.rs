@@ -9,6 +9,7 @@ use super::channel::Channel;
 use super::contexts::{ContextNumber, Contexts, lists};
 use super::entry::{Client, Entry};
 use super::exports::{Exports, Found, Patience};
+use super::handshake::Handshake;
 use super::limits::{
     LISTED_AT_ONCE, NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX,
     OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, OPTIONS_PER_EXPORT, PAYLOAD_BYTES_MAX,
@@ -26,7 +27,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Why a handshake ended without a session.
 #[derive(Debug)]
@@ -83,27 +84,37 @@ pub(super) enum Negotiated {
     StartTls { flags: u16 },
 }
 
+/// Where a client is until it has chosen an export.
+#[derive(Clone, Copy)]
+pub(super) struct Reception<'a> {
+    pub(super) exports: &'a Exports,
+    /// The executor that this runs on.
+    pub(super) queue: usize,
+    /// The client's place.
+    pub(super) here: &'a Handshake,
+}
+
 /// Carries out the handshake.
 pub(super) async fn negotiate(
     channel: &impl Channel,
-    (exports, queue): (&Exports, usize),
+    reception: Reception<'_>,
     security: Security,
 ) -> Result<Negotiated, Refused> {
     let mut inbox = Inbox::new(channel);
     send(channel, &protocol::greeting()).await?;
     let flags = protocol::decode_client_flags(inbox.array().await?)
         .map_err(|_| Refused::Malformed("unknown client flags"))?;
-    options(channel, inbox, (exports, queue), flags, security).await
+    options(channel, inbox, reception, flags, security).await
 }
 
 /// Continues the handshake behind TLS.
 pub(super) async fn haggle(
     channel: &impl Channel,
-    (exports, queue): (&Exports, usize),
+    reception: Reception<'_>,
     flags: u16,
 ) -> Result<Transmission, Refused> {
     let inbox = Inbox::new(channel);
-    match options(channel, inbox, (exports, queue), flags, Security::Established).await? {
+    match options(channel, inbox, reception, flags, Security::Established).await? {
         Negotiated::Transmission(transmission) => Ok(transmission),
         Negotiated::StartTls { .. } => unreachable!("it is there already"),
     }
@@ -113,7 +124,7 @@ pub(super) async fn haggle(
 async fn options<C: Channel>(
     channel: &C,
     mut inbox: Inbox<'_, C>,
-    (exports, queue): (&Exports, usize),
+    Reception { exports, queue, here }: Reception<'_>,
     flags: u16,
     security: Security,
 ) -> Result<Negotiated, Refused> {
@@ -130,6 +141,7 @@ async fn options<C: Channel>(
     for _ in 0..OPTIONS_MAX + OPTIONS_PER_EXPORT * exports.len() {
         let header = OptionHeader::decode(&inbox.array().await?)
             .map_err(|_| Refused::Malformed("not an option"))?;
+        here.hear();
         bytes_total += u64::from(header.len);
         if header.len > OPTION_BYTES_SKIPPED_MAX || bytes_total > OPTION_BYTES_TOTAL_MAX {
             return Err(Refused::TooMuch);
@@ -233,9 +245,17 @@ struct Negotiation<'a> {
     flags: u16,
     security: Security,
     style: ReplyStyle,
-    /// The contexts that were selected, and the export name with that.
-    selected: Option<(Vec<u8>, Rc<[ContextNumber]>)>,
+    selected: Option<Selected>,
     patience: Patience,
+}
+
+/// The contexts that were selected.
+struct Selected {
+    name: Vec<u8>,
+    /// The export that was called so: by the time that it is chosen that may be another one, which
+    /// has other contexts. It may end meanwhile.
+    of: Weak<Entry>,
+    contexts: Rc<[ContextNumber]>,
 }
 
 impl Negotiation<'_> {
@@ -314,7 +334,8 @@ impl Negotiation<'_> {
         if self.flags & handshake::NO_ZEROES == 0 {
             out.extend([0; protocol::EXPORT_NAME_PADDING]);
         }
-        Ok(Step::Transmit { client, contexts: self.selected(data) })
+        let contexts = self.selected(data, &entry);
+        Ok(Step::Transmit { client, contexts })
     }
 
     /// "NBD_OPT_STARTTLS".
@@ -373,7 +394,9 @@ impl Negotiation<'_> {
         }
         self.reply(out, option, option_reply::ACK, &[]);
         match client {
-            Some(client) => Step::Transmit { client, contexts: self.selected(request.name) },
+            Some(client) => {
+                Step::Transmit { client, contexts: self.selected(request.name, &entry) }
+            }
             None => Step::Next,
         }
     }
@@ -421,18 +444,20 @@ impl Negotiation<'_> {
             }
         }
         if selects {
-            self.selected = Some((request.name.to_vec(), selected.into()));
+            let (name, of) = (request.name.to_vec(), Arc::downgrade(&entry));
+            self.selected = Some(Selected { name, of, contexts: selected.into() });
         }
         self.reply(out, option, option_reply::ACK, &[]);
         Step::Next
     }
 
-    /// What was selected for the export of this name.
-    fn selected(&self, name: &[u8]) -> Rc<[ContextNumber]> {
-        match &self.selected {
-            Some((of, contexts)) if of == name => Rc::clone(contexts),
-            _ => Rc::default(),
-        }
+    /// What was selected for `entry` under this name.
+    fn selected(&self, name: &[u8], entry: &Arc<Entry>) -> Rc<[ContextNumber]> {
+        let is_it = |selected: &&Selected| {
+            selected.name == name && std::ptr::eq(selected.of.as_ptr(), Arc::as_ptr(entry))
+        };
+        let selected = self.selected.as_ref().filter(is_it);
+        selected.map_or_else(Rc::default, |selected| Rc::clone(&selected.contexts))
     }
 
     /// As qemu-nbd: where nothing is written, a flush or a FUA flag has nothing to do and is

@@ -16,7 +16,7 @@ use super::contexts::Context;
 use super::entry::Entry;
 use super::export::Export;
 use super::exports::{Exports, Seat};
-use super::handshake::Handshake;
+use super::handshake::Handshakes;
 use super::limits::Limits;
 use super::stats::Counters;
 use crate::budget::{POOL_BYTES, Pool};
@@ -42,6 +42,7 @@ pub(super) struct World {
     entry: Arc<Entry>,
     /// Where the disk is.
     pub(super) seat: Seat,
+    handshakes: Arc<Handshakes>,
     /// Raised when the world ends.
     closed: Arc<Signal>,
     open: Rc<Cell<usize>>,
@@ -120,6 +121,7 @@ impl World {
             name: "disk".to_owned(),
             description: "a pattern".to_owned(),
             discard,
+            edges: Arc::default(),
             contexts,
         };
         let pool = Pool::new(POOL_BYTES);
@@ -132,6 +134,7 @@ impl World {
             exports,
             entry,
             seat,
+            handshakes: Arc::default(),
             closed: Arc::default(),
             open: Rc::default(),
             secured: None,
@@ -145,7 +148,7 @@ impl World {
         let secured = self.secured.clone();
         let door = Arc::new(Door::new(Arc::clone(&self.exports), secured, Limits::default()));
         let dismissed = [Arc::default(), Arc::clone(&self.closed)];
-        let handshake = Handshake::new(&Arc::default()).expect("the first");
+        let handshake = self.handshakes.enter().expect("somebody says nothing");
         let open = Rc::clone(&self.open);
         open.set(open.get() + 1);
         spawn(async move {

@@ -10,6 +10,7 @@ use crate::discard::Discard;
 use crate::failure_log::FailureLog;
 use crate::limit::Limiter;
 use mica_block::Disk;
+use mica_rt::sync::{SharedLock, Sharing};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -19,6 +20,8 @@ pub(super) struct Common {
     /// One for each queue.
     pub(super) stats: Vec<QueueStats>,
     pub(super) discard: Discard,
+    /// Shared by all changes, if there are other servers.
+    pub(super) edges: Option<Arc<SharedLock>>,
     pub(super) limiter: Option<Arc<Limiter>>,
     pub(super) back_channel: BackChannel,
     /// The disk's serial number, as shown to the driver.
@@ -59,6 +62,23 @@ impl Common {
     /// The serial number, for people.
     pub(super) fn serial(&self) -> String {
         String::from_utf8_lossy(&self.id).trim_end_matches('\0').to_owned()
+    }
+
+    /// Waits until no other server changes a part of a sector, and keeps it so.
+    pub(super) async fn share(&self) -> Option<Sharing<'_>> {
+        match &self.edges {
+            Some(edges) => Some(edges.share().await),
+            None => None,
+        }
+    }
+
+    /// As [`Self::share`], if that takes no waiting.
+    #[inline]
+    pub(super) fn try_share(&self) -> Option<Option<Sharing<'_>>> {
+        match &self.edges {
+            Some(edges) => edges.try_share().map(Some),
+            None => Some(None),
+        }
     }
 
     /// The server ends.

@@ -9,7 +9,7 @@ use mica_units::SECTOR_BYTES;
 const F_SEG_MAX: u32 = 2;
 const F_RO: u32 = 5;
 const F_BLK_SIZE: u32 = 6;
-const F_FLUSH: u32 = 9;
+pub(super) const F_FLUSH: u32 = 9;
 const F_TOPOLOGY: u32 = 10;
 const F_MQ: u32 = 12;
 const F_DISCARD: u32 = 13;
@@ -66,7 +66,8 @@ pub(super) fn space(geometry: Geometry, queues: u16) -> [u8; CONFIG_BYTES] {
     put(24, &[physical_exponent, 0]);
     put(26, &1_u16.to_le_bytes());
     put(28, &sectors(unit).to_le_bytes());
-    // A write cache: what is written is durable after a flush.
+    // A write cache: what is written is durable after a flush. For drivers without flushes there is
+    // none, and they do not read this: it goes with a feature that is not offered.
     put(32, &[1]);
     put(34, &queues.to_le_bytes());
     put(36, &range_sectors);

@@ -52,6 +52,7 @@ pub fn survive(input: &[u8]) -> Counters {
         disk: Arc::clone(&disk) as _,
         stats,
         discard: Default::default(),
+        edges: None,
         limiter: None,
         back_channel: Default::default(),
         losses: Default::default(),

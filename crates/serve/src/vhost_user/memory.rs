@@ -144,6 +144,11 @@ impl Memory {
         divided
     }
 
+    /// Whether `piece` lies in one region.
+    pub(super) fn is_in_one(&self, piece: Piece) -> bool {
+        self.left_in_region(piece.at).is_some_and(|left| u64::from(piece.len) <= left)
+    }
+
     /// Bytes from `at` to the end of its region.
     fn left_in_region(&self, at: GuestAddress) -> Option<u64> {
         let after = self.regions.partition_point(|region| region.layout.guest_phys_addr <= at.0);

@@ -25,6 +25,8 @@
 //!   runs on one at a time. To have that it takes nothing more for a while, unless something is in
 //!   flight that may take long; if that was too short, it waits until it happens by itself. A
 //!   broken queue stays.
+//! - I9 What a driver writes that sends no flushes is durable when it is answered (virtio 1.3,
+//!   section 5.2.6.2).
 
 mod begin;
 mod end;
@@ -34,7 +36,7 @@ use super::attention::{Attention, Pause};
 use super::batch::{Batch, Busy};
 use super::chain::{Chain, Table};
 use super::common::{Common, SessionLogs};
-use super::config::{F_RING_EVENT_IDX, has};
+use super::config::{F_FLUSH, F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::InflightQueue;
 use super::lost::Lost;
@@ -93,11 +95,10 @@ enum End {
 /// Serves a queue, on the executor at `place`, until it is asked to stop or moves.
 async fn serve(setup: Setup, place: usize) {
     let Setup { common, index, lost, logs, ending, mut queue, features, kick, inflight } = setup;
-    let control = &*ending.0;
+    let (control, size) = (&*ending.0, usize::from(queue.size()));
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
     queue.set_ready(true);
     let disk = &*common.disk;
-    let size = usize::from(queue.size());
     let wake_set = WakeSet::new(size + PARTS);
     let settings = control.settings();
     let mut running = Running {
@@ -107,6 +108,7 @@ async fn serve(setup: Setup, place: usize) {
         lost,
         logs,
         is_writable: disk.is_writable(),
+        is_write_through: !has(features, F_FLUSH),
         table: Table { at: GuestAddress(queue.desc_table()), entries: u32::from(queue.size()) },
         wakers: (0..size).map(|index| wake_set.waker(index)).collect(),
         part_wakers: Parts { kick: wake_set.waker(size), timer: wake_set.waker(size + 1) },
@@ -155,9 +157,9 @@ async fn serve(setup: Setup, place: usize) {
         start(Setup { common, index, lost, logs, ending, queue, features, kick, inflight });
         return;
     }
-    // Whoever waits for the end may be about to close the disk.
-    drop(common);
     if let Some(End::Stopped(base)) = end {
+        // Whoever waits for the end may be about to close the disk.
+        drop(common);
         control.stopped(base);
     }
 }
@@ -200,6 +202,8 @@ struct Running<'a> {
     logs: Arc<SessionLogs>,
     stats: &'a QueueStats,
     is_writable: bool,
+    /// Whether the driver sends no flushes (I9).
+    is_write_through: bool,
     queue: Queue,
     table: Table,
     kick: Arc<Socket>,

@@ -18,7 +18,7 @@ use crate::listener::Listener;
 use crate::scarce::warn_of_lack;
 use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
-use mica_rt::sync::{Notify, Signal};
+use mica_rt::sync::{Notify, SharedLock, Signal};
 use mica_rt::{Socket, sleep};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
@@ -43,6 +43,9 @@ pub struct ServerConfig {
     pub serial: String,
     /// What happens to space that the guest no longer needs.
     pub discard: Discard,
+    /// The lock of changes at the edges of sectors, if other servers of the disk make such changes:
+    /// what a guest writes in between would be lost.
+    pub edges: Option<Arc<SharedLock>>,
     /// How much the guest may do, with whatever else shares it.
     pub limiter: Option<Arc<Limiter>>,
     /// The executors.
@@ -67,7 +70,8 @@ impl Server {
     /// # Errors
     /// `Invalid` for a configuration that makes no sense; else any error of the system.
     pub fn prepare(config: ServerConfig) -> Result<Prepared> {
-        let ServerConfig { listener, disk, queues, serial, discard, limiter, workers } = config;
+        let ServerConfig { listener, disk, queues, serial, discard, edges, limiter, workers } =
+            config;
         if !(1..=QUEUES_MAX).contains(&queues) {
             let context = format!("a vhost-user device has between 1 and {QUEUES_MAX} queues");
             return Err(Error::new(ErrorKind::Invalid, context));
@@ -79,6 +83,7 @@ impl Server {
             disk,
             stats,
             discard,
+            edges,
             limiter,
             back_channel: BackChannel::default(),
             losses: Default::default(),

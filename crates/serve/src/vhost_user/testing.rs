@@ -15,6 +15,7 @@ use crate::limit::{Limiter, Rates};
 use crate::listener::Listener;
 use crate::workers::Workers;
 use mica_rt::Backend;
+use mica_rt::sync::SharedLock;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::fs::File;
 use std::path::PathBuf;
@@ -89,6 +90,7 @@ pub(super) struct World {
     pub(super) server: Option<Running>,
     pub(super) discard: Discard,
     pub(super) rates: Rates,
+    pub(super) edges: Option<Arc<SharedLock>>,
     pub(super) queues: u16,
 }
 
@@ -105,6 +107,7 @@ impl World {
             server: None,
             discard: Discard::default(),
             rates,
+            edges: None,
             queues,
         };
         world.serve();
@@ -119,6 +122,7 @@ impl World {
             queues: self.queues,
             serial: "a serial number".to_owned(),
             discard: self.discard,
+            edges: self.edges.clone(),
             limiter: Limiter::shared(self.rates),
             workers: Arc::clone(&self.workers),
         };

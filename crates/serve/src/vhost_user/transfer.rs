@@ -30,10 +30,12 @@ pub(super) struct Cost {
 }
 
 impl Cost {
-    /// Of a transfer of `len` bytes between the disk and `pieces`.
-    pub(super) fn of(len: u64, pieces: &[Piece]) -> Self {
+    /// Of a transfer of `len` bytes between the disk and `pieces` of `memory`.
+    pub(super) fn of(len: u64, pieces: &[Piece], memory: &Memory) -> Self {
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        let window = if is_direct(pieces) { 0 } else { len.min(WINDOW_BYTES) };
+        // What a piece is divided into, where regions meet, need not be whole sectors.
+        let is_direct = is_direct(pieces) && pieces.iter().all(|piece| memory.is_in_one(*piece));
+        let window = if is_direct { 0 } else { len.min(WINDOW_BYTES) };
         Self { pieces: pieces.len() * PIECE_COST, window }
     }
 

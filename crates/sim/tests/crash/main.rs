@@ -32,6 +32,7 @@ mod random;
 mod resize;
 mod scattered;
 mod steps;
+mod together;
 mod turns;
 mod unclosed;
 mod unreadable;

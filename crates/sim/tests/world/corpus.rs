@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 type Target = (&'static str, fn(&[u8]));
 
-const TARGETS: [Target; 12] = [
+const TARGETS: [Target; 13] = [
     ("qcow2_header", hostile::header),
     ("qcow2_open_read", hostile::open_read),
     ("qcow2_check", hostile::check),
@@ -31,6 +31,7 @@ const TARGETS: [Target; 12] = [
     ("log", hostile::log),
     ("volume_stream", hostile::stream),
     ("volume_boot", mica_volume::hostile::boot_record),
+    ("volume_head", mica_volume::hostile::head),
     ("volume_snapshot", mica_volume::hostile::snapshot_record),
     ("volume_frame", mica_volume::hostile::frame),
     ("bitmaps", hostile::bitmaps),
@@ -120,7 +121,7 @@ fn log() -> Vec<u8> {
 }
 
 /// What is of a volume that is compressed, with two snapshots, and boots: a stream, a record of a
-/// snapshot, a frame, and a boot record.
+/// snapshot, a frame, a boot record, and the head of a clone.
 fn of_a_volume() -> Vec<(&'static str, &'static str, Vec<u8>)> {
     let executor = Executor::new(Backend::Sim { seed: 1 }).unwrap();
     executor.block_on(async {
@@ -154,10 +155,15 @@ fn of_a_volume() -> Vec<(&'static str, &'static str, Vec<u8>)> {
             };
             volumes.send(&web, which, (since, false), put, |_| {}).await.unwrap();
         }
+        let copy = VolumeName::new("copy").unwrap();
+        volumes.clone_volume(&web, Some(&one), &copy).await.unwrap();
         let mut seeds = vec![("volume_stream", "two_steps", stream)];
         for (name, content) in objects.contents() {
             if name.as_str().starts_with("boots/") {
                 seeds.push(("volume_boot", "one", content.to_vec()));
+            }
+            if name.as_str() == "volumes/copy/0000000000000001" {
+                seeds.push(("volume_head", "clone", content.to_vec()));
             }
             // What is in an extent begins anywhere: at 64 bytes a frame, at 16 a record.
             let extent = content.get(512..).filter(|_| name.as_str().starts_with("extents/"));

@@ -199,19 +199,23 @@ fn mark_that_leads_to_another_disk_than_the_one_that_was_merged_stays() {
     let mark = || std::fs::read_to_string(beside("vm.qcow2.mica-above")).expect("there");
     let gone = std::slice::from_ref(&above);
     // The layer that is gone is where the disk itself is, as far as anybody knows.
-    settle_marks(&[path.clone(), clone.clone()], gone).expect("settled");
+    settle_marks(&[path.clone(), clone.clone()], gone, GoneFiles::Stay).expect("settled");
     assert_eq!(mark(), "above: vm-2.qcow2\n");
     Mark::put(&above, &top).expect("marked");
-    settle_marks(&[path.clone(), clone], gone).expect("settled");
+    settle_marks(&[path.clone(), clone], gone, GoneFiles::Stay).expect("settled");
     assert_eq!(mark(), "above: vm-2.qcow2\n");
-    settle_marks(&[path.clone(), top], gone).expect("settled");
+    settle_marks(&[path.clone(), top], gone, GoneFiles::Stay).expect("settled");
     assert_eq!(mark(), "above: vm-3.qcow2\n");
+    Mark::put(&path, &above).expect("marked");
+    Mark::forget(&above).expect("unmarked");
+    let refused = settle_marks(&[path.clone(), beside("clone.qcow2")], gone, GoneFiles::Go);
+    assert_eq!(refused.expect_err("it would lead to nothing").kind(), ErrorKind::Denied);
     // Marks in a circle lead nowhere, nor do those of a file that is not there.
     Mark::put(&path, &above).expect("marked");
     Mark::put(&above, &above).expect("marked");
-    settle_marks(&[path.clone(), beside("clone.qcow2")], gone).expect("settled");
+    settle_marks(&[path.clone(), beside("clone.qcow2")], gone, GoneFiles::Stay).expect("settled");
     std::fs::remove_file(&above).expect("removed");
-    settle_marks(&[path.clone(), beside("clone.qcow2")], gone).expect("settled");
+    settle_marks(&[path.clone(), beside("clone.qcow2")], gone, GoneFiles::Stay).expect("settled");
     assert_eq!(mark(), "above: vm-2.qcow2\n");
 }
 

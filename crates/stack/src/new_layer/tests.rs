@@ -182,3 +182,24 @@ fn file_that_another_process_makes_stays_as_it_is() {
     put(&images(&path), &path, new()).expect("what is left of a killed process is taken");
     assert!(!place.exists());
 }
+
+/// The story: a process found the file that another one had just made, and locked it first. That
+/// one removed it, and the layer of the other was made in a file without a name.
+#[test]
+fn new_file_that_another_process_could_lock_first_stays() {
+    let (folder, path) = world();
+    let unnamed = Unnamed::make(&folder.path().join("vm-2.qcow2"), &path, 0o600).expect("made");
+    assert!(unnamed.is_new);
+    let place = unnamed.path.clone();
+    let other = File::options().read(true).write(true).open(&place).expect("it opens");
+    let other = mica_rt::File::new(other.into(), mica_rt::Access::Buffered);
+    other.lock_shared(100, 110).expect("locked");
+    let refused = images(&path).open_writable(&place).err().expect("it is locked");
+    unnamed.leave(&refused);
+    assert!(place.exists());
+    drop(other);
+    // What is the matter with one that nobody has is its own.
+    let unnamed = Unnamed { path: place.clone(), is_new: true };
+    unnamed.leave(&Error::new(ErrorKind::Io, "the device is gone"));
+    assert!(!place.exists());
+}

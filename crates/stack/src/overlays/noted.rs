@@ -23,13 +23,14 @@
 //!   another one, was removed by mica, or is gone while the user says that it was removed.
 //!   One that is added while a note is being rewritten stays: the process that rewrites a note has
 //!   it locked alone, one that adds to it has it locked, too, and each looks whether what it locked
-//!   still has the name. Without locks nothing leaves a note.
+//!   still has the name. Without locks nothing leaves a note. Whoever only holds the lock keeps
+//!   nobody from adding for long: nothing leaves a note that has become longer meanwhile.
 //! - I4 An image is made also where the note cannot be written; that is said.
 
 use crate::files::{folder_of, sync_folder_of};
-use crate::mark::{place, put_whole, read_trusted};
+use crate::mark::{place, read_trusted};
 use crate::merged::refuse_merged;
-use crate::temporary::{NEW_OVERLAYS, is_at, sleep};
+use crate::temporary::{Locked, NEW_OVERLAYS, is_at, sleep};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::fs::{FlockOperation, Gid, OFlags, Uid, fchown, flock};
 use rustix::io::Errno;
@@ -378,14 +379,15 @@ fn open_to_append(at: &Path, layer: &Metadata) -> io::Result<(File, bool)> {
 }
 
 /// Locks the note at `at`, which `open` opens, so that it is the one that has the name (I3). Where
-/// there are no locks one that is shared is none.
+/// there are no locks one that is shared is none, nor is it where somebody keeps the note locked:
+/// that may be a process that is stopped, or anybody who may read it.
 fn lock<T>(
     at: &Path,
     how: FlockOperation,
     mut open: impl FnMut() -> io::Result<(File, T)>,
 ) -> io::Result<(File, T)> {
     let is_shared = how == FlockOperation::NonBlockingLockShared;
-    for _ in 0..TRIES {
+    for left in (0..TRIES).rev() {
         let (file, more) = match open() {
             // Another process removed it just now: one that adds makes it again.
             Err(error) if is_shared && error.kind() == io::ErrorKind::NotFound => continue,
@@ -394,6 +396,9 @@ fn lock<T>(
         match flock(&file, how) {
             Ok(()) if !is_at(at, &file) => {}
             Ok(()) => return Ok((file, more)),
+            Err(Errno::WOULDBLOCK) if is_shared && left == 0 && is_at(at, &file) => {
+                return Ok((file, more));
+            }
             Err(Errno::WOULDBLOCK) => sleep(LOOK),
             Err(_) if is_shared => return Ok((file, more)),
             Err(error) => return Err(error.into()),
@@ -451,7 +456,7 @@ fn forget_amid(layer: &Path, gone: &HashSet<Noted>, amid: impl FnOnce()) -> Resu
         let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&at)?;
         Ok((file, ()))
     };
-    // Until this has its end nobody adds to it, nor to what takes its place.
+    // Until this has its end nobody adds to it, nor to what takes its place, unless it takes long.
     let file = match lock(&at, FlockOperation::NonBlockingLockExclusive, open) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         locked => locked.map_err(failed)?.0,
@@ -461,11 +466,18 @@ fn forget_amid(layer: &Path, gone: &HashSet<Noted>, amid: impl FnOnce()) -> Resu
     check_len(&at, &content)?;
     let stay: Vec<_> = decode(&content).filter(|noted| !gone.contains(noted)).collect();
     amid();
-    if stay.is_empty() {
-        fs::remove_file(&at).map_err(failed)?;
-    } else {
-        let lines: Vec<u8> = stay.iter().flat_map(Noted::encode).collect();
-        put_whole(&at, &place(layer, NEW_OVERLAYS)?, &lines)?;
+    let lines: Vec<u8> = stay.iter().flat_map(Noted::encode).collect();
+    let new = match stay.is_empty() {
+        true => None,
+        false => Some(Locked::write(&place(layer, NEW_OVERLAYS)?, &lines).map_err(failed)?),
+    };
+    if file.metadata().map_err(failed)?.len() != content.len() as u64 {
+        new.iter().for_each(Locked::remove);
+        return Err(Error::new(ErrorKind::Io, "something was added to it meanwhile"));
+    }
+    match new {
+        Some(new) => new.rename_to(&at).map(drop)?,
+        None => fs::remove_file(&at).map_err(failed)?,
     }
     sync_folder_of(&at)
 }
@@ -582,6 +594,35 @@ mod tests {
             killed.expect_err("it was killed");
         });
         assert!(noted_on(&base).expect("read").is_superset(&all(&["/stays", "/late"])));
+    }
+
+    /// The story: an overlay was made while something had the note of its base locked for more than
+    /// a second, and was not noted: a merge of the base did not find it.
+    #[test]
+    fn line_is_added_to_a_note_that_somebody_keeps_locked() {
+        let (_folder, base) = noted(&["/stays"]);
+        let kept = File::open(note_beside(&base).expect("there")).expect("opened");
+        flock(&kept, FlockOperation::NonBlockingLockExclusive).expect("locked");
+        add(&base, "/late");
+        assert_eq!(noted_on(&base).expect("read"), all(&["/stays", "/late"]));
+    }
+
+    #[test]
+    fn what_is_added_while_a_note_is_rewritten_for_long_stays() {
+        for names in [&["/gone", "/stays"][..], &["/gone"]] {
+            let (folder, base) = noted(names);
+            std::thread::scope(|scope| {
+                let rewritten = forget_amid(&base, &all(&["/gone"]), || {
+                    scope.spawn(|| add(&base, "/late")).join().expect("added");
+                });
+                rewritten.expect_err("it has become longer");
+            });
+            let noted = noted_on(&base).expect("read");
+            assert!(noted.contains(&named("/late")), "{noted:?}");
+            assert_eq!(fs::read_dir(folder.path()).expect("listed").count(), 2, "nothing is left");
+            forget(&base, &all(&["/gone"]));
+            assert!(!noted_on(&base).expect("read").contains(&named("/gone")));
+        }
     }
 
     /// The story: what was beyond 16 MiB of a note was not read, and so its images did not count.

@@ -112,6 +112,9 @@ struct Fussy {
     unknown_from: AtomicU64,
     /// What bytes read as that were never written.
     unwritten: AtomicU8,
+    /// The longest that it says that it is: a write that makes it longer is still under way.
+    said_len_max: AtomicU64,
+    writes_fail: AtomicBool,
 }
 
 impl Fussy {
@@ -123,6 +126,8 @@ impl Fussy {
             sync_fails: AtomicBool::new(false),
             unknown_from: AtomicU64::new(u64::MAX),
             unwritten: AtomicU8::new(0),
+            said_len_max: AtomicU64::new(u64::MAX),
+            writes_fail: AtomicBool::new(false),
         })
     }
 
@@ -145,7 +150,8 @@ impl Store for Fussy {
     }
 
     fn len(&self) -> Result<u64> {
-        Ok(self.bytes.lock().len() as u64)
+        let said_max = self.said_len_max.load(Ordering::Relaxed);
+        Ok((self.bytes.lock().len() as u64).min(said_max))
     }
 
     fn run_at(&self, at: HostOffset, len: u64) -> Result<mica_block::Run> {
@@ -178,11 +184,15 @@ impl Store for Fussy {
 
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
         self.note("write");
+        if self.writes_fail.load(Ordering::Relaxed) {
+            let error = Error::new(ErrorKind::NoSpace, "the file system is full");
+            return mica_block::ready(Err(error), buf);
+        }
         let mut bytes = self.bytes.lock();
         let start = usize::try_from(offset.bytes()).expect("small");
         let end = start + buf.len();
         let len = bytes.len().max(end);
-        bytes.resize(len, 0);
+        bytes.resize(len, self.unwritten.load(Ordering::Relaxed));
         bytes[start..end].copy_from_slice(&buf);
         mica_block::ready(Ok(()), buf)
     }
@@ -288,6 +298,17 @@ fn last_sector_that_is_only_begun_is_completed_when_it_is_written() {
     assert_eq!(disk.geometry().len, 1024);
 }
 
+/// The story: an encrypted image ended within a sector, and what was decrypted of the missing part
+/// was no zeros.
+#[test]
+fn last_sector_that_is_only_begun_is_zeroed_as_a_whole_where_what_is_missing_is_no_zeros() {
+    let store = Fussy::new(700, false);
+    store.unwritten.store(9, Ordering::Relaxed);
+    let disk = writable(&store);
+    run(disk.write_zeroes(range(512, 512), HOW)).expect("zeroed");
+    assert_eq!(store.bytes()[512..], [0; 512]);
+}
+
 #[test]
 fn zeroes_change_the_space_and_are_written_out_only_where_they_must() {
     let store = Fussy::new(3 << 20, true);
@@ -360,7 +381,25 @@ fn new_end_is_zeros_where_the_store_gives_anything() {
     run(disk.resize(2048)).expect("longer");
     // After a power cut in between, nothing that nobody wrote would be in its new part.
     assert_eq!(store.calls(), ["write", "sync"]);
-    assert_eq!(store.bytes()[700..], [0; 1348]);
+    assert_eq!(store.bytes()[1024..], [0; 1024]);
+}
+
+/// The story: an encrypted disk, whose file ended within a sector, was made longer while a guest
+/// wrote that sector, and what it had written behind the end of the file became zeros.
+#[test]
+fn last_sector_that_is_being_written_stays_while_the_disk_becomes_longer() {
+    for has_space in [true, false] {
+        let store = Fussy::new(700, true);
+        store.unwritten.store(9, Ordering::Relaxed);
+        let disk = writable(&store);
+        store.said_len_max.store(700, Ordering::Relaxed);
+        write(&disk, 512, &[2; 512]).expect("written");
+        store.writes_fail.store(!has_space, Ordering::Relaxed);
+        assert_eq!(run(disk.resize(2048)).is_ok(), has_space);
+        assert_eq!(store.bytes()[512..1024], [2; 512]);
+        let end: &[u8] = if has_space { &[0; 1024] } else { &[] };
+        assert_eq!(store.bytes()[1024..], *end);
+    }
 }
 
 #[test]

@@ -19,7 +19,7 @@
 
 use super::alive::AliveNote;
 use super::lock::{CompactorLock, VolumeLock};
-use super::open::Standing;
+use super::open::{Standing, needs_log};
 use super::stores::Store;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::Signal;
@@ -55,7 +55,8 @@ impl Store {
             Some(directory) => {
                 let (last, is_held) = VolumeLock::look(directory, &info.name);
                 let needs_more = last.log.is_some() || last.is_import;
-                !is_held && !needs_more && last.was_here_as(host)
+                // The head names a log also where what the lock said was lost.
+                !is_held && !needs_more && info.log.is_none() && last.was_here_as(host)
             }
             None => self.dead_writer(info).await.is_some(),
         }
@@ -85,8 +86,11 @@ impl Compactor<'_> {
         }
         let mut locked = store.locked(name, false).await?;
         locked.check_whole(name)?;
-        if locked.standing == Standing::Open || locked.left().is_some() {
+        if locked.standing == Standing::Open {
             return Err(is_open(name));
+        }
+        if let Some(left) = locked.left() {
+            return Err(needs_log(name, left));
         }
         // Not held any longer: a server that starts must not fail for this. It finds a writer that
         // was here, whose lock is free, and fences it.
@@ -96,9 +100,15 @@ impl Compactor<'_> {
         let volume = volumes.open_volume(name, locked.claimed()).await?;
         locked.dead.iter().for_each(AliveNote::forget);
         let alive = store.sign_of_life(&volume, locked.volume);
-        let blocks = volume.compact(sparse, given_up).await?;
-        alive.iter().for_each(AliveNote::remove);
-        Ok(blocks)
+        let writer = volume.writer();
+        let compacted = volume.compact(sparse, given_up).await;
+        // If the volume could not be closed, this shows the next compactor that its writer is dead.
+        let is_over = match &compacted {
+            Ok(_) => true,
+            Err(_) => store.volumes().info(name).await.is_ok_and(|info| info.writer != writer),
+        };
+        alive.iter().filter(|_| is_over).for_each(AliveNote::remove);
+        compacted
     }
 }
 

@@ -4,9 +4,9 @@ use super::alive::AliveNote;
 use super::lock::VolumeLock;
 use super::stores::Store;
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, Geometry, Haste, IoFuture, LocalFuture, Manage, ManageIndex,
-    ManageSnapshots, ManageVolume, MapStats, Planned, Result, VolumeStats, Which, WriteStats,
-    Writing, Zeroes,
+    ClonedFrom, Disk, Error, ErrorKind, Extent, Geometry, Haste, IoFuture, LocalFuture, Manage,
+    ManageIndex, ManageSnapshots, ManageVolume, MapStats, Planned, Result, VolumeStats, Which,
+    WriteStats, Writing, Zeroes,
 };
 use mica_rt::{Buf, join_all, sleep};
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
@@ -54,13 +54,18 @@ impl HeldVolume {
         self.volume.snapshots().expect("a volume has snapshots")
     }
 
-    /// Clones a snapshot, which a head has to have first: it is put in the background.
-    async fn clone_snapshot(&self, which: &Which, target: &VolumeName) -> Result<()> {
+    /// Clones the snapshot `which` by `clone`. A head has to have it first: that is put in the
+    /// background.
+    async fn clone_snapshot(
+        &self,
+        which: &Which,
+        clone: impl AsyncFn(&Volumes) -> Result<()>,
+    ) -> Result<()> {
         self.volume.destage_all().await?;
         let (volumes, mut tries) = (self.volumes(), 0);
         loop {
             tries += 1;
-            match volumes.clone_volume(&self.name, Some(which), target).await {
+            match clone(&volumes).await {
                 Err(error) if error.kind() == ErrorKind::NotFound && tries < HEAD_TRIES => {
                     if !self.taken().list().await?.iter().any(|taken| which.is_of(taken)) {
                         return Err(error);
@@ -75,7 +80,9 @@ impl HeldVolume {
     /// Clones what there is now, by a snapshot that goes with this.
     async fn clone_now(&self, target: &VolumeName) -> Result<()> {
         let taken = Which::Number(self.taken().take("").await?.number);
-        let cloned = self.clone_snapshot(&taken, target).await;
+        let clone =
+            async |volumes: &Volumes| volumes.clone_present(&self.name, &taken, target).await;
+        let cloned = self.clone_snapshot(&taken, clone).await;
         match self.taken().remove(&taken).await {
             Ok(()) => {}
             // Rules may have dropped it, as any that has no label.
@@ -144,10 +151,19 @@ impl ManageVolume for HeldVolume {
         Box::pin(async move {
             let target = VolumeName::new(target)?;
             match which {
-                Some(which) => self.clone_snapshot(which, &target).await,
+                Some(which) => {
+                    let clone = async |volumes: &Volumes| {
+                        volumes.clone_volume(&self.name, Some(which), &target).await
+                    };
+                    self.clone_snapshot(which, clone).await
+                }
                 None => self.clone_now(&target).await,
             }
         })
+    }
+
+    fn cloned_from(&self) -> LocalFuture<'_, Option<ClonedFrom>> {
+        self.volume.cloned_from()
     }
 
     fn differences<'a>(

@@ -17,6 +17,10 @@ use mica_volume::{
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// How often who has a volume is asked again while its lock is held. Only compactors open volumes
+/// without that, each of them once.
+const ASKED_AGAIN_MAX: u32 = 4;
+
 /// How a volume is opened.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct VolumeOptions {
@@ -75,13 +79,16 @@ pub(super) struct Locked {
     pub(super) volume: [u8; 16],
     /// The writer that its head named when that was found out.
     writer: Option<Writer>,
+    /// The log that its head named.
+    log: Option<PathBuf>,
 }
 
 impl Locked {
-    /// The log of a writer of this machine that did not close the volume.
+    /// The log of a writer of this machine that did not close the volume. The head names it, too:
+    /// the file of the lock may have been lost, as where a store was copied without it.
     pub(super) fn left(&self) -> Option<&Path> {
         let lock = self.lock.as_ref().filter(|_| self.standing == Standing::Abandoned)?;
-        lock.found().log.as_deref()
+        lock.found().log.as_deref().or(self.log.as_deref())
     }
 
     /// What may be done about the writer without force: only the dead one is fenced, as another
@@ -148,7 +155,7 @@ impl Stores {
             Some(place) => Some(self.log(place).await.inspect_err(|_| locked.give_back())?),
             None => None,
         };
-        let volume = open_locked(&volumes, &url.name, &locked, options, log).await;
+        let volume = store.open_held((&volumes, &url.name), &mut locked, options, log).await;
         let volume = volume.inspect_err(|_| locked.give_back())?;
         locked.lock.iter_mut().for_each(VolumeLock::keep);
         locked.dead.iter().for_each(AliveNote::forget);
@@ -349,16 +356,20 @@ impl Store {
             Some(directory) => Some(VolumeLock::take(directory, name).await?),
             None => None,
         };
-        let info = match self.volumes().info(name).await {
-            Ok(info) => info,
+        match self.volumes().info(name).await {
+            Ok(info) => Ok(self.standing_of(info, lock).await),
             Err(error) => {
                 lock.iter_mut().for_each(VolumeLock::give_back);
                 if let Some(lock) = lock.filter(|_| error.kind() == ErrorKind::NotFound) {
                     lock.remove();
                 }
-                return Err(error);
+                Err(error)
             }
-        };
+        }
+    }
+
+    /// Who has a volume, of which this is the `lock`, if it is on this machine.
+    async fn standing_of(&self, info: VolumeInfo, lock: Option<VolumeLock>) -> Locked {
         // A lock that was passed by proves nothing.
         let was_held = lock.as_ref().is_some_and(VolumeLock::was_held);
         let is_dead =
@@ -370,7 +381,42 @@ impl Store {
             Some(_) if dead.is_some() => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        Ok(Locked { lock, standing, dead, volume: info.volume, writer: info.writer })
+        let VolumeInfo { volume, writer, log, .. } = info;
+        Locked { lock, standing, dead, volume, writer, log: log.map(PathBuf::from) }
+    }
+
+    /// Opens a volume that is `locked` for writing. A compactor that had taken the lock before may
+    /// have opened the volume since, and gives way (compacting, K1): who has it is asked again.
+    async fn open_held(
+        &self,
+        (volumes, name): (&Volumes, &VolumeName),
+        locked: &mut Locked,
+        options: &VolumeOptions,
+        log: Option<Arc<LogDevice>>,
+    ) -> Result<Volume> {
+        for _ in 0..ASKED_AGAIN_MAX {
+            match open_locked(volumes, name, locked, options, log.clone()).await {
+                Err(error) if error.kind() == ErrorKind::Denied => {
+                    if !self.is_abandoned_since(name, locked).await {
+                        return Err(error);
+                    }
+                }
+                opened => return opened,
+            }
+        }
+        open_locked(volumes, name, locked, options, log).await
+    }
+
+    /// Asks again who has a volume that is `locked`: whether that is another writer than before,
+    /// and a dead one or a compactor.
+    async fn is_abandoned_since(&self, name: &VolumeName, locked: &mut Locked) -> bool {
+        let before = (locked.volume, locked.writer);
+        // What was refused first is the error to report.
+        let Ok(info) = self.volumes().info(name).await else { return false };
+        let Some(lock) = locked.lock.take() else { return false };
+        *locked = self.standing_of(info, Some(lock)).await;
+        let is_another = locked.volume == before.0 && locked.writer != before.1;
+        is_another && locked.standing == Standing::Abandoned
     }
 
     /// That a volume which is only read is all of something, and that the store has what its last
@@ -386,8 +432,14 @@ impl Store {
             return Ok(());
         };
         let (last, is_held) = VolumeLock::look(directory, name);
-        let left = last.log.as_deref().filter(|_| !is_held);
         let info = self.volumes().info(name).await?;
+        let left = match &last.log {
+            // A server may have opened it since.
+            None if VolumeLock::look(directory, name).1 => None,
+            None => info.log.as_deref().map(Path::new),
+            Some(log) => Some(&**log),
+        };
+        let left = left.filter(|_| !is_held);
         let Some(host) = &info.open_on else { return Ok(()) };
         match left {
             _ if last.is_import => Err(part_of_image(name)),
@@ -462,7 +514,7 @@ fn lacks_records(name: &VolumeName, left: &Path, log: &Path) -> Error {
 }
 
 /// Why a volume is left alone whose writer was killed: what it acknowledged may only be in its log.
-fn needs_log(name: &VolumeName, log: &Path) -> Error {
+pub(super) fn needs_log(name: &VolumeName, log: &Path) -> Error {
     let (name, log) = (name.as_str(), log.display());
     let what = format!(
         "volume {name} was not closed, and its log {log} may have writes that the store lacks: \
@@ -501,6 +553,42 @@ mod tests {
             let deleted = store.volumes().delete(&name, locked.claimed()).await;
             assert_eq!(deleted.expect_err("it is served").kind(), ErrorKind::Denied);
             fast.close().await.expect("nobody has fenced it");
+        };
+        Executor::new(Backend::Pool).expect("threads").block_on(test);
+    }
+
+    /// The story: a server that started just when `mica volume gc` had given the lock of a volume
+    /// back, and had not opened that yet, failed: the volume was open on its own host.
+    #[test]
+    fn compactor_that_opens_a_volume_behind_the_back_of_a_server_gives_way() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let test = async {
+            let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
+            let name = VolumeName::new("web").expect("a name");
+            let store = stores.open_or_make(&StoreUrl::Directory(folder.path().to_owned())).await;
+            let store = store.expect("a store");
+            let volumes = store.volumes();
+            volumes.create(&name, 1 << 20).await.expect("made");
+            let options = VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() };
+            for is_closed in [true, false] {
+                let compactor = store.locked(&name, false).await.expect("nobody has it");
+                compactor.sign(None, false).expect("signed");
+                let claimed = compactor.claimed();
+                drop(compactor);
+                let mut locked = store.locked(&name, false).await.expect("nobody has it");
+                assert_eq!(locked.standing == Standing::Closed, is_closed);
+                let compacting = volumes.open_volume(&name, claimed).await.expect("open");
+                let open = store.open_held((volumes, &name), &mut locked, &options, None);
+                let served = open.await.expect("the compactor gives way");
+                assert!(compacting.close().await.is_err(), "it was fenced");
+                // Another server has it: it is not asked for ever.
+                let mut late = Locked { writer: None, standing: Standing::Closed, ..locked };
+                late.lock = None;
+                let open = store.open_held((volumes, &name), &mut late, &options, None);
+                assert_eq!(open.await.map(drop).expect_err("open").kind(), ErrorKind::Denied);
+                // It is killed.
+                drop(served);
+            }
         };
         Executor::new(Backend::Pool).expect("threads").block_on(test);
     }

@@ -269,6 +269,17 @@ impl Store {
     }
 }
 
+#[cfg(test)]
+impl Store {
+    /// The store in `objects`, as if it were in a bucket.
+    pub(super) async fn of_bucket(objects: Arc<dyn Objects>) -> Result<Self> {
+        let volumes = Volumes::open_or_make(Arc::clone(&objects), environment()?, 1 << 20).await?;
+        let (probing, is_probed, collecting) = Default::default();
+        let url = "s3://bucket/volumes".parse()?;
+        Ok(Self { url, volumes, objects, probing, is_probed, collecting })
+    }
+}
+
 /// Makes the directory of a new store. The one that it is in must be there: it may be a file
 /// system that is not mounted. Its name is durable before anything is in it, also if somebody else
 /// has just made it, or was killed then.

@@ -1,12 +1,17 @@
 use super::*;
-use mica_block::{Disk as _, Error, ErrorKind, Manage, Result};
+use mica_block::{
+    Disk as _, Entry, Error, ErrorKind, LocalFuture, Manage, Object, ObjectName, Objects,
+    PutFuture, Result,
+};
 use mica_rt::sync::Signal;
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::Handles;
+use mica_store::object::MemoryObjects;
 use mica_units::GuestOffset;
-use mica_volume::{NewVolume, SnapshotPer};
+use mica_volume::{ExtentId, NewVolume, SnapshotPer, VolumeName};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const LEN: u64 = 1 << 30;
 
@@ -375,6 +380,149 @@ fn volume_whose_compactor_was_killed_is_compacted_by_the_next_one_only() {
         let disk = others.open_volume(&url, &WRITE).await.expect("nobody has it");
         assert_eq!(first(&*disk).await, 1);
         disk.close().await.expect("closed");
+    });
+}
+
+/// A store that takes so many more heads of volumes.
+struct FewHeads {
+    inner: MemoryObjects,
+    left: AtomicU64,
+}
+
+impl Objects for FewHeads {
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
+        self.inner.open(name)
+    }
+
+    fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture {
+        let less = |left: u64| left.checked_sub(1);
+        let is_head = name.as_str().starts_with("volumes/");
+        if is_head && self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_err() {
+            let error = Error::new(ErrorKind::Denied, "no more heads");
+            return Box::pin(async move { (Err(error), content) });
+        }
+        self.inner.put_if_absent(name, content)
+    }
+
+    fn list(
+        &self,
+        folder: Option<&ObjectName>,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        self.inner.list(folder, after)
+    }
+
+    fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {
+        self.inner.delete(name)
+    }
+}
+
+/// Writes a block of a volume, and returns the extents that it is in, which are lost.
+async fn lose_a_block(store: &Store, objects: &dyn Objects, name: &VolumeName) -> Vec<ExtentId> {
+    let mut writers = Vec::new();
+    for at in [0, 4096] {
+        let refuse = mica_volume::Claimed::Refuse;
+        let volume = store.volumes().open_volume(name, refuse).await.expect("open");
+        let bytes = Buf::from_slice(&[1; 4096]);
+        volume.write(GuestOffset::new(at), bytes).await.0.expect("written");
+        volume.flush().await.expect("flushed");
+        writers.push(volume.writer().expect("it writes"));
+        volume.close().await.expect("closed");
+    }
+    let folder = ObjectName::new(&format!("extents/{:010x}", writers[0].number())).expect("a name");
+    let mut extents = Vec::new();
+    for entry in objects.list(Some(&folder), None).await.expect("listed") {
+        let Entry::Object { name, .. } = entry else { continue };
+        let number = name.as_str().rsplit('/').next().expect("not empty");
+        let sequence = u32::from_str_radix(number, 16).expect("a number");
+        extents.push(ExtentId { writer: writers[0], sequence });
+        objects.delete(&name).await.expect("deleted");
+    }
+    assert!(!extents.is_empty());
+    extents
+}
+
+/// The story: what shows that a compactor lives stayed in memory until the machine restarted if the
+/// compactor failed.
+#[test]
+fn sign_of_a_compactor_that_failed_stays_only_while_its_volume_is_open() {
+    run(async {
+        let (inner, left) = (MemoryObjects::new("bucket"), AtomicU64::new(u64::MAX));
+        let objects = Arc::new(FewHeads { inner, left });
+        let store = Store::of_bucket(Arc::clone(&objects) as _).await.expect("made");
+        let name = VolumeName::new("web").expect("a name");
+        store.volumes().create(&name, LEN).await.expect("made");
+        let identity = store.volumes().identity();
+        let signs = || {
+            let hex: String = identity.iter().map(|byte| format!("{byte:02x}")).collect();
+            let folder = crate::volumes_folder(crate::usual_redo_directory()).expect("a folder");
+            let names = std::fs::read_dir(folder).expect("listed");
+            let names = names.map(|entry| entry.expect("listed").file_name());
+            names.filter(|name| name.to_string_lossy().contains(&hex)).count()
+        };
+        let is_open = async |name: &VolumeName| {
+            store.volumes().info(name).await.expect("known").open_on.is_some()
+        };
+        let extents = lose_a_block(&store, &*objects, &name).await;
+        let compactor = store.compactor().await.expect("asked").expect("nobody else is one");
+        let mut sparse = mica_volume::Sparse { name, extents, bytes: 0, live_bytes: 0 };
+        let never = Signal::default();
+        compactor.compact(&sparse, None, &never).await.expect_err("an extent is lost");
+        assert_eq!((is_open(&sparse.name).await, signs()), (false, 0));
+        sparse.extents.clear();
+        // That which opens it.
+        objects.left.store(1, Ordering::Relaxed);
+        compactor.compact(&sparse, None, &never).await.expect_err("it cannot be closed");
+        assert_eq!((is_open(&sparse.name).await, signs()), (true, 1));
+        objects.left.store(u64::MAX, Ordering::Relaxed);
+        compactor.compact(&sparse, None, &never).await.expect("its writer is dead");
+        assert_eq!((is_open(&sparse.name).await, signs()), (false, 0));
+    });
+}
+
+/// The story: a store was moved without its files whose names begin with a dot, after a server with
+/// a log had been killed. `mica volume gc` fenced the dead writer, and what that had acknowledged
+/// was no more than its log had, which nobody could replay any more. So did verbs and servers.
+#[test]
+fn log_that_only_the_head_names_is_waited_for() {
+    let folder = tempfile::tempdir().expect("a folder");
+    run(async {
+        let url = volume(&folder.path().join("store"), "web");
+        let log = LogPlace { path: folder.path().join("log"), len: 1 << 20 };
+        let with_log = VolumeOptions { log: Some(log), ..WRITE };
+        let killed = stores();
+        make(&killed, &url).await.expect("made");
+        let disk = killed.open_volume(&url, &with_log).await.expect("open");
+        write(&*disk, 7).await.expect("acknowledged");
+        drop((disk, killed));
+        std::fs::remove_dir_all(folder.path().join("store/.locks")).expect("removed");
+        let stores = stores();
+        let store = stores.open(&url.store).await.expect("open");
+        let info = store.volumes().info(&url.name).await.expect("known");
+        assert!(!store.is_left_to_compactors(&info).await, "{info:?}");
+        let compactor = store.compactor().await.expect("asked").expect("nobody else is one");
+        let (sparse, never) = (nothing_sparse(&url), Signal::default());
+        assert_eq!(kind(compactor.compact(&sparse, None, &never).await), ErrorKind::Denied);
+        let refusals = [
+            store.settle(&url.name).await.map(drop),
+            store.delete(&url.name, false).await,
+            store.check_readable(&url.name).await,
+            stores.open_volume(&url, &WRITE).await.map(drop),
+        ];
+        for refused in refusals {
+            assert_eq!(kind(refused), ErrorKind::Denied);
+        }
+        let refused = stores.open_volume(&url, &WRITE).await.map(drop).expect_err("without it");
+        assert!(refused.to_string().contains("--log-device"), "{refused}");
+        let disk = stores.open_volume(&url, &with_log).await.expect("its log is here");
+        assert_eq!(first(&*disk).await, 7);
+        disk.close().await.expect("closed");
+        drop(disk);
+        compactor.compact(&sparse, None, &never).await.expect("nobody has it open");
     });
 }
 

@@ -78,9 +78,21 @@ impl Client {
     /// # Errors
     /// What the store reports in the end.
     pub(crate) async fn list(&self, folder: &ObjectName) -> Result<Vec<Entry>> {
+        self.list_after(folder, None).await
+    }
+
+    /// As [`Self::list`], after `first`.
+    ///
+    /// # Errors
+    /// As [`Self::list`].
+    pub(crate) async fn list_after(
+        &self,
+        folder: &ObjectName,
+        first: Option<&ObjectName>,
+    ) -> Result<Vec<Entry>> {
         let mut all: Vec<Entry> = Vec::new();
         loop {
-            let after = all.last().map(|entry| entry.name().clone());
+            let after = all.last().map(Entry::name).or(first).cloned();
             let list = || self.objects.list(Some(folder), after.as_ref());
             let page = self.repeat(0, list).await?;
             let is_full = page.len() >= LIST_MAX;

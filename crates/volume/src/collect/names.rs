@@ -6,7 +6,7 @@
 
 use super::client::{Client, InFlight, stranger};
 use crate::format::Id;
-use crate::format::head::{HEAD_BYTES, Head, Life};
+use crate::format::head::{HEAD_READ_BYTES, Head, Life};
 use crate::names::{self, VolumeName};
 use crate::place::Writer;
 use crate::put::decode_head;
@@ -118,7 +118,7 @@ pub(crate) async fn read_name(
             return Ok(Some(Arc::clone(known)));
         }
         let object = name.head(number);
-        let bytes = match client.read(&object, 0, HEAD_BYTES).await {
+        let bytes = match client.read(&object, 0, HEAD_READ_BYTES).await {
             Ok(bytes) => bytes,
             // There is a higher one, and another collector deleted this.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,

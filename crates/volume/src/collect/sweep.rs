@@ -42,18 +42,12 @@ pub(crate) async fn sweep(
     claims.put_boundary(client).await?;
     let extents = plan.dead.iter().map(|listed| listed.id.name());
     let heads = plan.heads.iter().flat_map(|(name, lower)| lower.iter().map(|n| name.head(*n)));
-    let mut in_flight = InFlight::new();
-    for name in extents.chain(heads).chain(claims.names()).chain(boots) {
-        let client = client.clone();
-        if let Some(deleted) = in_flight.push(async move { client.delete(&name).await }).await {
-            swept.note(deleted.map(|()| 0));
-            progress(swept.done);
-        }
+    let (claims, boundaries) = claims.names();
+    swept.delete(client, claims, &mut progress).await;
+    if swept.collected.failed == 0 {
+        swept.delete(client, boundaries, &mut progress).await;
     }
-    while let Some(deleted) = in_flight.next().await {
-        swept.note(deleted.map(|()| 0));
-        progress(swept.done);
-    }
+    swept.delete(client, extents.chain(heads).chain(boots), &mut progress).await;
     let mut in_flight = InFlight::new();
     for (listed, parts) in plan.holes {
         let client = client.clone();
@@ -75,6 +69,27 @@ struct Swept {
 }
 
 impl Swept {
+    /// Deletes `names`, and counts what fails.
+    async fn delete(
+        &mut self,
+        client: &Client,
+        names: impl IntoIterator<Item = ObjectName>,
+        progress: &mut impl FnMut(u64),
+    ) {
+        let mut in_flight = InFlight::new();
+        for name in names {
+            let client = client.clone();
+            if let Some(deleted) = in_flight.push(async move { client.delete(&name).await }).await {
+                self.note(deleted.map(|()| 0));
+                progress(self.done);
+            }
+        }
+        while let Some(deleted) = in_flight.next().await {
+            self.note(deleted.map(|()| 0));
+            progress(self.done);
+        }
+    }
+
     fn note(&mut self, outcome: Result<u64>) {
         match outcome {
             Ok(punched) => {

@@ -4,6 +4,7 @@
 
 use super::Id;
 use super::frame::{Frame, Malformed};
+use super::origin::{ORIGIN_BYTES, Origin};
 use crate::place::Writer;
 use crate::properties::{Properties, RawProperties};
 use crate::state::{RawState, State};
@@ -17,6 +18,8 @@ pub(crate) const MAGIC: [u8; 8] = *b"MICAHED\n";
 pub(crate) const VERSION: u32 = 1;
 /// That of a volume with properties.
 pub(crate) const VERSION_WITH_PROPERTIES: u32 = VERSION + 1;
+/// What is read of a head: what a clone was made of may stand behind it.
+pub(crate) const HEAD_READ_BYTES: usize = HEAD_BYTES + ORIGIN_BYTES;
 const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: HEAD_BYTES };
 
 /// Longest name of a host, in bytes.
@@ -70,6 +73,9 @@ pub(crate) struct Head {
     pub(crate) properties: Properties,
     /// The volume that this one comes from by clones, however many; `None` if it is no clone.
     pub(crate) image: Option<Id>,
+    /// What it was cloned from; `None` if it is no clone, or an older version of mica has put a
+    /// head of it.
+    pub(crate) origin: Option<Origin>,
     /// What the store calls the client of the writer, if it can shut one out.
     pub(crate) client: Option<String>,
     /// Where the log of the writer is, on its host, if it has one: for people. What is in it the
@@ -184,6 +190,8 @@ impl Head {
         };
         let mut bytes = raw.as_bytes().to_vec();
         FRAME.seal(&mut bytes);
+        // Older versions of mica read no more than the head.
+        bytes.extend(self.origin.iter().flat_map(Origin::encode));
         bytes
     }
 
@@ -195,10 +203,19 @@ impl Head {
         let (framed, version) = FRAME.open_with_next(bytes)?;
         let raw = RawHead::read_from_bytes(framed).map_err(|_| Malformed::Truncated)?;
         let head = Self::of_raw(&raw).ok_or(Malformed::Content)?;
+        let head = Self { origin: Origin::decode(&bytes[HEAD_BYTES..]), ..head };
         let has_properties = version == VERSION_WITH_PROPERTIES;
         match has_properties == (head.properties != Properties::default()) {
             true => Ok(head),
             false => Err(Malformed::Content),
+        }
+    }
+
+    /// Gives bytes the sums that they should have, if they are as long as a head.
+    pub(crate) fn mend(bytes: &mut [u8]) {
+        if let Some((head, behind)) = bytes.split_at_mut_checked(HEAD_BYTES) {
+            FRAME.seal(head);
+            Origin::mend(behind);
         }
     }
 
@@ -232,6 +249,7 @@ impl Head {
             client: client_of(&raw.client),
             log: log_of(&raw.log),
             image: Some(raw.image).filter(|image| *image != Id::default()),
+            origin: None,
             name_sum: Some(raw.name_sum).filter(|sum| *sum != Id::default()),
             time_ns: raw.time_ns.get(),
             host: text(&raw.host, raw.host_len)?,
@@ -286,6 +304,7 @@ fn padded(host: &str) -> ([u8; 256], u8) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::names::VolumeName;
     use crate::properties::Compression;
     use crate::testing::key;
 
@@ -301,6 +320,7 @@ mod tests {
             state: State::empty(10 << 30),
             properties: Properties::default(),
             image: None,
+            origin: None,
             client: None,
             log: None,
             name_sum: None,
@@ -337,6 +357,12 @@ mod tests {
         let clone = Head { image: Some([8; 16]), ..head() };
         assert_eq!(clone.encode()[8], 1, "older versions read it");
         assert_eq!(Head::decode(&clone.encode()), Ok(clone));
+        let name = VolumeName::new("gold").expect("a name");
+        let origin = Some(Origin { volume: [7; 16], name, snapshot: Some(3) });
+        let from = Head { origin, ..head() };
+        let bytes = from.encode();
+        assert_eq!(bytes[..HEAD_BYTES], head().encode(), "older versions read the head alone");
+        assert_eq!((bytes.len(), Head::decode(&bytes)), (HEAD_READ_BYTES, Ok(from)));
         let client = "x".repeat(CLIENT_LEN_MAX);
         let with_client = Head { client: Some(client), ..head() };
         assert_eq!(Head::decode(&with_client.encode()), Ok(with_client));

@@ -7,6 +7,7 @@ pub(crate) mod boot;
 pub(crate) mod extent;
 pub(crate) mod frame;
 pub(crate) mod head;
+pub(crate) mod origin;
 #[cfg(test)]
 pub(crate) mod page;
 pub(crate) mod snapshot;

@@ -7,6 +7,7 @@ use super::extent::{
 use super::head::{
     self, CLIENT_LEN_MAX, HEAD_BYTES, HOST_LEN_MAX, RawHead, VERSION_WITH_PROPERTIES,
 };
+use super::origin::{ORIGIN_BYTES, ORIGIN_MAGIC, ORIGIN_VERSION, RawOrigin};
 use super::snapshot::{RECORD_BYTES, RawRecord};
 use crate::frames::{FRAME_HEADER_BYTES, RawFrame};
 use crate::place::{BLOCK_BYTES, FRAME_BLOCKS_MAX, FRAME_LENS, FRAME_UNIT_BYTES, Place};
@@ -35,6 +36,7 @@ pub(crate) fn as_written(magic: [u8; 8]) -> String {
 fn pages_have_the_constants_of_the_code() {
     assert_eq!(constant(EXTENT, "MAGIC"), as_written(MAGIC));
     assert_eq!(constant(HEAD, "MAGIC"), as_written(head::MAGIC));
+    assert_eq!(constant(HEAD, "ORIGIN_MAGIC"), as_written(ORIGIN_MAGIC));
     assert_eq!(constant(BOOT, "MAGIC"), as_written(boot::MAGIC));
     for (page, name, value) in [
         (EXTENT, "VERSION", VERSION as usize),
@@ -57,6 +59,8 @@ fn pages_have_the_constants_of_the_code() {
         (HEAD, "VERSION", head::VERSION as usize),
         (HEAD, "VERSION_WITH_PROPERTIES", VERSION_WITH_PROPERTIES as usize),
         (HEAD, "HEAD_BYTES", HEAD_BYTES),
+        (HEAD, "ORIGIN_VERSION", ORIGIN_VERSION as usize),
+        (HEAD, "ORIGIN_BYTES", ORIGIN_BYTES),
         (HEAD, "HOST_LEN_MAX", HOST_LEN_MAX),
         (HEAD, "CLIENT_LEN_MAX", CLIENT_LEN_MAX),
     ] {
@@ -108,6 +112,10 @@ fn pages_have_the_layouts_of_the_code() {
         state time_ns host heir properties image client name_sum log padding checksum
     };
     has_layout(HEAD, &head, size_of::<RawHead>());
+    let origin = fields! { RawOrigin:
+        magic version has_snapshot name_len reserved volume snapshot name padding checksum
+    };
+    has_layout(HEAD, &origin, ORIGIN_BYTES);
     let properties = fields! { RawProperties:
         compression encryption reserved key secret_nonce secret
     };

@@ -17,13 +17,14 @@
 use super::Heads;
 use crate::format::Id;
 use crate::format::head::{Head, Life};
+use crate::format::origin::Origin;
 use crate::properties::Properties;
 use crate::state::State;
 use mica_block::{Error, ErrorKind, Result};
 
 impl Heads {
-    /// Puts the first head of a clone that has `state`, and the properties of its source, which
-    /// comes from `image`, or is it. Who does has to look back at the source, and then to
+    /// Puts the first head of a clone that has `state`, and the properties of its source, `origin`,
+    /// which comes from `image`, or is it. Who does has to look back at the source, and then to
     /// [`Self::unpin`] it.
     ///
     /// # Errors
@@ -32,11 +33,12 @@ impl Heads {
         &self,
         state: State,
         properties: Properties,
-        image: Id,
+        (origin, image): (Origin, Id),
     ) -> Result<Head> {
         let volume = self.environment.random();
         let head = self.head(0, volume, Life::Pinned, state);
-        self.begin(Head { properties, image: Some(image), ..head }).await
+        let (image, origin) = (Some(image), Some(origin));
+        self.begin(Head { properties, image, origin, ..head }).await
     }
 
     /// Makes a volume of a pinned clone, if the source still had what it was made of, or otherwise

@@ -4,6 +4,7 @@ use super::chain::{self, Part};
 use super::device::LogDevice;
 use super::format::{Kind, NUMBER_MAX, SegmentHeader};
 use super::handle::Log;
+use super::promised::PromisedStart;
 use super::record::Record;
 use super::scan::{Behind, scan};
 use super::slots::{LogKey, Phase, Purpose, Slots};
@@ -28,6 +29,19 @@ pub struct Found {
     /// Whether nobody may go on with it: it is kept until its space is needed.
     pub is_set_aside: bool,
     pub(super) key: LogKey,
+}
+
+/// A log that is to be begun.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NewLog {
+    /// The store of its volume.
+    pub(crate) store: Id,
+    /// Its volume.
+    pub(crate) volume: Id,
+    /// Whom it names.
+    pub(crate) writer: Writer,
+    /// The number of its first record.
+    pub(crate) first: u64,
 }
 
 impl LogDevice {
@@ -58,48 +72,56 @@ impl LogDevice {
         writer: Writer,
         first: u64,
     ) -> Result<Log> {
-        check_number(first)?;
-        let this = Arc::clone(self);
+        let (this, new) = (Arc::clone(self), NewLog { store, volume, writer, first });
         spawn(async move {
-            let segment = this.take_first(store, volume, writer, first).await?;
-            this.begin_log(segment.1.key(), Vec::new(), segment, first..first).await
+            let segment = this.take_first(new, Purpose::Start).await?;
+            this.begin_first(new, segment).await
         })
         .await
     }
 
-    /// That [`Self::start`] would find room for a log of `volume`, once one that was found of it is
-    /// set aside: asked before anything is done that cannot be undone.
+    /// Keeps room for a log of `volume`, once one that was found of it is set aside: asked for
+    /// before anything is done that cannot be undone.
     ///
     /// # Errors
     /// As [`Self::start`].
-    pub(crate) async fn check_start(self: &Arc<Self>, volume: Id) -> Result<()> {
+    pub(crate) async fn promise_start(self: &Arc<Self>, volume: Id) -> Result<PromisedStart> {
         let this = Arc::clone(self);
-        let check = async move {
-            let has_room = |slots: &mut Slots| {
+        let promise = async move {
+            let promise = |slots: &mut Slots| {
                 if let Some((_, Phase::Open { .. })) = slots.log_of(volume) {
                     return Err(this.has_one());
                 }
-                Ok(slots.may_start(volume).then_some(()))
+                Ok(slots.promise_start(volume).then(|| PromisedStart::new(&this)))
             };
-            this.with_room(has_room).await
+            this.with_room(promise).await
         };
-        spawn(check).await
+        spawn(promise).await
+    }
+
+    /// Begins a new log in the segment that was taken for it.
+    pub(super) async fn begin_first(
+        self: &Arc<Self>,
+        new: NewLog,
+        segment: (usize, SegmentHeader),
+    ) -> Result<Log> {
+        self.begin_log(segment.1.key(), Vec::new(), segment, new.first..new.first).await
     }
 
     /// Takes a segment for a new log, whose key is its own from then on.
-    async fn take_first(
+    pub(super) async fn take_first(
         &self,
-        store: Id,
-        volume: Id,
-        writer: Writer,
-        first: u64,
+        new: NewLog,
+        purpose: Purpose,
     ) -> Result<(usize, SegmentHeader)> {
+        let NewLog { store, volume, writer, first } = new;
+        check_number(first)?;
         let take = |slots: &mut Slots| {
             if slots.log_of(volume).is_some() {
                 return Err(self.has_one());
             }
             let key = LogKey { volume, root: slots.next_number() };
-            let taken = slots.take(Purpose::Start, |number| SegmentHeader {
+            let taken = slots.take(purpose, |number| SegmentHeader {
                 number,
                 oldest: number,
                 ..self.segment(store, key, first, vec![writer])

@@ -42,6 +42,7 @@ mod group;
 mod handle;
 #[cfg(test)]
 mod page;
+mod promised;
 mod record;
 mod scan;
 mod slots;
@@ -50,7 +51,9 @@ mod tail;
 
 pub use appender::NotPushed;
 pub use begin::Found;
+pub(crate) use begin::NewLog;
 pub use device::LogDevice;
 pub use handle::{Log, Room, Ticket};
+pub(crate) use promised::PromisedStart;
 pub use record::Record;
 pub use survey::{DropLog, LogSummary};

@@ -69,6 +69,8 @@ pub(super) enum Purpose {
     Records { is_spent: bool },
     /// A new log.
     Start,
+    /// A new log for which room was promised: one segment was kept clean for it.
+    Promised,
     /// A header alone: names, or the end of a log.
     Name,
 }
@@ -99,6 +101,8 @@ pub(super) struct Slots {
     logs: BTreeMap<LogKey, Phase>,
     /// How many of the logs are not over, and how many of those a segment is kept clean for.
     counts: Counts,
+    /// How many logs have room that are not begun yet.
+    promised: usize,
     next_number: u64,
     /// Changes that were written so far.
     written: u64,
@@ -127,6 +131,7 @@ impl Slots {
             damaged: damaged.into_iter().collect(),
             logs: BTreeMap::new(),
             counts: Counts::default(),
+            promised: 0,
             next_number,
             written: 0,
             durable: 0,
@@ -255,9 +260,9 @@ impl Slots {
         let at = self.pick()?;
         let clean = || self.clean(Some(at)).count();
         let has_room = match purpose {
-            Purpose::Name => true,
+            Purpose::Name | Purpose::Promised => true,
             // It must be able to get going, whatever the others do that are there.
-            Purpose::Start => clean() > self.counts.there + 1,
+            Purpose::Start => clean() > self.there_soon() + 1,
             Purpose::Records { is_spent } => {
                 clean() + usize::from(is_spent) >= self.reserve(Some(key))
             }
@@ -270,13 +275,32 @@ impl Slots {
         self.choose(purpose, key).is_some()
     }
 
-    /// Whether a log of `volume` may be begun once one of it that was found is set aside: all that
-    /// it has is clean then, and room for one log less has to be kept.
-    pub(super) fn may_start(&self, volume: Id) -> bool {
-        match self.log_of(volume) {
+    /// Keeps room for a log of `volume`, which is begun with [`Purpose::Promised`] once one of it
+    /// that was found is set aside; false if there is none. From then on one more segment is kept
+    /// clean. Of a log that is set aside all segments are clean then, its last one included, for
+    /// which one was kept: room for one log less has to be kept.
+    pub(super) fn promise_start(&mut self, volume: Id) -> bool {
+        let may_start = match self.log_of(volume) {
             None => self.may_take(Purpose::Start, LogKey { volume, root: self.next_number }),
-            Some((key, _)) => self.clean(None).count() + self.live_of(key) > self.counts.there + 1,
-        }
+            Some((key, _)) => {
+                let clean = self.clean(None).count() + self.live_of(key);
+                clean > self.there_soon() + 1
+            }
+        };
+        self.promised += usize::from(may_start);
+        may_start
+    }
+
+    /// The segments that have to be clean for the logs that there are to get going. One that was
+    /// promised takes one besides.
+    fn there_soon(&self) -> usize {
+        self.counts.there + 2 * self.promised
+    }
+
+    /// A log for which room was promised is not begun.
+    pub(super) fn withdraw(&mut self) {
+        self.promised -= 1;
+        self.room_made += 1;
     }
 
     /// Takes a segment; `header` gets its number. `None` if there is no room.
@@ -288,6 +312,7 @@ impl Slots {
         let header = header(self.next_number);
         let at = self.choose(purpose, header.key())?;
         self.next_number += 1;
+        self.promised -= usize::from(purpose == Purpose::Promised);
         self.forget_overwritten();
         // What is here may come back in the place of what was taken and is not durable.
         let slot = &mut self.slots[at];
@@ -314,11 +339,11 @@ impl Slots {
     }
 
     /// Segments that are kept clean: for each log with records in its tail, counting `with` as one,
-    /// and one more.
+    /// for each that was promised, and one more.
     fn reserve(&self, with: Option<LogKey>) -> usize {
         let phase = with.and_then(|key| self.logs.get(&key).copied());
         let extra = usize::from(with.is_some()) - Counts::of(phase).in_need;
-        1 + self.counts.in_need + extra
+        1 + self.counts.in_need + self.promised + extra
     }
 
     fn is_durable(&self, slot: &Slot) -> bool {

@@ -106,28 +106,8 @@ impl Volumes {
             (None, Some(_)) => return Err(no_base(name, begin)),
         };
         let content = base.as_ref().map_or((Root::default(), begin.len), |base| base.content());
-        // What was just made is nobody else's, and no whole volume if this dies now.
-        let claimed = made.as_ref().map_or(Claimed::Refuse, |made| Claimed::JustMade(made.volume));
-        let volume = match self.open_volume(name, claimed).await {
-            Ok(volume) => volume,
-            Err(error) => {
-                if let Some(made) = &made {
-                    // The first failure is reported.
-                    let _ = self.heads(name).delete_just_made(made).await;
-                }
-                return Err(error);
-            }
-        };
-        let state = volume.shared().now().state;
-        let is_as_seen =
-            (state.map, state.len, state.snapshots) == (content.0, content.1, snapshots);
-        if !is_as_seen {
-            // One that is not whole must not look so.
-            if made.is_none() {
-                volume.close().await?;
-            }
-            return Err(changed_meanwhile(name));
-        }
+        let volume = self.open_as_seen(name, made.as_ref(), (content, snapshots)).await?;
+        let made = made.map(|made| made.volume);
         let received = match write(&volume, begin, stream).await {
             Ok(received) => volume.close().await.map(|()| received),
             Err(error) => {
@@ -143,18 +123,52 @@ impl Volumes {
         }
     }
 
+    /// Opens a volume that has this content and these snapshots, or was just `made`.
+    pub(super) async fn open_as_seen(
+        &self,
+        name: &VolumeName,
+        made: Option<&Head>,
+        (content, snapshots): ((Root, u64), Root),
+    ) -> Result<Volume> {
+        // What was just made is nobody else's, and no whole volume if this dies now.
+        let claimed = made.map_or(Claimed::Refuse, |made| Claimed::JustMade(made.volume));
+        let volume = match self.open_volume(name, claimed).await {
+            Ok(volume) => volume,
+            Err(error) => {
+                if let Some(made) = made {
+                    // The first failure is reported.
+                    let _ = self.heads(name).delete_just_made(made).await;
+                }
+                return Err(error);
+            }
+        };
+        let state = volume.shared().now().state;
+        if ((state.map, state.len), state.snapshots) == (content, snapshots) {
+            return Ok(volume);
+        }
+        let changed = changed_meanwhile(name);
+        match made {
+            // One that is not whole must not look so: it is not closed.
+            Some(made) => Err(self.unmade(name, Some(made.volume), &volume, changed).await),
+            None => {
+                volume.close().await?;
+                Err(changed)
+            }
+        }
+    }
+
     /// Deletes a volume that was `made` for a stream if its writer could not, as the store has no
     /// room for its extents: a head is short. What others have of this name by now is theirs, and
     /// one that was closed after all is whole. Returns why it was not received.
     async fn unmade(
         &self,
         name: &VolumeName,
-        made: Option<Head>,
+        made: Option<Id>,
         volume: &Volume,
         error: Error,
     ) -> Error {
         let (Some(made), Some(writer)) = (made, volume.writer()) else { return error };
-        match self.heads(name).delete_unclosed(made.volume, writer).await {
+        match self.heads(name).delete_unclosed(made, writer).await {
             Ok(()) => error,
             Err(other) => {
                 let (name, what, other) = (name.as_str(), error.in_one_line(), other.in_one_line());

@@ -6,6 +6,8 @@ use crate::format::frame::Malformed;
 use crate::format::snapshot::Origin;
 use crate::heads::Claimed;
 use crate::names::VolumeName;
+use crate::properties::NewVolume;
+use crate::state::Root;
 use crate::testing::{bytes, environment, kind, memory, name, range, read, run, volumes, write};
 use crate::volumes::Volumes;
 use mica_block::{
@@ -341,6 +343,23 @@ fn what_others_made_of_the_volume_meanwhile_is_not_taken_back() {
             assert_eq!(content(&to, &copy, None).await[..4096], [77; 4096]);
             assert!(to.list().await.expect("listed").iter().all(|info| info.open_on.is_none()));
         }
+    });
+}
+
+/// What was made for a stream, and has something else by now, was left: open for ever, and a part.
+#[test]
+fn new_volume_that_is_not_as_it_was_made_is_deleted() {
+    run(5, async {
+        let (to, copy) = (store().await, name("copy"));
+        let made = to.make_unfinished(&copy, LEN, NewVolume::default()).await.expect("made");
+        let other = to.open_volume(&copy, Claimed::JustMade(made.volume)).await.expect("open");
+        write(&other, 0, &[1; 4096]).await;
+        other.flush().await.expect("flushed");
+        let seen = ((Root::default(), LEN), Root::default());
+        let refused = to.open_as_seen(&copy, Some(&made), seen).await.map(drop);
+        assert_eq!(refused.expect_err("it was written").kind(), ErrorKind::Denied);
+        let left = to.info(&copy).await.expect_err("deleted");
+        assert_eq!(left.kind(), ErrorKind::NotFound);
     });
 }
 

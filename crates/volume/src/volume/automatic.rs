@@ -69,7 +69,7 @@ impl Volume {
             let seen = self.shared.now().records;
             match self.keep_snapshots(rules).await {
                 Ok(_) => {}
-                Err(_) if self.shared.refusal(&self.shared.now()).is_some() => return,
+                Err(_) if !self.shared.now().stage.is_accepting() => return,
                 Err(error) => {
                     let (volume, error) = (self.shared.heads.name.as_str(), error.in_one_line());
                     tracing::warn!(volume, error, "no automatic snapshot was dropped");
@@ -109,7 +109,7 @@ impl Volume {
                 Ok(()) if seen != before => rest = DROP_EVERY.max(every),
                 Ok(()) if is_due => rest = DROP_AT_REST.max(every),
                 Ok(()) => {}
-                Err(_) if self.shared.refusal(&self.shared.now()).is_some() => return,
+                Err(_) if !self.shared.now().stage.is_accepting() => return,
                 Err(error) => {
                     let (volume, error) = (self.shared.heads.name.as_str(), error.in_one_line());
                     tracing::warn!(volume, error, "no automatic snapshot was taken");

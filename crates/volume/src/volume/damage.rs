@@ -5,9 +5,13 @@ use super::Volume;
 use crate::place::BLOCK_BYTES;
 use crate::reader::blocks_of;
 use crate::shared::Shared;
-use mica_block::{Error, ErrorKind, Which};
+use mica_block::{Error, ErrorKind, Result, Which};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
+use std::ops::Range;
+
+/// How many parts are read again to find where the damage is, at most.
+const PROBES_MAX: u32 = 64;
 
 impl Volume {
     /// The same, of which this is a snapshot.
@@ -34,7 +38,7 @@ impl Shared {
         if error.kind() != ErrorKind::Corrupt {
             return error;
         }
-        let bad = self.first_damaged(range).await.unwrap_or(range);
+        let bad = self.first_damaged(range).await;
         let (what, len, at) = (self.what(), bad.len(), bad.start().bytes());
         with_place(&error, &format!("{what}: {len} bytes at {at} of the disk"))
     }
@@ -48,22 +52,41 @@ impl Shared {
         with_place(&error, &format!("{what}: its map at {at} of the disk, or behind that"))
     }
 
-    async fn first_damaged(&self, range: GuestRange) -> Option<GuestRange> {
-        const SIZE: u64 = BLOCK_BYTES as u64;
-        for block in blocks_of(range) {
-            let start = range.start().bytes().max(block * SIZE);
-            let end = range.end().bytes().min((block + 1) * SIZE);
-            let part = GuestRange::new(GuestOffset::new(start), end - start)?;
-            let mut view = self.view(part);
-            let room = Buf::new(usize::try_from(part.len()).ok()?);
-            let is_read = view.resolve(&self.tree).await.is_ok()
-                && view.read(&self.tree, part, room).await.0.is_ok();
-            if !is_read {
-                return Some(part);
+    /// The first block of `range` that is damaged, found by halves, as each part that is read again
+    /// costs requests. As much as is known if the store cannot say more.
+    async fn first_damaged(&self, range: GuestRange) -> GuestRange {
+        let mut blocks = blocks_of(range);
+        let mut bad = range;
+        for _ in 0..PROBES_MAX {
+            let half = (blocks.end - blocks.start) / 2;
+            let is_last = half == 0;
+            let tried = if is_last { blocks.clone() } else { blocks.start..blocks.start + half };
+            let Some(part) = part_of(range, &tried).filter(|part| *part != bad) else { break };
+            match self.probe(part).await {
+                Err(error) if error.kind() == ErrorKind::Corrupt => (blocks, bad) = (tried, part),
+                Ok(()) if !is_last => blocks.start = tried.end,
+                // It can be read now, or nobody knows.
+                _ => break,
             }
         }
-        None
+        bad
     }
+
+    /// Whether `part` can be read.
+    async fn probe(&self, part: GuestRange) -> Result<()> {
+        let mut view = self.view(part);
+        view.resolve(&self.tree).await?;
+        let room = Buf::new(usize::try_from(part.len()).expect("a part of what was read"));
+        view.read(&self.tree, part, room).await.0.map(drop)
+    }
+}
+
+/// What `range` has of `blocks`.
+fn part_of(range: GuestRange, blocks: &Range<u64>) -> Option<GuestRange> {
+    const SIZE: u64 = BLOCK_BYTES as u64;
+    let start = GuestOffset::new(blocks.start * SIZE).max(range.start());
+    let end = GuestOffset::new(blocks.end * SIZE).min(range.end());
+    GuestRange::between(start, end)
 }
 
 /// All in one text: some show no causes, and the object is as important as the place.

@@ -9,7 +9,9 @@ use crate::heads::{End, check_host};
 use crate::known::Now;
 use crate::shared::{Counts, Putter, Shared};
 use crate::writing;
-use mica_block::{Error, ErrorKind, LocalFuture, LogStats, ManageVolume, Result, VolumeStats};
+use mica_block::{
+    ClonedFrom, Error, ErrorKind, LocalFuture, LogStats, ManageVolume, Result, VolumeStats,
+};
 use mica_rt::timeout;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -75,7 +77,16 @@ impl ManageVolume for Volume {
     }
 
     fn is_ending(&self) -> bool {
-        self.shared.now().is_closing
+        self.shared.now().stage.is_ending()
+    }
+
+    fn cloned_from(&self) -> LocalFuture<'_, Option<ClonedFrom>> {
+        Box::pin(async {
+            let writer = self.shared.writer.as_ref()?;
+            let origin = writer.owned.lock().head.origin.clone()?;
+            let heads = self.shared.heads.of(&origin.name);
+            Some(origin.looked_up(&heads, &self.shared.tree_for_verbs()).await)
+        })
     }
 
     fn figures(&self) -> VolumeStats {
@@ -114,7 +125,7 @@ impl Shared {
             is_throttled: writing::is_throttled(self, &now),
             snapshots: now.snapshots(),
             boot: self.boot.as_ref().map(|boot| boot.figures()),
-            is_fenced: now.latch.is_some() && self.heads.is_lost(),
+            is_fenced: now.stage.fence().is_some(),
         }
     }
 

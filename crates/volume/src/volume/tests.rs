@@ -1,3 +1,4 @@
+mod bad_days;
 mod destage;
 mod kinds;
 mod life;
@@ -12,7 +13,7 @@ use crate::segment::WEIGHT_MAX;
 use crate::testing::{environment, key, kind};
 use crate::volumes::Volumes;
 use mica_block::{Objects, read_whole};
-use mica_rt::{Backend, Executor};
+use mica_rt::{Backend, Executor, SharedMemory, join_all};
 use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects, ObjectOperation};
 use mica_units::{Rng, SECTOR_BYTES};
 use std::sync::atomic::AtomicU64;
@@ -309,6 +310,43 @@ fn each_bit_of_an_extent_that_is_damaged_is_noticed_when_it_is_read() {
     });
 }
 
+/// The story: a guest whose reads in flight went to the same page got I/O errors, as the sums of
+/// all but one were compared with what another read had put there.
+#[test]
+fn reads_into_the_same_memory_of_a_guest_all_succeed() {
+    for seed in 0..4 {
+        run(seed, async {
+            let latency = Duration::from_millis(1);
+            let objects = objects().with_latency(latency);
+            let volume = made_as(&objects, 64 << 10, kind(seed)).await;
+            for block in 0..6 {
+                write(&volume, block * 8192, &[byte_of(block); 4096]).await.expect("written");
+            }
+            volume.close().await.expect("closed");
+            let volumes = volumes(&objects, "host-2").await;
+            let volume = volumes.open_readable(&name("web")).await.expect("open");
+            let guest = SharedMemory::zeroed(4096);
+            let one = async |block: u64| {
+                let plan = volume.plan(range(block * 8192, 4096), Vec::new()).finish().await;
+                let plan = plan.expect("planned");
+                volume.read(&plan[0], guest.buf(0, 4096).expect("all of it")).await.0
+            };
+            // The first ones read what is on the way, and others what is planned.
+            for _ in 0..2 {
+                for result in join_all((0..6).map(one)).await {
+                    result.expect("read");
+                }
+            }
+            let left = guest.buf(0, 4096).expect("all of it");
+            assert!((0..6).any(|block| *left == [byte_of(block); 4096]), "what one of them read");
+        });
+    }
+}
+
+fn byte_of(block: u64) -> u8 {
+    u8::try_from(block + 1).expect("small")
+}
+
 /// `contents` with `change` applied to each object's bytes.
 async fn changed(
     contents: &std::collections::BTreeMap<mica_block::ObjectName, Arc<[u8]>>,
@@ -357,6 +395,40 @@ fn read_of_what_is_damaged_names_volume_snapshot_and_place() {
             let error = read_whole(&disk, &plan).await.map(drop).expect_err("damaged");
             assert_eq!(error.kind(), ErrorKind::Corrupt);
             assert!(error.in_one_line().starts_with(what), "{}", error.in_one_line());
+        }
+    });
+}
+
+/// The story: each read over a damaged block asked the store for every block before that once more,
+/// one after the other.
+#[test]
+fn damaged_block_is_found_by_few_requests() {
+    const BLOCKS: u64 = 256;
+    run(8, async {
+        let objects = objects();
+        let volume = made(&objects, BLOCKS * 4096).await;
+        write(&volume, 0, &vec![1; bytes(BLOCKS * 4096)]).await.expect("written");
+        volume.close().await.expect("closed");
+        let contents = objects.contents();
+        for (damaged, part) in [(201, 0..256), (201, 201..202), (255, 3..256), (0, 0..2)] {
+            let bad = changed(&contents, |name, content| {
+                let first = content.windows(4096).position(|block| block == [1; 4096]);
+                if let Some(first) = first.filter(|_| name.starts_with("extents")) {
+                    content[first + damaged * 4096] ^= 1;
+                }
+            });
+            let counted = FaultyObjects::new(Arc::new(bad.await), FaultyOptions::default());
+            let store: Arc<dyn Objects> = Arc::new(counted.clone());
+            let disk = crate::testing::volumes(&store, "host-2").await;
+            let disk = disk.open_readable(&name("web")).await.expect("there");
+            let part = range(part.start * 4096, (part.end - part.start) * 4096);
+            let plan = disk.plan(part, Vec::new()).finish().await.expect("the map is whole");
+            let before = counted.requests();
+            let error = read_whole(&disk, &plan).await.map(drop).expect_err("damaged");
+            let what = format!("web: 4096 bytes at {} of the disk", damaged * 4096);
+            assert!(error.in_one_line().starts_with(&what), "{}", error.in_one_line());
+            let requests = counted.requests() - before;
+            assert!(requests <= 20, "{requests} requests for {part:?}");
         }
     });
 }

@@ -51,7 +51,7 @@ impl Volume {
         let mut progress = bytes_per_second.map_or_else(Progress::default, Progress::paced);
         let rewritten = self.shared.rewrite(extents, &mut progress);
         match self.shared.over.unless_raised(rewritten).await {
-            Some(Err(error)) if !self.shared.now().is_closing => Err(error),
+            Some(Err(error)) if !self.shared.now().stage.is_ending() => Err(error),
             _ => Ok(progress.count),
         }
     }
@@ -64,7 +64,7 @@ impl Shared {
         loop {
             let turn = || {
                 let mut now = self.now();
-                let refusal = self.refusal(&now).map(Err);
+                let refusal = now.stage.refusal().map(Err);
                 let is_done = wanted <= now.heads.sequence;
                 refusal.or_else(|| match is_done {
                     true => Some(Ok(None)),

@@ -8,6 +8,7 @@
 use super::Volumes;
 use crate::format::Id;
 use crate::format::head::{Head, Life};
+use crate::format::origin::Origin;
 use crate::heads::Heads;
 use crate::names::VolumeName;
 use crate::properties::Properties;
@@ -16,11 +17,8 @@ use crate::state::State;
 use mica_block::{Error, ErrorKind, Result, Which};
 
 /// What a clone is made of.
-struct Origin {
-    /// The source.
-    volume: Id,
-    /// Its snapshot; `None` if it is what the source itself has.
-    number: Option<u64>,
+struct Source {
+    origin: Origin,
     /// The first state of the clone.
     state: State,
     /// Those of the source, whose extents the clone shares.
@@ -43,27 +41,56 @@ impl Volumes {
         which: Option<&Which>,
         target: &VolumeName,
     ) -> Result<()> {
-        let (heads, clone) = (self.heads(source), self.heads(target));
-        let origin = self.origin(&heads, which).await?;
-        let pinned = clone.pin(origin.state, origin.properties, origin.image).await?;
-        let is_there = self.still_has(&heads, &origin).await;
+        let heads = self.heads(source);
+        let found = self.source(&heads, which).await?;
+        self.clone_found(&heads, &found, found.origin.clone(), target).await
+    }
+
+    /// As [`Self::clone_volume`], of what an open `source` has now: `taken`, a snapshot that was
+    /// taken for this, and of which nobody else knows.
+    ///
+    /// # Errors
+    /// As [`Self::clone_volume`].
+    pub async fn clone_present(
+        &self,
+        source: &VolumeName,
+        taken: &Which,
+        target: &VolumeName,
+    ) -> Result<()> {
+        let heads = self.heads(source);
+        let found = self.source(&heads, Some(taken)).await?;
+        let origin = Origin { snapshot: None, ..found.origin.clone() };
+        self.clone_found(&heads, &found, origin, target).await
+    }
+
+    /// Makes `target`, which says that it is made of `origin`, of what was found.
+    async fn clone_found(
+        &self,
+        heads: &Heads,
+        found: &Source,
+        origin: Origin,
+        target: &VolumeName,
+    ) -> Result<()> {
+        let clone = self.heads(target);
+        let pinned = clone.pin(found.state, found.properties, (origin, found.image)).await?;
+        let is_there = self.still_has(heads, found).await;
         clone.unpin(&pinned, matches!(is_there, Ok(true))).await?;
         if is_there? {
             return Ok(());
         }
         let what = format!(
             "volume {} changed while it was cloned, and no longer has what was to be cloned",
-            source.as_str()
+            heads.name.as_str()
         );
         Err(Error::new(ErrorKind::Denied, what))
     }
 
-    async fn origin(&self, heads: &Heads, which: Option<&Which>) -> Result<Origin> {
-        let origin = self.with_recent(heads, async |head, state| match which {
+    async fn source(&self, heads: &Heads, which: Option<&Which>) -> Result<Source> {
+        let source = self.with_recent(heads, async |head, state| match which {
             Some(which) => self.snapshot(heads, head, state, which).await,
             None => whole(heads, head),
         });
-        origin.await
+        source.await
     }
 
     /// The snapshot `which` of a volume that has `state`, if `head` has it, too.
@@ -73,7 +100,7 @@ impl Volumes {
         head: &Head,
         state: &State,
         which: &Which,
-    ) -> Result<Origin> {
+    ) -> Result<Source> {
         let record = find(&self.tree, state.snapshots, which).await?;
         let record = record.ok_or_else(|| missing(heads.name.as_str(), which))?;
         let number = record.info.number;
@@ -83,22 +110,21 @@ impl Volumes {
             let what = format!("snapshot {which} is in no head of volume {name} yet: try again");
             return Err(Error::new(ErrorKind::NotFound, what));
         };
-        let (volume, properties, image) = (head.volume, head.properties, head.boot_image());
-        Ok(Origin { volume, number: Some(number), state: record.first_state(), properties, image })
+        Ok(Source::of(heads, head, Some(number), record.first_state()))
     }
 
-    /// Whether the source still has `origin`.
-    async fn still_has(&self, heads: &Heads, origin: &Origin) -> Result<bool> {
+    /// Whether the volume still has what was found in it.
+    async fn still_has(&self, heads: &Heads, found: &Source) -> Result<bool> {
         let there = heads.with_head(async |head| {
-            if head.volume != origin.volume {
+            if head.volume != found.origin.volume {
                 return Ok(false);
             }
-            let Some(number) = origin.number else {
-                let (now, then) = (head.state, origin.state);
+            let Some(number) = found.origin.snapshot else {
+                let (now, then) = (head.state, found.state);
                 return Ok((now.map, now.len) == (then.map, then.len));
             };
-            let found = find(&self.tree, head.state.snapshots, &Which::Number(number)).await?;
-            Ok(found.is_some_and(|record| record.map == origin.state.map))
+            let there = find(&self.tree, head.state.snapshots, &Which::Number(number)).await?;
+            Ok(there.is_some_and(|record| record.map == found.state.map))
         });
         match there.await {
             Err(error) if matches!(error.kind(), ErrorKind::NotFound) => Ok(false),
@@ -107,14 +133,21 @@ impl Volumes {
     }
 }
 
+impl Source {
+    fn of(heads: &Heads, head: &Head, snapshot: Option<u64>, state: State) -> Self {
+        let (properties, image) = (head.properties, head.boot_image());
+        let origin = Origin { volume: head.volume, name: heads.name.clone(), snapshot };
+        Self { origin, state, properties, image }
+    }
+}
+
 /// What a volume itself has.
-fn whole(heads: &Heads, head: &Head) -> Result<Origin> {
+fn whole(heads: &Heads, head: &Head) -> Result<Source> {
     if let Life::Open { .. } = head.life {
         let (name, host) = (heads.name.as_str(), &head.host);
         let what = format!("volume {name} is open on {host}: take a snapshot, and clone that");
         return Err(Error::new(ErrorKind::Denied, what));
     }
     let state = State { map: head.state.map, ..State::empty(head.state.len) };
-    let (volume, properties, image) = (head.volume, head.properties, head.boot_image());
-    Ok(Origin { volume, number: None, state, properties, image })
+    Ok(Source::of(heads, head, None, state))
 }

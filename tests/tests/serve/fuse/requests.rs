@@ -2,12 +2,14 @@
 
 use super::served::{Served, may_run};
 use mica_gen::Rng;
-use mica_tests::{judge, qemu, tools};
+use mica_tests::{judge, nbd, qemu, tools};
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const MIB: u64 = 1 << 20;
 const DISK_BYTES: u64 = 24 * MIB;
@@ -184,4 +186,46 @@ fn random_requests_on_small_clusters_leave_what_they_wrote() {
 #[test]
 fn random_requests_on_subclusters_leave_what_they_wrote() {
     survives_random_requests(&["-o", "extended_l2=on"], 3);
+}
+
+/// The story: each server of a disk had a lock of its own for changes of parts of sectors, so that
+/// one wrote back what another had just changed.
+#[test]
+fn clients_of_two_servers_that_change_parts_of_one_sector_lose_nothing() {
+    if !may_run(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    qemu::create(dir.path(), "a.qcow2", &[], "1M");
+    let socket = dir.path().join("socket");
+    let nbd_at = socket.to_str().expect("text");
+    let served = Served::start(dir.path(), "a.qcow2", &["--nbd", nbd_at]);
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let file = served.open();
+            for round in 1..=2000_u32 {
+                let (wanted, mut found) = (round.to_le_bytes(), [0; 4]);
+                file.write_all_at(&wanted, 4).expect("written");
+                file.read_exact_at(&mut found, 4).expect("read");
+                if wanted != found {
+                    is_over.store(true, Ordering::Relaxed);
+                }
+                assert_eq!(wanted, found, "through the file, round {round}");
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
+        let client = nbd::Connection::open(&socket, "", &nbd::Wish::default());
+        let mut client = client.expect("a session");
+        for round in (1_u32..).take_while(|_| !is_over.load(Ordering::Relaxed)) {
+            let wanted = round.to_le_bytes();
+            let write = nbd::request(nbd::CMD_WRITE, 0, 0, 100, 4);
+            client.stream.write_all(&[&write[..], &wanted].concat()).expect("sent");
+            let mut reply = [0; nbd::SIMPLE_REPLY_BYTES];
+            client.stream.read_exact(&mut reply).expect("a reply");
+            assert_eq!(reply[4..8], [0; 4]);
+            assert_eq!(client.read(100, 4).expect("read"), wanted, "over NBD, round {round}");
+        }
+    });
+    served.stop();
 }

@@ -1,4 +1,4 @@
-use super::super::tests::{back_up, restored};
+use super::super::tests::{back_up, back_up_at, restored};
 use super::*;
 use crate::packing::Packing;
 use crate::testing::{MemorySource, change};
@@ -162,22 +162,24 @@ fn what_must_not_be_removed_is_refused_and_stays() {
     assert_eq!(refused(&["s1"]).kind(), ErrorKind::Denied);
     drop(lock);
     // What is needed of a state is damaged: it is not removed.
-    let base = folder.find("s0").unwrap().data_path();
-    let mut bytes = fs::read(&base).unwrap();
+    let there = folder.states().unwrap().whole;
+    let base = there.iter().find_map(|stored| stored.begin().base.clone());
+    let base = base.expect("one goes on from another");
+    let data = folder.find(&base).unwrap().data_path();
+    let mut bytes = fs::read(&data).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
-    fs::write(&base, bytes).unwrap();
-    let needed = folder.prunable(&set(&["s0"])).unwrap().merged;
-    if !needed.is_empty() {
-        assert_eq!(refused(&["s0"]).kind(), ErrorKind::Corrupt);
-        assert!(folder.find("s0").is_ok());
-    }
+    fs::write(&data, bytes).unwrap();
+    assert!(!folder.prunable(&set(&[&base])).unwrap().merged.is_empty());
+    assert_eq!(refused(&[&base]).kind(), ErrorKind::Corrupt);
+    assert!(folder.find(&base).is_ok());
     // Of a damaged manifest nobody knows what its state goes on from.
     fs::write(folder.manifest_path("s2"), "damaged").unwrap();
     assert_eq!(refused(&["s1"]).kind(), ErrorKind::Corrupt);
 }
 
-/// The story: a backup without --as was killed. Nothing ever went on with it, or removed it.
+/// The story: a backup without --as was killed. Nothing ever went on with it, or removed it. Then
+/// one was removed that was younger than all states: the newest had got another manifest.
 #[test]
 fn step_that_was_cut_off_goes_when_a_later_state_is_there() {
     let dir = tempfile::tempdir().unwrap();
@@ -194,23 +196,81 @@ fn step_that_was_cut_off_goes_when_a_later_state_is_there() {
         for entry in fs::read_dir(dir.path().join("web")).unwrap() {
             let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_str().unwrap();
-            if name.ends_with(ending) && time < path.metadata().unwrap().modified().unwrap() {
+            if name.ends_with(ending) {
                 File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
             }
         }
     };
-    date(".manifest", 100);
     cut("b");
     date(".data", 200);
     let count = || fs::read_dir(dir.path().join("web")).unwrap().count();
     assert_eq!(count(), 4, "a lock, and a state that is whole, and one that is not");
     folder.prune(&BTreeSet::new(), |_, _| {}).unwrap();
     assert_eq!(count(), 4, "it may be gone on with");
-    back_up(&folder, ("c", None), &mut MemorySource::whole(&disk), Packing::Plain).unwrap();
+    let mut source = MemorySource::since(&disk, &disk);
+    let at = 300_000_000_000;
+    back_up_at(&folder, ("c", Some("a")), &mut source, Packing::Plain, at).unwrap();
     fs::write(dir.path().join("web/d.manifest.new"), "cut off").unwrap();
-    fs::write(dir.path().join("web/mine.data"), "the user's").unwrap();
-    assert_eq!(count(), 8);
+    assert_eq!(count(), 7);
     folder.prune(&BTreeSet::new(), |_, _| {}).unwrap();
-    assert_eq!(count(), 6);
-    assert!(dir.path().join("web/mine.data").exists());
+    assert_eq!(count(), 5);
+    cut("e");
+    date(".data", 400);
+    folder.prune(&["a".to_owned()].into(), |_, _| {}).unwrap();
+    assert_eq!(count(), 4, "what is left has another step");
+    folder.prune(&BTreeSet::new(), |_, _| {}).unwrap();
+    assert_eq!(count(), 4, "it may be gone on with");
+}
+
+/// The story: files in the folder that were no backup's went with what killed calls had left.
+#[test]
+fn only_what_is_called_as_a_backup_calls_it_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("web");
+    let folder = Folder::make(&path).unwrap();
+    let disk = vec![5; LEN];
+    let mut source = MemorySource::whole(&disk);
+    back_up_at(&folder, ("a", None), &mut source, Packing::Plain, 1 << 62).unwrap();
+    let long = "x".repeat(201);
+    let others = [
+        "mine.data",
+        "mine.0123456789ABCDEF.data",
+        ".0123456789abcdef.data",
+        ".mine.0123456789abcdef.data",
+        ".manifest.new",
+        ".mine.manifest.new",
+        ".mine.manifest.gone",
+        &format!("{long}.0123456789abcdef.data"),
+        &format!("{long}.manifest.new"),
+    ];
+    let own = ["b.0123456789abcdef.data", "b.manifest.new", "b.manifest.gone"];
+    for name in others.iter().chain(&own) {
+        fs::write(path.join(name), "something").unwrap();
+    }
+    folder.prune(&BTreeSet::new(), |_, _| {}).unwrap();
+    assert!(others.iter().all(|name| path.join(name).exists()));
+    assert!(own.iter().all(|name| !path.join(name).exists()));
+}
+
+/// The story: after a state had got another step, nothing in the folder told any more which state
+/// of the disk it was, and increments over NBD were refused.
+#[test]
+fn state_with_another_step_is_known_to_be_of_the_same_content() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = Folder::make(&dir.path().join("web")).unwrap();
+    let disk = vec![5; LEN];
+    back_up(&folder, ("a", None), &mut MemorySource::whole(&disk), Packing::Plain).unwrap();
+    let mut changes = MemorySource::since(&disk, &vec![0; LEN]);
+    back_up(&folder, ("b", Some("a")), &mut changes, Packing::Plain).unwrap();
+    let prune = || folder.prune(&["a".to_owned()].into(), |_, _| {}).unwrap();
+    let merged = prune().merged.remove(0);
+    for stored in [merged, folder.find("b").unwrap()] {
+        assert!(stored.is_of(b"content") && !stored.is_of(b"other") && !stored.is_unproved());
+    }
+    // An older mica did not note it.
+    let stored = folder.find("b").unwrap();
+    let manifest = Manifest { content: 0, ..stored.manifest().unwrap() };
+    fs::write(folder.manifest_path("b"), manifest.encode()).unwrap();
+    let stored = folder.find("b").unwrap();
+    assert!(stored.is_unproved() && !stored.is_of(b"content"));
 }

@@ -2,6 +2,7 @@
 
 use super::ring::{Ask, BLOCK_BYTES};
 use super::{DEPTH_MAX, Device, Wake};
+use crate::load::Histogram;
 use crate::load::drive::Outcome;
 use crate::load::pattern::{Offsets, Pattern};
 use crate::load::stamp;
@@ -54,6 +55,8 @@ pub(crate) enum Absence {
 pub(crate) struct Done {
     /// Counts and latencies.
     pub(crate) outcome: Outcome,
+    /// Latencies of each queue: each is one of the guest's processors, which waits for its own.
+    pub(crate) queues: Vec<Histogram>,
     /// What was acknowledged last: place and generation.
     pub(crate) written: BTreeMap<u64, u64>,
     /// How many times the server went away and came back.
@@ -90,7 +93,7 @@ pub(crate) fn run(device: &mut Device, load: &DiskLoad<'_>) -> Result<Done> {
         busy: HashSet::new(),
         block: [0; BLOCK_BYTES],
         writes: 0,
-        done: Done::default(),
+        done: Done { queues: vec![Histogram::default(); queues], ..Done::default() },
     };
     stamp::fill(&mut driver.block, 0, 0);
     let is_read = matches!(load.access, Access::Read(..));
@@ -103,6 +106,8 @@ pub(crate) fn run(device: &mut Device, load: &DiskLoad<'_>) -> Result<Done> {
         driver.take(device, now)?;
     }
     driver.done.outcome.elapsed = start.elapsed();
+    let Done { outcome, queues, .. } = &mut driver.done;
+    queues.iter().for_each(|queue| outcome.latency.merge(queue));
     Ok(driver.done)
 }
 
@@ -196,8 +201,8 @@ impl Driver<'_> {
                 let Slot { offset, generation, started } = self.slots[queue][slot];
                 self.in_flight -= 1;
                 self.idle[queue].push(slot);
+                self.done.queues[queue].add(now.saturating_duration_since(started));
                 let outcome = &mut self.done.outcome;
-                outcome.latency.add(now.saturating_duration_since(started));
                 if status != 0 {
                     outcome.failed += 1;
                     self.busy.remove(&offset);

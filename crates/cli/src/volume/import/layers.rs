@@ -28,8 +28,7 @@ const LAYERS_MAX: usize = 10_000;
 impl Layer {
     /// The disk of it and the layers below.
     pub(super) async fn open(&self, images: &ImageArgs) -> Result<Arc<dyn Manage>, Failure> {
-        let mut images = images.clone();
-        self.format.name().clone_into(&mut images.settings.format);
+        let images = images.with_format(Some(self.format));
         images.open_source(&self.path, IndexUse::Read).await
     }
 }
@@ -51,7 +50,7 @@ pub(super) async fn layers(images: &ImageArgs, image: &Path) -> Result<Vec<Layer
     }
     // Whatever prevents the chain from being opened is said first.
     images.open(image, IndexUse::Ignore).await?.close().await?;
-    let format = images.format()?;
+    let format = images.format();
     let mut all = vec![Layer { path: image.to_owned(), format, len: 0, label: String::new() }];
     let files = FileImages::new(image, images.image_options()?)?;
     while let Some(last) = all.last_mut() {

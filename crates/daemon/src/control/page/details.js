@@ -95,12 +95,13 @@ function stored(volume) {
 }
 
 // A volume with its snapshots, as `mica volume tree` draws it; the newest of many.
-function drawTree(it, { snapshots, snapshot_count: total }) {
+function drawTree(it, { snapshots, snapshot_count: total, cloned_from: from }) {
   const older = total - snapshots.length;
   const rows = snapshots.map(({ label, sequence, time_ns }) =>
     [`@${label}`, `${sequence}, ${new Date(time_ns / 1e6).toISOString().slice(0, 19).replace("T", " ")}`]);
   if (older > 0) rows.unshift([`${grouped(older)} older`, ""]);
-  refill(it.tree, rows.length ? [rows] : [], all => make("li", {}, it.name, make("ul", {},
+  const source = from ? make("small", {}, ` cloned from ${from}`) : "";
+  refill(it.tree, rows.length || from ? [rows] : [], all => make("li", {}, it.name, source, make("ul", {},
     ...all.map(([name, more]) => make("li", {}, name, " ", make("small", {}, more))))));
 }
 

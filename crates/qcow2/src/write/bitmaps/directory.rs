@@ -39,8 +39,6 @@ struct CopiedTable {
     index: usize,
     at: HostOffset,
     entries: u32,
-    /// What it has beyond what is in memory.
-    more: Vec<BitmapTableEntry>,
 }
 
 /// Bitmaps whose tables were made longer for a disk that is about to be.
@@ -325,15 +323,16 @@ impl Writer {
         for (index, entry) in entries.iter().enumerate() {
             let recorded = self.recorded(index);
             let needed = table_entries_for(entry.granularity_bits, len, bits);
-            // One in memory has what the disk needed before, even if there is more in the file.
-            let known = recorded.map_or(u64::from(entry.table_entries), Recorded::table_len);
+            // What a table says beyond the disk as it was before is nobody's, and checked by
+            // nobody.
+            let before = table_entries_for(entry.granularity_bits, self.map.len(), bits);
+            let known = recorded.map_or(before, Recorded::table_len);
             let fits = needed == u64::from(entry.table_entries) && needed == known;
             if entry.in_use && recorded.is_none() || fits {
                 continue;
             }
             let table_entries = self.table_entries(entry.granularity_bits, len)?;
-            let kept = recorded.map(Recorded::table_len);
-            tables.push(self.copy_table((index, entry), (table_entries, kept), taken).await?);
+            tables.push(self.copy_table((index, entry), (table_entries, known), taken).await?);
         }
         if tables.is_empty() {
             return none;
@@ -359,7 +358,6 @@ impl Writer {
             if let Some(recorded) = self.recorded(table.index) {
                 let mut now = recorded.table();
                 now.at = table.at;
-                now.entries.extend(table.more);
                 now.entries.resize(slot_of(table.entries.into()), BitmapTableEntry::Zeros);
             }
         }
@@ -370,20 +368,20 @@ impl Writer {
         self.bitmaps.recorder()?.all.iter().find(|bitmap| bitmap.index == index)
     }
 
-    /// Copies the table of the bitmap with this `index` to a new place, where it has as many
-    /// `entries`, a piece at a time: it may be long, and there may be many. Of one that is in
-    /// memory, with `kept` entries, the others are remembered.
+    /// Copies the first `known` entries of the table of the bitmap with this `index` to a new
+    /// place, where it has as many `entries`, a piece at a time: it may be long, and there may be
+    /// many.
     async fn copy_table(
         &self,
         (index, entry): (usize, &BitmapEntry),
-        (entries, kept): (u32, Option<u64>),
+        (entries, known): (u32, u64),
         taken: &mut Taken,
     ) -> Result<CopiedTable> {
         let (store, bits) = (&*self.metadata.store, self.l2.cluster_bits);
-        let bytes_of = |entries: u32| u64::from(entries) * BITMAP_TABLE_ENTRY_BYTES;
-        let old_bytes = bytes_of(entries.min(entry.table_entries));
-        let (at, len) = self.take_place(bytes_of(entries), taken).await?;
-        let mut more = Vec::new();
+        let known = known.min(entries.min(entry.table_entries).into());
+        let old_bytes = known * BITMAP_TABLE_ENTRY_BYTES;
+        let entries_bytes = u64::from(entries) * BITMAP_TABLE_ENTRY_BYTES;
+        let (at, len) = self.take_place(entries_bytes, taken).await?;
         let mut done = 0;
         while done < len {
             let piece = COPIED_BYTES.min(len - done);
@@ -395,15 +393,11 @@ impl Writer {
             for (slot, word) in (0..).zip(words) {
                 let says = BitmapTableEntry::decode(word, bits)?;
                 buf.put(slot * size_of::<u64>(), &says.encode().to_be_bytes());
-                let number = done / BITMAP_TABLE_ENTRY_BYTES + slot as u64;
-                if kept.is_some_and(|kept| number >= kept) {
-                    more.push(says);
-                }
             }
             write_all(store, buf, HostOffset::new(at.bytes() + done)).await?;
             done += piece;
         }
-        Ok(CopiedTable { index, at, entries, more })
+        Ok(CopiedTable { index, at, entries })
     }
 
     /// The disk, which had `old` bytes, has `len` bytes now, or it has not become longer: the new

@@ -350,8 +350,10 @@ impl Writer {
                 None => BitmapTableEntry::Ones,
             };
             let at = bitmap.table().at.bytes() + number * BITMAP_TABLE_ENTRY_BYTES;
+            let at = HostOffset::new(at);
+            self.metadata.ranges.check(at, BITMAP_TABLE_ENTRY_BYTES)?;
             let bytes = Buf::from_slice(&entry.encode().to_be_bytes());
-            write_all(&*self.metadata.store, bytes, HostOffset::new(at)).await?;
+            write_all(&*self.metadata.store, bytes, at).await?;
             if is_short {
                 fill(&bitmap.bits, *number, cluster_pages);
             }
@@ -394,13 +396,14 @@ impl Writer {
     }
 
     /// Writes `buf`, the bits from page `first` on, into cluster `number` of a bitmap, which is at
-    /// `at`.
+    /// `at`. That was checked before; if its count is wrong, a table may have been put there since.
     async fn write_bits(
         &self,
         (at, number): (HostOffset, u64),
         first: u64,
         buf: Buf,
     ) -> Result<()> {
+        self.metadata.ranges.check(at, self.l2.cluster_bits.bytes())?;
         let cluster_pages = self.l2.cluster_bits.bytes() / PAGE_BYTES as u64;
         let within = (first - number * cluster_pages) * PAGE_BYTES as u64;
         write_all(&*self.metadata.store, buf, HostOffset::new(at.bytes() + within)).await
@@ -448,6 +451,7 @@ impl Writer {
     async fn change_directory(&self, change: impl FnMut(usize, &mut BitmapFields)) -> Result<()> {
         let Some(place) = self.bitmaps.place() else { return Ok(()) };
         let len = usize::try_from(place.directory_bytes).unwrap_or(usize::MAX);
+        self.metadata.ranges.check(place.directory_offset, place.directory_bytes)?;
         let mut directory = read_exact(&*self.metadata.store, place.directory_offset, len).await?;
         if !change_bitmap_directory(directory.own_bytes(), place.count, change) {
             let context = "the directory of its bitmaps has changed";

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::testing::clock::until;
+use vm_memory::{FileOffset, MmapRegion};
 
 #[test]
 fn file_has_owner_and_mode_and_counts_what_it_did() {
@@ -30,6 +31,31 @@ fn living_server_is_left_alone() {
         assert!(error.to_string().contains("another server is mounted there"), "{error}");
         assert_eq!(path.metadata().expect("it lives").len(), LEN);
     });
+}
+
+/// The story: the kernel keeps what a program has mapped, so that it showed nothing of what an NBD
+/// client of the same disk wrote later.
+#[test]
+fn file_of_a_disk_with_other_servers_cannot_be_mapped_into_shared_memory() {
+    let Some(place) = Place::new() else { return };
+    let disk = Arc::new(MemoryDisk::new(LEN));
+    let config = ServerConfig {
+        mapping: Mapping::Refused,
+        ..place.config(Arc::clone(&disk) as _, Discard::Unmap)
+    };
+    let running = Server::start(config).expect("served");
+    let file = open(&place.file());
+    file.write_all_at(&[7; 512], 0).expect("written");
+    let map = |file: &File| {
+        let file = file.try_clone().expect("a descriptor");
+        MmapRegion::<()>::from_file(FileOffset::new(file, 0), 4096)
+    };
+    assert!(map(&file).is_err());
+    let mut read = [0; 512];
+    file.read_exact_at(&mut read, 0).expect("read");
+    assert_eq!(read, [7; 512]);
+    drop(file);
+    running.shutdown();
 }
 
 /// A mount whose server is this descriptor, and answers nothing.

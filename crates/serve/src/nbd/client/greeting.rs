@@ -10,13 +10,10 @@ use crate::nbd::protocol::peer::{
 };
 use crate::nbd::protocol::{handshake, info, option, option_reply};
 use mica_block::{Error, ErrorKind, Result};
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use mica_rt::connect_unix;
 use rustls::ClientConnection;
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs as _};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -277,7 +274,7 @@ impl Greeting {
 /// another one is set.
 fn connect(place: &Place, limit: Duration) -> io::Result<Arc<dyn Connection>> {
     let connection: Arc<dyn Connection> = match place {
-        Place::Unix(path) => Arc::new(connect_unix(path, limit)?),
+        Place::Unix(path) => Arc::new(connect_unix(path, limit, || false)?),
         Place::Tcp { host, port } => {
             let socket = connect_tcp(host, *port, limit)?;
             socket.set_nodelay(true)?;
@@ -286,21 +283,6 @@ fn connect(place: &Place, limit: Duration) -> io::Result<Arc<dyn Connection>> {
     };
     connection.limit(limit)?;
     Ok(connection)
-}
-
-/// A server that is stopped takes no connections: when as many wait as it lets wait, the next one
-/// waits for a place among them.
-fn connect_unix(path: &Path, limit: Duration) -> io::Result<UnixStream> {
-    let address = SocketAddrUnix::new(path)?;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    set_socket_timeout(&socket, Timeout::Send, Some(limit))?;
-    match rustix::io::retry_on_intr(|| rustix::net::connect(&socket, &address)) {
-        Ok(()) => Ok(socket.into()),
-        Err(rustix::io::Errno::AGAIN) => {
-            Err(io::Error::new(io::ErrorKind::TimedOut, "it does not accept connections"))
-        }
-        Err(error) => Err(error.into()),
-    }
 }
 
 /// The first address of `host` that takes a connection.
@@ -347,7 +329,7 @@ mod tests {
         // One waits; no other may.
         rustix::net::listen(&listener, 0).expect("listens");
         let limit = Duration::from_millis(20);
-        let waits = connect_unix(&path, limit).expect("there is a place");
+        let waits = connect_unix(&path, limit, || false).expect("there is a place");
         let refused = connect(&Place::Unix(path.clone()), limit).err().expect("no place");
         assert_eq!(refused.kind(), io::ErrorKind::TimedOut, "{refused}");
         drop((listener.accept().expect("it waits"), waits));

@@ -126,8 +126,8 @@ fn decoded(text: &str) -> Option<String> {
     while let Some(byte) = rest.next() {
         bytes.push(match byte {
             b'%' => {
-                let digits = [rest.next()?, rest.next()?];
-                u8::from_str_radix(std::str::from_utf8(&digits).ok()?, 16).ok()?
+                let mut digit = || char::from(rest.next()?).to_digit(16);
+                u8::try_from(digit()? * 16 + digit()?).ok()?
             }
             byte => byte,
         });
@@ -155,7 +155,15 @@ mod tests {
             let wanted = Uri { place, export: export.to_owned(), trust: None };
             assert_eq!(uri(text), Ok(wanted), "{text}");
         }
-        for bad in ["nbd+unix:///web", "nbd://", "nbd://:1/", "nbd://h:x/", "nbds://h/", "nbd:x"] {
+        for bad in [
+            "nbd+unix:///web",
+            "nbd://",
+            "nbd://:1/",
+            "nbd://h:x/",
+            "nbds://h/",
+            "nbd:x",
+            "nbd://h/%+f",
+        ] {
             assert!(uri(bad).is_err(), "{bad}");
         }
         let secure = [

@@ -1,10 +1,13 @@
 use super::*;
 use crate::discard::Discard;
+use crate::nbd::contexts::{Context, Part};
 use crate::nbd::export::Export;
 use crate::nbd::limits::Limits;
 use crate::nbd::protocol::option;
 use crate::nbd::testing::{Client, PatternDisk, World, info_data, meta_data, simulated};
+use mica_block::LocalFuture;
 use mica_rt::{now, sleep, spawn};
+use mica_units::GuestRange;
 
 const LEN: u64 = 1 << 20;
 const POLICY: u32 = 2;
@@ -16,16 +19,35 @@ fn disk() -> PatternDisk {
 
 /// Another disk at the address of `world`.
 fn another(world: &World, name: &str, connections_max: usize) -> (Seat, Arc<Entry>) {
+    another_with(world, name, connections_max, Vec::new())
+}
+
+fn another_with(
+    world: &World,
+    name: &str,
+    connections_max: usize,
+    contexts: Vec<Arc<dyn Context>>,
+) -> (Seat, Arc<Entry>) {
+    let seat = world.exports.join(name).expect("a new name");
+    (seat, entry_of(world, name, connections_max, contexts))
+}
+
+fn entry_of(
+    world: &World,
+    name: &str,
+    connections_max: usize,
+    contexts: Vec<Arc<dyn Context>>,
+) -> Arc<Entry> {
     let export = Export {
         disk: Arc::new(PatternDisk::data(2 * LEN)),
         name: name.to_owned(),
         description: format!("of {name}"),
         discard: Discard::default(),
-        contexts: Vec::new(),
+        edges: Arc::default(),
+        contexts,
     };
     let limits = Limits { connections_max, ..Limits::default() };
-    let seat = world.exports.join(name).expect("a new name");
-    (seat, Arc::new(Entry::new(export, limits, 1, &world.pool)))
+    Arc::new(Entry::new(export, limits, 1, &world.pool))
 }
 
 async fn greeted(world: &World) -> Client {
@@ -104,6 +126,44 @@ fn meta_context_is_of_the_export_for_which_it_was_selected() {
         client.option(option::SET_META_CONTEXT, &meta_data(b"", &[b"base:allocation"])).await;
         assert_eq!(client.expect_error(option::SET_META_CONTEXT).await, UNKNOWN);
     });
+}
+
+/// The story: a disk was closed and served again without one of its contexts while a client was
+/// between its choice of contexts and that of the export. The request for the one that was gone
+/// made the server panic, or told of another one under its name.
+#[test]
+fn contexts_that_were_selected_of_an_export_that_ended_are_not_those_of_the_next() {
+    simulated(disk, async |world| {
+        let (seat, old) = another_with(&world, "b", 9, vec![Arc::new(Whole)]);
+        seat.serves(&old);
+        let mut client = greeted(&world).await;
+        client.option(option::STRUCTURED_REPLY, &[]).await;
+        client.expect_ack(option::STRUCTURED_REPLY).await;
+        client.option(option::SET_META_CONTEXT, &meta_data(b"b", &[b"test:whole"])).await;
+        assert_eq!(client.option_replies(option::SET_META_CONTEXT).await.len(), 2);
+        seat.leaves(&old);
+        assert_eq!(Arc::strong_count(&old), 1, "nobody holds what has left");
+        drop(old);
+        seat.serves(&entry_of(&world, "b", 9, Vec::new()));
+        client.option(option::GO, &info_data(b"b", &[])).await;
+        assert_eq!(client.option_replies(option::GO).await.len(), 2);
+        client.request(0, 7, 1, 0, 512).await;
+        let (kind, _) = client.chunks(1).await.remove(0);
+        assert_eq!(kind, 1 << 15 | 1, "an error");
+    });
+}
+
+/// The same holds for all of a disk.
+struct Whole;
+
+impl Context for Whole {
+    fn name(&self) -> &'static str {
+        "test:whole"
+    }
+
+    fn parts(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Part>>> {
+        Box::pin(std::future::ready(Ok(vec![Part { len: range.len(), flags: 0 }])))
+    }
 }
 
 #[test]

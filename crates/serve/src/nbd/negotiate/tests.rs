@@ -1,4 +1,5 @@
 use super::*;
+use crate::nbd::limits::HANDSHAKES_MAX;
 use crate::nbd::testing::{
     Client, PatternDisk, World, info_data, meta_data, option_header, simulated,
 };
@@ -303,6 +304,25 @@ fn context_is_selected_for_the_name_that_goes() {
         // A later selection replaces the earlier one, even when it fails.
         assert!(!status_works(&world, b"disk", b"disk", &meta_data(b"disk", &[])).await);
         assert!(!status_works(&world, b"disk", b"disk", b"nonsense").await);
+    });
+}
+
+/// The story: 256 clients that connected and said nothing closed an address to everybody for half a
+/// minute, again and again.
+#[test]
+fn clients_that_say_nothing_keep_out_nobody() {
+    simulated(disk, async |world| {
+        let mut speaks = greeted(&world).await;
+        speaks.option(option::LIST, &[]).await;
+        assert_eq!(speaks.option_replies(option::LIST).await.len(), 2);
+        let silent: Vec<Client> = (1..HANDSHAKES_MAX).map(|_| world.connect()).collect();
+        world.assert_serves().await;
+        world.until_open(HANDSHAKES_MAX - 1).await;
+        assert_eq!(world.counters().connections_refused, 1);
+        speaks.option(option::LIST, &[]).await;
+        assert_eq!(speaks.option_replies(option::LIST).await.len(), 2);
+        drop((speaks, silent));
+        world.until_open(0).await;
     });
 }
 

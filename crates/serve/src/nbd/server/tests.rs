@@ -36,6 +36,7 @@ fn served(backend: Backend, limits: Limits) -> Served {
         name: "disk".to_owned(),
         description: String::new(),
         discard: Discard::default(),
+        edges: Arc::default(),
         contexts: Vec::new(),
     };
     let workers = Workers::start(2, backend).expect("executors");
@@ -252,6 +253,7 @@ fn configurations_that_make_no_sense_are_refused() {
             name: name.to_owned(),
             description: description.to_owned(),
             discard: Discard::default(),
+            edges: Arc::default(),
             contexts: Vec::new(),
         };
         let (seats, workers) = (Vec::new(), Arc::clone(&workers));

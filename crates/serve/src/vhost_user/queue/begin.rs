@@ -56,9 +56,9 @@ impl<'a> Running<'a> {
             }
         };
         let cost = match &request.action {
-            Action::Read(range) => Cost::of(range.len(), &self.chain.writable),
-            Action::Write(range) => Cost::of(range.len(), &self.chain.readable),
-            _ => Cost::of(0, &[]),
+            Action::Read(range) => Cost::of(range.len(), &self.chain.writable, &memory),
+            Action::Write(range) => Cost::of(range.len(), &self.chain.readable, &memory),
+            _ => Cost::of(0, &[], &memory),
         };
         // What runs alone gets by with less (I6).
         if self.used_bytes > 0 && !self.share.covers(self.used_bytes + cost.bytes()) {
@@ -143,11 +143,11 @@ impl<'a> Running<'a> {
             }
             Action::Discard(ranges) => {
                 self.stats.discards.add(1);
-                Work::Empty(Box::pin(discard(self.common, ranges)))
+                Work::Empty(Box::pin(discard(self.common, ranges, self.is_write_through)))
             }
             Action::WriteZeroes(ranges) => {
                 self.stats.zeroes.add(1);
-                Work::Empty(Box::pin(write_zeroes(self.common, ranges)))
+                Work::Empty(Box::pin(write_zeroes(self.common, ranges, self.is_write_through)))
             }
         };
         let index = self.free.pop().expect("looked before it was taken");
@@ -204,15 +204,20 @@ impl<'a> Running<'a> {
         (memory, pieces): (&Arc<Memory>, Vec<Piece>),
         window_bytes: u64,
     ) -> Work<'a> {
+        let is_write_through = self.is_write_through;
         if let [piece] = pieces[..]
             && range.len() <= DIRECT_BYTES_MAX
+            && !is_write_through
             && let Some(buf) = memory.buf(piece)
+            && let Some(_sharing) = self.common.try_share()
         {
-            return Work::Write(self.disk.write(range.start(), buf));
+            return Work::Write { io: self.disk.write(range.start(), buf), _sharing };
         }
-        let (disk, memory) = (self.disk, Arc::clone(memory));
+        let (disk, common, memory) = (self.disk, self.common, Arc::clone(memory));
         Work::Long(Box::pin(async move {
-            transfer::write(disk, &memory, (range, pieces), window_bytes).await
+            let _sharing = common.share().await;
+            transfer::write(disk, &memory, (range, pieces), window_bytes).await?;
+            if is_write_through { disk.flush().await } else { Ok(()) }
         }))
     }
 
@@ -240,23 +245,32 @@ fn kind_of(action: &Action) -> Kind {
     }
 }
 
-async fn discard(common: &Common, ranges: Vec<ZeroRange>) -> Result<Progress> {
+async fn discard(
+    common: &Common,
+    ranges: Vec<ZeroRange>,
+    is_write_through: bool,
+) -> Result<Progress> {
     let discard = async |piece: ZeroRange| common.disk.discard(piece.range).await;
-    in_pieces(common, ranges, discard).await
+    in_pieces(common, ranges, is_write_through, discard).await
 }
 
-async fn write_zeroes(common: &Common, ranges: Vec<ZeroRange>) -> Result<Progress> {
+async fn write_zeroes(
+    common: &Common,
+    ranges: Vec<ZeroRange>,
+    is_write_through: bool,
+) -> Result<Progress> {
     let write = async |ZeroRange { range, may_unmap }: ZeroRange| {
         let may_unmap = may_unmap && common.discard == Discard::Unmap;
         common.disk.write_zeroes(range, Zeroes { may_unmap, fast: false }).await
     };
-    in_pieces(common, ranges, write).await
+    in_pieces(common, ranges, is_write_through, write).await
 }
 
 /// Empties `ranges`, of which a request may name 64 GiB, piece by piece.
 async fn in_pieces(
     common: &Common,
     ranges: Vec<ZeroRange>,
+    is_write_through: bool,
     empty: impl AsyncFn(ZeroRange) -> Result<()>,
 ) -> Result<Progress> {
     for ZeroRange { range, may_unmap } in ranges {
@@ -264,12 +278,17 @@ async fn in_pieces(
             if common.is_ending() {
                 return Ok(Progress::LeftOff);
             }
+            let sharing = common.share().await;
             empty(ZeroRange { range: piece, may_unmap }).await?;
+            drop(sharing);
             if piece.end() < range.end() {
                 // Other tasks run between the pieces.
                 yield_now().await;
             }
         }
+    }
+    if is_write_through {
+        common.disk.flush().await?;
     }
     Ok(Progress::Done)
 }

@@ -38,6 +38,11 @@ impl<'a> Running<'a> {
             Kind::Other => {}
         }
         let status = match result {
+            // A copy of memory that went away is zeros, which may be on the disk now.
+            Ok(Progress::Done) if kind == Kind::Write && memory.is_lost() => {
+                self.stats.failed.add(1);
+                Status::IoError
+            }
             Ok(Progress::Done) => Status::Ok,
             // It stays marked for the next server (I1).
             Ok(Progress::LeftOff) if self.inflight.is_some() => return,
@@ -69,13 +74,14 @@ impl<'a> Running<'a> {
     pub(super) fn end(&mut self, ended: &Ended) {
         let Ended { head, status_at, memory, status, written } = ended;
         let bytes: u32 = written.iter().fold(0, |sum, piece| sum.saturating_add(piece.len));
+        // Memory that went away takes nothing; the used ring may still be there.
+        let answered = memory.guest.write_obj(*status as u8, *status_at);
+        // A page that is marked before it is written may be copied in between.
         if let Some(log) = &self.settings.log {
             written.iter().for_each(|piece| log.mark(piece.at, u64::from(piece.len)));
             log.mark(*status_at, 1);
         }
-        // Memory that went away takes nothing; the used ring may still be there.
-        let written = memory.guest.write_obj(*status as u8, *status_at);
-        let len = if written.is_ok() { bytes.saturating_add(1) } else { 0 };
+        let len = if answered.is_ok() { bytes.saturating_add(1) } else { 0 };
         self.give_back(*head, len);
     }
 

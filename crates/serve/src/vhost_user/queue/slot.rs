@@ -4,6 +4,7 @@ use crate::vhost_user::chain::Piece;
 use crate::vhost_user::memory::Memory;
 use mica_block::{InFlight, IoFuture, LocalFuture, Result, Writing};
 use mica_rt::Instant;
+use mica_rt::sync::Sharing;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -37,7 +38,10 @@ pub(super) enum Work<'a> {
         io: IoFuture,
         _in_flight: InFlight<'a>,
     },
-    Write(Writing<'a>),
+    Write {
+        io: Writing<'a>,
+        _sharing: Option<Sharing<'a>>,
+    },
     Long(LocalFuture<'a, Result<()>>),
     /// A discard, or a write of zeros.
     Empty(LocalFuture<'a, Result<Progress>>),
@@ -56,7 +60,7 @@ impl Work<'_> {
         let done = |result: Result<()>| result.map(|()| Progress::Done);
         match self {
             Self::Read { io, .. } => Pin::new(io).poll(context).map(|(result, _)| done(result)),
-            Self::Write(io) => Pin::new(io).poll(context).map(|(result, _)| done(result)),
+            Self::Write { io, .. } => Pin::new(io).poll(context).map(|(result, _)| done(result)),
             Self::Long(future) => future.as_mut().poll(context).map(done),
             Self::Empty(future) => future.as_mut().poll(context),
         }

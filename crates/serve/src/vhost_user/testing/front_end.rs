@@ -49,7 +49,8 @@ pub(in crate::vhost_user) fn event() -> OwnedFd {
 /// Virtio features of a guest that goes about it in this `way`.
 pub(in crate::vhost_user) fn features(way: Way) -> u64 {
     let optional = (u64::from(way.event_idx) << 29) | (u64::from(way.indirect) << 28);
-    optional | 1 << 32 | 1 << 30 | 1 << 9 | u64::from(way.is_logged) << 26
+    let flushes = u64::from(!way.is_write_through) << 9;
+    optional | 1 << 32 | 1 << 30 | flushes | u64::from(way.is_logged) << 26
 }
 
 /// What GET_INFLIGHT_FD and SET_INFLIGHT_FD carry.

@@ -14,6 +14,8 @@ pub(in crate::vhost_user) struct Way {
     pub(in crate::vhost_user) event_idx: bool,
     pub(in crate::vhost_user) indirect: bool,
     pub(in crate::vhost_user) is_logged: bool,
+    /// It sends no flushes, and has not negotiated them.
+    pub(in crate::vhost_user) is_write_through: bool,
 }
 
 /// A descriptor: address, length, whether the device writes there.

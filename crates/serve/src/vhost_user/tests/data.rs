@@ -2,20 +2,23 @@
 
 use crate::discard::Discard;
 use crate::limit::Rates;
-use crate::testing::clock::now;
+use crate::testing::clock::{now, pause};
 use crate::testing::memory::Event;
 use crate::testing::random::Random;
 use crate::vhost_user::testing::{MIB, Ring, Seg, TestDisk, Way, World};
 use mica_block::REQUEST_BYTES_MAX;
+use mica_rt::sync::SharedLock;
 use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-const WAYS: [Way; 4] = [
-    Way { event_idx: false, indirect: false, is_logged: false },
-    Way { event_idx: true, indirect: false, is_logged: false },
-    Way { event_idx: false, indirect: true, is_logged: false },
-    Way { event_idx: true, indirect: true, is_logged: false },
-];
+const WAYS: [Way; 4] = [way(false, false), way(true, false), way(false, true), way(true, true)];
+
+const fn way(event_idx: bool, indirect: bool) -> Way {
+    Way { event_idx, indirect, is_logged: false, is_write_through: false }
+}
 
 /// Data of requests lies between these, a part of the guest for each that is in flight: around
 /// the border between its two regions.
@@ -186,6 +189,29 @@ fn discards_zeros_and_flushes_reach_the_disk() {
     assert_eq!(ring.run(99, 0, &[]).0, 2);
 }
 
+/// The story: a driver that had not negotiated flushes got its answers as one that had, and lost in
+/// a power cut what it had every right to think durable.
+#[test]
+fn changes_of_a_driver_without_flushes_are_durable_when_they_are_answered() {
+    let world = World::new(TestDisk::new(4 * MIB));
+    let way = Way { is_write_through: true, ..Way::default() };
+    let (_front_end, mut rings) = world.guest(way);
+    let ring = &mut rings[0];
+    let events = || world.disk.memory.events();
+    assert_eq!(ring.write(8, &[7; 512]), 0);
+    assert_eq!(events(), [Event::Write { at: 4096, len: 512 }, Event::Flush]);
+    let at = 3 * MIB;
+    assert_eq!(ring.run(1, 0, &[(at, 100, false), (at + 4096, 412, false)]).0, 0);
+    assert_eq!(events(), [Event::Write { at: 0, len: 512 }, Event::Flush]);
+    ring.guest().put(at, &range(8, 8, 0));
+    for kind in [11, 13] {
+        assert_eq!(ring.run(kind, 0, &[(at, 16, false)]).0, 0);
+        assert!(matches!(events()[..], [_, Event::Flush]));
+    }
+    assert_eq!(ring.read(64, 512), (0, vec![0xee; 512]));
+    assert_eq!(events(), []);
+}
+
 /// The story: the contract of a disk says how much a request may be, and a guest could ask for 64
 /// GiB at once.
 #[test]
@@ -250,6 +276,34 @@ fn failing_disk_returns_an_error_and_the_queue_continues() {
     assert_eq!(rings[0].read(2048, 512).0, 1, "beyond the end");
     assert_eq!(world.counters().failed, 2);
     assert_eq!(world.counters().refused, 1);
+}
+
+/// The story: an NBD client wrote a part of a sector of a disk that a guest had, too: the sector
+/// was read, the guest wrote it, and then it was written back as it had been.
+#[test]
+fn guest_writes_nothing_while_another_server_changes_a_part_of_a_sector() {
+    let mut world = World::new(TestDisk::new(MIB));
+    let edges = Arc::<SharedLock>::default();
+    world.edges = Some(Arc::clone(&edges));
+    world.server = None;
+    world.serve();
+    let (_front_end, mut rings) = world.guest(Way::default());
+    let ring = &mut rings[0];
+    assert_eq!(ring.write(8, &[7; 512]), 0);
+    ring.guest().put(3 * MIB, &range(8, 8, 0));
+    assert_eq!(world.disk.memory.events().len(), 1);
+    for (kind, len) in [(1, 512), (11, 16), (13, 16)] {
+        let mut alone = Box::pin(edges.alone());
+        let mut context = Context::from_waker(Waker::noop());
+        let Poll::Ready(held) = alone.as_mut().poll(&mut context) else { panic!("it is free") };
+        ring.request(kind, 8, &[(3 * MIB, len, false)]);
+        ring.kick();
+        pause(Duration::from_millis(20));
+        assert_eq!(world.disk.memory.events(), []);
+        drop(held);
+        assert_eq!(ring.wait_used(1).len(), 1);
+        assert_eq!(world.disk.memory.events().len(), 1);
+    }
 }
 
 #[test]

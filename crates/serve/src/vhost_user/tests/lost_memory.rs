@@ -1,6 +1,7 @@
 //! Front ends that take memory away which they have shared. Each ran with a server of its own once:
 //! the first that truncated its file ended the process by SIGBUS, and with it all other disks.
 
+use crate::testing::clock::until;
 use crate::vhost_user::testing::{
     FrontEnd, Guest, MIB, Ring, Seg, TestDisk, Way, World, code, event, inflight_message, memfd,
 };
@@ -105,6 +106,22 @@ fn lost_data_breaks_only_its_device() {
             },
         );
     }
+}
+
+/// The story: memory went away while a write of it was under way, the disk copied zeros, and the
+/// write was acknowledged.
+#[test]
+fn write_whose_data_went_away_before_the_disk_had_it_fails() {
+    let world = World::new(TestDisk::new(MIB));
+    let mut machine = Machine::new(&world);
+    world.disk.close();
+    let head = machine.rings[0].request(1, 1, &[(3 * MIB, 512, false)]);
+    machine.rings[0].kick();
+    until("the write waits", || world.disk.waiting() == 1);
+    truncate(&machine, 1);
+    world.disk.open();
+    machine.wait_broken(0);
+    assert_eq!(machine.rings[0].status(head), 1);
 }
 
 /// A sector in parts, so that it goes through one of our own buffers.

@@ -2,8 +2,11 @@
 
 use crate::budget::{Party, Share};
 use crate::testing::clock::pause;
-use crate::vhost_user::testing::{MIB, Ring, Seg, TestDisk, Way, World};
+use crate::vhost_user::chain::Piece;
+use crate::vhost_user::testing::{Guest, MIB, Ring, Seg, TestDisk, Way, World};
+use crate::vhost_user::transfer::Cost;
 use std::time::Duration;
+use vm_memory::GuestAddress;
 
 const REQUESTS: u16 = 20;
 const PIECES: u64 = 16;
@@ -39,6 +42,19 @@ fn requests_that_are_not_done_in_place_run_side_by_side_where_there_is_memory() 
     wait_for(&world, usize::from(REQUESTS));
     world.disk.open();
     assert_eq!(rings[0].wait_used(usize::from(REQUESTS)).len(), usize::from(REQUESTS));
+}
+
+/// The story: a piece that went on in the next region at an odd address took a window of memory,
+/// and was charged as if it were done in place.
+#[test]
+fn piece_that_goes_on_in_the_next_region_is_charged_its_window() {
+    let guest = Guest::new(&[MIB, MIB]);
+    let cost = |at| {
+        let piece = Piece { at: GuestAddress(at), len: 128 << 10 };
+        Cost::of(128 << 10, &[piece], &guest.memory).bytes()
+    };
+    assert!(cost(MIB - 100) >= 128 << 10);
+    assert!(cost(MIB - (128 << 10)) < 4096 && cost(MIB) < 4096, "within a region");
 }
 
 #[test]

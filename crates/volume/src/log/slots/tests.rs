@@ -30,6 +30,9 @@ struct Machine {
     over: Vec<LogKey>,
     /// Counts volumes, and firsts.
     made: u64,
+    /// Volumes that have room for a log, and have not begun it; with the one that they have, and
+    /// which nobody goes on with.
+    promised: Vec<(Id, Option<Known>)>,
 }
 
 fn header(number: u64, key: LogKey, kind: Kind, oldest: Option<u64>, first: u64) -> SegmentHeader {
@@ -58,7 +61,7 @@ impl Machine {
         let count = usize::try_from(3 + rng.below(8)).unwrap();
         let slots = Slots::new(vec![None; count], Vec::new());
         let disk = vec![OnDisk::default(); count];
-        Self { rng, slots, disk, logs: Vec::new(), over: Vec::new(), made: 0 }
+        Self { rng, slots, disk, logs: Vec::new(), over: Vec::new(), made: 0, promised: Vec::new() }
     }
 
     fn count(&mut self) -> u64 {
@@ -148,10 +151,70 @@ impl Machine {
         }
         let make = |number| header(number, key, Kind::Records, None, first);
         let Some(taken) = self.slots.take(Purpose::Start, make) else { return };
+        self.begun(key, taken);
+    }
+
+    fn begun(&mut self, key: LogKey, taken: (usize, SegmentHeader)) {
         self.slots.set_phase(key, Phase::Open { has_records: false });
         let segments = vec![self.write(taken)];
         self.logs.push(Known { key, segments, has_records: false, durable: 0 });
         self.sync();
+    }
+
+    /// Room is kept for a log: of a new volume, or of one whose log is to be set aside.
+    fn promise(&mut self, which: usize) {
+        let of_log = self.rng.percent(50).then(|| self.logs.get(which)).flatten();
+        let Some(key) = of_log.map(|log| log.key) else {
+            let volume = [u8::try_from(self.count() % 251).unwrap(); 16];
+            let is_known = self.promised.iter().any(|(promised, _)| *promised == volume);
+            let is_new = !is_known && self.slots.log_of(volume).is_none();
+            if is_new && self.slots.promise_start(volume) {
+                self.promised.push((volume, None));
+            }
+            return;
+        };
+        self.sync();
+        self.slots.abandon(key);
+        if self.slots.promise_start(key.volume) {
+            self.promised.push((key.volume, Some(self.logs.remove(which))));
+        } else {
+            self.go_on(which);
+        }
+    }
+
+    /// What was promised is begun, whatever others have taken meanwhile; or it is given back.
+    fn fulfil(&mut self) {
+        if self.promised.is_empty() {
+            return;
+        }
+        if self.rng.percent(30) {
+            return self.withdraw();
+        }
+        let (volume, found) = self.promised.swap_remove(0);
+        if let Some(found) = found {
+            self.logs.push(found);
+            self.set_aside(self.logs.len() - 1, Kind::SetAside);
+        }
+        let key = LogKey { volume, root: self.slots.next_number() };
+        let first = self.count();
+        let make = |number| header(number, key, Kind::Records, None, first);
+        let taken = self.slots.take(Purpose::Promised, make).or_else(|| {
+            self.sync();
+            self.slots.take(Purpose::Promised, make)
+        });
+        let Some(taken) = taken else {
+            panic!("what was promised {key:?} is not there: {}", self.describe());
+        };
+        self.begun(key, taken);
+    }
+
+    fn withdraw(&mut self) {
+        let (_, found) = self.promised.swap_remove(0);
+        self.slots.withdraw();
+        if let Some(found) = found {
+            self.logs.push(found);
+            self.go_on(self.logs.len() - 1);
+        }
     }
 
     /// A volume puts records into its tail, or begins another one.
@@ -189,8 +252,12 @@ impl Machine {
     }
 
     fn end(&mut self, which: usize) {
-        let key = self.logs[which].key;
         let kind = if self.rng.percent(50) { Kind::Ended } else { Kind::SetAside };
+        self.set_aside(which, kind);
+    }
+
+    fn set_aside(&mut self, which: usize, kind: Kind) {
+        let key = self.logs[which].key;
         let first = self.count();
         let (at, ..) = self.name(key, kind, None, first);
         self.logs.remove(which);
@@ -217,6 +284,7 @@ impl Machine {
         }
         self.slots =
             Slots::new(self.disk.iter().map(|slot| slot.durable.clone()).collect(), Vec::new());
+        self.logs.extend(self.promised.drain(..).filter_map(|(_, found)| found));
         for key in &self.over {
             let phase = self.slots.logs().find(|(known, _)| known == key).map(|(_, phase)| phase);
             assert!(matches!(phase, None | Some(Phase::Over(_))), "{key:?} came back: {phase:?}");
@@ -263,6 +331,9 @@ impl Machine {
 
     /// If volumes free what they have, each can go on filling.
     fn expect_progress(&mut self) {
+        while !self.promised.is_empty() {
+            self.withdraw();
+        }
         for which in 0..self.logs.len() {
             self.free(which);
         }
@@ -292,13 +363,16 @@ impl Machine {
             |phase: &&Phase| matches!(phase, Phase::Found | Phase::Open { has_records: true });
         let in_need = phases().filter(is_in_need).count();
         assert_eq!(self.slots.counts, Counts { there, in_need });
+        assert_eq!(self.slots.promised, self.promised.len());
     }
 
     fn step(&mut self) {
         self.expect_counts();
         let which = usize::try_from(self.rng.below(self.logs.len().max(1) as u64)).unwrap();
-        match self.rng.below(14) {
+        match self.rng.below(16) {
             0 => self.start(),
+            14 => self.promise(which),
+            15 => self.fulfil(),
             _ if self.logs.is_empty() => {}
             1..=4 => self.grow(which, false),
             5 => self.grow(which, true),

@@ -5,6 +5,7 @@ use crate::log::LogDevice;
 use crate::opening::Opening;
 use crate::place::Writer;
 use mica_block::Store;
+use mica_rt::sleep;
 use mica_store::MemoryStore;
 use mica_store::faulty::{ErrorOptions, ErrorStore, Operation, Operations, When};
 
@@ -204,6 +205,81 @@ fn writer_is_not_fenced_for_one_whose_log_has_no_room() {
         assert_eq!(again.map(drop).expect_err("it is open").kind(), ErrorKind::Denied);
         write(&taken, 0, &[3; 4096]).await.expect("written");
         taken.close().await.expect("nobody has fenced it");
+    });
+}
+
+/// The story: a volume was taken over by force, and while the store was asked to fence its writer,
+/// another volume took the last room of the log: nobody served the first one.
+#[test]
+fn room_of_a_log_is_kept_from_the_look_at_it_until_a_writer_is_fenced() {
+    run(1, async {
+        let (objects, web, mail) = (objects(), name("web"), name("mail"));
+        let one = volumes(&objects, "host-1").await;
+        one.create(&web, LEN).await.expect("made");
+        one.create(&mail, LEN).await.expect("made");
+        let served = one.open_volume(&web, Claimed::Refuse).await.expect("open");
+        write(&served, 0, &[2; 4096]).await.expect("written");
+        served.flush().await.expect("it is in the store");
+        let len = usize::try_from(LogDevice::LEN_MIN).expect("small");
+        let file = Arc::new(MemoryStore::new_writable("log", vec![0; len]));
+        let log = LogDevice::open(file, ID).await.expect("a log");
+        let options = FaultyOptions {
+            only: Some(ObjectOperation::Put),
+            slow: 1.0,
+            slow_by: Duration::from_secs(1),
+            ..FaultyOptions::default()
+        };
+        let slow = FaultyObjects::new(Arc::new(objects.clone()), options);
+        let slow = Volumes::open(Arc::new(slow), environment("host-2"), 1 << 20).await;
+        let (slow, quick) = (slow.expect("a store"), volumes(&objects, "host-2").await);
+        let (mut taken, mut refused) = (None, None);
+        let both: [LocalFuture<'_, ()>; 2] = [
+            Box::pin(async {
+                taken = Some(slow.open_volume(&web, host(&log, Claimed::TakeOver)).await);
+            }),
+            Box::pin(async {
+                // It claims its number, and has not fenced anybody yet.
+                sleep(Duration::from_millis(500)).await;
+                let opened = quick.open_volume(&mail, host(&log, Claimed::Refuse)).await;
+                refused = Some(opened.map(drop).expect_err("there is no room"));
+            }),
+        ];
+        join_all(both).await;
+        assert_eq!(refused.map(|error| error.kind()), Some(ErrorKind::NoSpace));
+        let taken = taken.expect("done").expect("it had room");
+        assert_eq!(read(&taken, 0, 4096).await, [2; 4096]);
+        taken.close().await.expect("closed");
+        // What was kept, and what nobody has any more, is free again.
+        let mail = quick.open_volume(&mail, host(&log, Claimed::Refuse)).await.expect("open");
+        mail.close().await.expect("closed");
+    });
+}
+
+/// Room that is kept for an opening that then fails is given back.
+#[test]
+fn room_of_a_log_that_is_not_begun_is_given_back() {
+    run(1, async {
+        let (objects, web, mail) = (objects(), name("web"), name("mail"));
+        let volumes = volumes(&objects, "host").await;
+        volumes.create(&web, LEN).await.expect("made");
+        volumes.create(&mail, LEN).await.expect("made");
+        let len = usize::try_from(LogDevice::LEN_MIN).expect("small");
+        let file = Arc::new(MemoryStore::new_writable("log", vec![0; len]));
+        let log = LogDevice::open(file, ID).await.expect("a log");
+        let options = FaultyOptions {
+            only: Some(ObjectOperation::Put),
+            refused: 1.0,
+            ..FaultyOptions::default()
+        };
+        let failing = FaultyObjects::new(Arc::new(objects.clone()), options);
+        let failing = Volumes::open(Arc::new(failing), environment("host"), 1 << 20).await;
+        let failing = failing.expect("a store");
+        for _ in 0..3 {
+            let failed = failing.open_volume(&web, host(&log, Claimed::Refuse)).await;
+            assert_eq!(failed.map(drop).expect_err("no put").kind(), ErrorKind::Io);
+        }
+        let mail = volumes.open_volume(&mail, host(&log, Claimed::Refuse)).await.expect("open");
+        mail.close().await.expect("closed");
     });
 }
 
