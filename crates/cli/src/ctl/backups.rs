@@ -22,9 +22,6 @@ pub(super) enum BackupVerb {
     /// which says what has changed since then. If the server or the reader is killed, the same
     /// command exports the same state again.
     ///
-    /// The image becomes a new file, of the server's user, with the old mode as far as the server's
-    /// umask allows; the old owner and access control list stay with the file of the state.
-    ///
     /// While layers are merged no new state can be kept, as it is a layer; one that is kept already
     /// is exported unless the merge changes a layer that it has. A merge that would change one is
     /// refused while the state is exported.
