@@ -1,7 +1,8 @@
 //! The helper: a process that does for a sandboxed server what the sandbox forbids. It finds out
 //! who holds a lock and which sockets are dead, mounts and unmounts files, makes temporary ones,
 //! connects to a process that takes over, and opens the configuration and certificates once more:
-//! landlock allows a file that was there at the start, not the one that replaces it.
+//! landlock allows a file that was there at the start, not the one that replaces it. And it gives
+//! the file of a new layer the rights of the one whose name that takes.
 //!
 //! ```text
 //! server (sandboxed)  ─ one small request at a time ──────────▶  helper: the same program,
@@ -12,7 +13,8 @@
 //! - I1 What may be requested is fixed before the server reads any untrusted input: mount points
 //!   are numbered as in the configuration, there is one configuration, certificates are the files
 //!   of fixed names in its folders, temporary files have no names, and connections go only to
-//!   sockets in folders with a takeover's name.
+//!   sockets in folders with a takeover's name. Rights change only of files that are empty, and
+//!   that the server may write ([`mica_stack::make_alike`]).
 //! - I2 The helper reads nothing but requests, and ends with the server, however that ends.
 //! - I3 It has its own system call filter, unless its user needs another program to mount.
 //! - I4 A file on storage that hangs is given up: requests share one link, and the others wait.
@@ -33,8 +35,9 @@ use rustix::fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -64,14 +67,35 @@ enum Setup {
 
 #[derive(Serialize, Deserialize)]
 enum Request {
-    Holder { device: u64, inode: u64, byte: u64, process: u32, descriptor: i32 },
-    IsDead { path: Vec<u8> },
-    Connect { path: Vec<u8> },
+    Holder {
+        device: u64,
+        inode: u64,
+        byte: u64,
+        process: u32,
+        descriptor: i32,
+    },
+    IsDead {
+        path: Vec<u8>,
+    },
+    Connect {
+        path: Vec<u8>,
+    },
     Config,
-    Certificate { path: Vec<u8> },
+    Certificate {
+        path: Vec<u8>,
+    },
     Temporary,
-    Mount { file: usize, is_writable: bool, others: OtherUsers, image: Option<(u64, u64)> },
-    Unmount { file: usize },
+    /// With the descriptors of an old file and of a new one.
+    Alike,
+    Mount {
+        file: usize,
+        is_writable: bool,
+        others: OtherUsers,
+        image: Option<(u64, u64)>,
+    },
+    Unmount {
+        file: usize,
+    },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -86,6 +110,7 @@ enum Reply {
     Certificate,
     /// With the descriptor of the file.
     Temporary,
+    Alike,
     /// With the descriptor of the mount.
     Mounted {
         is_for_others: bool,
@@ -171,6 +196,14 @@ impl Outside {
         match self {
             Self::Here(_) => nameless_file(&std::env::temp_dir()),
             Self::Helper(helper) => helper.temporary(),
+        }
+    }
+
+    /// Gives the `new` file, which is empty, the rights of the `old` one.
+    pub(crate) fn make_alike(&self, old: &File, new: &File) -> Result<()> {
+        match self {
+            Self::Here(_) => mica_stack::make_alike(old, new),
+            Self::Helper(helper) => helper.make_alike(old, new),
         }
     }
 
@@ -306,6 +339,13 @@ impl Helper {
         }
     }
 
+    fn make_alike(&self, old: &File, new: &File) -> Result<()> {
+        match self.request_with(&Request::Alike, &[old.as_fd(), new.as_fd()])? {
+            (Reply::Alike, _) => Ok(()),
+            _ => Err(protocol_error()),
+        }
+    }
+
     fn connect(&self, path: &Path) -> Result<OwnedFd> {
         match self.request(&Request::Connect { path: bytes_of(path) })? {
             (Reply::Connected, Some(socket)) => Ok(socket),
@@ -315,12 +355,23 @@ impl Helper {
 
     /// Sends a request and waits for the reply.
     fn request(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>)> {
+        self.request_with(request, &[])
+    }
+
+    /// The same with descriptors.
+    fn request_with(
+        &self,
+        request: &Request,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(Reply, Option<OwnedFd>)> {
         let mut link = self.link.lock();
         let socket = match &*link {
             Link::Open(socket) => socket,
             broken => return Err(broken.error()),
         };
-        let received = send(socket, request, &[]).and_then(|()| {
+        let sent = serde_json::to_vec(request).map_err(io::Error::from);
+        let sent = sent.and_then(|bytes| send_with_fds(socket, &bytes, fds));
+        let received = sent.and_then(|()| {
             let (reply, fds) = receive_reply(socket)?;
             // Once it says so, the helper has closed its copy: a mount then ends with this process.
             if !fds.is_empty() && !matches!(receive_reply(socket)?, (Reply::Released, _)) {

@@ -21,8 +21,9 @@
 //! - I4 seccomp does not see what io_uring does. So the only rings are those created before,
 //!   each restricted to its operations, and no new one can be created.
 //! - I5 What landlock does not cover (modes, owners, times and attributes of files, sockets of
-//!   others) is refused by system call, whatever the object. Except that a process with a bucket
-//!   may connect: to TCP ports that landlock allows, and, for names of hosts, to others by UDP.
+//!   others) is refused by system call, whatever the object; what a new layer needs of it the
+//!   helper does ([`mica_stack::make_alike`]). Except that a process with a bucket may connect: to
+//!   TCP ports that landlock allows, and, for names of hosts, to others by UDP.
 
 mod calls;
 mod needs;

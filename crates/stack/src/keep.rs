@@ -261,17 +261,18 @@ impl Keeping {
 
     /// Step 1: the overlay, of a disk of `len` bytes that has clusters of `cluster_bytes`. It has
     /// subclusters if its clusters are large enough: guests that write parts of clusters do not
-    /// wait for the rest to be copied from beneath.
+    /// wait for the rest to be copied from beneath. It is given the rights of the image by `alike`,
+    /// as [`crate::make_alike`] does it.
     ///
     /// # Errors
     /// What the system reports.
     pub async fn make_overlay(
         &self,
-        cluster_bytes: u64,
-        len: u64,
+        (cluster_bytes, len): (u64, u64),
         options: ImageOptions,
+        alike: impl Fn(&std::fs::File, &std::fs::File) -> Result<()>,
     ) -> Result<()> {
-        self.make_file()?;
+        self.make_file(alike)?;
         let wish = ImageWish {
             cluster_bytes: Some(cluster_bytes),
             backing_name: Some(self.backing_name.clone()),
@@ -307,7 +308,10 @@ impl Keeping {
     }
 
     /// A new file for the overlay, which may be used as the disk's own.
-    fn make_file(&self) -> Result<()> {
+    fn make_file(
+        &self,
+        alike: impl Fn(&std::fs::File, &std::fs::File) -> Result<()>,
+    ) -> Result<()> {
         let failed = |error| failed_in(&self.overlay, "creating", error);
         let like = self.image.metadata().map_err(|error| {
             Error::from_io(format!("asking about {}", self.image.display()), error)
@@ -315,10 +319,16 @@ impl Keeping {
         remove(&self.overlay).map_err(failed)?;
         let mut options = std::fs::OpenOptions::new();
         let made = options.write(true).create_new(true).mode(like.mode() & 0o777);
-        let made = made.open(&self.overlay).and_then(|file| file.metadata());
-        let made = made.map_err(|error| {
-            Error::from_io(format!("creating {}", self.overlay.display()), error)
-        })?;
+        let creating =
+            |error| Error::from_io(format!("creating {}", self.overlay.display()), error);
+        let file = made.open(&self.overlay).map_err(creating)?;
+        let old = std::fs::File::open(&self.image)
+            .map_err(|error| Error::from_io(format!("opening {}", self.image.display()), error));
+        if let Err(error) = old.and_then(|old| alike(&old, &file)) {
+            let image = self.image.display();
+            tracing::warn!(%error, "{image} will not have the rights it had: it is a new file");
+        }
+        let made = file.metadata().map_err(creating)?;
         if (made.uid(), made.gid()) != (like.uid(), like.gid()) {
             let image = self.image.display();
             tracing::warn!(
@@ -493,7 +503,7 @@ mod tests {
         fs::hard_link(at("disk.qcow2"), at("disk@a.qcow2")).unwrap();
         let keeping = Keeping::new(&at("disk.qcow2"), "a").unwrap();
         assert_eq!(keeping.backing_name, "disk@a.qcow2");
-        keeping.make_file().unwrap();
+        keeping.make_file(|old, new| crate::make_alike(old, new)).unwrap();
         keeping.link().unwrap();
         fs::write(keeping.overlay(), "new").unwrap();
         let executor = mica_rt::Executor::new(mica_rt::Backend::Pool).unwrap();

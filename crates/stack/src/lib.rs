@@ -14,6 +14,7 @@
 
 mod abandoned;
 mod above;
+mod alike;
 mod amend_keys;
 mod detect_zeroes;
 mod dropped;
@@ -52,6 +53,7 @@ mod written;
 
 pub use abandoned::remove_abandoned;
 pub use above::{GoneFiles, has_mark, is_frozen, settle_marks};
+pub use alike::make_alike;
 pub use amend_keys::{KeyChange, amend_keys};
 pub use detect_zeroes::{DetectZeroes, ZeroSpace, is_zero};
 pub use dropped::{forget_drops, remove_dropped};

@@ -17,6 +17,7 @@ mod mistakes;
 mod monitoring;
 mod parts;
 mod renewal;
+mod rights;
 mod sandbox;
 mod systemd;
 mod tls;

@@ -17,12 +17,10 @@ pub(super) enum BackupVerb {
     /// Keep the current state of a disk, and export it for a backup.
     ///
     /// Guests continue to write. The state becomes a layer: DISK@STATE.qcow2 beside the image,
-    /// which keeps its name. With --since, the export has the context qemu:dirty-bitmap:STATE,
+    /// which keeps its name, mode and access control list, and belongs to the server's user, as it
+    /// is a new file. With --since, the export has the context qemu:dirty-bitmap:STATE,
     /// which says what has changed since then. If the server or the reader is killed, the same
     /// command exports the same state again.
-    ///
-    /// The image becomes a new file, of the server's user, with the old mode as far as the server's
-    /// umask allows; the old owner and access control list stay with the file of the state.
     ///
     /// While layers are merged no new state can be kept, as it is a layer; one that is kept already
     /// is exported unless the merge changes a layer that it has. A merge that would change one is

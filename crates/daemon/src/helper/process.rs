@@ -44,7 +44,7 @@ pub fn run_helper() -> Result<()> {
     }
     sandbox::restrict_helper(!errands.files.is_empty())?;
     let (mounts, opener) = (MountsHere::default(), Opener::default());
-    while let Some(request) = receive(&link)? {
+    while let Some(request) = receive_with(&link)? {
         let (reply, fd) = answer(request, &errands, (&mounts, &opener)).unwrap_or_else(|error| {
             let kind = match error.kind() {
                 ErrorKind::Denied => Kind::Denied,
@@ -69,17 +69,24 @@ pub fn run_helper() -> Result<()> {
 
 /// The next message; `None` at the end.
 fn receive<T: serde::de::DeserializeOwned>(link: &OwnedFd) -> Result<Option<T>> {
+    Ok(receive_with(link)?.map(|(message, _)| message))
+}
+
+/// The same with its descriptors.
+fn receive_with<T: serde::de::DeserializeOwned>(
+    link: &OwnedFd,
+) -> Result<Option<(T, Vec<OwnedFd>)>> {
     let malformed = |_| Error::new(ErrorKind::Invalid, "a malformed message");
     match receive_with_fds(link, MESSAGE_BYTES_MAX) {
-        Ok((bytes, _)) if !bytes.is_empty() => {
-            serde_json::from_slice(&bytes).map(Some).map_err(malformed)
+        Ok((bytes, fds)) if !bytes.is_empty() => {
+            serde_json::from_slice(&bytes).map(|message| Some((message, fds))).map_err(malformed)
         }
         _ => Ok(None),
     }
 }
 
 fn answer(
-    request: Request,
+    (request, fds): (Request, Vec<OwnedFd>),
     errands: &Errands,
     (mounts, opener): (&MountsHere, &Opener),
 ) -> Result<(Reply, Option<OwnedFd>)> {
@@ -115,6 +122,13 @@ fn answer(
         Request::Temporary => {
             let folder = std::env::temp_dir();
             (Reply::Temporary, Some(opener.open(folder, nameless_file)?))
+        }
+        Request::Alike => {
+            let [old, new] = &fds[..] else {
+                return Err(Error::new(ErrorKind::Invalid, "not two files"));
+            };
+            mica_stack::make_alike(old, new)?;
+            (Reply::Alike, None)
         }
         Request::Connect { path } => {
             let path = path_of(path);
@@ -220,7 +234,7 @@ mod tests {
         let mounts = MountsHere::default();
         let errands = Errands { files: vec!["/nowhere/disk".into()], ..Errands::default() };
         let request = Request::Unmount { file: 1 };
-        let refused = answer(request, &errands, (&mounts, &Opener::default()))
+        let refused = answer((request, Vec::new()), &errands, (&mounts, &Opener::default()))
             .err()
             .map(|error| error.kind());
         assert_eq!(refused, Some(ErrorKind::Invalid));

@@ -270,6 +270,10 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
     rules.insert(libc::SYS_socket, vec![socket(libc::SOCK_SEQPACKET)?, socket(libc::SOCK_DGRAM)?]);
     rules.insert(libc::SYS_connect, Vec::new());
     rules.insert(libc::SYS_sendmsg, Vec::new());
+    // Of new files that the server opened.
+    let rights =
+        [libc::SYS_fchmod, libc::SYS_fgetxattr, libc::SYS_fsetxattr, libc::SYS_fremovexattr];
+    rules.extend(rights.map(|call| (call, Vec::new())));
     if !mounts {
         // Files of other processes may only be read.
         let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;

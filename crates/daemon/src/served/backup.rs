@@ -32,7 +32,7 @@ use mica_stack::{Keeping, kept_states};
 use mica_store::SetAside;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
-use std::fs::Metadata;
+use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -166,7 +166,7 @@ impl Served {
         let known = match known {
             Some(known) => known.clone(),
             None => {
-                let new = self.keep(&disk, &wanted.state)?;
+                let new = self.keep(&disk, &wanted.state, surroundings.0)?;
                 // One of this name was dropped, and others may have been.
                 let is_kept = |state: &str| kept.iter().any(|one| one.state == state);
                 self.backups.lock().ended.retain(|state| is_kept(state));
@@ -264,7 +264,7 @@ impl Served {
     }
 
     /// Keeps the present state.
-    fn keep(&self, disk: &Arc<dyn Manage>, state: &str) -> Result<Kept> {
+    fn keep(&self, disk: &Arc<dyn Manage>, state: &str, outside: &Outside) -> Result<Kept> {
         if self.settings.overlay.is_some() {
             let what = "states can only be kept of permanent images, and this disk is ephemeral";
             return Err(Error::new(ErrorKind::Unsupported, what));
@@ -282,7 +282,8 @@ impl Served {
         let options = self.images.image_options(Arc::clone(&self.resources.handles))?;
         let executor = Executor::new(Backend::Pool)
             .map_err(|error| Error::from_io("making a layer", error))?;
-        let made = keeping.make_overlay(cluster_bytes, disk.geometry().len, options);
+        let alike = |old: &File, new: &File| outside.make_alike(old, new);
+        let made = keeping.make_overlay((cluster_bytes, disk.geometry().len), options, alike);
         let ahead = self.write_ahead(disk);
         let made = executor.block_on(made);
         let kept = made.and_then(|()| ahead.wait().flatten()).and_then(|()| {
