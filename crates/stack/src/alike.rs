@@ -83,7 +83,7 @@ mod tests {
         let old = File::open(at("old")).expect("open");
         let writable = |name| OpenOptions::new().write(true).open(at(name)).expect("open");
         for name in ["full", "linked"] {
-            let said = make_alike(&old, &writable(name)).expect_err("it is no new file");
+            let said = make_alike(&old, writable(name)).expect_err("it is no new file");
             assert_eq!(said.kind(), ErrorKind::Denied, "{name}: {said}");
             assert_eq!(mode(&at(name)) & 0o7777, 0o600, "{name}");
         }

@@ -140,11 +140,16 @@ fn verbs_and_qemu_merge_into_a_layer_that_a_killed_server_froze() {
 fn layer_that_somebody_else_reads_stays_unclosed_and_its_disk_is_served() {
     let Some(mut world) = left_unclosed() else { return };
     let image = world.folder().join(layer(0));
-    let reader = Server::start("", |socket| {
-        let mut nbd = Command::new("qemu-nbd");
-        nbd.args(["-r", "-t", "-f", "qcow2", "-k"]).arg(socket).arg(&image);
-        nbd
-    });
+    let start = || {
+        let server = Server::start("", |socket| {
+            let mut nbd = Command::new("qemu-nbd");
+            nbd.args(["-r", "-t", "-f", "qcow2", "-k"]).arg(socket).arg(&image);
+            nbd
+        });
+        server.ok()
+    };
+    // The killed server may hold its locks for a moment more, and QEMU does not wait for them.
+    let reader = clock::poll(Duration::from_secs(10), Duration::from_millis(20), start);
     let reader = reader.expect("served");
     world.start();
     let log = world.server.as_ref().expect("it is served").log();
