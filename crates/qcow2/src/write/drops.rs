@@ -19,7 +19,7 @@
 //!   cluster too), the change does not go into the log: it is acknowledged after a flush.
 
 use super::Writer;
-use super::link::{Change, Drops, Entry};
+use super::link::{Change, Drops, Entries, Entry};
 use super::pages::PageState;
 use crate::live::Held;
 use crate::redo::{DroppedUnits, dropped_units, ranges_of};
@@ -150,7 +150,7 @@ impl Writer {
         &self,
         first: GuestCluster,
         last: GuestCluster,
-    ) -> Result<Vec<Entry>> {
+    ) -> Result<Entries> {
         // Mostly it takes the lock once: others wait for it, for as long as it takes to log.
         let at_hand = {
             let pages = self.metadata.lock();

@@ -8,9 +8,10 @@ use super::Writer;
 use super::gather::Guest;
 use super::plan::ClusterPlan;
 use super::unreadable;
-use mica_block::{Extent, Result};
+use mica_block::{Error, Extent, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
+use smallvec::SmallVec;
 use std::sync::atomic::Ordering;
 
 /// Guest data of at least this length is written without a copy. Shorter data is copied together
@@ -37,7 +38,7 @@ struct Part {
 /// Everything that a transaction writes, in the guest's order.
 #[derive(Default)]
 pub(super) struct Parts {
-    parts: Vec<Part>,
+    parts: SmallVec<[Part; 1]>,
 }
 
 impl Parts {
@@ -156,23 +157,26 @@ impl Writer {
             false => Vec::new(),
         }
         .into_iter();
-        let mut ready = Vec::new();
-        for batch in parts.batches() {
-            let host = batch[0].host;
+        let mut batches = parts.batches().map(|batch| {
             let bytes = match batch {
                 [Part { source: Source::Guest, len, .. }] => guest.take(bytes_len(*len)),
                 batch => assemble(self, batch, &mut guest, &mut visible),
             };
-            ready.push((host, bytes));
-        }
+            (batch[0].host, bytes)
+        });
+        let Some((host, bytes)) = batches.next() else { return Ok(()) };
+        let others: Vec<_> = batches.collect();
         // Nothing fallible lies between the first write and the wait for all of them: clusters are
         // returned only when no write to them is in flight.
-        let writes: Vec<_> =
-            ready.into_iter().map(|(host, bytes)| self.data.write_at(bytes, host)).collect();
-        for (result, _) in mica_rt::join_all(writes).await {
-            result.map_err(|error| error.wrap(self.data.name()))?;
+        let first = self.data.write_at(bytes, host);
+        let failed = |error: Error| error.wrap(self.data.name());
+        if others.is_empty() {
+            return first.await.0.map_err(failed);
         }
-        Ok(())
+        let others = others.into_iter().map(|(host, bytes)| self.data.write_at(bytes, host));
+        let writes = std::iter::once(first).chain(others);
+        let done = Box::pin(mica_rt::join_all(writes)).await;
+        done.into_iter().try_for_each(|(result, _)| result.map_err(failed))
     }
 
     /// Reads all that is copied, in order.

@@ -16,7 +16,9 @@ use mica_rt::Buf;
 use mica_rt::sync::{Claim, Claims, Mode};
 use mica_units::{GuestCluster, GuestRange};
 use parking_lot::Mutex;
-use std::collections::{HashMap, VecDeque};
+use smallvec::SmallVec;
+use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
 
@@ -201,25 +203,29 @@ impl Drop for Claimed<'_> {
 }
 
 /// What the guest writes in one transaction: ranges in rising order, with their bytes.
-#[derive(Default)]
 pub(super) struct Guest {
-    pieces: VecDeque<(GuestRange, Buf)>,
+    /// The next one at the end.
+    pieces: Pieces,
 }
 
+/// Ranges and their bytes: one mostly, and then without memory of its own.
+pub(super) type Pieces = SmallVec<[(GuestRange, Buf); 1]>;
+
 impl Guest {
-    pub(super) fn new(mut pieces: Vec<(GuestRange, Buf)>) -> Self {
-        pieces.sort_by_key(|(range, _)| range.start());
-        Self { pieces: pieces.into() }
+    pub(super) fn new(pieces: impl Into<Pieces>) -> Self {
+        let mut pieces = pieces.into();
+        pieces.sort_by_key(|(range, _)| Reverse(range.start()));
+        Self { pieces }
     }
 
     pub(super) fn ranges(&self) -> impl Iterator<Item = GuestRange> + '_ {
-        self.pieces.iter().map(|(range, _)| *range)
+        self.pieces.iter().rev().map(|(range, _)| *range)
     }
 
     /// The next `len` bytes, in the order of the ranges. They are copied only if they span several
     /// buffers.
     pub(super) fn take(&mut self, len: usize) -> Buf {
-        if let Some((_, front)) = self.pieces.front_mut()
+        if let Some((_, front)) = self.pieces.last_mut()
             && len <= front.len()
         {
             return front.split_to(len);
@@ -233,13 +239,13 @@ impl Guest {
     pub(super) fn copy_to(&mut self, to: &mut [u8]) {
         let mut at = 0;
         while at < to.len() {
-            let (_, front) = self.pieces.front_mut().expect("as many bytes as the ranges have");
+            let (_, front) = self.pieces.last_mut().expect("as many bytes as the ranges have");
             let len = front.len().min(to.len() - at);
             to[at..at + len].copy_from_slice(&front[..len]);
             front.advance(len);
             at += len;
             if front.is_empty() {
-                self.pieces.pop_front();
+                self.pieces.pop();
             }
         }
     }

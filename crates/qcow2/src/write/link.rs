@@ -11,6 +11,7 @@ use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, Space, Store, read_exact};
 use mica_qcow2_format::{L1Entry, RawL2Entry};
 use mica_units::{GuestCluster, GuestOffset, GuestRange, HostCluster, HostOffset};
+use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
@@ -34,6 +35,9 @@ pub(super) enum Drops {
     Data,
 }
 
+/// Entries: of one cluster mostly, and then without memory of their own.
+pub(super) type Entries = SmallVec<[Entry; 1]>;
+
 /// A new value for an entry.
 #[derive(Clone, Debug)]
 pub(super) struct Change {
@@ -54,12 +58,8 @@ pub(super) struct Change {
 impl Writer {
     /// The entries of guest clusters `first..=last`. Tables that are missing, or shared with a
     /// snapshot, are created.
-    pub(super) async fn entries(
-        &self,
-        first: GuestCluster,
-        last: GuestCluster,
-    ) -> Result<Vec<Entry>> {
-        let mut entries = Vec::new();
+    pub(super) async fn entries(&self, first: GuestCluster, last: GuestCluster) -> Result<Entries> {
+        let mut entries = Entries::new();
         let mut table = None;
         for cluster in first.through(last) {
             let index = self.l2.table_of(cluster);
@@ -79,7 +79,7 @@ impl Writer {
         pages: &PageState,
         first: GuestCluster,
         last: GuestCluster,
-    ) -> Option<Vec<Entry>> {
+    ) -> Option<Entries> {
         let index = self.l2.table_of(first);
         if index != self.l2.table_of(last) || index >= u64::from(self.l1_place.get().1) {
             return None;

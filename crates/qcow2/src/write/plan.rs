@@ -3,10 +3,11 @@
 
 use super::Writer;
 use super::allocate::Reserved;
-use super::link::{Change, Drops, Entry};
+use super::link::{Change, Drops, Entries, Entry};
 use mica_block::{Extent, Result};
 use mica_qcow2_format::{CompressedCluster, L2Entry, RawL2Entry, SUBCLUSTER_COUNT};
 use mica_units::{ClusterBits, GuestCluster, GuestOffset, GuestRange, HostCluster, HostOffset};
+use smallvec::SmallVec;
 
 /// The plan for one cluster.
 pub(super) struct ClusterPlan {
@@ -23,6 +24,9 @@ pub(super) struct ClusterPlan {
     freed: Vec<HostCluster>,
 }
 
+/// The plans of a request.
+pub(super) type Plans = SmallVec<[ClusterPlan; 1]>;
+
 /// What is known of a cluster before it gets a place.
 struct Before {
     host: Option<HostOffset>,
@@ -36,16 +40,17 @@ struct Before {
 /// Reservations that are returned unless they were linked.
 pub(super) struct Reservations<'a> {
     writer: &'a Writer,
-    reserved: Vec<Reserved>,
+    /// One run for the whole request if there is one.
+    reserved: SmallVec<[Reserved; 1]>,
 }
 
 impl<'a> Reservations<'a> {
     pub(super) fn new(writer: &'a Writer) -> Self {
-        Self { writer, reserved: Vec::new() }
+        Self { writer, reserved: SmallVec::new() }
     }
 
     /// Keeps the reserved clusters: they are no longer given back on drop.
-    pub(super) fn keep(&mut self) -> Vec<Reserved> {
+    pub(super) fn keep(&mut self) -> SmallVec<[Reserved; 1]> {
         std::mem::take(&mut self.reserved)
     }
 }
@@ -88,11 +93,11 @@ impl Writer {
     pub(super) async fn place(
         &self,
         ranges: &[GuestRange],
-        entries: Vec<Entry>,
-        plans: &mut Vec<ClusterPlan>,
+        entries: Entries,
+        plans: &mut Plans,
         reservations: &mut Reservations<'_>,
     ) -> Result<()> {
-        let mut wanting = Vec::new();
+        let mut wanting = SmallVec::<[_; 1]>::new();
         for entry in entries {
             let before = self.before(&entry)?;
             let host = before.host.unwrap_or(HostOffset::ZERO);

@@ -5,13 +5,14 @@
 
 use super::Writer;
 use super::fill::Parts;
-use super::gather::{Claimed, Guest, Offer, Outcome, Role};
-use super::plan::{ClusterPlan, Reservations, clusters_of};
+use super::gather::{Claimed, Guest, Offer, Outcome, Pieces, Role};
+use super::plan::{ClusterPlan, Plans, Reservations, clusters_of};
 use super::unreadable;
 use crate::map::slice_of;
 use mica_block::{Error, ErrorKind, Extent, Result};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestCluster, GuestOffset, GuestRange, SECTOR_BYTES};
+use smallvec::SmallVec;
 use std::sync::Arc;
 
 /// Clusters that one transaction changes at most; a longer request is split.
@@ -114,7 +115,7 @@ impl Writer {
         let (first, last) = clusters_of(self.l2.cluster_bits, range);
         if first != last {
             let _claimed = self.claim_clusters(first, last).await;
-            return self.write_transaction(Guest::new(vec![(range, buf)])).await;
+            return self.write_transaction(Guest::new([(range, buf)])).await;
         }
         let claimed = loop {
             match self.gather.join(&self.clusters, first, range, buf) {
@@ -130,7 +131,7 @@ impl Writer {
         };
         // Writes to this cluster that are ready now offer themselves.
         mica_rt::yield_now().await;
-        let mut pieces = vec![(range, buf)];
+        let mut pieces = Pieces::from([(range, buf)]);
         let mut offers = Vec::new();
         for (range, buf, offer) in self.gather.take(first, range) {
             pieces.push((range, buf));
@@ -147,12 +148,12 @@ impl Writer {
     /// One transaction. The caller holds the claims of the clusters.
     pub(super) async fn write_transaction(&self, guest: Guest) -> Result<()> {
         let bits = self.l2.cluster_bits;
-        let ranges: Vec<_> = guest.ranges().collect();
+        let ranges: SmallVec<[_; 1]> = guest.ranges().collect();
         let (Some(lowest), Some(highest)) = (ranges.first(), ranges.last()) else { return Ok(()) };
         let first = bits.guest_cluster(lowest.start());
         let (_, last) = clusters_of(bits, *highest);
         let entries = self.settled_entries(first, last).await?;
-        let mut plans = Vec::with_capacity(entries.len());
+        let mut plans = Plans::new();
         let mut reservations = Reservations::new(self);
         self.place(&ranges, entries, &mut plans, &mut reservations).await?;
         // Read once: the disk may grow in the meantime.
@@ -160,7 +161,7 @@ impl Writer {
         let visible = self.visible(disk_len, &plans).await?;
         let parts = Parts::plan(self, disk_len, &ranges, &plans, &visible);
         self.write_parts(parts, guest).await?;
-        let changes: Vec<_> =
+        let changes: SmallVec<[_; 1]> =
             plans.into_iter().filter_map(|plan| self.change_of(&ranges, plan, &visible)).collect();
         if changes.is_empty() {
             Box::pin(self.load_slices(lowest.start(), highest.end())).await;
