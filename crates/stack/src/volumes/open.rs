@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// How often who has a volume is asked again while its lock is held. Only compactors open volumes
-/// without that, each of them once.
+/// without that, each of them once, and whoever has passed the lock by, whom this is left to.
 const ASKED_AGAIN_MAX: u32 = 4;
 
 /// How a volume is opened.
@@ -370,10 +370,8 @@ impl Store {
 
     /// Who has a volume, of which this is the `lock`, if it is on this machine.
     async fn standing_of(&self, info: VolumeInfo, lock: Option<VolumeLock>) -> Locked {
-        // A lock that was passed by proves nothing.
-        let was_held = lock.as_ref().is_some_and(VolumeLock::was_held);
-        let is_dead =
-            |host: &str| !was_held && lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
+        // Asked after the head was read: who has passed the lock by since is not in that.
+        let is_dead = |host: &str| lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
         let dead = self.dead_writer(&info).await;
         let standing = match &info.open_on {
             None => Standing::Closed,
@@ -528,8 +526,9 @@ mod tests {
     use super::super::url::StoreUrl;
     use super::super::{Patience, Stores};
     use super::*;
-    use mica_rt::{Backend, Executor};
+    use mica_rt::{Backend, Buf, Executor};
     use mica_store::Handles;
+    use mica_units::GuestOffset;
 
     /// The story: two servers found out that the writer of a volume was dead. One served the
     /// volume, and the other took it from that one, or deleted it, without force.
@@ -586,6 +585,47 @@ mod tests {
                 late.lock = None;
                 let open = store.open_held((volumes, &name), &mut late, &options, None);
                 assert_eq!(open.await.map(drop).expect_err("open").kind(), ErrorKind::Denied);
+                // It is killed.
+                drop(served);
+            }
+        };
+        Executor::new(Backend::Pool).expect("threads").block_on(test);
+    }
+
+    /// The story: a server hung after it had taken the lock of a volume, another took the volume by
+    /// force, and the first one went on: it took the other for dead, as the one before was, and
+    /// fenced it. Its guest got errors.
+    #[test]
+    fn who_has_taken_a_volume_by_force_is_left_alone_by_whom_it_was_taken_from() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let test = async {
+            let stores = || Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
+            let (stores, others) = (stores(), stores());
+            let name = VolumeName::new("web").expect("a name");
+            let url = StoreUrl::Directory(folder.path().to_owned());
+            let url = VolumeUrl { store: url, name: name.clone(), snapshot: None };
+            let store = stores.open_or_make(&url.store).await.expect("a store");
+            let volumes = store.volumes();
+            volumes.create(&name, 1 << 20).await.expect("made");
+            let options = VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() };
+            let by_force = VolumeOptions { force: true, ..options.clone() };
+            for has_looked in [true, false, true, false] {
+                // It hangs before it has put its head, or before it knows who has the volume.
+                let (mut locked, lock) = match has_looked {
+                    true => (store.locked(&name, false).await.ok(), None),
+                    false => (None, VolumeLock::take(folder.path(), &name).await.ok()),
+                };
+                let served = others.open_volume(&url, &by_force).await.expect("by force");
+                if let Some(lock) = lock {
+                    let info = volumes.info(&name).await.expect("it is there");
+                    locked = Some(store.standing_of(info, Some(lock)).await);
+                }
+                let mut locked = locked.expect("it had the lock");
+                let open = store.open_held((volumes, &name), &mut locked, &options, None);
+                let refused = open.await.map(drop).expect_err("it is served");
+                assert_eq!(refused.kind(), ErrorKind::Denied);
+                served.write(GuestOffset::ZERO, Buf::zeroed(4096)).await.0.expect("written");
+                served.flush().await.expect("nobody has fenced it");
                 // It is killed.
                 drop(served);
             }
