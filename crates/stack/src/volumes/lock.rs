@@ -125,6 +125,13 @@ impl CompactorLock {
         }
         Ok(None)
     }
+
+    /// Whether a process has it. Whoever wants it in this moment tries again.
+    pub(super) fn is_held(directory: &Path) -> bool {
+        File::open(directory.join(FOLDER).join(COMPACTOR)).is_ok_and(|file| {
+            flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
+        })
+    }
 }
 
 /// What a file says of the last writer.

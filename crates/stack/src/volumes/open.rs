@@ -4,7 +4,7 @@ use super::alive::{AliveNote, Kept};
 use super::faults::StoreFaults;
 use super::held::HeldVolume;
 use super::keys::read_volume_key;
-use super::lock::VolumeLock;
+use super::lock::{CompactorLock, VolumeLock};
 use super::logs::LogPlace;
 use super::machine::host;
 use super::stores::{Store, Stores};
@@ -77,9 +77,11 @@ pub(super) struct Locked {
     pub(super) dead: Option<Kept>,
     /// Which volume it is.
     pub(super) volume: [u8; 16],
-    /// The writer that its head named when that was found out.
+    /// The number of its head when that was found out.
+    pub(super) head: u64,
+    /// The writer that this head named.
     writer: Option<Writer>,
-    /// The log that its head named.
+    /// The log that it named.
     log: Option<PathBuf>,
 }
 
@@ -249,13 +251,24 @@ impl Store {
     /// otherwise what the store reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
         let locked = self.locked(name, false).await?;
+        self.settle_locked(name, locked).await
+    }
+
+    async fn settle_locked(&self, name: &VolumeName, mut locked: Locked) -> Result<Settled> {
         locked.check_whole(name)?;
-        if locked.standing == Standing::Abandoned {
-            if let Some(left) = locked.left() {
-                return Err(needs_log(name, left));
-            }
-            let volumes = self.volumes();
-            volumes.open_without_blocks(name, locked.claimed()).await?.close().await?;
+        let needs_head = match locked.standing {
+            Standing::Abandoned => true,
+            // One that had the lock before may be about to open it: not after that (compacting,
+            // K4).
+            Standing::Closed => self.directory().is_some_and(CompactorLock::is_held),
+            Standing::Open => false,
+        };
+        if needs_head {
+            let open = async |locked: &Locked| match locked.left() {
+                Some(left) => Err(needs_log(name, left)),
+                None => self.volumes().open_without_blocks(name, locked.claimed()).await,
+            };
+            self.asking_again(name, &mut locked, open).await?.close().await?;
             locked.dead.iter().for_each(AliveNote::forget);
         }
         if locked.standing != Standing::Open {
@@ -331,18 +344,25 @@ impl Store {
             }
             locked => locked?,
         };
-        let claimed = match locked.left() {
-            _ if force => Claimed::TakeOver,
-            None => locked.claimed(),
-            Some(_) => Claimed::Refuse,
-        };
-        let deleted = self.volumes().delete(name, claimed).await;
+        let deleted = self.delete_held(name, &mut locked, force).await;
         deleted.inspect_err(|_| locked.give_back())?;
         locked.dead.iter().for_each(AliveNote::forget);
         if let Some(lock) = locked.lock {
             lock.remove();
         }
         Ok(())
+    }
+
+    async fn delete_held(&self, name: &VolumeName, locked: &mut Locked, force: bool) -> Result<()> {
+        let delete = async |locked: &Locked| {
+            let claimed = match locked.left() {
+                _ if force => Claimed::TakeOver,
+                None => locked.claimed(),
+                Some(_) => Claimed::Refuse,
+            };
+            self.volumes().delete(name, claimed).await
+        };
+        self.asking_again(name, locked, delete).await
     }
 
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.
@@ -379,12 +399,11 @@ impl Store {
             Some(_) if dead.is_some() => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        let VolumeInfo { volume, writer, log, .. } = info;
-        Locked { lock, standing, dead, volume, writer, log: log.map(PathBuf::from) }
+        let VolumeInfo { volume, head, writer, log, .. } = info;
+        Locked { lock, standing, dead, volume, head, writer, log: log.map(PathBuf::from) }
     }
 
-    /// Opens a volume that is `locked` for writing. A compactor that had taken the lock before may
-    /// have opened the volume since, and gives way (compacting, K1): who has it is asked again.
+    /// Opens a volume that is `locked` for writing.
     async fn open_held(
         &self,
         (volumes, name): (&Volumes, &VolumeName),
@@ -392,17 +411,31 @@ impl Store {
         options: &VolumeOptions,
         log: Option<Arc<LogDevice>>,
     ) -> Result<Volume> {
+        let open =
+            async |locked: &Locked| open_locked(volumes, name, locked, options, log.clone()).await;
+        self.asking_again(name, locked, open).await
+    }
+
+    /// Does by `act` what whoever has a volume open may be in the way of. A compactor that had taken
+    /// the lock before it was `locked` may have opened the volume since, and gives way (compacting,
+    /// K1): who has it is asked again.
+    async fn asking_again<T>(
+        &self,
+        name: &VolumeName,
+        locked: &mut Locked,
+        act: impl AsyncFn(&Locked) -> Result<T>,
+    ) -> Result<T> {
         for _ in 0..ASKED_AGAIN_MAX {
-            match open_locked(volumes, name, locked, options, log.clone()).await {
+            match act(locked).await {
                 Err(error) if error.kind() == ErrorKind::Denied => {
                     if !self.is_abandoned_since(name, locked).await {
                         return Err(error);
                     }
                 }
-                opened => return opened,
+                done => return done,
             }
         }
-        open_locked(volumes, name, locked, options, log).await
+        act(locked).await
     }
 
     /// Asks again who has a volume that is `locked`: whether that is another writer than before,

@@ -107,3 +107,75 @@ fn who_has_taken_a_volume_by_force_is_left_alone_by_whom_it_was_taken_from() {
     };
     Executor::new(Backend::Pool).expect("threads").block_on(test);
 }
+
+/// The story: `mica volume snapshot` and `mica volume delete` failed just when `mica volume gc` had
+/// given the lock of the volume back, and then opened it: it was open on its own host.
+#[test]
+fn compactor_that_opens_a_volume_behind_the_back_of_a_verb_gives_way() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let test = async {
+        let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
+        let name = VolumeName::new("web").expect("a name");
+        let store = stores.open_or_make(&StoreUrl::Directory(folder.path().to_owned())).await;
+        let store = store.expect("a store");
+        let volumes = store.volumes();
+        volumes.create(&name, 1 << 20).await.expect("made");
+        let _compactor = store.compactor().await.expect("asked").expect("nobody else is one");
+        for is_closed in [true, false] {
+            let locked = store.locked(&name, false).await.expect("nobody has it");
+            assert_eq!(locked.standing == Standing::Closed, is_closed);
+            let compacting = volumes.open_volume(&name, Claimed::AsOf(locked.head)).await;
+            let held = store.settle_locked(&name, locked).await.expect("the compactor gives way");
+            volumes.take_snapshot(&name, "").await.expect("nobody has it");
+            assert!(compacting.expect("open").close().await.is_err(), "it was fenced");
+            drop(held);
+            // A server is killed.
+            drop(volumes.open_volume(&name, Claimed::Refuse).await.expect("open"));
+        }
+        for is_closed in [false, true] {
+            let mut locked = store.locked(&name, false).await.expect("nobody has it");
+            assert_eq!(locked.standing == Standing::Closed, is_closed);
+            let compacting = volumes.open_volume(&name, Claimed::AsOf(locked.head)).await;
+            let deleted = store.delete_held(&name, &mut locked, false).await;
+            deleted.expect("the compactor gives way");
+            assert!(compacting.expect("open").close().await.is_err(), "it was fenced");
+            volumes.create(&name, 1 << 20).await.expect("made");
+        }
+    };
+    Executor::new(Backend::Pool).expect("threads").block_on(test);
+}
+
+/// The story: as above, but the compactor opened the volume only once the verb had looked who had
+/// it. A stream that was received had been read by then.
+#[test]
+fn compactor_opens_no_volume_that_a_verb_has_taken_since() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let test = async {
+        let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
+        let name = VolumeName::new("web").expect("a name");
+        let store = stores.open_or_make(&StoreUrl::Directory(folder.path().to_owned())).await;
+        let store = store.expect("a store");
+        let volumes = store.volumes();
+        volumes.create(&name, 1 << 20).await.expect("made");
+        let compactor = store.compactor().await.expect("asked").expect("nobody else is one");
+        for is_closed in [true, false] {
+            let seen = compactor.look(&name).await.expect("nobody has it");
+            assert_eq!(seen.standing == Standing::Closed, is_closed);
+            let held = store.settle(&name).await.expect("nobody has it");
+            let late = volumes.open_volume(&name, Claimed::AsOf(seen.head)).await;
+            assert_eq!(late.map(drop).expect_err("a verb has it").kind(), ErrorKind::Denied);
+            volumes.take_snapshot(&name, "").await.expect("nobody has it");
+            drop(held);
+            // A server is killed.
+            drop(volumes.open_volume(&name, Claimed::Refuse).await.expect("open"));
+        }
+        // While none lives, a verb puts no head for it.
+        drop(compactor);
+        volumes.delete(&name, Claimed::TakeOver).await.expect("deleted");
+        volumes.create(&name, 1 << 20).await.expect("made");
+        let before = volumes.info(&name).await.expect("known").head;
+        drop(store.settle(&name).await.expect("nobody has it"));
+        assert_eq!(volumes.info(&name).await.expect("known").head, before);
+    };
+    Executor::new(Backend::Pool).expect("threads").block_on(test);
+}
