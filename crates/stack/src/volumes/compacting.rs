@@ -1,9 +1,9 @@
 //! Compaction of volumes that nobody has open.
 //!
 //! While a volume is compacted it is open under a writer of the compactor, which gives way: on this
-//! machine a server that starts, or a verb, finds the lock of the volume free, and fences it. If the
-//! compactor opens the volume only after they have taken the lock, a server asks again who has the
-//! volume, and before a verb begins it puts a head (K4). A compactor that is killed leaves the
+//! machine a server that starts, or a verb, finds the lock of the volume free, and fences it. If
+//! the compactor opens the volume only after they have taken the lock, a server asks again who has
+//! the volume, and before a verb begins it puts a head (K4). A compactor that is killed leaves the
 //! volume open, and so does a server. The next one goes on with it, if it is proved that the writer
 //! is dead.
 //!

@@ -416,9 +416,9 @@ impl Store {
         self.asking_again(name, locked, open).await
     }
 
-    /// Does by `act` what whoever has a volume open may be in the way of. A compactor that had taken
-    /// the lock before it was `locked` may have opened the volume since, and gives way (compacting,
-    /// K1): who has it is asked again.
+    /// Acts on a volume that is `locked`. If another has it open, that may be a compactor that had
+    /// taken the lock before and opened it since, and which gives way (compacting, K1): who has it
+    /// is asked again.
     async fn asking_again<T>(
         &self,
         name: &VolumeName,
