@@ -9,10 +9,12 @@ use crate::output::ReportArgs;
 use clap::Args;
 use keys::KeyOptions;
 use mica_block::Images;
+use mica_crypt::luks::Slot;
 use mica_qcow2_format::{Header, RefcountWidth, Version};
 use mica_qcow2_tools::amend::{Amendment, amend};
 use mica_qcow2_tools::resize::Resizer;
-use mica_stack::{FileImages, Format, MayWrite, amend_keys, wait_for_dead};
+use mica_rt::Executor;
+use mica_stack::{FileImages, Format, KeyChange, MayWrite, amend_keys, wait_for_dead};
 use mica_units::SECTOR_BYTES;
 use serde_json::json;
 use std::path::PathBuf;
@@ -88,15 +90,7 @@ pub(crate) fn run(args: &AmendArgs) -> Result<ExitCode, Failure> {
         if wanted.format != Amendment::default() || wanted.size.is_some() {
             return Err(Failure::new("-o encrypt.state: keys are changed alone"));
         }
-        let changed = executor.block_on(async {
-            let options = args.images.image_options()?;
-            // What the image shows stays the same: layers above do not notice.
-            let images = FileImages::to_write(&args.image, options, MayWrite::to_repair())?;
-            Ok::<_, Failure>(amend_keys(&images, (&args.image, format), change).await?)
-        })?;
-        let file = args.image.display().to_string();
-        args.report.print("Image amended.\n", &json!({ "filename": file, "keys": changed }))?;
-        return Ok(ExitCode::SUCCESS);
+        return change_keys(args, &executor, change);
     }
     if format != Format::Qcow2 {
         return Err(Failure::new("only qcow2 images have options that can be changed"));
@@ -124,6 +118,34 @@ pub(crate) fn run(args: &AmendArgs) -> Result<ExitCode, Failure> {
         Ok::<_, Failure>((header, size))
     })?;
     args.report.print("Image amended.\n", &described(args, &header, size))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn change_keys(
+    args: &AmendArgs,
+    executor: &Executor,
+    change: KeyChange,
+) -> Result<ExitCode, Failure> {
+    let slot = match &change {
+        KeyChange::Remove { which: Slot::Number(slot), .. } => Some(*slot),
+        KeyChange::Remove { which: Slot::OpenedBy(_), .. } | KeyChange::Add { .. } => None,
+    };
+    let changed = executor.block_on(async {
+        let options = args.images.image_options()?;
+        // What the image shows stays the same: layers above do not notice.
+        let images = FileImages::to_write(&args.image, options, MayWrite::to_repair())?;
+        Ok::<_, Failure>(amend_keys(&images, (&args.image, args.images.format()), change).await?)
+    })?;
+    // Whoever meant to revoke a passphrase must not believe that it is gone.
+    let text = match slot.filter(|_| changed == 0) {
+        Some(slot) => format!(
+            "Key slot {slot} was not in use: no key was removed. Whatever a removed key had left \
+             there is overwritten.\n"
+        ),
+        None => "Image amended.\n".to_owned(),
+    };
+    let file = args.image.display().to_string();
+    args.report.print(&text, &json!({ "filename": file, "keys": changed }))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -1,11 +1,12 @@
-//! Which disks the configuration file lists. It is read again only when it has changed: disks are
+//! Which disks the configuration file lists. It is parsed again only when it has changed: disks are
 //! removed by the hundred, one after the other, and each removal asks.
 //!
 //! Invariants
 //! - I1 What is known of a file counts for that file as it was only: the same one, of the same
-//!   length, with the same times.
-//! - I2 What was read of a file that had just changed is not kept: times are coarse, and another
-//!   change may leave the same ones.
+//!   length, with the same times; or for the same text.
+//! - I2 Of a file that had just changed only the text counts: times are coarse, and another change
+//!   may leave the same ones. It is read again, and compared: whoever removes many disks saves that
+//!   now and then, and would have all of it parsed for each of them.
 
 use std::collections::BTreeSet;
 use std::fs::Metadata;
@@ -21,7 +22,14 @@ pub(crate) type Names = Arc<BTreeSet<String>>;
 
 /// What is known of the configuration file.
 #[derive(Default)]
-pub(crate) struct Listed(Option<(Stamp, Names)>);
+pub(crate) struct Listed(Option<Known>);
+
+struct Known {
+    stamp: Stamp,
+    names: Names,
+    /// What they were found in, as long as another change may leave the same stamp (I2).
+    text: Option<String>,
+}
 
 /// Which file it is, and as of when.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -55,22 +63,30 @@ impl Stamp {
 
 impl Listed {
     /// The names in the file that has this `stamp` at the time `now`: those that are known, or
-    /// those that `read` finds in it, if it can.
+    /// those that `parse` finds in what was `read`, if either can be done.
     pub(crate) fn names(
         &mut self,
         stamp: Stamp,
         now: SystemTime,
-        read: impl FnOnce() -> Option<BTreeSet<String>>,
+        read: impl FnOnce() -> Option<String>,
+        parse: impl FnOnce(&str) -> Option<BTreeSet<String>>,
     ) -> Option<Names> {
-        if let Some((known, names)) = &self.0
-            && *known == stamp
-        {
-            return Some(Arc::clone(names));
-        }
-        let names = read().map(Arc::new);
-        let kept = names.clone().filter(|_| stamp.is_settled(now));
-        self.0 = kept.map(|names| (stamp, names));
-        names
+        let known = match self.0.take() {
+            Some(known) if known.stamp == stamp && known.text.is_none() => known,
+            known => {
+                let text = read()?;
+                let same = known.filter(|known| known.text.as_ref() == Some(&text));
+                let names = match same {
+                    Some(known) => known.names,
+                    None => Arc::new(parse(&text)?),
+                };
+                let text = Some(text).filter(|_| !stamp.is_settled(now));
+                Known { stamp, names, text }
+            }
+        };
+        let names = Arc::clone(&known.names);
+        self.0 = Some(known);
+        Some(names)
     }
 }
 
@@ -78,47 +94,75 @@ impl Listed {
 mod tests {
     use super::*;
 
+    fn at(seconds: i64) -> Stamp {
+        let written = (seconds, 0);
+        Stamp { device: 1, inode: 2, len: 3, written, changed: written }
+    }
+
+    fn time(seconds: u64) -> SystemTime {
+        SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
+    }
+
+    /// Files that are read, and what is parsed of them.
+    #[derive(Default)]
+    struct Asked {
+        listed: Listed,
+        reads: u32,
+        parses: u32,
+    }
+
+    impl Asked {
+        /// How often a file was read and parsed after one more asked, whose only disk is `text`.
+        fn after(&mut self, stamp: Stamp, now: SystemTime, text: &str) -> (u32, u32) {
+            let Self { listed, reads, parses } = self;
+            let read = || {
+                *reads += 1;
+                Some(text.to_owned())
+            };
+            let parse = |text: &str| {
+                *parses += 1;
+                Some(BTreeSet::from([text.to_owned()]))
+            };
+            let names = listed.names(stamp, now, read, parse).expect("read");
+            assert_eq!(names.iter().collect::<Vec<_>>(), [text]);
+            (self.reads, self.parses)
+        }
+    }
+
     /// The story: to remove a thousand disks the configuration was read and parsed a thousand
     /// times.
     #[test]
     fn file_is_read_once_until_it_changes() {
-        let at = |seconds: i64| Stamp {
-            device: 1,
-            inode: 2,
-            len: 3,
-            written: (seconds, 0),
-            changed: (seconds, 0),
-        };
-        let time = |seconds: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
-        let mut listed = Listed::default();
-        let mut reads = 0;
-        let mut ask = |stamp: Stamp, now: SystemTime| {
-            let read = || {
-                reads += 1;
-                Some(BTreeSet::from(["a".to_owned()]))
-            };
-            assert!(listed.names(stamp, now, read).expect("read").contains("a"));
-            reads
-        };
-        assert_eq!([ask(at(10), time(20)), ask(at(10), time(30))], [1, 1]);
+        let mut asked = Asked::default();
+        assert_eq!(asked.after(at(10), time(20), "a"), (1, 1));
+        assert_eq!(asked.after(at(10), time(30), "a"), (1, 1));
         let replaced = Stamp { inode: 3, ..at(10) };
-        assert_eq!([ask(replaced, time(30)), ask(replaced, time(30))], [2, 2]);
-        // It may have been changed again, within the same tick.
-        assert_eq!(
-            [ask(at(30), time(30)), ask(at(30), time(31)), ask(at(30), time(40))],
-            [3, 4, 5]
-        );
-        assert_eq!(ask(at(30), time(40)), 5);
+        assert_eq!(asked.after(replaced, time(30), "b"), (2, 2));
+        assert_eq!(asked.after(replaced, time(30), "b"), (2, 2));
+    }
+
+    /// The story: the same, with `--save`, which leaves another file after some of them.
+    #[test]
+    fn file_that_has_just_changed_is_parsed_again_only_if_its_text_is_another() {
+        let mut asked = Asked::default();
+        assert_eq!(asked.after(at(30), time(30), "a"), (1, 1));
+        assert_eq!(asked.after(at(30), time(31), "a"), (2, 1));
+        // It was changed again, within the same tick.
+        assert_eq!(asked.after(at(30), time(31), "b"), (3, 2));
+        assert_eq!(asked.after(at(30), time(40), "b"), (4, 2));
+        assert_eq!(asked.after(at(30), time(40), "b"), (4, 2));
         // A clock that was set back proves nothing.
-        assert_eq!([ask(at(90), time(40)), ask(at(90), time(40))], [6, 7]);
+        assert_eq!(asked.after(at(90), time(40), "b"), (5, 3));
+        assert_eq!(asked.after(at(90), time(40), "b"), (6, 3));
     }
 
     #[test]
-    fn file_that_cannot_be_read_is_asked_again() {
-        let stamp = Stamp { device: 1, inode: 2, len: 3, written: (0, 0), changed: (0, 0) };
-        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(60);
+    fn file_that_cannot_be_read_or_parsed_is_asked_again() {
+        let (stamp, now) = (at(0), time(60));
         let mut listed = Listed::default();
-        assert!(listed.names(stamp, now, || None).is_none());
-        assert!(listed.names(stamp, now, || Some(BTreeSet::new())).is_some());
+        let text = || Some(String::new());
+        assert!(listed.names(stamp, now, || None, |_| Some(BTreeSet::new())).is_none());
+        assert!(listed.names(stamp, now, text, |_| None).is_none());
+        assert!(listed.names(stamp, now, text, |_| Some(BTreeSet::new())).is_some());
     }
 }

@@ -159,11 +159,12 @@ impl Shared {
         let file = self.config_file.as_deref()?;
         let opened = self.open_config(file).ok()?;
         let stamp = Stamp::of(&opened.metadata().ok()?);
-        let read = || {
-            let config = Self::read_config(file, opened).ok()?;
+        let read = || Self::read_text(file, opened).ok();
+        let parse = |text: &str| {
+            let config = Self::parse_config(file, text).ok()?;
             Some(config.disks.into_iter().map(|disk| disk.name).collect())
         };
-        self.listed.lock().names(stamp, SystemTime::now(), read)
+        self.listed.lock().names(stamp, SystemTime::now(), read, parse)
     }
 
     /// Disks of the configuration that were removed by command.
@@ -256,7 +257,10 @@ impl Shared {
     /// The caller holds `reloading`.
     fn reload_alone(&self) -> Result<Reloaded> {
         let _held = self.hold()?;
-        let read = |file: &Path| Self::read_config(file, self.open_config(file)?);
+        let read = |file: &Path| {
+            let text = Self::read_text(file, self.open_config(file)?)?;
+            Self::parse_config(file, &text)
+        };
         let config = self.config_file.as_deref().map(read).transpose()?;
         // Addresses that the configuration adds read them anyway.
         let addresses = &self.resources.addresses;
@@ -278,8 +282,8 @@ impl Shared {
         self.outside.open_config(file).map(File::from)
     }
 
-    /// The configuration in `file`, which was `opened`, as it is now.
-    fn read_config(file: &Path, opened: File) -> Result<Config> {
+    /// What is in the configuration `file`, which was `opened`, now.
+    fn read_text(file: &Path, opened: File) -> Result<String> {
         let mut text = String::new();
         let read = opened.take(CONFIG_BYTES_MAX + 1).read_to_string(&mut text);
         read.map_err(|error| Error::from_io(format!("reading {}", file.display()), error))?;
@@ -287,7 +291,12 @@ impl Shared {
             let what = format!("{} is longer than {CONFIG_BYTES_MAX} bytes", file.display());
             return Err(Error::new(ErrorKind::Limit, what));
         }
-        let config = Config::parse(file, &text)?;
+        Ok(text)
+    }
+
+    /// The configuration that `text`, which was in `file`, is.
+    fn parse_config(file: &Path, text: &str) -> Result<Config> {
+        let config = Config::parse(file, text)?;
         // A disk that is new is checked for a place of its own when it is added.
         config.problems(true).into_iter().next().map_or(Ok(config), Err)
     }

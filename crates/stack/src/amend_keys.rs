@@ -30,7 +30,8 @@ pub enum KeyChange {
 }
 
 /// Changes the keys of the image at `path`, which nobody else may have open. Its data stays as it
-/// is. Durable when this returns. Returns how many slots were changed.
+/// is. Durable when this returns. Returns how many keys were added, or removed: none if the slot
+/// was not in use.
 ///
 /// # Errors
 /// `Unsupported` if the image has no LUKS header; `Denied` if its passphrase is missing or wrong,

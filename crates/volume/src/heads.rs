@@ -55,6 +55,9 @@ pub enum Claimed {
     TakeOver,
     /// Fence it if it is this one, which is known to be dead. Another is left alone.
     TakeOverOf(Writer),
+    /// The same of the writer that the head with this number names, if it names one. Once there is
+    /// a newer head the volume is left alone, also if nobody has it open.
+    AsOf(u64),
     /// The same, where it is known that nobody has written: this volume was just made, unfinished.
     /// Another of its name is left alone, and so is this one once it is whole.
     JustMade(Id),
@@ -65,7 +68,10 @@ impl Claimed {
     fn at(self, head: &Head) -> Self {
         match self {
             Self::TakeOverOf(dead) if head.writer() == Some(dead) => Self::TakeOver,
-            Self::TakeOverOf(_) => Self::Refuse,
+            Self::AsOf(number) if (head.number, head.writer().is_some()) == (number, true) => {
+                Self::TakeOver
+            }
+            Self::TakeOverOf(_) | Self::AsOf(_) => Self::Refuse,
             Self::JustMade(_) if self.is_gone(head) => Self::Refuse,
             Self::Refuse | Self::TakeOver | Self::JustMade(_) => self,
         }
@@ -75,6 +81,17 @@ impl Claimed {
     /// made another.
     fn is_gone(self, head: &Head) -> bool {
         matches!(self, Self::JustMade(made) if made != head.volume || !head.is_unfinished)
+    }
+
+    /// Checks that the volume with this head is still what is claimed.
+    fn check_still(self, name: &VolumeName, head: &Head) -> Result<()> {
+        let what = match self {
+            Self::JustMade(_) if self.is_gone(head) => "deleted and re-created",
+            Self::AsOf(number) if head.number != number => "opened or changed",
+            _ => return Ok(()),
+        };
+        let what = format!("volume {} was {what} by someone else", name.as_str());
+        Err(Error::new(ErrorKind::Denied, what))
     }
 }
 
@@ -218,11 +235,7 @@ impl Heads {
     pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest().await?;
-            if claimed.is_gone(&before) {
-                let name = self.name.as_str();
-                let what = format!("volume {name} was deleted and re-created by someone else");
-                return Err(Error::new(ErrorKind::Denied, what));
-            }
+            claimed.check_still(&self.name, &before)?;
             let claimed = claimed.at(&before);
             if !matches!(claimed, Claimed::JustMade(_)) || before.life == Life::Pinned {
                 self.check_ready(&before)?;
@@ -260,6 +273,7 @@ impl Heads {
                 }
                 newest => newest?,
             };
+            claimed.check_still(&self.name, &before)?;
             if claimed.at(&before) == Claimed::Refuse {
                 self.check_free(&before)?;
             }

@@ -15,7 +15,7 @@
 //! - I2 The first reason of a failure stays: what follows from it is no news. That another writer
 //!   has the volume is remembered nevertheless, because what is here is old then.
 
-use mica_block::{Error, ErrorKind};
+use mica_block::{Error, ErrorKind, Result};
 
 /// See the module.
 #[derive(Clone, Default, Debug)]
@@ -140,6 +140,15 @@ impl Stage {
         }
     }
 
+    /// What came of the end, once nothing more is put: it is well only if the last head was.
+    pub(crate) fn outcome(&self) -> Option<Result<()>> {
+        match self {
+            Self::Open | Self::Leaving | Self::Closing => None,
+            Self::Ended => Some(Ok(())),
+            Self::Failed(failure) => Some(Err(failure.why.clone())),
+        }
+    }
+
     /// Whether nothing more is put, or read.
     pub(crate) fn is_over(&self) -> bool {
         matches!(self, Self::Ended | Self::Failed(_))
@@ -165,6 +174,8 @@ mod tests {
             (stage.is_leaving(), " leaving"),
             (stage.is_ending(), " ending"),
             (stage.is_over(), " over"),
+            (matches!(stage.outcome(), Some(Ok(()))), " well"),
+            (matches!(stage.outcome(), Some(Err(_))), " badly"),
             (stage.fence().is_some(), " fenced"),
         ];
         let is: String = is.into_iter().filter(|(is, _)| *is).map(|(_, text)| text).collect();
@@ -190,7 +201,7 @@ mod tests {
                 stage
             })
         };
-        let latched = " refuses over Latched latch";
+        let latched = " refuses over badly Latched latch";
         for (names, wanted) in [
             (&[][..], ""),
             (&["expect"], " leaving"),
@@ -200,25 +211,25 @@ mod tests {
             (&["expect", "close"], " refuses ending"),
             (&["close", "expect"], " refuses ending"),
             (&["expect", "close", "stay"], " refuses ending"),
-            (&["end"], " refuses ending over"),
-            (&["close", "end"], " refuses ending over"),
-            (&["end", "close"], " refuses ending over"),
-            (&["end", "expect"], " refuses ending over"),
+            (&["end"], " refuses ending over well"),
+            (&["close", "end"], " refuses ending over well"),
+            (&["end", "close"], " refuses ending over well"),
+            (&["end", "expect"], " refuses ending over well"),
             (&["latch"], latched),
             (&["latch", "expect"], latched),
             (&["latch", "leave"], latched),
             (&["expect", "latch", "stay"], latched),
-            (&["close", "latch"], " refuses ending over Latched latch"),
-            (&["latch", "close"], " refuses ending over Latched latch"),
-            (&["latch", "end"], " refuses ending over Latched latch"),
-            (&["end", "latch"], " refuses ending over Latched latch"),
-            (&["close", "leave"], " refuses ending over LeftToLog leave"),
-            (&["close", "leave", "latch"], " refuses ending over LeftToLog leave"),
+            (&["close", "latch"], " refuses ending over badly Latched latch"),
+            (&["latch", "close"], " refuses ending over badly Latched latch"),
+            (&["latch", "end"], " refuses ending over badly Latched latch"),
+            (&["end", "latch"], " refuses ending over badly Latched latch"),
+            (&["close", "leave"], " refuses ending over badly LeftToLog leave"),
+            (&["close", "leave", "latch"], " refuses ending over badly LeftToLog leave"),
             // What its log has is still there.
-            (&["close", "leave", "fence"], " refuses ending over LeftToLog leave"),
-            (&["fence"], " refuses over fenced Fenced fence"),
-            (&["fence", "latch"], " refuses over fenced Fenced fence"),
-            (&["latch", "fence"], " refuses over fenced Fenced latch"),
+            (&["close", "leave", "fence"], " refuses ending over badly LeftToLog leave"),
+            (&["fence"], " refuses over badly fenced Fenced fence"),
+            (&["fence", "latch"], " refuses over badly fenced Fenced fence"),
+            (&["latch", "fence"], " refuses over badly fenced Fenced latch"),
         ] {
             assert_eq!(said(&after(names)), wanted, "{names:?}");
         }

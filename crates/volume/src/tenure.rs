@@ -107,16 +107,14 @@ impl Shared {
         self.now().stage.close();
         self.progress.wake_all();
         self.destage_all().await?;
-        // A checkpoint that is under way is waited for: nothing is left to do for its task.
+        // A checkpoint that is under way is waited for: nothing is left to do for its task. Whether
+        // the volume was given up is asked under the same lock.
         let turn = || {
             let mut now = self.now();
-            let failure = now.stage.failure().cloned().map(Err);
-            failure.or_else(|| self.head_turn(&mut now).map(Ok))
+            let ended = now.stage.outcome().map(|ended| ended.map(|()| None));
+            ended.or_else(|| self.head_turn(&mut now).map(|turn| Ok(Some(turn))))
         };
-        let _turn = self.progress.until(turn).await?;
-        if self.now().stage.is_over() {
-            return Ok(());
-        }
+        let Some(_turn) = self.progress.until(turn).await? else { return Ok(()) };
         let last = {
             let mut last = putter.last_head.lock();
             match &*last {

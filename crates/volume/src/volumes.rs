@@ -49,6 +49,8 @@ pub struct VolumeInfo {
     pub name: VolumeName,
     /// Its identity: that of no other volume, also if the name is used again.
     pub volume: Id,
+    /// The number of its newest head. Whoever opens, closes or deletes it puts the next one.
+    pub head: u64,
     /// Its state. Of one that a writer has open this may be an older one.
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
@@ -346,6 +348,7 @@ impl Volumes {
         Ok(VolumeInfo {
             name: name.clone(),
             volume: head.volume,
+            head: head.number,
             state: head.state,
             open_on,
             writer,

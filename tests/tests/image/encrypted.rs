@@ -306,6 +306,14 @@ fn keys_are_added_and_removed() {
     let secret = format!("secret,id=s,file={new}");
     let given = format!("driver=qcow2,file.filename={image},encrypt.key-secret=s");
     qemu::img(room.dir(), ["check", "--object", &secret, "--image-opts", &given]).ok();
+    // Whoever names a wrong slot must not believe that the passphrase is worth nothing now.
+    let unused = "encrypt.state=inactive,encrypt.keyslot=5";
+    let said = amend("new", unused, &[]).ok();
+    assert!(said.contains("slot 5 was not in use: no key was removed"), "{said}");
+    let said = amend("new", unused, &["--output", "json"]).ok();
+    let said: Value = serde_json::from_str(&said).expect("JSON");
+    assert_eq!(said["keys"], 0);
+    assert_eq!(read("new").ok().as_bytes(), &MARKER[..10]);
     let last = format!("encrypt.state=inactive,encrypt.old-secret={new}");
     let said = amend("new", &last, &[]).refusal();
     assert!(said.contains("--force"), "{said}");

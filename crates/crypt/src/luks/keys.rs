@@ -85,10 +85,11 @@ pub async fn add_key(
 }
 
 /// Removes the keys that `which` means. Durable when this returns: their passphrases are worth
-/// nothing then. Returns how many slots there were.
+/// nothing then. Returns how many slots were in use.
 ///
 /// A slot with a number may be inactive: a power cut may have ended its removal before its material
-/// was gone, and only this ends it.
+/// was gone, and only this ends it. It does not count: whoever named another slot than that of the
+/// key to be removed has to learn it.
 ///
 /// # Errors
 /// `Invalid` if there is no such slot; `Denied` if the passphrase opens none, or if none would be
@@ -122,8 +123,8 @@ pub async fn remove_keys(
         }
     }
     let is_gone = |(number, _)| gone.contains(&number);
-    let takes_one = header.active_slots().any(is_gone);
-    if takes_one && header.active_slots().all(is_gone) && !last_too {
+    let removed = header.active_slots().filter(|slot| is_gone(*slot)).count();
+    if removed > 0 && header.active_slots().all(is_gone) && !last_too {
         let what = "no key would be left, and nobody could ever read the image: --force does it";
         return Err(Error::new(ErrorKind::Denied, what));
     }
@@ -141,7 +142,7 @@ pub async fn remove_keys(
         write_all(store, Buf::from_slice(&entry), plus(at, within as u64)?).await?;
     }
     store.sync().await?;
-    Ok(gone.len())
+    Ok(removed)
 }
 
 /// Whether slot `number` is in use.

@@ -1,9 +1,11 @@
 //! Compaction of volumes that nobody has open.
 //!
 //! While a volume is compacted it is open under a writer of the compactor, which gives way: on this
-//! machine a server that starts, or a verb, finds the lock of the volume free, and fences it. A
-//! compactor that is killed leaves the volume open, and so does a server. The next one goes on with
-//! it, if it is proved that the writer is dead.
+//! machine a server that starts, or a verb, finds the lock of the volume free, and fences it. If
+//! the compactor opens the volume only after they have taken the lock, a server asks again who has
+//! the volume, and before a verb begins it puts a head (K4). A compactor that is killed leaves the
+//! volume open, and so does a server. The next one goes on with it, if it is proved that the writer
+//! is dead.
 //!
 //! Invariants
 //! - K1 A writer that lives is never fenced by a compactor. In a directory it has the lock of the
@@ -13,17 +15,19 @@
 //!   names the writer, and where it is not, nothing is proved.
 //! - K2 Only the writer that is known to be dead is fenced, whoever has the volume by then.
 //! - K3 A volume whose writer had a log is left to whoever has that.
+//! - K4 A volume is opened only as of the head that was found while its lock was held: whoever has
+//!   put another since has the volume.
 //!
 //! A host proves nothing about the writers of another: what these have left open stays as it is
 //! until somebody there, or somebody by force, opens it.
 
 use super::alive::AliveNote;
 use super::lock::{CompactorLock, VolumeLock};
-use super::open::{Standing, needs_log};
+use super::open::{Locked, Standing, needs_log};
 use super::stores::Store;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::Signal;
-use mica_volume::{Sparse, VolumeInfo, VolumeKey, VolumeName};
+use mica_volume::{Claimed, Sparse, VolumeInfo, VolumeKey, VolumeName};
 use std::sync::Arc;
 
 /// The right to compact volumes of a store, among processes that see its locks.
@@ -80,6 +84,25 @@ impl Compactor<'_> {
     ) -> Result<u64> {
         let Self { store, .. } = self;
         let name = &sparse.name;
+        let seen = self.look(name).await?;
+        let volumes = store.volumes().with_key(key);
+        let volume = volumes.open_volume(name, Claimed::AsOf(seen.head)).await?;
+        seen.dead.iter().for_each(AliveNote::forget);
+        let alive = store.sign_of_life(&volume, seen.volume);
+        let writer = volume.writer();
+        let compacted = volume.compact(sparse, given_up).await;
+        // If the volume could not be closed, this shows the next compactor that its writer is dead.
+        let is_over = match &compacted {
+            Ok(_) => true,
+            Err(_) => store.volumes().info(name).await.is_ok_and(|info| info.writer != writer),
+        };
+        alive.iter().filter(|_| is_over).for_each(AliveNote::remove);
+        compacted
+    }
+
+    /// Looks whether the volume may be opened, as [`Self::compact`] says.
+    pub(super) async fn look(&self, name: &VolumeName) -> Result<Locked> {
+        let Self { store, .. } = self;
         // Before the lock, which is waited for if a server has it.
         if !store.is_left_to_compactors(&store.volumes().info(name).await?).await {
             return Err(is_open(name));
@@ -96,19 +119,7 @@ impl Compactor<'_> {
         // was here, whose lock is free, and fences it.
         locked.sign(None, false)?;
         drop(locked.lock.take());
-        let volumes = store.volumes().with_key(key);
-        let volume = volumes.open_volume(name, locked.claimed()).await?;
-        locked.dead.iter().for_each(AliveNote::forget);
-        let alive = store.sign_of_life(&volume, locked.volume);
-        let writer = volume.writer();
-        let compacted = volume.compact(sparse, given_up).await;
-        // If the volume could not be closed, this shows the next compactor that its writer is dead.
-        let is_over = match &compacted {
-            Ok(_) => true,
-            Err(_) => store.volumes().info(name).await.is_ok_and(|info| info.writer != writer),
-        };
-        alive.iter().filter(|_| is_over).for_each(AliveNote::remove);
-        compacted
+        Ok(locked)
     }
 }
 

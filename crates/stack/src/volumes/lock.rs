@@ -125,6 +125,13 @@ impl CompactorLock {
         }
         Ok(None)
     }
+
+    /// Whether a process has it. Whoever wants it in this moment tries again.
+    pub(super) fn is_held(directory: &Path) -> bool {
+        File::open(directory.join(FOLDER).join(COMPACTOR)).is_ok_and(|file| {
+            flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
+        })
+    }
 }
 
 /// What a file says of the last writer.
@@ -333,19 +340,17 @@ impl VolumeLock {
         }
     }
 
-    /// Whether another process had it, and was passed by.
-    pub(super) fn was_held(&self) -> bool {
-        self.passed_by.is_some()
-    }
-
     /// What the file said of the last writer.
     pub(super) fn found(&self) -> &Writer {
         &self.found
     }
 
-    /// Whether this lock proves that the last writer, which was on `host`, is dead.
+    /// Whether this lock proves that the last writer, which was on `host`, is dead. It does not if
+    /// another process had it and was passed by: that one may live. Nor if this one was (I2): the
+    /// last writer may be whoever did it.
     pub(super) fn proves_end_on(&self, host: &str) -> bool {
-        self.found.was_here_as(host)
+        let is_sole = self.passed_by.is_none() && is_at(&self.path, &self.file);
+        is_sole && self.found.was_here_as(host)
     }
 
     /// Says in the file that this process is the last writer, with `log`; durably if there is one,

@@ -4,7 +4,7 @@ use super::alive::{AliveNote, Kept};
 use super::faults::StoreFaults;
 use super::held::HeldVolume;
 use super::keys::read_volume_key;
-use super::lock::VolumeLock;
+use super::lock::{CompactorLock, VolumeLock};
 use super::logs::LogPlace;
 use super::machine::host;
 use super::stores::{Store, Stores};
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// How often who has a volume is asked again while its lock is held. Only compactors open volumes
-/// without that, each of them once.
+/// without that, each of them once, and whoever has passed the lock by, whom this is left to.
 const ASKED_AGAIN_MAX: u32 = 4;
 
 /// How a volume is opened.
@@ -77,9 +77,11 @@ pub(super) struct Locked {
     pub(super) dead: Option<Kept>,
     /// Which volume it is.
     pub(super) volume: [u8; 16],
-    /// The writer that its head named when that was found out.
+    /// The number of its head when that was found out.
+    pub(super) head: u64,
+    /// The writer that this head named.
     writer: Option<Writer>,
-    /// The log that its head named.
+    /// The log that it named.
     log: Option<PathBuf>,
 }
 
@@ -249,13 +251,24 @@ impl Store {
     /// otherwise what the store reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
         let locked = self.locked(name, false).await?;
+        self.settle_locked(name, locked).await
+    }
+
+    async fn settle_locked(&self, name: &VolumeName, mut locked: Locked) -> Result<Settled> {
         locked.check_whole(name)?;
-        if locked.standing == Standing::Abandoned {
-            if let Some(left) = locked.left() {
-                return Err(needs_log(name, left));
-            }
-            let volumes = self.volumes();
-            volumes.open_without_blocks(name, locked.claimed()).await?.close().await?;
+        let needs_head = match locked.standing {
+            Standing::Abandoned => true,
+            // One that had the lock before may be about to open it: not after that (compacting,
+            // K4).
+            Standing::Closed => self.directory().is_some_and(CompactorLock::is_held),
+            Standing::Open => false,
+        };
+        if needs_head {
+            let open = async |locked: &Locked| match locked.left() {
+                Some(left) => Err(needs_log(name, left)),
+                None => self.volumes().open_without_blocks(name, locked.claimed()).await,
+            };
+            self.asking_again(name, &mut locked, open).await?.close().await?;
             locked.dead.iter().for_each(AliveNote::forget);
         }
         if locked.standing != Standing::Open {
@@ -331,18 +344,25 @@ impl Store {
             }
             locked => locked?,
         };
-        let claimed = match locked.left() {
-            _ if force => Claimed::TakeOver,
-            None => locked.claimed(),
-            Some(_) => Claimed::Refuse,
-        };
-        let deleted = self.volumes().delete(name, claimed).await;
+        let deleted = self.delete_held(name, &mut locked, force).await;
         deleted.inspect_err(|_| locked.give_back())?;
         locked.dead.iter().for_each(AliveNote::forget);
         if let Some(lock) = locked.lock {
             lock.remove();
         }
         Ok(())
+    }
+
+    async fn delete_held(&self, name: &VolumeName, locked: &mut Locked, force: bool) -> Result<()> {
+        let delete = async |locked: &Locked| {
+            let claimed = match locked.left() {
+                _ if force => Claimed::TakeOver,
+                None => locked.claimed(),
+                Some(_) => Claimed::Refuse,
+            };
+            self.volumes().delete(name, claimed).await
+        };
+        self.asking_again(name, locked, delete).await
     }
 
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.
@@ -370,10 +390,8 @@ impl Store {
 
     /// Who has a volume, of which this is the `lock`, if it is on this machine.
     async fn standing_of(&self, info: VolumeInfo, lock: Option<VolumeLock>) -> Locked {
-        // A lock that was passed by proves nothing.
-        let was_held = lock.as_ref().is_some_and(VolumeLock::was_held);
-        let is_dead =
-            |host: &str| !was_held && lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
+        // Asked after the head was read: who has passed the lock by since is not in that.
+        let is_dead = |host: &str| lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
         let dead = self.dead_writer(&info).await;
         let standing = match &info.open_on {
             None => Standing::Closed,
@@ -381,12 +399,11 @@ impl Store {
             Some(_) if dead.is_some() => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        let VolumeInfo { volume, writer, log, .. } = info;
-        Locked { lock, standing, dead, volume, writer, log: log.map(PathBuf::from) }
+        let VolumeInfo { volume, head, writer, log, .. } = info;
+        Locked { lock, standing, dead, volume, head, writer, log: log.map(PathBuf::from) }
     }
 
-    /// Opens a volume that is `locked` for writing. A compactor that had taken the lock before may
-    /// have opened the volume since, and gives way (compacting, K1): who has it is asked again.
+    /// Opens a volume that is `locked` for writing.
     async fn open_held(
         &self,
         (volumes, name): (&Volumes, &VolumeName),
@@ -394,17 +411,31 @@ impl Store {
         options: &VolumeOptions,
         log: Option<Arc<LogDevice>>,
     ) -> Result<Volume> {
+        let open =
+            async |locked: &Locked| open_locked(volumes, name, locked, options, log.clone()).await;
+        self.asking_again(name, locked, open).await
+    }
+
+    /// Acts on a volume that is `locked`. If another has it open, that may be a compactor that had
+    /// taken the lock before and opened it since, and which gives way (compacting, K1): who has it
+    /// is asked again.
+    async fn asking_again<T>(
+        &self,
+        name: &VolumeName,
+        locked: &mut Locked,
+        act: impl AsyncFn(&Locked) -> Result<T>,
+    ) -> Result<T> {
         for _ in 0..ASKED_AGAIN_MAX {
-            match open_locked(volumes, name, locked, options, log.clone()).await {
+            match act(locked).await {
                 Err(error) if error.kind() == ErrorKind::Denied => {
                     if !self.is_abandoned_since(name, locked).await {
                         return Err(error);
                     }
                 }
-                opened => return opened,
+                done => return done,
             }
         }
-        open_locked(volumes, name, locked, options, log).await
+        act(locked).await
     }
 
     /// Asks again who has a volume that is `locked`: whether that is another writer than before,
@@ -524,72 +555,4 @@ pub(super) fn needs_log(name: &VolumeName, log: &Path) -> Error {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::url::StoreUrl;
-    use super::super::{Patience, Stores};
-    use super::*;
-    use mica_rt::{Backend, Executor};
-    use mica_store::Handles;
-
-    /// The story: two servers found out that the writer of a volume was dead. One served the
-    /// volume, and the other took it from that one, or deleted it, without force.
-    #[test]
-    fn who_has_a_volume_by_now_is_left_alone_though_its_writer_before_is_dead() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let test = async {
-            let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
-            let name = VolumeName::new("web").expect("a name");
-            let url = StoreUrl::Directory(folder.path().to_owned());
-            let url = VolumeUrl { store: url, name: name.clone(), snapshot: None };
-            let store = stores.open_or_make(&url.store).await.expect("a store");
-            store.volumes().create(&name, 1 << 20).await.expect("made");
-            let options = VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() };
-            drop(stores.open_volume(&url, &options).await.expect("open"));
-            let locked = store.locked(&name, false).await.expect("nobody has it");
-            assert_eq!(locked.standing, Standing::Abandoned);
-            let fast = store.volumes().open_volume(&name, locked.claimed()).await.expect("open");
-            let opened = open_locked(store.volumes(), &name, &locked, &options, None).await;
-            assert_eq!(opened.map(drop).expect_err("it is served").kind(), ErrorKind::Denied);
-            let deleted = store.volumes().delete(&name, locked.claimed()).await;
-            assert_eq!(deleted.expect_err("it is served").kind(), ErrorKind::Denied);
-            fast.close().await.expect("nobody has fenced it");
-        };
-        Executor::new(Backend::Pool).expect("threads").block_on(test);
-    }
-
-    /// The story: a server that started just when `mica volume gc` had given the lock of a volume
-    /// back, and had not opened that yet, failed: the volume was open on its own host.
-    #[test]
-    fn compactor_that_opens_a_volume_behind_the_back_of_a_server_gives_way() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let test = async {
-            let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
-            let name = VolumeName::new("web").expect("a name");
-            let store = stores.open_or_make(&StoreUrl::Directory(folder.path().to_owned())).await;
-            let store = store.expect("a store");
-            let volumes = store.volumes();
-            volumes.create(&name, 1 << 20).await.expect("made");
-            let options = VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() };
-            for is_closed in [true, false] {
-                let compactor = store.locked(&name, false).await.expect("nobody has it");
-                compactor.sign(None, false).expect("signed");
-                let claimed = compactor.claimed();
-                drop(compactor);
-                let mut locked = store.locked(&name, false).await.expect("nobody has it");
-                assert_eq!(locked.standing == Standing::Closed, is_closed);
-                let compacting = volumes.open_volume(&name, claimed).await.expect("open");
-                let open = store.open_held((volumes, &name), &mut locked, &options, None);
-                let served = open.await.expect("the compactor gives way");
-                assert!(compacting.close().await.is_err(), "it was fenced");
-                // Another server has it: it is not asked for ever.
-                let mut late = Locked { writer: None, standing: Standing::Closed, ..locked };
-                late.lock = None;
-                let open = store.open_held((volumes, &name), &mut late, &options, None);
-                assert_eq!(open.await.map(drop).expect_err("open").kind(), ErrorKind::Denied);
-                // It is killed.
-                drop(served);
-            }
-        };
-        Executor::new(Backend::Pool).expect("threads").block_on(test);
-    }
-}
+mod tests;
