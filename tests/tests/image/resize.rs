@@ -336,7 +336,8 @@ fn a_disk_grows_on_the_device_that_has_its_data() {
     let raw = format!("{data_file},data_file_raw=on,preallocation=metadata");
     qemu::create(dir, "image.qcow2", &["-o", &raw], "2098176");
     let said = resize("6M").refusal();
-    assert!(said.contains("behind the end") && said.contains("blkdiscard"), "{said}");
+    let cure = format!("`blkdiscard -z -o 2162688 -l 4128768 {}`", device.0);
+    assert!(said.contains("behind the end") && said.contains(&cure), "{said}");
     qemu::io(dir, &["-f", "raw"], &device.0, &["write -P 0 2M 6M", "write -P 5 2098176 1k"]);
     resize("6M").ok();
     qemu::io(dir, &[], "image.qcow2", &["read -P 0 2M 4M", "write -P 3 5M 64k"]);
