@@ -122,6 +122,9 @@ fn image_that_lost_its_name_before_it_was_locked_is_looked_for_again() {
     writer(Path::new(&path), Locking::On).unwrap();
 }
 
+/// What becomes of the name of an image, and of that of another file.
+type Rename<'a> = &'a dyn Fn(&Path, &Path) -> std::io::Result<()>;
+
 /// The stories, of one process that found `image` and was stopped before it locked it. Another one
 /// kept a state, `image@state`, and ended: the first wrote to that. Another one replaced the image
 /// and was killed before it could remove the old file: the first served that. Another one made a
@@ -137,7 +140,7 @@ fn image_that_has_another_name_by_the_time_it_is_locked_is_looked_for_again() {
         Ok(renameat_with(CWD, other, CWD, path, RenameFlags::EXCHANGE)?)
     };
     let name = |path: &Path, other: &Path| std::fs::rename(path, other);
-    let ways: [&dyn Fn(&Path, &Path) -> std::io::Result<()>; 3] = [&keep, &exchange, &name];
+    let ways: [Rename<'_>; 3] = [&keep, &exchange, &name];
     for (number, rename) in ways.into_iter().enumerate() {
         let folder = tempfile::tempdir().unwrap();
         let path = image(folder.path());
