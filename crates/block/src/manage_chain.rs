@@ -88,6 +88,12 @@ pub trait ManageChain {
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>>;
 
+    /// Makes sure that [`Self::close_on`] with this `base` would have room for the name, as far as
+    /// that is known now.
+    ///
+    /// Errors: `Limit` or `Unsupported` if the header has none; otherwise those of reading it.
+    fn check_name<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>>;
+
     /// Makes the active layer name `base` as its backing file, durably, and ends the writing, as
     /// [`crate::Manage::close`]: nobody else can open the layer for writing between what was
     /// written here, because the new base does not show it, and its name. The chain shows the

@@ -88,6 +88,11 @@ impl StoreIdentity {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self::Own(NEXT.fetch_add(1, Ordering::Relaxed))
     }
+
+    /// Whether it is that of a block device, which keeps its length.
+    pub fn is_device(self) -> bool {
+        matches!(self, Self::File { inode: 0, .. })
+    }
 }
 
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.

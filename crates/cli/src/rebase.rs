@@ -65,6 +65,13 @@ struct Base {
     format: Format,
 }
 
+impl Base {
+    /// Its name, as the image has it.
+    fn named(&self) -> NamedBacking<'_> {
+        NamedBacking { name: &self.name.name, format: self.name.format.as_deref() }
+    }
+}
+
 pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
     if args.images.format() != Format::Qcow2 {
         return Err(Failure::new("only a qcow2 image has a backing file"));
@@ -169,9 +176,7 @@ impl RebaseArgs {
     async fn close_on(&self, disk: &dyn Manage, base: &Base) -> mica_block::Result<()> {
         // Whoever merges the base finds the image, whatever becomes of this process.
         note_overlay(&base.path, &self.file);
-        let BackingName { name, format } = &base.name;
-        let named = NamedBacking { name, format: format.as_deref() };
-        disk.chain().ok_or_else(cannot_be_written)?.close_on(named).await
+        disk.chain().ok_or_else(cannot_be_written)?.close_on(base.named()).await
     }
 
     /// Makes sure that whoever merges the `base`, which the image names, finds it.
@@ -209,6 +214,8 @@ impl RebaseArgs {
         if position_of(&new.layer_paths(), &self.file).is_ok() {
             return Err(Failure::new("the new backing file is based on the image itself"));
         }
+        // A header without room for the name is better refused before than after.
+        disk.chain().ok_or_else(cannot_be_written)?.check_name(base.named()).await?;
         let active = disk.layer_count() - 1;
         if !disk.is_encrypted(active) && (0..active).any(|layer| disk.is_encrypted(layer)) {
             warn_of_plain(&self.file);

@@ -9,7 +9,7 @@ mod options;
 pub use options::{DataFile, ImagePlan, ImageWish, Preallocation, TablePlaces};
 
 use crate::layout::{ImageWriter, Place, Write};
-use mica_block::{Error, ErrorKind, Result, Space, Store, StoreIdentity, write_all};
+use mica_block::{Error, ErrorKind, Result, Space, Store, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 
@@ -87,7 +87,7 @@ async fn write_ending(mut writer: ImageWriter, stores: Stores<'_>) -> Result<Vec
 
 /// Gives the image's file its length. A device has its own, which must do.
 async fn end_at(image: &dyn Store, len: u64) -> Result<()> {
-    if !matches!(image.identity(), StoreIdentity::File { inode: 0, .. }) {
+    if !image.identity().is_device() {
         return image.set_len(len).await;
     }
     let there = image.len()?;

@@ -34,6 +34,8 @@ pub(crate) struct Layer {
     pub(crate) store: Arc<dyn Store>,
     /// Where data clusters lie: the image file, or its external data file.
     pub(crate) data: Arc<dyn Store>,
+    /// Whether an external data file is a device, which keeps its length.
+    pub(crate) data_is_device: bool,
     /// How its data is encrypted.
     pub(crate) cipher: Option<LayerCipher>,
     /// The path of its external data file, if it has one.

@@ -293,6 +293,7 @@ pub(crate) async fn build_layer(
         number,
         path: path.into(),
         data: Arc::clone(&store),
+        data_is_device: false,
         cipher,
         data_path: None,
         store,
@@ -313,6 +314,7 @@ pub(crate) async fn build_layer(
         OpenedKind::Qcow2(header) => {
             if header.incompatible.external_data_file {
                 let (path, data) = open_data_file(images, &layer.path, &header, writable)?;
+                layer.data_is_device = data.store.identity().is_device();
                 (layer.data_path, layer.data) = (Some(path.into()), data.store);
             }
             layer.data = LayerCipher::over(layer.cipher.as_ref(), layer.data);
@@ -473,6 +475,7 @@ fn as_frozen(written: &Layer, path: &Path) -> Layer {
         path: path.into(),
         store: Arc::clone(&written.store),
         data: Arc::clone(&written.data),
+        data_is_device: written.data_is_device,
         cipher: written.cipher.clone(),
         data_path: written.data_path.clone(),
         identity: written.identity,

@@ -15,7 +15,8 @@
 //!
 //! Invariants
 //! - I1 A layer that was frozen between the check and the opening is refused, too: a mark is put
-//!   only by who has the image locked for writing, so it is looked for again under that lock.
+//!   only by who has the image locked for writing, so it is looked for again under that lock. It
+//!   is beside the name that the image has then: by any other one it would not have been opened.
 
 use crate::mark::{Mark, cure_for};
 use mica_block::{Error, ErrorKind, Result};

@@ -252,19 +252,19 @@ impl Located {
     }
 
     /// As [`Self::refresh`], once `file` is locked: whoever had it locked until then may have given
-    /// its name to another one and removed it.
+    /// its name to another file. Under another name it is another image's: a state that was kept,
+    /// or what is left of a file that was replaced, and about to be removed.
     ///
     /// # Errors
     /// As [`Self::refresh`]; one that is worth a retry if that happened.
     pub(crate) fn refresh_locked(&mut self, file: &File) -> Result<()> {
         self.refresh(file)?;
-        let is_nameless = self.kind == FileKind::Regular && self.stat.st_nlink == 0;
         // Names in /proc lead to files that have no others.
-        let is_gone = || match stat(&self.path) {
+        let is_elsewhere = || match stat(&self.path) {
             Ok(found) => Node { device: found.st_dev, inode: found.st_ino } != self.node(),
-            Err(error) => error == Errno::NOENT,
+            Err(error) => matches!(error, Errno::NOENT | Errno::NOTDIR),
         };
-        match is_nameless && is_gone() {
+        match self.kind == FileKind::Regular && is_elsewhere() {
             true => Err(lock::taken_away(&self.path)),
             false => Ok(()),
         }

@@ -180,10 +180,13 @@ pub(crate) fn read_here(path: &Path) -> Error {
     Error::of_held(path, what, None)
 }
 
-/// The error of opening the image at `path` when another process has just put another file there.
-/// Who looks again finds that one.
+/// The error of opening the image at `path` when another process has just put another file there,
+/// or none. Who looks again finds that one.
 pub(crate) fn taken_away(path: &Path) -> Error {
-    let what = format!("{}: another process has removed or replaced the image", path.display());
+    let what = format!(
+        "{}: another process has removed, renamed or replaced the image meanwhile",
+        path.display()
+    );
     Error::from_io(what, holder::may_be_released_within(REPLACED_LIMIT))
 }
 

@@ -336,11 +336,57 @@ fn a_disk_grows_on_the_device_that_has_its_data() {
     let raw = format!("{data_file},data_file_raw=on,preallocation=metadata");
     qemu::create(dir, "image.qcow2", &["-o", &raw], "2098176");
     let said = resize("6M").refusal();
-    assert!(said.contains("behind the end") && said.contains("blkdiscard"), "{said}");
+    let cure = format!("`blkdiscard -z -o 2162688 -l 4128768 {}`", device.0);
+    assert!(said.contains("behind the end") && said.contains(&cure), "{said}");
     qemu::io(dir, &["-f", "raw"], &device.0, &["write -P 0 2M 6M", "write -P 5 2098176 1k"]);
     resize("6M").ok();
     qemu::io(dir, &[], "image.qcow2", &["read -P 0 2M 4M", "write -P 3 5M 64k"]);
     qemu::io(dir, &["-f", "raw"], &device.0, &["read -P 3 5M 64k", "read -P 0 2M 3M"]);
+}
+
+/// The story: the device ended within the last cluster, as the disk did. The first write there was
+/// filled with zeros to the end of the cluster, for which there was no room.
+#[test]
+fn a_disk_is_written_to_its_end_on_a_device_that_ends_there() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    const DEVICE: u64 = (8 << 20) + 1024;
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("device"), vec![7; usize::try_from(DEVICE).expect("8 MiB")]).expect("room");
+    let Some(device) = Loop::attach(&dir.join("device")) else {
+        return tools::skip("no loop device can be had here");
+    };
+    fs::write(dir.join("sector"), [5; 512]).expect("room");
+    let write = |image: &str, at: u64| {
+        let mut write = Command::new(mica::binary());
+        write.current_dir(dir).args(["write", "--allow-path", "/dev", image]);
+        let input = File::open(dir.join("sector")).expect("it is there");
+        command::finish_with(write.arg(at.to_string()), input).ok();
+    };
+    for options in ["cluster_size=64k", "cluster_size=2M,extended_l2=on"] {
+        let options = format!("data_file={},{options}", device.0);
+        // One that is as long from the beginning, and one that grows.
+        for (image, len) in [("whole.qcow2", DEVICE), ("grown.qcow2", 2 << 20)] {
+            qemu::create(dir, image, &["-o", &options], &len.to_string());
+            mica_in(dir, &["resize", "-q", "--allow-path", "/dev", image, &DEVICE.to_string()])
+                .ok();
+            // The first of its cluster, and then the last of the device.
+            write(image, DEVICE - 1024);
+            write(image, DEVICE - 512);
+            qemu::io(dir, &[], image, &["read -P 0 0 8M", "read -P 5 8M 1k"]);
+            let said = qemu::img(dir, ["check", image]);
+            assert_eq!(said.code(), Some(0), "{image}: {said}");
+        }
+        // The last sector alone, with a layer beneath that shows around it.
+        qemu::create(dir, "base.qcow2", &[], &DEVICE.to_string());
+        qemu::io(dir, &[], "base.qcow2", &["write -P 9 7M 1049600"]);
+        let over = ["-o", &options, "-b", "base.qcow2", "-F", "qcow2"];
+        qemu::create(dir, "top.qcow2", &over, &DEVICE.to_string());
+        write("top.qcow2", DEVICE - 512);
+        qemu::io(dir, &[], "top.qcow2", &["read -P 9 7M 1049088", "read -P 5 8389120 512"]);
+    }
 }
 
 /// Readers of the raw file and of the image see the same.

@@ -3,7 +3,7 @@
 use crate::chain::{Chain, KINDS, LAYERS, LEN};
 use crate::live::{ctl, serve, stop};
 use mica_gen::Rng;
-use mica_tests::{clock, judge, mica, qemu, tools};
+use mica_tests::{clock, command, judge, mica, qemu, tools};
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::process::{Command, Stdio};
@@ -69,6 +69,40 @@ fn image_shows_the_same_on_another_backing_file() {
         assert_eq!(chain.names(LAYERS[4]), [LAYERS[4]]);
         chain.judge(&chain.expected());
     }
+}
+
+/// The story: what the new backing file lacked was copied into the image, all of it, before it
+/// turned out that there was no room for the name.
+#[test]
+fn image_without_room_for_the_name_of_the_backing_file_stays_as_it_is() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let long = format!("{}.qcow2", "n".repeat(240));
+    for name in ["old.qcow2", &long] {
+        qemu::create(dir, name, &[], "4M");
+    }
+    qemu::io(dir, &[], "old.qcow2", &["write -P 1 0 2M"]);
+    let over = ["-o", "cluster_size=512", "-b", "old.qcow2", "-F", "qcow2"];
+    qemu::create(dir, "top.qcow2", &over, "4M");
+    qemu::io(dir, &[], "top.qcow2", &["write -P 2 3M 512"]);
+    let before = fs::read(dir.join("top.qcow2")).expect("there");
+    let rebase = |base: &str| {
+        let mut rebase = Command::new(mica::binary());
+        rebase.current_dir(dir).args(["rebase", "-b", base, "-F", "qcow2", "top.qcow2"]);
+        command::finish(&mut rebase)
+    };
+    // So deep that the name fills the first cluster.
+    fs::create_dir(dir.join("d".repeat(200))).expect("made");
+    let deep = format!("{}/{long}", "d".repeat(200));
+    fs::copy(dir.join(&long), dir.join(&deep)).expect("copied");
+    let said = rebase(&deep).refusal();
+    assert!(said.contains("name"), "{said}");
+    let now = fs::read(dir.join("top.qcow2")).expect("there");
+    assert!(now == before, "the image has changed: {} and {} bytes", before.len(), now.len());
+    qemu::io(dir, &[], "top.qcow2", &["read -P 1 0 2M", "read -P 2 3M 512"]);
 }
 
 /// The story: a server began to write between what rebase copied and the name of the new base,

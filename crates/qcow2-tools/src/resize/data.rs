@@ -2,9 +2,7 @@
 
 use super::future::FutureImages;
 use super::{Resizer, len_of};
-use mica_block::{
-    Error, ErrorKind, Images, OpenImage, Result, RunKind, StoreIdentity, read_exact, write_all,
-};
+use mica_block::{Error, ErrorKind, Images, OpenImage, Result, RunKind, read_exact, write_all};
 use mica_qcow2::FileSpace;
 use mica_qcow2::{open_data_file, read_header};
 use mica_qcow2_format::{Header, L1Entry, L2Entry};
@@ -15,6 +13,9 @@ use std::sync::Arc;
 
 /// Bytes of a device that are looked at together.
 const READ_BYTES: u64 = 1 << 20;
+
+/// The sectors of a device have as many bytes at most.
+const SECTOR_BYTES_MAX: u64 = 4096;
 
 /// The file that holds the data of an image.
 pub(super) struct DataFile {
@@ -86,7 +87,11 @@ impl DataFile {
         while self.raw && at < new {
             let piece = len_of(READ_BYTES.min(new - at));
             if read_exact(store, HostOffset::new(at), piece).await?.iter().any(|byte| *byte != 0) {
-                let cure = format!("`blkdiscard -z -o {ours}` zeroes it");
+                // The tool takes whole sectors. Where the disk ends, the rest of one is its own.
+                let end = new.next_multiple_of(SECTOR_BYTES_MAX).min(len);
+                let device = store.name();
+                let cure =
+                    format!("`blkdiscard -z -o {ours} -l {} {device}` zeroes it", end - ours);
                 return Err(self.has_more(&cure));
             }
             at += piece as u64;
@@ -107,7 +112,7 @@ impl DataFile {
     }
 
     fn is_device(&self) -> bool {
-        matches!(self.image.store.identity(), StoreIdentity::File { inode: 0, .. })
+        self.image.store.identity().is_device()
     }
 
     /// Truncates it to a disk of `size` bytes, if it can be: the disk has its length already, and

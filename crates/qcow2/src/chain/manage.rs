@@ -162,14 +162,20 @@ impl ManageChain for Chain {
         Box::pin(self.settled(Chain::commit(self, layers, control)))
     }
 
+    fn check_name<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
+            writer.plan_backing(Some(&name_of(base))).await.map(drop)
+        })
+    }
+
     fn close_on<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
             let _alone = self.pushing.lock().await;
             self.merging.check_none()?;
             self.gate.changes_grace().await;
             let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
-            let format = base.format.map(str::to_owned);
-            let base = BackingName { name: base.name.to_owned(), format };
+            let base = name_of(base);
             let named = async |writer: Arc<Writer>| {
                 let named = async {
                     // What the new base does not show.
@@ -183,6 +189,10 @@ impl ManageChain for Chain {
             writer.complete(named).await
         })
     }
+}
+
+fn name_of(base: NamedBacking<'_>) -> BackingName {
+    BackingName { name: base.name.to_owned(), format: base.format.map(str::to_owned) }
 }
 
 impl ManageIndex for Chain {

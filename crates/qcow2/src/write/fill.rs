@@ -43,18 +43,21 @@ pub(super) struct Parts {
 
 impl Parts {
     /// Plans the fills of writes to `ranges`, in rising order, on a disk of `disk_len` bytes.
+    ///
+    /// # Errors
+    /// What the system reports when a device is asked for its length.
     pub(super) fn plan(
         writer: &Writer,
         disk_len: u64,
         ranges: &[GuestRange],
         plans: &[ClusterPlan],
         visible: &[Extent],
-    ) -> Self {
+    ) -> Result<Self> {
         let mut parts = Self::default();
         for plan in plans {
-            parts.plan_cluster(writer, disk_len, ranges, plan, visible);
+            parts.plan_cluster(writer, disk_len, ranges, plan, visible)?;
         }
-        parts
+        Ok(parts)
     }
 
     fn plan_cluster(
@@ -64,7 +67,7 @@ impl Parts {
         ranges: &[GuestRange],
         plan: &ClusterPlan,
         visible: &[Extent],
-    ) {
+    ) -> Result<()> {
         let start = writer.l2.cluster_bits.start_of(plan.entry.cluster).bytes();
         let unit_bytes = writer.l2.subcluster_bytes();
         for unit in 0..writer.units() {
@@ -91,9 +94,11 @@ impl Parts {
             let end = GuestOffset::new(whole.end().bytes().min(disk_len)).max(at);
             self.fill(GuestRange::between(at, end), plan.blank, visible, host);
             if !plan.blank && end < whole.end() {
-                self.push(host(end), whole.end().bytes() - end.bytes(), Source::Zeros);
+                let tail = whole.end().bytes() - end.bytes();
+                self.push(host(end), writer.cut_at_end(host(end), tail)?, Source::Zeros);
             }
         }
+        Ok(())
     }
 
     /// Fills `range` with what currently shows there.
@@ -150,6 +155,15 @@ impl Parts {
 }
 
 impl Writer {
+    /// How many of the `len` bytes at `host` there is a place for: the end of a device with the
+    /// data may be within the last cluster, as that of the disk.
+    fn cut_at_end(&self, host: HostOffset, len: u64) -> Result<u64> {
+        if !self.layer.data_is_device {
+            return Ok(len);
+        }
+        Ok(len.min(self.data.len()?.saturating_sub(host.bytes())))
+    }
+
     /// Writes the parts.
     pub(super) async fn write_parts(&self, parts: Parts, mut guest: Guest) -> Result<()> {
         let mut visible = match parts.copy_anything() {

@@ -159,7 +159,7 @@ impl Writer {
         // Read once: the disk may grow in the meantime.
         let disk_len = self.map.len();
         let visible = self.visible(disk_len, &plans).await?;
-        let parts = Parts::plan(self, disk_len, &ranges, &plans, &visible);
+        let parts = Parts::plan(self, disk_len, &ranges, &plans, &visible)?;
         self.write_parts(parts, guest).await?;
         let changes: SmallVec<[_; 1]> =
             plans.into_iter().filter_map(|plan| self.change_of(&ranges, plan, &visible)).collect();

@@ -342,6 +342,24 @@ fn image_is_opened_for_writing_once_and_its_bytes_change() {
     ours.open_writable(&path).unwrap();
 }
 
+/// The story: a process that had found the image, and was about to lock it, wrote to the state that
+/// another one kept of it just then: that has the mark beside its own name.
+#[test]
+fn state_that_was_kept_while_its_disk_was_opened_is_not_written() {
+    let (folder, path) = folder_with_image();
+    let ours = images(&path);
+    // It is found here.
+    ours.resolve(&folder.path().join("above"), &path).unwrap();
+    let keeping = crate::keep::Keeping::new(&path, "state").unwrap();
+    std::fs::write(keeping.overlay(), b"overlay").unwrap();
+    keeping.link().unwrap();
+    let executor = Executor::new(Backend::Auto).unwrap();
+    executor.block_on(async { mica_block::Renaming::rename(&keeping).await }).unwrap();
+    let said = ours.open_writable(&path).err().expect("it is another file by now");
+    assert!(mica_store::lock_patience(&said).is_some(), "{said}");
+    assert_eq!(read_all(&*ours.open_writable(&path).unwrap().store), b"overlay");
+}
+
 /// The story: a snapshot looked at the header of the image that it was about to freeze, between two
 /// writes of a guest that made the file longer, and was refused.
 #[test]

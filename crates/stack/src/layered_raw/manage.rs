@@ -234,6 +234,10 @@ impl ManageChain for LayeredRaw {
         self.merge(move |chain| ManageChain::commit(chain, layers, control))
     }
 
+    fn check_name<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move { self.chain().ok_or_else(no_layers)?.check_name(base).await })
+    }
+
     fn close_on<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move { self.chain().ok_or_else(no_layers)?.close_on(base).await })
     }

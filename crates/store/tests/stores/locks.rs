@@ -122,6 +122,54 @@ fn image_that_lost_its_name_before_it_was_locked_is_looked_for_again() {
     writer(Path::new(&path), Locking::On).unwrap();
 }
 
+/// What becomes of the name of an image, and of that of another file.
+type Rename<'a> = &'a dyn Fn(&Path, &Path) -> std::io::Result<()>;
+
+/// The stories, of one process that found `image` and was stopped before it locked it. Another one
+/// kept a state, `image@state`, and ended: the first wrote to that. Another one replaced the image
+/// and was killed before it could remove the old file: the first served that. Another one made a
+/// layer, which had `image` as its name until then: the first emptied it.
+#[test]
+fn image_that_has_another_name_by_the_time_it_is_locked_is_looked_for_again() {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    let keep = |path: &Path, other: &Path| {
+        std::fs::hard_link(path, path.with_file_name("image@state")).unwrap();
+        std::fs::rename(other, path)
+    };
+    let exchange = |path: &Path, other: &Path| {
+        Ok(renameat_with(CWD, other, CWD, path, RenameFlags::EXCHANGE)?)
+    };
+    let name = |path: &Path, other: &Path| std::fs::rename(path, other);
+    let ways: [Rename<'_>; 3] = [&keep, &exchange, &name];
+    for (number, rename) in ways.into_iter().enumerate() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = image(folder.path());
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        let found = || [&path, &link].map(|name| Located::find(name).unwrap());
+        let (to_write, to_read) = (found(), found());
+        let other = folder.path().join("other");
+        std::fs::write(&other, "other").unwrap();
+        rename(&path, &other).unwrap();
+        let (cache, handles) = (CacheMode::Writeback, Handles::new(4));
+        for mut located in to_write {
+            let said = WritableFile::open(&mut located, cache, Locking::On, &handles).err();
+            let said = said.unwrap_or_else(|| panic!("{number}: {located:?} is opened"));
+            assert!(lock_patience(&said).is_some(), "{number}: {said}");
+        }
+        for mut located in to_read {
+            let said = FileStore::new_shared(&mut located, cache, Locking::On, &handles).err();
+            let said = said.unwrap_or_else(|| panic!("{number}: {located:?} is opened"));
+            assert!(lock_patience(&said).is_some(), "{number}: {said}");
+        }
+        // Whatever is there now, one of several names is as good as the only one.
+        let now = if path.exists() { path } else { other };
+        std::fs::hard_link(&now, folder.path().join("second")).unwrap();
+        drop(writer(&now, Locking::On).unwrap());
+        reader(&folder.path().join("second"), Locking::On).unwrap();
+    }
+}
+
 /// The bytes that QEMU's raw driver locks and checks.
 #[test]
 fn locked_bytes_are_those_of_qemu() {

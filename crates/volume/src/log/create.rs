@@ -5,9 +5,7 @@
 use super::format::{BLOCK, BLOCK_LEN, DeviceHeader, MAGIC, SegmentHeader};
 use crate::format::Id;
 use crate::format::frame::Malformed;
-use mica_block::{
-    Error, ErrorKind, Result, RunKind, Space, Store, StoreIdentity, read_exact, write_all,
-};
+use mica_block::{Error, ErrorKind, Result, RunKind, Space, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 
@@ -180,7 +178,7 @@ fn fill_len(header: &DeviceHeader, at: u64) -> u64 {
 }
 
 pub(super) fn is_device(file: &dyn Store) -> bool {
-    matches!(file.identity(), StoreIdentity::File { inode: 0, .. })
+    file.identity().is_device()
 }
 
 /// Checks that there is nothing in `file`: of a file, that it is zeros; of a device, that its ends

@@ -351,7 +351,7 @@ impl Writer {
             };
             let at = bitmap.table().at.bytes() + number * BITMAP_TABLE_ENTRY_BYTES;
             let at = HostOffset::new(at);
-            self.metadata.ranges.check(at, BITMAP_TABLE_ENTRY_BYTES)?;
+            self.check_place(at, BITMAP_TABLE_ENTRY_BYTES).await?;
             let bytes = Buf::from_slice(&entry.encode().to_be_bytes());
             write_all(&*self.metadata.store, bytes, at).await?;
             if is_short {
@@ -396,17 +396,27 @@ impl Writer {
     }
 
     /// Writes `buf`, the bits from page `first` on, into cluster `number` of a bitmap, which is at
-    /// `at`. That was checked before; if its count is wrong, a table may have been put there since.
+    /// `at`.
     async fn write_bits(
         &self,
         (at, number): (HostOffset, u64),
         first: u64,
         buf: Buf,
     ) -> Result<()> {
-        self.metadata.ranges.check(at, self.l2.cluster_bits.bytes())?;
+        self.check_place(at, self.l2.cluster_bits.bytes()).await?;
         let cluster_pages = self.l2.cluster_bits.bytes() / PAGE_BYTES as u64;
         let within = (first - number * cluster_pages) * PAGE_BYTES as u64;
         write_all(&*self.metadata.store, buf, HostOffset::new(at.bytes() + within)).await
+    }
+
+    /// Makes sure that the `len` bytes at `at`, which a bitmap has, are of no other table. That was
+    /// checked before; if their count is wrong, one may have been put there since: then the image
+    /// contradicts itself.
+    async fn check_place(&self, at: HostOffset, len: u64) -> Result<()> {
+        match self.metadata.ranges.check(at, len) {
+            Err(error) => Err(Box::pin(self.note_corruption(error)).await),
+            fine => fine,
+        }
     }
 
     /// Splits `pages` of a bitmap where a cluster ends: with the number of each cluster.

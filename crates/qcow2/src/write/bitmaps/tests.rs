@@ -31,8 +31,12 @@ fn image_of(count: usize, are_enabled: bool) -> Folder {
 }
 
 fn image_of_tables(count: usize, granularity_bits: u8, auto: bool) -> Folder {
+    image_of_disk(DISK, count, granularity_bits, auto)
+}
+
+fn image_of_disk(len: u64, count: usize, granularity_bits: u8, auto: bool) -> Folder {
     let folder = Folder::default();
-    folder.make("image", DISK, None);
+    folder.make("image", len, None);
     let entries = u32::try_from(BITMAP_BYTES_MAX / CLUSTER_BYTES as u64).expect("many");
     let mut directory = Vec::new();
     for number in 0..count {
@@ -51,6 +55,8 @@ fn image_of_tables(count: usize, granularity_bits: u8, auto: bool) -> Folder {
     let table_bytes = entries as usize * 8;
     put(TABLE_AT, &vec![0; table_bytes]);
     put(REFCOUNTS_AT, &vec![u8::MAX; (5 + table_bytes / CLUSTER_BYTES).div_ceil(8)]);
+    let l1_entries = len.div_ceil(CLUSTER_BYTES as u64 * CLUSTER_BYTES as u64 / 8);
+    put(36, &u32::try_from(l1_entries).expect("few").to_be_bytes());
     put(88, &1_u64.to_be_bytes());
     put(104, &0x2385_2875_u32.to_be_bytes());
     put(108, &24_u32.to_be_bytes());
@@ -143,7 +149,9 @@ fn bits_are_not_written_where_a_table_was_put_since() {
             folder.put("image", TABLE_AT, &bits.to_be_bytes());
             folder.put("image", at, &[0; CLUSTER_BYTES]);
             let chain = open_and_write(&folder, &options()).await;
-            refused += u32::from(chain.close().await.is_err());
+            let is_refused = chain.close().await.is_err();
+            assert_eq!(is_marked_corrupt(&folder), is_refused, "{cluster}");
+            refused += u32::from(is_refused);
             let number = |at| {
                 let bytes = folder.get("image", at, 8).try_into().expect("eight bytes");
                 u64::from_be_bytes(bytes)
@@ -154,6 +162,44 @@ fn bits_are_not_written_where_a_table_was_put_since() {
         });
     }
     assert_eq!(refused, 1, "the table is somewhere there");
+}
+
+fn is_marked_corrupt(folder: &Folder) -> bool {
+    folder.get("image", 79, 1) == [2]
+}
+
+/// The story: as above, and the guest went on: the same error, again and again, and the image was
+/// opened for writing the next day.
+#[test]
+fn image_whose_bits_are_where_a_table_is_takes_no_more_writes() {
+    const DISK: u64 = 1 << 30;
+    let table_bytes = usize::try_from(BITMAP_BYTES_MAX).expect("it fits") / CLUSTER_BYTES * 8;
+    let first_free = (TABLE_AT + table_bytes) / CLUSTER_BYTES;
+    let mut refused = 0;
+    for cluster in first_free..first_free + 6 {
+        Executor::new(Backend::Sim { seed: 1 }).expect("starts").block_on(async {
+            let folder = image_of_disk(DISK, 1, 16, true);
+            let at = cluster * CLUSTER_BYTES;
+            let bits = BitmapTableEntry::Data(HostOffset::new(at as u64)).encode();
+            folder.put("image", TABLE_AT, &bits.to_be_bytes());
+            folder.put("image", at, &[0; CLUSTER_BYTES]);
+            let chain = open_and_write(&folder, &options()).await;
+            // In a region of its own, and in the first one again.
+            let mut written = Vec::new();
+            for at in [DISK / 2, 0] {
+                let bytes = Buf::from_slice(&[1; 512]);
+                written.push(chain.write(GuestOffset::new(at), bytes).await.0.is_ok());
+            }
+            let is_fine = written[0];
+            assert_eq!(written, [is_fine; 2], "{cluster}");
+            refused += u32::from(!is_fine);
+            // Of the table that the new region gets the image learns when it is closed.
+            let is_closed = chain.close().await.is_ok();
+            assert!(is_fine || !is_closed, "{cluster}");
+            assert_eq!(is_marked_corrupt(&folder), !is_closed, "{cluster}");
+        });
+    }
+    assert_eq!(refused, 1, "the first table is somewhere there");
 }
 
 /// The longest piece that is read or written while the image in `folder` gets `len` bytes.
