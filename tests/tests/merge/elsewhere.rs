@@ -68,7 +68,6 @@ fn layers_that_images_in_other_folders_need_are_not_changed() {
     chain.judge(&chain.expected());
 }
 
-/// The same while the disk is served.
 /// The story: a rebase was killed when the image named its new base, and nothing beside that said
 /// so.
 #[test]
@@ -76,24 +75,26 @@ fn image_is_noted_of_its_new_base_before_it_names_that() {
     if !tools::present(TOOLS) {
         return;
     }
-    for mode in [&[][..], &["-u"]] {
-        let chain = Chain::new(KINDS[1]);
-        fs::create_dir(chain.path("far")).expect("made");
-        chain.mica(&["create", "-q", "far/new.qcow2", "24M"]).ok();
-        // No header has room for the name, so that it ends where a kill would end it.
-        let long = format!("../{}three.qcow2", "./".repeat(600));
-        let rebase = [&["rebase"], mode, &["-b", &long, "-F", "qcow2", "far/new.qcow2"]].concat();
-        let said = chain.mica(&rebase).refusal();
+    let chain = Chain::new(KINDS[1]);
+    fs::create_dir(chain.path("far")).expect("made");
+    chain.mica(&["create", "-q", "far/new.qcow2", "24M"]).ok();
+    let note = chain.path("three.qcow2.mica-overlays");
+    // No header has room for the name. With -u, where nothing is copied first, that is found out
+    // when the name is written, and so it ends where a kill would end it.
+    let long = format!("../{}three.qcow2", "./".repeat(600));
+    let rebase = ["-b", &long, "-F", "qcow2", "far/new.qcow2"];
+    for mode in [&["rebase"][..], &["rebase", "-u"]] {
+        assert!(!note.exists());
+        let said = chain.mica(&[mode, &rebase].concat()).refusal();
         assert!(said.contains("maximum is 1023"), "{said}");
-        let noted = fs::read_to_string(chain.path("three.qcow2.mica-overlays")).expect("a note");
-        assert!(noted.contains("far/new.qcow2"), "{noted}");
-        // As the kill left it, a moment later.
-        let three = chain.path("three.qcow2").display().to_string();
-        qemu::img(&chain.path("far"), ["rebase", "-u", "-b", &three, "-F", "qcow2", "new.qcow2"])
-            .ok();
-        let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
-        assert!(refused.contains("far/new.qcow2 stands on"), "{refused}");
     }
+    let noted = fs::read_to_string(note).expect("a note");
+    assert!(noted.contains("far/new.qcow2"), "{noted}");
+    // As the kill left it, a moment later.
+    let three = chain.path("three.qcow2").display().to_string();
+    qemu::img(&chain.path("far"), ["rebase", "-u", "-b", &three, "-F", "qcow2", "new.qcow2"]).ok();
+    let refused = chain.mica(&["commit", "top.qcow2"]).refusal();
+    assert!(refused.contains("far/new.qcow2 stands on"), "{refused}");
 }
 
 #[test]
