@@ -318,12 +318,14 @@ impl Keeping {
         })?;
         remove(&self.overlay).map_err(failed)?;
         let mut options = std::fs::OpenOptions::new();
-        let made = options.write(true).create_new(true).mode(like.mode() & 0o777);
+        // Until it has its rights its owner alone may open it.
+        let made = options.write(true).create_new(true).mode(0o600);
         let creating =
             |error| Error::from_io(format!("creating {}", self.overlay.display()), error);
         let file = made.open(&self.overlay).map_err(creating)?;
-        let old = std::fs::File::open(&self.image)
-            .map_err(|error| Error::from_io(format!("opening {}", self.image.display()), error));
+        let old = std::fs::OpenOptions::new().read(true).write(true).open(&self.image);
+        let old =
+            old.map_err(|error| Error::from_io(format!("opening {}", self.image.display()), error));
         if let Err(error) = old.and_then(|old| alike(&old, &file)) {
             let image = self.image.display();
             tracing::warn!(%error, "{image} will not have the rights it had: it is a new file");
@@ -332,16 +334,15 @@ impl Keeping {
         if (made.uid(), made.gid()) != (like.uid(), like.gid()) {
             let image = self.image.display();
             tracing::warn!(
-                "{image} will be owned by this server's user: it becomes a new file, and only the \
-                 file of the kept state keeps the old owner"
+                "{image} will have another owner or group, as far as this server may give it away: \
+                 it becomes a new file, and only the file of the kept state keeps the old ones"
             );
         }
         let [is, wanted] = [&made, &like].map(|found| found.mode() & 0o777);
         if is != wanted {
             let image = self.image.display();
             tracing::warn!(
-                "{image} will have mode {is:o}, not {wanted:o}: its new layer is a new file, of \
-                 which this server's umask takes the rest"
+                "{image} will have mode {is:o}, not {wanted:o}: its new layer is a new file"
             );
         }
         Ok(())

@@ -212,20 +212,25 @@ async fn open_for(
 /// Those of `open`.
 pub async fn wait_for_dead<T>(mut open: impl AsyncFnMut() -> Result<T>) -> Result<T> {
     let [mut turn, turn_max] = HELD_TURNS;
-    let start = mica_rt::now();
-    let mut is_first = true;
+    // Each kind of error has its own patience, from when it first came: an image may be replaced
+    // when somebody has just let go of it.
+    let mut kinds = Vec::<(Duration, mica_rt::Instant)>::new();
     loop {
         let error = match open().await {
             Err(error) => error,
             opened => return opened,
         };
-        match lock_patience(&error) {
-            Some(patience) if mica_rt::now().saturating_since(start) < patience => {
-                if std::mem::take(&mut is_first) {
+        let Some(patience) = lock_patience(&error) else { return Err(error) };
+        let now = mica_rt::now();
+        match kinds.iter().find(|(kind, _)| *kind == patience) {
+            Some((_, since)) if now.saturating_since(*since) >= patience => return Err(error),
+            Some(_) => {}
+            None => {
+                if kinds.is_empty() {
                     tracing::warn!("{error}: waiting until the system releases it");
                 }
+                kinds.push((patience, now));
             }
-            _ => return Err(error),
         }
         mica_rt::sleep(turn).await;
         turn = (turn * 2).min(turn_max);
@@ -334,6 +339,49 @@ fn part_of(fraction: &str, unit: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mica_rt::{Backend, Executor};
+    use mica_store::{CacheMode, Handles, Located, Locking, WritableFile};
+
+    /// The story: who had waited for a second until an image was let go of, and found that it had
+    /// been replaced just then, did not look for it once more.
+    #[test]
+    fn image_that_is_replaced_when_it_was_waited_for_is_looked_for_again() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("image");
+        std::fs::write(&path, "image").expect("written");
+        let handles = Handles::new(4);
+        let found = || Located::find(&path).expect("there");
+        let open = |mut located: Located| {
+            WritableFile::open(&mut located, CacheMode::Writeback, Locking::On, &handles)
+        };
+        let alone = WritableFile::open_alone(&mut found(), CacheMode::Writeback, &handles);
+        let held = open(found()).err().expect("somebody has it");
+        drop(alone.expect("nobody had it"));
+        let old = found();
+        std::fs::write(folder.path().join("new"), "new").expect("written");
+        std::fs::rename(folder.path().join("new"), &path).expect("renamed");
+        let replaced = open(old).err().expect("another file is there");
+        let patience = |error| lock_patience(error).expect("it is waited for");
+        assert!(patience(&replaced) < patience(&held));
+
+        let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
+        let opened = executor.block_on(async {
+            let (start, mut was_replaced) = (mica_rt::now(), false);
+            let long = patience(&replaced) + Duration::from_millis(500);
+            wait_for_dead(async || match mica_rt::now().saturating_since(start) < long {
+                true => Err(held.clone()),
+                false if !std::mem::replace(&mut was_replaced, true) => Err(replaced.clone()),
+                false => Ok(()),
+            })
+            .await
+        });
+        opened.expect("it is there");
+        let start = executor.block_on(async { mica_rt::now() });
+        let given_up = executor.block_on(wait_for_dead(async || Err::<(), _>(replaced.clone())));
+        given_up.expect_err("it is replaced again and again");
+        let now = executor.block_on(async { mica_rt::now() });
+        assert!(now.saturating_since(start) < 2 * patience(&replaced));
+    }
 
     #[test]
     fn sizes_read_as_in_qemu() {

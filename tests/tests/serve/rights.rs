@@ -4,7 +4,7 @@ use mica_tests::server::Server;
 use mica_tests::{mica, qemu, tools};
 use rustix::fs::{XattrFlags, getxattr, setxattr};
 use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::process::Command;
 
 const LIST: &str = "system.posix_acl_access";
@@ -34,6 +34,8 @@ fn disk_whose_state_is_kept_keeps_its_rights() {
     for sandbox in ["require", "off"] {
         qemu::create(dir.path(), "disk.qcow2", &[], "1M");
         fs::set_permissions(&image, Permissions::from_mode(0o664)).expect("set");
+        // Only root may.
+        let group = chown(&image, None, Some(12345)).is_ok().then_some(12345);
         let has_list = setxattr(&image, LIST, &list(), XattrFlags::empty()).is_ok();
         let server = Server::start("", |socket| {
             let mut shell = Command::new("sh");
@@ -60,6 +62,8 @@ fn disk_whose_state_is_kept_keeps_its_rights() {
         for file in [&image, &state] {
             let mode = fs::metadata(file).expect("there").permissions().mode();
             assert_eq!(mode & 0o7777, 0o664, "{}: {}", file.display(), server.log());
+            let gid = fs::metadata(file).expect("there").gid();
+            assert!(group.is_none_or(|group| group == gid), "{gid}: {}", server.log());
             let mut now = [0; 256];
             let found = getxattr(file, LIST, &mut now[..]);
             let now = found.map(|len| &now[..len]);

@@ -17,8 +17,8 @@ pub(super) enum BackupVerb {
     /// Keep the current state of a disk, and export it for a backup.
     ///
     /// Guests continue to write. The state becomes a layer: DISK@STATE.qcow2 beside the image,
-    /// which keeps its name, mode and access control list, and belongs to the server's user, as it
-    /// is a new file. With --since, the export has the context qemu:dirty-bitmap:STATE,
+    /// which keeps its name, mode, group and access control list. It is a new file, and belongs to
+    /// the server's user, who has to be in that group. With --since, the export has the context qemu:dirty-bitmap:STATE,
     /// which says what has changed since then. If the server or the reader is killed, the same
     /// command exports the same state again.
     ///

@@ -124,10 +124,11 @@ fn answer(
             (Reply::Temporary, Some(opener.open(folder, nameless_file)?))
         }
         Request::Alike => {
-            let [old, new] = &fds[..] else {
-                return Err(Error::new(ErrorKind::Invalid, "not two files"));
-            };
-            mica_stack::make_alike(old, new)?;
+            let [old, new] = <[OwnedFd; 2]>::try_from(fds)
+                .map_err(|_| Error::new(ErrorKind::Invalid, "not two files"))?;
+            opener.run_within(OPEN_LIMIT, "the file of a layer", move || {
+                mica_stack::make_alike(old, new)
+            })?;
             (Reply::Alike, None)
         }
         Request::Connect { path } => {
@@ -166,16 +167,16 @@ struct Opener {
 impl Opener {
     fn open(&self, path: PathBuf, open: fn(&Path) -> Result<OwnedFd>) -> Result<OwnedFd> {
         let named = path.display().to_string();
-        self.open_within(OPEN_LIMIT, &named, move || open(&path))
+        self.run_within(OPEN_LIMIT, &named, move || open(&path))
     }
 
     /// What `open` gives, unless that takes longer than `limit`.
-    fn open_within(
+    fn run_within<T: Send + 'static>(
         &self,
         limit: Duration,
         named: &str,
-        open: impl FnOnce() -> Result<OwnedFd> + Send + 'static,
-    ) -> Result<OwnedFd> {
+        open: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
         let hangs = |what: &str| {
             let what = format!("{named}: {what}: check its storage, and try again");
             Error::new(ErrorKind::Io, what)
@@ -248,9 +249,9 @@ mod tests {
         let (release, held) = mpsc::channel::<()>();
         let hangs = move || {
             let _ = held.recv();
-            Err(Error::new(ErrorKind::Io, "it came back"))
+            Err::<OwnedFd, _>(Error::new(ErrorKind::Io, "it came back"))
         };
-        let late = opener.open_within(Duration::ZERO, "/far/key", hangs).expect_err("it hangs");
+        let late = opener.run_within(Duration::ZERO, "/far/key", hangs).expect_err("it hangs");
         assert!(late.to_string().contains("/far/key: opening it takes longer"), "{late}");
         let next = || opener.open("/proc/self/stat".into(), open_file);
         let busy = next().expect_err("the other one hangs");

@@ -193,7 +193,8 @@ fn server_rules(rules: &mut Rules, allowed: Allowed) -> Result<(), BackendError>
     }
     // An ioctl request has 32 bits, whatever the type of the constant.
     rules.insert(libc::SYS_ioctl, any(1, IOCTLS)?);
-    // A mode may only be set to private: access of others is never widened.
+    // A mode may only be set to private. Only the helper gives a new file more, and no more than
+    // one has that this process may write.
     rules.insert(libc::SYS_fchmod, vec![all([is(1, 0o600)])?]);
     // Limits may only be read.
     rules.insert(libc::SYS_prlimit64, vec![all([is_null(2)])?]);
@@ -274,6 +275,8 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
     let rights =
         [libc::SYS_fchmod, libc::SYS_fgetxattr, libc::SYS_fsetxattr, libc::SYS_fremovexattr];
     rules.extend(rights.map(|call| (call, Vec::new())));
+    // The group alone.
+    rules.insert(libc::SYS_fchown, vec![all([is(1, -1)])?]);
     if !mounts {
         // Files of other processes may only be read.
         let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
