@@ -3,8 +3,8 @@
 //!
 //! Invariants
 //! - A1 Whoever asks, nothing changes that somebody has: the new file is an empty one of this
-//!   process's user, has one name, and is open for writing. The old one is open for writing, too: so
-//!   a process that asks for the rights of a file that everybody may read gets none.
+//!   process's user, has one name, and is open for writing. The old one is open for writing,
+//!   too: so a process that asks for the rights of a file that everybody may read gets none.
 //! - A2 It gets its group, and who may read, write and execute it, and nothing else.
 //! - A3 At no step may anybody open it who may not open the old one. If its group cannot be kept,
 //!   the group that it has gets what others have.

@@ -18,9 +18,9 @@ pub(super) enum BackupVerb {
     ///
     /// Guests continue to write. The state becomes a layer: DISK@STATE.qcow2 beside the image,
     /// which keeps its name, mode, group and access control list. It is a new file, and belongs to
-    /// the server's user, who has to be in that group. With --since, the export has the context qemu:dirty-bitmap:STATE,
-    /// which says what has changed since then. If the server or the reader is killed, the same
-    /// command exports the same state again.
+    /// the server's user, who has to be in that group. With --since, the export has the context
+    /// qemu:dirty-bitmap:STATE, which says what has changed since then. If the server or the reader
+    /// is killed, the same command exports the same state again.
     ///
     /// While layers are merged no new state can be kept, as it is a layer; one that is kept already
     /// is exported unless the merge changes a layer that it has. A merge that would change one is
