@@ -14,7 +14,7 @@ use rustix::fs::{
     flistxattr, fremovexattr, fsetxattr, lgetxattr, llistxattr, statx,
 };
 use rustix::io::Errno;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -22,6 +22,8 @@ use std::sync::Arc;
 
 /// Where names are those of descriptors.
 const DESCRIPTORS: [&str; 5] = ["/proc", "/dev/fd", "/dev/stdin", "/dev/stdout", "/dev/stderr"];
+/// The attribute that says who may do what.
+const ACCESS_LIST: &CStr = c"system.posix_acl_access";
 /// Longest list of names of attributes, and longest value, as of Linux.
 const ATTRIBUTE_BYTES_MAX: usize = 64 << 10;
 
@@ -92,17 +94,20 @@ impl Replaced {
         if !self.is_owned_as(new) {
             fchown(new, Some(uid), Some(gid))?;
         }
-        // After the owner, who changes it; before the attributes, as those may have a longer list
-        // of who may do what.
-        fchmod(new, Mode::from_raw_mode(self.found.mode() & 0o7777))?;
         let attributes = attributes_of(&self.real)?;
-        for (name, value) in &attributes {
-            fsetxattr(new, &**name, value, XattrFlags::empty())?;
-        }
-        // As a list of who may do what, which it has from its folder.
+        // Where there is a list of who may do what, the mode has its mask where others have the
+        // rights of the group, who would have them until the list is there (I1).
+        let has_list = attributes.iter().any(|(name, _)| **name == *ACCESS_LIST);
+        let mask = if has_list { 0o070 } else { 0 };
+        // As a list that it has from its folder, whose mask the mode would set.
         let is_foreign = |name: &CString| attributes.iter().all(|(old, _)| old != name);
         for name in names_in(|names| flistxattr(new, names))?.into_iter().filter(is_foreign) {
             fremovexattr(new, &*name)?;
+        }
+        // After the owner, who changes it; before the attributes, as that list has more.
+        fchmod(new, Mode::from_raw_mode(self.found.mode() & 0o7777 & !mask))?;
+        for (name, value) in &attributes {
+            fsetxattr(new, &**name, value, XattrFlags::empty())?;
         }
         Ok(())
     }
@@ -219,5 +224,17 @@ mod tests {
         assert!(has("user.old") && !has("user.new") && !has(acl), "{has_acl}: {names:?}");
         let mode = |file: std::io::Result<Metadata>| file.expect("there").mode();
         assert_eq!(mode(new.metadata()), mode(fs::metadata(&name)));
+        // One that the old one has gives the group less than the mode looks like.
+        if has_acl {
+            let set = rustix::fs::setxattr(&name, acl, &list(&rights), XattrFlags::empty());
+            set.expect("as above");
+            drop(replaced);
+            let replaced = Replaced::of(&name, &locked(&name)).expect("asked").expect("can be");
+            let new = File::create_new(folder.path().join("newer")).expect("made");
+            assert!(replaced.describe(&new));
+            let mut found = [0; 64];
+            let len = rustix::fs::fgetxattr(&new, acl, &mut found[..]).expect("it has one");
+            assert_eq!(found[..len], list(&rights));
+        }
     }
 }
