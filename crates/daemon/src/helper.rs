@@ -369,9 +369,7 @@ impl Helper {
             Link::Open(socket) => socket,
             broken => return Err(broken.error()),
         };
-        let sent = serde_json::to_vec(request).map_err(io::Error::from);
-        let sent = sent.and_then(|bytes| send_with_fds(socket, &bytes, fds));
-        let received = sent.and_then(|()| {
+        let received = send(socket, request, fds).and_then(|()| {
             let (reply, fds) = receive_reply(socket)?;
             // Once it says so, the helper has closed its copy: a mount then ends with this process.
             if !fds.is_empty() && !matches!(receive_reply(socket)?, (Reply::Released, _)) {
@@ -474,10 +472,8 @@ fn protocol_error() -> Error {
     Error::new(ErrorKind::Io, "protocol error between the server and its sandbox helper")
 }
 
-fn send(socket: &OwnedFd, message: &impl Serialize, fd: &[OwnedFd]) -> std::io::Result<()> {
-    let bytes = serde_json::to_vec(message)?;
-    let fds: Vec<_> = fd.iter().map(std::os::fd::AsFd::as_fd).collect();
-    send_with_fds(socket, &bytes, &fds)
+fn send(socket: &OwnedFd, message: &impl Serialize, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send_with_fds(socket, &serde_json::to_vec(message)?, fds)
 }
 
 fn bytes_of(path: &Path) -> Vec<u8> {

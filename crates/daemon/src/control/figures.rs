@@ -138,7 +138,7 @@ impl Brief {
             latch: image.latch.map(|error| error.in_one_line()),
             device_error: served.device_error(),
             weakness: image.weakness,
-            merge: served.job().filter(|job| !job.has_ended()).map(|job| job.report()),
+            merge: served.job_under_way().map(|job| job.report()),
         }
     }
 }

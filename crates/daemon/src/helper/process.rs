@@ -55,7 +55,7 @@ pub fn run_helper() -> Result<()> {
             (Reply::Refused { kind, what: error.in_one_line() }, None)
         });
         let has_fd = fd.is_some();
-        let mut sent = send(&link, &reply, fd.as_slice());
+        let mut sent = send(&link, &reply, fd.as_ref().map(AsFd::as_fd).as_slice());
         drop(fd);
         if has_fd {
             sent = sent.and_then(|()| send(&link, &Reply::Released, &[]));

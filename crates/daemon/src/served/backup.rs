@@ -193,13 +193,13 @@ impl Served {
     /// Makes sure that the merge that is under way, if one is, leaves all as it is that belongs to
     /// the state that is `known` (I1). A new one is a new layer, and none is put on top meanwhile.
     fn check_merge_allows(&self, layers: &[PathBuf], known: Option<&Kept>) -> Result<()> {
-        let Some(job) = self.job().filter(|job| !job.has_ended()) else { return Ok(()) };
-        let why = match known {
-            Some(known) if job.leaves_as_it_is(layers, known.position) => return Ok(()),
-            Some(_) => "which changes a layer that the state has",
-            None => "and a new state puts a layer on top of what is merged",
-        };
-        Err(self.refused_by(&job, why))
+        let Some(known) = known else { return self.check_takes_layers() };
+        match self.job_under_way() {
+            Some(job) if !job.leaves_as_it_is(layers, known.position) => {
+                Err(self.refused_by(&job, "which changes a layer that the state has"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Ends the backup that is under way: its state is no longer exported, and stays kept.

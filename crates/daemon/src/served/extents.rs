@@ -43,7 +43,7 @@ impl Served {
     /// disk has none; else why its map cannot be read.
     pub(crate) fn extents(&self, asked: &Asked) -> Result<Extents> {
         // Positions of layers hold only while none leaves: that is checked again at the end.
-        if self.job().is_some_and(|job| !job.has_ended()) {
+        if self.job_under_way().is_some() {
             return Err(self.denied("is being merged: wait for the end, or cancel it"));
         }
         let disk = self.opened().disk()?;

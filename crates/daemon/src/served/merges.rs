@@ -44,6 +44,11 @@ impl Served {
         self.lock_job().clone()
     }
 
+    /// The merge that is under way.
+    pub(crate) fn job_under_way(&self) -> Option<Arc<Job>> {
+        self.job().filter(|job| !job.has_ended())
+    }
+
     /// The reports of earlier merges, oldest first.
     pub(crate) fn past_jobs(&self) -> Vec<JobReport> {
         self.lock_past_jobs().iter().cloned().collect()
@@ -222,7 +227,7 @@ impl Served {
     /// # Errors
     /// `Denied` while layers are merged.
     pub(super) fn check_takes_layers(&self) -> Result<()> {
-        match self.job().filter(|job| !job.has_ended()) {
+        match self.job_under_way() {
             Some(job) => {
                 Err(self.refused_by(&job, "and the new layer would be on top of what is merged"))
             }
@@ -249,8 +254,7 @@ impl Served {
         if !matches!(&*self.lock(), State::Serving(_)) {
             return Err(self.denied("is not served"));
         }
-        let last = self.job();
-        if last.as_ref().is_some_and(|job| !job.has_ended()) {
+        if self.job_under_way().is_some() {
             return Err(self.denied("is being merged already: `mica ctl jobs` shows how far"));
         }
         let disk: Arc<dyn Manage> = self.opened().disk()?;
@@ -264,7 +268,7 @@ impl Served {
         let merge = prepare(&disk.layer_paths())?;
         let of = JobDisk { name: self.name.clone(), named: self.first_image.clone(), disk };
         let started = Job::start(of, merge, rate)?;
-        if let Some(last) = last {
+        if let Some(last) = self.job() {
             let mut past = self.lock_past_jobs();
             past.push_back(last.report());
             let spare = past.len().saturating_sub(PAST_MAX);
@@ -279,7 +283,7 @@ impl Served {
     /// # Errors
     /// `NotFound` if there is none.
     pub(crate) fn present_job(&self) -> Result<Arc<Job>> {
-        self.job().filter(|job| !job.has_ended()).ok_or_else(|| {
+        self.job_under_way().ok_or_else(|| {
             let what = format!("no layers of the disk {:?} are being merged", self.name);
             Error::new(ErrorKind::NotFound, what)
         })
