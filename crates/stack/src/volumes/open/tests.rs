@@ -5,45 +5,55 @@ use mica_rt::{Backend, Buf, Executor};
 use mica_store::Handles;
 use mica_units::GuestOffset;
 
+fn stores() -> Stores {
+    Stores::new(Handles::new(64), 1 << 20, Patience::Verb)
+}
+
+/// Runs `test` on a volume of 1 MiB that was just made in this store, by its URL.
+fn with_volume(test: impl AsyncFnOnce(Arc<Store>, VolumeUrl)) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = async {
+        let stores = stores();
+        let name = VolumeName::new("web").expect("a name");
+        let url = StoreUrl::Directory(folder.path().to_owned());
+        let store = stores.open_or_make(&url).await.expect("a store");
+        store.volumes().create(&name, 1 << 20).await.expect("made");
+        test(store, VolumeUrl { store: url, name, snapshot: None }).await;
+    };
+    Executor::new(Backend::Pool).expect("threads").block_on(run);
+}
+
+/// How a server opens it.
+fn to_write() -> VolumeOptions {
+    VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() }
+}
+
 /// The story: two servers found out that the writer of a volume was dead. One served the
 /// volume, and the other took it from that one, or deleted it, without force.
 #[test]
 fn who_has_a_volume_by_now_is_left_alone_though_its_writer_before_is_dead() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let test = async {
-        let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
-        let name = VolumeName::new("web").expect("a name");
-        let url = StoreUrl::Directory(folder.path().to_owned());
-        let url = VolumeUrl { store: url, name: name.clone(), snapshot: None };
-        let store = stores.open_or_make(&url.store).await.expect("a store");
-        store.volumes().create(&name, 1 << 20).await.expect("made");
-        let options = VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() };
+    with_volume(async |store, url| {
+        let (name, volumes, stores) = (url.name.clone(), store.volumes(), stores());
+        let options = to_write();
         drop(stores.open_volume(&url, &options).await.expect("open"));
         let locked = store.locked(&name, false).await.expect("nobody has it");
         assert_eq!(locked.standing, Standing::Abandoned);
-        let fast = store.volumes().open_volume(&name, locked.claimed()).await.expect("open");
-        let opened = open_locked(store.volumes(), &name, &locked, &options, None).await;
+        let fast = volumes.open_volume(&name, locked.claimed()).await.expect("open");
+        let opened = open_locked(volumes, &name, &locked, &options, None).await;
         assert_eq!(opened.map(drop).expect_err("it is served").kind(), ErrorKind::Denied);
-        let deleted = store.volumes().delete(&name, locked.claimed()).await;
+        let deleted = volumes.delete(&name, locked.claimed()).await;
         assert_eq!(deleted.expect_err("it is served").kind(), ErrorKind::Denied);
         fast.close().await.expect("nobody has fenced it");
-    };
-    Executor::new(Backend::Pool).expect("threads").block_on(test);
+    });
 }
 
 /// The story: a server that started just when `mica volume gc` had given the lock of a volume
 /// back, and had not opened that yet, failed: the volume was open on its own host.
 #[test]
 fn compactor_that_opens_a_volume_behind_the_back_of_a_server_gives_way() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let test = async {
-        let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
-        let name = VolumeName::new("web").expect("a name");
-        let store = stores.open_or_make(&StoreUrl::Directory(folder.path().to_owned())).await;
-        let store = store.expect("a store");
-        let volumes = store.volumes();
-        volumes.create(&name, 1 << 20).await.expect("made");
-        let options = VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() };
+    with_volume(async |store, url| {
+        let (name, volumes) = (url.name.clone(), store.volumes());
+        let options = to_write();
         for is_closed in [true, false] {
             let compactor = store.locked(&name, false).await.expect("nobody has it");
             compactor.sign(None, false).expect("signed");
@@ -63,8 +73,7 @@ fn compactor_that_opens_a_volume_behind_the_back_of_a_server_gives_way() {
             // It is killed.
             drop(served);
         }
-    };
-    Executor::new(Backend::Pool).expect("threads").block_on(test);
+    });
 }
 
 /// The story: a server hung after it had taken the lock of a volume, another took the volume by
@@ -72,23 +81,18 @@ fn compactor_that_opens_a_volume_behind_the_back_of_a_server_gives_way() {
 /// fenced it. Its guest got errors.
 #[test]
 fn who_has_taken_a_volume_by_force_is_left_alone_by_whom_it_was_taken_from() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let test = async {
-        let stores = || Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
-        let (stores, others) = (stores(), stores());
-        let name = VolumeName::new("web").expect("a name");
-        let url = StoreUrl::Directory(folder.path().to_owned());
-        let url = VolumeUrl { store: url, name: name.clone(), snapshot: None };
-        let store = stores.open_or_make(&url.store).await.expect("a store");
-        let volumes = store.volumes();
-        volumes.create(&name, 1 << 20).await.expect("made");
-        let options = VolumeOptions { access: VolumeAccess::Write, ..VolumeOptions::default() };
+    with_volume(async |store, url| {
+        let (name, volumes) = (url.name.clone(), store.volumes());
+        let others = stores();
+        let options = to_write();
         let by_force = VolumeOptions { force: true, ..options.clone() };
         for has_looked in [true, false, true, false] {
             // It hangs before it has put its head, or before it knows who has the volume.
             let (mut locked, lock) = match has_looked {
                 true => (store.locked(&name, false).await.ok(), None),
-                false => (None, VolumeLock::take(folder.path(), &name).await.ok()),
+                false => {
+                    (None, VolumeLock::take(store.directory().expect("a folder"), &name).await.ok())
+                }
             };
             let served = others.open_volume(&url, &by_force).await.expect("by force");
             if let Some(lock) = lock {
@@ -104,22 +108,15 @@ fn who_has_taken_a_volume_by_force_is_left_alone_by_whom_it_was_taken_from() {
             // It is killed.
             drop(served);
         }
-    };
-    Executor::new(Backend::Pool).expect("threads").block_on(test);
+    });
 }
 
 /// The story: `mica volume snapshot` and `mica volume delete` failed just when `mica volume gc` had
 /// given the lock of the volume back, and then opened it: it was open on its own host.
 #[test]
 fn compactor_that_opens_a_volume_behind_the_back_of_a_verb_gives_way() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let test = async {
-        let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
-        let name = VolumeName::new("web").expect("a name");
-        let store = stores.open_or_make(&StoreUrl::Directory(folder.path().to_owned())).await;
-        let store = store.expect("a store");
-        let volumes = store.volumes();
-        volumes.create(&name, 1 << 20).await.expect("made");
+    with_volume(async |store, url| {
+        let (name, volumes) = (url.name.clone(), store.volumes());
         let _compactor = store.compactor().await.expect("asked").expect("nobody else is one");
         for is_closed in [true, false] {
             let locked = store.locked(&name, false).await.expect("nobody has it");
@@ -141,22 +138,15 @@ fn compactor_that_opens_a_volume_behind_the_back_of_a_verb_gives_way() {
             assert!(compacting.expect("open").close().await.is_err(), "it was fenced");
             volumes.create(&name, 1 << 20).await.expect("made");
         }
-    };
-    Executor::new(Backend::Pool).expect("threads").block_on(test);
+    });
 }
 
 /// The story: as above, but the compactor opened the volume only once the verb had looked who had
 /// it. A stream that was received had been read by then.
 #[test]
 fn compactor_opens_no_volume_that_a_verb_has_taken_since() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let test = async {
-        let stores = Stores::new(Handles::new(64), 1 << 20, Patience::Verb);
-        let name = VolumeName::new("web").expect("a name");
-        let store = stores.open_or_make(&StoreUrl::Directory(folder.path().to_owned())).await;
-        let store = store.expect("a store");
-        let volumes = store.volumes();
-        volumes.create(&name, 1 << 20).await.expect("made");
+    with_volume(async |store, url| {
+        let (name, volumes) = (url.name.clone(), store.volumes());
         let compactor = store.compactor().await.expect("asked").expect("nobody else is one");
         for is_closed in [true, false] {
             let seen = compactor.look(&name).await.expect("nobody has it");
@@ -176,6 +166,5 @@ fn compactor_opens_no_volume_that_a_verb_has_taken_since() {
         let before = volumes.info(&name).await.expect("known").head;
         drop(store.settle(&name).await.expect("nobody has it"));
         assert_eq!(volumes.info(&name).await.expect("known").head, before);
-    };
-    Executor::new(Backend::Pool).expect("threads").block_on(test);
+    });
 }
