@@ -54,6 +54,10 @@ pub struct Guest {
 const AFTERMATH: Duration = Duration::from_secs(10);
 /// Sectors that requests concentrate on.
 const CROWD_SECTORS: u64 = 96;
+/// One request in this many is a log of many.
+const LOGS_ONE_IN: u64 = 40;
+/// Writes of a log.
+const LOG_WRITES_MAX: usize = 48;
 /// How much is read at a time to see all of a disk.
 const STEP_SECTORS: u64 = 512;
 
@@ -101,6 +105,9 @@ impl Guest {
         if self.below(load.flush_one_in.max(1)) == 0 {
             return drop(self.flush().await);
         }
+        if self.below(LOGS_ONE_IN) == 0 {
+            return self.write_log().await;
+        }
         let (first, count) = self.place_at_random(load, crowd);
         if load.give_up_one_in > 0 && self.below(load.give_up_one_in) == 0 {
             return self.give_up(first, count).await;
@@ -110,6 +117,23 @@ impl Guest {
             10 | 11 => drop(self.write_zeroes(first, count, self.zeroes_at_random()).await),
             12 | 13 => drop(self.discard(first, count).await),
             _ => self.read(first, count).await,
+        }
+    }
+
+    /// Writes in sequence, and waits for a flush after nearly every write, as databases do.
+    async fn write_log(&self) {
+        let sectors = self.sectors();
+        let step: usize = [1, 1, 2, 8][usize::try_from(self.below(4)).expect("one of four")];
+        let step_sectors = step as u64;
+        let first = self.below(sectors) / step_sectors * step_sectors;
+        for first in (first..sectors).step_by(step).take(LOG_WRITES_MAX) {
+            let count = step_sectors.min(sectors - first);
+            if self.write(first, count).await.is_err() {
+                return;
+            }
+            if self.below(8) > 0 && self.flush().await.is_err() || self.below(64) == 0 {
+                return;
+            }
         }
     }
 

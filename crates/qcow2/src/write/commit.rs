@@ -78,6 +78,7 @@ impl Writer {
     /// Makes durable everything that completed before the call.
     pub(crate) async fn flush(&self) -> Result<()> {
         self.check_usable()?;
+        self.streams.note_flush();
         self.settle_beneath().await?;
         if !self.wrote.load(Ordering::Acquire) && !self.inherits.load(Ordering::Acquire) {
             return Ok(());

@@ -2,7 +2,8 @@
 //!
 //! In a unit (a subcluster, or a cluster if it has none) that gets a place, the guest's bytes are
 //! written and the rest is filled with what currently shows there. Zeros are written only if the
-//! place is not blank, and a unit that the guest wrote whole is not looked at.
+//! place is not blank, or a sequence of writes is expected there
+//! ([`Streams`](super::streams::Streams)), and a unit that the guest wrote whole is not looked at.
 
 use super::Writer;
 use super::gather::Guest;
@@ -85,14 +86,15 @@ impl Parts {
                 continue;
             }
             let mut at = whole.start();
+            let skips_zeros = plan.blank && !plan.is_solid;
             for written in written {
-                self.fill(GuestRange::between(at, written.start()), plan.blank, visible, host);
+                self.fill(GuestRange::between(at, written.start()), skips_zeros, visible, host);
                 self.push(host(written.start()), written.len(), Source::Guest);
                 at = written.end();
             }
             // Nothing shows beyond the end of the disk; zeros, in case it grows one day.
             let end = GuestOffset::new(whole.end().bytes().min(disk_len)).max(at);
-            self.fill(GuestRange::between(at, end), plan.blank, visible, host);
+            self.fill(GuestRange::between(at, end), skips_zeros, visible, host);
             if !plan.blank && end < whole.end() {
                 let tail = whole.end().bytes() - end.bytes();
                 self.push(host(end), writer.cut_at_end(host(end), tail)?, Source::Zeros);
@@ -105,14 +107,14 @@ impl Parts {
     fn fill(
         &mut self,
         range: Option<GuestRange>,
-        blank: bool,
+        skips_zeros: bool,
         visible: &[Extent],
         host: impl Fn(GuestOffset) -> HostOffset,
     ) {
         let Some(range) = range.filter(|range| !range.is_empty()) else { return };
         for part in visible.iter().filter_map(|extent| extent.within(range)) {
             match part.kind.reads_as_zero() {
-                true if blank => {}
+                true if skips_zeros => {}
                 true => self.push(host(part.start), part.len, Source::Zeros),
                 false => self.push(host(part.start), part.len, Source::Visible(part.start)),
             }

@@ -40,6 +40,7 @@ mod plan;
 pub(crate) mod pull;
 mod renaming;
 mod request;
+mod streams;
 mod zero;
 
 use crate::gate::Gate;
@@ -99,6 +100,7 @@ pub(crate) struct Writer {
     marking: sync::Mutex,
     gate: Arc<Gate>,
     flushes: GroupSync,
+    streams: streams::Streams,
     header: header::InUse,
     bitmaps: bitmaps::Bitmaps,
     /// The redo log's location for the next process to open the image, and when this one opened it.
@@ -174,6 +176,7 @@ impl Writer {
             marking: sync::Mutex::default(),
             gate,
             flushes: GroupSync::new(),
+            streams: streams::Streams::default(),
             header: header::InUse::new(header),
             bitmaps: bitmaps::Bitmaps::new(header),
             redo_memory,

@@ -20,6 +20,8 @@ pub(super) struct ClusterPlan {
     pub(super) owned: u32,
     /// Units that are written whole: by the guest, or filled with what currently shows there.
     pub(super) must: u32,
+    /// Whether zeros are written even into a place that is blank.
+    pub(super) is_solid: bool,
     zero: u32,
     freed: Vec<HostCluster>,
 }
@@ -112,6 +114,7 @@ impl Writer {
                 group: 0,
                 owned: before.owned,
                 must: touched & !before.owned | before.moved,
+                is_solid: false,
                 zero: before.zero,
                 freed: before.freed,
             });
@@ -131,6 +134,16 @@ impl Writer {
             wanting = rest;
         }
         Ok(())
+    }
+
+    /// Has the last cluster written as a whole if a writer comes through it in sequence and waits
+    /// for flushes: see [`Streams`](super::streams::Streams).
+    pub(super) fn widen(&self, plans: &mut Plans) {
+        let Some(last) = plans.last_mut().filter(|plan| plan.must != 0) else { return };
+        if self.streams.enter(last.entry.cluster) {
+            last.must = self.all_units() & !last.owned;
+            last.is_solid = true;
+        }
     }
 
     /// What the entry means for a write.
@@ -194,7 +207,7 @@ impl Writer {
         plan: ClusterPlan,
         visible: &[Extent],
     ) -> Option<Change> {
-        let ClusterPlan { entry, host, blank, group, owned, must, zero, freed } = plan;
+        let ClusterPlan { entry, host, blank, group, owned, must, zero, freed, .. } = plan;
         let changed = must | self.touched_by(entry.cluster, ranges);
         let held = owned | changed;
         let zero = zero & !held;

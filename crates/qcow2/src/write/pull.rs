@@ -13,6 +13,7 @@
 use super::Writer;
 use super::gather::Guest;
 use super::plan::clusters_of;
+use super::request::Origin;
 use super::zero::Units;
 use crate::layer::is_zero;
 use crate::layers::Layers;
@@ -155,7 +156,7 @@ impl Writer {
         pieces.sort_by_key(|(range, _)| range.start());
         let written = async {
             for group in self.by_cluster(pieces) {
-                self.write_transaction(Guest::new(group)).await?;
+                self.write_transaction(Guest::new(group), Origin::Merge).await?;
             }
             for range in units {
                 self.zero_entries(range).await?;

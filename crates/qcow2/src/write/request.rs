@@ -22,6 +22,14 @@ const TRANSACTION_BYTES_MAX: u64 = 4 << 20;
 /// Clusters of a request after which other tasks get a turn: a request may have millions.
 const CLUSTERS_PER_TURN: u64 = 512;
 
+/// Whose bytes a transaction writes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Origin {
+    Guest,
+    /// The layers beneath.
+    Merge,
+}
+
 /// Offers that were taken; they get a failure if nothing else was reported.
 pub(super) struct Taken(pub(super) Vec<Arc<Offer>>);
 
@@ -115,7 +123,7 @@ impl Writer {
         let (first, last) = clusters_of(self.l2.cluster_bits, range);
         if first != last {
             let _claimed = self.claim_clusters(first, last).await;
-            return self.write_transaction(Guest::new([(range, buf)])).await;
+            return self.write_transaction(Guest::new([(range, buf)]), Origin::Guest).await;
         }
         let claimed = loop {
             match self.gather.join(&self.clusters, first, range, buf) {
@@ -139,14 +147,15 @@ impl Writer {
         }
         let taken = Taken(offers);
         // In two boxes of less than a kilobyte: glibc has those at hand.
-        let result = Box::pin(self.write_transaction(Guest::new(pieces))).await;
+        let guest = Guest::new(pieces);
+        let result = Box::pin(self.write_transaction(guest, Origin::Guest)).await;
         taken.finish(&result);
         drop(claimed);
         result
     }
 
     /// One transaction. The caller holds the claims of the clusters.
-    pub(super) async fn write_transaction(&self, guest: Guest) -> Result<()> {
+    pub(super) async fn write_transaction(&self, guest: Guest, origin: Origin) -> Result<()> {
         let bits = self.l2.cluster_bits;
         let ranges: SmallVec<[_; 1]> = guest.ranges().collect();
         let (Some(lowest), Some(highest)) = (ranges.first(), ranges.last()) else { return Ok(()) };
@@ -156,6 +165,9 @@ impl Writer {
         let mut plans = Plans::new();
         let mut reservations = Reservations::new(self);
         self.place(&ranges, entries, &mut plans, &mut reservations).await?;
+        if origin == Origin::Guest {
+            self.widen(&mut plans);
+        }
         // Read once: the disk may grow in the meantime.
         let disk_len = self.map.len();
         let visible = self.visible(disk_len, &plans).await?;

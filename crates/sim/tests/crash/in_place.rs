@@ -42,6 +42,39 @@ fn second_write_near_bytes_that_the_layer_has_goes_straight_to_its_place() {
     });
 }
 
+/// What a database does with its log.
+#[test]
+fn writer_that_goes_on_in_sequence_and_waits_for_flushes_gets_whole_clusters() {
+    for extended in [false, true] {
+        scenario(1, |world| async move {
+            let wish = ImageWish {
+                extended_l2: Some(extended),
+                cluster_bytes: Some(64 << 10),
+                ..ImageWish::default()
+            };
+            Plain::new(&world, &wish, LEN).await;
+            let chain = opened(&world).await;
+            let has_slice = goes_straight(&chain, LEN - 512).await;
+            assert!(!has_slice, "the first write of all");
+            for at in (0..1 << 20).step_by(4096) {
+                // Only once a second cluster follows is it a sequence.
+                let is_alone = at < 64 << 10 && extended;
+                let expected = !is_alone && at % (64 << 10) != 0;
+                assert_eq!(goes_straight(&chain, at).await, expected, "{at}, {extended}");
+                chain.flush().await.unwrap();
+            }
+            assert_eq!(read(&chain, 0, 2 << 20).await.unwrap(), vec![0; 2 << 20]);
+            assert!(!goes_straight(&chain, 1 << 20).await, "nothing is written ahead of it");
+            // Without flushes there is nothing to gain.
+            for at in (2 << 20..3 << 20).step_by(2048) {
+                let is_first = extended || at % (64 << 10) == 0;
+                assert_eq!(goes_straight(&chain, at).await, !is_first, "{at}, {extended}");
+            }
+            chain.close().await.unwrap();
+        });
+    }
+}
+
 /// The story: while some subclusters became zeros the others were not to be written in place, and
 /// that stayed in memory.
 #[test]
