@@ -84,6 +84,8 @@ impl Listing<'_> {
             let options =
                 PaginatedListOptions { offset: offset.clone(), page_token, ..Default::default() };
             page_token = self.page(&prefix, options, &mut entries).await?.token;
+            // Whoever asks for page after page comes to an end, whatever the service says.
+            entries.retain(|name, _| after.is_none_or(|after| name.as_str() > after));
             if page_token.is_none() || entries.len() >= self.count_max {
                 return Ok(entries.into_values().take(self.count_max).collect());
             }
