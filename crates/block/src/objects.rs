@@ -173,6 +173,21 @@ pub trait Objects: Send + Sync {
         after: Option<&ObjectName>,
     ) -> LocalFuture<'static, Result<Vec<Entry>>>;
 
+    /// All objects in `folder` and in its folders, however deep, by name, and otherwise as
+    /// [`Objects::list`]: for stores where that costs a request for each page, and not one for each
+    /// folder.
+    ///
+    /// Errors: `Unsupported`, at once, if folders have to be listed one by one; otherwise what the
+    /// store reports.
+    fn list_all(
+        &self,
+        _folder: &ObjectName,
+        _after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        let what = format!("{} lists each folder by itself", self.name());
+        Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
+    }
+
     /// Deletes an object. It is not an error if there is none. Those who opened it before may go on
     /// reading it; after a power cut it may be there again.
     ///

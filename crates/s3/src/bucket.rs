@@ -1,6 +1,6 @@
 //! A bucket, or a folder of one, as a store of objects.
 
-use crate::list::Listing;
+use crate::list::{Depth, Listing};
 use crate::outcome::{error_of, is_missing_bucket, says_exists};
 use crate::runtime::Runtime;
 use bytes::Bytes;
@@ -97,6 +97,30 @@ impl Bucket {
             .map_err(|error| Error::new(ErrorKind::Invalid, format!("{name}: {error}")))?;
         let runtime = Runtime::start()?;
         Ok(Self { shared: Arc::new(Shared { name, prefix, client, runtime }) })
+    }
+
+    fn list_to(
+        &self,
+        folder: Option<&ObjectName>,
+        after: Option<&ObjectName>,
+        depth: Depth,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        let (folder, after) = (folder.cloned(), after.cloned());
+        let shared = Arc::clone(&self.shared);
+        Box::pin(self.shared.runtime.run(async move {
+            let Shared { client, prefix, name, .. } = &*shared;
+            let (folder, after) = (folder.as_ref(), after.as_ref());
+            let listing = Listing { client, prefix, folder, after, depth, count_max: LIST_MAX };
+            let listed = listing.run().await;
+            listed.map_err(|error| {
+                let is_missing = is_missing_bucket(&error);
+                let error = error_of(format!("listing objects of {name}"), error);
+                match is_missing {
+                    true => Error::new(ErrorKind::Invalid, "there is no such bucket").wrap(name),
+                    false => error,
+                }
+            })
+        }))
     }
 }
 
@@ -243,22 +267,15 @@ impl Objects for Bucket {
         folder: Option<&ObjectName>,
         after: Option<&ObjectName>,
     ) -> LocalFuture<'static, Result<Vec<Entry>>> {
-        let (folder, after) = (folder.cloned(), after.cloned());
-        let shared = Arc::clone(&self.shared);
-        Box::pin(self.shared.runtime.run(async move {
-            let Shared { client, prefix, name, .. } = &*shared;
-            let (folder, after) = (folder.as_ref(), after.as_ref());
-            let listing = Listing { client, prefix, folder, after, count_max: LIST_MAX };
-            let listed = listing.run().await;
-            listed.map_err(|error| {
-                let is_missing = is_missing_bucket(&error);
-                let error = error_of(format!("listing objects of {name}"), error);
-                match is_missing {
-                    true => Error::new(ErrorKind::Invalid, "there is no such bucket").wrap(name),
-                    false => error,
-                }
-            })
-        }))
+        self.list_to(folder, after, Depth::Folder)
+    }
+
+    fn list_all(
+        &self,
+        folder: &ObjectName,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        self.list_to(Some(folder), after, Depth::All)
     }
 
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {

@@ -19,20 +19,33 @@ pub(crate) struct Listing<'a> {
     pub(crate) prefix: &'a str,
     pub(crate) folder: Option<&'a ObjectName>,
     pub(crate) after: Option<&'a ObjectName>,
+    pub(crate) depth: Depth,
     /// How many entries are returned at most.
     pub(crate) count_max: usize,
+}
+
+/// How deep is looked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Depth {
+    /// At what is directly in the folder.
+    Folder,
+    /// At all objects in it and in its folders.
+    All,
 }
 
 type Entries = BTreeMap<ObjectName, Entry>;
 
 impl Listing<'_> {
     pub(crate) async fn run(&self) -> Result<Vec<Entry>> {
-        let inside = self.folder.map_or(String::new(), |folder| format!("{folder}/"));
-        let after = match self.after.map(ObjectName::as_str) {
-            Some(after) if after.starts_with(&inside) => Some(after),
-            Some(after) if *after > *inside => return Ok(Vec::new()),
-            _ => None,
-        };
+        match self.depth {
+            Depth::Folder => self.folder().await,
+            Depth::All => self.all().await,
+        }
+    }
+
+    async fn folder(&self) -> Result<Vec<Entry>> {
+        let inside = self.inside();
+        let Some(after) = self.after_in(&inside) else { return Ok(Vec::new()) };
         let prefix = format!("{}{inside}", self.prefix);
         let offset = after.map(|after| format!("{}{after}", self.prefix));
         let mut entries = Entries::new();
@@ -58,6 +71,40 @@ impl Listing<'_> {
         }
         entries.retain(|name, _| is_wanted(name));
         Ok(entries.into_values().take(self.count_max).collect())
+    }
+
+    /// Keys have the order of names here.
+    async fn all(&self) -> Result<Vec<Entry>> {
+        let inside = self.inside();
+        let Some(after) = self.after_in(&inside) else { return Ok(Vec::new()) };
+        let prefix = format!("{}{inside}", self.prefix);
+        let offset = after.map(|after| format!("{}{after}", self.prefix));
+        let (mut entries, mut page_token) = (Entries::new(), None);
+        loop {
+            let options =
+                PaginatedListOptions { offset: offset.clone(), page_token, ..Default::default() };
+            page_token = self.page(&prefix, options, &mut entries).await?.token;
+            // Whoever asks for page after page comes to an end, whatever the service says.
+            entries.retain(|name, _| after.is_none_or(|after| name.as_str() > after));
+            if page_token.is_none() || entries.len() >= self.count_max {
+                return Ok(entries.into_values().take(self.count_max).collect());
+            }
+        }
+    }
+
+    /// What the names of all that is in the folder begin with.
+    fn inside(&self) -> String {
+        self.folder.map_or(String::new(), |folder| format!("{folder}/"))
+    }
+
+    /// The name in the folder that all have to be behind, if there is one; `None` if none of them
+    /// is.
+    fn after_in(&self, inside: &str) -> Option<Option<&str>> {
+        match self.after.map(ObjectName::as_str) {
+            Some(after) if after.starts_with(inside) => Some(Some(after)),
+            Some(after) if *after > *inside => None,
+            _ => Some(None),
+        }
     }
 
     /// Takes in one page of the bucket.

@@ -1,6 +1,6 @@
 //! A bucket of moto, a server for tests; and what needs no server.
 
-use crate::list::Listing;
+use crate::list::{Depth, Listing};
 use crate::outcome::{error_of, says_exists};
 use crate::{Bucket, BucketOptions, Credentials};
 use mica_block::{Entry, ErrorKind, ObjectName, Objects};
@@ -123,13 +123,17 @@ impl PaginatedListStore for Keys {
     }
 }
 
-/// All that `keys` list in `folder`, `count_max` at a time.
-async fn list_all(keys: &Keys, folder: Option<&ObjectName>, count_max: usize) -> Vec<Entry> {
+/// All that `keys` list in `folder`, this deep, `count_max` at a time.
+async fn list_all(
+    keys: &Keys,
+    (folder, depth): (Option<&ObjectName>, Depth),
+    count_max: usize,
+) -> Vec<Entry> {
     let mut all: Vec<Entry> = Vec::new();
     loop {
         let after = all.last().map(|entry| entry.name().clone());
         let after = after.as_ref();
-        let page = Listing { client: keys, prefix: "in/", folder, after, count_max };
+        let page = Listing { client: keys, prefix: "in/", folder, after, depth, count_max };
         let page = page.run().await.expect("listed");
         let is_last = page.len() < count_max;
         all.extend(page);
@@ -166,14 +170,18 @@ fn pages_are_in_the_order_of_names_though_the_bucket_has_another() {
             }
             keys.extend(["in/e/x", "in/f-/x", "in/g", "f/other", "out"].map(str::to_owned));
             let keys = Keys { keys, page_len: 1 + random(6) };
-            let listed = list_all(&keys, Some(&folder), 1 + random(6)).await;
+            let listed = list_all(&keys, (Some(&folder), Depth::Folder), 1 + random(6)).await;
             assert!(listed.iter().map(Entry::name).eq(&expected), "{:?}: {listed:?}", keys.keys);
             let is_right = |entry: &Entry| match entry {
                 Entry::Folder(name) => name.as_str().len().is_multiple_of(2),
                 Entry::Object { name, len } => !name.as_str().len().is_multiple_of(2) && *len == 3,
             };
             assert!(listed.iter().all(is_right));
-            let top = list_all(&keys, None, 1 + random(3)).await;
+            let inside = list_all(&keys, (Some(&folder), Depth::All), 1 + random(6)).await;
+            let own = keys.keys.iter().filter_map(|key| key.strip_prefix("in/"));
+            let own = own.filter(|name| name.starts_with("f/"));
+            assert!(own.eq(inside.iter().map(|entry| entry.name().as_str())), "{inside:?}");
+            let top = list_all(&keys, (None, Depth::Folder), 1 + random(3)).await;
             let top: Vec<_> = top.iter().map(|entry| entry.name().as_str()).collect();
             let folder = if expected.is_empty() { None } else { Some("f") };
             let all = ["e"].into_iter().chain(folder).chain(["f-", "g"]);

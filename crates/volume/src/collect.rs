@@ -25,19 +25,28 @@
 //! What it costs. Memory: 24 bytes for each extent that is listed; a bit for each block and about
 //! 60 bytes for each node that is wanted of an older extent than the one being read, at the worst
 //! moment; about 500 bytes for each name. Requests: one or two for each extent with nodes that are
-//! named, and two lists and a get for each name. Ten thousand clones of one image of 100 GiB have
-//! one map: 12,800 extents are read as for one volume, with 3 MB of bits and the 1.9 million nodes
-//! of a map that was written at random at most 110 MB, in sequence 1 MB; the names take 5 MB and
-//! 30,000 requests. 100,000 snapshots of a volume, with one block changed between two: 100,000
-//! extents of 8 to 16 KiB, a request and 24 bytes each; what is wanted at the worst moment is the
-//! records of all of them and a path for each, 700,000 nodes or 42 MB.
+//! named, a get for each name, and what is listed. Ten thousand clones of one image of 100 GiB
+//! have one map: 12,800 extents are read as for one volume, with 3 MB of bits and the 1.9 million
+//! nodes of a map that was written at random at most 110 MB, in sequence 1 MB; the names take 5
+//! MB, 10,000 gets, and about 100 lists of a bucket or 20,000 of folders. 100,000 snapshots of a
+//! volume, with one block changed between two: 100,000 extents of 8 to 16 KiB, a request and 24
+//! bytes each; what is wanted at the worst moment is the records of all of them and a path for
+//! each, 700,000 nodes or 42 MB.
 //!
-//! What is listed, always of the whole store, as extents have no volume in their names: a folder of
-//! extents for each writer of which something is left, a fence included; the folders of claims from
-//! the lowest boundary on, so those of the openings since the last collection; the heads of each
-//! name. In a folder or a bucket that is one request each, and one more for each thousand entries.
-//! A pool keeps folders that are empty: 32 requests for each writer that there ever was whose
-//! extents are all gone, and 33 and one for each extent for the others.
+//! What is listed, always of the whole store, as extents have no volume in their names: a folder
+//! of extents for each writer of which something is left, a fence included; the folders of claims
+//! from the lowest boundary on, so those of the openings since the last collection; the heads of
+//! each name, twice (to list the names alone is not enough for step 3: a volume may have been
+//! deleted, and another made of its name). In a directory that is one request for each folder. A
+//! bucket lists what is in many folders at once (`within`): one request for each thousand objects,
+//! and one or two for each 256 folders.
+//!
+//! A pool lists by hashes, over all that it has, of whatever store, so that folders are listed one
+//! by one there. It keeps those that are empty, as whoever puts something there just then may know
+//! that their markers were there: 32 requests for each writer that there ever was whose extents
+//! are all gone, and 33 and one for each extent for the others. To leave the former out, the store
+//! would need a record of them that every collector trusts for ever, and what a slow request of
+//! such a writer still puts there would never be freed.
 
 mod areas;
 mod boots;
@@ -49,6 +58,7 @@ pub(crate) mod names;
 pub(crate) mod owners;
 pub(crate) mod plan;
 mod sweep;
+mod within;
 
 pub use client::Speed;
 pub use mark::Bytes;

@@ -49,14 +49,18 @@ pub(crate) struct Heads {
 /// What to do about a volume that another writer has open.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Claimed {
-    /// Leave it to that writer.
+    /// Leave it to that writer. What was handed over to this host is opened.
     Refuse,
+    /// The same, but what was handed over is left to its heir, also if that is this host: only what
+    /// has the volume from then on may end a hand-over, and not what closes it at once.
+    OnlyIfClosed,
     /// Fence it: it writes no more, and learns that.
     TakeOver,
     /// Fence it if it is this one, which is known to be dead. Another is left alone.
     TakeOverOf(Writer),
     /// The same of the writer that the head with this number names, if it names one. Once there is
-    /// a newer head the volume is left alone, also if nobody has it open.
+    /// a newer head the volume is left alone, also if nobody has it open, and so it is if it was
+    /// handed over.
     AsOf(u64),
     /// The same, where it is known that nobody has written: this volume was just made, unfinished.
     /// Another of its name is left alone, and so is this one once it is whole.
@@ -71,9 +75,10 @@ impl Claimed {
             Self::AsOf(number) if (head.number, head.writer().is_some()) == (number, true) => {
                 Self::TakeOver
             }
-            Self::TakeOverOf(_) | Self::AsOf(_) => Self::Refuse,
+            Self::AsOf(_) => Self::OnlyIfClosed,
+            Self::TakeOverOf(_) => Self::Refuse,
             Self::JustMade(_) if self.is_gone(head) => Self::Refuse,
-            Self::Refuse | Self::TakeOver | Self::JustMade(_) => self,
+            Self::Refuse | Self::OnlyIfClosed | Self::TakeOver | Self::JustMade(_) => self,
         }
     }
 
@@ -240,8 +245,8 @@ impl Heads {
             if !matches!(claimed, Claimed::JustMade(_)) || before.life == Life::Pinned {
                 self.check_ready(&before)?;
             }
-            if claimed == Claimed::Refuse && !log.is_of(&before) {
-                self.check_free(&before)?;
+            if !log.is_of(&before) {
+                self.check_claim(claimed, &before)?;
             }
             log.admit(&before).await?;
             let writer = self.claim(before.volume, log.names()).await?;
@@ -262,7 +267,7 @@ impl Heads {
     /// Deletes the volume. What only it had is found by collection.
     ///
     /// # Errors
-    /// `Denied` if it is open, or meant for another host, and that is to be left.
+    /// `Denied` if it is open, or was handed over, and that is to be left.
     pub(crate) async fn delete(&self, claimed: Claimed) -> Result<()> {
         for _ in 0..ROUNDS_MAX {
             let before = match self.newest().await {
@@ -274,8 +279,10 @@ impl Heads {
                 newest => newest?,
             };
             claimed.check_still(&self.name, &before)?;
-            if claimed.at(&before) == Claimed::Refuse {
-                self.check_free(&before)?;
+            match claimed.at(&before) {
+                // Not even its heir deletes it by accident.
+                Claimed::Refuse => self.check_closed(&before)?,
+                claimed => self.check_claim(claimed, &before)?,
             }
             if self.put_deleted(&before).await? {
                 return Ok(());
@@ -533,20 +540,38 @@ impl Heads {
         }
     }
 
+    /// Checks that what is claimed may be had while the volume has this head.
+    fn check_claim(&self, claimed: Claimed, head: &Head) -> Result<()> {
+        match claimed {
+            Claimed::Refuse => self.check_free(head),
+            Claimed::OnlyIfClosed => self.check_closed(head),
+            Claimed::TakeOver
+            | Claimed::TakeOverOf(_)
+            | Claimed::AsOf(_)
+            | Claimed::JustMade(_) => Ok(()),
+        }
+    }
+
     /// Checks that no host has the volume open, and that it is not meant for another one.
     pub(crate) fn check_free(&self, head: &Head) -> Result<()> {
+        let is_ours = head.heir == host_name(self.environment.host());
+        if head.life == Life::HandedOver && is_ours { Ok(()) } else { self.check_closed(head) }
+    }
+
+    /// Checks that no host has the volume open, and that it is meant for none.
+    pub(crate) fn check_closed(&self, head: &Head) -> Result<()> {
         match head.life {
             Life::Open { .. } if head.is_unfinished => self.check_ready(head),
             Life::Open { writer, .. } => Err(self.in_use(head, writer)),
-            Life::HandedOver if head.heir != host_name(self.environment.host()) => {
+            Life::HandedOver => {
                 let (name, heir) = (self.name.as_str(), &head.heir);
                 let what = format!(
-                    "volume {name} was handed over to {heir}, which has not opened it; --force \
-                     takes it"
+                    "volume {name} was handed over to {heir}, which has not opened it: serve it \
+                     there first, or take it with --force"
                 );
                 Err(Error::new(ErrorKind::Denied, what))
             }
-            Life::HandedOver | Life::Closed | Life::Deleted | Life::Pinned => Ok(()),
+            Life::Closed | Life::Deleted | Life::Pinned => Ok(()),
         }
     }
 

@@ -107,12 +107,12 @@ pub(crate) fn boot(image: Id, number: u64) -> ObjectName {
     name(format!("{}/{number:016x}", boots(image)))
 }
 
-/// The image whose folder of boot records has this name; `None` if it is the name of something
-/// else.
-pub(crate) fn image_of_boots(folder: &ObjectName) -> Option<Id> {
-    let (_, image) = folder.as_str().rsplit_once('/')?;
+/// The image whose boot record has this name; `None` if it is the name of something else.
+pub(crate) fn image_of_record(name: &ObjectName) -> Option<Id> {
+    let (folder, _) = name.as_str().rsplit_once('/')?;
+    let (_, image) = folder.rsplit_once('/')?;
     let image = u128::from_str_radix(image, 16).ok()?.to_be_bytes();
-    (boots(image) == *folder).then_some(image)
+    (boot(image, number(name)?) == *name).then_some(image)
 }
 
 impl Writer {
@@ -196,7 +196,8 @@ mod tests {
         assert_eq!(writer(0x1_234_567).claim().as_str(), "writers/0001234/567");
         let (image, folder) = ([0xab; 16], boots([0xab; 16]));
         assert_eq!(folder.as_str(), format!("boots/{}", "ab".repeat(16)));
-        assert_eq!((image_of_boots(&folder), number(&boot(image, 7))), (Some(image), Some(7)));
+        let record = boot(image, 7);
+        assert_eq!((image_of_record(&record), number(&record)), (Some(image), Some(7)));
         for number in [1, 4095, 4096, (1 << 40) - 1] {
             let claimed = Writer::from_claim(&writer(number).claim());
             assert_eq!(claimed, Some(writer(number)));

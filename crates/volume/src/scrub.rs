@@ -92,7 +92,7 @@ impl Volumes {
         match which {
             Whose::All { without } => stable_names(client, self.store, without).await,
             Whose::Of(name) => {
-                let found = crate::collect::names::read_name(client, self.store, name, None);
+                let found = crate::collect::names::read_name(client, self.store, name);
                 Ok(found.await?.into_iter().collect())
             }
         }

@@ -282,8 +282,8 @@ impl Volumes {
     /// too: a writer that it may have learns it when it puts its next head.
     ///
     /// # Errors
-    /// `NotFound` if there is none; `Denied` if it is open, or meant for another host, and that is
-    /// to be left.
+    /// `NotFound` if there is none; `Denied` if it is open, or was handed over, and that is to be
+    /// left.
     pub async fn delete(&self, name: &VolumeName, claimed: Claimed) -> Result<()> {
         self.heads(name).delete(claimed).await
     }
@@ -394,8 +394,9 @@ impl Volumes {
         Ok(Volume::of(opened))
     }
 
-    /// Hands a volume that nobody writes to `host`: no other opens it, except by force. A volume
-    /// that is open is handed over by [`Volume::hand_over`].
+    /// Hands a volume that nobody writes to `host`: no other opens it, except by force. Its heir
+    /// may hand on one that it has not opened. A volume that is open is handed over by
+    /// [`Volume::hand_over`].
     ///
     /// # Errors
     /// As [`Self::open_volume`].

@@ -1,5 +1,6 @@
 //! A served volume is handed to another host, while its guest goes on.
 
+use crate::collection::overwritten;
 use mica_tests::bucket::BucketServer;
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::server::Server;
@@ -117,4 +118,37 @@ fn volume_goes_on_being_served_if_the_store_does_not_take_its_writes() {
     drop(guest);
     assert_eq!(first.stop().expect("it stops").status.code(), Some(0));
     assert_eq!(second.stop().expect("it stops").status.code(), Some(0));
+}
+
+/// The story: a collection on the host that a volume was handed over to opened and closed the
+/// volume, before the server that was to have it: then any host could open it.
+#[test]
+fn collection_and_verbs_on_the_host_of_the_heir_leave_a_volume_to_its_server() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let (url, whole) = (store.volume("web"), store.url());
+    let (server, _) = overwritten(&store, 256, &["--gc", "off"]);
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    let sparse = || {
+        let would = run(["gc", "--dry-run", "--output", "json", &whole]).json();
+        would["sparse-bytes"].as_u64().expect("a number")
+    };
+    assert!(sparse() > 0, "there is something to write again");
+    run(["handover", &url, &own_name()]).ok();
+    let state = || run(["info", "--output", "json", &url]).json()["state"].clone();
+    assert_eq!((sparse(), state()), (0, "handed-over".into()));
+    run(["gc", "--compact", &whole]).ok();
+    assert_eq!(state(), "handed-over");
+    for words in [&["snapshot", &url, "now"][..], &["keep", &url, "1s/1s"], &["delete", &url]] {
+        let refused = run(words.iter().copied()).refusal();
+        assert!(refused.contains("handed over to"), "{words:?}: {refused}");
+        assert!(refused.contains("--force"), "{words:?}: {refused}");
+        assert_eq!(refused.trim_end().lines().count(), 1, "{words:?}: {refused}");
+    }
+    assert_eq!(state(), "handed-over");
+    let server = store.serve("web", &[]).expect("the heir needs no force");
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    run(["gc", &whole]).ok();
+    assert_eq!((sparse(), state()), (0, "closed".into()));
+    run(["scrub", &whole]).ok();
 }

@@ -9,8 +9,8 @@ use std::process::ExitCode;
 
 /// Hand a volume that no host has open over to another host.
 ///
-/// No other host can open it then, except by force. `mica ctl handover` does this for a volume that
-/// is served.
+/// No other host can open it then, except by force, and nobody can change it before it is served
+/// there. `mica ctl handover` does this for a volume that is served.
 #[derive(Args)]
 pub(super) struct HandoverArgs {
     #[command(flatten)]

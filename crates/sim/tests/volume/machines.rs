@@ -306,6 +306,18 @@ impl Objects for Mortal {
         }
     }
 
+    fn list_all(
+        &self,
+        folder: &ObjectName,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        match self.life.step() {
+            Fate::Done => self.inner.list_all(folder, after),
+            Fate::Fails => Box::pin(async { Life::down() }),
+            Fate::Never => Box::pin(pending()),
+        }
+    }
+
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {
         match self.life.step() {
             Fate::Done => self.inner.delete(name),

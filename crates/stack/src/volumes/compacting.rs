@@ -17,6 +17,8 @@
 //! - K3 A volume whose writer had a log is left to whoever has that.
 //! - K4 A volume is opened only as of the head that was found while its lock was held: whoever has
 //!   put another since has the volume.
+//! - K5 A volume that was handed over is left to its heir, also on the heir's host: to close it
+//!   again would end the hand-over, and then any host could open it.
 //!
 //! A host proves nothing about the writers of another: what these have left open stays as it is
 //! until somebody there, or somebody by force, opens it.
@@ -54,7 +56,7 @@ impl Store {
 
     /// Whether a volume would be compacted, as far as that can be told without taking its lock.
     pub async fn is_left_to_compactors(&self, info: &VolumeInfo) -> bool {
-        let Some(host) = &info.open_on else { return true };
+        let Some(host) = &info.open_on else { return info.heir.is_none() };
         match self.directory() {
             Some(directory) => {
                 let (last, is_held) = VolumeLock::look(directory, &info.name);
@@ -74,8 +76,8 @@ impl Compactor<'_> {
     /// it is.
     ///
     /// # Errors
-    /// `Denied` if somebody has it open, or has left it so with a log, or it takes another key;
-    /// `NotFound` if it is no more; otherwise what the store reports.
+    /// `Denied` if somebody has it open, or has left it so with a log, or it was handed over, or
+    /// takes another key; `NotFound` if it is no more; otherwise what the store reports.
     pub async fn compact(
         &self,
         sparse: &Sparse,
@@ -104,7 +106,11 @@ impl Compactor<'_> {
     pub(super) async fn look(&self, name: &VolumeName) -> Result<Locked> {
         let Self { store, .. } = self;
         // Before the lock, which is waited for if a server has it.
-        if !store.is_left_to_compactors(&store.volumes().info(name).await?).await {
+        let info = store.volumes().info(name).await?;
+        if let Some(heir) = &info.heir {
+            return Err(was_handed(name, heir));
+        }
+        if !store.is_left_to_compactors(&info).await {
             return Err(is_open(name));
         }
         let mut locked = store.locked(name, false).await?;
@@ -121,6 +127,11 @@ impl Compactor<'_> {
         drop(locked.lock.take());
         Ok(locked)
     }
+}
+
+fn was_handed(name: &VolumeName, heir: &str) -> Error {
+    let what = format!("volume {} was handed over to {heir}", name.as_str());
+    Error::new(ErrorKind::Denied, what)
 }
 
 fn is_open(name: &VolumeName) -> Error {

@@ -83,6 +83,8 @@ pub(super) struct Locked {
     writer: Option<Writer>,
     /// The log that it named.
     log: Option<PathBuf>,
+    /// Whether it was handed over to a host that has not opened it yet.
+    is_handed: bool,
 }
 
 impl Locked {
@@ -93,12 +95,12 @@ impl Locked {
         lock.found().log.as_deref().or(self.log.as_deref())
     }
 
-    /// What may be done about the writer without force: only the dead one is fenced, as another
+    /// What a verb may do about the writer without force: only the dead one is fenced, as another
     /// process may have found out the same, and may serve the volume by now.
     pub(super) fn claimed(&self) -> Claimed {
         match (self.standing, self.writer) {
             (Standing::Abandoned, Some(dead)) => Claimed::TakeOverOf(dead),
-            _ => Claimed::Refuse,
+            _ => Claimed::OnlyIfClosed,
         }
     }
 
@@ -258,6 +260,8 @@ impl Store {
         locked.check_whole(name)?;
         let needs_head = match locked.standing {
             Standing::Abandoned => true,
+            // Nobody compacts it (compacting, K5), and a head would end that.
+            Standing::Closed if locked.is_handed => false,
             // One that had the lock before may be about to open it: not after that (compacting,
             // K4).
             Standing::Closed => self.directory().is_some_and(CompactorLock::is_held),
@@ -399,8 +403,9 @@ impl Store {
             Some(_) if dead.is_some() => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        let VolumeInfo { volume, head, writer, log, .. } = info;
-        Locked { lock, standing, dead, volume, head, writer, log: log.map(PathBuf::from) }
+        let VolumeInfo { volume, head, writer, log, heir, .. } = info;
+        let (log, is_handed) = (log.map(PathBuf::from), heir.is_some());
+        Locked { lock, standing, dead, volume, head, writer, log, is_handed }
     }
 
     /// Opens a volume that is `locked` for writing.

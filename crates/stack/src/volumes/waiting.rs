@@ -102,6 +102,14 @@ impl Objects for WaitedFor {
         self.wait(self.inner.list(folder, after))
     }
 
+    fn list_all(
+        &self,
+        folder: &ObjectName,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        self.wait(self.inner.list_all(folder, after))
+    }
+
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {
         self.wait(self.inner.delete(name))
     }

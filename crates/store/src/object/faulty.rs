@@ -280,6 +280,14 @@ impl Shared {
         }
     }
 
+    /// What a listing says, truthfully or not.
+    fn as_listed(&self, mut entries: Vec<Entry>) -> Vec<Entry> {
+        if self.options.lie == Some(Lie::ListsLess) {
+            entries.pop();
+        }
+        entries
+    }
+
     /// Puts an object in the place of what is there.
     async fn replace(&self, name: &ObjectName, mut content: Buf) -> (Result<Put>, Buf) {
         loop {
@@ -336,12 +344,19 @@ impl Objects for FaultyObjects {
         let (folder, after) = (folder.cloned(), after.cloned());
         Box::pin(self.request(ObjectOperation::List, async move |shared| {
             let listed = shared.inner.list(folder.as_ref(), after.as_ref()).await;
-            listed.map(|mut entries| {
-                if shared.options.lie == Some(Lie::ListsLess) {
-                    entries.pop();
-                }
-                entries
-            })
+            listed.map(|entries| shared.as_listed(entries))
+        }))
+    }
+
+    fn list_all(
+        &self,
+        folder: &ObjectName,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        let (folder, after) = (folder.clone(), after.cloned());
+        Box::pin(self.request(ObjectOperation::List, async move |shared| {
+            let listed = shared.inner.list_all(&folder, after.as_ref()).await;
+            listed.map(|entries| shared.as_listed(entries))
         }))
     }
 

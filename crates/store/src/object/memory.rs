@@ -10,6 +10,7 @@ use mica_block::{
 use mica_rt::{Buf, Parts, simulate, sleep, spawn};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::ready;
 use std::ops::{Bound, Range};
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,6 +21,8 @@ use std::time::Duration;
 pub struct MemoryObjects {
     name: String,
     latency: Duration,
+    /// Whether only single folders can be listed.
+    is_by_folder: bool,
     objects: Arc<Mutex<Contents>>,
     holes: Arc<Mutex<BTreeMap<ObjectName, BTreeSet<u64>>>>,
     /// What was put early, and nothing into its folder since: a power cut takes it.
@@ -37,6 +40,7 @@ impl MemoryObjects {
         Self {
             name: name.into(),
             latency: Duration::ZERO,
+            is_by_folder: false,
             objects: Arc::default(),
             holes: Arc::default(),
             early: Arc::default(),
@@ -47,6 +51,13 @@ impl MemoryObjects {
     #[must_use]
     pub fn with_latency(mut self, latency: Duration) -> Self {
         self.latency = latency;
+        self
+    }
+
+    /// The same objects, of which only single folders can be listed, as in a directory.
+    #[must_use]
+    pub fn by_folder(mut self) -> Self {
+        self.is_by_folder = true;
         self
     }
 
@@ -237,6 +248,28 @@ impl Objects for MemoryObjects {
     ) -> LocalFuture<'static, Result<Vec<Entry>>> {
         let (folder, after) = (folder.cloned(), after.cloned());
         Box::pin(self.request(move |store| Ok(store.entries(folder.as_ref(), after.as_ref()))))
+    }
+
+    fn list_all(
+        &self,
+        folder: &ObjectName,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        if self.is_by_folder {
+            let what = format!("{} lists each folder by itself", self.name);
+            return Box::pin(ready(Err(Error::new(ErrorKind::Unsupported, what))));
+        }
+        let (folder, after) = (folder.clone(), after.cloned());
+        Box::pin(self.request(move |store| {
+            let objects = store.lock();
+            let found = inside(&objects, Some(&folder));
+            let found = found.filter(|(name, _)| after.as_ref().is_none_or(|after| *name > after));
+            let entry = |(name, content): (&ObjectName, &Arc<[u8]>)| Entry::Object {
+                name: name.clone(),
+                len: content.len() as u64,
+            };
+            Ok(found.take(LIST_MAX).map(entry).collect())
+        }))
     }
 
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {

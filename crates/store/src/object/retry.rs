@@ -206,6 +206,20 @@ impl Objects for RetryObjects {
         })
     }
 
+    fn list_all(
+        &self,
+        folder: &ObjectName,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>> {
+        let first = self.shared.inner.list_all(folder, after);
+        let shared = Arc::clone(&self.shared);
+        let (folder, after) = (folder.clone(), after.cloned());
+        Box::pin(async move {
+            let again = |inner: &dyn Objects| inner.list_all(&folder, after.as_ref());
+            shared.repeat("listing objects", first, again).await
+        })
+    }
+
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {
         let first = self.shared.inner.delete(name);
         let (shared, name) = (Arc::clone(&self.shared), name.clone());

@@ -212,6 +212,7 @@ async fn check_listing(objects: &dyn Objects) {
     assert!(list(objects, &folder, Some(&name("m"))).await.is_empty(), "behind it");
     let inner = list(objects, &name("list/web"), None).await;
     assert_eq!(inner, [Entry::Folder(name("list/web/a"))]);
+    check_listing_all(objects, &folder, &names).await;
     let top = objects.list(None, None).await.expect("listed");
     let own = ObjectName::new("conformance").expect("a name");
     assert!(top.contains(&Entry::Folder(own)));
@@ -219,6 +220,35 @@ async fn check_listing(objects: &dyn Objects) {
         join_all(some.iter().map(|name| delete(objects, name))).await;
     }
     assert!(list(objects, &folder, None).await.is_empty());
+}
+
+/// Where all of a folder's folders are listed at once: `names` are what `folder` has.
+async fn check_listing_all(objects: &dyn Objects, folder: &ObjectName, names: &[ObjectName]) {
+    let list = async |after: Option<&ObjectName>| objects.list_all(folder, after).await;
+    let first = match list(None).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported => return,
+        first => first.expect("listed"),
+    };
+    let mut expected = names.to_vec();
+    expected.sort();
+    let is = |found: &[Entry], wanted: &[ObjectName]| {
+        let are_objects = found.iter().all(|entry| matches!(entry, Entry::Object { .. }));
+        are_objects && found.iter().map(Entry::name).eq(wanted)
+    };
+    assert!(is(&first, &expected[..LIST_MAX]), "a full page");
+    let rest = list(first.last().map(Entry::name)).await.expect("listed");
+    assert!(is(&rest, &expected[LIST_MAX..]), "the second page");
+    // From a folder on, whose objects come behind those of others that begin with its name.
+    let web = name("list/web");
+    let from = expected.iter().position(|name| *name > web).expect("they are there");
+    let found = list(Some(&web)).await.expect("listed");
+    assert!(is(&found, &expected[from..]), "{found:?}");
+    assert!(is(&list(Some(&name("a"))).await.expect("listed"), &expected[..LIST_MAX]), "before");
+    assert!(list(Some(&name("m"))).await.expect("listed").is_empty(), "behind it");
+    let inner = objects.list_all(&name("list/web-1"), None).await.expect("listed");
+    assert!(is(&inner, &[name("list/web-1/a/b")]), "{inner:?}");
+    let none = objects.list_all(&name("none"), None).await.expect("listed");
+    assert!(none.is_empty(), "{none:?}");
 }
 
 /// Nothing is left, and so no folder either.

@@ -103,6 +103,18 @@ impl Client {
         }
     }
 
+    /// A page of all that is in `folder` and in its folders, after `after`.
+    ///
+    /// # Errors
+    /// `Unsupported` if the store lists each folder by itself; what it reports in the end.
+    pub(super) async fn list_all(
+        &self,
+        folder: &ObjectName,
+        after: Option<&ObjectName>,
+    ) -> Result<Vec<Entry>> {
+        self.repeat(0, || self.objects.list_all(folder, after)).await
+    }
+
     /// The first `len` bytes of `name` from `offset` on.
     ///
     /// # Errors

@@ -10,8 +10,8 @@ use crate::format::head::{HEAD_READ_BYTES, Head, Life};
 use crate::names::{self, VolumeName};
 use crate::place::Writer;
 use crate::put::decode_head;
-use mica_block::{Entry, Error, ErrorKind, Result};
-use std::collections::{BTreeSet, HashMap};
+use mica_block::{Entry, Error, ErrorKind, ObjectName, Objects, Result};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// Times that all heads are read, at most: volumes are made faster then than names are listed.
@@ -81,18 +81,17 @@ async fn read_names(
 ) -> Result<Vec<Arc<Named>>> {
     let known: HashMap<&VolumeName, &Arc<Named>> =
         before.iter().map(|named| (&named.name, named)).collect();
+    let (objects, damaged) = (Arc::clone(&client.objects), Arc::new(damaged.clone()));
+    let head = move |entry: Entry| head_of(entry.name(), &damaged, &*objects);
+    let mut numbers: BTreeMap<VolumeName, Vec<u64>> = BTreeMap::new();
+    for (name, number) in client.within(&names::volumes(), head, |_| ()).await? {
+        numbers.entry(name).or_default().push(number);
+    }
     let (mut all, mut in_flight) = (Vec::new(), InFlight::new());
-    for entry in client.list(&names::volumes()).await? {
-        let Entry::Folder(folder) = &entry else {
-            return Err(stranger(entry.name(), &*client.objects, "folder of a volume"));
-        };
-        let Some((_, name)) = folder.as_str().rsplit_once('/') else { continue };
-        let name = VolumeName::new(name)?;
-        if damaged.contains(&name) {
-            continue;
-        }
+    for (name, mut numbers) in numbers {
+        numbers.sort_unstable();
         let (client, known) = (client.clone(), known.get(&name).map(|known| Arc::clone(known)));
-        let read = async move { read_name(&client, store, &name, known).await };
+        let read = async move { read_listed(&client, store, (name, numbers), known).await };
         all.extend(in_flight.push(read).await.transpose()?.flatten());
     }
     while let Some(read) = in_flight.next().await {
@@ -101,7 +100,26 @@ async fn read_names(
     Ok(all)
 }
 
-/// The highest head of `name`; `None` if it has none. `known` is one that need not be read again.
+/// Which volume has the head `name`, and its number; `None` if it is among `damaged`.
+fn head_of(
+    name: &ObjectName,
+    damaged: &BTreeSet<VolumeName>,
+    objects: &dyn Objects,
+) -> Result<Option<(VolumeName, u64)>> {
+    let mut parts = name.as_str().split('/').skip(1);
+    let (Some(volume), Some(_)) = (parts.next(), parts.next()) else {
+        return Err(stranger(name, objects, "folder of a volume"));
+    };
+    let volume = VolumeName::new(volume)?;
+    if damaged.contains(&volume) {
+        return Ok(None);
+    }
+    let number = names::number(name).filter(|number| volume.head(*number) == *name);
+    let number = number.ok_or_else(|| stranger(name, objects, "head"))?;
+    Ok(Some((volume, number)))
+}
+
+/// The highest head of `name`; `None` if it has none.
 ///
 /// # Errors
 /// As [`stable_names`].
@@ -109,10 +127,20 @@ pub(crate) async fn read_name(
     client: &Client,
     store: Id,
     name: &VolumeName,
+) -> Result<Option<Arc<Named>>> {
+    let numbers = head_numbers(client, name).await?;
+    read_listed(client, store, (name.clone(), numbers), None).await
+}
+
+/// The highest head of `name`, which has those that are listed, in order. `known` is one that need
+/// not be read again.
+async fn read_listed(
+    client: &Client,
+    store: Id,
+    (name, mut lower): (VolumeName, Vec<u64>),
     known: Option<Arc<Named>>,
 ) -> Result<Option<Arc<Named>>> {
     for _ in 0..LISTS_MAX {
-        let mut lower = head_numbers(client, name).await?;
         let Some(number) = lower.pop() else { return Ok(None) };
         if let Some(known) = known.as_ref().filter(|known| known.head.number == number) {
             return Ok(Some(Arc::clone(known)));
@@ -121,11 +149,14 @@ pub(crate) async fn read_name(
         let bytes = match client.read(&object, 0, HEAD_READ_BYTES).await {
             Ok(bytes) => bytes,
             // There is a higher one, and another collector deleted this.
-            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                lower = head_numbers(client, &name).await?;
+                continue;
+            }
             Err(error) => return Err(error),
         };
-        let head = decode_head(&*client.objects, name, (store, number), &bytes).await?;
-        return Ok(Some(Arc::new(Named { name: name.clone(), head, lower })));
+        let head = decode_head(&*client.objects, &name, (store, number), &bytes).await?;
+        return Ok(Some(Arc::new(Named { name, head, lower })));
     }
     let what = format!("the heads of volume {} keep changing: try again", name.as_str());
     Err(Error::new(ErrorKind::Io, what))

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 mod clones;
+mod lists;
 mod races;
 mod space;
 mod speed;

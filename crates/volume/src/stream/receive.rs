@@ -53,10 +53,10 @@ impl Volumes {
     /// # Errors
     /// `NotFound` if the volume does not have the snapshot that the stream goes on from; `Invalid`
     /// if there is a volume `name` and the stream is of a new one, or another snapshot has the
-    /// label; `Denied` if the volume is open, or was written since that snapshot and that is not to
-    /// be given up; `Corrupt` if the stream is damaged or ends too early; otherwise what the store
-    /// reports. The volume has what the steps before made then, unless it cannot be taken back:
-    /// with the next try and `force` it is.
+    /// label; `Denied` if the volume is open, was handed over, or was written since that snapshot
+    /// and that is not to be given up; `Corrupt` if the stream is damaged or ends too early;
+    /// otherwise what the store reports. The volume has what the steps before made then, unless it
+    /// cannot be taken back: with the next try and `force` it is.
     pub async fn receive(
         &self,
         name: &VolumeName,
@@ -131,7 +131,7 @@ impl Volumes {
         (content, snapshots): ((Root, u64), Root),
     ) -> Result<Volume> {
         // What was just made is nobody else's, and no whole volume if this dies now.
-        let claimed = made.map_or(Claimed::Refuse, |made| Claimed::JustMade(made.volume));
+        let claimed = made.map_or(Claimed::OnlyIfClosed, |made| Claimed::JustMade(made.volume));
         let volume = match self.open_volume(name, claimed).await {
             Ok(volume) => volume,
             Err(error) => {

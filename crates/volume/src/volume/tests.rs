@@ -1,5 +1,6 @@
 mod bad_days;
 mod destage;
+mod handed;
 mod kinds;
 mod life;
 mod waiting;

@@ -26,20 +26,20 @@ impl Volumes {
     /// collection. One that is open drops them itself: [`crate::Volume::keep_snapshots`].
     ///
     /// # Errors
-    /// `Denied` if the volume is open; as [`Self::drop_snapshot`]. Some may be dropped then.
+    /// As [`Self::drop_snapshot`]. Some may be dropped then.
     pub async fn keep_snapshots(
         &self,
         name: &VolumeName,
         rules: &Keep,
     ) -> Result<Vec<SnapshotInfo>> {
         let heads = self.heads(name);
-        heads.with_head(async |head| heads.check_free(head)).await?;
+        heads.with_head(async |head| heads.check_closed(head)).await?;
         // What changes nothing costs no head.
         if self.expired_snapshots(name, rules).await?.is_empty() {
             return Ok(Vec::new());
         }
         // Of an encrypted one as well, whoever has its key.
-        let volume = self.open_without_blocks(name, Claimed::Refuse).await?;
+        let volume = self.open_without_blocks(name, Claimed::OnlyIfClosed).await?;
         let dropped = volume.keep_snapshots(rules).await;
         volume.close().await?;
         dropped

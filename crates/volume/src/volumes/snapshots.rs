@@ -41,8 +41,8 @@ impl Volumes {
     /// Takes a snapshot of a volume that nobody has open.
     ///
     /// # Errors
-    /// `Denied` if it is open; `Invalid` if the label is not allowed, or another snapshot has it;
-    /// otherwise as [`Self::snapshots`].
+    /// `Denied` if it is open, or was handed over; `Invalid` if the label is not allowed, or
+    /// another snapshot has it; otherwise as [`Self::snapshots`].
     pub async fn take_snapshot(&self, name: &VolumeName, label: &str) -> Result<SnapshotInfo> {
         check_label(label)?;
         let time_ns = self.environment.now_ns();
@@ -62,8 +62,8 @@ impl Volumes {
     /// collection.
     ///
     /// # Errors
-    /// `Denied` if the volume is open, `NotFound` if there is no such snapshot; otherwise as
-    /// [`Self::snapshots`].
+    /// `Denied` if the volume is open, or was handed over, `NotFound` if there is no such snapshot;
+    /// otherwise as [`Self::snapshots`].
     pub async fn drop_snapshot(&self, name: &VolumeName, which: &Which) -> Result<()> {
         let dropped = self.edit(name, async |tree, state| {
             let number = number_of(tree, state, name, which).await?;
@@ -159,11 +159,11 @@ impl Volumes {
         let heads = self.heads(name);
         // What is refused costs no head.
         let first_look = heads.with_head(async |head| {
-            heads.check_free(head)?;
+            heads.check_closed(head)?;
             decide(&self.tree, &head.state).await.map(drop)
         });
         first_look.await?;
-        let volume = self.open_without_blocks(name, Claimed::Refuse).await?;
+        let volume = self.open_without_blocks(name, Claimed::OnlyIfClosed).await?;
         let state = volume.shared().now().state;
         let done = match decide(&self.tree, &state).await {
             Ok(cut) => {

@@ -273,4 +273,12 @@ fn state_with_another_step_is_known_to_be_of_the_same_content() {
     fs::write(folder.manifest_path("b"), manifest.encode()).unwrap();
     let stored = folder.find("b").unwrap();
     assert!(stored.is_unproved() && !stored.is_of(b"content"));
+    // What it has is proved all the same.
+    assert!(verify_state(&stored, |_| {}).is_empty());
+    let mut data = fs::read(stored.data_path()).unwrap();
+    let middle = data.len() / 2;
+    data[middle] ^= 1;
+    fs::write(stored.data_path(), data).unwrap();
+    let damage = verify_state(&stored, |_| {});
+    assert!(damage.iter().any(|damage| damage.extent.is_some()), "{damage:?}");
 }

@@ -168,3 +168,40 @@ fn compactor_opens_no_volume_that_a_verb_has_taken_since() {
         assert_eq!(volumes.info(&name).await.expect("known").head, before);
     });
 }
+
+/// The story: a volume was handed over to a host on which `mica volume gc` ran before the server
+/// that was to have it. The collection opened and closed it, and then any host could open it.
+#[test]
+fn volume_that_was_handed_to_this_host_is_compacted_and_changed_only_after_it_was_opened() {
+    with_volume(async |store, url| {
+        let (name, volumes) = (url.name.clone(), store.volumes());
+        volumes.hand_over(&name, &host()).await.expect("handed over");
+        let before = volumes.info(&name).await.expect("known");
+        assert!(!store.is_left_to_compactors(&before).await);
+        let compactor = store.compactor().await.expect("asked").expect("nobody else is one");
+        let sparse = mica_volume::Sparse {
+            name: name.clone(),
+            extents: Vec::new(),
+            bytes: 0,
+            live_bytes: 0,
+        };
+        let never = mica_rt::sync::Signal::default();
+        let compact = async || compactor.compact(&sparse, None, &never).await;
+        assert_eq!(compact().await.expect_err("its heir's").kind(), ErrorKind::Denied);
+        // A verb that finds a collection at work puts no head first.
+        let held = store.settle(&name).await.expect("nobody has it open");
+        assert_eq!(
+            volumes.take_snapshot(&name, "").await.expect_err("its heir's").kind(),
+            ErrorKind::Denied
+        );
+        drop(held);
+        let refused = store.delete(&name, false).await.expect_err("its heir's");
+        assert!(refused.in_one_line().contains("handed over to"), "{refused:?}");
+        assert_eq!(volumes.info(&name).await.expect("known"), before);
+        let served = stores().open_volume(&url, &to_write()).await.expect("its own");
+        served.close().await.expect("closed");
+        drop(served);
+        compact().await.expect("nobody has it");
+        drop(store.settle(&name).await.expect("nobody has it"));
+    });
+}

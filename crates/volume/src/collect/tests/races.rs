@@ -8,13 +8,19 @@ fn seeds() -> u64 {
     std::env::var("MICA_COLLECT_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(60)
 }
 
+/// A store that lists each folder by itself, or all of them at once.
+fn store(seed: u64) -> MemoryObjects {
+    let memory = MemoryObjects::new("memory").with_latency(Duration::from_millis(2));
+    if seed.is_multiple_of(2) { memory } else { memory.by_folder() }
+}
+
 /// Volumes that are written, taken over, closed, deleted and made again, each by one task that
 /// knows what has to be there; two collectors all the time, which hurry or are slow.
 #[test]
 fn nothing_that_is_needed_is_ever_missing() {
     for seed in 0..seeds() {
         run(seed, async {
-            let memory = MemoryObjects::new("memory").with_latency(Duration::from_millis(2));
+            let memory = store(seed);
             drop(volumes(&memory, "first").await);
             let is_done = Arc::new(AtomicBool::new(false));
             let collectors: Vec<_> = (0..2_u64)
@@ -174,7 +180,7 @@ fn checkpoints_and_lost_answers_leave_what_was_answered() {
     let mut all_freed = 0;
     for seed in 0..seeds() {
         all_freed += run(seed, async {
-            let memory = MemoryObjects::new("memory").with_latency(Duration::from_millis(2));
+            let memory = store(seed);
             drop(volumes(&memory, "first").await);
             let is_done = Arc::new(AtomicBool::new(false));
             let collectors: Vec<_> = (0..2_u64)
