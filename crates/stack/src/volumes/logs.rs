@@ -2,8 +2,8 @@
 //! whatever volumes share it.
 
 use crate::files::{sync_folder_of, unless_denied};
-use crate::{FileImages, ImageOptions, MayWrite, wait_for_dead};
-use mica_block::{Error, ErrorKind, Images, Result, Store};
+use crate::{FileImages, ImageOptions, MayWrite};
+use mica_block::{Error, ErrorKind, Images, Result, Store, wait_for_dead};
 use mica_rt::sync::SharedLock;
 use mica_store::Handles;
 use mica_volume::LogDevice;
