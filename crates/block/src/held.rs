@@ -1,5 +1,5 @@
-//! Files that a process still holds which is dead, or has almost let go of them: who finds a lock so
-//! waits for it instead of giving up, whatever opens the file.
+//! Files that a process still holds which is dead, or about to let go of them: who finds a lock
+//! like that waits for it instead of giving up, whatever opens the file.
 
 use crate::{Error, Result};
 use std::time::Duration;

@@ -6,7 +6,7 @@
 //! | what is asked for | during a merge |
 //! |---|---|
 //! | what is allocated now | told: it changes nothing that the disk shows |
-//! | what a state has, or what has changed in it | told, if the layers up to its own stay as they are |
+//! | what a state has, or has changed in it | told, if the layers up to its own stay as they are |
 //! | what has changed until now | refused: what one layer has goes into another |
 //!
 //! A stream, and a commit above a state, leave the layers of the state as they are.
