@@ -1,10 +1,12 @@
 //! From what the user named to a disk.
 
 use crate::above::active_layer;
+use crate::merged::{Unended, settle_bases};
 use crate::{FileImages, ImageOptions, LayeredRaw, MayWrite, NullDisk, RawDisk};
 use mica_block::{Error, ErrorKind, Images, Manage, Result, wait_for_dead};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_tools::recover::repair_for_opening;
+use mica_store::Locking;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -138,7 +140,21 @@ pub async fn open_writable(
         Format::Null => MayWrite::new_file(),
         Format::Qcow2 | Format::Raw | Format::Luks => MayWrite::check(named, &images).await?,
     };
-    open_for(&Purpose::Write(may_write), named, format, images, chain).await
+    let opened = open_for(&Purpose::Write(may_write), named, format, images.clone(), chain).await?;
+    settle_commits(&*opened, &images).await;
+    Ok(opened)
+}
+
+/// Takes away what a commit into a layer of the chain has left that was killed when it was done.
+/// Returns what is left of one that was not.
+async fn settle_commits(opened: &dyn Manage, images: &ImageOptions) -> Vec<Unended> {
+    match images.locking {
+        Locking::On if opened.chain().is_some() => {
+            settle_bases(&opened.layer_paths(), images).await
+        }
+        // Others may be at work.
+        _ => Vec::new(),
+    }
 }
 
 /// As [`open_writable`], for a disk that is served: if a layer was put on top of the image that the
@@ -160,7 +176,7 @@ pub async fn open_active(
     let (path, options, named_as) = (&active.path, &active.options, &active.named_as);
     let may_write = MayWrite::as_active();
     let is_above = path != named;
-    let opened = match format {
+    let opened: Arc<dyn Manage> = match format {
         Format::Raw if !is_above => {
             let chain = ChainOptions { repair: Some(repair_for_opening), ..chain.clone() };
             let open = async || {
@@ -176,6 +192,14 @@ pub async fn open_active(
         }
     };
     active.mend();
+    for Unended { base, mark } in settle_commits(&*opened, options).await {
+        tracing::warn!(
+            "{} may have only a part of what goes into it, as {} says: a commit was interrupted; \
+             repeat it (`mica ctl commit`, or `mica commit`)",
+            base.display(),
+            mark.display()
+        );
+    }
     if is_above {
         let (named, path) = (named.display(), path.display());
         tracing::info!("{named} goes on in {path}");
@@ -304,7 +328,7 @@ mod tests {
     use super::*;
     use mica_block::lock_patience;
     use mica_rt::{Backend, Executor};
-    use mica_store::{CacheMode, Handles, Located, Locking, WritableFile};
+    use mica_store::{CacheMode, Handles, Located, WritableFile};
     use std::time::Duration;
 
     /// The story: who had waited for a second until an image was let go of, and found that it had
