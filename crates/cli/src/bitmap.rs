@@ -142,7 +142,7 @@ pub(crate) fn run(args: &BitmapArgs) -> std::result::Result<ExitCode, Failure> {
         wait_for_dead(async || edit(args).await).await?;
         if args.output == OutputFormat::Json {
             let images = FileImages::new(&args.image, args.images.image_options()?)?;
-            let info = inspect(&images, &args.image).await?;
+            let info = wait_for_dead(async || inspect(&images, &args.image).await).await?;
             let bitmaps = info.bitmaps.iter().map(crate::info::bitmap_json);
             print_json(&json!({
                 "filename": args.image.to_string_lossy(),

@@ -7,7 +7,9 @@ use crate::images::ImageArgs;
 use crate::merging::{Shown, position_of};
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
-use mica_block::{Error, ErrorKind, Extent, Images, Manage, Merged, NamedBacking, read_extents};
+use mica_block::{
+    Error, ErrorKind, Extent, Images, Manage, Merged, NamedBacking, read_extents, wait_for_dead,
+};
 use mica_qcow2::snapshots::check_none_stands_on_backing;
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
@@ -231,7 +233,7 @@ impl RebaseArgs {
     /// If the image cannot be read.
     async fn check_snapshots(&self) -> Result<Result<(), Failure>, Failure> {
         let images = FileImages::new(&self.file, self.images.image_options()?)?;
-        let image = images.open(&self.file)?;
+        let image = wait_for_dead(async || images.open(&self.file)).await?;
         Ok(check_none_stands_on_backing(&*image.store, &self.file).await.map_err(|error| {
             let cure = "or, if the new backing file has the content of the present one, add -u";
             Failure::new(format!("{}; {cure}", Failure::from(error).message()))
@@ -243,7 +245,7 @@ impl RebaseArgs {
         let options = self.images.image_options()?;
         let may_write = MayWrite::check(&self.file, &options).await?;
         let images = FileImages::to_write(&self.file, options, may_write)?;
-        let image = images.open_writable(&self.file)?.store;
+        let image = wait_for_dead(async || images.open_writable(&self.file)).await?.store;
         replay_redo_log(&images, &self.file, &*image).await?;
         change_backing(&*image, base.map(|base| &base.name)).await?;
         Ok(())

@@ -6,12 +6,13 @@ use mica_block::{Images as _, LocalFuture, MergeProgress};
 use mica_qcow2::ChainOptions;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Buf, Executor};
-use mica_store::Handles;
+use mica_store::{Handles, Holder, find_holder, search_holders_with};
 use mica_units::GuestOffset;
 use std::cell::RefCell;
 use std::fs::{self, File};
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 use tempfile::TempDir;
 
 const LEN: u64 = 8 << 20;
@@ -376,4 +377,30 @@ fn mark_of_a_base_stays_while_somebody_has_it_locked_and_if_another_chain_is_ope
     assert!(!closed.is_whole_after(closed.active()), "a commit is under way");
     drop(merging);
     assert!(closed.is_whole_after(closed.active()));
+}
+
+/// The story: somebody who only read the base was killed, and a commit that began just then was
+/// refused, where everybody else waits for a moment.
+#[test]
+fn commit_waits_until_the_system_lets_go_of_what_a_killed_process_had_open() {
+    let world = World::new(&["one", "active"]);
+    let base = &world.layers[0];
+    let inode = std::os::unix::fs::MetadataExt::ino(&fs::metadata(base).expect("there"));
+    search_holders_with(move |question| match question.inode == inode {
+        true => Holder::Nobody,
+        false => find_holder(question),
+    });
+    let reader = FileImages::new(base, options(base)).expect("images");
+    let reader = reader.open(base).expect("it opens");
+    let prepared = world.commit(0..=1).prepare(|_| Ok(())).expect("nobody needs them");
+    let (begun, begins) = mpsc::channel();
+    let released = std::thread::spawn(move || {
+        begins.recv().expect("it begins");
+        executor().block_on(async { mica_rt::sleep(Duration::from_millis(700)).await });
+        drop(reader);
+    });
+    begun.send(()).expect("it waits");
+    let ended = world.run(prepared, &Watching::new(&|| (), NEVER)).expect("merged");
+    assert!(matches!(ended.merged, Merged::Done { .. }), "{ended:?}");
+    released.join().expect("it let go");
 }

@@ -125,7 +125,7 @@ impl Logs {
     ) -> Result<Arc<LogDevice>> {
         let options = ImageOptions::new(Arc::clone(handles));
         let images = FileImages::to_write(path, options, MayWrite::new_file())?;
-        let file = images.open_writable(path)?.store;
+        let file = wait_for_dead(async || images.open_writable(path)).await?.store;
         let opened = LogDevice::open_existing(file, random).await;
         opened.map_err(|error| error.wrap("the log"))
     }
