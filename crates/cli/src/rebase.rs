@@ -341,3 +341,42 @@ async fn read(disk: &dyn Manage, range: GuestRange) -> Result<Buf, Failure> {
     let buf = Buf::new(usize::try_from(range.len()).expect("a step"));
     Ok(read_extents(disk, &plan, buf).await?)
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::args::{Cli, Verb};
+    use clap::Parser;
+    use mica_rt::{Backend, Executor};
+    use mica_store::{CacheMode, Handles, Located, WritableFile};
+    use std::time::Duration;
+
+    fn run(verb: &[&str]) {
+        let cli = Cli::try_parse_from([&["mica"], verb].concat()).expect("it is understood");
+        let done = match cli.verb {
+            Verb::Create(args) => crate::create::run(&args),
+            Verb::Rebase(args) => super::run(&args),
+            _ => panic!("another verb"),
+        };
+        done.unwrap_or_else(|failure| panic!("{}", failure.message()));
+    }
+
+    /// The story: all verbs waited until an image was let go of, but not one that changes only the
+    /// name of what is beneath.
+    #[test]
+    fn image_that_somebody_has_for_a_moment_gets_its_name_then() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("disk.qcow2");
+        let image = path.to_str().expect("UTF-8");
+        run(&["create", "-q", "-f", "qcow2", image, "1M"]);
+        let mut located = Located::find(&path).expect("there");
+        let alone = WritableFile::open_alone(&mut located, CacheMode::Writeback, &Handles::new(4));
+        let alone = alone.expect("nobody has it");
+        let holder = std::thread::spawn(move || {
+            let executor = Executor::new(Backend::Pool).expect("an executor");
+            executor.block_on(async { mica_rt::sleep(Duration::from_millis(500)).await });
+            drop(alone);
+        });
+        run(&["rebase", "-q", "-u", "-b", "", image]);
+        holder.join().expect("it let go");
+    }
+}
