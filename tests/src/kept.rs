@@ -4,6 +4,7 @@ use crate::command::Finished;
 use crate::server::Server;
 use crate::{mica, nbd, qemu, tools};
 use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -85,6 +86,23 @@ impl World {
     pub fn ctl(&self, verb: &[&str]) -> Finished {
         let control = self.path("control").display().to_string();
         mica::run(["ctl", "--control", &control, "--output", "json"].iter().chain(verb))
+    }
+
+    /// What the server answers to a query for extents, from its first line on.
+    ///
+    /// # Panics
+    /// If it does not.
+    #[track_caller]
+    pub fn extents(&self, query: &str) -> String {
+        let mut stream = UnixStream::connect(self.path("control")).expect("it listens");
+        let request = format!(
+            "GET /v1/disks/disk/extents?{query} HTTP/1.1\r\nhost: localhost\r\n\
+             connection: close\r\n\r\n"
+        );
+        stream.write_all(request.as_bytes()).expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("answered");
+        answer
     }
 
     /// Keeps the present state and exports it.

@@ -19,6 +19,7 @@
 mod disk;
 mod error;
 mod extent;
+mod held;
 mod images;
 mod manage;
 mod manage_chain;
@@ -36,6 +37,7 @@ mod unmanaged;
 pub use disk::{Disk, Geometry, Plan, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
+pub use held::{lock_patience, may_be_released_within, wait_for_dead};
 pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot, Upgradable};
 pub use manage::{
     Haste, IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,

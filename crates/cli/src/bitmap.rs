@@ -5,12 +5,12 @@ use crate::images::{ImageArgs, size_of};
 use crate::output::{OutputFormat, print_json};
 use clap::error::Error as ClapError;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Error, ErrorKind, Result, wait_for_dead};
 use mica_daemon::ImageSettings;
 use mica_qcow2::find_bitmap;
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::inspect;
-use mica_stack::{FileImages, Format, MayWrite, wait_for_dead};
+use mica_stack::{FileImages, Format, MayWrite};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -142,7 +142,7 @@ pub(crate) fn run(args: &BitmapArgs) -> std::result::Result<ExitCode, Failure> {
         wait_for_dead(async || edit(args).await).await?;
         if args.output == OutputFormat::Json {
             let images = FileImages::new(&args.image, args.images.image_options()?)?;
-            let info = inspect(&images, &args.image).await?;
+            let info = wait_for_dead(async || inspect(&images, &args.image).await).await?;
             let bitmaps = info.bitmaps.iter().map(crate::info::bitmap_json);
             print_json(&json!({
                 "filename": args.image.to_string_lossy(),

@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::images::{ImageArgs, export_uri, no_snapshots, size_of};
 use crate::output::{OutputArgs, OutputFormat, print, print_json};
 use clap::Args;
+use mica_block::wait_for_dead;
 use mica_qcow2::IndexUse;
 use mica_qcow2_format::Version;
 use mica_qcow2_tools::inspect;
@@ -137,7 +138,7 @@ async fn source_bitmaps(args: &MeasureArgs, bits: ClusterBits) -> Result<Option<
         return Ok(None);
     }
     let images = FileImages::new(image, args.images.image_options()?)?;
-    let info = inspect(&images, image).await?;
+    let info = wait_for_dead(async || inspect(&images, image).await).await?;
     if info.header.version == Version::V2 {
         return Ok(None);
     }

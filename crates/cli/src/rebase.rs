@@ -7,7 +7,9 @@ use crate::images::ImageArgs;
 use crate::merging::{Shown, position_of};
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
-use mica_block::{Error, ErrorKind, Extent, Images, Manage, Merged, NamedBacking, read_extents};
+use mica_block::{
+    Error, ErrorKind, Extent, Images, Manage, Merged, NamedBacking, read_extents, wait_for_dead,
+};
 use mica_qcow2::snapshots::check_none_stands_on_backing;
 use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
 use mica_qcow2_format::BackingName;
@@ -231,7 +233,7 @@ impl RebaseArgs {
     /// If the image cannot be read.
     async fn check_snapshots(&self) -> Result<Result<(), Failure>, Failure> {
         let images = FileImages::new(&self.file, self.images.image_options()?)?;
-        let image = images.open(&self.file)?;
+        let image = wait_for_dead(async || images.open(&self.file)).await?;
         Ok(check_none_stands_on_backing(&*image.store, &self.file).await.map_err(|error| {
             let cure = "or, if the new backing file has the content of the present one, add -u";
             Failure::new(format!("{}; {cure}", Failure::from(error).message()))
@@ -243,7 +245,7 @@ impl RebaseArgs {
         let options = self.images.image_options()?;
         let may_write = MayWrite::check(&self.file, &options).await?;
         let images = FileImages::to_write(&self.file, options, may_write)?;
-        let image = images.open_writable(&self.file)?.store;
+        let image = wait_for_dead(async || images.open_writable(&self.file)).await?.store;
         replay_redo_log(&images, &self.file, &*image).await?;
         change_backing(&*image, base.map(|base| &base.name)).await?;
         Ok(())
@@ -338,4 +340,43 @@ async fn read(disk: &dyn Manage, range: GuestRange) -> Result<Buf, Failure> {
     let plan = disk.plan(range, Vec::new()).finish().await?;
     let buf = Buf::new(usize::try_from(range.len()).expect("a step"));
     Ok(read_extents(disk, &plan, buf).await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::args::{Cli, Verb};
+    use clap::Parser;
+    use mica_rt::{Backend, Executor};
+    use mica_store::{CacheMode, Handles, Located, WritableFile};
+    use std::time::Duration;
+
+    fn run(verb: &[&str]) {
+        let cli = Cli::try_parse_from([&["mica"], verb].concat()).expect("it is understood");
+        let done = match cli.verb {
+            Verb::Create(args) => crate::create::run(&args),
+            Verb::Rebase(args) => super::run(&args),
+            _ => panic!("another verb"),
+        };
+        done.unwrap_or_else(|failure| panic!("{}", failure.message()));
+    }
+
+    /// The story: all verbs waited until an image was let go of, but not one that changes only the
+    /// name of what is beneath.
+    #[test]
+    fn image_that_somebody_has_for_a_moment_gets_its_name_then() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("disk.qcow2");
+        let image = path.to_str().expect("UTF-8");
+        run(&["create", "-q", "-f", "qcow2", image, "1M"]);
+        let mut located = Located::find(&path).expect("there");
+        let alone = WritableFile::open_alone(&mut located, CacheMode::Writeback, &Handles::new(4));
+        let alone = alone.expect("nobody has it");
+        let holder = std::thread::spawn(move || {
+            let executor = Executor::new(Backend::Pool).expect("an executor");
+            executor.block_on(async { mica_rt::sleep(Duration::from_millis(500)).await });
+            drop(alone);
+        });
+        run(&["rebase", "-q", "-u", "-b", "", image]);
+        holder.join().expect("it let go");
+    }
 }

@@ -231,6 +231,11 @@ impl Job {
         mica_stack::position_of(layers, lowest).is_some_and(|lowest| lowest > position)
     }
 
+    /// How long it takes from here on, as far as can be told.
+    pub(crate) fn time_left(&self) -> Option<Duration> {
+        self.report().estimate_ms.map(Duration::from_millis)
+    }
+
     /// What it is called where it is in the way.
     pub(crate) fn name(&self) -> String {
         format!("merge {} ({})", self.number, self.kind)

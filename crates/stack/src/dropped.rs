@@ -185,7 +185,7 @@ fn marks_in(folder: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
 mod tests {
     use super::*;
     use crate::mark::Mark;
-    use crate::merged::MergeMarks;
+    use crate::merged::{MergeMarks, Until};
     use mica_store::Handles;
     use std::fs::{self, OpenOptions};
     use std::io::Write;
@@ -269,7 +269,8 @@ mod tests {
     #[test]
     fn file_that_is_not_known_to_be_left_of_a_drop_stays() {
         // That of a layer that was committed is the user's.
-        let committed = World::new(|disk, file| MergeMarks::put(disk, &[file.to_owned()]));
+        let committed =
+            World::new(|disk, file| MergeMarks::put(disk, &[file.to_owned()], Until::Unsaid));
         // The merge did not get to its end.
         let mut under_way = World::new(MergeMarks::put_dropped);
         under_way.layers[0].clone_from(&under_way.file);
@@ -323,7 +324,7 @@ mod tests {
         let world = World::new(MergeMarks::put_dropped);
         crate::refuse_merged(&world.layers[1]).expect("it shows what it did");
         crate::refuse_merged(&world.file).expect_err("it goes");
-        std::mem::forget(MergeMarks::put(&world.layers[1], &[]).expect("marked"));
+        std::mem::forget(MergeMarks::put(&world.layers[1], &[], Until::Unsaid).expect("marked"));
         assert_eq!(world.remove().expect("removed").len(), 1);
         crate::refuse_merged(&world.layers[1]).expect_err("others go into it");
     }

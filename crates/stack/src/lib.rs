@@ -70,7 +70,7 @@ pub use merged::refuse_merged;
 pub use new_layer::{Beneath, NewLayer, NewLayerWish};
 pub use no_path::{is_no_path, refuse_no_path};
 pub use null::NullDisk;
-pub use open::{Format, open, open_active, open_writable, parse_size, wait_for_dead};
+pub use open::{Format, open, open_active, open_writable, parse_size};
 pub use overlays::{
     ExpectedOverlays, GoneImages, announce_overlays, expect_overlays, forget_gone, forget_overlays,
     note_overlay,

@@ -36,7 +36,7 @@
 //! | before the chain's first step | marks of a commit that do not count | whoever meets them |
 //! | before the merge is done | marks that count, of a commit | the same commit, once more |
 //! | | the mark of a state | the next writer (`forget_drops`) |
-//! | before step 5 is done | the mark of a base that is whole | another commit into that base |
+//! | before step 5 is done | the mark of a base that is whole | the next writer (`ended.rs`) |
 //! | before step 6 is done | marks through layers that left | the next writer (`above.rs`) |
 //! | | the file of a state, with its mark | the next drop, or keep (`dropped.rs`) |
 //! | | lines in notes | nobody has to: they are evidence of where to look only |
@@ -45,7 +45,7 @@
 //! merge would change.
 
 use crate::dropped::{self, Went, forget_drops};
-use crate::merged::MergeMarks;
+use crate::merged::{FileMark, MergeMarks, Until};
 use crate::overlays::{check_no_overlays, settle_notes};
 use crate::{GoneFiles, GoneImages, ImageOptions, note_overlay, position_of, settle_marks};
 use mica_block::{
@@ -193,9 +193,23 @@ impl Merge {
     fn put_marks(&self) -> Result<MergeMarks> {
         match &self.way {
             Way::Up => Ok(MergeMarks::default()),
-            Way::Down { .. } => MergeMarks::put(self.base_of_commit(), &self.leaving),
+            Way::Down { active, .. } => {
+                let until = self.until(*active)?;
+                MergeMarks::put(self.base_of_commit(), &self.leaving, until)
+            }
             Way::Dropped(_) => MergeMarks::put_dropped(&self.above, self.dropped_state()),
         }
+    }
+
+    /// Until when the base of a commit has only a part of what goes into it.
+    fn until(&self, active: Option<ActiveAfter>) -> Result<Until> {
+        Ok(match active {
+            Some(ActiveAfter::Kept) => Until::Unsaid,
+            Some(ActiveAfter::Emptied) if self.leaving.is_empty() => {
+                Until::Empty(FileMark::at(&self.above)?)
+            }
+            Some(ActiveAfter::Emptied) | None => Until::Beneath(FileMark::at(&self.above)?),
+        })
     }
 
     /// The layers that nobody else may need, from the lowest, and how images that are gone count.

@@ -24,7 +24,9 @@
 //!
 //! When the commit is done, the mark of the base goes, and the others stay: they tell the next
 //! commit that nobody needs these images, whose headers still name the base. After one that did not
-//! end, all stay until it is done: until then the base has only a part of what goes into it.
+//! end, all stay until it is done: until then the base has only a part of what goes into it. That
+//! of the base says by what one knows that it was done, for the next process to open the chain for
+//! writing, if this one dies before it has taken the mark away ([`ended`]).
 //!
 //! Invariants
 //! - I1 A mark counts only for the file that it was made for, and that of a layer that went into
@@ -38,7 +40,10 @@
 //! - I5 A mark that counted before a merge was planned counts on: the base may have a part of what
 //!   an earlier one put there.
 
+mod ended;
 mod planned;
+
+pub(crate) use ended::{Unended, settle_bases};
 
 use crate::files::sync_folder_of;
 use crate::mark::{open_trusted, place, read_trusted};
@@ -60,8 +65,11 @@ const SUFFIX: &str = ".mica-merged";
 const INTO: &[u8] = b"into: ";
 /// What stands before that of the layer above, for a state that is dropped: its file goes, too.
 const DROPPED_INTO: &[u8] = b"dropped into: ";
-/// The first line of the mark of a base.
+/// The first line of the mark of a base; what stands there before the layer that stands on it when
+/// the commit is done, or else before the one that is empty then.
 const BASE: &[u8] = b"base";
+const BENEATH: &[u8] = b"base until beneath: ";
+const EMPTY: &[u8] = b"base until empty: ";
 /// What stands before what is known of the file.
 const FILE: &[u8] = b"file: ";
 /// The last line of the mark of a merge that has changed nothing yet.
@@ -75,7 +83,18 @@ enum Content {
     /// The layer goes, or went, into this one, as long as it is unchanged since `changed_ns`.
     Source { into: OsString, file: FileMark, changed_ns: i128, then: Then },
     /// Others go into the layer.
-    Base { file: FileMark },
+    Base { file: FileMark, until: Until },
+}
+
+/// Until when the base of a commit has only a part of what goes into it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Until {
+    /// Nothing but the end of its mark shows.
+    Unsaid,
+    /// Until this layer stands on it, as those in between have left.
+    Beneath(FileMark),
+    /// Until this layer, which stands on it all the time, has nothing of its own.
+    Empty(FileMark),
 }
 
 /// What becomes of the file of a layer that went into another one.
@@ -90,7 +109,7 @@ enum Then {
 /// Which file a mark is for: its inode, and when it was made, or 0 if the file system does not
 /// know.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct FileMark {
+pub(crate) struct FileMark {
     inode: u64,
     made_ns: u128,
 }
@@ -99,6 +118,27 @@ impl FileMark {
     fn of(found: &Metadata) -> Self {
         let made = found.created().ok().and_then(|made| made.duration_since(UNIX_EPOCH).ok());
         Self { inode: found.ino(), made_ns: made.map_or(0, |made| made.as_nanos()) }
+    }
+
+    /// That of the file at `path`.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub(crate) fn at(path: &Path) -> Result<Self> {
+        let found = std::fs::metadata(path);
+        found
+            .map(|found| Self::of(&found))
+            .map_err(|error| Error::from_io(path.display().to_string(), error))
+    }
+
+    fn encode(self) -> String {
+        format!("{} {}", self.inode, self.made_ns)
+    }
+
+    /// The next two of `numbers`.
+    fn decode<'a>(numbers: &mut impl Iterator<Item = &'a str>) -> Option<Self> {
+        let (inode, made_ns) = (numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?);
+        Some(Self { inode, made_ns })
     }
 }
 
@@ -113,9 +153,16 @@ impl Content {
                 let before = if *then == Then::Goes { DROPPED_INTO } else { INTO };
                 ([before, into.as_bytes()].concat(), file, format!(" {changed_ns}"))
             }
-            Self::Base { file } => (BASE.to_vec(), file, String::new()),
+            Self::Base { file, until } => {
+                let first = match until {
+                    Until::Unsaid => BASE.to_vec(),
+                    Until::Beneath(above) => [BENEATH, above.encode().as_bytes()].concat(),
+                    Until::Empty(above) => [EMPTY, above.encode().as_bytes()].concat(),
+                };
+                (first, file, String::new())
+            }
         };
-        let last = format!("{} {}{changed}", file.inode, file.made_ns);
+        let last = format!("{}{changed}", file.encode());
         [&first, &b"\n"[..], FILE, last.as_bytes(), b"\n"].concat()
     }
 
@@ -127,10 +174,7 @@ impl Content {
         let (first, last) = (&lines[..end], &lines[end + 1..]);
         let last = std::str::from_utf8(last.strip_prefix(FILE)?).ok()?;
         let mut numbers = last.split(' ');
-        let file = FileMark {
-            inode: numbers.next()?.parse().ok()?,
-            made_ns: numbers.next()?.parse().ok()?,
-        };
+        let file = FileMark::decode(&mut numbers)?;
         let changed = numbers.next();
         if numbers.next().is_some() {
             return None;
@@ -142,8 +186,21 @@ impl Content {
                 let into = OsString::from_vec(name.to_vec());
                 Some(Self::Source { into, file, changed_ns: changed.parse().ok()?, then })
             }
-            (None, None) if first == BASE => Some(Self::Base { file }),
+            (None, None) => Some(Self::Base { file, until: Until::decode(first)? }),
             _ => None,
+        }
+    }
+
+    /// The same, where a mark counted `before`: what an earlier merge put into a base is part of
+    /// this one only if that was the same.
+    fn after(self, before: Option<Self>) -> Self {
+        match (self, before) {
+            (Self::Base { file, until }, Some(before))
+                if before != (Self::Base { file, until }) =>
+            {
+                Self::Base { file, until: Until::Unsaid }
+            }
+            (this, _) => this,
         }
     }
 
@@ -159,8 +216,24 @@ impl Content {
             Self::Source { file, changed_ns: changed, .. } => {
                 *file == FileMark::of(found) && *changed == changed_ns(found)
             }
-            Self::Base { file } => *file == FileMark::of(found),
+            Self::Base { file, .. } => *file == FileMark::of(found),
         }
+    }
+}
+
+impl Until {
+    /// What the `first` line of the mark of a base says.
+    fn decode(first: &[u8]) -> Option<Self> {
+        if first == BASE {
+            return Some(Self::Unsaid);
+        }
+        let ways = [(BENEATH, Self::Beneath as fn(FileMark) -> Self), (EMPTY, Self::Empty)];
+        let (rest, says) = ways
+            .into_iter()
+            .find_map(|(before, says)| Some((first.strip_prefix(before)?, says)))?;
+        let mut numbers = std::str::from_utf8(rest).ok()?.split(' ');
+        let above = FileMark::decode(&mut numbers)?;
+        numbers.next().is_none().then(|| says(above))
     }
 }
 
@@ -331,11 +404,12 @@ impl Put {
         if found.file_type().is_block_device() {
             return Ok(None);
         }
-        let was_there = mark_of(layer)?.is_some();
+        let before = mark_of(layer)?;
+        let was_there = before.is_some();
         let at = place(layer, SUFFIX)?;
         // Nobody takes it back, and no other merge is under way.
         let _old = planned::lock_old(&at)?;
-        let content = content(&found);
+        let content = content(&found).after(before);
         let mut bytes = content.encode();
         if !was_there && content.is_planned_first() {
             bytes.extend(PLANNED);
@@ -363,14 +437,15 @@ impl Put {
 }
 
 impl MergeMarks {
-    /// Marks the layer at `base`, and the frozen layers at `sources` that go into it. Durable when
-    /// this returns: look for images that stand on them only now.
+    /// Marks the layer at `base`, which has only a part `until` then, and the frozen layers at
+    /// `sources` that go into it. Durable when this returns: look for images that stand on them
+    /// only now.
     ///
     /// # Errors
     /// What the system reports. Nothing new is marked then.
-    pub(crate) fn put(base: &Path, sources: &[PathBuf]) -> Result<Self> {
+    pub(crate) fn put(base: &Path, sources: &[PathBuf], until: Until) -> Result<Self> {
         let mut marks = Self::default();
-        marks.base = Put::beside(base, |found| Content::Base { file: FileMark::of(found) })?;
+        marks.base = Put::beside(base, |found| Content::Base { file: FileMark::of(found), until })?;
         marks.add_sources(base, sources, Then::Stays)?;
         marks.settle()?;
         Ok(marks)

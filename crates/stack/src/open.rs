@@ -1,17 +1,17 @@
 //! From what the user named to a disk.
 
 use crate::above::active_layer;
+use crate::merged::{Unended, settle_bases};
 use crate::{FileImages, ImageOptions, LayeredRaw, MayWrite, NullDisk, RawDisk};
-use mica_block::{Error, ErrorKind, Images, Manage, Result};
+use mica_block::{Error, ErrorKind, Images, Manage, Result, wait_for_dead};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_tools::recover::repair_for_opening;
-use mica_store::lock_patience;
+use mica_store::Locking;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// The format of an image, which is always stated: nothing is probed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -140,7 +140,21 @@ pub async fn open_writable(
         Format::Null => MayWrite::new_file(),
         Format::Qcow2 | Format::Raw | Format::Luks => MayWrite::check(named, &images).await?,
     };
-    open_for(&Purpose::Write(may_write), named, format, images, chain).await
+    let opened = open_for(&Purpose::Write(may_write), named, format, images.clone(), chain).await?;
+    settle_commits(&*opened, &images).await;
+    Ok(opened)
+}
+
+/// Takes away what a commit into a layer of the chain has left that was killed when it was done.
+/// Returns what is left of one that was not.
+async fn settle_commits(opened: &dyn Manage, images: &ImageOptions) -> Vec<Unended> {
+    match images.locking {
+        Locking::On if opened.chain().is_some() => {
+            settle_bases(&opened.layer_paths(), images).await
+        }
+        // Others may be at work.
+        _ => Vec::new(),
+    }
 }
 
 /// As [`open_writable`], for a disk that is served: if a layer was put on top of the image that the
@@ -162,7 +176,7 @@ pub async fn open_active(
     let (path, options, named_as) = (&active.path, &active.options, &active.named_as);
     let may_write = MayWrite::as_active();
     let is_above = path != named;
-    let opened = match format {
+    let opened: Arc<dyn Manage> = match format {
         Format::Raw if !is_above => {
             let chain = ChainOptions { repair: Some(repair_for_opening), ..chain.clone() };
             let open = async || {
@@ -178,6 +192,14 @@ pub async fn open_active(
         }
     };
     active.mend();
+    for Unended { base, mark } in settle_commits(&*opened, options).await {
+        tracing::warn!(
+            "{} may have only a part of what goes into it, as {} says: a commit was interrupted; \
+             repeat it (`mica ctl commit`, or `mica commit`)",
+            base.display(),
+            mark.display()
+        );
+    }
     if is_above {
         let (named, path) = (named.display(), path.display());
         tracing::info!("{named} goes on in {path}");
@@ -192,9 +214,6 @@ pub async fn open_active(
     Ok((opened, active.path))
 }
 
-/// How often to retry an image that a dead process still holds: at first, and at most.
-const HELD_TURNS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(200)];
-
 async fn open_for(
     purpose: &Purpose,
     named: &Path,
@@ -203,38 +222,6 @@ async fn open_for(
     chain: &ChainOptions,
 ) -> Result<Arc<dyn Manage>> {
     wait_for_dead(async || open_now(purpose, named, format, images.clone(), chain).await).await
-}
-
-/// Calls `open`, and again for a while if only a dead process keeps it from opening an image: the
-/// system releases what that process held a moment later. A warning says what is waited for.
-///
-/// # Errors
-/// Those of `open`.
-pub async fn wait_for_dead<T>(mut open: impl AsyncFnMut() -> Result<T>) -> Result<T> {
-    let [mut turn, turn_max] = HELD_TURNS;
-    // Each kind of error has its own patience, from when it first came: an image may be replaced
-    // when somebody has just let go of it.
-    let mut kinds = Vec::<(Duration, mica_rt::Instant)>::new();
-    loop {
-        let error = match open().await {
-            Err(error) => error,
-            opened => return opened,
-        };
-        let Some(patience) = lock_patience(&error) else { return Err(error) };
-        let now = mica_rt::now();
-        match kinds.iter().find(|(kind, _)| *kind == patience) {
-            Some((_, since)) if now.saturating_since(*since) >= patience => return Err(error),
-            Some(_) => {}
-            None => {
-                if kinds.is_empty() {
-                    tracing::warn!("{error}: waiting until the system releases it");
-                }
-                kinds.push((patience, now));
-            }
-        }
-        mica_rt::sleep(turn).await;
-        turn = (turn * 2).min(turn_max);
-    }
 }
 
 async fn open_now(
@@ -339,8 +326,10 @@ fn part_of(fraction: &str, unit: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mica_block::lock_patience;
     use mica_rt::{Backend, Executor};
-    use mica_store::{CacheMode, Handles, Located, Locking, WritableFile};
+    use mica_store::{CacheMode, Handles, Located, WritableFile};
+    use std::time::Duration;
 
     /// The story: who had waited for a second until an image was let go of, and found that it had
     /// been replaced just then, did not look for it once more.

@@ -304,7 +304,7 @@ pub(crate) fn put_image(path: &Path, backing: Option<&str>) {
 mod tests {
     use super::put_image as image;
     use super::*;
-    use crate::merged::MergeMarks;
+    use crate::merged::{MergeMarks, Until};
     use mica_block::Merged;
     use std::fs;
 
@@ -447,7 +447,8 @@ mod tests {
         assert!(note.exists());
         let below = base.with_file_name("below");
         image(&below, None);
-        let marks = MergeMarks::put(&below, std::slice::from_ref(&base)).expect("marked");
+        let marks =
+            MergeMarks::put(&below, std::slice::from_ref(&base), Until::Unsaid).expect("marked");
         announce_overlays(&base, &[&clone]).expect_err("it is merged");
         assert!(note.exists(), "what is refused was noted before");
         drop(marks);
@@ -516,7 +517,8 @@ mod tests {
         let found = || overlays_on(&[at("base")], &at("active")).expect("listed");
         let named = |name: &str, below: &str| overlay(at(name), at(below));
         assert_eq!(found(), [named("one", "base")]);
-        let marks = MergeMarks::put(&at("base"), &[at("one"), at("two")]).expect("marked");
+        let marks =
+            MergeMarks::put(&at("base"), &[at("one"), at("two")], Until::Unsaid).expect("marked");
         marks.end(Some(&Merged::Done { dropped: Vec::new(), copied: 0 }));
         assert_eq!(found(), []);
         image(&at("clone"), Some("two"));

@@ -36,7 +36,7 @@ pub use handles::{
 };
 pub use kind::FileKind;
 pub use located::Located;
-pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};
+pub use lock::{Holder, LockQuestion, Locking, find_holder, search_holders_with};
 pub use memory::MemoryStore;
 pub use nameless::NamelessFile;
 pub use node::Node;

@@ -25,10 +25,10 @@
 
 mod holder;
 
-pub use holder::{Holder, LockQuestion, find_holder, lock_patience, search_holders_with};
+pub use holder::{Holder, LockQuestion, find_holder, search_holders_with};
 
 use holder::holder;
-use mica_block::{Error, Result};
+use mica_block::{Error, Result, may_be_released_within};
 use mica_rt::File;
 use rustix::io::Errno;
 use std::io;
@@ -187,7 +187,7 @@ pub(crate) fn taken_away(path: &Path) -> Error {
         "{}: another process has removed, renamed or replaced the image meanwhile",
         path.display()
     );
-    Error::from_io(what, holder::may_be_released_within(REPLACED_LIMIT))
+    Error::from_io(what, may_be_released_within(REPLACED_LIMIT))
 }
 
 /// Takes the locks of a writer on `file`, which has those of a reader; after an error it has those
@@ -227,7 +227,7 @@ fn conflict(file: &File, path: &Path, byte: u64, how: &str) -> Error {
     let holder = holder(file, byte);
     let what = format!("{}: another process {how} ({holder})", path.display());
     let cause = match byte {
-        UNSHARED => Some(holder::may_be_released_within(ALONE_LIMIT)),
+        UNSHARED => Some(may_be_released_within(ALONE_LIMIT)),
         _ => holder.cause(file),
     };
     Error::of_held(path, what, cause)

@@ -88,3 +88,79 @@ fn state_is_exported_beside_merges_of_what_it_does_not_have() {
     let refused = world.begin(None, "tue").refusal();
     assert!(refused.contains("changes a layer that the state has"), "{refused}");
 }
+
+/// The extents that the server tells.
+#[track_caller]
+fn told(world: &World, query: &str) -> String {
+    let answer = world.extents(query);
+    let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+    assert!(head.starts_with("HTTP/1.1 200"), "{query}: {answer}");
+    body.to_owned()
+}
+
+/// Why it tells none, while a merge is under way.
+#[track_caller]
+fn told_later(world: &World, query: &str) -> String {
+    let answer = world.extents(query);
+    let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+    assert!(head.starts_with("HTTP/1.1 409"), "{query}: {answer}");
+    let lower = head.to_ascii_lowercase();
+    let after = lower.lines().find_map(|line| line.strip_prefix("retry-after: "));
+    let seconds: u64 = after.expect("when to ask again").parse().expect("in seconds");
+    assert!((1..=600).contains(&seconds), "{head}");
+    assert!(body.contains("`mica ctl cancel disk`"), "{body}");
+    body.to_owned()
+}
+
+/// The story: backup software asked what had changed between two states, and got no answer for the
+/// hours that a merge of layers above them took.
+#[test]
+fn extents_of_states_are_told_beside_merges_of_what_they_do_not_have() {
+    let Some(world) = World::new(4, &[]) else { return };
+    let mut guest = world.guest();
+    write(&mut guest, 3 * MIB, 1);
+    world.begin(None, "mon").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    write(&mut guest, 4 * MIB, 2);
+    world.begin(Some("mon"), "tue").ok();
+    world.ctl(&["backup", "end", "disk"]).ok();
+    write(&mut guest, 5 * MIB, 3);
+    for (layer, at, byte) in [("two.qcow2", 4 * MIB, 4), ("three.qcow2", 6 * MIB, 5)] {
+        let path = world.path(layer).display().to_string();
+        world.ctl(&["snapshot", "disk", &path]).ok();
+        write(&mut guest, at, byte);
+    }
+    let of_states = ["state=mon", "state=tue", "state=tue&since=mon"];
+    let expected = of_states.map(|query| told(&world, query));
+    assert!(expected[2].contains(&format!("\"byte_offset\":{}", 4 * MIB)), "{}", expected[2]);
+    let until_now = told(&world, "since=tue");
+    let allocated = told(&world, "");
+    let merges: [&[&str]; 2] = [
+        &["stream", "disk", "--base", "disk@tue.qcow2"],
+        &["commit", "disk", "--top", "two.qcow2", "--base", "disk.qcow2"],
+    ];
+    for verb in merges {
+        merge(&world, verb);
+        for (query, expected) in of_states.iter().zip(&expected) {
+            assert_eq!(told(&world, query), *expected, "{verb:?}: {query}");
+        }
+        assert_eq!(told(&world, ""), allocated, "{verb:?}");
+        let refused = told_later(&world, "since=tue");
+        assert!(refused.contains(&format!("({}) under way", verb[0])), "{refused}");
+        world.ctl(&["cancel", "disk"]).ok();
+    }
+    // What the first state has goes into the second one.
+    merge(&world, &["backup", "drop", "disk", "mon"]);
+    for query in of_states {
+        let refused = told_later(&world, query);
+        assert!(refused.contains("(drop) under way"), "{refused}");
+        assert!(refused.contains("changes a layer that the state has"), "{refused}");
+    }
+    assert_eq!(told(&world, ""), allocated);
+    world.ctl(&["cancel", "disk"]).ok();
+    // What the drop has copied counts as changed between the two.
+    for (query, expected) in of_states.iter().zip(&expected).take(2) {
+        assert_eq!(told(&world, query), *expected, "after a drop that was cancelled: {query}");
+    }
+    assert_eq!(told(&world, "since=tue"), until_now);
+}

@@ -6,10 +6,10 @@ use super::{Opened, Since, WriteArgs, another_in_folder};
 use crate::create::is_any_encrypted;
 use crate::failure::Failure;
 use mica_backup::{Begin, Folder, Run, Source, disk_name, has_state};
+use mica_block::wait_for_dead;
 use mica_block::{Disk, LocalFuture, Manage, Result, Survey, read_whole};
 use mica_qcow2::ChainDiff;
 use mica_rt::{Buf, join_all};
-use mica_stack::wait_for_dead;
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 

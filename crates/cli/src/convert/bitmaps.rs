@@ -4,6 +4,7 @@ use super::ConvertArgs;
 use super::stream::is_stream;
 use crate::create::NewFile;
 use crate::failure::Failure;
+use mica_block::wait_for_dead;
 use mica_qcow2::find_bitmap;
 use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
@@ -35,7 +36,7 @@ pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failu
         _ => return Ok(Vec::new()),
     };
     let images = FileImages::new(source, args.source_options()?)?;
-    let mut wanted = inspect(&images, source).await?.bitmaps;
+    let mut wanted = wait_for_dead(async || inspect(&images, source).await).await?.bitmaps;
     if args.skip_broken_bitmaps {
         wanted.retain(|bitmap| !bitmap.in_use);
     }
@@ -58,7 +59,7 @@ pub(super) async fn check_free(args: &ConvertArgs, wanted: &[BitmapEntry]) -> Re
     }
     let target = &*args.names.target;
     let images = FileImages::new(target, args.target_options()?)?;
-    let there = inspect(&images, target).await?.bitmaps;
+    let there = wait_for_dead(async || inspect(&images, target).await).await?.bitmaps;
     let is_there = |one: &&BitmapEntry| there.iter().any(|other| other.name == one.name);
     match wanted.iter().find(is_there) {
         None => Ok(()),

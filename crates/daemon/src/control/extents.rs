@@ -19,7 +19,8 @@ pub(super) async fn extents(
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
     let asked = asked(query.as_deref().unwrap_or_default())?;
-    let found = perform(&sources.actions, move || served.extents(&asked)).await??;
+    let found = perform(&sources.actions, move || served.extents(&asked)).await?;
+    let found = found.map_err(|refused| Refusal::from(refused.why).again(refused.again))?;
     let blocks =
         found.list.iter().map(|(offset, len)| value!({ "byte_offset": offset, "size_bytes": len }));
     Ok(json(&value!({

@@ -7,6 +7,7 @@ use axum::response::{IntoResponse, Response};
 use mica_block::{Error, ErrorKind};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use std::time::Duration;
 
 /// Maximum size of a request's body, in bytes.
 pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
@@ -16,11 +17,18 @@ pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
 pub(super) struct Refusal {
     status: StatusCode,
     message: String,
+    /// After which time it may be asked again.
+    again: Option<Duration>,
 }
 
 impl Refusal {
     pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into() }
+        Self { status, message: message.into(), again: None }
+    }
+
+    /// The same, which says `again` after which time it may be asked once more.
+    pub(super) fn again(self, again: Option<Duration>) -> Self {
+        Self { again, ..self }
     }
 }
 
@@ -34,13 +42,17 @@ impl From<Error> for Refusal {
             ErrorKind::NoSpace => StatusCode::INSUFFICIENT_STORAGE,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        Self { status, message: error.in_one_line() }
+        Self::new(status, error.in_one_line())
     }
 }
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        (self.status, json(&json!({ "error": plain(&self.message) }))).into_response()
+        let body = json(&json!({ "error": plain(&self.message) }));
+        let Some(again) = self.again else { return (self.status, body).into_response() };
+        // In whole seconds, and never at once.
+        let seconds = again.as_millis().div_ceil(1000).max(1).to_string();
+        (self.status, [(header::RETRY_AFTER, seconds)], body).into_response()
     }
 }
 

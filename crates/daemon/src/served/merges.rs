@@ -267,14 +267,15 @@ impl Served {
         }
         let merge = prepare(&disk.layer_paths())?;
         let of = JobDisk { name: self.name.clone(), named: self.first_image.clone(), disk };
+        // Nobody finds that there is none when it has begun.
+        let mut job = self.lock_job();
         let started = Job::start(of, merge, rate)?;
-        if let Some(last) = self.job() {
+        if let Some(last) = job.replace(Arc::clone(&started)) {
             let mut past = self.lock_past_jobs();
             past.push_back(last.report());
             let spare = past.len().saturating_sub(PAST_MAX);
             past.drain(..spare);
         }
-        *self.lock_job() = Some(Arc::clone(&started));
         Ok(started)
     }
 

@@ -15,6 +15,15 @@
 //! - I2 Entries are never freed, only used again, so that the handler may walk them at any time. It
 //!   skips those that change concurrently: they do not belong to memory that its thread touches.
 //! - I3 A fault anywhere else, and a SIGBUS that was sent, end the process as usual.
+//! - I4 No write is answered as done whose data may be zeros that were never there. Where we copy,
+//!   we look before the disk gets the copy (`transfer.rs`). A disk that copies (a volume, LUKS) may
+//!   have the zeros by then: whoever copied, memory that is lost when the write ends makes it an
+//!   I/O error (`queue/end.rs`), which says nothing of what the disk has there. A request of which
+//!   the header may be zeros is not begun (`queue/begin.rs`).
+//!
+//! A file that its front end makes shorter and then longer again, before anybody touches what was
+//! cut off, faults nowhere: the zeros there are what the front end shares now, and they are written
+//! as if the guest had put them there.
 
 use std::ffi::c_void;
 use std::ops::Deref;

@@ -356,7 +356,7 @@ fn state_that_was_kept_while_its_disk_was_opened_is_not_written() {
     let executor = Executor::new(Backend::Auto).unwrap();
     executor.block_on(async { mica_block::Renaming::rename(&keeping).await }).unwrap();
     let said = ours.open_writable(&path).err().expect("it is another file by now");
-    assert!(mica_store::lock_patience(&said).is_some(), "{said}");
+    assert!(mica_block::lock_patience(&said).is_some(), "{said}");
     assert_eq!(read_all(&*ours.open_writable(&path).unwrap().store), b"overlay");
 }
 

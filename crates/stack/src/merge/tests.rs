@@ -6,12 +6,13 @@ use mica_block::{Images as _, LocalFuture, MergeProgress};
 use mica_qcow2::ChainOptions;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Buf, Executor};
-use mica_store::Handles;
+use mica_store::{Handles, Holder, find_holder, search_holders_with};
 use mica_units::GuestOffset;
 use std::cell::RefCell;
 use std::fs::{self, File};
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 use tempfile::TempDir;
 
 const LEN: u64 = 8 << 20;
@@ -276,4 +277,130 @@ fn merge_knows_the_lowest_frozen_layer_that_it_changes() {
     for state in [1, 2] {
         assert_eq!(lowest(world.drop_state(state)).as_ref(), Some(&world.layers[state]));
     }
+}
+
+/// The layers of a chain that nobody has open.
+struct Closed {
+    _folder: TempDir,
+    layers: Vec<PathBuf>,
+}
+
+impl World {
+    fn close(self) -> Closed {
+        let Self { _folder, layers, disk } = self;
+        executor().block_on(disk.close()).expect("closed");
+        Closed { _folder, layers }
+    }
+
+    /// Runs the merge of layers into the base, and leaves the mark of that, as if it had been
+    /// killed when all but that was done.
+    fn commit_but_the_mark(self, merged: RangeInclusive<usize>) -> Closed {
+        let mark = mark_of(&self.layers[0]);
+        let look = || fs::read(&mark).expect("marked");
+        let control = Watching::new(&look, NEVER);
+        let prepared = self.commit(merged).prepare(|_| Ok(())).expect("nobody needs them");
+        self.run(prepared, &control).expect("merged");
+        assert!(!mark.exists());
+        let seen = control.seen.into_inner();
+        fs::write(&mark, seen.last().expect("steps")).expect("written");
+        refuse_merged(&self.layers[0]).expect_err("nobody knows that it is whole");
+        self.close()
+    }
+}
+
+impl Closed {
+    fn active(&self) -> &Path {
+        self.layers.last().expect("layers")
+    }
+
+    /// Opens the image at `layer` for writing.
+    fn open(&self, layer: &Path) -> Arc<dyn Manage> {
+        opened(layer, self.layers[0].parent().and_then(Path::parent).expect("a folder"))
+    }
+
+    /// The same, and closes it. Whether the base is whole then, as far as its mark says.
+    fn is_whole_after(&self, layer: &Path) -> bool {
+        executor().block_on(self.open(layer).close()).expect("closed");
+        refuse_merged(&self.layers[0]).is_ok()
+    }
+}
+
+/// The story: a commit was killed when all but its last step was done. The mark of its base kept
+/// everybody from making images on that, until somebody happened to commit something else into it.
+#[test]
+fn mark_of_a_base_whose_commit_was_done_goes_when_its_chain_is_opened_for_writing() {
+    let closed = World::new(&["one", "active"]).commit_but_the_mark(0..=1);
+    assert!(closed.is_whole_after(closed.active()), "layers left");
+    assert!(was_merged(&closed.layers[1]), "that of what was merged stays");
+
+    let closed = World::new(&["one", "active"]).commit_but_the_mark(0..=2);
+    assert!(closed.is_whole_after(closed.active()), "layers left, and the active one is empty");
+
+    let closed = World::new(&["active"]).commit_but_the_mark(0..=1);
+    assert!(closed.is_whole_after(closed.active()), "the active one is empty");
+}
+
+#[test]
+fn mark_of_a_base_that_may_have_only_a_part_stays_when_its_chain_is_opened_for_writing() {
+    for names in [&["one", "active"][..], &["active"]] {
+        let world = World::new(names);
+        let prepared = world.commit(0..=1).prepare(|_| Ok(())).expect("nobody needs them");
+        let ended = world.run(prepared, &Watching::new(&|| (), 1)).expect("given up");
+        assert_eq!(ended.merged, Merged::Cancelled);
+        let closed = world.close();
+        assert!(!closed.is_whole_after(closed.active()), "{names:?}: it was given up");
+    }
+    // Nobody knows any more whether it was done: the layer got something of its own since.
+    let closed = World::new(&["active"]).commit_but_the_mark(0..=1);
+    let mark = mark_of(&closed.layers[0]);
+    let content = fs::read(&mark).expect("marked");
+    let disk = closed.open(closed.active());
+    executor().block_on(async {
+        disk.write(GuestOffset::new(0), Buf::from_slice(&[7; 4096])).await.0.expect("written");
+        disk.close().await.expect("closed");
+    });
+    drop(disk);
+    fs::write(&mark, &content).expect("written");
+    assert!(!closed.is_whole_after(closed.active()), "it is not empty");
+}
+
+#[test]
+fn mark_of_a_base_stays_while_somebody_has_it_locked_and_if_another_chain_is_opened() {
+    let closed = World::new(&["one", "active"]).commit_but_the_mark(0..=1);
+    let base = &closed.layers[0];
+    // Another program does not look at marks.
+    let clone = base.with_file_name("clone");
+    make(&clone, Some(base));
+    assert!(!closed.is_whole_after(&clone), "it is not the layer that was to stand on it");
+    let merging = File::open(mark_of(base)).expect("marked");
+    rustix::fs::flock(&merging, rustix::fs::FlockOperation::LockExclusive).expect("locked");
+    assert!(!closed.is_whole_after(closed.active()), "a commit is under way");
+    drop(merging);
+    assert!(closed.is_whole_after(closed.active()));
+}
+
+/// The story: somebody who only read the base was killed, and a commit that began just then was
+/// refused, where everybody else waits for a moment.
+#[test]
+fn commit_waits_until_the_system_lets_go_of_what_a_killed_process_had_open() {
+    let world = World::new(&["one", "active"]);
+    let base = &world.layers[0];
+    let inode = std::os::unix::fs::MetadataExt::ino(&fs::metadata(base).expect("there"));
+    search_holders_with(move |question| match question.inode == inode {
+        true => Holder::Nobody,
+        false => find_holder(question),
+    });
+    let reader = FileImages::new(base, options(base)).expect("images");
+    let reader = reader.open(base).expect("it opens");
+    let prepared = world.commit(0..=1).prepare(|_| Ok(())).expect("nobody needs them");
+    let (begun, begins) = mpsc::channel();
+    let released = std::thread::spawn(move || {
+        begins.recv().expect("it begins");
+        executor().block_on(async { mica_rt::sleep(Duration::from_millis(700)).await });
+        drop(reader);
+    });
+    begun.send(()).expect("it waits");
+    let ended = world.run(prepared, &Watching::new(&|| (), NEVER)).expect("merged");
+    assert!(matches!(ended.merged, Merged::Done { .. }), "{ended:?}");
+    released.join().expect("it let go");
 }

@@ -16,7 +16,7 @@ fn world() -> (TempDir, PathBuf, PathBuf) {
 }
 
 fn put(base: &Path, layer: &PathBuf) -> MergeMarks {
-    MergeMarks::put(base, std::slice::from_ref(layer)).expect("marked")
+    MergeMarks::put(base, std::slice::from_ref(layer), Until::Unsaid).expect("marked")
 }
 
 /// Lets a merge that `marks` watch begin to change something.
@@ -117,7 +117,7 @@ fn marks_of_a_merge_that_is_alive_or_has_begun_stay() {
     assert!(refusal(&base).contains("wait for the end"));
     assert!(was_merged(&layer));
     // Only one merge of a layer is under way.
-    let said = MergeMarks::put(&base, &[]).expect_err("another one is").to_string();
+    let said = MergeMarks::put(&base, &[], Until::Unsaid).expect_err("another one is").to_string();
     assert!(said.contains("is under way"), "{said}");
     begin(&marks);
     marks.forget_for_test();
@@ -211,8 +211,11 @@ fn content_decodes_to_itself_and_nothing_else_decodes() {
     };
     let source = |into: &[u8]| source_then(into, Then::Stays);
     let dropped = source_then(b"/a b\nfile: 1 2 3", Then::Goes);
-    for content in [Content::Base { file }, source(b"/a b\nfile: 1 2 3"), source(b"\xff"), dropped]
-    {
+    let base = |until| Content::Base { file, until };
+    let above = FileMark { inode: 1 << 60, made_ns: 0 };
+    let bases = [Until::Unsaid, Until::Beneath(above), Until::Empty(above)].map(base);
+    let sources = [source(b"/a b\nfile: 1 2 3"), source(b"\xff"), dropped];
+    for content in bases.into_iter().chain(sources) {
         let bytes = content.encode();
         assert_eq!(Content::decode(&bytes), Some(content));
         assert!(is_merge_mark(&bytes));
@@ -224,9 +227,12 @@ fn content_decodes_to_itself_and_nothing_else_decodes() {
     for bytes in [&b"base\n"[..], b"file: 1 2\n", b"base\nfile: 1 2"] {
         assert_eq!(Content::decode(bytes), None, "{bytes:?}");
     }
-    let damaged: [&[u8]; 6] = [
+    let damaged: [&[u8]; 9] = [
         b"",
         b"base\nfile: 1\n",
+        b"base until beneath: 1\nfile: 1 2\n",
+        b"base until empty: 1 2 3\nfile: 1 2\n",
+        b"base until: 1 2\nfile: 1 2\n",
         b"base\nfile: 1 2 3\n",
         b"into: \nfile: 1 2 3\n",
         b"into: a\nfile: 1 2\n",
@@ -245,6 +251,8 @@ fn page_says_what_the_code_does() {
         ("INTO", text(INTO)),
         ("DROPPED_INTO", text(DROPPED_INTO)),
         ("BASE", text(BASE)),
+        ("BENEATH", text(BENEATH)),
+        ("EMPTY", text(EMPTY)),
         ("FILE", text(FILE)),
         ("PLANNED", text(PLANNED).trim_end().to_owned()),
     ];

@@ -2,8 +2,8 @@
 //! whatever volumes share it.
 
 use crate::files::{sync_folder_of, unless_denied};
-use crate::{FileImages, ImageOptions, MayWrite, wait_for_dead};
-use mica_block::{Error, ErrorKind, Images, Result, Store};
+use crate::{FileImages, ImageOptions, MayWrite};
+use mica_block::{Error, ErrorKind, Images, Result, Store, wait_for_dead};
 use mica_rt::sync::SharedLock;
 use mica_store::Handles;
 use mica_volume::LogDevice;
@@ -125,7 +125,7 @@ impl Logs {
     ) -> Result<Arc<LogDevice>> {
         let options = ImageOptions::new(Arc::clone(handles));
         let images = FileImages::to_write(path, options, MayWrite::new_file())?;
-        let file = images.open_writable(path)?.store;
+        let file = wait_for_dead(async || images.open_writable(path)).await?.store;
         let opened = LogDevice::open_existing(file, random).await;
         opened.map_err(|error| error.wrap("the log"))
     }

@@ -4,6 +4,7 @@
 //! cancelled. The next process to open the image waits then instead of being refused, but only if
 //! the holder is known to be dead, or nothing shows that it is alive.
 
+use mica_block::may_be_released_within;
 use mica_rt::File;
 use parking_lot::Mutex;
 use rustix::fd::{AsFd, AsRawFd};
@@ -55,19 +56,6 @@ impl fmt::Display for Holder {
     }
 }
 
-/// The cause of an error: a lock is held, and nothing shows that its holder is alive, or that it
-/// needs it for long.
-#[derive(Debug)]
-struct MayBeReleased(Duration);
-
-impl fmt::Display for MayBeReleased {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "not released within {:?}", self.0)
-    }
-}
-
-impl std::error::Error for MayBeReleased {}
-
 /// Time for the system to release what a dead process held: its rings end after it.
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
 /// The same for a holder that may be alive out of our sight.
@@ -84,25 +72,6 @@ impl Holder {
         };
         Some(may_be_released_within(limit))
     }
-}
-
-/// The cause of a conflict that may resolve itself within this time.
-pub(super) fn may_be_released_within(limit: Duration) -> io::Error {
-    io::Error::new(io::ErrorKind::PermissionDenied, MayBeReleased(limit))
-}
-
-/// For how long it is worth retrying what failed with `error`: a lock was held by a process that is
-/// dead, or may be, or by one that holds it for a moment.
-pub fn lock_patience(error: &mica_block::Error) -> Option<Duration> {
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
-        if let Some(MayBeReleased(limit)) = inner.and_then(|inner| inner.downcast_ref()) {
-            return Some(*limit);
-        }
-        cause = error.source();
-    }
-    None
 }
 
 /// Whether other hosts may hold locks on it.

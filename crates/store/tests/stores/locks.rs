@@ -1,9 +1,9 @@
 //! QEMU's image locks, between stores of one process: they conflict like those of two processes.
 
 use crate::{on_each_backend, read};
-use mica_block::{Error, ErrorKind, Result, Store};
+use mica_block::{Error, ErrorKind, Result, Store, lock_patience};
 use mica_rt::{Access, Buf, File};
-use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile, lock_patience};
+use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -2,11 +2,11 @@
 
 use crate::failure::Failure;
 use crate::images::{ImageArgs, export_uri};
-use mica_block::{Disk as _, LABEL_BYTES_MAX, Manage};
+use mica_block::{Disk as _, LABEL_BYTES_MAX, Manage, wait_for_dead};
 use mica_qcow2::IndexUse;
 use mica_qcow2_tools::inspect;
 use mica_serve::nbd::client::Uri;
-use mica_stack::{FileImages, Format, wait_for_dead};
+use mica_stack::{FileImages, Format};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;

@@ -13,6 +13,7 @@ use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{
     Error, ErrorKind, MergeControl, MergeProgress, Result, Space, Store, Upgradable, Zeroes,
+    wait_for_dead,
 };
 use mica_qcow2_format::Encryption;
 use mica_rt::Buf;
@@ -35,6 +36,23 @@ pub(super) enum Target {
     Raw { layer: Arc<Layer>, store: Arc<dyn Store> },
 }
 
+/// What `lock` gives, once nobody of this chain has the file locked otherwise, nor a process that
+/// was killed just now.
+async fn locked<T>(lock: impl Fn() -> Result<T>) -> Result<T> {
+    let of_this_chain = async || {
+        for _ in 0..LOCK_TRIES {
+            match lock() {
+                Err(error) if error.kind() == ErrorKind::Denied => {
+                    mica_rt::sleep(LOCK_PAUSE).await;
+                }
+                locked => return locked,
+            }
+        }
+        lock()
+    };
+    wait_for_dead(of_this_chain).await
+}
+
 impl Chain {
     /// Opens the file of the frozen layer `number` so that it can be written; the chain reads it
     /// through the same store from now on. Waits until nobody reads it otherwise.
@@ -54,16 +72,7 @@ impl Chain {
             return Ok(Arc::clone(&layer.store));
         }
         // The file of an earlier writer of ours may be closed only now.
-        let mut tries = 0;
-        let opened = loop {
-            match map.images.open_upgradable(&layer.path) {
-                Err(error) if error.kind() == ErrorKind::Denied && tries < LOCK_TRIES => {
-                    mica_rt::sleep(LOCK_PAUSE).await;
-                    tries += 1;
-                }
-                opened => break opened?,
-            }
-        };
+        let opened = locked(|| map.images.open_upgradable(&layer.path)).await?;
         if !same_file(opened.image.identity, layer.identity) {
             let context = "another file has its name now";
             return Err(layer.explain(Error::new(ErrorKind::Denied, context)));
@@ -73,20 +82,9 @@ impl Chain {
         map.replace_layers(layers.replaced(Arc::clone(&plain)));
         drop((layer, layers));
         self.gate.grace().await;
-        let mut tries = 0;
-        loop {
-            match opened.upgrade() {
-                Ok(()) => {
-                    plain.may_write.store(true, Ordering::Release);
-                    return Ok(store);
-                }
-                Err(error) if error.kind() == ErrorKind::Denied && tries < LOCK_TRIES => {
-                    mica_rt::sleep(LOCK_PAUSE).await;
-                    tries += 1;
-                }
-                Err(error) => return Err(error),
-            }
-        }
+        locked(|| opened.upgrade()).await?;
+        plain.may_write.store(true, Ordering::Release);
+        Ok(store)
     }
 
     /// Opens the frozen layer `number`, which is at position `base`, for writing.
