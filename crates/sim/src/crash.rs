@@ -48,6 +48,15 @@ pub trait Subject {
     }
 }
 
+/// What the next process does with what a crash left.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Next {
+    /// It may be asked to flush that, after which the power goes.
+    MayFlush,
+    /// It reads that, and closes the disk.
+    Settles,
+}
+
 /// When the power goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cut {
@@ -164,7 +173,7 @@ impl<'a> Crashes<'a> {
             }
             Ending::Cut if matches!(cut, Cut::KillAt(_)) && self.subject.outlives_the_process() => {
                 self.model.borrow_mut().die();
-                self.expect_takeover().await;
+                self.expect_takeover(Next::MayFlush).await;
             }
             Ending::Cut => self.expect_survival().await,
         }
@@ -211,13 +220,19 @@ impl<'a> Crashes<'a> {
             Some(loss) => self.world.cut_power(loss),
             None => self.world.kill(),
         }
+        // What a failed sync was to write is lost with the power, and the kernel tells that to the
+        // process that asked for the sync, and to no later one.
+        let next = match fault.operation {
+            Operation::Sync => Next::Settles,
+            _ => Next::MayFlush,
+        };
         match loss {
             // After a failure, no more can be demanded than after a crash.
             None if self.subject.outlives_the_process() => {
                 self.model.borrow_mut().crash();
-                self.expect_takeover().await;
+                self.expect_takeover(next).await;
             }
-            _ => self.expect_survival().await,
+            _ => self.expect_survival_with(next).await,
         }
         struck
     }
@@ -227,30 +242,34 @@ impl<'a> Crashes<'a> {
     /// # Panics
     /// If the disk is not sound, or shows what must not be left.
     pub async fn expect_survival(&mut self) {
+        self.expect_survival_with(Next::MayFlush).await;
+    }
+
+    async fn expect_survival_with(&mut self, next: Next) {
         self.model.borrow_mut().crash();
         let checked = self.subject.check(self.world).await;
         self.leaks = checked.unwrap_or_else(|error| panic!("after the crash: {error}"));
-        self.settle_in_turn().await;
+        self.settle_in_turn(next).await;
         self.expect_clean().await;
     }
 
     /// After the process died: the next process to open the disk for writing continues where it
     /// was. A reader sees the same.
-    async fn expect_takeover(&mut self) {
+    async fn expect_takeover(&mut self, next: Next) {
         let checked = self.subject.check(self.world).await;
         self.leaks = checked.unwrap_or_else(|error| panic!("after the process died: {error}"));
-        self.settle_in_turn().await;
+        self.settle_in_turn(next).await;
         let checked = self.subject.check(self.world).await;
         self.leaks = checked.unwrap_or_else(|error| panic!("after the log was replayed: {error}"));
     }
 
     /// Others open what is left; the last one writes, and closes it.
-    async fn settle_in_turn(&mut self) {
+    async fn settle_in_turn(&mut self, next: Next) {
         // A reader repairs nothing, and must see the same.
         if self.world.random_below(2) == 0 {
             self.settle(Mode::Read).await;
         }
-        if self.world.random_below(4) == 0 {
+        if self.world.random_below(4) == 0 && next == Next::MayFlush {
             self.flush_what_is_left().await;
         }
         self.settle(Mode::Write).await;

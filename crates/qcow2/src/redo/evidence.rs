@@ -7,12 +7,17 @@
 //! Invariants
 //! - I1 Dropped bytes are zeros in the file: see [`super::dropped`].
 //! - I2 Linked clusters are counted: nobody freed them.
+//! - I3 Nor did anybody free them, and give them to another place. Where counts are kept lazily, a
+//!   program that opens the image counts again, and so frees what only the log links; there the
+//!   tables are searched for such places.
 
 use super::dropped::{dropped_units, ranges_of};
 use super::replay::{Counts, Replay};
 use mica_block::{Result, RunKind, Store, read_exact};
 use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, RawL2Entry};
-use mica_units::{GuestOffset, HostOffset};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, HostCluster, HostOffset};
+use std::collections::BTreeMap;
 
 /// Entries of an L1 table that are read at a time.
 const L1_PIECE: u64 = 8192;
@@ -20,6 +25,7 @@ const L1_PIECE: u64 = 8192;
 const PIECE_BYTES: u64 = 1 << 20;
 
 const DROPPED_SINCE: &str = "another program has since written where the guest had discarded";
+const GIVEN_AWAY: &str = "another program has since put other data where it was";
 const UNCOUNTED: &str = "another program has since freed what it had allocated";
 
 /// What is asked of an image.
@@ -29,6 +35,9 @@ struct Evidence<'a> {
     data: &'a dyn Store,
     counts: Counts<'a>,
     l2: L2Format,
+    /// Clusters that the log links, and the disk's offset whose entry does; none if that is a
+    /// table's.
+    linked: BTreeMap<HostCluster, Option<GuestOffset>>,
 }
 
 /// Why the changes that `replay` makes to the image in `store`, which has this `header` and may
@@ -41,28 +50,96 @@ pub(super) async fn contradiction(
 ) -> Result<Option<&'static str>> {
     let (l2, data) = (header.l2_format(), data.unwrap_or(store));
     let counts = Counts::new(store, header);
-    let mut evidence = Evidence { replay, store, data, counts, l2 };
-    let mut first = 0;
-    while first < u64::from(header.l1_entries) {
-        let count = L1_PIECE.min(u64::from(header.l1_entries) - first);
-        let at = header.l1_offset.bytes() + first * L1Entry::BYTES as u64;
-        let len = usize::try_from(count).expect("a piece") * L1Entry::BYTES;
-        let old = read_exact(store, HostOffset::new(at), len).await?;
-        let mut new = old.to_vec();
-        replay.lay_over(len, at, |at, bytes| new[at..at + bytes.len()].copy_from_slice(bytes));
-        let entries = old.as_chunks().0.iter().zip(new.as_chunks().0).zip(first..);
-        for ((old, new), index) in entries {
-            let [old, new] = [old, new].map(|entry| L1Entry(u64::from_be_bytes(*entry)));
-            if let Some(why) = evidence.of_table(index, old, new).await? {
-                return Ok(Some(why));
-            }
-        }
-        first += count;
+    let mut evidence = Evidence { replay, store, data, counts, l2, linked: BTreeMap::new() };
+    if let Some(why) = evidence.of_tables(header).await? {
+        return Ok(Some(why));
     }
-    Ok(None)
+    let is_lazy = header.compatible.lazy_refcounts || header.incompatible.dirty;
+    match is_lazy && !evidence.linked.is_empty() && evidence.gave_away(header).await? {
+        true => Ok(Some(GIVEN_AWAY)),
+        false => Ok(None),
+    }
 }
 
 impl Evidence<'_> {
+    /// Checks all tables.
+    async fn of_tables(&mut self, header: &Header) -> Result<Option<&'static str>> {
+        let mut first = 0;
+        while first < u64::from(header.l1_entries) {
+            let (at, old) = self.l1_piece(header, first).await?;
+            let mut new = old.to_vec();
+            let put = |at: usize, bytes: &[u8]| new[at..at + bytes.len()].copy_from_slice(bytes);
+            self.replay.lay_over(old.len(), at, put);
+            let entries = old.as_chunks().0.iter().zip(new.as_chunks().0).zip(first..);
+            for ((old, new), index) in entries {
+                let [old, new] = [old, new].map(|entry| L1Entry(u64::from_be_bytes(*entry)));
+                if let Some(why) = self.of_table(index, old, new).await? {
+                    return Ok(Some(why));
+                }
+            }
+            first += L1_PIECE;
+        }
+        Ok(None)
+    }
+
+    /// A part of the L1 table as it is in the file, from entry `first` on, and where it is.
+    async fn l1_piece(&self, header: &Header, first: u64) -> Result<(u64, Buf)> {
+        let count = L1_PIECE.min(u64::from(header.l1_entries) - first);
+        let at = header.l1_offset.bytes() + first * L1Entry::BYTES as u64;
+        let len = usize::try_from(count).expect("a piece") * L1Entry::BYTES;
+        Ok((at, read_exact(self.store, HostOffset::new(at), len).await?))
+    }
+
+    /// Whether the file names a cluster that the log links for anything else (I3).
+    async fn gave_away(&self, header: &Header) -> Result<bool> {
+        let bits = self.l2.cluster_bits;
+        let len = usize::try_from(bits.bytes()).expect("a cluster");
+        let end = self.store.len()?;
+        let mut first = 0;
+        while first < u64::from(header.l1_entries) {
+            let (_, entries) = self.l1_piece(header, first).await?;
+            for (entry, index) in entries.as_chunks().0.iter().zip(first..) {
+                let entry = L1Entry(u64::from_be_bytes(*entry));
+                let Some(table) = entry.decode(bits).ok().flatten() else { continue };
+                if self.linked.get(&bits.host_cluster(table)).is_some_and(Option::is_some) {
+                    return Ok(true);
+                }
+                // Nor does a table beyond the end name anything.
+                if table.bytes().saturating_add(bits.bytes()) > end {
+                    continue;
+                }
+                let bytes = read_exact(self.store, table, len).await?;
+                let guests = self.l2.first_of_table(index);
+                for within in 0..len / self.l2.entry_bytes() {
+                    let guest = bits.start_of(guests.saturating_add(within as u64));
+                    let Some(raw) = self.l2.raw(&bytes, within) else { continue };
+                    if self.has_other(raw, guest) {
+                        tracing::debug!(%guest, "it has a cluster that the log links elsewhere");
+                        return Ok(true);
+                    }
+                }
+            }
+            first += L1_PIECE;
+        }
+        Ok(false)
+    }
+
+    /// Whether the entry `raw` of `guest` names a cluster that the log links elsewhere.
+    fn has_other(&self, raw: RawL2Entry, guest: GuestOffset) -> bool {
+        let bits = self.l2.cluster_bits;
+        let (first, last) = match self.l2.interpret_at(raw, guest) {
+            Ok(L2Entry::Data(host) | L2Entry::ZeroAllocated(host)) => (host, host),
+            Ok(L2Entry::Subclusters { host: Some(host), .. }) => (host, host),
+            Ok(L2Entry::Compressed(compressed)) => {
+                let len = compressed.len_max.max(1) - 1;
+                (compressed.host, compressed.host.checked_add(len).unwrap_or(compressed.host))
+            }
+            _ => return false,
+        };
+        let clusters = bits.host_cluster(first)..=bits.host_cluster(last);
+        self.linked.range(clusters).any(|(_, by)| *by != Some(guest))
+    }
+
     /// Checks the table that L1 entry `index` names, which was `old`.
     async fn of_table(
         &mut self,
@@ -74,8 +151,11 @@ impl Evidence<'_> {
         let decode = |entry: L1Entry| entry.decode(self.l2.cluster_bits).ok().flatten();
         let Some(table) = decode(new) else { return Ok(None) };
         let is_new = decode(old) != Some(table);
-        if is_new && !self.is_counted(table).await? {
-            return Ok(Some(UNCOUNTED));
+        if is_new {
+            if !self.is_counted(table).await? {
+                return Ok(Some(UNCOUNTED));
+            }
+            self.linked.insert(self.l2.cluster_bits.host_cluster(table), None);
         }
         let replay = self.replay;
         for (at, page) in replay.logged_within(table, self.l2.cluster_bits.bytes()) {
@@ -122,6 +202,9 @@ impl Evidence<'_> {
         };
         // Nothing is counted in a data file.
         let linked = place(new).filter(|host| !self.l2.data_file && place(old) != Some(*host));
+        if let Some(host) = linked {
+            self.linked.insert(self.l2.cluster_bits.host_cluster(host), Some(guest));
+        }
         match linked {
             Some(host) if !self.is_counted(host).await? => {
                 tracing::debug!(%guest, %host, "a linked cluster has no count");

@@ -93,7 +93,8 @@
 //! carries out for a dead process change it, too); and a program that makes the links of a
 //! group that was being written, or replayed, when its process died. The image stays sound in
 //! these cases. It does not if a program undoes such a link and gives the cluster to another
-//! place, whose table the log does not have: both places then have it. Nor is an older copy of
+//! place, whose table the log does not have: both places then have it. (An image with lazy
+//! refcounts is searched for that: see [`evidence`], I3.) Nor is an older copy of
 //! the log detected that is written into the log's own file within a second of its last write.
 
 mod baseline;
