@@ -6,6 +6,7 @@ use crate::images::{ImageArgs, export_uri, no_snapshots, size_of};
 use crate::output::{OutputArgs, OutputFormat, print, print_json};
 use clap::Args;
 use mica_qcow2::IndexUse;
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2_format::Version;
 use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::measure::{Measure, bitmaps_bytes, data_bytes, measure};
@@ -83,7 +84,7 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
         None => None,
         Some(image) => {
             let mut chain = args.images.chain_options(IndexUse::Read)?;
-            chain.snapshot.clone_from(&args.load_snapshot);
+            chain.snapshot = args.load_snapshot.clone().map(SnapshotSelector::Any);
             let (images, format) = (args.images.image_options()?, args.images.format());
             match args.images.open_export(image)? {
                 Some(_) if args.load_snapshot.is_some() => return Err(no_snapshots()),

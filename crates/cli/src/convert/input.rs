@@ -10,6 +10,7 @@ use crate::failure::Failure;
 use crate::images::{export_uri, is_old_export, no_snapshots};
 use mica_block::{Disk, Manage};
 use mica_qcow2::IndexUse;
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2_format::BitmapEntry;
 use mica_stack::{Format, Joined, is_zero, warn_of_luks};
 use mica_store::NamelessFile;
@@ -118,7 +119,7 @@ fn check_exports(args: &ConvertArgs) -> Result<(), Failure> {
 /// Opens all sources.
 pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
     let mut chain = args.images.chain_options(IndexUse::Read)?;
-    chain.snapshot = args.load_snapshot.as_deref().map(plain_snapshot);
+    chain.snapshot = args.load_snapshot.as_deref().map(plain_snapshot).map(SnapshotSelector::Any);
     let (options, format) = (args.source_options()?, args.images.format());
     let (mut files, mut disks, mut spooled) = (Sources::default(), Vec::new(), None);
     for source in &args.names.sources {
