@@ -24,6 +24,7 @@ use engine::{Job, Target};
 pub(crate) use input::Input;
 use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
@@ -107,9 +108,9 @@ pub(crate) struct ConvertArgs {
     new: TargetArgs,
     /// Copy this internal snapshot.
     ///
-    /// By ID or name.
+    /// By ID or name, or as snapshot.id=ID or snapshot.name=NAME (or both).
     #[arg(short = 'l', long, alias = "source-snapshot", value_name = "NAME")]
-    load_snapshot: Option<String>,
+    load_snapshot: Option<SnapshotSelector>,
     /// Copy only what differs from this base.
     ///
     /// It becomes the backing file of the new image. Relative names start from its directory.

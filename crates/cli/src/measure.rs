@@ -39,9 +39,9 @@ pub(crate) struct MeasureArgs {
     size: Option<String>,
     /// Measure this internal snapshot.
     ///
-    /// By ID or name.
+    /// By ID or name, or as snapshot.id=ID or snapshot.name=NAME (or both).
     #[arg(short = 'l', long, alias = "snapshot", value_name = "NAME", conflicts_with = "size")]
-    load_snapshot: Option<String>,
+    load_snapshot: Option<SnapshotSelector>,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
@@ -84,7 +84,7 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
         None => None,
         Some(image) => {
             let mut chain = args.images.chain_options(IndexUse::Read)?;
-            chain.snapshot = args.load_snapshot.clone().map(SnapshotSelector::Any);
+            chain.snapshot.clone_from(&args.load_snapshot);
             let (images, format) = (args.images.image_options()?, args.images.format());
             match args.images.open_export(image)? {
                 Some(_) if args.load_snapshot.is_some() => return Err(no_snapshots()),

@@ -120,7 +120,7 @@ pub(crate) fn chain_options(
     };
     cache.grow_to(images.cache_bytes()?);
     let (cache, snapshot) = (cache.clone(), settings.load_snapshot.clone());
-    let snapshot = snapshot.map(SnapshotSelector::Any);
+    let snapshot = snapshot.map(|word| word.parse::<SnapshotSelector>()).transpose()?;
     // What another disk found in sidecars that this one does not trust, or in files that others may
     // write, is not for it.
     let sharing = match index == IndexUse::Ignore || images.force_share {

@@ -2,6 +2,7 @@
 
 use mica_tests::command::{self, Finished};
 use mica_tests::{mica, qemu, tools};
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 
@@ -44,4 +45,34 @@ fn word_that_is_an_id_and_another_name_is_refused_by_all_verbs() {
     let left = mica_in(dir, &["snapshot", "-l", "--output", "json", "disk.qcow2"]).json();
     assert_eq!(left.as_array().map(Vec::len), Some(1), "{left}");
     assert_eq!(left[0]["name"], "3");
+}
+
+/// The story: both prefixes were cut off, and what was left was taken for an ID first: the copy was
+/// that of another snapshot.
+#[test]
+fn snapshots_are_copied_by_what_the_parameters_say() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    ambiguous(dir);
+    for (said, byte) in [
+        ("snapshot.name=2", 1),
+        ("snapshot.id=2", 2),
+        ("snapshot.id=1,snapshot.name=2", 1),
+        ("3", 2),
+    ] {
+        let words = ["convert", "--force", "-O", "raw", "-l", said, "disk.qcow2", "mica.raw"];
+        mica_in(dir, &words).ok();
+        assert_eq!(fs::read(dir.join("mica.raw")).expect("it is there")[0], byte, "{said}");
+        qemu::img(dir, ["convert", "-O", "raw", "-l", said, "disk.qcow2", "qemu.raw"]).ok();
+        assert_eq!(fs::read(dir.join("qemu.raw")).expect("it is there")[0], byte, "{said}");
+        mica_in(dir, &["measure", "-l", said, "disk.qcow2"]).ok();
+    }
+    for said in ["snapshot.name=1", "snapshot.id=3", "snapshot.id=1,snapshot.name=3"] {
+        let words = ["convert", "-l", said, "disk.qcow2", "none.qcow2"];
+        mica_in(dir, &words).refusal();
+        mica_in(dir, &["measure", "-l", said, "disk.qcow2"]).refusal();
+    }
 }
