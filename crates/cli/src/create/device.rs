@@ -8,7 +8,7 @@
 use crate::failure::Failure;
 use mica_block::{Space, Store, write_all};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation};
-use mica_qcow2_tools::measure::measure;
+use mica_qcow2_tools::measure::{Measure, measure};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use rustix::fd::OwnedFd;
@@ -48,7 +48,7 @@ impl Device {
             let what = format!("asking for the length of {}", self.path.display());
             Failure::from(std::io::Error::from(error)).within(what)
         })?;
-        let measured = measure(plan, data_bytes.unwrap_or(0));
+        let measured = measure_image(plan, data_bytes.unwrap_or(0));
         let needed = match (plan.preallocation, data_bytes) {
             (Preallocation::Off, None) => 0,
             (Preallocation::Off, Some(_)) => measured.required,
@@ -63,6 +63,17 @@ impl Device {
         }
         Ok(measured.fully_allocated.min(there))
     }
+}
+
+/// The bytes that the image of `plan` itself takes: what is in a data file is elsewhere.
+fn measure_image(plan: &ImagePlan, data_bytes: u64) -> Measure {
+    let measured = measure(plan, data_bytes);
+    if plan.data_file.is_none() {
+        return measured;
+    }
+    let data = plan.l2.cluster_bits.bytes_of(plan.clusters());
+    let besides = measured.fully_allocated - data;
+    Measure { required: besides, fully_allocated: besides }
 }
 
 /// Whether `path` names a block device.
