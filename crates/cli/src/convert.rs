@@ -477,6 +477,9 @@ fn qcow2_plan(args: &ConvertArgs, wish: &ImageWish, size: u64) -> Result<ImagePl
             "Compressed clusters are not possible with an external data file",
         ));
     }
+    if args.new.compress && plan.preallocation != Preallocation::Off {
+        return Err(Failure::new("Compression and preallocation not supported at the same time"));
+    }
     if plan.backing.is_some() && plan.preallocation != Preallocation::Off {
         return Err(Failure::new("-B copies only differences: there is nothing to preallocate"));
     }
