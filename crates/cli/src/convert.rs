@@ -28,7 +28,7 @@ use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
-use mica_qcow2_tools::measure::data_bytes;
+use mica_qcow2_tools::measure::{bitmaps_bytes, data_bytes};
 use mica_rt::Executor;
 use mica_stack::{Format, ImageOptions};
 use mica_store::CacheMode;
@@ -396,7 +396,7 @@ fn convert_to_qcow2(
         let options = args.target_options()?;
         let source = (!args.new.compress).then_some((&*source, keep_zeros));
         let place = (device.as_ref(), &sources, options.clone());
-        let image = new_image(args, &plan, source, place).await?;
+        let image = new_image(args, &plan, (source, &bitmaps), place).await?;
         // The image itself is there by now, and what it replaces is still.
         sources.add_file(image.place());
         sources.add_file(image.path());
@@ -419,12 +419,18 @@ fn convert_to_qcow2(
     let writer = writer.into_inner();
     let stores = Stores { image: &**image.store(), data: data_store.as_deref() };
     executor.block_on(async {
-        finish(writer, stores).await?;
-        // A device has its space.
-        if falloc && (device.is_none() || data_store.is_some()) {
-            allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
+        let ended = async {
+            finish(writer, stores).await?;
+            // A device has its space.
+            if falloc && (device.is_none() || data_store.is_some()) {
+                allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
+            }
+            bitmaps::copy(args, bitmaps, Some(&image)).await
+        };
+        match ended.await {
+            Ok(()) => Ok(()),
+            Err(failure) => Err(image.given_up(failure).await),
         }
-        bitmaps::copy(args, bitmaps, Some(&image)).await
     })?;
     let base = wish.backing_name.as_deref().map(|name| NamedBase {
         path: beside(&args.names.target, Path::new(name)),
@@ -436,11 +442,11 @@ fn convert_to_qcow2(
 
 /// The file of the new image, or the `device` that becomes one. How much that needs is known of
 /// `source` alone, all of which is data if its zeros are kept: how much of it a base has, and what
-/// compression saves, is seen in the end.
+/// compression saves, is seen in the end. It gets `bitmaps`, too.
 async fn new_image(
     args: &ConvertArgs,
     plan: &ImagePlan,
-    source: Option<(&dyn Disk, bool)>,
+    (source, bitmaps): (Option<(&dyn Disk, bool)>, &[BitmapEntry]),
     (device, sources, options): (Option<&Device>, &Sources, ImageOptions),
 ) -> Result<NewFile, Failure> {
     let target = &*args.names.target;
@@ -453,7 +459,11 @@ async fn new_image(
         Some((source, false)) => Some(data_bytes(source, plan.l2.cluster_bits).await?),
         None => None,
     };
-    let most = device.room_for(plan, data)?;
+    let bitmaps = match bitmaps.is_empty() {
+        true => 0,
+        false => bitmaps_bytes(bitmaps, plan.size, plan.l2.cluster_bits),
+    };
+    let most = device.room_for(plan, data, bitmaps)?;
     NewFile::on_device(device, sources, options, most).await
 }
 

@@ -167,7 +167,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
             return Err(Failure::new(format!("{} {what}", args.file.display())));
         }
         Some(device) => {
-            let most = device.room_for(&plan, None)?;
+            let most = device.room_for(&plan, None, 0)?;
             NewFile::on_device(device, &sources, images.clone(), most).await?
         }
     };
