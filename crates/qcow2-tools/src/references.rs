@@ -15,7 +15,7 @@ pub(crate) struct References {
 }
 
 impl References {
-    pub(super) fn new(width: RefcountWidth, end: HostCluster) -> Self {
+    pub(crate) fn new(width: RefcountWidth, end: HostCluster) -> Self {
         Self { width, chunks: Vec::new(), end }
     }
 
@@ -27,7 +27,7 @@ impl References {
 
     /// Counts `times` more references; returns how many of them exceed the highest refcount. The
     /// caller keeps `cluster` within the file.
-    pub(super) fn add(&mut self, cluster: HostCluster, times: u64) -> u64 {
+    pub(crate) fn add(&mut self, cluster: HostCluster, times: u64) -> u64 {
         self.end = self.end.max(cluster.saturating_add(1));
         let (chunk, index) = self.place(cluster);
         if self.chunks.len() <= chunk {
