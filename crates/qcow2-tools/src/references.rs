@@ -6,8 +6,9 @@ use mica_units::HostCluster;
 const CHUNK_BYTES: usize = 1 << 15;
 const CHUNK_BITS_EXPONENT: u32 = 18;
 
-/// References to clusters. Kept in chunks that exist only once something in them is counted, so
+/// References to clusters, or those besides the first one. Kept in chunks that exist only once something in them is counted, so
 /// that the holes of a sparse file cost nothing.
+#[derive(Debug)]
 pub(crate) struct References {
     width: RefcountWidth,
     chunks: Vec<Option<Box<[u8; CHUNK_BYTES]>>>,
@@ -55,6 +56,13 @@ impl References {
         let (chunk, _) = self.place(cluster);
         let first = self.chunks.iter().skip(chunk).position(Option::is_some)? + chunk;
         Some(cluster.max(HostCluster::new((first as u64) << self.chunk_entries_bits())))
+    }
+
+    /// Bytes of the counts.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
+        let chunks = self.chunks.iter().flatten().count();
+        chunks * CHUNK_BYTES + self.chunks.len() * size_of::<Option<Box<[u8; CHUNK_BYTES]>>>()
     }
 
     fn chunk_entries_bits(&self) -> u32 {
