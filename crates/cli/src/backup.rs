@@ -109,7 +109,8 @@ struct WriteArgs {
     images: ImageArgs,
     /// An image, one of its states or snapshots, or a URI.
     ///
-    /// IMAGE@NAME is a state or snapshot of an image; the URI is that of an NBD export.
+    /// IMAGE@NAME is a state of an image, or a snapshot by ID or name (snapshot.id=ID and
+    /// snapshot.name=NAME say which of the two it is); the URI is that of an NBD export.
     #[arg(value_name = "IMAGE[@STATE]|URI", required = true)]
     source: Option<String>,
     /// The folder, created if missing; - for stdout.

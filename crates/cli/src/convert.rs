@@ -24,10 +24,11 @@ use engine::{Job, Target};
 pub(crate) use input::Input;
 use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
-use mica_qcow2_tools::measure::data_bytes;
+use mica_qcow2_tools::measure::{bitmaps_bytes, data_bytes};
 use mica_rt::Executor;
 use mica_stack::{Format, ImageOptions};
 use mica_store::CacheMode;
@@ -77,7 +78,8 @@ pub(crate) struct TargetArgs {
     /// Overwrite an existing file.
     ///
     /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
-    /// there must be room for both.
+    /// there must be room for both. One that cannot be replaced (it has a second hard link, or its
+    /// folder cannot be written) is overwritten, with a warning.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -107,9 +109,9 @@ pub(crate) struct ConvertArgs {
     new: TargetArgs,
     /// Copy this internal snapshot.
     ///
-    /// By ID or name.
+    /// By ID or name, or as snapshot.id=ID or snapshot.name=NAME (or both).
     #[arg(short = 'l', long, alias = "source-snapshot", value_name = "NAME")]
-    load_snapshot: Option<String>,
+    load_snapshot: Option<SnapshotSelector>,
     /// Copy only what differs from this base.
     ///
     /// It becomes the backing file of the new image. Relative names start from its directory.
@@ -394,7 +396,7 @@ fn convert_to_qcow2(
         let options = args.target_options()?;
         let source = (!args.new.compress).then_some((&*source, keep_zeros));
         let place = (device.as_ref(), &sources, options.clone());
-        let image = new_image(args, &plan, source, place).await?;
+        let image = new_image(args, &plan, (source, &bitmaps), place).await?;
         // The image itself is there by now, and what it replaces is still.
         sources.add_file(image.place());
         sources.add_file(image.path());
@@ -417,12 +419,18 @@ fn convert_to_qcow2(
     let writer = writer.into_inner();
     let stores = Stores { image: &**image.store(), data: data_store.as_deref() };
     executor.block_on(async {
-        finish(writer, stores).await?;
-        // A device has its space.
-        if falloc && (device.is_none() || data_store.is_some()) {
-            allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
+        let ended = async {
+            finish(writer, stores).await?;
+            // A device has its space.
+            if falloc && (device.is_none() || data_store.is_some()) {
+                allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
+            }
+            bitmaps::copy(args, bitmaps, Some(&image)).await
+        };
+        match ended.await {
+            Ok(()) => Ok(()),
+            Err(failure) => Err(image.given_up(failure).await),
         }
-        bitmaps::copy(args, bitmaps, Some(&image)).await
     })?;
     let base = wish.backing_name.as_deref().map(|name| NamedBase {
         path: beside(&args.names.target, Path::new(name)),
@@ -434,11 +442,11 @@ fn convert_to_qcow2(
 
 /// The file of the new image, or the `device` that becomes one. How much that needs is known of
 /// `source` alone, all of which is data if its zeros are kept: how much of it a base has, and what
-/// compression saves, is seen in the end.
+/// compression saves, is seen in the end. It gets `bitmaps`, too.
 async fn new_image(
     args: &ConvertArgs,
     plan: &ImagePlan,
-    source: Option<(&dyn Disk, bool)>,
+    (source, bitmaps): (Option<(&dyn Disk, bool)>, &[BitmapEntry]),
     (device, sources, options): (Option<&Device>, &Sources, ImageOptions),
 ) -> Result<NewFile, Failure> {
     let target = &*args.names.target;
@@ -451,7 +459,11 @@ async fn new_image(
         Some((source, false)) => Some(data_bytes(source, plan.l2.cluster_bits).await?),
         None => None,
     };
-    let most = device.room_for(plan, data)?;
+    let bitmaps = match bitmaps.is_empty() {
+        true => 0,
+        false => bitmaps_bytes(bitmaps, plan.size, plan.l2.cluster_bits),
+    };
+    let most = device.room_for(plan, data, bitmaps)?;
     NewFile::on_device(device, sources, options, most).await
 }
 
@@ -474,6 +486,9 @@ fn qcow2_plan(args: &ConvertArgs, wish: &ImageWish, size: u64) -> Result<ImagePl
         return Err(Failure::new(
             "Compressed clusters are not possible with an external data file",
         ));
+    }
+    if args.new.compress && plan.preallocation != Preallocation::Off {
+        return Err(Failure::new("Compression and preallocation not supported at the same time"));
     }
     if plan.backing.is_some() && plan.preallocation != Preallocation::Off {
         return Err(Failure::new("-B copies only differences: there is nothing to preallocate"));

@@ -70,7 +70,8 @@ pub(crate) struct CreateArgs {
     /// Overwrite an existing file.
     ///
     /// Or a block device, with -f qcow2. The old file stays until the new one is complete, which
-    /// gets its mode, owner and attributes: there must be room for both.
+    /// gets its mode, owner and attributes: there must be room for both. One that cannot be replaced
+    /// (it has a second hard link, or its folder cannot be written) is overwritten, with a warning.
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]
@@ -166,7 +167,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
             return Err(Failure::new(format!("{} {what}", args.file.display())));
         }
         Some(device) => {
-            let most = device.room_for(&plan, None)?;
+            let most = device.room_for(&plan, None, 0)?;
             NewFile::on_device(device, &sources, images.clone(), most).await?
         }
     };

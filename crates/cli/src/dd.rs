@@ -30,7 +30,8 @@ pub(crate) struct DdArgs {
     /// Overwrite an existing file.
     ///
     /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
-    /// there must be room for both.
+    /// there must be room for both. One that cannot be replaced (it has a second hard link, or its
+    /// folder cannot be written) is overwritten, with a warning.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

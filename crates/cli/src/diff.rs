@@ -7,6 +7,7 @@ use crate::output::{OutputArgs, OutputFormat, human_size, print, print_json};
 use crate::plain::plain;
 use clap::Args;
 use mica_block::{Disk, Extent, Manage, read_whole, wait_for_dead, windows};
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2::{ChainDiff, DiffFormat, DiffState, IndexUse};
 use mica_stack::{FileImages, Format};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
@@ -44,6 +45,8 @@ pub(crate) struct DiffArgs {
     #[command(flatten)]
     images: ImageArgs,
     /// An image, or with @NAME one of its internal snapshots.
+    ///
+    /// By ID or name; snapshot.id=ID and snapshot.name=NAME say which of the two it is.
     #[arg(value_name = "IMAGE[@NAME]")]
     first: PathBuf,
     /// Another one.
@@ -54,7 +57,7 @@ pub(crate) struct DiffArgs {
 /// An image as it was named.
 struct Subject {
     path: PathBuf,
-    snapshot: Option<String>,
+    snapshot: Option<SnapshotSelector>,
     args: ImageArgs,
     format: Format,
 }
@@ -104,7 +107,7 @@ impl Subject {
         let text = named.to_string_lossy();
         let (path, snapshot) = match text.rsplit_once('@') {
             Some((path, name)) if !named.exists() && !path.is_empty() && !name.is_empty() => {
-                (PathBuf::from(path), Some(name.to_owned()))
+                (PathBuf::from(path), Some(name.parse()?))
             }
             _ => (named.to_owned(), None),
         };
@@ -124,7 +127,7 @@ impl Subject {
             Format::Luks => DiffFormat::Luks,
             _ => DiffFormat::Qcow2,
         };
-        DiffState { images, path: &self.path, format, snapshot: self.snapshot.as_deref() }
+        DiffState { images, path: &self.path, format, snapshot: self.snapshot.as_ref() }
     }
 
     async fn open(&self) -> Result<Arc<dyn Manage>, Failure> {

@@ -7,6 +7,7 @@ use crate::output::{OutputArgs, OutputFormat, print, print_json};
 use clap::Args;
 use mica_block::wait_for_dead;
 use mica_qcow2::IndexUse;
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2_format::Version;
 use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::measure::{Measure, bitmaps_bytes, data_bytes, measure};
@@ -39,9 +40,9 @@ pub(crate) struct MeasureArgs {
     size: Option<String>,
     /// Measure this internal snapshot.
     ///
-    /// By ID or name.
+    /// By ID or name, or as snapshot.id=ID or snapshot.name=NAME (or both).
     #[arg(short = 'l', long, alias = "snapshot", value_name = "NAME", conflicts_with = "size")]
-    load_snapshot: Option<String>,
+    load_snapshot: Option<SnapshotSelector>,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]

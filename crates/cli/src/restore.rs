@@ -1,5 +1,7 @@
 //! `mica restore`: makes an image of a state that `mica backup` wrote.
 
+mod header_last;
+
 use crate::backup::folder_and_state;
 use crate::convert::Progress;
 use crate::create::{
@@ -10,12 +12,13 @@ use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{ReportArgs, human_size};
 use clap::Args;
+use header_last::{HeaderLast, HeldStore};
 use mica_backup::{Begin, StepReader, Stored, check_state, restore_state, restore_step};
-use mica_block::{Error, ErrorKind, Manage};
+use mica_block::{Error, ErrorKind, Images, Manage};
 use mica_daemon::IoSettings;
-use mica_qcow2::IndexUse;
-use mica_qcow2_tools::create::{Preallocation, Stores, create};
-use mica_stack::{Format, ImageOptions};
+use mica_qcow2::{Chain, ChainOptions, IndexUse};
+use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores, create};
+use mica_stack::{FileImages, Format, ImageOptions, MayWrite};
 use mica_store::Locking;
 use serde_json::json;
 use std::io::{BufReader, IsTerminal, Read};
@@ -31,6 +34,9 @@ use std::sync::Arc;
 #[derive(Args)]
 pub(crate) struct RestoreArgs {
     /// Format of the image: qcow2 or raw.
+    ///
+    /// If a kill leaves part of the image where an empty file was, or an old one that could not be
+    /// replaced, that is not a valid qcow2 image; of a raw one nothing tells that.
     #[arg(short = 'O', long, default_value = "qcow2", value_name = "FMT")]
     #[arg(hide_default_value = true)]
     output_format: String,
@@ -50,7 +56,8 @@ pub(crate) struct RestoreArgs {
     /// Overwrite an existing file.
     ///
     /// The old one stays until the new one is complete, which gets its mode, owner and attributes:
-    /// there must be room for both.
+    /// there must be room for both. One that cannot be replaced (it has a second hard link, or its
+    /// folder cannot be written) is overwritten, with a warning.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -68,6 +75,8 @@ pub(crate) struct RestoreArgs {
 /// An image that is filled.
 struct Target {
     disk: Arc<dyn Manage>,
+    /// What completes an image that is filled under its own name.
+    held: Option<Arc<HeldStore>>,
     // Has it locked: another process would take it for left.
     file: NewFile,
     progress: Progress,
@@ -242,22 +251,57 @@ impl Target {
         let sources = Sources::default();
         let existing = Existing::unless_forced(args.force);
         let file = NewFile::create(&args.file, existing, &sources, images).await?;
-        match format {
-            Format::Raw => fill_raw(&**file.store(), len, Preallocation::Off).await?,
-            _ => create(wish.plan(len)?, Stores { image: &**file.store(), data: None }).await?,
-        }
         // The lock is our own.
         let options = crate::create::options_of(images)?;
         let options = ImageOptions { locking: Locking::Off, ..options };
         let chain = images.chain_options(IndexUse::Read)?;
-        let disk = mica_stack::open_writable(file.place(), format, options, &chain).await?;
+        let is_in_place = file.place() == file.path();
+        let (disk, held) = match format {
+            Format::Qcow2 if is_in_place => {
+                Self::fill_in_place(&file, wish.plan(len)?, options, chain).await?
+            }
+            _ => {
+                match format {
+                    Format::Raw => fill_raw(&**file.store(), len, Preallocation::Off).await?,
+                    _ => {
+                        let stores = Stores { image: &**file.store(), data: None };
+                        create(wish.plan(len)?, stores).await?;
+                    }
+                }
+                let disk = mica_stack::open_writable(file.place(), format, options, &chain).await?;
+                (disk, None)
+            }
+        };
         let progress = Progress::start(total, args.report.progress(args.progress));
-        Ok(Self { disk, file, progress })
+        Ok(Self { disk, held, file, progress })
+    }
+
+    /// Creates and opens an image in the file that has its name: it is one when it is complete.
+    async fn fill_in_place(
+        file: &NewFile,
+        plan: ImagePlan,
+        options: ImageOptions,
+        chain: ChainOptions,
+    ) -> Result<(Arc<dyn Manage>, Option<Arc<HeldStore>>), Failure> {
+        let path = file.place();
+        let images = FileImages::to_write(path, options, MayWrite::new_file())?;
+        let image = images.open_writable(path)?;
+        let images = HeaderLast::new(path, image, Arc::new(images));
+        let held = Arc::clone(images.store());
+        create(plan, Stores { image: &*held, data: None }).await?;
+        let chain = ChainOptions { writable: true, ..chain };
+        let disk = Chain::open(Arc::new(images), path, &chain).await?;
+        Ok((Arc::new(disk), Some(held)))
     }
 
     async fn finish(self) -> Result<(), Failure> {
         self.disk.flush().await?;
         self.disk.close().await?;
+        if let Some(held) = &self.held {
+            held.complete()
+                .await
+                .map_err(|error| error.wrap(self.file.path().display().to_string()))?;
+        }
         self.file.named()?.keep();
         self.progress.finish();
         Ok(())

@@ -6,6 +6,7 @@ use crate::info::{snapshot_json, snapshot_lines};
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{Images, wait_for_dead};
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2_tools::snapshots::{SnapshotEditor, list};
 use mica_stack::{FileImages, Format, MayWrite};
 use serde_json::json;
@@ -28,10 +29,14 @@ pub(crate) struct SnapshotArgs {
     create: Option<String>,
     /// Revert the disk to this snapshot.
     ///
-    /// An ID, or else a name. Anything written since is lost, unless another snapshot has it.
+    /// By ID or name, as -d takes it. Anything written since is lost, unless another snapshot has
+    /// it.
     #[arg(short = 'a', long, value_name = "NAME")]
     apply: Option<String>,
-    /// Delete this snapshot: an ID, or else a name.
+    /// Delete this snapshot, by ID or name.
+    ///
+    /// What is the ID of one snapshot and the name of another is refused: snapshot.id=ID and
+    /// snapshot.name=NAME say which is meant.
     #[arg(short = 'd', long, value_name = "NAME")]
     delete: Option<String>,
     #[command(flatten)]
@@ -87,8 +92,8 @@ async fn change(args: &SnapshotArgs, deed: Deed<'_>) -> Result<(), Failure> {
     let mut editor = wait_for_dead(open).await?;
     let changed = match deed {
         Deed::Create(name) => editor.create(name, images.now_ns()).await,
-        Deed::Apply(name) => editor.apply(name).await,
-        Deed::Delete(name) => editor.delete(name).await,
+        Deed::Apply(name) => editor.apply(&name.parse::<SnapshotSelector>()?).await,
+        Deed::Delete(name) => editor.delete(&name.parse::<SnapshotSelector>()?).await,
     };
     changed.map_err(|error| Failure::from(error).within(args.image.display()))?;
     let (verb, name) = match deed {

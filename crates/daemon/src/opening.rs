@@ -4,6 +4,7 @@ use crate::ephemeral;
 use crate::servers::Resources;
 use crate::settings::{DiskSettings, ImageSettings, IndexMode, VolumeSettings};
 use mica_block::{Error, Manage, Result};
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2::{ChainOptions, IndexUse, MapCache, Sharing};
 use mica_rt::{Backend, Executor};
 use mica_stack::{StoreFaults, VolumeOptions};
@@ -119,6 +120,7 @@ pub(crate) fn chain_options(
     };
     cache.grow_to(images.cache_bytes()?);
     let (cache, snapshot) = (cache.clone(), settings.load_snapshot.clone());
+    let snapshot = snapshot.map(|word| word.parse::<SnapshotSelector>()).transpose()?;
     // What another disk found in sidecars that this one does not trust, or in files that others may
     // write, is not for it.
     let sharing = match index == IndexUse::Ignore || images.force_share {

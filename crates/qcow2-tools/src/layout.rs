@@ -23,11 +23,11 @@ pub use ending::Ending;
 pub use refcounts::{RefcountArea, refcount_area};
 
 use crate::create::{ImagePlan, Preallocation};
+use crate::references::References;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{CompressedCluster, L1Entry, L2Entry, Version};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, HostCluster, HostOffset, SECTOR_BYTES};
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The file that bytes go to.
@@ -93,8 +93,9 @@ pub struct ImageWriter {
     next: HostCluster,
     /// The bytes behind the last compressed cluster that the next one may use.
     tail: Range<u64>,
-    /// How often clusters are counted more than once (I1).
-    shared: BTreeMap<HostCluster, u64>,
+    /// How often clusters are counted more than once (I1): of a compressed image that may be most
+    /// of them, so that a map of them has no bound.
+    shared: References,
 }
 
 /// A run of bytes waiting to be written.
@@ -126,6 +127,7 @@ impl ImageWriter {
             .map_err(|_| Error::new(ErrorKind::Limit, "the L1 table does not fit this machine"))?;
         let luks = plan.luks_place().map_or(0, |(_, len)| bits.clusters_for(len));
         let next = HostCluster::new(1 + plan.l1_clusters() + luks);
+        let shared = References::new(plan.refcount_width, HostCluster::ZERO);
         Ok(Self {
             plan,
             l1: vec![0; l1_len],
@@ -133,7 +135,7 @@ impl ImageWriter {
             tables_reserved: 0,
             next,
             tail: 0..0,
-            shared: BTreeMap::new(),
+            shared,
         })
     }
 
@@ -345,13 +347,13 @@ impl ImageWriter {
         let bits = self.cluster_bits();
         let next = bits.start_of(self.next).bytes();
         let shared = bits.host_cluster(HostOffset::new(self.tail.start));
-        let count = 1 + self.shared.get(&shared).copied().unwrap_or(0);
+        let count = 1 + self.shared.get(shared);
         let may_share = !self.tail.is_empty() && count < self.plan.refcount_width.max();
         let fits = self.tail.start + len <= self.tail.end;
         let goes_on = self.tail.end == next;
         let at = match may_share && (fits || goes_on) {
             true => {
-                self.shared.insert(shared, count);
+                self.shared.add(shared, 1);
                 self.tail.start
             }
             false => next,
@@ -410,4 +412,28 @@ fn gather(segments: Vec<(Place, u64, Source)>, piece: Buf) -> Vec<Write> {
         Write { place, at: HostOffset::new(at), bytes }
     };
     runs.into_iter().map(joined).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::create::ImageWish;
+
+    /// The story: each cluster that two compressed ones share had an entry in a map, which is half
+    /// a gigabyte for a terabyte of them.
+    #[test]
+    fn shared_clusters_of_a_compressed_image_cost_two_bytes_each() {
+        const COUNT: u64 = 1_000_000;
+        let plan = ImageWish::default().plan(1 << 40).expect("a plan");
+        let mut writer = ImageWriter::new(plan).expect("a writer");
+        for _ in 0..COUNT {
+            writer.take_packed(40_000).expect("there is room");
+        }
+        let clusters = writer.next.number();
+        let shared = HostCluster::ZERO.up_to(writer.next);
+        let shared = shared.filter(|cluster| writer.shared.get(*cluster) > 0).count() as u64;
+        assert!(shared > clusters * 9 / 10, "{shared} of {clusters} are shared");
+        let bytes = writer.shared.bytes() as u64;
+        assert!(bytes < 2 * clusters + (64 << 10), "{bytes} bytes for {clusters} clusters");
+    }
 }

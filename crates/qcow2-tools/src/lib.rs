@@ -10,6 +10,7 @@ mod inspect;
 pub mod layout;
 pub mod measure;
 pub mod recover;
+mod references;
 pub mod resize;
 pub mod snapshots;
 

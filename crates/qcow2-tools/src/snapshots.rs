@@ -28,7 +28,7 @@
 use crate::check::{Counted, Finding, Task, count};
 use crate::recover::{Which, open_for_change, rewrite};
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact, write_all};
-use mica_qcow2::snapshots::list_bitmaps;
+use mica_qcow2::snapshots::{SnapshotSearch, SnapshotSelector, list_bitmaps};
 use mica_qcow2::{FileSpace, read_header};
 use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, COPIED, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{
@@ -152,23 +152,23 @@ impl SnapshotEditor {
         self.change(Tables { snapshots, active: None, copy: Some(l1) }).await
     }
 
-    /// Makes the disk what it was when the snapshot was taken whose id, or else name, is `wanted`.
-    /// What was written since is lost; the snapshots stay.
+    /// Makes the disk what it was when the snapshot that is `wanted` was taken. What was written
+    /// since is lost; the snapshots stay.
     ///
     /// # Errors
-    /// `NotFound` if there is none; otherwise as [`Self::create`].
-    pub async fn apply(&mut self, wanted: &str) -> Result<()> {
+    /// `NotFound` if there is none, `Invalid` if there are two; otherwise as [`Self::create`].
+    pub async fn apply(&mut self, wanted: &SnapshotSelector) -> Result<()> {
         let SnapshotEntry { l1_offset, l1_entries, disk_bytes, .. } =
             self.snapshots[self.find(wanted)?].entry.clone();
         // It is read before a check of the whole image says the same.
         let l1_bytes = u64::from(l1_entries) * L1Entry::BYTES as u64;
         if l1_bytes > L1_BYTES_MAX || !l1_offset.is_aligned(self.header.cluster_bits.bytes()) {
-            let what = format!("the L1 table of snapshot {wanted:?} is too long, or off a cluster");
+            let what = format!("the L1 table of snapshot {wanted} is too long, or off a cluster");
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         let size = disk_bytes.unwrap_or(self.header.size);
         if self.header.l1_entries_for(size)? > l1_entries {
-            let what = format!("the L1 table of snapshot {wanted:?} is too short for its disk");
+            let what = format!("the L1 table of snapshot {wanted} is too short for its disk");
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         if size != self.header.size && self.header.bitmaps.is_some() {
@@ -181,30 +181,32 @@ impl SnapshotEditor {
         self.change(Tables { snapshots, active: Some((l1, size)), copy: None }).await
     }
 
-    /// Deletes the snapshot whose id, or else name, is `wanted`.
+    /// Deletes the snapshot that is `wanted`.
     ///
     /// # Errors
     /// As [`Self::apply`].
-    pub async fn delete(&mut self, wanted: &str) -> Result<()> {
+    pub async fn delete(&mut self, wanted: &SnapshotSelector) -> Result<()> {
         let at = self.find(wanted)?;
         let mut snapshots = std::mem::take(&mut self.snapshots);
         snapshots.remove(at);
         self.change(Tables { snapshots, active: None, copy: None }).await
     }
 
-    fn find(&self, wanted: &str) -> Result<usize> {
-        let by_id = self.list().position(|entry| entry.id == wanted);
-        let found = by_id.or_else(|| self.list().position(|entry| entry.name == wanted));
-        found.ok_or_else(|| {
-            let what = format!("there is no snapshot {wanted:?}: `mica snapshot -l` lists them");
-            Error::new(ErrorKind::NotFound, what)
-        })
+    fn find(&self, wanted: &SnapshotSelector) -> Result<usize> {
+        let mut search = SnapshotSearch::new(wanted);
+        let _ = self.list().all(|entry| search.see(entry));
+        search.end().map(|(position, _)| position)
     }
 
-    /// One more than the highest id that is a number, as in QEMU.
+    /// One more than the highest id that is a number, as in QEMU, unless a snapshot is called that:
+    /// a word is to mean one of them.
     fn next_id(&self) -> String {
         let ids = self.list().filter_map(|entry| entry.id.parse::<u64>().ok());
-        ids.max().unwrap_or(0).saturating_add(1).to_string()
+        let mut next = ids.max().unwrap_or(0).saturating_add(1);
+        while next < u64::MAX && self.list().any(|entry| entry.name == next.to_string()) {
+            next += 1;
+        }
+        next.to_string()
     }
 
     /// Puts `tables` in the place of those that there are.

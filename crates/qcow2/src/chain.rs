@@ -19,6 +19,7 @@ use crate::index::cache::{MapCache, Sharing};
 use crate::layer::Layer;
 use crate::map::{Map, Rest};
 use crate::open::{OpenAs, open_layers};
+use crate::snapshots::SnapshotSelector;
 use crate::write::Writer;
 use crate::write::bitmaps::settle_bitmaps;
 use crate::write::pages::Metadata;
@@ -61,8 +62,8 @@ pub struct ChainOptions {
     pub sharing: Sharing,
     /// Whether the sidecars are used.
     pub index: IndexUse,
-    /// An internal snapshot of the active layer, by id or name, to read instead of its present.
-    pub snapshot: Option<String>,
+    /// An internal snapshot of the active layer, to read instead of its present.
+    pub snapshot: Option<SnapshotSelector>,
     /// Whether the active layer is to be written.
     pub writable: bool,
     /// Repairs an image that its last writer has not closed, before it is written. Without it such
@@ -115,7 +116,7 @@ impl Chain {
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         let opening_ns = images.now_ns();
-        let wanted = OpenAs { snapshot: options.snapshot.as_deref(), writable: options.writable };
+        let wanted = OpenAs { snapshot: options.snapshot.as_ref(), writable: options.writable };
         let (layers, metadata) = open_layers(&*images, path, wanted).await?;
         let map = Map::new(images, layers, options.cache.clone(), (opening_ns, options.sharing));
         let gate = Arc::<Gate>::default();

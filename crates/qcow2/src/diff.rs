@@ -23,6 +23,7 @@ mod tree;
 
 use crate::index::sidecar::Header as Seal;
 use crate::layer::Layer;
+use crate::snapshots::SnapshotSelector;
 use descent::{Descended, descend};
 use mica_block::{Images, Result};
 use mica_units::{GuestOffset, GuestRange};
@@ -44,8 +45,8 @@ pub struct DiffState<'a> {
     pub path: &'a Path,
     /// The format of that.
     pub format: DiffFormat,
-    /// An internal snapshot of that, by id or name.
-    pub snapshot: Option<&'a str>,
+    /// An internal snapshot of that.
+    pub snapshot: Option<&'a SnapshotSelector>,
 }
 
 /// The format of an uppermost layer, which is always stated.

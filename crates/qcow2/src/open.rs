@@ -11,6 +11,7 @@ use crate::header_io::{open_data_file, read_header, read_start};
 use crate::layer::{Layer, Tables};
 use crate::layers::Layers;
 use crate::redo::{read_over, replay_redo_log, warn_of_log};
+use crate::snapshots::SnapshotSelector;
 use crate::unclosed::{close_frozen_at, is_unclosed};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
@@ -95,7 +96,7 @@ enum OpenedKind {
 #[derive(Clone, Copy)]
 pub(crate) struct OpenAs<'a> {
     /// The internal snapshot that it is to show, if any.
-    pub(crate) snapshot: Option<&'a str>,
+    pub(crate) snapshot: Option<&'a SnapshotSelector>,
     pub(crate) writable: bool,
 }
 

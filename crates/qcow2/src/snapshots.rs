@@ -1,5 +1,9 @@
 //! The internal snapshots and bitmaps of an image: reading their tables.
 
+mod selector;
+
+pub use selector::{SnapshotSearch, SnapshotSelector};
+
 use crate::header_io::read_header;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_qcow2_format::{
@@ -28,29 +32,15 @@ pub async fn list(store: &dyn Store, header: &Header, limit: usize) -> Result<Ve
     Ok(found)
 }
 
-/// The snapshot whose id, or failing that whose name, is `wanted`.
+/// The snapshot that is `wanted`.
 pub(crate) async fn find(
     store: &dyn Store,
     header: &Header,
-    wanted: &str,
+    wanted: &SnapshotSelector,
 ) -> Result<SnapshotEntry> {
-    let mut by_id = None;
-    let mut by_name = None;
-    visit(store, header, |entry| {
-        if entry.id == wanted {
-            by_id = Some(entry);
-            return false;
-        }
-        if by_name.is_none() && entry.name == wanted {
-            by_name = Some(entry);
-        }
-        true
-    })
-    .await?;
-    by_id.or(by_name).ok_or_else(|| {
-        let context = format!("the image has no snapshot {wanted:?}: `mica info` lists them");
-        Error::new(ErrorKind::NotFound, context)
-    })
+    let mut search = SnapshotSearch::new(wanted);
+    visit(store, header, |entry| search.see(&entry)).await?;
+    search.end().map(|(_, entry)| entry)
 }
 
 /// Makes sure that what lies beneath the image at `path`, whose file is `store`, may change: it

@@ -4,6 +4,7 @@
 
 use crate::{TinyImage, TinySpec, World};
 use mica_block::{Disk, Extent, Images, Survey, read_whole};
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2::{Chain, ChainOptions, IndexUse, find_bitmap};
 use mica_qcow2_format::{
     Header, L2Entry, SnapshotDecoded, SnapshotEntry, Version, parse_data_file_name,
@@ -161,7 +162,7 @@ pub fn open_read(bytes: &[u8]) {
         let images: Arc<dyn Images> = Arc::new(world.clone());
         if let Ok(info) = inspect(&*images, Path::new(IMAGE)).await {
             for wanted in info.snapshots.iter().take(2) {
-                let snapshot = Some(wanted.id.clone());
+                let snapshot = Some(SnapshotSelector::Id(wanted.id.clone()));
                 let options = ChainOptions { snapshot, ..ChainOptions::default() };
                 if let Ok(chain) = Chain::open(Arc::clone(&images), IMAGE.as_ref(), &options).await
                 {

@@ -4,8 +4,9 @@ use crate::restored::restored;
 use mica_tests::kept::raw;
 use mica_tests::{command, judge, mica, qemu, tools};
 use std::fs;
+use std::io::Write as _;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 /// A disk with two kept states and what came after, in a folder.
@@ -226,4 +227,46 @@ fn what_cannot_be_backed_up_is_refused_in_a_line() {
     let states =
         mica::run(["backup", "list", "--output", "json", &at.join("web").display().to_string()]);
     assert_eq!(states.json().as_array().map(Vec::len), Some(2));
+}
+
+/// The story: the file of an image that was restored into an empty file had a header before it had
+/// any data: what a kill left was a valid image with part of the content.
+#[test]
+fn restore_that_is_killed_leaves_no_image_in_the_file_that_had_the_name() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let at = dir.path();
+    let noise = |number: u32| number.wrapping_mul(2_654_435_761).rotate_left(number % 31);
+    let bytes: Vec<u8> = (0..1 << 20).map(noise).flat_map(u32::to_le_bytes).collect();
+    fs::write(at.join("disk.raw"), &bytes).expect("there is room");
+    qemu::img(at, ["convert", "-f", "raw", "-O", "qcow2", "disk.raw", "disk.qcow2"]).ok();
+    let mut backup = Command::new(mica::binary());
+    let made = backup.args(["backup", "--as", "mon", "disk.qcow2", "-"]).current_dir(at).output();
+    let stream = made.expect("it runs").stdout;
+    assert!(stream.len() > 4 << 20, "{} bytes", stream.len());
+
+    fs::write(at.join("new.qcow2"), "").expect("there is room");
+    let restore = || {
+        let mut command = Command::new(mica::binary());
+        command.args(["restore", "-", "new.qcow2"]).current_dir(at);
+        command.stdin(Stdio::piped()).stderr(Stdio::null()).spawn().expect("it runs")
+    };
+    let mut killed = restore();
+    let mut pipe = killed.stdin.take().expect("a pipe");
+    // All but what the pipe holds was read.
+    pipe.write_all(&stream[..2 << 20]).expect("it reads");
+    killed.kill().expect("it runs still");
+    killed.wait().expect("it was killed");
+    let left = at.join("new.qcow2");
+    assert!(fs::metadata(&left).expect("it is there").len() > 1 << 20, "it was being filled");
+    mica::run(["info", &left.display().to_string()]).refusal();
+
+    fs::write(&left, "").expect("there is room");
+    let mut whole = restore();
+    whole.stdin.take().expect("a pipe").write_all(&stream).expect("it reads");
+    assert!(whole.wait().expect("it ends").success());
+    qemu::img(at, ["check", "new.qcow2"]).ok();
+    judge::same_bytes("restored in place", &raw(at, "new.qcow2"), &bytes);
 }

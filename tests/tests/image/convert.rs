@@ -132,6 +132,28 @@ fn a_snapshot_is_copied_and_over_a_backing_file_only_what_differs() {
     }
 }
 
+/// The story: clusters were reserved for all of the disk, and the compressed ones put behind them.
+#[test]
+fn compression_and_preallocation_exclude_each_other_as_in_qemu() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "source.qcow2", &[], "1M");
+    for (how, is_refused) in [("metadata", true), ("falloc", true), ("full", true), ("off", false)]
+    {
+        let option = format!("preallocation={how}");
+        let words = ["convert", "-O", "qcow2", "-c", "-o", &option, "source.qcow2", "copy.qcow2"];
+        for said in [mica_in(dir, &words), qemu::img(dir, words)] {
+            assert_eq!(said.code() == Some(1), is_refused, "{said}");
+            let is_said = said.stderr.contains("Compression and preallocation not supported");
+            assert_eq!(is_said, is_refused, "{said}");
+            let _ = fs::remove_file(dir.join("copy.qcow2"));
+        }
+    }
+}
+
 #[test]
 fn nothing_is_copied_over_its_own_source() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

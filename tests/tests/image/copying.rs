@@ -495,3 +495,28 @@ fn a_raw_copy_streams_to_standard_output() {
     }
     assert!(!dir.join("-").exists() && !dir.join("copy.qcow2").exists());
 }
+
+/// The story: nothing said that a file with a second hard link is overwritten, and not replaced.
+#[test]
+fn old_file_that_cannot_be_replaced_is_warned_of() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "source.qcow2", "1M"]).ok();
+    for (name, content, links, is_warned_of) in
+        [("linked", "precious", 2, true), ("alone", "precious", 1, false), ("empty", "", 2, false)]
+    {
+        for words in
+            [&["create", "--force", name, "1M"][..], &["convert", "--force", "source.qcow2", name]]
+        {
+            let (file, again) = (dir.join(name), dir.join(format!("{name}.again")));
+            fs::write(&file, content).expect("written");
+            if links == 2 && !again.exists() {
+                fs::hard_link(&file, &again).expect("a second name");
+            }
+            let made = mica_in(dir, words);
+            assert_eq!(made.code(), Some(0), "{made}");
+            let said = made.stderr.contains("its old content is overwritten");
+            assert_eq!(said, is_warned_of, "{made}");
+        }
+    }
+}

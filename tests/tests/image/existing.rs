@@ -192,6 +192,68 @@ fn a_device_becomes_a_qcow2_image_if_it_is_large_enough() {
     assert!(fs::read(&small).expect("there") == vec![9; 1 << 20], "it was written to");
 }
 
+/// The story: a device for the tables alone was refused, because the data did not fit.
+#[test]
+fn a_device_needs_no_room_for_what_is_in_a_data_file() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    let file = dir.join("device");
+    fs::write(&file, vec![9; 2 << 20]).expect("there is room");
+    let Some(device) = Loop::attach(&file) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let data = format!("data_file={}", dir.join("d.raw").display());
+    for more in ["", ",preallocation=falloc"] {
+        let options = format!("{data}{more}");
+        let words =
+            ["convert", "--force", "-O", "qcow2", "-o", &options, "source.qcow2", &device.0];
+        mica_in(dir, &words).ok();
+        mica_in(dir, &["check", &device.0]).ok();
+        mica_in(dir, &["compare", "source.qcow2", &device.0]).ok();
+    }
+    let end = fs::read(&device.0).expect("readable");
+    assert!(end[1 << 20..].iter().all(|byte| *byte == 9), "what it does not need was zeroed");
+}
+
+/// The story: the image was complete on its device when there was no room for the bitmaps: the verb
+/// failed, and left it there without them.
+#[test]
+fn a_device_without_room_for_bitmaps_is_no_image() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "source.qcow2", &[], "8M");
+    mica_in(dir, &["bitmap", "--add", "source.qcow2", "b"]).ok();
+    qemu::io(dir, &[], "source.qcow2", &["write -P 1 0 64k"]);
+    let measured = mica_in(dir, &["measure", "--output", "json", "source.qcow2"]).json();
+    let required = measured["required"].as_u64().expect("a number");
+    let convert = ["convert", "-O", "qcow2", "--bitmaps", "source.qcow2"];
+    let file = dir.join("device");
+    let len = usize::try_from(required).expect("small");
+    for (more, is_written) in [(&[][..], false), (&["-c"], true)] {
+        fs::write(&file, vec![9; len]).expect("there is room");
+        let Some(device) = Loop::attach(&file) else {
+            return tools::skip("no loop device can be had here");
+        };
+        mica_in(dir, &[&convert[..], more, &[&device.0]].concat()).refusal();
+        let left = fs::read(&device.0).expect("readable");
+        assert_eq!(left != vec![9; len], is_written, "{more:?}");
+        mica_in(dir, &["info", &device.0]).refusal();
+    }
+    let bitmaps = measured["bitmaps"].as_u64().expect("a number");
+    fs::write(&file, vec![9; len + usize::try_from(bitmaps).expect("small") + (256 << 10)])
+        .expect("there is room");
+    let Some(device) = Loop::attach(&file) else { return };
+    mica_in(dir, &[&convert[..], &[&device.0]].concat()).ok();
+    qemu::img(dir, ["check", "-f", "qcow2", &device.0]).ok();
+}
+
 /// The story: of a device that consists of the source all was zeroed before it was copied.
 #[test]
 fn a_device_that_consists_of_the_source_is_refused() {

@@ -122,6 +122,26 @@ fn bitmaps_come_along_with_what_they_say() {
     assert!(said.refusal().contains("only qcow2 images"));
 }
 
+/// The story: all was copied first.
+#[test]
+fn bitmaps_for_a_disk_of_another_length_are_refused_before_anything_is_written() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    for (name, len) in [("source.qcow2", "1M"), ("long.qcow2", "2M"), ("same.qcow2", "1M")] {
+        qemu::create(dir, name, &[], len);
+    }
+    mica_in(dir, &["bitmap", "--add", "source.qcow2", "b"]).ok();
+    qemu::io(dir, &[], "source.qcow2", &["write -P 1 0 1M"]);
+    let before = fs::read(dir.join("long.qcow2")).expect("it is there");
+    let said = mica_in(dir, &["convert", "-n", "--bitmaps", "source.qcow2", "long.qcow2"]);
+    assert!(said.refusal().contains("a disk of the same length"));
+    assert!(fs::read(dir.join("long.qcow2")).expect("it is there") == before, "it was written");
+    mica_in(dir, &["convert", "-n", "--bitmaps", "source.qcow2", "same.qcow2"]).ok();
+}
+
 #[test]
 fn a_rate_is_kept_and_other_options_of_qemu_change_no_byte() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

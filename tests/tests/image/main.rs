@@ -17,4 +17,5 @@ mod names;
 mod no_exchange;
 mod repair;
 mod resize;
+mod snapshots;
 mod verbs;

@@ -4,6 +4,7 @@ use super::WriteArgs;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use mica_block::Manage;
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2::{DiffFormat, DiffState, IndexUse};
 use mica_stack::{FileImages, Format, kept_path, state_of};
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +21,7 @@ pub(super) struct Subject {
     /// The file that has the state.
     path: PathBuf,
     /// Its internal snapshot that the state is.
-    snapshot: Option<String>,
+    snapshot: Option<SnapshotSelector>,
     /// What the state is called.
     state: Option<String>,
     args: ImageArgs,
@@ -52,9 +53,12 @@ impl Subject {
     /// The state called `state` of `image`.
     fn of(image: &Path, state: &str, args: ImageArgs, format: Format) -> Result<Self, Failure> {
         let real = image.canonicalize().unwrap_or_else(|_| image.to_owned());
+        let snapshot: SnapshotSelector = state.parse()?;
+        let state = snapshot.word();
         let kept = kept_path(&real, state)?;
-        let (path, snapshot) = match kept.exists() {
-            true => (kept, None),
+        let may_be_kept = matches!(snapshot, SnapshotSelector::Any(_));
+        let (path, state, snapshot) = match may_be_kept && kept.exists() {
+            true => (kept, state.to_owned(), None),
             false if format != Format::Qcow2 => {
                 let what =
                     format!("only qcow2 images have states, and {} has none", image.display());
@@ -64,9 +68,9 @@ impl Subject {
                 let what = format!("there is neither {} nor {}", image.display(), kept.display());
                 return Err(Failure::new(what));
             }
-            false => (image.to_owned(), Some(state.to_owned())),
+            false => (image.to_owned(), state.to_owned(), Some(snapshot)),
         };
-        let (image, state) = (image.to_owned(), Some(state.to_owned()));
+        let (image, state) = (image.to_owned(), Some(state));
         Ok(Self { image, path, snapshot, state, args, format })
     }
 
@@ -93,7 +97,7 @@ impl Subject {
             Format::Raw => DiffFormat::Raw,
             _ => DiffFormat::Qcow2,
         };
-        DiffState { images, path: &self.path, format, snapshot: self.snapshot.as_deref() }
+        DiffState { images, path: &self.path, format, snapshot: self.snapshot.as_ref() }
     }
 
     pub(super) async fn open(&self) -> Result<Arc<dyn Manage>, Failure> {
@@ -105,7 +109,8 @@ impl Subject {
 
     /// Which content the state of `disk`, which is open, has: that of these files, as they are.
     pub(super) fn content(&self, disk: &dyn Manage) -> Result<Vec<u8>, Failure> {
-        let mut content = self.snapshot.clone().unwrap_or_default().into_bytes();
+        let mut content =
+            self.snapshot.as_ref().map_or("", SnapshotSelector::word).as_bytes().to_vec();
         let mut paths = disk.layer_paths();
         paths.extend(disk.data_paths());
         if paths.is_empty() {

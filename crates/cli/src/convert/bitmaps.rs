@@ -51,16 +51,29 @@ pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failu
     Ok(wanted)
 }
 
-/// Makes sure that a target that exists, and stays, has none of the `wanted` ones, before it is
-/// written.
+/// Makes sure that a target that exists, and stays, can have the `wanted` ones, and has none of them
+/// yet, before it is written.
 pub(super) async fn check_free(args: &ConvertArgs, wanted: &[BitmapEntry]) -> Result<(), Failure> {
     if !args.no_create || wanted.is_empty() {
         return Ok(());
     }
     let target = &*args.names.target;
     let images = FileImages::new(target, args.target_options()?)?;
-    let there = wait_for_dead(async || inspect(&images, target).await).await?.bitmaps;
-    let is_there = |one: &&BitmapEntry| there.iter().any(|other| other.name == one.name);
+    let there = wait_for_dead(async || inspect(&images, target).await).await?;
+    if let Some(source) = args.names.sources.first() {
+        let images = FileImages::new(source, args.source_options()?)?;
+        let inspected = wait_for_dead(async || inspect(&images, source).await);
+        let len = inspected.await?.header.disk_bytes();
+        let target_len = there.header.disk_bytes();
+        if len != target_len {
+            return Err(Failure::new(format!(
+                "--bitmaps: {} has a disk of {target_len} bytes, and the source one of {len}: \
+                 bitmaps are copied only to a disk of the same length",
+                target.display()
+            )));
+        }
+    }
+    let is_there = |one: &&BitmapEntry| there.bitmaps.iter().any(|other| other.name == one.name);
     match wanted.iter().find(is_there) {
         None => Ok(()),
         Some(taken) => Err(Failure::new(format!(

@@ -21,8 +21,6 @@ use std::sync::Arc;
 
 /// Bytes of standard input that are read at a time.
 const PIECE_BYTES: u64 = 1 << 20;
-/// What the parameters of an internal snapshot begin with, as qemu-img takes them.
-const SNAPSHOT_PREFIXES: [&str; 2] = ["snapshot.name=", "snapshot.id="];
 
 /// What is copied.
 pub(crate) struct Input {
@@ -118,7 +116,7 @@ fn check_exports(args: &ConvertArgs) -> Result<(), Failure> {
 /// Opens all sources.
 pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
     let mut chain = args.images.chain_options(IndexUse::Read)?;
-    chain.snapshot = args.load_snapshot.as_deref().map(plain_snapshot);
+    chain.snapshot = args.load_snapshot.clone();
     let (options, format) = (args.source_options()?, args.images.format());
     let (mut files, mut disks, mut spooled) = (Sources::default(), Vec::new(), None);
     for source in &args.names.sources {
@@ -150,12 +148,6 @@ pub(super) async fn open(args: &ConvertArgs) -> Result<Input, Failure> {
         last => Arc::new(Joined::new(disks.into_iter().chain(last).map(|disk| disk as _))),
     };
     Ok(Input { disk, files, is_encrypted, spooled, bitmaps: Vec::new() })
-}
-
-/// The id or name in the parameters of a snapshot.
-fn plain_snapshot(parameters: &str) -> String {
-    let named = SNAPSHOT_PREFIXES.iter().find_map(|prefix| parameters.strip_prefix(prefix));
-    named.unwrap_or(parameters).to_owned()
 }
 
 /// Writes standard input to a file that never has a name, so that no kill leaves it behind, with
@@ -192,19 +184,5 @@ fn copy_sparsely(file: &File) -> std::io::Result<u64> {
             file.write_all_at(&piece, at)?;
         }
         at += piece.len() as u64;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn snapshots_are_named_as_qemu_img_takes_them() {
-        for (said, meant) in
-            [("before", "before"), ("snapshot.name=before", "before"), ("snapshot.id=1", "1")]
-        {
-            assert_eq!(plain_snapshot(said), meant);
-        }
     }
 }

@@ -171,6 +171,13 @@ impl Wish<'_> {
             // For good: the data that it had is gone.
             image.spoil_old(self.path).await?;
         }
+        if old.len()? > 0 {
+            let path = self.path.display();
+            tracing::warn!(
+                "{path}: no other file can take its place: its old content is overwritten, and is \
+                 lost if the new one cannot be completed"
+            );
+        }
         self.emptied(old, None).await
     }
 

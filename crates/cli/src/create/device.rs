@@ -8,7 +8,7 @@
 use crate::failure::Failure;
 use mica_block::{Space, Store, write_all};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation};
-use mica_qcow2_tools::measure::measure;
+use mica_qcow2_tools::measure::{Measure, measure};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use rustix::fd::OwnedFd;
@@ -38,21 +38,23 @@ impl Device {
 
     /// The bytes at its start that an image of `plan` may take without having written them. It is
     /// refused if it needs more than the device has: space for all of its disk, as the plan may
-    /// want, or that for `data_bytes` of clusters, if that is known.
+    /// want, or that for `data_bytes` of clusters, if that is known; and that for `bitmap_bytes`.
     pub(crate) fn room_for(
         &self,
         plan: &ImagePlan,
         data_bytes: Option<u64>,
+        bitmap_bytes: u64,
     ) -> Result<u64, Failure> {
         let there = seek(&self.claim, SeekFrom::End(0)).map_err(|error| {
             let what = format!("asking for the length of {}", self.path.display());
             Failure::from(std::io::Error::from(error)).within(what)
         })?;
-        let measured = measure(plan, data_bytes.unwrap_or(0));
+        let Measure { required, fully_allocated } = measure_image(plan, data_bytes.unwrap_or(0));
+        let [required, most] = [required, fully_allocated].map(|bytes| bytes + bitmap_bytes);
         let needed = match (plan.preallocation, data_bytes) {
             (Preallocation::Off, None) => 0,
-            (Preallocation::Off, Some(_)) => measured.required,
-            _ => measured.fully_allocated,
+            (Preallocation::Off, Some(_)) => required,
+            _ => most,
         };
         if there < needed {
             return Err(Failure::new(format!(
@@ -61,8 +63,19 @@ impl Device {
                 self.path.display(),
             )));
         }
-        Ok(measured.fully_allocated.min(there))
+        Ok(most.min(there))
     }
+}
+
+/// The bytes that the image of `plan` itself takes: what is in a data file is elsewhere.
+fn measure_image(plan: &ImagePlan, data_bytes: u64) -> Measure {
+    let measured = measure(plan, data_bytes);
+    if plan.data_file.is_none() {
+        return measured;
+    }
+    let data = plan.l2.cluster_bits.bytes_of(plan.clusters());
+    let besides = measured.fully_allocated - data;
+    Measure { required: besides, fully_allocated: besides }
 }
 
 /// Whether `path` names a block device.

@@ -19,6 +19,7 @@ use mica_block::{Images, Store, wait_for_dead};
 use mica_qcow2::read_header;
 use mica_stack::{FileImages, ImageOptions, MayWrite};
 use mica_store::CacheMode;
+use mica_units::SECTOR_BYTES;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -54,6 +55,18 @@ impl NewFile {
         let zeroed = zero(&*store, most.min(store.len()?)).await;
         zeroed.map_err(|error| error.wrap(path.display().to_string()))?;
         Ok(Self::of(name, store))
+    }
+
+    /// The `failure` that followed when the file was complete. A device is no image after that: a
+    /// file is removed.
+    pub(crate) async fn given_up(&self, failure: Failure) -> Failure {
+        if !self.store.identity().is_device() {
+            return failure;
+        }
+        match zero(&*self.store, SECTOR_BYTES).await {
+            Ok(()) => failure,
+            Err(error) => failure.and(format!("the device has an unfinished image: {error}")),
+        }
     }
 
     /// Whether the image that this one replaces would lose its data file if that at `data` became

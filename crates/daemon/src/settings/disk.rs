@@ -66,7 +66,8 @@ pub struct DiskSettings {
     pub(crate) overlay: Option<Overlay>,
     /// Serve this internal snapshot, read-only.
     ///
-    /// By id or name, instead of the current state of the image.
+    /// By ID or name, or as snapshot.id=ID or snapshot.name=NAME (or both), instead of the current
+    /// state of the image.
     #[arg(short = 'l', long, value_name = "NAME", hide_short_help = true)]
     pub load_snapshot: Option<String>,
     /// Serve this partition of the disk.

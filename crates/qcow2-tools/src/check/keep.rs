@@ -2,7 +2,7 @@
 
 use super::CheckReport;
 use super::refcounts::Refcounts;
-use super::references::References;
+use crate::references::References;
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostCluster, HostOffset};
 

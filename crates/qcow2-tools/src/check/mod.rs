@@ -36,7 +36,6 @@ mod finding;
 mod keep;
 mod mend;
 mod refcounts;
-mod references;
 mod snapshots;
 mod tables;
 
@@ -44,13 +43,13 @@ pub use finding::Finding;
 pub(crate) use keep::{Counted, Kept, Ranges, Task};
 pub(crate) use refcounts::Block;
 
+use crate::references::References;
 use keep::Keep;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_qcow2_format::{Encryption, Header, SnapshotEntry};
 use mica_rt::Buf;
 use mica_units::{HostOffset, SECTOR_BYTES};
 use refcounts::Refcounts;
-use references::References;
 use std::sync::Arc;
 use tables::Tables;
 

@@ -3,11 +3,11 @@
 use super::refcounts::{RefcountArea, refcount_area};
 use super::{Place, Write};
 use crate::create::{ImagePlan, TablePlaces};
+use crate::references::References;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{L1Entry, REFCOUNT_TABLE_BYTES_MAX, RefcountTableEntry};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
-use std::collections::BTreeMap;
 
 /// The L1 table follows the header.
 const L1_AT: HostCluster = HostCluster::new(1);
@@ -20,7 +20,7 @@ pub struct Ending {
     /// Where the refcount blocks start; the table follows them.
     blocks_at: HostCluster,
     area: RefcountArea,
-    shared: BTreeMap<HostCluster, u64>,
+    shared: References,
     stage: Stage,
 }
 
@@ -38,7 +38,7 @@ impl Ending {
         plan: ImagePlan,
         l1: Vec<u8>,
         end: HostCluster,
-        shared: BTreeMap<HostCluster, u64>,
+        shared: References,
     ) -> Result<Self> {
         let bits = plan.l2.cluster_bits;
         let area = refcount_area(plan.refcount_width, bits, end.number());
@@ -163,10 +163,7 @@ impl Ending {
             })
         };
         for cluster in first.up_to(end) {
-            set(cluster, 1)?;
-        }
-        for (cluster, more) in self.shared.range(first..end.max(first)) {
-            set(*cluster, 1 + more)?;
+            set(cluster, 1 + self.shared.get(cluster))?;
         }
         Ok(block)
     }

@@ -28,6 +28,45 @@ async fn with_snapshots(count: u32) -> SnapshotEditor {
     editor
 }
 
+fn called(name: &str) -> SnapshotSelector {
+    SnapshotSelector::Name(name.to_owned())
+}
+
+/// The story: snapshots called "2" and "3" had IDs 1 and 2, and `mica snapshot -d 2` deleted "3".
+#[test]
+fn no_snapshot_gets_the_name_of_another_as_its_id() {
+    run(async || {
+        let mut editor = with_snapshots(0).await;
+        for name in ["2", "3", "x"] {
+            editor.create(name, 0).await.expect("made");
+        }
+        let ids: Vec<_> = editor.list().map(|entry| entry.id.clone()).collect();
+        assert_eq!(ids, ["1", "3", "4"]);
+        editor.delete(&SnapshotSelector::Any("2".to_owned())).await.expect("deleted");
+        let names: Vec<_> = editor.list().map(|entry| entry.name.clone()).collect();
+        assert_eq!(names, ["3", "x"]);
+    });
+}
+
+/// The story: the ID was tried first, of images that QEMU made, too.
+#[test]
+fn word_that_means_two_snapshots_deletes_neither() {
+    run(async || {
+        let mut editor = with_snapshots(2).await;
+        for (entry, name) in editor.snapshots.iter_mut().zip(["2", "3"]) {
+            entry.entry.name = name.to_owned();
+        }
+        let wanted = SnapshotSelector::Any("2".to_owned());
+        let refused = editor.delete(&wanted).await.expect_err("refused");
+        assert_eq!(refused.kind(), ErrorKind::Invalid);
+        assert_eq!(editor.apply(&wanted).await.expect_err("refused").kind(), ErrorKind::Invalid);
+        assert_eq!(editor.list().count(), 2, "nothing was deleted");
+        editor.delete(&SnapshotSelector::Name("2".to_owned())).await.expect("deleted");
+        let names: Vec<_> = editor.list().map(|entry| entry.id.clone()).collect();
+        assert_eq!(names, ["2"], "the one called so is gone");
+    });
+}
+
 /// `mica snapshot -a` took the length of the table from the image, and asked for up to 34 GB.
 #[test]
 fn snapshot_whose_l1_table_is_too_long_or_off_its_cluster_is_not_read() {
@@ -40,13 +79,13 @@ fn snapshot_whose_l1_table_is_too_long_or_off_its_cluster_is_not_read() {
         for harm in harms {
             let mut editor = with_snapshots(1).await;
             harm(&mut editor.snapshots[0].entry);
-            let refused = editor.apply("1").await.expect_err("refused");
+            let refused = editor.apply(&called("1")).await.expect_err("refused");
             assert_eq!(refused.kind(), ErrorKind::Corrupt);
             assert!(refused.to_string().contains("too long, or off a cluster"), "{refused}");
             assert_eq!(editor.list().count(), 1, "nothing was changed");
         }
         let mut editor = with_snapshots(1).await;
-        editor.apply("1").await.expect("a sound one is applied");
+        editor.apply(&called("1")).await.expect("a sound one is applied");
     });
 }
 
@@ -63,7 +102,7 @@ fn only_what_a_change_frees_gives_its_space_back() {
     run(async || {
         let mut editor = with_snapshots(6).await;
         for wanted in ["1", "2", "3"] {
-            editor.delete(wanted).await.expect("deleted");
+            editor.delete(&called(wanted)).await.expect("deleted");
         }
         let store = Arc::clone(&editor.image.store);
         let place = |number: usize| HostOffset::new((number * CLUSTER_LEN) as u64);
@@ -72,7 +111,7 @@ fn only_what_a_change_frees_gives_its_space_back() {
         for (number, _) in before.iter().enumerate().filter(|(_, is_named)| !**is_named) {
             write_all(&*store, Buf::from_slice(&noise), place(number)).await.expect("written");
         }
-        editor.delete("4").await.expect("deleted");
+        editor.delete(&called("4")).await.expect("deleted");
         let (mut kept, mut emptied) = (0, 0);
         let after = named(&editor).await;
         for (number, (was_named, is_named)) in before.into_iter().zip(after).enumerate() {

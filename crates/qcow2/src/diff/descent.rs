@@ -4,6 +4,7 @@ use super::{DiffFormat, DiffState};
 use crate::layer::Layer;
 use crate::open::{ImageFormat, OpenAs, Opened, build_layer, loop_error, open_one};
 use crate::redo::read_over;
+use crate::snapshots::SnapshotSelector;
 use mica_block::{Error, ErrorKind, Images, Result};
 use mica_units::LayerNumber;
 use std::collections::HashMap;
@@ -20,7 +21,7 @@ pub(super) struct Descended {
 }
 
 /// A state of a file, an internal snapshot of it or its present, as it is read in this format.
-type Key = (u64, u64, Option<String>, ImageFormat);
+type Key = (u64, u64, Option<SnapshotSelector>, ImageFormat);
 
 /// One of the chains.
 struct Way<'a> {
@@ -108,7 +109,7 @@ impl<'a> Way<'a> {
                 return Ok(None);
             }
         };
-        let snapshot = self.state.snapshot.filter(|_| self.opened.is_empty()).map(str::to_owned);
+        let snapshot = self.state.snapshot.filter(|_| self.opened.is_empty()).cloned();
         let identity = opened.image.identity;
         let key = (identity.device, identity.inode, snapshot, opened.format());
         if self.seen.insert(key.clone(), self.opened.len()).is_some() {
@@ -139,7 +140,7 @@ impl<'a> Way<'a> {
 async fn layer(
     images: &dyn Images,
     opened: Opened,
-    (number, snapshot): (usize, Option<&str>),
+    (number, snapshot): (usize, Option<&SnapshotSelector>),
 ) -> Result<Arc<Layer>> {
     let name = opened.path.display().to_string();
     let number = LayerNumber::new(number).expect("bounded while it was opened");

@@ -4,6 +4,7 @@
 use crate::chain::FOLDER;
 use crate::plain::{Plain, range, read, write};
 use mica_block::{Disk as _, ErrorKind, Manage as _, ManageBitmaps as _, Result};
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_format::Version;
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
@@ -33,8 +34,8 @@ impl Deed {
         let mut editor = SnapshotEditor::open(world, &Plain::top()).await?;
         match self {
             Self::Create => editor.create("c", 1_700_000_000_000_000_000).await,
-            Self::Apply(name) => editor.apply(name).await,
-            Self::Delete(name) => editor.delete(name).await,
+            Self::Apply(name) => editor.apply(&SnapshotSelector::Name(name.to_string())).await,
+            Self::Delete(name) => editor.delete(&SnapshotSelector::Name(name.to_string())).await,
         }
     }
 }
@@ -50,7 +51,7 @@ async fn open(world: &World, snapshot: Option<&str>) -> Chain {
     let options = ChainOptions {
         cache: MapCache::new(CACHE_BYTES_MIN),
         writable: snapshot.is_none(),
-        snapshot: snapshot.map(str::to_owned),
+        snapshot: snapshot.map(|name| SnapshotSelector::Name(name.to_owned())),
         repair: Some(repair_for_opening),
         ..ChainOptions::default()
     };

@@ -2,6 +2,7 @@
 
 use super::model::{Image, ModelLayer, build, compare, open, path, plain, plain_chain, put};
 use mica_block::{Disk, ErrorKind, Images};
+use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2::{Chain, ChainOptions, IndexUse};
 use mica_qcow2_format::{L1Entry, L2Entry, SnapshotEntry, Version};
 use mica_sim::{TinyImage, TinySpec, World, scenario};
@@ -229,8 +230,10 @@ fn snapshot_of_an_impossible_length_is_refused() {
             image.put(64, &at.bytes().to_be_bytes());
             world.put("/snapshot.qcow2", image.bytes().to_vec());
             let images: Arc<dyn Images> = Arc::new(world.clone());
-            let options =
-                ChainOptions { snapshot: Some("1".to_owned()), ..ChainOptions::default() };
+            let options = ChainOptions {
+                snapshot: Some(SnapshotSelector::Id("1".to_owned())),
+                ..ChainOptions::default()
+            };
             let opened = Chain::open(images, "/snapshot.qcow2".as_ref(), &options).await;
             assert_eq!(opened.is_ok(), is_good, "{disk_bytes:#x}");
             assert!(opened.is_err() || opened.is_ok_and(|chain| chain.geometry().len == 1 << 20));

@@ -6,8 +6,9 @@ use mica_units::HostCluster;
 const CHUNK_BYTES: usize = 1 << 15;
 const CHUNK_BITS_EXPONENT: u32 = 18;
 
-/// References to clusters. Kept in chunks that exist only once something in them is counted, so
+/// References to clusters, or those besides the first one. Kept in chunks that exist only once something in them is counted, so
 /// that the holes of a sparse file cost nothing.
+#[derive(Debug)]
 pub(crate) struct References {
     width: RefcountWidth,
     chunks: Vec<Option<Box<[u8; CHUNK_BYTES]>>>,
@@ -15,7 +16,7 @@ pub(crate) struct References {
 }
 
 impl References {
-    pub(super) fn new(width: RefcountWidth, end: HostCluster) -> Self {
+    pub(crate) fn new(width: RefcountWidth, end: HostCluster) -> Self {
         Self { width, chunks: Vec::new(), end }
     }
 
@@ -27,7 +28,7 @@ impl References {
 
     /// Counts `times` more references; returns how many of them exceed the highest refcount. The
     /// caller keeps `cluster` within the file.
-    pub(super) fn add(&mut self, cluster: HostCluster, times: u64) -> u64 {
+    pub(crate) fn add(&mut self, cluster: HostCluster, times: u64) -> u64 {
         self.end = self.end.max(cluster.saturating_add(1));
         let (chunk, index) = self.place(cluster);
         if self.chunks.len() <= chunk {
@@ -55,6 +56,13 @@ impl References {
         let (chunk, _) = self.place(cluster);
         let first = self.chunks.iter().skip(chunk).position(Option::is_some)? + chunk;
         Some(cluster.max(HostCluster::new((first as u64) << self.chunk_entries_bits())))
+    }
+
+    /// Bytes of the counts.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
+        let chunks = self.chunks.iter().flatten().count();
+        chunks * CHUNK_BYTES + self.chunks.len() * size_of::<Option<Box<[u8; CHUNK_BYTES]>>>()
     }
 
     fn chunk_entries_bits(&self) -> u32 {
