@@ -1,5 +1,6 @@
 //! Messages with descriptors over unix sockets that preserve message boundaries.
 
+use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
@@ -26,17 +27,38 @@ pub(crate) fn send_with_fds(
     bytes: &[u8],
     fds: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
+    Ok(send(socket, bytes, fds, SendFlags::NOSIGNAL)?)
+}
+
+/// As [`send_with_fds`]; fails with `AGAIN` rather than wait until the other end takes messages.
+///
+/// # Errors
+/// Those of the system call.
+pub(crate) fn send_with_fds_at_once(
+    socket: impl AsFd,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> rustix::io::Result<()> {
+    send(socket, bytes, fds, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+}
+
+fn send(
+    socket: impl AsFd,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+    flags: SendFlags,
+) -> rustix::io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        return Err(Errno::INVAL);
     }
     let from = [IoSlice::new(bytes)];
     loop {
-        match rustix::net::sendmsg(&socket, &from, &mut control, SendFlags::NOSIGNAL) {
+        match rustix::net::sendmsg(&socket, &from, &mut control, flags) {
             Ok(_) => return Ok(()),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
         }
     }
 }
@@ -56,7 +78,7 @@ pub(crate) fn receive_with_fds(
         let mut into = [IoSliceMut::new(&mut bytes)];
         let flags = RecvFlags::CMSG_CLOEXEC;
         match rustix::net::recvmsg(&socket, &mut into, &mut control, flags) {
-            Err(rustix::io::Errno::INTR) => {}
+            Err(Errno::INTR) => {}
             result => break result?,
         }
     };

@@ -34,25 +34,26 @@ pub struct Limiter {
 struct Bucket {
     rate: u64,
     burst: u64,
-    /// In millionths of a token, so that slow rates fill evenly.
+    /// In billionths of a token, as many as a rate of one adds in a second, so that slow rates fill
+    /// evenly and of fast ones nothing is lost between two requests.
     tokens: i128,
     /// When it was filled last.
     filled: Option<Instant>,
 }
 
-const MILLION: i128 = 1_000_000;
+const BILLION: i128 = 1_000_000_000;
 
 impl Bucket {
     fn new(rate: u64, burst: u64) -> Self {
         let burst = if burst == 0 { (rate / 10).max(1) } else { burst };
-        Self { rate, burst, tokens: i128::from(burst) * MILLION, filled: None }
+        Self { rate, burst, tokens: i128::from(burst) * BILLION, filled: None }
     }
 
     fn fill(&mut self, now: Instant) {
         let before = self.filled.unwrap_or(now);
-        let passed = now.saturating_since(before).as_micros();
+        let passed = now.saturating_since(before).as_nanos();
         self.filled = Some(now.max(before));
-        let full = i128::from(self.burst) * MILLION;
+        let full = i128::from(self.burst) * BILLION;
         let passed = i128::try_from(passed).unwrap_or(i128::MAX);
         let filled = passed.saturating_mul(i128::from(self.rate));
         self.tokens = full.min(self.tokens.saturating_add(filled));
@@ -64,13 +65,13 @@ impl Bucket {
             return 0;
         }
         let rate = i128::from(self.rate);
-        let wait = (1 - self.tokens + rate - 1) / rate;
-        u64::try_from(wait).unwrap_or(u64::MAX).max(1)
+        let nanoseconds = (1 - self.tokens + rate - 1) / rate;
+        u64::try_from(nanoseconds).unwrap_or(u64::MAX).div_ceil(1000)
     }
 
     fn take(&mut self, count: u64) {
         if self.rate > 0 {
-            self.tokens -= i128::from(count) * MILLION;
+            self.tokens -= i128::from(count) * BILLION;
         }
     }
 }
@@ -151,5 +152,22 @@ mod tests {
         // A request that is larger than the burst gets through, and is paid for.
         assert!((2..=4).contains(&through(bps, 4 << 20)));
         assert!(Limiter::new(Rates::default()).is_none());
+    }
+
+    /// Once, what a microsecond had begun was lost with each request.
+    #[test]
+    fn requests_that_are_less_than_microseconds_apart_get_all_of_a_high_rate() {
+        let executor = mica_rt::Executor::new(mica_rt::Backend::Sim { seed: 1 }).unwrap();
+        executor.block_on(async {
+            let rates = Rates { iops: 500_000, iops_burst: 1, ..Rates::default() };
+            let limiter = Limiter::new(rates).unwrap();
+            let began = mica_rt::now();
+            let is_admitted = |count: &u64| {
+                let at = began.after(Duration::from_nanos(count * 1500));
+                limiter.admit(0, at).is_ok()
+            };
+            let admitted = (0..666_667).filter(is_admitted).count();
+            assert!((499_000..=500_002).contains(&admitted), "{admitted}");
+        });
     }
 }

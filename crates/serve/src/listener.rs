@@ -17,7 +17,7 @@ use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::{Socket, connect_unix_at_once};
 use parking_lot::Mutex;
-use rustix::fs::{CWD, Mode, RenameFlags};
+use rustix::fs::{AtFlags, CWD, Mode, RenameFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::ffi::OsStr;
@@ -345,12 +345,26 @@ fn listen_unseen(path: &Path, users: SocketUsers) -> Result<(OwnedFd, SocketFile
     match rustix::fs::renameat_with(CWD, &unseen, CWD, path, RenameFlags::NOREPLACE) {
         Ok(()) => {}
         Err(Errno::EXIST) => return Err(is_taken(path)),
-        // The file system has no such flag; there was nothing a moment ago.
-        Err(Errno::INVAL | Errno::NOSYS) => std::fs::rename(&unseen, path).map_err(failed)?,
+        // The file system has no such flag.
+        Err(Errno::INVAL | Errno::NOSYS) => name_by_link(&unseen, path)?,
         Err(error) => return Err(failed(error.into())),
     }
     file.path = std::path::absolute(path).map_err(failed)?;
     Ok((socket, file))
+}
+
+/// Gives what is at `unseen` the name `path`, if that is free.
+fn name_by_link(unseen: &Path, path: &Path) -> Result<()> {
+    let failed = |error: io::Error| Error::from_io(listening_on(path), error);
+    match rustix::fs::linkat(CWD, unseen, CWD, path, AtFlags::empty()) {
+        Ok(()) => std::fs::remove_file(unseen).map_err(failed),
+        Err(Errno::EXIST) => Err(is_taken(path)),
+        // No links either, or not in a sandbox; there was nothing a moment ago.
+        Err(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP | Errno::NOSYS) => {
+            std::fs::rename(unseen, path).map_err(failed)
+        }
+        Err(error) => Err(failed(error.into())),
+    }
 }
 
 fn listen_at(address: &SocketAddrUnix, users: SocketUsers) -> io::Result<OwnedFd> {

@@ -1,7 +1,8 @@
 //! The channel between the two processes of a takeover.
 
+use super::ANSWER_LIMIT;
 use crate::config::HandedOver;
-use crate::messages::{FDS_MAX, receive_with_fds, send_with_fds};
+use crate::messages::{FDS_MAX, receive_with_fds, send_with_fds_at_once};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -120,12 +121,38 @@ impl Channel {
         poll(&mut fds, Some(&DEATH_LIMIT)).is_ok_and(|count| count > 0)
     }
 
-    pub(super) fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    /// Sends a message. If the other process does not take those that are there, waits for it for
+    /// as long as for an answer, or until `is_cancelled`.
+    pub(super) fn send(
+        &self,
+        message: &Message,
+        fds: &[BorrowedFd<'_>],
+        is_cancelled: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
         let bytes = serde_json::to_vec(message).map_err(|error| broken(io::Error::from(error)))?;
         if bytes.len() > MESSAGE_BYTES_MAX || fds.len() > FDS_MAX {
             return Err(Error::new(ErrorKind::Invalid, "a takeover message is too long"));
         }
-        send_with_fds(&self.socket, &bytes, fds).map_err(broken)
+        let mut waited = Duration::ZERO;
+        loop {
+            match send_with_fds_at_once(&self.socket, &bytes, fds) {
+                Err(Errno::AGAIN) => {}
+                sent => return sent.map_err(broken),
+            }
+            if is_cancelled() {
+                return Err(Silence::Cancelled.into());
+            }
+            if waited >= ANSWER_LIMIT {
+                let context = format!("the other process took nothing for {ANSWER_LIMIT:?}");
+                return Err(Error::new(ErrorKind::Io, context));
+            }
+            let mut room = [PollFd::new(&self.socket, PollFlags::OUT)];
+            match poll(&mut room, Timespec::try_from(WAIT_STEP).ok().as_ref()) {
+                Ok(0) => waited += WAIT_STEP,
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(broken(error)),
+            }
+        }
     }
 
     /// Receives the next message, if it arrives within `limit` and before `is_cancelled`.
@@ -197,18 +224,69 @@ fn broken(error: impl Into<io::Error>) -> Error {
 mod tests {
     use super::*;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use std::sync::mpsc;
+
+    fn pair() -> (Channel, Channel) {
+        let kind = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let pair = socketpair(AddressFamily::UNIX, kind.0, kind.1, None).expect("a pair");
+        (Channel::new(pair.0).unwrap(), Channel::new(pair.1).unwrap())
+    }
 
     #[test]
     fn longest_message_arrives_and_a_longer_one_is_refused() {
-        let kind = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
-        let pair = socketpair(AddressFamily::UNIX, kind.0, kind.1, None).expect("a pair");
-        let (here, there) = (Channel::new(pair.0).unwrap(), Channel::new(pair.1).unwrap());
+        let (here, there) = pair();
         let message = |len: usize| Message::Failed { why: "x".repeat(len) };
         let around = serde_json::to_vec(&message(0)).unwrap().len();
-        here.send(&message(MESSAGE_BYTES_MAX - around), &[]).expect("sent");
+        here.send(&message(MESSAGE_BYTES_MAX - around), &[], &mut || false).expect("sent");
         let (received, _) = there.receive(Duration::from_secs(10), &mut || false).expect("there");
         let Message::Failed { why } = received else { panic!("{received:?}") };
         assert_eq!(why.len(), MESSAGE_BYTES_MAX - around);
-        assert!(here.send(&message(MESSAGE_BYTES_MAX), &[]).is_err());
+        assert!(here.send(&message(MESSAGE_BYTES_MAX), &[], &mut || false).is_err());
+    }
+
+    /// Sends disks until it fails, and gives the reason, if that takes less than a minute.
+    fn fill(here: Channel, mut is_cancelled: impl FnMut() -> bool + Send + 'static) -> Error {
+        let (sender, failed) = mpsc::channel();
+        std::thread::spawn(move || {
+            let disk =
+                Message::Disk(HandedOver { name: "x".repeat(4096), ..HandedOver::default() });
+            let mut send = || here.send(&disk, &[], &mut is_cancelled).err();
+            let _ = sender.send(std::iter::repeat_with(&mut send).flatten().next());
+        });
+        let failed = failed.recv_timeout(Duration::from_secs(60)).expect("it waits without end");
+        failed.expect("an error")
+    }
+
+    #[test]
+    fn process_that_takes_nothing_is_given_up_on() {
+        let (here, _there) = pair();
+        let error = fill(here, || false);
+        assert!(error.to_string().contains("took nothing"), "{error}");
+    }
+
+    #[test]
+    fn process_that_is_told_to_stop_waits_no_longer_for_one_that_takes_nothing() {
+        let (here, _there) = pair();
+        let error = fill(here, || true);
+        assert!(error.to_string().contains("told to stop"), "{error}");
+    }
+
+    #[test]
+    fn messages_that_are_taken_late_all_arrive() {
+        let (here, there) = pair();
+        let (is_full, full) = mpsc::channel();
+        let reader = std::thread::spawn(move || {
+            full.recv().expect("more is sent than there is room for");
+            let mut count = 0;
+            while there.receive(Duration::from_secs(10), &mut || false).is_ok() {
+                count += 1;
+            }
+            count
+        });
+        let message = Message::Failed { why: "x".repeat(100_000) };
+        let mut waits = || is_full.send(()).is_err();
+        (0..20).for_each(|_| here.send(&message, &[], &mut waits).expect("sent"));
+        drop(here);
+        assert_eq!(reader.join().expect("no panic"), 20);
     }
 }

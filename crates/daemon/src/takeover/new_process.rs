@@ -100,7 +100,7 @@ impl Takeover {
         &mut self,
         is_cancelled: &mut dyn FnMut() -> bool,
     ) -> Result<Duration> {
-        let sent = self.channel.send(&Message::Ready, &[]);
+        let sent = self.channel.send(&Message::Ready, &[], is_cancelled);
         match self.channel.receive(CLOSE_LIMIT, is_cancelled) {
             Ok((Message::Closed, _)) => Ok(Duration::ZERO),
             Ok((Message::Failed { why }, _)) => {
@@ -173,7 +173,8 @@ impl Takeover {
     /// # Errors
     /// If it has given up on this one: it serves again as soon as the images are free.
     pub(crate) fn serving(&mut self) -> Result<()> {
-        if self.old == Old::Gone || self.channel.send(&Message::Serving, &[]).is_ok() {
+        let say = || self.channel.send(&Message::Serving, &[], &mut || false);
+        if self.old == Old::Gone || say().is_ok() {
             return Ok(());
         }
         let said = self.channel.receive(ANSWER_LIMIT, &mut || false);

@@ -14,7 +14,7 @@ use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use sd_notify::NotifyState;
 use std::collections::BTreeSet;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -100,7 +100,7 @@ impl Shared {
             Err(silence) => {
                 let error = Error::from(silence);
                 // The other process may be gone.
-                let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
+                let _ = self.say(channel, &Message::Failed { why: error.to_string() }, &[]);
                 return Err(error);
             }
         }
@@ -124,12 +124,12 @@ impl Shared {
         let cancelled = self.is_stopping().then(|| Silence::Cancelled.into());
         if let Some(error) = failure.or(cancelled) {
             // If this fails, the other process is gone.
-            let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
+            let _ = self.say(channel, &Message::Failed { why: error.to_string() }, &[]);
             channel.close();
             self.resume(&suspended);
             return Err(error);
         }
-        let sent = channel.send(&Message::Closed, &[]);
+        let sent = self.say(channel, &Message::Closed, &[]);
         match sent.and_then(|()| self.wait_until_serving(channel)) {
             Ok(()) => {
                 self.disown_sockets();
@@ -151,10 +151,10 @@ impl Shared {
         let message = match channel.receive(SERVE_LIMIT, &mut || self.is_stopping()) {
             // The images are closed and the other process is about to open them (I5). If that one
             // is gone, the takeover has failed.
-            Err(Silence::Cancelled) => return channel.send(&Message::Ending, &[]),
+            Err(Silence::Cancelled) => return self.say(channel, &Message::Ending, &[]),
             Err(silence) => {
                 // The other process may be gone.
-                let _ = channel.send(&Message::GivenUp, &[]);
+                let _ = self.say(channel, &Message::GivenUp, &[]);
                 channel.close();
                 // A message that was sent before the close counts.
                 channel.receive(ANSWER_LIMIT, &mut || false).map_err(|_| silence)
@@ -192,12 +192,17 @@ impl Shared {
             let sockets = batch.iter().map(|(socket, _)| copy(socket)).collect();
             let more = !rest.is_empty();
             let disks = disks.len();
-            channel.send(&Message::Sockets { sockets, more, watchdog_us, disks }, &fds)?;
+            self.say(channel, &Message::Sockets { sockets, more, watchdog_us, disks }, &fds)?;
             if !more {
                 break;
             }
         }
-        disks.into_iter().try_for_each(|disk| channel.send(&Message::Disk(disk), &[]))
+        disks.into_iter().try_for_each(|disk| self.say(channel, &Message::Disk(disk), &[]))
+    }
+
+    /// Sends a message. A process that is told to stop waits for nobody to take it (I5).
+    fn say(&self, channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        channel.send(message, fds, &mut || self.is_stopping())
     }
 
     /// The disks that are not served as the configuration says, those that are served at an address

@@ -211,3 +211,20 @@ fn file_that_another_server_put_there_since_is_left_alone() {
 
     UnixStream::connect(&path).expect("it still listens");
 }
+
+/// As on file systems that cannot rename without replacing.
+#[test]
+fn name_that_is_given_by_a_link_replaces_nothing() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (unseen, path) = (directory.path().join("unseen"), directory.path().join("socket"));
+    std::fs::write(&path, "of somebody else").expect("written");
+    let listening = UnixListener::bind(&unseen).expect("bound");
+    let error = name_by_link(&unseen, &path).expect_err("taken");
+    assert_eq!(error.kind(), ErrorKind::Denied);
+    assert_eq!(std::fs::read(&path).expect("still there"), b"of somebody else");
+    std::fs::remove_file(&path).expect("removed");
+    name_by_link(&unseen, &path).expect("free");
+    assert!(!unseen.exists());
+    UnixStream::connect(&path).expect("it listens");
+    drop(listening);
+}

@@ -10,6 +10,7 @@ use super::status::Status;
 use super::write::{Answer, Change, ChangeKind, Divided, Write, is_whole};
 use crate::discard::Discard;
 use mica_block::Zeroes;
+use mica_rt::BUF_ALIGN;
 use mica_units::{GuestOffset, GuestRange};
 use std::rc::Rc;
 
@@ -35,7 +36,10 @@ impl Action {
     /// What it is charged to the budget.
     pub(super) fn charge_bytes(&self) -> usize {
         match self {
-            Self::Read(read) => usize::try_from(read.range.len()).expect("at most the payload"),
+            Self::Read(read) => {
+                let len = usize::try_from(read.range.len()).expect("at most the payload");
+                len.max(BUF_BYTES_MIN)
+            }
             Self::Status(_) => STATUS_CHARGE_BYTES,
             Self::Write(write) => charge_of(write.range),
             Self::Rest(write) => charge_of(write.rest()),
@@ -49,11 +53,15 @@ impl Action {
     }
 }
 
+/// The shortest buffer takes a page.
+const BUF_BYTES_MIN: usize = BUF_ALIGN;
+
 /// What the next piece of a write to `range` counts for.
 fn charge_of(range: GuestRange) -> usize {
     let len = usize::try_from(range.len()).expect("at most the payload").min(PIECE_BYTES);
     // Parts of sectors are put into a buffer with the rest of theirs.
-    if is_whole(range) { len } else { 2 * len }
+    let len = if is_whole(range) { len } else { 2 * len };
+    len.max(BUF_BYTES_MIN)
 }
 
 /// The rules that requests are checked against.

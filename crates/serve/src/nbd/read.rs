@@ -63,6 +63,7 @@ pub(super) async fn read_long<'a>(
         _ if oversize => Assembly::Stream,
         _ => Assembly::Whole,
     };
+    let _streaming = (assembly == Assembly::Stream).then(|| shared.stream());
     let header = |outgoing: &mut Outgoing| match style {
         ReplyStyle::Simple => outgoing.simple_header(cookie),
         ReplyStyle::Structured => {

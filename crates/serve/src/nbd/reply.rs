@@ -1,7 +1,7 @@
 //! The sending side of a session: replies as they are made, in batches for the socket.
 //!
-//! Small parts (headers, errors) are packed into shared buffers; a read's data goes out in the
-//! buffer that it was read into.
+//! Small parts (headers, errors, a few bytes of data) are packed into shared buffers; other data
+//! goes out in the buffer that it was read into.
 
 use super::limits::BATCH_BYTES_MAX;
 use super::protocol::{self, Done, ErrorCode};
@@ -35,6 +35,9 @@ pub(super) struct Outgoing {
 
 /// Bytes of a buffer for small parts.
 const SMALL_BYTES: usize = 4096;
+/// Data that is shorter is copied to the small parts: a buffer of its own takes a page of memory,
+/// of which only its length is counted.
+const COPIED_BYTES_MAX: usize = SMALL_BYTES / 2;
 
 impl Outgoing {
     pub(super) fn new(style: ReplyStyle) -> Self {
@@ -201,6 +204,9 @@ impl Outgoing {
     }
 
     fn buf(&mut self, buf: Buf) {
+        if buf.len() < COPIED_BYTES_MAX {
+            return self.small(&buf);
+        }
         self.seal_small();
         self.queued_bytes += buf.len();
         self.queue.push_back(buf);
@@ -239,6 +245,28 @@ mod tests {
 
         assert_eq!(batch.iter().map(|buf| buf.len()).collect::<Vec<_>>(), [32 + 32 + 28, 4096]);
         assert_eq!(batch[1].as_ptr(), address);
+    }
+
+    /// Once, each had a page of its own.
+    #[test]
+    fn memory_for_tiny_data_is_as_much_as_is_counted() {
+        for style in [ReplyStyle::Simple, ReplyStyle::Structured] {
+            let mut out = Outgoing::new(style);
+            for at in 0..3000_u64 {
+                out.data(at, at, Buf::from_slice(&at.to_le_bytes()[..1]));
+            }
+            let held = out.held_bytes();
+            let batch = out.take_batch();
+            assert!(batch.len() * SMALL_BYTES <= 2 * held, "{} pages", batch.len());
+            let sent: Vec<u8> = batch.iter().flat_map(|buf| buf.to_vec()).collect();
+            assert_eq!(sent.len(), held);
+            let one = held / 3000;
+            assert!(
+                (0..3000_u64)
+                    .zip(sent.chunks(one))
+                    .all(|(at, reply)| { reply.last() == Some(&at.to_le_bytes()[0]) })
+            );
+        }
     }
 
     #[test]

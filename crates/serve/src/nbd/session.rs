@@ -33,6 +33,8 @@
 //!   uses stay with their operations.
 //! - I7 A request that changes the disk is not abandoned when its client disconnects: the session
 //!   stays until it is done, so that the request counts as in flight while its I/O is.
+//! - I8 While a reply whose length is promised is sent as it is read, nothing is admitted: another
+//!   reply would become a part of its data. Nor is anything after such a reply has failed.
 
 use super::channel::Channel;
 use super::check::{Action, Rules};

@@ -46,6 +46,8 @@ pub(super) struct Shared<'a> {
     charged_bytes: Cell<usize>,
     /// Requests that wait for `outgoing` to shrink.
     room: Waiters,
+    /// A reply is sent as it is read, and any other would land in the middle of it.
+    is_streaming: Cell<bool>,
 }
 
 /// What a session is about.
@@ -69,6 +71,7 @@ impl<'a> Shared<'a> {
             share,
             charged_bytes: Cell::new(0),
             room: Waiters::default(),
+            is_streaming: Cell::new(false),
         })
     }
 
@@ -87,6 +90,19 @@ impl<'a> Shared<'a> {
     /// Bytes that the session holds, or may still come to hold for what it has admitted.
     pub(super) fn used_bytes(&self) -> usize {
         self.charged_bytes.get() + self.outgoing.borrow().held_bytes()
+    }
+
+    /// Keeps `outgoing` for one reply, which is sent as it is read, until what this returns is
+    /// dropped.
+    pub(super) fn stream(self: &Rc<Self>) -> Streaming<'a> {
+        let was_streaming = self.is_streaming.replace(true);
+        assert!(!was_streaming, "a reply that is streamed runs alone");
+        Streaming { shared: Rc::clone(self) }
+    }
+
+    /// Whether `outgoing` is kept for one reply.
+    pub(super) fn is_streaming(&self) -> bool {
+        self.is_streaming.get()
     }
 
     /// Charges `bytes` until the returned charge is dropped.
@@ -128,5 +144,16 @@ impl Charge<'_> {
 impl Drop for Charge<'_> {
     fn drop(&mut self) {
         self.release(self.bytes);
+    }
+}
+
+/// The right to put replies, while only one request has it.
+pub(super) struct Streaming<'a> {
+    shared: Rc<Shared<'a>>,
+}
+
+impl Drop for Streaming<'_> {
+    fn drop(&mut self) {
+        self.shared.is_streaming.set(false);
     }
 }

@@ -26,6 +26,8 @@ pub(crate) struct MemoryDisk {
     pub(crate) len: u64,
     /// Nominal time of a write or flush; with none they complete on the spot.
     pub(crate) latency: Option<Duration>,
+    /// Nominal time of a read; with none it completes on the spot.
+    pub(crate) read_latency: Option<Duration>,
     /// Changes that touch this fail, with this kind.
     pub(crate) bad: Range<u64>,
     pub(crate) kind: ErrorKind,
@@ -79,6 +81,7 @@ impl MemoryDisk {
         Self {
             len,
             latency: None,
+            read_latency: None,
             bad: 0..0,
             kind: ErrorKind::Io,
             flush_fails: false,
@@ -132,7 +135,11 @@ impl Disk for MemoryDisk {
         let kept = self.state.bytes.lock();
         let end = start + buf.len();
         buf.copy_from_slice(&kept[start..end]);
-        ready(Ok(()), buf)
+        let Some(latency) = self.read_latency else { return ready(Ok(()), buf) };
+        IoFuture::boxed(async move {
+            sleep(latency).await;
+            (Ok(()), buf)
+        })
     }
 
     fn is_writable(&self) -> bool {

@@ -16,6 +16,7 @@ use super::lost::{FilePart, Lost};
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{self, Setup};
 use super::vring::{self, Vring};
+use mica_block::ErrorKind;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -149,6 +150,15 @@ impl Device {
         if !is_set || !queue.is_valid(&memory.guest) {
             return Err(Error::InvalidParam);
         }
+        // Without marks its requests would be lost with the server, unnoticed.
+        let marks = self.inflight.as_ref().map(|all| all.queue(number, vring.size));
+        let inflight = match marks {
+            Some(None) => {
+                let what = "the region for requests in flight has no room for this queue";
+                return Err(invalid(&mica_block::Error::new(ErrorKind::Invalid, what)));
+            }
+            marks => marks.flatten(),
+        };
         queue.set_next_avail(vring.base);
         let used_idx = queue.used_idx(&memory.guest, Ordering::Acquire);
         queue.set_next_used(used_idx.map_err(|_| Error::InvalidParam)?.0);
@@ -170,7 +180,7 @@ impl Device {
             queue,
             features: self.features,
             kick: Arc::clone(kick),
-            inflight: self.inflight.as_ref().and_then(|all| all.queue(number, vring.size)),
+            inflight,
         };
         self.vrings[index].running = Some(control);
         queue::start(setup);

@@ -10,7 +10,8 @@
 //!   stay marked as in flight, and the next server does them again.
 //! - I2 The status and the data of a request are in guest memory before the used ring names it.
 //! - I3 A queue that is asked to stop takes nothing more, and has stopped when nothing of it is in
-//!   flight: then the device touches no guest memory for it any more.
+//!   flight: then the device touches no guest memory for it any more. Nor does it when it has ended
+//!   after a panic, except perhaps for the request that panicked.
 //! - I4 Before the task waits it has asked to be notified and looked at the ring after that, so
 //!   that no request lies there unseen.
 //! - I5 One turn is bounded: a driver that always has more lets the other queues of the executor
@@ -152,6 +153,9 @@ async fn serve(setup: Setup, place: usize) {
         })
     })
     .await;
+    if end.is_none() {
+        running.abandon().await;
+    }
     let (queue, kick, inflight, lost, logs) = running.into_parts();
     if let Some(End::Moves) = end {
         start(Setup { common, index, lost, logs, ending, queue, features, kick, inflight });

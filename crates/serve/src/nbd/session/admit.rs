@@ -105,6 +105,11 @@ impl<'a> Session<'a> {
     }
 
     fn has_room(&self, action: &Action) -> bool {
+        // Also a reply that costs nothing would end up within the one that is being sent (I8), or
+        // in place of what is missing of it.
+        if self.shared.is_streaming() || self.broken {
+            return false;
+        }
         let slots_used = self.slots.used();
         let used = self.shared.used_bytes();
         let is_alone = slots_used == 0 && used == 0;

@@ -4,6 +4,7 @@ mod answers;
 mod clients;
 mod failures;
 mod refused;
+mod streams;
 
 use super::*;
 use crate::nbd::protocol::command;

@@ -111,6 +111,26 @@ fn reads_of_any_length_are_served_within_the_reserve() {
     });
 }
 
+/// Each takes a page, however short it is.
+#[test]
+fn tiny_reads_in_flight_are_within_the_reserve() {
+    let disk =
+        || PatternDisk { latency: Some(Duration::from_millis(10)), ..PatternDisk::data(MIB) };
+    simulated(disk, async |world| {
+        let _others = others(&world);
+        let mut client = world.simple_session().await;
+        let read = |cookie| request(0, command::READ, cookie, cookie, 1);
+        let bytes: Vec<u8> = (0..1000).flat_map(read).collect();
+        client.send(&bytes).await.expect("connected");
+        mica_rt::sleep(Duration::from_millis(1)).await;
+        assert_eq!(world.reading.now(), (RESERVE_BYTES / 4096) as u64);
+        for _ in 0..1000 {
+            assert!(matches!(client.reply().await, Some(Reply::Simple { error: 0, .. })));
+            client.receive(1).await.expect("data");
+        }
+    });
+}
+
 /// Each of many clients begins a write of the largest payload, sends a part and never the rest.
 #[test]
 fn clients_that_never_finish_their_payload_do_not_block_others() {

@@ -1,14 +1,17 @@
 //! How a request is returned: its status, the used ring, the dirty log, the driver's call.
 
-use super::Running;
 use super::slot::{Kind, Progress, Slot};
+use super::{PARTS, Running};
 use crate::vhost_user::chain::{Malformed, Piece};
 use crate::vhost_user::log::DirtyLog;
 use crate::vhost_user::memory::Memory;
 use crate::vhost_user::request::Status;
 use mica_block::{ErrorKind, Result};
+use std::future::poll_fn;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -68,6 +71,36 @@ impl<'a> Running<'a> {
             }
         };
         self.end(&Ended { head, status_at, memory, status, written });
+    }
+
+    /// Waits, after a panic, for what is in flight: the kernel may use the guest's memory for it
+    /// until then (I3). Nothing is returned, so that all of it stays marked for the next server.
+    pub(super) async fn abandon(&mut self) {
+        poll_fn(|context| {
+            self.wake_set.set_task(context.waker());
+            for word in 0..(self.slots.len() + PARTS).div_ceil(64) {
+                self.wake_set.take(word);
+            }
+            let mut is_quiet = true;
+            for (slot, waker) in self.slots.iter_mut().zip(&self.wakers) {
+                // The one that panicked does so again, when it is polled or dropped.
+                let ends = catch_unwind(AssertUnwindSafe(|| {
+                    let Some(held) = slot else { return true };
+                    if held.work.poll(&mut Context::from_waker(waker)).is_pending() {
+                        return false;
+                    }
+                    drop(slot.take());
+                    true
+                }));
+                is_quiet &= ends.unwrap_or_else(|_| {
+                    // If its drop has panicked, it is gone already.
+                    let _ = catch_unwind(AssertUnwindSafe(|| drop(slot.take())));
+                    true
+                });
+            }
+            if is_quiet { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
     }
 
     /// Returns a request (I2).

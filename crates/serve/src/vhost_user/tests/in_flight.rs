@@ -39,6 +39,31 @@ fn start(
     (front_end, (len, file))
 }
 
+/// Once, such a queue was served without marks, and a kill lost what it had in flight.
+#[test]
+fn queue_for_which_the_region_has_no_room_is_refused() {
+    let world = World::new(TestDisk::new(MIB));
+    let guest = Guest::new(&[2 * MIB, 2 * MIB]);
+    for (queues, size, index, accepted) in [(1, 64, 0, true), (1, 64, 1, false), (2, 32, 0, false)]
+    {
+        let front_end = world.connect();
+        front_end.negotiate(Way::default());
+        front_end.share(&guest);
+        let asked = inflight_message(0, queues, size);
+        let (answer, file) = front_end.ask(code::GET_INFLIGHT_FD, &asked);
+        let len = u64::from_le_bytes(*answer.first_chunk().expect("8 bytes"));
+        let told = inflight_message(len, queues, size);
+        let file = file.expect("a file");
+        front_end.command(code::SET_INFLIGHT_FD, &told, &[file.as_fd()]);
+        let ring = Ring::new(&guest, index, 64, Way::default());
+        front_end.set(code::SET_VRING_NUM, &ring, 64);
+        front_end.addresses(&ring);
+        let index = u64::from(index).to_le_bytes();
+        let kicked = front_end.order(code::SET_VRING_KICK, &index, &[ring.kick.as_fd()]);
+        assert_eq!(kicked.is_ok_and(|kicked| kicked), accepted);
+    }
+}
+
 /// What a server that was killed leaves: heads that it took and did not give back, out of order.
 #[test]
 fn requests_in_flight_are_repeated_in_order_and_returned_once() {

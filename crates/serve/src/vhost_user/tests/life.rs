@@ -313,6 +313,32 @@ fn panic_of_a_request_ends_its_queue_and_no_other() {
     assert_eq!(world.counters().broken_queues, 1);
 }
 
+/// The kernel may still write into the guest's memory for what was in flight beside it.
+#[test]
+fn queue_that_panicked_has_stopped_when_nothing_of_it_is_in_flight() {
+    let mut disk = TestDisk::new(MIB);
+    disk.poisoned = 20_480..20_481;
+    let world = World::new(disk);
+    let (front_end, mut rings) = world.guest(Way::default());
+    world.disk.close();
+    rings[0].request(0, 8, &[(MIB, 512, true)]);
+    rings[0].kick();
+    until("it waits", || world.disk.waiting() == 1);
+    rings[0].request(0, 40, &[(MIB + 4096, 512, true)]);
+    rings[0].kick();
+    until("it panics", || world.counters().panics == 1);
+    std::thread::scope(|scope| {
+        let stopping = scope.spawn(|| front_end.stop(&rings[0]));
+        pause(Duration::from_millis(50));
+        let is_early = stopping.is_finished();
+        world.disk.open();
+        stopping.join().expect("an answer");
+        assert!(!is_early, "a request was in flight");
+    });
+    assert_eq!(world.disk.waiting(), 0);
+    assert_eq!(rings[1].write(8, &[7; 512]), 0);
+}
+
 /// A request hangs in the disk, the front end disconnects, and the server is asked to end.
 #[test]
 fn shutdown_waits_for_what_is_in_flight() {
