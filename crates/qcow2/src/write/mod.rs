@@ -143,19 +143,7 @@ impl Writer {
         if let Encryption::Luks { header: Some((at, len)) } = header.encryption {
             ranges.add(at, len, "the LUKS header");
         }
-        let mut l2_tables = ranges.gather(TableKind::L2);
-        for start in (0..l1_bytes).step_by(TABLE_PIECE_BYTES) {
-            let len = usize::try_from(l1_bytes - start).expect("the header's limit is 32 MiB");
-            let at = HostOffset::new(header.l1_offset.bytes().saturating_add(start));
-            let piece = read_exact(&*metadata.store, at, len.min(TABLE_PIECE_BYTES)).await?;
-            for entry in piece.as_chunks().0 {
-                // A malformed entry is reported to the request that needs it.
-                if let Ok(Some(table)) = L1Entry(u64::from_be_bytes(*entry)).decode(bits) {
-                    l2_tables.push(table);
-                }
-            }
-        }
-        l2_tables.finish();
+        find_l2_tables(header, &metadata).await?;
         let has_blanks =
             metadata.store.reads_unwritten_as_zeros() && layer.data.reads_unwritten_as_zeros();
         let space = Space::open(&metadata, header, has_blanks).await?;
@@ -258,6 +246,26 @@ impl Writer {
         }
         error
     }
+}
+
+/// Notes where the image with this `header` has its L2 tables.
+async fn find_l2_tables(header: &Header, metadata: &Metadata) -> Result<()> {
+    let l1_bytes = u64::from(header.l1_entries) * 8;
+    let mut l2_tables = metadata.ranges.gather(TableKind::L2);
+    for start in (0..l1_bytes).step_by(TABLE_PIECE_BYTES) {
+        let len = usize::try_from(l1_bytes - start).expect("the header's limit is 32 MiB");
+        let at = HostOffset::new(header.l1_offset.bytes().saturating_add(start));
+        let piece = read_exact(&*metadata.store, at, len.min(TABLE_PIECE_BYTES)).await?;
+        for entry in piece.as_chunks().0 {
+            // A malformed entry is reported to the request that needs it.
+            if let Ok(Some(table)) = L1Entry(u64::from_be_bytes(*entry)).decode(header.cluster_bits)
+            {
+                l2_tables.push(table);
+            }
+        }
+    }
+    l2_tables.finish();
+    Ok(())
 }
 
 /// What shows cannot be read, of this layer or of those beneath. That is an error of the request
