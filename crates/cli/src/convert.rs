@@ -418,26 +418,26 @@ fn convert_to_qcow2(
     let Target::Qcow2 { writer, .. } = job.target else { unreachable!("it was created above") };
     let writer = writer.into_inner();
     let stores = Stores { image: &**image.store(), data: data_store.as_deref() };
-    executor.block_on(async {
-        let ended = async {
-            finish(writer, stores).await?;
-            // A device has its space.
-            if falloc && (device.is_none() || data_store.is_some()) {
-                allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
-            }
-            bitmaps::copy(args, bitmaps, Some(&image)).await
-        };
-        match ended.await {
-            Ok(()) => Ok(()),
-            Err(failure) => Err(image.given_up(failure).await),
+    let ended = executor.block_on(async {
+        finish(writer, stores).await?;
+        // A device has its space.
+        if falloc && (device.is_none() || data_store.is_some()) {
+            allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
         }
-    })?;
-    let base = wish.backing_name.as_deref().map(|name| NamedBase {
-        path: beside(&args.names.target, Path::new(name)),
-        may_be_missing: false,
+        bitmaps::copy(args, bitmaps, Some(&image)).await
     });
+    if let Err(failure) = ended {
+        return Err(executor.block_on(image.given_up(failure)));
+    }
+    let base = named_base(args, &wish);
     executor.block_on(keep_new(image, data, base.as_ref()))?;
     warn_if_refused(&args.names.target, &wish, &args.images)
+}
+
+/// The base that the new image names, if it names any.
+fn named_base(args: &ConvertArgs, wish: &ImageWish) -> Option<NamedBase> {
+    let path = beside(&args.names.target, Path::new(wish.backing_name.as_deref()?));
+    Some(NamedBase { path, may_be_missing: false })
 }
 
 /// The file of the new image, or the `device` that becomes one. How much that needs is known of

@@ -70,8 +70,9 @@ pub(crate) struct CreateArgs {
     /// Overwrite an existing file.
     ///
     /// Or a block device, with -f qcow2. The old file stays until the new one is complete, which
-    /// gets its mode, owner and attributes: there must be room for both. One that cannot be replaced
-    /// (it has a second hard link, or its folder cannot be written) is overwritten, with a warning.
+    /// gets its mode, owner and attributes: there must be room for both. One that cannot be
+    /// replaced (it has a second hard link, or its folder cannot be written) is overwritten, with
+    /// a warning.
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]

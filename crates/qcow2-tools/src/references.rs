@@ -6,8 +6,8 @@ use mica_units::HostCluster;
 const CHUNK_BYTES: usize = 1 << 15;
 const CHUNK_BITS_EXPONENT: u32 = 18;
 
-/// References to clusters, or those besides the first one. Kept in chunks that exist only once something in them is counted, so
-/// that the holes of a sparse file cost nothing.
+/// References to clusters, or those besides the first one. Kept in chunks that exist only once
+/// something in them is counted, so that the holes of a sparse file cost nothing.
 #[derive(Debug)]
 pub(crate) struct References {
     width: RefcountWidth,

@@ -19,7 +19,8 @@ fn ambiguous(dir: &Path) {
     }
 }
 
-/// The story: `mica snapshot -d 2` deleted snapshot "3", and `diff`, `backup` and `convert` read it.
+/// The story: `mica snapshot -d 2` deleted snapshot "3", and `diff`, `backup` and `convert` read
+/// that.
 #[test]
 fn word_that_is_an_id_and_another_name_is_refused_by_all_verbs() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

@@ -51,8 +51,8 @@ pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failu
     Ok(wanted)
 }
 
-/// Makes sure that a target that exists, and stays, can have the `wanted` ones, and has none of them
-/// yet, before it is written.
+/// Makes sure that a target that exists, and stays, can have the `wanted` ones, and has none of
+/// them yet, before it is written.
 pub(super) async fn check_free(args: &ConvertArgs, wanted: &[BitmapEntry]) -> Result<(), Failure> {
     if !args.no_create || wanted.is_empty() {
         return Ok(());

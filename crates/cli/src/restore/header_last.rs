@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Bytes that the file gets last.
-const HELD_BYTES: usize = SECTOR_BYTES as usize;
+const HELD_BYTES: usize = 512;
+const _: () = assert!(HELD_BYTES as u64 == SECTOR_BYTES);
 
 /// Opens one image, whose first sector is not in its file yet.
 pub(super) struct HeaderLast {

@@ -141,18 +141,7 @@ async fn serve(setup: Setup, place: usize) {
         settings,
     };
     running.recover();
-    let end = poll_fn(|context| {
-        running.wake_set.set_task(context.waker());
-        control.set_waker(context.waker());
-        // A failure ends this queue, and not the others of this executor.
-        let polled = catch_unwind(AssertUnwindSafe(|| running.poll(control).map(Some)));
-        polled.unwrap_or_else(|_| {
-            running.stats.panics.add(1);
-            running.break_off(&"the server panicked");
-            Poll::Ready(None)
-        })
-    })
-    .await;
+    let end = until_end(&mut running, control).await;
     if end.is_none() {
         running.abandon().await;
     }
@@ -166,6 +155,22 @@ async fn serve(setup: Setup, place: usize) {
         drop(common);
         control.stopped(base);
     }
+}
+
+/// Runs the queue until it ends; returns nothing if it panicked.
+async fn until_end(running: &mut Running<'_>, control: &Control) -> Option<End> {
+    poll_fn(|context| {
+        running.wake_set.set_task(context.waker());
+        control.set_waker(context.waker());
+        // A failure ends this queue, and not the others of this executor.
+        let polled = catch_unwind(AssertUnwindSafe(|| running.poll(control).map(Some)));
+        polled.unwrap_or_else(|_| {
+            running.stats.panics.add(1);
+            running.break_off(&"the server panicked");
+            Poll::Ready(None)
+        })
+    })
+    .await
 }
 
 /// How long a queue that is to move takes nothing more, at most.
