@@ -313,6 +313,10 @@ impl Space {
         if store.len()? >= len {
             return Ok(());
         }
+        if store.identity().is_device() {
+            let context = format!("{} has no room for more clusters", store.name());
+            return Err(Error::new(ErrorKind::NoSpace, context));
+        }
         store.set_len(len).await.map_err(|error| error.wrap(store.name()))
     }
 
