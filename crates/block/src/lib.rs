@@ -25,6 +25,7 @@ mod manage;
 mod manage_chain;
 mod manage_volume;
 mod objects;
+mod opened;
 mod plan;
 mod redo;
 mod secret;
@@ -53,6 +54,7 @@ pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{
     EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture, PutPartsFuture,
 };
+pub use opened::OpenedImages;
 pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
 pub use secret::Passphrase;

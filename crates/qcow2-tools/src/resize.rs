@@ -21,10 +21,10 @@ mod future;
 use crate::bitmaps::ResizedBitmaps;
 use crate::recover::{open_for_change, repair_dirty, repair_for_opening};
 use data::DataFile;
-use future::FutureImages;
+use future::with_size;
 use mica_block::{
-    Disk as _, Error, ErrorKind, Images, Manage as _, OpenImage, Result, Store, Zeroes, read_exact,
-    write_all,
+    Disk as _, Error, ErrorKind, Images, Manage as _, OpenImage, OpenedImages, Result, Store,
+    Zeroes, read_exact, write_all,
 };
 use mica_qcow2::FileSpace;
 use mica_qcow2::read_header;
@@ -178,7 +178,8 @@ impl Resizer {
         if kept <= old && self.header.backing.is_none() {
             return Ok(());
         }
-        let mut images = FutureImages::new(Arc::clone(&self.images), &self.path, &self.image, size);
+        let mut images = OpenedImages::new(Arc::clone(&self.images));
+        images.add(&self.path, with_size(&self.image, size));
         if let Some(data) = &self.data {
             data.held_by(&mut images);
         }

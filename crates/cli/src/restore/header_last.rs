@@ -2,88 +2,16 @@
 //! of the header when everything else is there: what a kill leaves of it is no image.
 
 use mica_block::{
-    Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, Passphrase,
-    RedoLogs, Result, Run, Sidecars, Space, Store, StoreIdentity, Upgradable, Witness, write_all,
+    IoFuture, LocalFuture, Result, Run, Space, Store, StoreIdentity, Witness, write_all,
 };
 use mica_rt::Buf;
 use mica_units::{HostOffset, SECTOR_BYTES};
 use parking_lot::Mutex;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Bytes that the file gets last.
 const HELD_BYTES: usize = 512;
 const _: () = assert!(HELD_BYTES as u64 == SECTOR_BYTES);
-
-/// Opens one image, whose first sector is not in its file yet.
-pub(super) struct HeaderLast {
-    path: PathBuf,
-    image: OpenImage,
-    store: Arc<HeldStore>,
-    others: Arc<dyn Images>,
-}
-
-impl HeaderLast {
-    /// The empty `image` at `path`; `others` opens everything else.
-    pub(super) fn new(path: &Path, image: OpenImage, others: Arc<dyn Images>) -> Self {
-        let first = Arc::new(Mutex::new([0; HELD_BYTES]));
-        let store = HeldStore { store: image.store, first, identity: StoreIdentity::own() };
-        let store = Arc::new(store);
-        let image = OpenImage { store: Arc::clone(&store) as _, ..image };
-        Self { path: path.to_owned(), image, store, others }
-    }
-
-    /// The image as it will be.
-    pub(super) fn store(&self) -> &Arc<HeldStore> {
-        &self.store
-    }
-
-    fn opened(&self, path: &Path) -> Option<OpenImage> {
-        (path == self.path).then(|| self.image.clone())
-    }
-}
-
-impl Images for HeaderLast {
-    fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
-        self.others.resolve(referrer, name)
-    }
-
-    fn open(&self, path: &Path) -> Result<OpenImage> {
-        self.opened(path).map_or_else(|| self.others.open(path), Ok)
-    }
-
-    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
-        self.opened(path).map_or_else(|| self.others.open_writable(path), Ok)
-    }
-
-    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
-        self.opened(path).map_or_else(|| self.others.open_frozen(path), Ok)
-    }
-
-    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
-        self.others.open_upgradable(path)
-    }
-
-    fn identify(&self, path: &Path) -> Result<Identity> {
-        self.others.identify(path)
-    }
-
-    fn passphrase(&self, path: &Path) -> Result<Option<Arc<Passphrase>>> {
-        self.others.passphrase(path)
-    }
-
-    fn sidecars(&self) -> &dyn Sidecars {
-        &NoSidecars
-    }
-
-    fn redo_logs(&self) -> &dyn RedoLogs {
-        &NoRedoLogs
-    }
-
-    fn now_ns(&self) -> i128 {
-        self.others.now_ns()
-    }
-}
 
 /// A file whose first sector is kept in memory.
 pub(super) struct HeldStore {
@@ -93,6 +21,11 @@ pub(super) struct HeldStore {
 }
 
 impl HeldStore {
+    /// An empty file as it will be.
+    pub(super) fn over(store: Arc<dyn Store>) -> Self {
+        Self { store, first: Arc::new(Mutex::new([0; HELD_BYTES])), identity: StoreIdentity::own() }
+    }
+
     /// Gives the file its first sector, when everything else is durable.
     ///
     /// # Errors
@@ -206,11 +139,7 @@ mod tests {
     fn first_sector_is_seen_at_once_and_is_in_the_file_at_the_end() {
         Executor::new(Backend::Sim { seed: 1 }).expect("an executor").block_on(async {
             let file = Arc::new(MemoryStore::new_writable("file", vec![0; 2048]));
-            let held = HeldStore {
-                store: Arc::clone(&file) as _,
-                first: Arc::new(Mutex::new([0; HELD_BYTES])),
-                identity: StoreIdentity::own(),
-            };
+            let held = HeldStore::over(Arc::clone(&file) as _);
             for (at, len, byte) in [(0, 1024, 1), (100, 8, 2), (508, 8, 3), (1024, 512, 4)] {
                 let bytes = Buf::from_slice(&vec![byte; len]);
                 write_all(&held, bytes, HostOffset::new(at)).await.expect("written");

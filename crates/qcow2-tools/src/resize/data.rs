@@ -1,8 +1,9 @@
 //! Images that keep their data in a separate file: cluster by cluster where the guest has them.
 
-use super::future::FutureImages;
 use super::{Resizer, len_of};
-use mica_block::{Error, ErrorKind, Images, OpenImage, Result, RunKind, read_exact, write_all};
+use mica_block::{
+    Error, ErrorKind, Images, OpenImage, OpenedImages, Result, RunKind, read_exact, write_all,
+};
 use mica_qcow2::FileSpace;
 use mica_qcow2::{open_data_file, read_header};
 use mica_qcow2_format::{Header, L1Entry, L2Entry};
@@ -40,8 +41,8 @@ impl DataFile {
     }
 
     /// Makes `images` pass it to whoever opens it.
-    pub(super) fn held_by(&self, images: &mut FutureImages) {
-        images.hold(&self.path, &self.image);
+    pub(super) fn held_by(&self, images: &mut OpenedImages) {
+        images.add(&self.path, self.image.clone());
     }
 
     /// Extends it to a disk of `new` bytes, with nothing but zeros after the `old` ones.

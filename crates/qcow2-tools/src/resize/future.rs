@@ -2,88 +2,21 @@
 //! the old one. So the writing engine prepares the new part of a disk before anyone else sees it.
 
 use mica_block::{
-    Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, Passphrase,
-    RedoLogs, Result, Run, Sidecars, Space, Store, StoreIdentity, Upgradable, Witness,
+    IoFuture, LocalFuture, OpenImage, Result, Run, Space, Store, StoreIdentity, Witness,
 };
+use mica_qcow2_format::field;
 use mica_rt::Buf;
 use mica_units::HostOffset;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-use mica_qcow2_format::field;
 
 /// Where the size in the header ends.
 const HEADER_END: u64 = field::SIZE as u64 + 8;
 
-/// The images of a chain, one of which has its future size.
-pub(super) struct FutureImages {
-    images: Arc<dyn Images>,
-    /// Files that are already open, exclusively.
-    held: Vec<(PathBuf, OpenImage)>,
-}
-
-impl FutureImages {
-    /// The same as `images`, except for `image` at `path` with `size` bytes.
-    pub(super) fn new(images: Arc<dyn Images>, path: &Path, image: &OpenImage, size: u64) -> Self {
-        let store = Arc::new(FutureStore {
-            store: Arc::clone(&image.store),
-            size,
-            identity: StoreIdentity::own(),
-        });
-        let image = OpenImage { store, ..image.clone() };
-        Self { images, held: vec![(path.to_owned(), image)] }
-    }
-
-    /// The same with one more file that is already open.
-    pub(super) fn hold(&mut self, path: &Path, image: &OpenImage) {
-        self.held.push((path.to_owned(), image.clone()));
-    }
-
-    fn held(&self, path: &Path) -> Option<OpenImage> {
-        self.held.iter().find(|(held, _)| held == path).map(|(_, image)| image.clone())
-    }
-}
-
-impl Images for FutureImages {
-    fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
-        self.images.resolve(referrer, name)
-    }
-
-    fn open(&self, path: &Path) -> Result<OpenImage> {
-        self.held(path).map_or_else(|| self.images.open(path), Ok)
-    }
-
-    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
-        self.held(path).map_or_else(|| self.images.open_writable(path), Ok)
-    }
-
-    fn open_frozen(&self, path: &Path) -> Result<OpenImage> {
-        self.held(path).map_or_else(|| self.images.open_frozen(path), Ok)
-    }
-
-    fn open_upgradable(&self, path: &Path) -> Result<Upgradable> {
-        self.images.open_upgradable(path)
-    }
-
-    fn identify(&self, path: &Path) -> Result<Identity> {
-        self.images.identify(path)
-    }
-
-    fn passphrase(&self, path: &Path) -> Result<Option<Arc<Passphrase>>> {
-        self.images.passphrase(path)
-    }
-
-    fn sidecars(&self) -> &dyn Sidecars {
-        &NoSidecars
-    }
-
-    fn redo_logs(&self) -> &dyn RedoLogs {
-        &NoRedoLogs
-    }
-
-    fn now_ns(&self) -> i128 {
-        self.images.now_ns()
-    }
+/// The `image` as it will be with `size` bytes.
+pub(super) fn with_size(image: &OpenImage, size: u64) -> OpenImage {
+    let store =
+        FutureStore { store: Arc::clone(&image.store), size, identity: StoreIdentity::own() };
+    OpenImage { store: Arc::new(store), ..image.clone() }
 }
 
 /// A store whose header shows a different size than the file holds.
