@@ -8,7 +8,6 @@ use std::fs;
 use std::io::{Read, Write};
 use std::ops::{Deref, DerefMut};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -69,14 +68,7 @@ impl World {
 
     /// What the control socket tells of extents, and from where on it tells nothing.
     fn extents(&self, query: &str) -> (Vec<(u64, u64)>, Option<u64>) {
-        let mut stream = UnixStream::connect(self.control()).expect("it listens");
-        let request = format!(
-            "GET /v1/disks/disk/extents?{query} HTTP/1.1\r\nhost: localhost\r\n\
-             connection: close\r\n\r\n"
-        );
-        stream.write_all(request.as_bytes()).expect("sent");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("answered");
+        let answer = self.0.extents(query);
         let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
         assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
         let answer: serde_json::Value = serde_json::from_str(body).expect("JSON");

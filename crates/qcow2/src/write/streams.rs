@@ -4,7 +4,7 @@
 //! Such a writer gets the whole of a cluster with its first write there: what shows in the rest is
 //! written, too. The writes that follow change no metadata, neither ours nor the file system's. A
 //! sync after a write to blocks that the file system has yet to place waits for its journal, and
-//! takes some four times as long as one after a write to blocks that are there.
+//! takes some three times as long as one after a write to blocks that are there.
 //!
 //! Invariant: what is remembered here decides how fast a write is, and nothing else. So a disk may
 //! forget it at any time, and no order of memory matters.

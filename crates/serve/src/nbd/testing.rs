@@ -20,6 +20,8 @@ use super::handshake::Handshakes;
 use super::limits::Limits;
 use super::stats::Counters;
 use crate::budget::{POOL_BYTES, Pool};
+#[cfg(test)]
+use crate::budget::{Party, Share};
 use crate::discard::Discard;
 use crate::testing::gauge::Gauge;
 use disks::BrokenDisk;
@@ -106,6 +108,18 @@ fn simulated_once(seed: u64, world: World, test: &impl AsyncFn(World)) {
 }
 
 impl World {
+    /// Others that leave nothing of the budget that is worth taking.
+    #[cfg(test)]
+    pub(super) fn others(&self) -> Vec<Share> {
+        let all = usize::MAX / 2;
+        let share = |_| {
+            let share = Share::new(&Party::new(&self.pool), 0, all);
+            share.up_to(all);
+            share
+        };
+        (0..200).map(share).collect()
+    }
+
     fn new(disk: Arc<dyn Disk>, discard: Discard, reading: Arc<Gauge>) -> Self {
         Self::with(Vec::new(), disk, discard, reading)
     }

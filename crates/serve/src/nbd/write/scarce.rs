@@ -5,24 +5,13 @@ use crate::discard::Discard;
 use crate::nbd::limits::{PAYLOAD_BYTES_MAX, RESERVE_BYTES};
 use crate::nbd::protocol::{command, command_flag};
 use crate::nbd::testing::{
-    Client, EIO, Event, MIB, MemoryDisk, PatternDisk, Reply, World, assemble, request, simulated,
+    Client, EIO, Event, MIB, MemoryDisk, PatternDisk, Reply, assemble, request, simulated,
     simulated_memory,
 };
 use mica_rt::Buf;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Others that leave nothing of the budget of `world` that is worth taking.
-fn others(world: &World) -> Vec<Share> {
-    let all = usize::MAX / 2;
-    let share = |_| {
-        let share = Share::new(&Party::new(&world.pool), 0, all);
-        share.up_to(all);
-        share
-    };
-    (0..200).map(share).collect()
-}
 
 fn disk() -> MemoryDisk {
     MemoryDisk { latency: Some(Duration::from_millis(1)), ..MemoryDisk::new(64 * MIB) }
@@ -43,7 +32,7 @@ async fn write(client: &Client, flags: u16, at: u64, len: usize) {
 #[test]
 fn write_of_any_length_is_done_within_the_reserve() {
     simulated_memory(disk, Discard::Unmap, async |world, disk| {
-        let _others = others(&world);
+        let _others = world.others();
         let taken = world.pool.taken();
         let mut client = world.simple_session().await;
         for (at, len) in [(0, 6 << 20), (513, (6 << 20) + 7), (4096, 512), (1, 1 << 20)] {
@@ -60,7 +49,7 @@ fn write_of_any_length_is_done_within_the_reserve() {
 #[test]
 fn divided_write_that_is_to_be_durable_is_flushed_once_at_its_end() {
     simulated_memory(disk, Discard::Unmap, async |world, disk| {
-        let _others = others(&world);
+        let _others = world.others();
         let mut client = world.simple_session().await;
         write(&client, command_flag::FUA, 0, 2 << 20).await;
         assert_eq!(client.reply().await, Some(Reply::Simple { cookie: 0, error: 0 }));
@@ -76,7 +65,7 @@ fn divided_write_that_fails_is_answered_once_and_the_connection_continues() {
     for bad in [0..512, MIB..MIB + 512, 8 * MIB - 512..8 * MIB] {
         let disk = || MemoryDisk { bad: bad.clone(), ..disk() };
         simulated_memory(disk, Discard::Unmap, async |world, _| {
-            let _others = others(&world);
+            let _others = world.others();
             let mut client = world.simple_session().await;
             write(&client, 0, 0, 8 << 20).await;
             assert_eq!(client.reply().await, Some(Reply::Simple { cookie: 0, error: EIO }));
@@ -93,7 +82,7 @@ fn reads_of_any_length_are_served_within_the_reserve() {
         || PatternDisk { latency: Some(Duration::from_millis(1)), ..PatternDisk::data(64 * MIB) };
     let content = disk().content(0..32 * MIB);
     simulated(disk, async |world| {
-        let _others = others(&world);
+        let _others = world.others();
         let mut structured = world.session().await;
         structured.request(0, command::READ, 1, 0, PAYLOAD_BYTES_MAX).await;
         assert!(assemble(&structured.chunks(1).await, 0) == content);
@@ -117,7 +106,7 @@ fn tiny_reads_in_flight_are_within_the_reserve() {
     let disk =
         || PatternDisk { latency: Some(Duration::from_millis(10)), ..PatternDisk::data(MIB) };
     simulated(disk, async |world| {
-        let _others = others(&world);
+        let _others = world.others();
         let mut client = world.simple_session().await;
         let read = |cookie| request(0, command::READ, cookie, cookie, 1);
         let bytes: Vec<u8> = (0..1000).flat_map(read).collect();
@@ -164,7 +153,7 @@ fn clients_that_never_finish_their_payload_do_not_block_others() {
 fn requests_of_all_sizes_side_by_side_are_each_answered_once() {
     let disk: fn() -> MemoryDisk = disk;
     simulated_memory(disk, Discard::Unmap, async |world, disk: Arc<MemoryDisk>| {
-        let _others = others(&world);
+        let _others = world.others();
         let mut client = world.simple_session().await;
         let lens = [512, 700_000, 4096, 3 << 20, 100, 300_000, 1 << 20];
         let sender = client.stream.clone();

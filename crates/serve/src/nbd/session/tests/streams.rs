@@ -1,27 +1,14 @@
 //! Reads that are sent as they are read: what else a client asks for comes before or behind them.
 
 use super::*;
-use crate::budget::{Party, Share};
 use crate::discard::Discard;
 use crate::nbd::limits::{PAYLOAD_BYTES_MAX, RESERVE_BYTES};
 use crate::nbd::protocol::command_flag;
 use crate::nbd::testing::{
-    Client, MemoryDisk, Reply, World, assemble, request, simulated, simulated_memory,
-    simulated_seeds,
+    Client, MemoryDisk, Reply, assemble, request, simulated, simulated_memory, simulated_seeds,
 };
 
 const FLUSH: u16 = command::FLUSH;
-
-/// Others that leave nothing of the budget of `world` that is worth taking.
-fn others(world: &World) -> Vec<Share> {
-    let all = usize::MAX / 2;
-    let share = |_| {
-        let share = Share::new(&Party::new(&world.pool), 0, all);
-        share.up_to(all);
-        share
-    };
-    (0..200).map(share).collect()
-}
 
 async fn expect_success(client: &mut Client, of: u64) {
     assert_eq!(client.reply().await, Some(Reply::Simple { cookie: of, error: 0 }));
@@ -55,7 +42,7 @@ fn flush_behind_a_streamed_read_is_answered_behind_it() {
         ..MemoryDisk::new(8 * MIB)
     };
     simulated_memory(disk, Discard::Unmap, async |world, disk| {
-        let _others = others(&world);
+        let _others = world.others();
         let mut client = world.simple_session().await;
         let read = request(0, READ, 1, 0, 4 << 20);
         client.send(&[read, request(0, FLUSH, 2, 0, 0)].concat()).await.expect("connected");
@@ -70,7 +57,7 @@ fn flush_behind_a_streamed_read_is_answered_behind_it() {
 fn chunk_that_is_streamed_is_not_interrupted_when_others_release_memory() {
     let content = slow().content(0..2 * MIB);
     simulated(slow, async |world| {
-        let others = others(&world);
+        let others = world.others();
         let mut client = world.session().await;
         client.request(command_flag::DF, READ, 1, 0, 2 << 20).await;
         mica_rt::sleep(Duration::from_millis(1)).await;
