@@ -5,8 +5,9 @@ use mica_gen::Rng;
 use mica_tests::command::{self, ending_signals as signals};
 use mica_tests::volume::{Store, run};
 use mica_tests::{clock, mica};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::fs::{FlockOperation, OFlags, fcntl_getfl, fcntl_setfl, flock};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
 use std::fs;
 use std::io::Write as _;
@@ -34,6 +35,21 @@ fn wait_for(path: &Path) {
 fn wait_for_any(paths: &[&Path]) {
     let is_there = || paths.iter().any(|path| path.exists()).then_some(());
     clock::poll(LIMIT, Duration::from_millis(1), is_there).expect("one is made");
+}
+
+/// Returns once it is stopped, or has ended.
+#[track_caller]
+fn stop(child: &Child) {
+    let pid = Pid::from_child(child);
+    kill_process(pid, Signal::STOP).expect("it is there");
+    let states = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    waitid(WaitId::Pid(pid), states).expect("a child");
+}
+
+/// Whether somebody has the file at `path` locked; there need not be one.
+fn is_locked(path: &Path) -> bool {
+    let lock = |file: fs::File| flock(&file, FlockOperation::NonBlockingLockExclusive);
+    fs::File::open(path).is_ok_and(|file| lock(file) == Err(Errno::WOULDBLOCK))
 }
 
 #[track_caller]
@@ -230,12 +246,12 @@ fn send_into_a_file_that_is_killed_leaves_nothing_of_that_name() {
     let (stream, unfinished) =
         (store.folder().join("stream"), store.folder().join(".stream.mica-unfinished"));
     let (name, snapshot) = (stream.display().to_string(), format!("{url}@source.raw"));
-    // It may be done before it is stopped.
+    // It may be done before it is stopped, or not have locked the file yet.
     let mut child = loop {
         let child = start(&["send", "-q", &snapshot, &name]);
         wait_for_any(&[&unfinished, &stream]);
-        kill_process(Pid::from_child(&child), Signal::STOP).expect("it is there");
-        if unfinished.exists() && !stream.exists() {
+        stop(&child);
+        if is_locked(&unfinished) && !stream.exists() {
             break child;
         }
         kill_process(Pid::from_child(&child), Signal::CONT).expect("it is there");
