@@ -41,6 +41,7 @@ use std::fs::File;
 use std::io::{Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// How long the end may take once no store is waited for.
@@ -182,7 +183,10 @@ impl Daemon {
     /// # Errors
     /// As [`Daemon::run`].
     pub fn stop(mut self) -> Result<()> {
-        systemd::notify(&[NotifyState::Stopping]);
+        // After a takeover the service goes on: systemd 252 would leave it stopping (systemd.rs, I2).
+        if !self.shared.is_handed_over.load(Ordering::Acquire) {
+            systemd::notify(&[NotifyState::Stopping]);
+        }
         let stopped = self.shared.stop();
         let written = self.write_stats();
         self.shared.control_sockets().close();

@@ -7,7 +7,8 @@
 //! - I1 A socket that is no longer served is no longer stored: clients would wait in vain,
 //!   and the store would fill up. What another process now serves stays stored.
 //! - I2 In a takeover the old process tells systemd of the new main process before it ends: the
-//!   end of the main process would be the end of the service.
+//!   end of the main process would be the end of the service. It does not say that it stops:
+//!   `STOPPING=1` is about the service, whichever process sends it.
 //! - I3 The new process is watched as the old one was, though systemd gave the watchdog period
 //!   to the old one only.
 

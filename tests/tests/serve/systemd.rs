@@ -205,6 +205,11 @@ fn reload_names_the_new_main_process_which_is_watched_and_ends_when_it_serves() 
     while told.matches("MAINPID=").count() < 2 {
         told += &(service.told() + "\n");
     }
+    // The old process has ended: whatever it said is there before this.
+    let mark = UnixDatagram::unbound().expect("made");
+    mark.send_to(b"TEST=ended", dir.path().join("notify")).expect("sent");
+    told += &service.told_until("TEST=ended").join("\n");
+    assert!(!told.contains("STOPPING=1"), "the service goes on: {told}");
     let named: Vec<_> = told.lines().filter_map(|line| line.strip_prefix("MAINPID=")).collect();
     assert!(named.len() == 2 && named[0] == named[1], "{told}");
     let pid = named[0].parse().ok().and_then(Pid::from_raw).expect(&told);
