@@ -109,8 +109,8 @@ impl LogChoice<'_> {
         self.log = Some(log);
     }
 
-    /// Sets a log aside that nobody may replay, or by force one that could not be, for what `failed`
-    /// says.
+    /// Sets a log aside that nobody may replay, or by force one that could not be, for what
+    /// `failed` says.
     async fn set_aside(
         &mut self,
         device: &Arc<LogDevice>,

@@ -421,8 +421,8 @@ impl Volumes {
         self.open_without_blocks(name, Claimed::Refuse).await?.hand_over(host).await
     }
 
-    /// Takes a volume back that this host handed over, and its heir has not opened: whoever wants it
-    /// has it next.
+    /// Takes a volume back that this host handed over, and its heir has not opened: whoever wants
+    /// it has it next.
     ///
     /// # Errors
     /// `Invalid` if it is handed over to nobody; `Denied` if its heir was faster, or another host

@@ -224,8 +224,8 @@ mod tests {
     use super::*;
     use mica_block::{Error, ErrorKind};
 
-    /// The story: what could not be deleted after sparse extents were written again was in no figure,
-    /// and status said that all was well.
+    /// The story: what could not be deleted after sparse extents were written again was in no
+    /// figure, and status said that all was well.
     #[test]
     fn second_collection_of_a_pass_adds_what_it_did_and_says_what_is_there() {
         let failure = |what: &str| Some(Error::new(ErrorKind::Io, what));

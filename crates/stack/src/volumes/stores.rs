@@ -274,8 +274,8 @@ impl Store {
     }
 }
 
-/// The volumes in `objects`, where a store is made only of what keeps its promises; and whether that
-/// was found out.
+/// The volumes in `objects`, where a store is made only of what keeps its promises; and whether
+/// that was found out.
 async fn made(objects: &Arc<dyn Objects>, cache_bytes: u64) -> Result<(Volumes, bool)> {
     let is_probed = Cell::new(false);
     let check = async || {

@@ -167,7 +167,8 @@ mod tests {
         }
     }
 
-    /// The story: the first opening of a volume in a far store took a second longer than the others.
+    /// The story: the first opening of a volume in a far store took a second longer than the
+    /// others.
     #[test]
     fn probe_waits_for_few_answers_one_after_the_other() {
         const LATENCY: Duration = Duration::from_millis(30);
@@ -177,8 +178,10 @@ mod tests {
             let begun = mica_rt::now();
             probe(&memory, 1).await.expect("it is honest");
             let took = mica_rt::now().saturating_since(begun);
-            // A round has five; then a listing, the deletions, and a look at what is gone.
-            assert_eq!(took.as_millis() / LATENCY.as_millis(), 8, "{took:?}");
+            // A round has five; then a listing, the deletions, and a look at what is gone. In the
+            // simulator each takes up to half as long again.
+            let trips = took.as_millis() / LATENCY.as_millis();
+            assert!((8..=12).contains(&trips), "{took:?}");
         });
     }
 

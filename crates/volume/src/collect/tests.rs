@@ -243,8 +243,8 @@ fn damaged_node_or_head_stops_deletion_and_is_named() {
     });
 }
 
-/// The story: somebody made one object longer, and each server that collected the store ended, as it
-/// had no memory for the bytes between what it had read and the nodes.
+/// The story: somebody made one object longer, and each server that collected the store ended, as
+/// it had no memory for the bytes between what it had read and the nodes.
 #[test]
 fn extent_that_was_lengthened_is_named_and_not_read_as_a_whole() {
     run(7, async {

@@ -5,12 +5,12 @@ use crate::format::head::{Head, Life};
 use mica_block::{Error, ErrorKind, Result};
 
 impl Heads {
-    /// Gives a volume back that this host handed over: nobody has it then. Its heir may be opening it
-    /// at the same time: of the two heads that follow the one that was read, only one is put.
+    /// Gives a volume back that this host handed over: nobody has it then. Its heir may be opening
+    /// it at the same time: of the two heads that follow the one that was read, only one is put.
     ///
     /// # Errors
-    /// `Invalid` if it is handed over to nobody; `Denied` if its heir, or somebody else, has opened it
-    /// by now, or another host handed it over; otherwise what the store reports.
+    /// `Invalid` if it is handed over to nobody; `Denied` if its heir, or somebody else, has opened
+    /// it by now, or another host handed it over; otherwise what the store reports.
     pub(crate) async fn take_back(&self) -> Result<()> {
         for _ in 0..ROUNDS_MAX {
             let before = self.ready().await?;

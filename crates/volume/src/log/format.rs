@@ -244,8 +244,8 @@ impl SegmentHeader {
         (is_ours && is_something).then_some(Remains { volume, root, number })
     }
 
-    /// Whether `bytes`, a header of any version, are of the log of `device`, and not of one that was
-    /// there before.
+    /// Whether `bytes`, a header of any version, are of the log of `device`, and not of one that
+    /// was there before.
     pub(super) fn is_of(bytes: &[u8], device: &Id) -> bool {
         RawSegment::read_from_prefix(bytes).is_ok_and(|(raw, _)| raw.device == *device)
     }

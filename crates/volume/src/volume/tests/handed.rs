@@ -110,8 +110,8 @@ fn heir_hands_on_what_it_has_not_opened() {
     });
 }
 
-/// The story: an heir was mistyped, and the volume could only be opened by force, which gives up what
-/// is not in the store.
+/// The story: an heir was mistyped, and the volume could only be opened by force, which gives up
+/// what is not in the store.
 #[test]
 fn host_that_handed_a_volume_over_takes_it_back_until_its_heir_opens_it() {
     run(1, async {
@@ -141,8 +141,8 @@ fn host_that_handed_a_volume_over_takes_it_back_until_its_heir_opens_it() {
     });
 }
 
-/// Whatever the order of their requests, one of them is first: either its heir has the volume, and it
-/// is not taken back; or it was taken back, and whoever opens it then has it.
+/// Whatever the order of their requests, one of them is first: either its heir has the volume, and
+/// it is not taken back; or it was taken back, and whoever opens it then has it.
 #[test]
 fn volume_that_is_taken_back_while_its_heir_opens_it_has_one_owner() {
     let mut taken_back = 0;
