@@ -52,7 +52,8 @@ pub use manage_volume::{
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use objects::{
-    EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture, PutPartsFuture,
+    EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, PROBE_FOLDER, Put, PutFuture,
+    PutPartsFuture,
 };
 pub use opened::OpenedImages;
 pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};

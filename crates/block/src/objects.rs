@@ -101,6 +101,9 @@ impl Entry {
     }
 }
 
+/// The folder in which whoever finds out whether a store keeps its promises puts objects for a
+/// moment: nothing that a store has.
+pub const PROBE_FOLDER: &str = "probe";
 /// Entries of one listing, at most.
 pub const LIST_MAX: usize = 1000;
 

@@ -3,7 +3,8 @@
 //! Invariants
 //! - I1 No number is used twice: a claim counts if its put was done, and no boundary above it was
 //!   there then. Claims are deleted only below a boundary.
-//! - I2 A number that is claimed now is greater than all that were claimed before.
+//! - I2 A number is greater than all that were claimed before its claimer began to look. Of those
+//!   who look at the same time, one may claim a greater number before another claims a smaller one.
 //! - I3 Nobody can foresee the number of a writer with a log. Otherwise a store that is put back
 //!   from a copy would give that number again to another writer, and the log would be taken for
 //!   that one's.

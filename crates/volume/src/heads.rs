@@ -18,6 +18,7 @@ mod counting;
 mod highest;
 mod rekey;
 mod shut_out;
+mod take_back;
 #[cfg(test)]
 mod tests;
 
@@ -565,9 +566,13 @@ impl Heads {
             Life::Open { writer, .. } => Err(self.in_use(head, writer)),
             Life::HandedOver => {
                 let (name, heir) = (self.name.as_str(), &head.heir);
+                let back = match head.host == host_name(self.environment.host()) {
+                    true => ", take it back here with mica volume handover --cancel",
+                    false => "",
+                };
                 let what = format!(
                     "volume {name} was handed over to {heir}, which has not opened it: serve it \
-                     there first, or take it with --force"
+                     there first{back}, or take it with --force"
                 );
                 Err(Error::new(ErrorKind::Denied, what))
             }

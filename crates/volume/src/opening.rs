@@ -109,12 +109,13 @@ impl LogChoice<'_> {
         self.log = Some(log);
     }
 
-    /// Sets a log aside that nobody may replay.
+    /// Sets a log aside that nobody may replay, or by force one that could not be, for what
+    /// `failed` says.
     async fn set_aside(
         &mut self,
         device: &Arc<LogDevice>,
         found: &Found,
-        state: &State,
+        (state, failed): (&State, Option<Error>),
     ) -> Result<()> {
         let mut numbers: Option<Range<u64>> = None;
         let looked = device.look(found, |number, _| {
@@ -124,12 +125,16 @@ impl LogChoice<'_> {
         });
         let looked = looked.await;
         device.set_aside(found.volume).await?;
+        let why = match &failed {
+            Some(error) => format!("it could not be replayed ({})", error.in_one_line()),
+            None => "others had the volume since".to_owned(),
+        };
         // Nobody replays it in any case: that it cannot be read is no reason not to open.
         if let Err(error) = looked {
             let error = error.in_one_line();
             self.loss = Some(format!(
-                "the log of this machine may have writes that the volume lacks, and others had the \
-                 volume since: the log was set aside, and cannot be read ({error})"
+                "the log of this machine may have writes that the volume lacks, and {why}: the log \
+                 was set aside, and cannot be read ({error})"
             ));
             return Ok(());
         }
@@ -141,12 +146,17 @@ impl LogChoice<'_> {
             false => numbers.start.max(state.records),
         };
         let lacking = numbers.end.saturating_sub(first);
-        if lacking > 0 {
-            self.loss = Some(format!(
-                "the log of this machine has {lacking} writes that the volume may lack, and others \
-                 had the volume since: the log was set aside"
-            ));
-        }
+        self.loss = match lacking {
+            0 if failed.is_none() => None,
+            0 => Some(format!(
+                "the log of this machine may have lost writes that the volume lacks, and {why}: the \
+                 log was set aside"
+            )),
+            _ => Some(format!(
+                "the log of this machine has {lacking} writes that the volume may lack, and {why}: \
+                 the log was set aside"
+            )),
+        };
         Ok(())
     }
 }
@@ -197,6 +207,7 @@ impl LocalLog for LogChoice<'_> {
         let Some(device) = self.device else { return Ok(()) };
         let volume = head.volume;
         if let Some(found) = self.found(head) {
+            let mut failed = None;
             if let Some(last) = self.goes_on(&found, head) {
                 match device.go_on(volume, (last, writer), state.records).await {
                     Ok(log) => {
@@ -209,11 +220,14 @@ impl LocalLog for LogChoice<'_> {
                     // this writer for.
                     Err(error)
                         if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Limit)
-                            && self.claimed == Claimed::TakeOver => {}
+                            && self.claimed == Claimed::TakeOver =>
+                    {
+                        failed = Some(error);
+                    }
                     Err(error) => return Err(error),
                 }
             }
-            self.set_aside(device, &found, state).await?;
+            self.set_aside(device, &found, (state, failed)).await?;
         }
         let new = NewLog { store: self.store, volume, writer, first: state.records };
         let log = match self.room.take() {

@@ -12,7 +12,9 @@ use crate::format::extent::{HEADER_BYTES, Header};
 use crate::format::head::{HEAD_BYTES, Head, Life};
 use crate::names::VolumeName;
 use crate::place::ExtentId;
-use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
+use mica_block::{
+    Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, PROBE_FOLDER, Put, Result,
+};
 use mica_map::crc32c;
 use mica_rt::{Buf, Instant, Parts, now, sleep, yield_now};
 use mica_units::random_at;
@@ -40,6 +42,16 @@ pub(crate) enum Patience {
 impl Patience {
     /// That of a verb.
     pub(crate) const VERB: Self = Self::For(Duration::from_secs(15));
+
+    /// Whether trying again can help. Leave that a store denies comes back when credentials are
+    /// renewed or a policy is mended, which nobody who waits for a verb wants to wait for.
+    fn may_help(self, kind: ErrorKind) -> bool {
+        match kind {
+            ErrorKind::Io | ErrorKind::NoSpace => true,
+            ErrorKind::Denied => self == Self::Endless,
+            _ => false,
+        }
+    }
 
     /// Whether it is said, before the end, that `error` is in the way: whoever waits for a verb is
     /// told at its end, of a lack of room with what to do about that.
@@ -71,7 +83,7 @@ impl Tries {
             Patience::Endless => false,
             Patience::For(time) => now().saturating_since(since) >= time,
         };
-        if is_last || !may_pass(error.kind()) {
+        if is_last || !self.patience.may_help(error.kind()) {
             return Err(error.wrap(doing()));
         }
         self.failed = self.failed.saturating_add(1);
@@ -91,11 +103,6 @@ fn pause_len(failed: u32, seed: u32) -> Duration {
     let longest = PAUSE_MIN.saturating_mul(1 << failed.saturating_sub(1).min(16)).min(PAUSE_MAX);
     let half = u64::try_from(longest.as_nanos() / 2).unwrap_or(u64::MAX);
     longest - Duration::from_nanos(random_at(seed.into(), failed.into()) % (half + 1))
-}
-
-/// Whether trying again can help.
-fn may_pass(kind: ErrorKind) -> bool {
-    matches!(kind, ErrorKind::Io | ErrorKind::NoSpace)
 }
 
 /// When what is put has to be durable.
@@ -258,7 +265,8 @@ pub(crate) async fn list(
     }
 }
 
-/// Whether a store has no objects at all.
+/// Whether a store has no objects at all, but for what another process may just find out with
+/// whether it keeps its promises.
 ///
 /// # Errors
 /// What the store reports in the end.
@@ -267,7 +275,9 @@ pub(crate) async fn is_empty(objects: &dyn Objects, patience: Patience) -> Resul
     let doing = || format!("listing {}", objects.name());
     loop {
         match objects.list(None, None).await {
-            Ok(page) => return Ok(page.is_empty()),
+            Ok(page) => {
+                return Ok(page.iter().all(|entry| entry.name().as_str() == PROBE_FOLDER));
+            }
             Err(error) => tries.pause(error, doing).await?,
         }
     }

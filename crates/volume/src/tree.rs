@@ -3,7 +3,7 @@
 //! Invariants
 //! - I1 Nothing is returned whose sum is not the one that its place has.
 //! - I2 A node that several readers miss together is read once, if they wait for as long as it
-//!   takes. Who does not reads it alone, so as not to wait for them.
+//!   takes. Who does not, or is given up, reads it alone, so as not to wait for them.
 //! - I3 The cache holds what its budget allows. Places never come to mean something else, so
 //!   nothing is removed from it for any other reason.
 //! - I4 What is in an extent that is still being put is read from memory.
@@ -280,7 +280,18 @@ impl Tree {
         read: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         if self.patience == Patience::Endless {
-            return cache.get_or_insert_async(&at, read).await;
+            // Who is given up must not wait for a reader who is not.
+            let known = cache.get_value_or_guard_async(&at);
+            match self.given_up.unless_raised(known).await {
+                Some(Ok(known)) => return Ok(known),
+                Some(Err(guard)) => {
+                    let found = read.await?;
+                    // It is refused if somebody who reads it alone was faster.
+                    let _ = guard.insert(found.clone());
+                    return Ok(found);
+                }
+                None => {}
+            }
         }
         if let Some(known) = cache.get(&at) {
             return Ok(known);

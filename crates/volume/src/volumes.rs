@@ -126,6 +126,20 @@ impl Volumes {
         environment: Environment,
         cache_bytes: u64,
     ) -> Result<Self> {
+        Self::open_or_make_if(objects, environment, cache_bytes, async || Ok(())).await
+    }
+
+    /// As [`Self::open_or_make`]; an empty store becomes one of volumes only if `check` has nothing
+    /// against it, which is asked before anything is put: what is there is taken for good.
+    ///
+    /// # Errors
+    /// As there; as `check`.
+    pub async fn open_or_make_if(
+        objects: Arc<dyn Objects>,
+        environment: Environment,
+        cache_bytes: u64,
+        check: impl AsyncFn() -> Result<()>,
+    ) -> Result<Self> {
         loop {
             if let Some(store) = stored_id(&*objects).await? {
                 return Ok(Self::with_id(objects, environment, cache_bytes, store));
@@ -142,6 +156,7 @@ impl Volumes {
                 );
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
+            check().await?;
             let new = Buf::from_slice(&store::encode(environment.random()));
             // Whoever was faster made the store.
             match put(&*objects, &names::format(), new, Patience::VERB).await? {
@@ -404,6 +419,16 @@ impl Volumes {
         // What cannot be done costs no head, and leaves none open.
         check_host(host)?;
         self.open_without_blocks(name, Claimed::Refuse).await?.hand_over(host).await
+    }
+
+    /// Takes a volume back that this host handed over, and its heir has not opened: whoever wants
+    /// it has it next.
+    ///
+    /// # Errors
+    /// `Invalid` if it is handed over to nobody; `Denied` if its heir was faster, or another host
+    /// handed it over.
+    pub async fn take_back(&self, name: &VolumeName) -> Result<()> {
+        self.heads(name).take_back().await
     }
 
     /// Opens what is in the store of a volume now, for reading. It stays as it is, whatever is

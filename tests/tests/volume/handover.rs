@@ -120,6 +120,32 @@ fn volume_goes_on_being_served_if_the_store_does_not_take_its_writes() {
     assert_eq!(second.stop().expect("it stops").status.code(), Some(0));
 }
 
+/// The story: the heir was mistyped, and what had been handed over could be had by force alone.
+#[test]
+fn hand_over_to_a_mistyped_host_is_taken_back_and_not_from_an_heir_that_has_opened_the_volume() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let url = store.volume("web");
+    let nothing = run(["handover", "--cancel", &url]).refusal();
+    assert!(nothing.contains("handed over to no host"), "{nothing}");
+    let server = store.serve("web", &[]).expect("served");
+    let served = run(["handover", "--cancel", &url]).refusal();
+    assert!(served.contains("web"), "{served}");
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+    run(["handover", &url, "hots-2"]).ok();
+    let refused = format!("{:#}", store.serve("web", &[]).map(drop).expect_err("not ours"));
+    assert!(refused.contains("mica volume handover --cancel"), "{refused}");
+    let both = run(["handover", "--cancel", &url, "host-2"]);
+    assert_ne!(both.code(), Some(0), "one or the other");
+    assert_ne!(run(["handover", &url]).code(), Some(0), "to whom?");
+    let back = run(["handover", "--cancel", "--output", "json", &url]).json();
+    assert_eq!(back["handed-to"], serde_json::Value::Null, "{back}");
+    let info = run(["info", "--output", "json", &url]).json();
+    assert_eq!((&info["state"], &info["handed-to"]), (&"closed".into(), &back["handed-to"]));
+    let server = store.serve("web", &[]).expect("it is ours without force");
+    assert_eq!(server.stop().expect("it stops").status.code(), Some(0));
+}
+
 /// The story: a collection on the host that a volume was handed over to opened and closed the
 /// volume, before the server that was to have it: then any host could open it.
 #[test]

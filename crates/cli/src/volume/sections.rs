@@ -120,7 +120,8 @@ EXAMPLES:
 
 pub(super) const HANDOVER: &str = "\
 EXAMPLES:
-  mica volume handover s3://bucket/volumes/web host-2";
+  mica volume handover s3://bucket/volumes/web host-2
+  mica volume handover --cancel s3://bucket/volumes/web";
 
 pub(super) const REKEY: &str = "\
 EXAMPLES:

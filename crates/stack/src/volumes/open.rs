@@ -148,9 +148,7 @@ impl Stores {
             store.check_readable(&url.name).await?;
             return Ok(Arc::new(volumes.open_readable(&url.name).await?));
         }
-        if store.is_remote() {
-            store.probe().await?;
-        }
+        store.check_promises().await?;
         let mut locked = store.locked(&url.name, options.force).await?;
         if !matches!(options.access, VolumeAccess::Import(_)) {
             locked.check_whole(&url.name).inspect_err(|_| locked.give_back())?;
@@ -250,8 +248,9 @@ impl Store {
     ///
     /// # Errors
     /// `Denied` if another process of this machine has it open, or it is part of an image;
-    /// otherwise what the store reports.
+    /// `Unsupported` if the store breaks its promises; otherwise what it reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
+        self.check_promises().await?;
         let locked = self.locked(name, false).await?;
         self.settle_locked(name, locked).await
     }
@@ -295,6 +294,7 @@ impl Store {
         key: Option<Arc<VolumeKey>>,
         new: NewVolume,
     ) -> Result<[u8; 16]> {
+        self.check_promises().await?;
         let volumes = self.volumes().with_key(key);
         let Some(directory) = self.directory() else {
             return volumes.create_unfinished(name, len, new).await;
@@ -341,6 +341,7 @@ impl Store {
     /// `NotFound` if there is none; `Denied` if somebody has it open; `Corrupt` if its newest head
     /// is damaged, without force.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
+        self.check_promises().await?;
         let mut locked = match self.locked(name, force).await {
             // Nobody can say who has it, and nobody can go on with it.
             Err(error) if force && error.kind() == ErrorKind::Corrupt => {

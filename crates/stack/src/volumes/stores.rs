@@ -16,6 +16,7 @@ use mica_store::object::{DirectoryObjects, MemoryObjects, RetryObjects, RetryOpt
 use mica_volume::{Environment, LogDevice, Volumes};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::rand::{GetRandomFlags, getrandom};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
@@ -127,6 +128,7 @@ impl Stores {
     /// `Unsupported` if it breaks its promises; `Invalid` if something else is there.
     pub async fn open_or_make(&self, url: &StoreUrl) -> Result<Arc<Store>> {
         if let Some(store) = self.find(url).await? {
+            store.check_promises().await?;
             return Ok(store);
         }
         if let StoreUrl::Directory(path) = url {
@@ -134,10 +136,12 @@ impl Stores {
             make_directory(path, sync_folder_of)?;
         }
         let objects = self.waited_for(url, self.reach(url)?);
-        let made = Volumes::open_or_make(Arc::clone(&objects), environment()?, self.cache_bytes);
-        let named = (url.clone(), StoreFaults::NONE);
-        let store = self.keep(named, made.await?, objects);
-        store.probe().await?;
+        let (volumes, is_probed) = made(&objects, self.cache_bytes).await?;
+        let store = self.keep((url.clone(), StoreFaults::NONE), volumes, objects);
+        if is_probed {
+            *store.is_probed.lock() = true;
+        }
+        store.check_promises().await?;
         Ok(store)
     }
 
@@ -250,23 +254,46 @@ impl Store {
         matches!(self.url, StoreUrl::Bucket { .. } | StoreUrl::Pool { .. })
     }
 
-    /// Finds out, once, whether it keeps its promises.
+    /// Finds out, once, whether it keeps its promises, if it may have changed its ways. Whatever is
+    /// about to put something that others rely on asks this first.
     ///
     /// # Errors
     /// `Unsupported` if it does not; otherwise what it reports.
-    pub(super) async fn probe(&self) -> Result<()> {
+    pub async fn check_promises(&self) -> Result<()> {
+        if !self.is_remote() {
+            return Ok(());
+        }
         let _alone = self.probing.alone().await;
         let is_probed = || self.is_probed.lock();
         if *is_probed() {
             return Ok(());
         }
-        let [nonce, seed] = random_numbers()?;
-        let tries_max = Some(PROBE_TRIES_MAX);
-        let options = RetryOptions { tries_max, ..RetryOptions::new(seed) };
-        probe(&RetryObjects::new(Arc::clone(&self.objects), options), nonce).await?;
+        probe_once(&self.objects).await?;
         *is_probed() = true;
         Ok(())
     }
+}
+
+/// The volumes in `objects`, where a store is made only of what keeps its promises; and whether
+/// that was found out.
+async fn made(objects: &Arc<dyn Objects>, cache_bytes: u64) -> Result<(Volumes, bool)> {
+    let is_probed = Cell::new(false);
+    let check = async || {
+        probe_once(objects).await?;
+        is_probed.set(true);
+        Ok(())
+    };
+    let kept = Arc::clone(objects);
+    let volumes = Volumes::open_or_make_if(kept, environment()?, cache_bytes, check).await?;
+    Ok((volumes, is_probed.get()))
+}
+
+/// Finds out whether `objects` keep their promises.
+async fn probe_once(objects: &Arc<dyn Objects>) -> Result<()> {
+    let [nonce, seed] = random_numbers()?;
+    let tries_max = Some(PROBE_TRIES_MAX);
+    let options = RetryOptions { tries_max, ..RetryOptions::new(seed) };
+    probe(&RetryObjects::new(Arc::clone(objects), options), nonce).await
 }
 
 #[cfg(test)]
@@ -345,7 +372,64 @@ fn random_numbers() -> Result<[u64; 2]> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::{kind, run};
     use super::*;
+    use mica_store::object::{FaultyObjects, FaultyOptions, Lie};
+    use mica_volume::{NewVolume, ReceiveOptions, VolumeName};
+
+    /// The story: a store that had failed its probe when a volume was made in it was taken at the
+    /// second try, and by all verbs but one.
+    #[test]
+    fn store_that_lies_is_refused_by_whatever_puts_something_however_often_it_is_asked() {
+        run(async {
+            let memory = MemoryObjects::new("memory");
+            let name = VolumeName::new("web").expect("a name");
+            let honest = Store::of_bucket(Arc::new(memory.clone())).await.expect("made");
+            honest.volumes().create(&name, 1 << 20).await.expect("made");
+            let before = memory.contents();
+            let lie = Some(Lie::IgnoresCondition);
+            let lying = FaultyOptions { lie, ..FaultyOptions::default() };
+            let lying = Arc::new(FaultyObjects::new(Arc::new(memory.clone()), lying));
+            let store = Arc::new(Store::of_bucket(lying).await.expect("it was made before"));
+            let stores = Stores::new(Handles::new(8), 1 << 20, Patience::Verb);
+            let named = (store.url().clone(), StoreFaults::NONE);
+            stores.lock().insert(named, Arc::downgrade(&store));
+            for _ in 0..2 {
+                let made = stores.open_or_make(store.url()).await;
+                assert_eq!(kind(made), ErrorKind::Unsupported);
+            }
+            let other = VolumeName::new("other").expect("a name");
+            let refusals = [
+                kind(store.settle(&name).await),
+                kind(store.delete(&name, true).await),
+                kind(store.clone_volume(&name, None, &other).await),
+                kind(store.begin_import(&other, 1 << 20, None, NewVolume::default()).await),
+                kind(
+                    store
+                        .receive(&other, (ReceiveOptions::default(), None), &mut &[][..], |_| ())
+                        .await,
+                ),
+            ];
+            assert_eq!(refusals, [ErrorKind::Unsupported; 5]);
+            assert_eq!(memory.contents(), before);
+        });
+    }
+
+    #[test]
+    fn nothing_that_says_it_is_a_store_is_left_in_one_that_failed_its_probe() {
+        run(async {
+            let memory = MemoryObjects::new("memory");
+            let objects: Arc<dyn Objects> = Arc::new(memory.clone());
+            let lie = Some(Lie::IgnoresCondition);
+            let lying = FaultyOptions { lie, ..FaultyOptions::default() };
+            let lying: Arc<dyn Objects> = Arc::new(FaultyObjects::new(objects, lying));
+            for _ in 0..2 {
+                let made = made(&lying, 1 << 20).await;
+                assert_eq!(kind(made), ErrorKind::Unsupported);
+                assert!(memory.contents().is_empty());
+            }
+        });
+    }
 
     /// The story: a machine lost its power soon after its first volume was made, and the store's
     /// directory was gone: everything in it had been synced, and the folder that it is in had not.

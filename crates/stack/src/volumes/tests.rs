@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const LEN: u64 = 1 << 30;
 
-fn run<T>(test: impl Future<Output = T>) -> T {
+pub(super) fn run<T>(test: impl Future<Output = T>) -> T {
     Executor::new(Backend::Pool).expect("threads").block_on(test)
 }
 
@@ -54,7 +54,7 @@ async fn first(disk: &dyn Manage) -> u8 {
     mica_block::read_whole(disk, &plan).await.expect("read")[0]
 }
 
-fn kind<T>(result: Result<T>) -> ErrorKind {
+pub(super) fn kind<T>(result: Result<T>) -> ErrorKind {
     result.map(drop).map_err(|error: Error| error.kind()).expect_err("refused")
 }
 
@@ -402,7 +402,7 @@ impl Objects for FewHeads {
         let less = |left: u64| left.checked_sub(1);
         let is_head = name.as_str().starts_with("volumes/");
         if is_head && self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_err() {
-            let error = Error::new(ErrorKind::Denied, "no more heads");
+            let error = Error::new(ErrorKind::Limit, "no more heads");
             return Box::pin(async move { (Err(error), content) });
         }
         self.inner.put_if_absent(name, content)

@@ -87,6 +87,8 @@ pub struct FaultyOptions {
     pub throttle: Option<Throttle>,
     /// Share of the requests that fail, and do nothing.
     pub refused: f64,
+    /// The kind of error of what is throttled or refused; [`ErrorKind::Io`] if it is `None`.
+    pub refused_as: Option<ErrorKind>,
     /// Share of the requests that are never answered. Half of them are done.
     pub hung: f64,
     /// Share of the requests that take `slow_by` longer.
@@ -161,7 +163,8 @@ impl FaultyObjects {
             pass(shared.options.latency / 2).await;
             let failed = |what| Err(shared.failure(operation, what));
             if let Some(what) = fate.refused {
-                return (failed(what), buf);
+                let refused = Err(shared.refusal(operation, what));
+                return (refused, buf);
             }
             if fate.late && operation != ObjectOperation::Read {
                 let copy = Buf::from_slice(&buf);
@@ -221,6 +224,14 @@ impl Shared {
     fn failure(&self, operation: ObjectOperation, what: &str) -> Error {
         let what = format!("injected: {operation:?} in {}: {what}", self.inner.name());
         Error::new(ErrorKind::Io, what)
+    }
+
+    fn refusal(&self, operation: ObjectOperation, what: &str) -> Error {
+        let error = self.failure(operation, what);
+        match self.options.refused_as {
+            Some(kind) => Error::new(kind, error.in_one_line()),
+            None => error,
+        }
     }
 
     /// Puts, truthfully or not.

@@ -4,7 +4,7 @@
 //! needed, so that most extents take one request.
 
 use super::client::{Client, IN_FLIGHT_MAX};
-use crate::format::extent::{Entry, HEADER_BYTES, LEN_MAX, table_at_end};
+use crate::format::extent::{Entry, HEADER_BYTES, table_at_end};
 use crate::format::snapshot::FRAMED_BYTES_MAX;
 use crate::place::{ExtentId, Place};
 use crate::put::decode_header;
@@ -132,13 +132,19 @@ async fn extend(client: &Client, id: ExtentId, area: &Area, offset: u64) -> Resu
     let name = id.name();
     let bytes = client.read(&name, 0, HEADER_BYTES).await?;
     let header = decode_header(&*client.objects, id, &bytes)?;
+    // Whoever can lengthen an object must not decide how much memory is taken for it.
+    let len = area.start.saturating_add(area.bytes.len() as u64);
+    if len != header.len() as u64 {
+        let (objects, wanted) = (client.objects.name(), header.len());
+        let what = format!("{name} of {objects} has {len} bytes, and its header says {wanted}");
+        return Err(Error::new(ErrorKind::Corrupt, what));
+    }
     let start = header.nodes_at() as u64;
     if start > offset {
         let what = format!("{name} of {}: it has no node at {offset}", client.objects.name());
         return Err(Error::new(ErrorKind::Corrupt, what));
     }
     let missing = usize::try_from(area.start - start).expect("an extent is small");
-    debug_assert!(missing <= LEN_MAX, "nodes begin within an extent");
     let front = client.read(&name, start, missing).await?;
     let mut bytes = Buf::new(missing + area.bytes.len());
     bytes.put(0, &front);

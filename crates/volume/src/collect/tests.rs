@@ -243,6 +243,31 @@ fn damaged_node_or_head_stops_deletion_and_is_named() {
     });
 }
 
+/// The story: somebody made one object longer, and each server that collected the store ended, as
+/// it had no memory for the bytes between what it had read and the nodes.
+#[test]
+fn extent_that_was_lengthened_is_named_and_not_read_as_a_whole() {
+    run(7, async {
+        let objects = lived_in(7).await;
+        let info = volumes(&objects, "judge").await.info(&name("a")).await.expect("known");
+        let root = info.state.map.node.expect("it has blocks");
+        let extent = root.extent().name();
+        let long = changed(&objects, |name, content| {
+            if *name == extent {
+                content.resize(content.len() + crate::format::extent::LEN_MAX + (1 << 20), 0);
+            }
+        });
+        let long = long.await;
+        let volumes = volumes(&long, "collector").await;
+        let count = long.contents().len();
+        let error = volumes.collect(CollectOptions::default(), &mut |_| ()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error:?}");
+        let said = error.in_one_line();
+        assert!(said.contains(extent.as_str()) && said.contains("its header says"), "{said}");
+        assert_eq!(long.contents().len(), count, "nothing was deleted");
+    });
+}
+
 #[test]
 fn collector_goes_no_faster_than_it_may() {
     run(6, async {

@@ -220,6 +220,7 @@ impl DeviceHeader {
 
 #[cfg(test)]
 mod tests {
+    use super::super::format::SEGMENT_FRAME;
     use super::super::{LogDevice, Record};
     use super::*;
     use crate::place::Writer;
@@ -244,6 +245,31 @@ mod tests {
                 let refused = LogDevice::open(file, [2; 16]).await.map(drop).expect_err("damaged");
                 assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
                 assert!(!refused.to_string().contains("empty it"), "{refused}");
+            }
+        });
+    }
+
+    /// The story: a log was made on a device that had been that of a newer version of mica, and did
+    /// not open, because of a segment that the other one had left.
+    #[test]
+    fn segment_of_a_newer_version_counts_only_in_its_own_log() {
+        run(1, async {
+            for (device, wanted) in [([1; 16], Some(ErrorKind::Unsupported)), ([9; 16], None)] {
+                let file = Arc::new(MemoryStore::new_writable("log", vec![0; 1 << 20]));
+                let log = LogDevice::open(Arc::clone(&file) as _, [1; 16]).await.expect("made");
+                drop(log.start([3; 16], [4; 16], Writer::FIRST, 0).await.expect("begun"));
+                drop(log);
+                let header = DeviceHeader::for_len([1; 16], 1 << 20).expect("long enough");
+                let first = read_exact(&*file, HostOffset::new(header.at(0)), BLOCK).await;
+                let left = SegmentHeader::decode(&first.expect("read")).expect("a segment");
+                let mut left = SegmentHeader { device, ..left }.encode();
+                left[8] += 1;
+                SEGMENT_FRAME.seal(&mut left);
+                let last = usize::try_from(header.segments - 1).expect("few");
+                let at = HostOffset::new(header.at(last));
+                write_all(&*file, Buf::from_slice(&left), at).await.expect("written");
+                let opened = LogDevice::open(file, [2; 16]).await.map(drop);
+                assert_eq!(opened.err().map(|error| error.kind()), wanted, "{device:?}");
             }
         });
     }

@@ -435,7 +435,7 @@ async fn read_headers(
             let bytes = read?;
             headers.push(match SegmentHeader::decode(&bytes) {
                 Ok(header) => Some(header).filter(|header| header.device == device.id),
-                Err(Malformed::Version(version)) => {
+                Err(Malformed::Version(version)) if SegmentHeader::is_of(&bytes, &device.id) => {
                     return Err(create::explain(file, Malformed::Version(version)));
                 }
                 Err(_) => {

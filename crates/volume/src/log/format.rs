@@ -39,7 +39,8 @@ pub(super) const VERSION: u32 = 1;
 /// the end of the log, refuse it.
 pub(super) const SEGMENT_VERSION: u32 = VERSION + 1;
 const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: RAW_BYTES };
-const SEGMENT_FRAME: Frame = Frame { magic: SEGMENT_MAGIC, version: VERSION, len: RAW_BYTES };
+pub(super) const SEGMENT_FRAME: Frame =
+    Frame { magic: SEGMENT_MAGIC, version: VERSION, len: RAW_BYTES };
 
 /// The header of the whole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -241,6 +242,12 @@ impl SegmentHeader {
         let is_something = bytes.iter().any(|byte| *byte != 0);
         let (volume, root, number) = (raw.volume, raw.root.get(), raw.number.get());
         (is_ours && is_something).then_some(Remains { volume, root, number })
+    }
+
+    /// Whether `bytes`, a header of any version, are of the log of `device`, and not of one that
+    /// was there before.
+    pub(super) fn is_of(bytes: &[u8], device: &Id) -> bool {
+        RawSegment::read_from_prefix(bytes).is_ok_and(|(raw, _)| raw.device == *device)
     }
 
     /// The header that `bytes` begin with.

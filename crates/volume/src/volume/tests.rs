@@ -15,7 +15,7 @@ use crate::testing::{environment, key, kind};
 use crate::volumes::Volumes;
 use mica_block::{Objects, read_whole};
 use mica_rt::{Backend, Executor, SharedMemory, join_all};
-use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects, ObjectOperation};
+use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects, ObjectOperation, Throttle};
 use mica_units::{Rng, SECTOR_BYTES};
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;

@@ -110,6 +110,84 @@ fn heir_hands_on_what_it_has_not_opened() {
     });
 }
 
+/// The story: an heir was mistyped, and the volume could only be opened by force, which gives up
+/// what is not in the store.
+#[test]
+fn host_that_handed_a_volume_over_takes_it_back_until_its_heir_opens_it() {
+    run(1, async {
+        let objects = objects();
+        handed(&objects).await;
+        let web = name("web");
+        let [first, heir] = ["host-1", "host-2"].map(|host| volumes(&objects, host));
+        let (first, heir) = (first.await, heir.await);
+        let before = first.info(&web).await.expect("known");
+        let refused = heir.take_back(&web).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Denied);
+        assert!(refused.in_one_line().contains("by host-1"), "{refused:?}");
+        first.take_back(&web).await.expect("its own");
+        let after = first.info(&web).await.expect("known");
+        assert_eq!((after.heir, after.state, after.volume), (None, before.state, before.volume));
+        assert_eq!(first.take_back(&web).await.unwrap_err().kind(), ErrorKind::Invalid);
+        let volume = first.open_volume(&web, Claimed::Refuse).await.expect("without force");
+        assert_eq!(read(&volume, 0, 4096).await, [1; 4096]);
+        volume.close().await.expect("closed");
+        first.hand_over(&web, "host-2").await.expect("handed over");
+        let volume = heir.open_volume(&web, Claimed::Refuse).await.expect("its own");
+        let refused = first.take_back(&web).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Denied);
+        assert!(refused.in_one_line().contains("open on host-2"), "{refused:?}");
+        write(&volume, 0, &[9; 4096]).await.expect("nothing was done to it");
+        volume.close().await.expect("closed");
+    });
+}
+
+/// Whatever the order of their requests, one of them is first: either its heir has the volume, and
+/// it is not taken back; or it was taken back, and whoever opens it then has it.
+#[test]
+fn volume_that_is_taken_back_while_its_heir_opens_it_has_one_owner() {
+    let mut taken_back = 0;
+    for seed in 0..40 {
+        run(seed, async {
+            let objects = objects();
+            volumes(&objects, "host-1").await.create(&name("web"), LEN).await.expect("made");
+            let first = volumes(&objects, "host-1").await;
+            first.hand_over(&name("web"), "host-2").await.expect("handed over");
+            let options = FaultyOptions {
+                seed,
+                slow: 0.5,
+                slow_by: Duration::from_millis(7),
+                latency: Duration::from_millis(1),
+                ..FaultyOptions::default()
+            };
+            let slow = FaultyObjects::new(Arc::new(objects.clone()), options);
+            let slow: Arc<dyn Objects> = Arc::new(slow);
+            let [one, two] = ["host-1", "host-2"]
+                .map(|host| Volumes::open(Arc::clone(&slow), environment(host), 1 << 20));
+            let (one, two) = (one.await.expect("a store"), two.await.expect("a store"));
+            let (mut back, mut opened) = (None, None);
+            let web = name("web");
+            let both: [mica_block::LocalFuture<'_, ()>; 2] = [
+                Box::pin(async {
+                    mica_rt::sleep(Duration::from_millis(seed % 14)).await;
+                    back = Some(one.take_back(&web).await);
+                }),
+                Box::pin(async { opened = Some(two.open_volume(&web, Claimed::Refuse).await) }),
+            ];
+            join_all(both).await;
+            let volume = opened.expect("done").expect("nobody else opens it");
+            write(&volume, 0, &[1; 4096]).await.expect("written");
+            volume.flush().await.expect("it is not fenced");
+            let info = first.info(&web).await.expect("known");
+            assert_eq!(info.open_on.as_deref(), Some("host-2"), "seed {seed}");
+            match back.expect("done") {
+                Ok(()) => taken_back += 1,
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Denied, "{error:?}"),
+            }
+        });
+    }
+    assert!((1..40).contains(&taken_back), "both orders happen: {taken_back}");
+}
+
 /// Nothing that it needs is swept, and it is its heir's afterwards as before.
 #[test]
 fn collection_keeps_what_a_volume_needs_that_was_handed_over_and_its_head() {

@@ -8,6 +8,7 @@ use mica_block::Store;
 use mica_rt::sleep;
 use mica_store::MemoryStore;
 use mica_store::faulty::{ErrorOptions, ErrorStore, Operation, Operations, When};
+use mica_units::HostOffset;
 
 const ID: [u8; 16] = [7; 16];
 
@@ -127,6 +128,49 @@ fn volume_opens_beside_a_stale_log_that_cannot_be_read() {
     });
 }
 
+/// The story: a volume was opened by force because its log was damaged, and it said that others had
+/// had the volume since; or nothing, where not one write could be read.
+#[test]
+fn volume_that_is_opened_by_force_without_its_damaged_log_says_what_is_wrong_with_that() {
+    // Of two groups, each in a segment of its own, the first; and both.
+    let all: [(&[u64], &str); 2] =
+        [(&[8192], "has 1 writes"), (&[8192, 24576], "may have lost writes")];
+    for (damaged, wanted) in all {
+        run(1, async {
+            let (file, objects) = (log_file(), objects());
+            let volumes = volumes(&objects, "host-1").await;
+            volumes.create(&name("web"), LEN).await.expect("made");
+            let log = LogDevice::open(Arc::clone(&file), ID).await.expect("a log");
+            let away = FaultyOptions {
+                only: Some(ObjectOperation::Put),
+                throttle: Some(Throttle { served: 2, refused: 1 << 40 }),
+                ..FaultyOptions::default()
+            };
+            let away = Arc::new(FaultyObjects::new(Arc::new(objects.clone()), away));
+            let away = Volumes::open(away, environment("host-1"), 1 << 20).await.expect("a store");
+            let volume = away.open_volume(&name("web"), host(&log, Claimed::Refuse)).await;
+            let volume = volume.expect("open");
+            for byte in 1..=2 {
+                write(&volume, 0, &[byte; 4096]).await.expect("written");
+                volume.flush().await.expect("it is in the log");
+            }
+            drop((volume, log));
+            for at in damaged {
+                let written = file.write_at(Buf::from_slice(&[9; 512]), HostOffset::new(*at)).await;
+                written.0.expect("written");
+            }
+            let log = LogDevice::open(file, [8; 16]).await.expect("a log");
+            let web = name("web");
+            let open = |claimed| volumes.open_volume(&web, host(&log, claimed));
+            let error = open(Claimed::Refuse).await.map(drop).expect_err("it has lost writes");
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+            let said = open(Claimed::TakeOver).await.expect("open").weakness().expect("said");
+            assert!(said.contains(wanted) && said.contains(&error.in_one_line()), "{said}");
+            assert!(!said.contains("others had"), "{said}");
+        });
+    }
+}
+
 /// The story: a server was killed again and again, and wrote less than a segment each time. Its log
 /// named all that had ever had it, and the 33rd could not name itself.
 #[test]
@@ -168,11 +212,12 @@ fn log_that_can_name_no_other_is_in_the_way_of_no_force() {
         }
         let open = async |claimed| {
             let opened = volumes.open_volume(&name("web"), host(&log, claimed)).await;
-            opened.map(drop)
+            opened.map(|volume| volume.weakness())
         };
         let error = open(Claimed::Refuse).await.expect_err("32 are named");
         assert_eq!(error.kind(), ErrorKind::Limit, "{error}");
-        open(Claimed::TakeOver).await.expect("open");
+        let said = open(Claimed::TakeOver).await.expect("open").expect("it is said");
+        assert!(said.contains(&error.in_one_line()), "{said}");
         open(Claimed::Refuse).await.expect("it has a log of its own");
     });
 }

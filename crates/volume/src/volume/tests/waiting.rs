@@ -163,6 +163,121 @@ fn verb_ends_while_the_store_is_away_and_a_guest_waits() {
     });
 }
 
+/// The story: a volume was given up when its server ended, and waited on for a node that another
+/// one, which nobody gave up, was reading.
+#[test]
+fn reader_that_is_given_up_waits_for_no_other_reader_of_the_same_node() {
+    run(1, async {
+        let memory = objects();
+        let volume = made(&memory, LEN).await;
+        write(&volume, 0, &[1; 4096]).await.expect("written");
+        volume.close().await.expect("closed");
+        let all = volumes(&memory, "host-2").await;
+        let heads = || all.heads(&name("web"));
+        let state = heads().newest().await.expect("a head").state;
+        let tree = Arc::new(Tree::new(down(&memory), 1 << 20));
+        let trees = [0; 2].map(|_| tree.with_patience(Patience::Endless));
+        let [first, second] =
+            [&trees[0], &trees[1]].map(|tree| Volume::readable(Arc::clone(tree), heads(), state));
+        let reads = async { first.plan(range(0, 512), Vec::new()).finish().await.map(drop) };
+        let waits = async {
+            sleep(SECOND).await;
+            second.plan(range(0, 512), Vec::new()).finish().await.map(drop)
+        };
+        let gives_up = async {
+            sleep(2 * SECOND).await;
+            trees[1].give_up();
+        };
+        let (reads, waits) = (timeout(600 * SECOND, reads), timeout(100 * SECOND, waits));
+        let (reads, waits, ()) = join3(reads, waits, gives_up).await;
+        assert!(reads.is_err(), "the other one is not given up");
+        let error = waits.expect("in time").expect_err("it is away");
+        assert_eq!(error.kind(), ErrorKind::Io);
+    });
+}
+
+/// `memory`, which denies requests of a kind as `throttle` says.
+fn denying(memory: &MemoryObjects, only: ObjectOperation, throttle: Throttle) -> Arc<dyn Objects> {
+    let options = FaultyOptions {
+        only: Some(only),
+        throttle: Some(throttle),
+        refused_as: Some(ErrorKind::Denied),
+        ..FaultyOptions::default()
+    };
+    Arc::new(FaultyObjects::new(Arc::new(memory.clone()), options))
+}
+
+/// The story: the credentials of a bucket had expired and were renewed a minute later, and each
+/// volume that had put something meanwhile took no writes before its server was restarted.
+#[test]
+fn put_that_the_store_denies_for_a_while_is_done_when_it_allows_it_again() {
+    run(1, async {
+        let memory = objects();
+        volumes(&memory, "host-1").await.create(&name("web"), LEN).await.expect("made");
+        // Opening it puts a claim and a head.
+        let throttle = Throttle { served: 2, refused: 20 };
+        let objects = denying(&memory, ObjectOperation::Put, throttle);
+        let all = Volumes::open(objects, environment("host-1"), 1 << 20).await.expect("a store");
+        let volume = all.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+        write(&volume, 0, &[7; 4096]).await.expect("written");
+        let flushed = timeout(600 * SECOND, volume.flush());
+        let told = async {
+            sleep(SECOND).await;
+            volume.weakness()
+        };
+        let (flushed, told) = join2(flushed, told).await;
+        let told = told.expect("it is said meanwhile");
+        assert!(told.contains("slow down"), "{told}");
+        flushed.expect("in time").expect("it is in the store");
+        assert!(volume.latch().is_none());
+        assert!(!volume.weakness().is_some_and(|said| said.contains("slow down")));
+        // Who waits for a verb is told at once.
+        let throttle = Throttle { served: 2, refused: 1 << 40 };
+        let objects = denying(&memory, ObjectOperation::Put, throttle);
+        let all = Volumes::open(objects, environment("host-1"), 1 << 20).await.expect("a store");
+        let all = all.for_verbs();
+        let volume = all.open_volume(&name("web"), Claimed::TakeOver).await;
+        let error = match volume {
+            Ok(volume) => {
+                write(&volume, 0, &[8; 4096]).await.expect("written");
+                timeout(SECOND, volume.flush()).await.expect("at once").expect_err("denied")
+            }
+            Err(error) => error,
+        };
+        assert_eq!(error.kind(), ErrorKind::Denied);
+    });
+}
+
+#[test]
+fn read_that_the_store_denies_for_a_while_is_done_for_a_guest_and_fails_a_verb() {
+    run(1, async {
+        let memory = objects();
+        let volume = made(&memory, LEN).await;
+        write(&volume, 0, &[1; 4096]).await.expect("written");
+        volume.close().await.expect("closed");
+        let all = volumes(&memory, "host-2").await;
+        let heads = || all.heads(&name("web"));
+        let state = heads().newest().await.expect("a head").state;
+        let throttle = Throttle { served: 0, refused: 20 };
+        let after = Throttle { served: 1 << 40, refused: 0 };
+        for (patience, throttle, wanted) in [
+            (Patience::VERB, throttle, Err(ErrorKind::Denied)),
+            (Patience::Endless, Throttle { served: 1, ..throttle }, Ok(())),
+            (Patience::Endless, after, Ok(())),
+        ] {
+            let objects = denying(&memory, ObjectOperation::Read, throttle);
+            let tree = Arc::new(Tree::new(objects, 1)).with_patience(patience);
+            let volume = Volume::readable(tree, heads(), state);
+            let read = async {
+                let plan = volume.plan(range(0, 4096), Vec::new()).finish().await?;
+                read_whole(&volume, &plan).await.map(drop)
+            };
+            let read = timeout(600 * SECOND, read).await.expect("in time");
+            assert_eq!(read.map_err(|error| error.kind()), wanted, "{patience:?}");
+        }
+    });
+}
+
 /// Zeros over the end of a disk that grows meanwhile leave what is written behind it.
 #[test]
 fn zeros_at_the_end_of_a_disk_that_grows_stay_within_it() {
