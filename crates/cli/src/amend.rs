@@ -103,11 +103,12 @@ pub(crate) fn run(args: &AmendArgs) -> Result<ExitCode, Failure> {
         let images: Arc<dyn Images> = Arc::new(images);
         let open = async || Resizer::open(Arc::clone(&images), &args.image).await;
         if let Some(size) = wanted.size {
-            let there = wait_for_dead(open).await?.disk_bytes();
-            if size < there {
+            let resizer = wait_for_dead(open).await?;
+            if size < resizer.disk_bytes() {
                 let what = "size: the disk is longer: `mica resize --shrink` makes it shorter";
                 return Err(Failure::new(format!("{}: {what}", args.image.display())));
             }
+            resizer.check(size, &wanted.format).await?;
         }
         let change = async || amend(&*images, &args.image, &wanted.format).await;
         let header = wait_for_dead(change).await?;

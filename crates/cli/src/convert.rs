@@ -371,7 +371,7 @@ fn convert_to_qcow2(
     (sparse, progress): (u64, &Progress),
 ) -> Result<(), Failure> {
     let NewImageOptions { wish, encrypt, .. } = qcow2_options(args)?;
-    let plan = qcow2_plan(args, &wish, source.geometry().len)?;
+    let plan = qcow2_plan(args, &wish, (source.geometry().len, &bitmaps))?;
     let backing = executor.block_on(open_base(args, &plan, &mut sources))?;
     let base_is_encrypted = backing.as_deref().is_some_and(is_any_encrypted);
     let place = (&*args.names.target, base_is_encrypted);
@@ -480,8 +480,14 @@ fn qcow2_options(args: &ConvertArgs) -> Result<NewImageOptions, Failure> {
     Ok(options)
 }
 
-fn qcow2_plan(args: &ConvertArgs, wish: &ImageWish, size: u64) -> Result<ImagePlan, Failure> {
+/// What becomes of a disk of this `size`, with `bitmaps`.
+fn qcow2_plan(
+    args: &ConvertArgs,
+    wish: &ImageWish,
+    (size, bitmaps): (u64, &[BitmapEntry]),
+) -> Result<ImagePlan, Failure> {
     let plan = wish.plan(size)?;
+    bitmaps::check_version(plan.l2.version, bitmaps)?;
     if args.new.compress && plan.l2.data_file {
         return Err(Failure::new(
             "Compressed clusters are not possible with an external data file",

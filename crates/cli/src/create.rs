@@ -34,7 +34,7 @@ use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores};
 use mica_stack::{
     ExpectedOverlays, Format, ImageOptions, announce_overlays, expect_overlays, note_overlay,
 };
-use mica_units::HostOffset;
+use mica_units::{HostOffset, SECTOR_BYTES};
 use second_name::SecondName;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
@@ -137,6 +137,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     if let Some(backing) = &options.wish.backing_name {
         let path = beside(&args.file, Path::new(backing));
         if args.unsafe_backing {
+            backing_format(options.wish.backing_format.as_deref()).map_err(named)?;
             sources.add_file(&path);
         } else {
             refuse_protocol(backing).map_err(named)?;
@@ -404,8 +405,19 @@ pub(crate) async fn open_backing(
     index: IndexUse,
     images: &ImageArgs,
 ) -> Result<Arc<dyn Manage>, Failure> {
-    let format = format.unwrap_or_default().parse()?;
+    let format = backing_format(format)?;
     images.with_format(Some(format)).open(path, index).await
+}
+
+/// The stated format of a backing file, if a chain can have it there.
+fn backing_format(stated: Option<&str>) -> Result<Format, Failure> {
+    match stated.unwrap_or_default().parse()? {
+        Format::Null => {
+            let what = "the null format is no backing file's: it is qcow2, raw or luks";
+            Err(Failure::new(format!("-F null: {what}")))
+        }
+        format => Ok(format),
+    }
 }
 
 async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), Failure> {
@@ -413,12 +425,13 @@ async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), F
         return Err(Failure::new("Backing file not supported for file format 'raw'"));
     }
     let size = options.size.ok_or_else(|| Failure::new("Image creation needs a size parameter"))?;
-    let size = options.wish.plan(size)?.size;
+    let size = raw_len(size)?;
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let sources = Sources::default();
     let existing = Existing::unless_forced(args.force);
     let file = NewFile::create(&args.file, existing, &sources, &args.images).await?;
-    fill_raw(&**file.store(), size, preallocation).await?;
+    let filled = fill_raw(&**file.store(), size, preallocation).await;
+    filled.map_err(|failure| failure.within(args.file.display()))?;
     file.store().sync().await?;
     file.named()?.keep();
     let mut fields = Map::new();
@@ -427,6 +440,33 @@ async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), F
     fields.insert("virtual-size".into(), size.into());
     fields.insert("preallocation".into(), preallocation.name().into());
     report(args, fields)
+}
+
+/// Length of the longest raw image: the largest offset in a file, in whole sectors.
+const RAW_BYTES_MAX: u64 = i64::MAX as u64 / SECTOR_BYTES * SECTOR_BYTES;
+
+/// The length of a raw image for a disk of `size` bytes, which is one of whole sectors.
+pub(crate) fn raw_len(size: u64) -> Result<u64, Failure> {
+    let len = size.checked_next_multiple_of(SECTOR_BYTES).filter(|len| *len <= RAW_BYTES_MAX);
+    len.ok_or_else(|| {
+        let most = "a raw image has at most 9223372036854775296 bytes, 8 EiB less a sector";
+        Failure::new(format!("a length of {size} bytes: {most}"))
+    })
+}
+
+/// Gives a raw file another length, which its file system may not have room for.
+pub(crate) async fn set_raw_len(store: &dyn Store, len: u64) -> Result<(), Failure> {
+    store.set_len(len).await.map_err(|error| explain_length(error, len))
+}
+
+/// Says of an error whether the file system, and not the format, has no files of `len` bytes.
+fn explain_length(error: mica_block::Error, len: u64) -> Failure {
+    let is_too_long = error.raw_os_error() == Some(rustix::io::Errno::FBIG.raw_os_error());
+    let failure = Failure::from(error);
+    if !is_too_long {
+        return failure;
+    }
+    failure.and(format!("its file system has no files of {len} bytes: choose another one"))
 }
 
 /// Gives an empty raw file its length and preallocation.
@@ -438,10 +478,13 @@ pub(crate) async fn fill_raw(
     let start = HostOffset::ZERO;
     match preallocation {
         Preallocation::Off | Preallocation::Metadata => {}
-        Preallocation::Falloc => store.space(Space::Allocate, start, size).await?,
+        Preallocation::Falloc => {
+            let allocated = store.space(Space::Allocate, start, size).await;
+            allocated.map_err(|error| explain_length(error, size))?;
+        }
         Preallocation::Full => mica_qcow2_tools::create::write_zeros(store, start, size).await?,
     }
-    Ok(store.set_len(size).await?)
+    set_raw_len(store, size).await
 }
 
 fn describe_qcow2(file: &Path, plan: &ImagePlan) -> Map<String, Value> {

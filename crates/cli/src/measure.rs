@@ -1,6 +1,6 @@
 //! `mica measure`: how long a new image of a disk will be, with qemu-img's wording.
 
-use crate::create::{no_new_luks, parse_options};
+use crate::create::{no_new_luks, parse_options, raw_len};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, export_uri, no_snapshots, size_of};
 use crate::output::{OutputArgs, OutputFormat, print, print_json};
@@ -103,12 +103,15 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
         let what = "-o size: IMAGE, or --size, says how long the disk is: leave it out";
         return Err(Failure::new(what));
     }
-    let plan = options.wish.plan(size)?;
     match format {
         Format::Luks => Err(no_new_luks()),
         Format::Null => Err(Failure::new("images of the null format cannot be measured")),
-        Format::Raw => Ok((Measure { required: plan.size, fully_allocated: plan.size }, None)),
+        Format::Raw => {
+            let len = raw_len(size)?;
+            Ok((Measure { required: len, fully_allocated: len }, None))
+        }
         Format::Qcow2 => {
+            let plan = options.wish.plan(size)?;
             // Its base is not opened here: with a passphrase at hand it may be encrypted, and then
             // so is the image.
             let has_secret = !args.images.image_options()?.secrets.is_empty();

@@ -1,6 +1,6 @@
 //! `mica resize`: grows or shrinks the disk of an image that is not in use.
 
-use crate::create::open_writable;
+use crate::create::{open_writable, set_raw_len};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::ReportArgs;
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
                 let store = open_writable(&args.file, &args.images).await?;
                 let old = store.len()?;
                 let new = new_len(args, old)?;
-                store.set_len(new).await?;
+                set_raw_len(&*store, new).await?;
                 store.sync().await?;
                 (old, new)
             }

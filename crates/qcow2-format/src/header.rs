@@ -16,9 +16,8 @@ pub use replace::HeaderChange;
 use super::extension::{self, BitmapsExtension, Extension, FeatureName, Walk};
 use super::refcount::RefcountWidth;
 use super::snapshot::SNAPSHOT_COUNT_MAX;
-use super::table::L2Format;
+use super::table::{L1_BYTES_MAX, L2Format};
 use super::{Compression, corrupt, unsupported, until_nul};
-use crate::L1Entry;
 use frame::{Frame, RAW_BYTES};
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
@@ -30,8 +29,6 @@ pub const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// A first read of this many bytes has all that [`Header::decode`] needs of nearly every image;
 /// [`Header::bytes_needed`] reports when it does not.
 pub const HEADER_READ_BYTES: usize = 4096;
-/// Largest active L1 table.
-pub const L1_BYTES_MAX: u64 = 32 << 20;
 /// Largest refcount table.
 pub const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
 
@@ -400,13 +397,9 @@ impl Header {
     /// # Errors
     /// `Invalid` if that is more than a table may have.
     pub fn l1_entries_for(&self, size: u64) -> Result<u32> {
+        self.l2_format().check_disk_bytes(size)?;
         let wanted = Self { size, ..self.clone() };
-        let entries = wanted.l1_entries_needed();
-        if entries.saturating_mul(L1Entry::BYTES as u64) > L1_BYTES_MAX {
-            let what = "The image size is too large (try using a larger cluster size)";
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        Ok(u32::try_from(entries).expect("32 MiB of entries"))
+        Ok(u32::try_from(wanted.l1_entries_needed()).expect("32 MiB of entries"))
     }
 
     /// L1 entries that a disk of this size needs; QEMU keeps the state of machines after them.

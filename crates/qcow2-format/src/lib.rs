@@ -33,12 +33,12 @@ pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};
 pub use header::field;
 pub use header::{
     Autoclear, BackingChange, BackingName, Compatible, Encryption, HEADER_READ_BYTES, Header,
-    HeaderChange, Incompatible, L1_BYTES_MAX, MAGIC, REFCOUNT_TABLE_BYTES_MAX, Version,
+    HeaderChange, Incompatible, MAGIC, REFCOUNT_TABLE_BYTES_MAX, Version,
 };
 pub use name::{ImageName, parse_data_file_name, parse_image_name};
 pub use refcount::{RefcountTableEntry, RefcountWidth};
 pub use snapshot::{SNAPSHOT_COUNT_MAX, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry};
-pub use table::{L1Entry, L2Entry, L2Format, RawL2Entry, SUBCLUSTER_COUNT};
+pub use table::{L1_BYTES_MAX, L1Entry, L2Entry, L2Format, RawL2Entry, SUBCLUSTER_COUNT};
 
 use mica_block::{Error, ErrorKind};
 

@@ -11,8 +11,11 @@ use super::bits::COPIED;
 use super::compressed::CompressedCluster;
 use super::corrupt;
 use super::header::Version;
-use mica_block::Result;
+use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, GuestCluster, GuestOffset, HostOffset};
+
+/// Largest active L1 table.
+pub const L1_BYTES_MAX: u64 = 32 << 20;
 
 const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
@@ -182,6 +185,23 @@ impl L2Format {
     #[inline]
     pub fn table_bytes(self) -> u64 {
         1 << self.table_bits()
+    }
+
+    /// # Errors
+    /// `Invalid` if a disk of `size` bytes needs a longer L1 table than an image may have.
+    pub fn check_disk_bytes(self, size: u64) -> Result<()> {
+        // With the largest clusters it covers 2 EiB.
+        let most = (L1_BYTES_MAX / L1Entry::BYTES as u64) << self.table_bits();
+        if size <= most {
+            return Ok(());
+        }
+        let kind = if self.extended { " with subclusters" } else { "" };
+        let what = format!(
+            "The image size is too large for file format 'qcow2' (try using a larger cluster \
+             size): with clusters of {} bytes{kind} it has at most {most} bytes",
+            self.cluster_bits.bytes()
+        );
+        Err(Error::new(ErrorKind::Invalid, what))
     }
 
     /// Size of a subcluster as a power of two; that of a cluster if entries are not extended.

@@ -67,7 +67,7 @@ pub async fn amend(images: &dyn Images, path: &Path, wanted: &Amendment) -> Resu
 
 impl Amendment {
     /// The header of an image that has `header`.
-    fn applied_to(&self, header: &Header) -> Result<Header> {
+    pub(crate) fn applied_to(&self, header: &Header) -> Result<Header> {
         let mut next = header.clone();
         // They name a redo log, which has been replayed.
         next.autoclear.unknown = 0;

@@ -161,6 +161,11 @@ impl Editor {
         if self.entries.len() >= COUNT_MAX {
             return invalid(format!("an image has at most {COUNT_MAX} bitmaps"));
         }
+        if self.header.disk_bytes() == 0 {
+            // Its table would be empty, and QEMU opens no image with such a table.
+            let what = "a disk of 0 bytes has no bitmaps: `mica resize` makes it longer";
+            return invalid(what.to_owned());
+        }
         let [least, most] = GRANULARITY_DEFAULT;
         let bytes =
             granularity.unwrap_or_else(|| self.header.cluster_bits.bytes().clamp(least, most));

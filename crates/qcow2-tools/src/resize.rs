@@ -18,6 +18,7 @@ mod blocks;
 mod data;
 mod future;
 
+use crate::amend::Amendment;
 use crate::bitmaps::ResizedBitmaps;
 use crate::recover::{open_for_change, repair_dirty, repair_for_opening};
 use data::DataFile;
@@ -63,6 +64,23 @@ impl Resizer {
     /// Length of the disk.
     pub fn disk_bytes(&self) -> u64 {
         self.header.disk_bytes()
+    }
+
+    /// Whether the image can get a disk of `size` bytes once it is `amended`. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`Self::resize`].
+    pub async fn check(&self, size: u64, amended: &Amendment) -> Result<()> {
+        if size == self.disk_bytes() {
+            return Ok(());
+        }
+        let step = async {
+            let next = amended.applied_to(&self.header)?;
+            next.l1_entries_for(size)?;
+            check_resizable(&next)?;
+            ResizedBitmaps::check(&self.image.store, &self.header, size).await
+        };
+        step.await.map_err(|error: Error| error.wrap(self.path.display().to_string()))
     }
 
     /// Makes the disk `size` bytes long, a multiple of a sector.

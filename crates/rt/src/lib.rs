@@ -21,6 +21,7 @@ mod file_system;
 mod join;
 mod keyring;
 mod lock;
+mod log_limit;
 mod looking;
 mod net;
 mod op;
@@ -52,6 +53,7 @@ pub use file_io::{
 pub use file_system::FileSystem;
 pub use join::join_all;
 pub use keyring::read_user_key;
+pub use log_limit::{LogLimit, Omitted};
 pub use looking::Looking;
 pub use net::{MemoryStream, Stream};
 pub use op::SimWork;

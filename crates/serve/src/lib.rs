@@ -4,7 +4,6 @@ mod budget;
 mod counter;
 mod counters;
 mod discard;
-mod failure_log;
 pub mod fuse;
 mod idle;
 mod latency;

@@ -155,3 +155,33 @@ fn what_no_image_can_be_is_refused_with_a_way_out_and_nothing_changes() {
     let help = mica_in(dir, &["amend", "-o", "help", "image.qcow2"]).ok();
     assert!(help.contains("refcount_bits"), "{help}");
 }
+
+/// The story: the other changes had been made when the size was refused.
+#[test]
+fn impossible_size_is_refused_before_anything_is_changed() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let create = |options: &str, image: &str| {
+        mica_in(dir, &["create", "-q", "-o", options, image, "10M"]).ok();
+    };
+    create("cluster_size=512", "small.qcow2");
+    create("compat=0.10", "old.qcow2");
+    create("compat=1.1", "bitmap.qcow2");
+    mica_in(dir, &["bitmap", "--add", "-g", "512", "bitmap.qcow2", "b"]).ok();
+    create("compat=1.1", "snapshot.qcow2");
+    mica_in(dir, &["snapshot", "-c", "s", "snapshot.qcow2"]).ok();
+    for (image, options, said) in [
+        ("small.qcow2", "lazy_refcounts=on,size=1T", "at most 137438953472 bytes"),
+        ("small.qcow2", "refcount_bits=32,size=1T", "at most 137438953472 bytes"),
+        ("old.qcow2", "compat=1.1,size=7E", "at most 2251799813685248 bytes"),
+        ("old.qcow2", "compat=1.1,size=15E", "below 8 EiB"),
+        ("old.qcow2", "compat=1.1,size=", "invalid size"),
+        ("bitmap.qcow2", "lazy_refcounts=on,size=100T", "larger granularity"),
+        ("snapshot.qcow2", "compat=0.10,size=20M", "snapshots"),
+    ] {
+        let before = fs::read(dir.join(image)).expect("it is there");
+        let refused = mica_in(dir, &["amend", "-o", options, image]).refusal();
+        assert!(refused.contains(said), "{options}: {refused}");
+        assert!(before == fs::read(dir.join(image)).expect("it is there"), "{options}: changed");
+    }
+}

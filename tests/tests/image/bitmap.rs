@@ -186,3 +186,73 @@ fn copy_onto_an_image_that_has_the_bitmap_is_refused_before_it_is_written() {
     let info = mica_in(dir, &["info", "--output", "json", "target.qcow2"]).ok();
     assert!(info.contains("\"b\""), "{info}");
 }
+
+/// Where the directory of the bitmaps is, by the header extension that names it.
+fn directory_at(image: &[u8]) -> usize {
+    let magic = 0x2385_2875_u32.to_be_bytes();
+    let at = image.windows(4).position(|bytes| bytes == magic).expect("it has bitmaps");
+    let offset = image[at + 24..].first_chunk().map(|bytes| u64::from_be_bytes(*bytes));
+    usize::try_from(offset.expect("a whole extension")).expect("within the file")
+}
+
+/// The story: the image had a bitmap with an empty table, and QEMU did not open it.
+#[test]
+fn empty_disk_gets_a_bitmap_only_when_it_is_longer() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "empty.qcow2", "0"]).ok();
+    let before = fs::read(dir.join("empty.qcow2")).expect("it is there");
+    let add = ["bitmap", "--add", "empty.qcow2", "b"];
+    let refused = mica_in(dir, &add).refusal();
+    assert!(refused.contains("mica resize"), "{refused}");
+    assert!(before == fs::read(dir.join("empty.qcow2")).expect("it is there"));
+    qemu::img(dir, ["check", "empty.qcow2"]).ok();
+    mica_in(dir, &["convert", "--bitmaps", "empty.qcow2", "copy.qcow2"]).ok();
+    qemu::img(dir, ["check", "copy.qcow2"]).ok();
+    mica_in(dir, &["resize", "-q", "empty.qcow2", "1M"]).ok();
+    mica_in(dir, &add).ok();
+    mica_in(dir, &["resize", "--shrink", "empty.qcow2", "0"]).refusal();
+    qemu::img(dir, ["check", "empty.qcow2"]).ok();
+}
+
+/// The story: a copy lacked bitmaps, and nothing said so.
+#[test]
+fn each_bitmap_that_a_copy_lacks_is_named_with_the_reason() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "image.qcow2", "1M"]).ok();
+    for name in ["broken", "sound"] {
+        mica_in(dir, &["bitmap", "--add", "image.qcow2", name]).ok();
+    }
+    let sound = fs::read(dir.join("image.qcow2")).expect("it is there");
+    // In use: its writer has not saved the first one.
+    let mut broken = sound.clone();
+    broken[directory_at(&sound) + 15] |= 1;
+    fs::write(dir.join("broken.qcow2"), broken).expect("written");
+    // The length of the disk, as an older mica left it with bitmaps.
+    let mut empty = sound;
+    empty[24..32].fill(0);
+    fs::write(dir.join("empty.qcow2"), empty).expect("written");
+    let copy = |image: &str| {
+        let words =
+            ["convert", "--force", "--bitmaps", "--skip-broken-bitmaps", image, "copy.qcow2"];
+        let command = Command::new(mica::binary()).current_dir(dir).args(words).output();
+        let done = command.expect("it runs");
+        let said = String::from_utf8_lossy(&done.stderr).into_owned();
+        assert!(done.status.success(), "{said}");
+        said
+    };
+    let said = copy("broken.qcow2");
+    assert!(said.contains("broken.qcow2: the bitmap \"broken\" is left out: it is"), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    let info = mica_in(dir, &["info", "--output", "json", "copy.qcow2"]).ok();
+    assert!(info.contains("\"sound\"") && !info.contains("\"broken\""), "{info}");
+    let said = copy("empty.qcow2");
+    for name in ["broken", "sound"] {
+        let line = format!("empty.qcow2: the bitmap \"{name}\" is left out: a disk of 0 bytes");
+        assert!(said.contains(&line), "{said}");
+    }
+}

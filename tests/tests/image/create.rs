@@ -389,3 +389,63 @@ fn clones_that_were_made_before_one_failed_are_named() {
     assert!(said.contains("new-1.qcow2 to new-256.qcow2 are made"), "{said}");
     assert!(dir.join("new-256.qcow2").exists());
 }
+
+/// The story: with -u a format was written that no verb opens afterwards.
+#[test]
+fn unknown_format_of_a_backing_file_is_refused_also_unopened() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    for (format, said) in [
+        ("bogus", "unknown format \"bogus\""),
+        ("vmdk", "qemu-img convert translates -f vmdk"),
+        ("null", "qcow2, raw or luks"),
+    ] {
+        let create = ["create", "-u", "-b", "base.img", "-F", format, "new.qcow2", "1M"];
+        let refused = mica_in(dir, &create).refusal();
+        assert!(refused.contains(said), "{refused}");
+        assert!(!dir.join("new.qcow2").exists(), "{format}");
+    }
+    for format in ["qcow2", "raw", "luks"] {
+        let create = ["create", "-q", "--force", "-u", "-b", "base.img", "-F", format];
+        mica_in(dir, &[&create[..], &["new.qcow2", "1M"]].concat()).ok();
+    }
+}
+
+/// The story: raw images had the limits of qcow2's L1 table.
+#[test]
+fn limits_of_lengths_are_those_of_the_format_and_are_said() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let longest = "9223372036854775296";
+    let measured = mica_in(dir, &["measure", "-O", "raw", "--size", longest]).ok();
+    assert!(measured.contains(longest), "{measured}");
+    let too_long = ["9223372036854775297", "9223372036854775807", "15E"];
+    for size in too_long {
+        for words in [
+            &["create", "-f", "raw", "new.raw", size][..],
+            &["measure", "-O", "raw", "--size", size],
+        ] {
+            let refused = mica_in(dir, words).refusal();
+            assert!(refused.contains(longest), "{words:?}: {refused}");
+        }
+    }
+    // More than a qcow2 image with default clusters can have: the file system decides.
+    let long = mica_in(dir, &["create", "-q", "-f", "raw", "new.raw", "3P"]);
+    if long.code() != Some(0) {
+        let refused = long.refusal();
+        assert!(refused.contains("its file system has no files of 3377699720527872"), "{refused}");
+        assert!(!dir.join("new.raw").exists());
+    }
+    for (options, most) in [
+        ("cluster_size=512", "137438953472"),
+        ("cluster_size=64k", "2251799813685248"),
+        ("cluster_size=64k,extended_l2=on", "1125899906842624"),
+    ] {
+        mica_in(dir, &["create", "-q", "--force", "-o", options, "new.qcow2", most]).ok();
+        let grow = mica_in(dir, &["resize", "new.qcow2", "+512"]).refusal();
+        let create = ["create", "--force", "-o", options, "new.qcow2", "3P"];
+        for refused in [mica_in(dir, &create).refusal(), grow] {
+            assert!(refused.contains(&format!("at most {most} bytes")), "{refused}");
+        }
+    }
+}

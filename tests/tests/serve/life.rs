@@ -316,6 +316,25 @@ fn log_says_where_it_serves_and_on_request_who_came_and_went() {
     }
 }
 
+/// The story: whoever connected again and again filled the host's log.
+#[test]
+fn clients_that_come_and_go_do_not_fill_the_log() {
+    const CLIENTS: usize = 300;
+    let server = Server::mica(Path::new("1M"), "null", &["--log-level", "info"]).expect("served");
+    let begun = clock::now();
+    for _ in 0..CLIENTS {
+        server.connect(&nbd::Wish::default()).expect("served").disconnect().expect("left");
+    }
+    let stopped = server.stop().expect("it stops");
+    // Each second lets one more line through.
+    let seconds = usize::try_from(begun.elapsed().as_secs()).expect("a few");
+    let most = 101 + seconds;
+    for line in ["connected to \"1M\"", "left \"1M\""] {
+        let lines = stopped.log.lines().filter(|said| said.contains(line)).count();
+        assert!((100..=most).contains(&lines), "{line}: {lines} of {CLIENTS}, at most {most}");
+    }
+}
+
 #[test]
 fn it_listens_only_once_it_can_serve() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

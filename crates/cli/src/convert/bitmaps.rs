@@ -6,7 +6,7 @@ use crate::create::NewFile;
 use crate::failure::Failure;
 use mica_block::wait_for_dead;
 use mica_qcow2::find_bitmap;
-use mica_qcow2_format::BitmapEntry;
+use mica_qcow2_format::{BitmapEntry, Version};
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
 use mica_qcow2_tools::inspect;
 use mica_stack::{FileImages, Format, ImageOptions, MayWrite};
@@ -36,19 +36,42 @@ pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failu
         _ => return Ok(Vec::new()),
     };
     let images = FileImages::new(source, args.source_options()?)?;
-    let mut wanted = wait_for_dead(async || inspect(&images, source).await).await?.bitmaps;
-    if args.skip_broken_bitmaps {
-        wanted.retain(|bitmap| !bitmap.in_use);
+    let info = wait_for_dead(async || inspect(&images, source).await).await?;
+    let from = source.display();
+    if info.header.stale_bitmaps {
+        tracing::warn!(
+            "{from}: its bitmaps are left out: a program that does not know them has written it"
+        );
     }
+    let is_empty = info.header.disk_bytes() == 0;
+    let mut wanted = info.bitmaps;
+    wanted.retain(|bitmap| {
+        let why = match bitmap.in_use {
+            _ if is_empty => "a disk of 0 bytes has none",
+            true if args.skip_broken_bitmaps => "it is inconsistent, as a writer has not saved it",
+            _ => return true,
+        };
+        tracing::warn!("{from}: the bitmap {:?} is left out: {why}", bitmap.name);
+        false
+    });
     if let Some(broken) = wanted.iter().find(|bitmap| bitmap.in_use) {
         return Err(Failure::new(format!(
-            "{}: the bitmap {:?} is inconsistent: --skip-broken-bitmaps leaves it out, and `mica \
+            "{from}: the bitmap {:?} is inconsistent: --skip-broken-bitmaps leaves it out, and `mica \
              bitmap --remove` removes it",
-            source.display(),
             broken.name
         )));
     }
     Ok(wanted)
+}
+
+/// # Errors
+/// If an image of this `version` cannot have the `wanted` ones.
+pub(super) fn check_version(version: Version, wanted: &[BitmapEntry]) -> Result<(), Failure> {
+    if version == Version::V2 && !wanted.is_empty() {
+        let what = "--bitmaps: an image of version 2 has no bitmaps: leave out compat=0.10";
+        return Err(Failure::new(what));
+    }
+    Ok(())
 }
 
 /// Makes sure that a target that exists, and stays, can have the `wanted` ones, and has none of

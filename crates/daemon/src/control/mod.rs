@@ -50,6 +50,7 @@ use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use mica_block::{Error, Result};
+use mica_rt::LogLimit;
 use mica_rt::descriptors::{is_lack, keep_headroom, make_room};
 use mica_serve::{Listener, warn_of_lack};
 use room::{Place, Room};
@@ -57,7 +58,6 @@ use sources::Sources;
 use std::net::TcpListener as StdTcpListener;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -82,8 +82,6 @@ const HEADERS_MAX: usize = 64;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Time limit for the last answers at the end.
 const LAST_ANSWERS_WAIT: Duration = Duration::from_secs(2);
-/// Maximum number of refused users that are logged.
-const REFUSALS_LOGGED_MAX: u32 = 16;
 
 /// The thread.
 pub(crate) struct Control {
@@ -168,7 +166,7 @@ fn serve(
         let read_only = routes::read_only(&sources);
         let control = read_only.clone().merge(routes::commands(&sources));
         let unix = unix.map(|unix| {
-            let accept = UnixAccept { listener: unix, control, refusals: AtomicU32::new(0) };
+            let accept = UnixAccept { listener: unix, control, refusals: LogLimit::failures() };
             tokio::spawn(accept_all(accept, stopping.clone()))
         });
         // It ends with this thread.
@@ -228,7 +226,7 @@ trait Accept: Send + Sync + 'static {
 struct UnixAccept {
     listener: UnixListener,
     control: Router,
-    refusals: AtomicU32,
+    refusals: LogLimit,
 }
 
 impl Accept for UnixAccept {
@@ -241,14 +239,8 @@ impl Accept for UnixAccept {
         keep_headroom(stream.as_fd());
         let user = stream.peer_cred().map(|credentials| credentials.uid());
         let is_authorized_peer = user.as_ref().is_ok_and(|user| is_authorized(*user));
-        if !is_authorized_peer {
-            let before = self.refusals.fetch_add(1, Ordering::Relaxed);
-            if before < REFUSALS_LOGGED_MAX {
-                tracing::warn!(?user, "refused an unauthorized user at the control socket");
-            } else {
-                // Without this the counter would wrap one day, and logging resume.
-                self.refusals.store(REFUSALS_LOGGED_MAX, Ordering::Relaxed);
-            }
+        if !is_authorized_peer && let Some(omitted) = self.refusals.admit() {
+            tracing::warn!(?user, "refused an unauthorized user at the control socket{omitted}");
         }
         Ok((stream, if is_authorized_peer { self.control.clone() } else { routes::forbidden() }))
     }

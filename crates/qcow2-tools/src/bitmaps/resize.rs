@@ -49,12 +49,7 @@ impl ResizedBitmaps {
         size: u64,
     ) -> Result<Option<Self>> {
         let Some(old) = header.bitmaps else { return Ok(None) };
-        let entries = list_bitmaps(&**store, header).await?;
-        let mut editor = Editor { store: Arc::clone(store), header: header.clone(), entries };
-        for entry in &editor.entries {
-            editor.table_entries_for(entry, size)?;
-        }
-        editor.check_room().await?;
+        let mut editor = Self::checked(store, header, size).await?;
         let space = FileSpace::open(Arc::clone(store), header).await?;
         editor.protect_tables(&space).await?;
         let mut all = Self {
@@ -82,6 +77,28 @@ impl ResizedBitmaps {
         editor.write_header().await?;
         *header = read_header(&**store).await?;
         Ok(Some(all))
+    }
+
+    /// Whether the bitmaps of the image in `store` can be those of a disk of `size` bytes.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub(crate) async fn check(store: &Arc<dyn Store>, header: &Header, size: u64) -> Result<()> {
+        match header.bitmaps {
+            None => Ok(()),
+            Some(_) => Self::checked(store, header, size).await.map(drop),
+        }
+    }
+
+    /// What changes the bitmaps, which can be those of a disk of `size` bytes.
+    async fn checked(store: &Arc<dyn Store>, header: &Header, size: u64) -> Result<Editor> {
+        let entries = list_bitmaps(&**store, header).await?;
+        let editor = Editor { store: Arc::clone(store), header: header.clone(), entries };
+        for entry in &editor.entries {
+            editor.table_entries_for(entry, size)?;
+        }
+        editor.check_room().await?;
+        Ok(editor)
     }
 
     /// Writes a table for `entry` of a disk of `size` bytes; returns the entry that names it.

@@ -3,8 +3,8 @@
 use mica_block::{Error, ErrorKind, Result};
 use mica_crypt::luks::NewLuks;
 use mica_qcow2_format::{
-    Autoclear, BackingName, Compatible, Compression, Encryption, Header, L1_BYTES_MAX, L1Entry,
-    L2Format, RefcountWidth, Version,
+    Autoclear, BackingName, Compatible, Compression, Encryption, Header, L1Entry, L2Format,
+    RefcountWidth, Version,
 };
 use mica_units::{ClusterBits, HostCluster, HostOffset, SECTOR_BYTES};
 use std::ffi::OsString;
@@ -155,12 +155,7 @@ impl ImageWish {
             data_file: self.data_file()?,
             encryption: None,
         };
-        if plan.l1_entries().saturating_mul(L1Entry::BYTES as u64) > L1_BYTES_MAX {
-            return Err(invalid(
-                "The image size is too large for file format 'qcow2' (try using a larger cluster \
-                 size)",
-            ));
-        }
+        plan.l2.check_disk_bytes(size)?;
         Ok(plan)
     }
 

@@ -4,7 +4,7 @@ use super::attributes::Attributes;
 use super::gate::Gate;
 use super::stats::QueueStats;
 use crate::discard::Discard;
-use crate::failure_log::FailureLog;
+use mica_rt::LogLimit;
 use mica_rt::sync::SharedLock;
 use std::sync::Arc;
 
@@ -28,5 +28,5 @@ pub(super) struct Export {
     pub(super) edges: Arc<SharedLock>,
     /// One for each executor, and the last for the thread that takes requests.
     pub(super) stats: Box<[QueueStats]>,
-    pub(super) failures: FailureLog,
+    pub(super) failures: LogLimit,
 }

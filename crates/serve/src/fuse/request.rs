@@ -87,8 +87,8 @@ impl Task {
             }
             Failure::Failed(error) => {
                 self.stats().failed.add(1);
-                if self.export.failures.admits() {
-                    tracing::warn!(?error, "a request of a FUSE file failed");
+                if let Some(omitted) = self.export.failures.admit() {
+                    tracing::warn!(?error, "a request of a FUSE file failed{omitted}");
                 }
                 errno_of(&error)
             }

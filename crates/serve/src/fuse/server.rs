@@ -11,11 +11,11 @@ use super::gate::Gate;
 use super::mounts::{MountRequest, Mounts};
 use super::stats::{Counters, QueueStats};
 use crate::discard::Discard;
-use crate::failure_log::FailureLog;
 use crate::prepared::Prepared;
 use crate::workers::Workers;
 use fuser::{Config, Session, SessionACL};
 use mica_block::{Disk, Error, Result};
+use mica_rt::LogLimit;
 use mica_rt::sync::SharedLock;
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -99,7 +99,7 @@ impl Server {
             mapping,
             edges,
             stats,
-            failures: FailureLog::default(),
+            failures: LogLimit::failures(),
         });
         match take_requests(mounted.device, &file, &export, others, &workers) {
             Ok(Taking { device, start, ended }) => {

@@ -12,7 +12,7 @@ use crate::budget::Share;
 use crate::limit::Limiter;
 use crate::tls::{Tls, TlsPolicy, TlsStream};
 use mica_rt::sync::Signal;
-use mica_rt::{Elapsed, Stream, now, sleep, timeout};
+use mica_rt::{Elapsed, LogLimit, Stream, now, sleep, timeout};
 use rustix::net::getpeername;
 use std::cell::OnceCell;
 use std::net::SocketAddr;
@@ -51,7 +51,10 @@ pub(super) async fn serve(
     let body = async { serve_inner(&stream, &door, dismissed, queue, (handshake, &chosen)).await };
     if mica_rt::catch_panic(body).await.is_err() {
         count(chosen.get(), &exports, queue, |stats| stats.panics.add(1));
-        tracing::error!("the server panicked on a connection");
+        static LIMIT: LogLimit = LogLimit::failures();
+        if let Some(omitted) = LIMIT.admit() {
+            tracing::error!("the server panicked on a connection{omitted}");
+        }
     }
     closer.shutdown();
 }
@@ -171,7 +174,9 @@ async fn run((channel, peer): (&impl Channel, &str), transmission: Transmission,
     let stats = entry.stats(queue);
     stats.sessions.add(1);
     let name = &entry.export.name;
-    tracing::info!("client at {peer} connected to {name:?}");
+    if let Some(omitted) = entry.arrivals.admit() {
+        tracing::info!("client at {peer} connected to {name:?}{omitted}");
+    }
     let share = Share::new(&entry.party, RESERVE_BYTES, BUDGET_BYTES);
     let session = transmit(channel, &transmission, share, entry.limits, &entry.stop, stats);
     let Some((ended, traffic)) = entry.given_up.unless_raised(session).await else { return };
@@ -181,7 +186,14 @@ async fn run((channel, peer): (&impl Channel, &str), transmission: Transmission,
         _ => {}
     }
     let Traffic { requests, read_bytes, written_bytes } = traffic;
-    tracing::info!(requests, read_bytes, written_bytes, "client at {peer} left {name:?}: {ended}");
+    if let Some(omitted) = entry.departures.admit() {
+        tracing::info!(
+            requests,
+            read_bytes,
+            written_bytes,
+            "client at {peer} left {name:?}: {ended}{omitted}"
+        );
+    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use super::export::Export;
 use super::limits::Limits;
 use super::stats::{Counters, QueueStats};
 use crate::budget::{Party, Pool};
+use mica_rt::LogLimit;
 use mica_rt::sync::Signal;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::Arc;
@@ -20,6 +21,11 @@ pub(super) struct Entry {
     pub(super) stop: Arc<Signal>,
     /// Raised when those that are still there are dropped.
     pub(super) given_up: Signal,
+    /// What is logged of requests that failed.
+    pub(super) failures: Arc<LogLimit>,
+    /// And of clients that come, and that go.
+    pub(super) arrivals: LogLimit,
+    pub(super) departures: LogLimit,
     clients: Mutex<Clients>,
     /// Woken when the last client has left.
     none: Condvar,
@@ -42,6 +48,9 @@ impl Entry {
             party: Party::new(pool),
             stop: Arc::default(),
             given_up: Signal::default(),
+            failures: Arc::default(),
+            arrivals: LogLimit::visits(),
+            departures: LogLimit::visits(),
             clients: Mutex::default(),
             none: Condvar::default(),
             queues: (0..queues).map(|_| QueueStats::default()).collect(),

@@ -47,12 +47,11 @@ use super::reply::{Outgoing, ReplyStyle};
 use super::shared::{Shared, Subject};
 use super::stats::QueueStats;
 use crate::budget::Share;
-use crate::failure_log::FailureLog;
 use crate::wake::{WakeSet, ones};
 use admit::Awaited;
 use mica_block::Extent;
 use mica_rt::sync::Signal;
-use mica_rt::{Buf, Instant, Sleep, now, sleep};
+use mica_rt::{Buf, Instant, LogLimit, Sleep, now, sleep};
 use slots::Slots;
 use std::collections::VecDeque;
 use std::fmt;
@@ -217,7 +216,8 @@ struct Session<'a> {
     /// When the request that is arriving began to, and the steps it had made by then.
     arriving: Option<(Instant, u64)>,
     send_began: Option<Instant>,
-    failures: FailureLog,
+    /// Of all clients of the export: one that connects again gets no lines of its own.
+    failures: Arc<LogLimit>,
     /// Requests taken so far.
     taken: u64,
     read_bytes: u64,
@@ -265,7 +265,7 @@ impl<'a> Session<'a> {
             broken: false,
             arriving: None,
             send_began: None,
-            failures: FailureLog::default(),
+            failures: Arc::clone(&client.entry().failures),
             taken: 0,
             read_bytes: 0,
             written_bytes: 0,

@@ -7,9 +7,9 @@ use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
 use crate::budget::Party;
 use crate::discard::Discard;
-use crate::failure_log::FailureLog;
 use crate::limit::Limiter;
 use mica_block::Disk;
+use mica_rt::LogLimit;
 use mica_rt::sync::{SharedLock, Sharing};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,6 +27,7 @@ pub(super) struct Common {
     /// The disk's serial number, as shown to the driver.
     pub(super) id: [u8; ID_BYTES as usize],
     pub(super) losses: Losses,
+    pub(super) logs: DeviceLogs,
     /// The memory of the process that its queues hold.
     pub(super) party: Arc<Party>,
     pub(super) busy_queues: BusyQueues,
@@ -35,12 +36,36 @@ pub(super) struct Common {
     pub(super) is_ending: AtomicBool,
 }
 
-/// What is logged of the guest of one session.
-#[derive(Default)]
-pub(super) struct SessionLogs {
-    pub(super) failures: FailureLog,
+/// What is logged of the guests and the front ends of a device, one after the other: those that
+/// connect again get no lines of their own.
+pub(super) struct DeviceLogs {
+    pub(super) failures: LogLimit,
     /// Queues that broke.
-    pub(super) breaks: FailureLog,
+    pub(super) breaks: LogLimit,
+    /// Requests that are repeated.
+    pub(super) replays: LogLimit,
+    /// Messages of front ends that were refused.
+    pub(super) refusals: LogLimit,
+    /// Front ends that come, and that go.
+    pub(super) arrivals: LogLimit,
+    pub(super) departures: LogLimit,
+    losses: LogLimit,
+    pub(super) panics: LogLimit,
+}
+
+impl Default for DeviceLogs {
+    fn default() -> Self {
+        Self {
+            failures: LogLimit::failures(),
+            breaks: LogLimit::failures(),
+            replays: LogLimit::visits(),
+            refusals: LogLimit::failures(),
+            arrivals: LogLimit::visits(),
+            departures: LogLimit::visits(),
+            losses: LogLimit::failures(),
+            panics: LogLimit::failures(),
+        }
+    }
 }
 
 /// Sessions that lost some of their memory.
@@ -96,9 +121,10 @@ impl Common {
     pub(super) fn note_lost(&self) {
         if !self.losses.is_broken.swap(true, Ordering::Relaxed) {
             self.losses.count.fetch_add(1, Ordering::Relaxed);
+            let Some(omitted) = self.logs.losses.admit() else { return };
             tracing::error!(
                 "the front end took away memory that it had shared (it truncated the file, or the \
-                 memory behind it ran out): the device is broken until it reconnects"
+                 memory behind it ran out): the device is broken until it reconnects{omitted}"
             );
         }
     }

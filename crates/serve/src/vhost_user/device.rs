@@ -7,7 +7,7 @@
 //!
 //! Section names are those of QEMU's vhost-user specification.
 
-use super::common::{Common, SessionLogs};
+use super::common::{Common, DeviceLogs};
 use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::{Inflight, QueuesShape};
@@ -49,11 +49,12 @@ pub(super) struct Device {
     log: Option<Arc<DirtyLog>>,
     /// Whether any memory of this session is gone.
     lost: Arc<Lost>,
-    logs: Arc<SessionLogs>,
 }
 
-fn invalid(error: &mica_block::Error) -> Error {
-    tracing::warn!(%error, "invalid request from the front end");
+fn invalid(logs: &DeviceLogs, error: &mica_block::Error) -> Error {
+    if let Some(omitted) = logs.refusals.admit() {
+        tracing::warn!(%error, "invalid request from the front end{omitted}");
+    }
     Error::InvalidParam
 }
 
@@ -72,7 +73,6 @@ impl Device {
             inflight: None,
             log: None,
             lost: Arc::default(),
-            logs: Arc::default(),
         }
     }
 
@@ -104,7 +104,9 @@ impl Device {
         match control.stop() {
             Some(base) => vring.base = base,
             None => {
-                tracing::error!(index, "the server panicked on a queue");
+                if let Some(omitted) = self.common.logs.panics.admit() {
+                    tracing::error!(index, "the server panicked on a queue{omitted}");
+                }
                 // Its position is unknown: it starts when the front end sets it up again.
                 vring.kick = None;
             }
@@ -155,7 +157,8 @@ impl Device {
         let inflight = match marks {
             Some(None) => {
                 let what = "the region for requests in flight has no room for this queue";
-                return Err(invalid(&mica_block::Error::new(ErrorKind::Invalid, what)));
+                let error = mica_block::Error::new(ErrorKind::Invalid, what);
+                return Err(invalid(&self.common.logs, &error));
             }
             marks => marks.flatten(),
         };
@@ -175,7 +178,6 @@ impl Device {
             common: Arc::clone(&self.common),
             index,
             lost: Arc::clone(&self.lost),
-            logs: Arc::clone(&self.logs),
             ending: Ending(Arc::clone(&control)),
             queue,
             features: self.features,
@@ -215,8 +217,10 @@ impl Device {
         if regions.len() > REGIONS_MAX {
             return Err(Error::InvalidParam);
         }
-        let memory =
-            Arc::new(Memory::new(regions.clone(), &self.lost).map_err(|error| invalid(&error))?);
+        let memory = Arc::new(
+            Memory::new(regions.clone(), &self.lost)
+                .map_err(|error| invalid(&self.common.logs, &error))?,
+        );
         self.while_all_stopped(|device| {
             device.regions = regions;
             device.memory = Some(memory);
@@ -275,7 +279,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             .zip(files)
             .map(|(message, file)| Region::map(*message, file, &self.lost));
         let regions: mica_block::Result<Vec<_>> = regions.collect();
-        self.set_regions(regions.map_err(|error| invalid(&error))?)?;
+        self.set_regions(regions.map_err(|error| invalid(&self.common.logs, &error))?)?;
         Ok(None)
     }
 
@@ -331,8 +335,12 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let kick = vring::kick(fd)?;
-        if kick.is_none() {
-            tracing::warn!("the front end asked for a polled queue, which is not supported");
+        if kick.is_none()
+            && let Some(omitted) = self.common.logs.refusals.admit()
+        {
+            tracing::warn!(
+                "the front end asked for a polled queue, which is not supported{omitted}"
+            );
         }
         self.while_stopped(u32::from(index), |vring| {
             vring.kick = kick;
@@ -432,7 +440,8 @@ impl VhostUserBackendReqHandlerMut for Device {
             return Err(Error::InvalidParam);
         }
         let shape = QueuesShape { queues, queue_size };
-        let (len, file) = Inflight::create(shape).map_err(|error| invalid(&error))?;
+        let (len, file) =
+            Inflight::create(shape).map_err(|error| invalid(&self.common.logs, &error))?;
         Ok((VhostUserInflight::new(len, 0, queues, queue_size), file))
     }
 
@@ -443,7 +452,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         }
         let part = FilePart { offset: message.mmap_offset, len: message.mmap_size };
         let inflight = Inflight::map(file, part, QueuesShape { queues, queue_size }, &self.lost);
-        self.inflight = Some(inflight.map_err(|error| invalid(&error))?);
+        self.inflight = Some(inflight.map_err(|error| invalid(&self.common.logs, &error))?);
         Ok(())
     }
 
@@ -457,7 +466,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
-        let region = Region::map(**message, file, &self.lost).map_err(|error| invalid(&error))?;
+        let region = Region::map(**message, file, &self.lost)
+            .map_err(|error| invalid(&self.common.logs, &error))?;
         let mut regions = self.regions.clone();
         regions.push(region);
         self.set_regions(regions)?;
@@ -498,7 +508,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         let Some(memory) = &self.memory else { return Err(Error::InvalidParam) };
         let part = FilePart { offset: message.mmap_offset, len: message.mmap_size };
         let log = DirtyLog::map(file, part, memory, &self.lost);
-        let log = Arc::new(log.map_err(|error| invalid(&error))?);
+        let log = Arc::new(log.map_err(|error| invalid(&self.common.logs, &error))?);
         // Whatever ends after the reply is in this log, so that none is lost between two.
         self.while_all_stopped(|device| device.log = Some(log))
     }

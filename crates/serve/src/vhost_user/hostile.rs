@@ -56,6 +56,7 @@ pub fn survive(input: &[u8]) -> Counters {
         limiter: None,
         back_channel: Default::default(),
         losses: Default::default(),
+        logs: Default::default(),
         party: Party::new(workers.pool()),
         busy_queues: BusyQueues::default(),
         placement: Placement::new(workers),

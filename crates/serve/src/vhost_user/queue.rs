@@ -36,7 +36,7 @@ mod slot;
 use super::attention::{Attention, Pause};
 use super::batch::{Batch, Busy};
 use super::chain::{Chain, Table};
-use super::common::{Common, SessionLogs};
+use super::common::Common;
 use super::config::{F_FLUSH, F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::InflightQueue;
@@ -70,7 +70,6 @@ pub(super) struct Setup {
     pub(super) index: usize,
     /// Whether memory of the session is gone.
     pub(super) lost: Arc<Lost>,
-    pub(super) logs: Arc<SessionLogs>,
     /// The queue's control; dropped last.
     pub(super) ending: Ending,
     pub(super) queue: Queue,
@@ -95,7 +94,7 @@ enum End {
 
 /// Serves a queue, on the executor at `place`, until it is asked to stop or moves.
 async fn serve(setup: Setup, place: usize) {
-    let Setup { common, index, lost, logs, ending, mut queue, features, kick, inflight } = setup;
+    let Setup { common, index, lost, ending, mut queue, features, kick, inflight } = setup;
     let (control, size) = (&*ending.0, usize::from(queue.size()));
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
     queue.set_ready(true);
@@ -107,7 +106,6 @@ async fn serve(setup: Setup, place: usize) {
         stats: &common.stats[index],
         common: &common,
         lost,
-        logs,
         is_writable: disk.is_writable(),
         is_write_through: !has(features, F_FLUSH),
         table: Table { at: GuestAddress(queue.desc_table()), entries: u32::from(queue.size()) },
@@ -145,9 +143,9 @@ async fn serve(setup: Setup, place: usize) {
     if end.is_none() {
         running.abandon().await;
     }
-    let (queue, kick, inflight, lost, logs) = running.into_parts();
+    let (queue, kick, inflight, lost) = running.into_parts();
     if let Some(End::Moves) = end {
-        start(Setup { common, index, lost, logs, ending, queue, features, kick, inflight });
+        start(Setup { common, index, lost, ending, queue, features, kick, inflight });
         return;
     }
     if let Some(End::Stopped(base)) = end {
@@ -208,7 +206,6 @@ struct Running<'a> {
     disk: &'a dyn Disk,
     common: &'a Common,
     lost: Arc<Lost>,
-    logs: Arc<SessionLogs>,
     stats: &'a QueueStats,
     is_writable: bool,
     /// Whether the driver sends no flushes (I9).
@@ -262,12 +259,10 @@ impl<'a> Running<'a> {
     }
 
     /// What it goes on with elsewhere.
-    fn into_parts(
-        mut self,
-    ) -> (Queue, Arc<Socket>, Option<InflightQueue>, Arc<Lost>, Arc<SessionLogs>) {
+    fn into_parts(mut self) -> (Queue, Arc<Socket>, Option<InflightQueue>, Arc<Lost>) {
         // Heads that were not begun are taken again.
         self.queue.set_next_avail(self.base());
-        (self.queue, self.kick, self.inflight, self.lost, self.logs)
+        (self.queue, self.kick, self.inflight, self.lost)
     }
 
     /// Whether it is to move, and may begin to (I8).
@@ -307,8 +302,10 @@ impl<'a> Running<'a> {
         self.queue.set_next_used(used_idx.0);
         let taken = u16::try_from(heads.len()).expect("at most the queue's size");
         self.queue.set_next_avail(used_idx.0.wrapping_add(taken));
-        if !heads.is_empty() {
-            tracing::info!(count = heads.len(), "replaying in-flight requests");
+        if !heads.is_empty()
+            && let Some(omitted) = self.common.logs.replays.admit()
+        {
+            tracing::info!(count = heads.len(), "replaying in-flight requests{omitted}");
         }
         heads.reverse();
         self.recovered = heads.len();
@@ -469,8 +466,11 @@ impl<'a> Running<'a> {
     fn break_off(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.is_broken, true) {
             self.stats.broken_queues.add(1);
-            if self.logs.breaks.admits() {
-                tracing::warn!(%why, "a queue is broken and is not served until it is set up again");
+            if let Some(omitted) = self.common.logs.breaks.admit() {
+                tracing::warn!(
+                    %why,
+                    "a queue is broken and is not served until it is set up again{omitted}"
+                );
             }
             self.settings.report_error();
         }

@@ -87,6 +87,7 @@ impl Server {
             limiter,
             back_channel: BackChannel::default(),
             losses: Default::default(),
+            logs: Default::default(),
             party: Party::new(workers.pool()),
             busy_queues: BusyQueues::default(),
             placement: Placement::new(&workers),
@@ -309,7 +310,7 @@ async fn serve(stream: UnixStream, sessions: &Sessions, served: &Weak<Served>) {
         match std::thread::Builder::new().name("mica-vhost".to_owned()).spawn(body) {
             Ok(_) => break,
             Err(error) => {
-                tracing::warn!(%error, "cannot start a thread for a front end: it has to wait");
+                warn_of_lack("a front end, which needs a thread,", &error);
                 let paused = sessions.stop.unless_raised(sleep(ACCEPT_PAUSE)).await;
                 if paused.is_none() {
                     return;
@@ -323,7 +324,9 @@ async fn serve(stream: UnixStream, sessions: &Sessions, served: &Weak<Served>) {
 /// Serves a front end until it disconnects.
 pub(super) fn session(stream: UnixStream, common: &Arc<Common>) {
     let serial = common.serial();
-    tracing::info!("front end connected to {serial:?}");
+    if let Some(omitted) = common.logs.arrivals.admit() {
+        tracing::info!("front end connected to {serial:?}{omitted}");
+    }
     // The library knows this kind of lock.
     let device = Arc::new(std::sync::Mutex::new(Device::new(Arc::clone(common))));
     let Ok(peeked) = stream.try_clone() else { return };
@@ -339,5 +342,7 @@ pub(super) fn session(stream: UnixStream, common: &Arc<Common>) {
     // The queues end before the connection does: a front end that sees it close knows that nothing
     // is in flight any more.
     device.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
-    tracing::info!("front end left {serial:?}: {why}");
+    if let Some(omitted) = common.logs.departures.admit() {
+        tracing::info!("front end left {serial:?}: {why}{omitted}");
+    }
 }

@@ -52,8 +52,8 @@ use mica_qcow2_format::{
     Autoclear, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapFields, BitmapTableEntry,
     BitmapsExtension, Header, change_bitmap_directory,
 };
-use mica_rt::Buf;
 use mica_rt::sync;
+use mica_rt::{Buf, LogLimit};
 use mica_units::{GuestRange, HostOffset};
 use parking_lot::Mutex;
 use recorder::{PageBits, Recorded, Recorder, Table};
@@ -75,6 +75,8 @@ pub(crate) struct Bitmaps {
     covering: sync::Mutex,
     /// Whether disabled ones are needed, too.
     takes_disabled: AtomicBool,
+    /// What is logged of the lack of space: each flush may meet with it.
+    shortages: LogLimit,
 }
 
 /// What the header and the directory say while the image is written.
@@ -338,7 +340,12 @@ impl Writer {
                 if error.kind() != ErrorKind::NoSpace {
                     return Err(Box::pin(self.note_corruption(error)).await);
                 }
-                tracing::warn!(%error, "dirty bitmaps say more than is dirty, for lack of space");
+                if let Some(omitted) = self.bitmaps.shortages.admit() {
+                    tracing::warn!(
+                        %error,
+                        "dirty bitmaps say more than is dirty, for lack of space{omitted}"
+                    );
+                }
                 true
             }
         };

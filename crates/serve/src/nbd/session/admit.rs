@@ -314,8 +314,11 @@ impl<'a> Session<'a> {
     fn fail(&mut self, cookie: u64, failure: Failure) {
         let Failure { error, offset, code, ends_connection } = failure;
         // That zeros would be slow is an answer.
-        if code != ErrorCode::NotSup && self.failures.admits() {
-            tracing::warn!(offset = ?offset.map(GuestOffset::bytes), ?error, "a request failed");
+        if code != ErrorCode::NotSup
+            && let Some(omitted) = self.failures.admit()
+        {
+            let offset = offset.map(GuestOffset::bytes);
+            tracing::warn!(?offset, ?error, "a request failed{omitted}");
         }
         if ends_connection {
             self.stats.errors.add(1);

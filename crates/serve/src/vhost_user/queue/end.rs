@@ -60,8 +60,8 @@ impl<'a> Running<'a> {
                 if error.raw_os_error() == Some(libc::EFAULT) {
                     self.lost.set();
                 }
-                if self.logs.failures.admits() {
-                    tracing::warn!(%error, "a request failed");
+                if let Some(omitted) = self.common.logs.failures.admit() {
+                    tracing::warn!(%error, "a request failed{omitted}");
                 }
                 if error.kind() == ErrorKind::Unsupported {
                     Status::Unsupported
