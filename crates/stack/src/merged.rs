@@ -430,10 +430,11 @@ impl Put {
         }
         let new = Locked::write(&place(layer, NEW_MERGED)?, &bytes)
             .map_err(|error| Error::from_io(format!("writing {}", at.display()), error))?;
-        if content.is_planned_first() && before.is_some() {
-            if let Some(file) = old {
-                return Ok(Some(Self { at, file, before, waiting: Some(new) }));
-            }
+        if content.is_planned_first()
+            && before.is_some()
+            && let Some(file) = old
+        {
+            return Ok(Some(Self { at, file, before, waiting: Some(new) }));
         }
         let file = new.rename_to(&at)?;
         Ok(Some(Self { at, file, before, waiting: None }))
