@@ -28,7 +28,7 @@ use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
-use mica_qcow2_tools::measure::{bitmaps_bytes, data_bytes};
+use mica_qcow2_tools::measure::data_bytes;
 use mica_rt::Executor;
 use mica_stack::{Format, ImageOptions};
 use mica_store::CacheMode;
@@ -458,10 +458,6 @@ async fn new_image(
         Some((source, true)) => Some(source.geometry().len),
         Some((source, false)) => Some(data_bytes(source, plan.l2.cluster_bits).await?),
         None => None,
-    };
-    let bitmaps = match bitmaps.is_empty() {
-        true => 0,
-        false => bitmaps_bytes(bitmaps, plan.size, plan.l2.cluster_bits),
     };
     let most = device.room_for(plan, data, bitmaps)?;
     NewFile::on_device(device, sources, options, most).await

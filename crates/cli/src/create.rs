@@ -169,7 +169,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
             return Err(Failure::new(format!("{} {what}", args.file.display())));
         }
         Some(device) => {
-            let most = device.room_for(&plan, None, 0)?;
+            let most = device.room_for(&plan, None, &[])?;
             NewFile::on_device(device, &sources, images.clone(), most).await?
         }
     };
@@ -183,7 +183,9 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let data = new_data_file(&image, &plan, existing, &sources, images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
-    mica_qcow2_tools::create::create(plan, stores).await?;
+    if let Err(error) = mica_qcow2_tools::create::create(plan, stores).await {
+        return Err(image.given_up(error.into()).await);
+    }
     let base = options.wish.backing_name.as_deref().map(|name| NamedBase {
         path: beside(&args.file, Path::new(name)),
         may_be_missing: args.unsafe_backing,
@@ -200,8 +202,21 @@ pub(crate) struct NamedBase {
     pub(crate) may_be_missing: bool,
 }
 
-/// Keeps a new image, which is complete, and its data file, if it has one, as [`keep_all`] does.
+/// Keeps a new image, which is complete, and its data file, if it has one, as [`keep_all`] does. A
+/// device is no image if that fails.
 pub(crate) async fn keep_new(
+    image: NewFile,
+    data: Option<NewFile>,
+    base: Option<&NamedBase>,
+) -> Result<(), Failure> {
+    let device = image.device();
+    match (keep_new_file(image, data, base).await, device) {
+        (Err(failure), Some(device)) => Err(device.given_up(failure).await),
+        (kept, _) => kept,
+    }
+}
+
+async fn keep_new_file(
     image: NewFile,
     data: Option<NewFile>,
     base: Option<&NamedBase>,
@@ -230,7 +245,7 @@ pub(crate) async fn keep_new(
     Err(failure)
 }
 
-/// As [`keep_new`], for an image that names its data file by its `second` name until both have
+/// As [`keep_new_file`], for an image that names its data file by its `second` name until both have
 /// their places.
 async fn keep_by_second_name(
     (image, data): (NewFile, NewFile),

@@ -5,6 +5,7 @@ use super::{corrupt, until_nul};
 use mica_block::Result;
 use mica_units::{ClusterBits, HostOffset};
 use std::collections::HashSet;
+use std::num::NonZeroU64;
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -229,6 +230,18 @@ impl BitmapTableEntry {
 /// of 64 bits, as in QEMU.
 pub fn bitmap_bytes(granularity_bits: u8, disk_bytes: u64) -> u64 {
     disk_bytes.div_ceil(1 << granularity_bits).div_ceil(64) * 8
+}
+
+/// Entries of the table of a bitmap of this granularity for a disk of `disk_bytes`. One of a disk
+/// without bytes, as an image may come with, has an entry that says nothing: the decoder refuses a
+/// table without any, and QEMU an image with such a bitmap.
+pub fn bitmap_table_entries(
+    granularity_bits: u8,
+    disk_bytes: u64,
+    bits: ClusterBits,
+) -> NonZeroU64 {
+    let clusters = bits.clusters_for(bitmap_bytes(granularity_bits, disk_bytes));
+    NonZeroU64::new(clusters).unwrap_or(NonZeroU64::MIN)
 }
 
 /// What is changed of an entry where it stands in the directory.

@@ -26,7 +26,7 @@ mod table;
 
 pub use bitmap::{
     BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapFields, BitmapTableEntry,
-    bitmap_bytes, change_bitmap_directory, decode_bitmap_directory,
+    bitmap_bytes, bitmap_table_entries, change_bitmap_directory, decode_bitmap_directory,
 };
 pub use compressed::{CompressedCluster, Compression, Decompressor, decompress};
 pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};

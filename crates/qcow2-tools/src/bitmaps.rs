@@ -23,7 +23,7 @@ use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header};
 use mica_qcow2_format::{
     BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
-    Header, HeaderChange, L1Entry, Version, bitmap_bytes,
+    Header, HeaderChange, L1Entry, Version, bitmap_bytes, bitmap_table_entries,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostCluster, HostOffset};
@@ -189,15 +189,15 @@ impl Editor {
 
     /// Entries of the table of a bitmap like `entry`, of a disk of `disk_bytes`.
     fn table_entries_for(&self, entry: &BitmapEntry, disk_bytes: u64) -> Result<u32> {
-        let clusters =
-            self.header.cluster_bits.clusters_for(bitmap_bytes(entry.granularity_bits, disk_bytes));
-        if self.header.cluster_bits.bytes_of(clusters) > BITMAP_BYTES_MAX {
+        let bits = self.header.cluster_bits;
+        let entries = bitmap_table_entries(entry.granularity_bits, disk_bytes, bits).get();
+        if bits.bytes_of(entries) > BITMAP_BYTES_MAX {
             return invalid(format!(
                 "the bitmap {:?} would be too large: use a larger granularity",
                 entry.name
             ));
         }
-        Ok(u32::try_from(clusters).unwrap_or(u32::MAX).max(1))
+        Ok(u32::try_from(entries).unwrap_or(u32::MAX))
     }
 
     fn bytes_of(&self, entry: &BitmapEntry) -> u64 {

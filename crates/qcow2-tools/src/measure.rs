@@ -3,7 +3,9 @@
 use crate::create::{ImagePlan, Preallocation};
 use crate::layout::refcount_area;
 use mica_block::{Disk, Result, Survey};
-use mica_qcow2_format::{BitmapEntry, L1Entry};
+use mica_qcow2_format::{
+    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, L1Entry, bitmap_bytes, bitmap_table_entries,
+};
 use mica_units::{ClusterBits, GuestOffset, GuestRange};
 
 /// Fixed fields of an entry of the bitmap directory.
@@ -20,13 +22,34 @@ pub struct Measure {
 
 /// The length of an image of `plan` into which `data_bytes` of clusters are written.
 pub fn measure(plan: &ImagePlan, data_bytes: u64) -> Measure {
+    measure_besides(plan, data_bytes, 0)
+}
+
+/// The same, if the image gets `bitmaps` when it is complete, one after the other: with what counts
+/// their clusters, and with the directories of those before. Each is there until the next one
+/// counts, so that those of one length have two places by turns, and a longer one finds no room in
+/// the places of shorter ones.
+pub fn measure_with_bitmaps(plan: &ImagePlan, data_bytes: u64, bitmaps: &[BitmapEntry]) -> Measure {
+    let bits = plan.l2.cluster_bits;
+    let before = bitmaps.split_last().map_or(0, |(_, before)| directory_bytes(before));
+    let before = bits.clusters_for(before);
+    let all = bits.clusters_for(bitmaps_bytes(bitmaps, plan.size, bits));
+    measure_besides(plan, data_bytes, all + before * before)
+}
+
+/// As [`measure`], for an image that gets `later` clusters when it is complete. What counts them
+/// may be a longer table, which is written before the old one is freed.
+fn measure_besides(plan: &ImagePlan, data_bytes: u64, later: u64) -> Measure {
     let bits = plan.l2.cluster_bits;
     let disk = plan.clusters();
     let l2_tables = disk.div_ceil(plan.l2.entries());
     let l1 = bits.clusters_for(l2_tables * L1Entry::BYTES as u64);
     let luks = plan.luks_place().map_or(0, |(_, len)| bits.clusters_for(len));
     let besides = 1 + l1 + luks + l2_tables + disk;
-    let all = besides + refcount_area(plan.refcount_width, bits, besides).clusters();
+    let area_of = |clusters| refcount_area(plan.refcount_width, bits, clusters);
+    let area = area_of(besides + later);
+    let old = Some(area_of(besides).table).filter(|old| *old < area.table).unwrap_or(0);
+    let all = besides + later + area.clusters() + old;
     let fully_allocated = bits.bytes_of(all);
     let disk_bytes = bits.bytes_of(disk);
     let data_bytes = match plan.preallocation {
@@ -58,14 +81,17 @@ pub async fn data_bytes(disk: &dyn Disk, bits: ClusterBits) -> Result<u64> {
 
 /// Bytes that a copy of the bitmaps of a disk of `disk_bytes` takes.
 pub fn bitmaps_bytes(bitmaps: &[BitmapEntry], disk_bytes: u64, bits: ClusterBits) -> u64 {
-    let cluster = bits.bytes();
-    let mut directory = 0;
-    let mut total = 0;
-    for bitmap in bitmaps {
-        let bytes = disk_bytes.div_ceil(1 << bitmap.granularity_bits).div_ceil(8);
-        let clusters = bits.clusters_for(bytes);
-        total += clusters * cluster + (clusters * 8).next_multiple_of(cluster);
-        directory += (BITMAP_ENTRY_BYTES + bitmap.name.len() as u64).next_multiple_of(8);
-    }
-    total + directory.next_multiple_of(cluster)
+    let whole = |bytes: u64| bits.bytes_of(bits.clusters_for(bytes));
+    let tables = bitmaps.iter().map(|bitmap| {
+        let data = bitmap_bytes(bitmap.granularity_bits, disk_bytes);
+        let entries = bitmap_table_entries(bitmap.granularity_bits, disk_bytes, bits).get();
+        whole(data) + whole(entries * BITMAP_TABLE_ENTRY_BYTES)
+    });
+    tables.sum::<u64>() + whole(directory_bytes(bitmaps))
+}
+
+fn directory_bytes(bitmaps: &[BitmapEntry]) -> u64 {
+    let entries = bitmaps.iter();
+    let entries = entries.map(|bitmap| BITMAP_ENTRY_BYTES + bitmap.name.len() as u64);
+    entries.map(|bytes| bytes.next_multiple_of(8)).sum()
 }

@@ -13,9 +13,10 @@
 //! |---|---|---|---|
 //! | 1 marked are | none | the base, and the layers that leave | the state, as dropped |
 //! | 2 must not be needed | none: they stay as is | the base, and those that leave | the state |
+//! | 1 lower marks that name what moves | lead to the layer above | lead to the base | as stream |
 //! | 3 noted of the base is | the layer above | as stream, unless that stays as is | as stream |
 //! | 4 the data go | up, into the layer above | down, into the base; first the marks count | up |
-//! | 5 the marks, if it is done | | that of the base goes, the others stay | stay |
+//! | 5 the marks, if it is done | | that of a whole base goes, the others stay | stay |
 //! | 5 the marks, if it is not | | go if nothing has changed, else stay | go |
 //! | 6 the files of those that left | stay | stay | goes, and its mark with it |
 //!
@@ -45,7 +46,7 @@
 //! merge would change.
 
 use crate::dropped::{self, Went, forget_drops};
-use crate::merged::{FileMark, MergeMarks, Until};
+use crate::merged::{FileMark, MergeMarks, NamedMarks, Until};
 use crate::overlays::{check_no_overlays, settle_notes};
 use crate::{GoneFiles, GoneImages, ImageOptions, note_overlay, position_of, settle_marks};
 use mica_block::{
@@ -64,6 +65,8 @@ pub struct Merge {
     leaving: Vec<PathBuf>,
     /// Stands on the base afterwards, if they leave.
     above: PathBuf,
+    /// What lies beneath all that get another place, from the base of the chain.
+    lower: Vec<PathBuf>,
     way: Way,
 }
 
@@ -103,8 +106,9 @@ impl Merge {
         let (above, beneath) = layers.split_last().expect("a chain has an active layer");
         // That the base is the active layer itself is refused by the chain.
         let leaving = beneath.get(base.map_or(0, |base| base + 1)..).unwrap_or_default();
+        let lower = base.and_then(|base| beneath.get(..=base)).unwrap_or_default().to_vec();
         let base = base.map(|base| layers[base].clone());
-        Self { base, leaving: leaving.to_vec(), above: above.clone(), way: Way::Up }
+        Self { base, leaving: leaving.to_vec(), above: above.clone(), lower, way: Way::Up }
     }
 
     /// Of the chain with these `layers`, those at positions `merged` but the first go down into
@@ -127,6 +131,7 @@ impl Merge {
             base: Some(layers[base].clone()),
             leaving: layers[base + 1..above].to_vec(),
             above: layers[above].clone(),
+            lower: layers[..base].to_vec(),
             way: Way::Down { active, gone },
         }
     }
@@ -152,6 +157,7 @@ impl Merge {
             base: state.checked_sub(1).map(|base| layers[base].clone()),
             leaving: vec![layers[state].clone()],
             above: layers[at].clone(),
+            lower: layers[..state].to_vec(),
             way: Way::Dropped(Box::new(Dropping { above, options, gone })),
         }
     }
@@ -180,6 +186,7 @@ impl Merge {
     /// way; what the system reports. No layer has changed then.
     pub fn prepare(self, check: impl FnOnce(&[PathBuf]) -> Result<()>) -> Result<Prepared> {
         let marks = self.put_marks()?;
+        let named = self.lead_marks()?;
         if let Some((needed, gone)) = self.needed() {
             check(&needed)?;
             check_no_overlays(&needed, &self.above, gone)?;
@@ -187,7 +194,19 @@ impl Merge {
         if let Some(base) = self.base_of_above() {
             note_overlay(base, &self.above);
         }
-        Ok(Prepared { merge: self, marks })
+        Ok(Prepared { merge: self, marks, named })
+    }
+
+    /// Has marks of lower layers that name those which get other places lead to where their data
+    /// goes.
+    fn lead_marks(&self) -> Result<NamedMarks> {
+        let (into, goes_too) = match self.way {
+            Way::Down { active: None, .. } => (self.base_of_commit(), None),
+            Way::Down { active: Some(_), .. } => (self.base_of_commit(), Some(&self.above)),
+            Way::Up | Way::Dropped(_) => (&*self.above, Some(&self.above)),
+        };
+        let layers: Vec<_> = self.leaving.iter().chain(goes_too).cloned().collect();
+        NamedMarks::lead_to(into, &layers, &self.lower)
     }
 
     fn put_marks(&self) -> Result<MergeMarks> {
@@ -203,12 +222,11 @@ impl Merge {
 
     /// Until when the base of a commit has only a part of what goes into it.
     fn until(&self, active: Option<ActiveAfter>) -> Result<Until> {
+        let above = FileMark::at(&self.above)?;
         Ok(match active {
-            Some(ActiveAfter::Kept) => Until::Unsaid,
-            Some(ActiveAfter::Emptied) if self.leaving.is_empty() => {
-                Until::Empty(FileMark::at(&self.above)?)
-            }
-            Some(ActiveAfter::Emptied) | None => Until::Beneath(FileMark::at(&self.above)?),
+            // One that is empty right above shows what the base does, also if it was to stay.
+            Some(ActiveAfter::Kept | ActiveAfter::Emptied) => Until::Empty(above),
+            None => Until::Beneath(above),
         })
     }
 
@@ -301,6 +319,7 @@ impl Merge {
 pub struct Prepared {
     merge: Merge,
     marks: MergeMarks,
+    named: NamedMarks,
 }
 
 impl Prepared {
@@ -322,13 +341,16 @@ impl Prepared {
     /// `Denied` if the disk is closed; those of the merge, as [`ManageChain`] says. The chain has
     /// the layers that it had then.
     pub async fn run(self, disk: &dyn Manage, control: &dyn MergeControl) -> Result<Ended> {
-        let Self { merge, marks } = self;
+        let Self { merge, marks, named } = self;
         let Some(chain) = disk.chain() else {
             return Err(Error::new(ErrorKind::Denied, "the disk is closed"));
         };
         let merged = merge.run(chain, &marks, control).await;
         marks.end(merged.as_ref().ok());
         let merged = merged?;
+        if let Merged::Done { .. } = &merged {
+            named.keep();
+        }
         let settled = match &merged {
             Merged::Done { dropped, .. } => merge.settle(&disk.layer_paths(), dropped),
             Merged::Cancelled => Settled { marks: Ok(()), drops: Ok(()), file: None },

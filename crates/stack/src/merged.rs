@@ -28,6 +28,11 @@
 //! of the base says by what one knows that it was done, for the next process to open the chain for
 //! writing, if this one dies before it has taken the mark away ([`ended`]).
 //!
+//! Another merge of the chain may follow one that did not end. A commit that puts less into the
+//! base than that was to, or what another base has only a part of, leaves the mark of its base,
+//! which says what is missing ([`pending`]); and if a layer is about to leave by whose place one
+//! knows that an earlier commit was done, the mark of that says something else before ([`named`]).
+//!
 //! Invariants
 //! - I1 A mark counts only for the file that it was made for, and that of a layer that went into
 //!   another only while that file is unchanged: an image that has its name now, or a copy, is
@@ -37,13 +42,18 @@
 //!   on it do.
 //! - I4 A mark is taken back only by who has it locked while it says that it is planned, and has
 //!   its name. It is replaced only by who has it locked, and gets its name locked.
-//! - I5 A mark that counted before a merge was planned counts on: the base may have a part of what
-//!   an earlier one put there.
+//! - I5 A mark that counted before a merge was planned stays as it is until that changes something,
+//!   and then counts on: the base may have a part of what an earlier one put there.
+//! - I6 The mark of a base goes only when every layer of which that has a part has gone into it
+//!   whole: what it shows by itself is what a layer showed.
 
 mod ended;
+mod named;
+mod pending;
 mod planned;
 
 pub(crate) use ended::{Unended, settle_bases};
+pub(crate) use named::NamedMarks;
 
 use crate::files::sync_folder_of;
 use crate::mark::{open_trusted, place, read_trusted};
@@ -93,7 +103,8 @@ pub(crate) enum Until {
     Unsaid,
     /// Until this layer stands on it, as those in between have left.
     Beneath(FileMark),
-    /// Until this layer, which stands on it all the time, has nothing of its own.
+    /// Until this layer is right above it, and the active one, and has nothing of its own; or until
+    /// it went into the base itself.
     Empty(FileMark),
 }
 
@@ -191,16 +202,11 @@ impl Content {
         }
     }
 
-    /// The same, where a mark counted `before`: what an earlier merge put into a base is part of
-    /// this one only if that was the same.
-    fn after(self, before: Option<Self>) -> Self {
-        match (self, before) {
-            (Self::Base { file, until }, Some(before))
-                if before != (Self::Base { file, until }) =>
-            {
-                Self::Base { file, until: Until::Unsaid }
-            }
-            (this, _) => this,
+    /// Until when the layer has only a part, if it is the base of a commit.
+    fn until(&self) -> Option<Until> {
+        match self {
+            Self::Base { until, .. } => Some(*until),
+            Self::Source { .. } => None,
         }
     }
 
@@ -381,6 +387,8 @@ pub(crate) fn remove_lone_mark(at: &Path) -> Result<bool> {
 pub(crate) struct MergeMarks {
     /// That of the base, if it has one.
     base: Option<Put>,
+    /// Whether the base has only a part of something when this merge is done, too.
+    stays_a_part: bool,
     sources: Vec<Put>,
     /// Whether anything may have been changed.
     has_begun: AtomicBool,
@@ -390,40 +398,87 @@ pub(crate) struct MergeMarks {
 #[derive(Debug)]
 struct Put {
     at: PathBuf,
-    /// Its file, locked.
+    /// Its file, locked; that of what was there before, if the mark takes its place later.
     file: File,
-    /// Whether there was one before, of a merge that did not end.
-    was_there: bool,
+    /// What counted before, of a merge that did not end.
+    before: Option<Content>,
+    /// What takes the place of that with the first change (I5).
+    waiting: Option<Locked>,
 }
 
 impl Put {
-    /// Marks `layer`; a device has no place for one, and is found by its locks only.
-    fn beside(layer: &Path, content: impl FnOnce(&Metadata) -> Content) -> Result<Option<Self>> {
+    /// Marks `layer`; a device has no place for one, and is found by its locks only. The `content`
+    /// may depend on what counted before.
+    fn beside(
+        layer: &Path,
+        content: impl FnOnce(&Metadata, Option<&Content>) -> Content,
+    ) -> Result<Option<Self>> {
         let failed = |error: io::Error| Error::from_io(layer.display().to_string(), error);
         let found = std::fs::metadata(layer).map_err(failed)?;
         if found.file_type().is_block_device() {
             return Ok(None);
         }
-        let before = mark_of(layer)?;
-        let was_there = before.is_some();
         let at = place(layer, SUFFIX)?;
         // Nobody takes it back, and no other merge is under way.
-        let _old = planned::lock_old(&at)?;
-        let content = content(&found).after(before);
+        mark_of(layer)?;
+        let old = planned::lock_old(&at)?;
+        let before = mark_of(layer)?;
+        let content = content(&found, before.as_ref());
         let mut bytes = content.encode();
-        if !was_there && content.is_planned_first() {
+        if before.is_none() && content.is_planned_first() {
             bytes.extend(PLANNED);
         }
         let new = Locked::write(&place(layer, NEW_MERGED)?, &bytes)
             .map_err(|error| Error::from_io(format!("writing {}", at.display()), error))?;
+        if content.is_planned_first()
+            && before.is_some()
+            && let Some(file) = old
+        {
+            return Ok(Some(Self { at, file, before, waiting: Some(new) }));
+        }
         let file = new.rename_to(&at)?;
-        Ok(Some(Self { at, file, was_there }))
+        Ok(Some(Self { at, file, before, waiting: None }))
     }
 
     /// Has it count from now on, durably.
     fn begin(&self) -> Result<()> {
-        let begun = planned::make_count(&self.file);
-        begun.map_err(|error| Error::from_io(format!("writing {}", self.at.display()), error))
+        let failed = |error| Error::from_io(format!("writing {}", self.at.display()), error);
+        match &self.waiting {
+            Some(new) if !new.is_at(&self.at) => {
+                new.name(&self.at)?;
+                sync_folder_of(&self.at)
+            }
+            Some(_) => Ok(()),
+            None => planned::make_count(&self.file).map_err(failed),
+        }
+    }
+
+    /// The merge changes nothing: what counted before does.
+    fn take_back(&self) {
+        match (&self.waiting, &self.before) {
+            (Some(new), _) => new.remove(),
+            (None, None) => self.remove(),
+            // That of a state counted at once.
+            (None, Some(before)) => {
+                let aside = named::aside_of(&self.at);
+                let back = Locked::write(&aside, &before.encode());
+                let back = back.map_err(|error| Error::from_io(aside.display().to_string(), error));
+                if let Err(error) = back.and_then(|back| back.rename_to(&self.at)) {
+                    tracing::warn!("the mark {}: {}", self.at.display(), error.in_one_line());
+                }
+            }
+        }
+    }
+
+    /// Until when the layer had only a part, before.
+    fn part_before(&self) -> Option<Until> {
+        self.before.as_ref().and_then(Content::until)
+    }
+
+    /// The merge is done, of which this is the base.
+    fn end(&self) {
+        self.waiting.iter().for_each(Locked::remove);
+        self.remove();
     }
 
     fn remove(&self) {
@@ -445,8 +500,17 @@ impl MergeMarks {
     /// What the system reports. Nothing new is marked then.
     pub(crate) fn put(base: &Path, sources: &[PathBuf], until: Until) -> Result<Self> {
         let mut marks = Self::default();
-        marks.base = Put::beside(base, |found| Content::Base { file: FileMark::of(found), until })?;
         marks.add_sources(base, sources, Then::Stays)?;
+        let mut parts: Vec<Until> = marks.sources.iter().filter_map(Put::part_before).collect();
+        let went = sources.iter().map(|source| FileMark::at(source)).collect::<Result<Vec<_>>>()?;
+        let mut is_left = false;
+        marks.base = Put::beside(base, |found, before| {
+            parts.extend(before.and_then(Content::until));
+            let left = pending::left_by((until, &went), &parts);
+            is_left = left.is_some();
+            Content::Base { file: FileMark::of(found), until: left.unwrap_or(until) }
+        })?;
+        marks.stays_a_part = is_left;
         marks.settle()?;
         Ok(marks)
     }
@@ -467,7 +531,7 @@ impl MergeMarks {
         let real = into.canonicalize();
         let real = real.map_err(|error| Error::from_io(into.display().to_string(), error))?;
         for source in sources {
-            let put = Put::beside(source, |found| Content::Source {
+            let put = Put::beside(source, |found, _| Content::Source {
                 into: real.clone().into_os_string(),
                 file: FileMark::of(found),
                 changed_ns: changed_ns(found),
@@ -511,10 +575,13 @@ impl MergeMarks {
         match merged {
             Some(Merged::Done { .. }) => {
                 // Where nobody watched they do not yet.
-                if let Err(error) = self.sources.iter().try_for_each(Put::begin) {
+                let base = self.base.iter().filter(|_| self.stays_a_part);
+                if let Err(error) = base.chain(&self.sources).try_for_each(Put::begin) {
                     tracing::warn!("a layer that was merged: {}", error.in_one_line());
                 }
-                self.base.iter().for_each(Put::remove);
+                if !self.stays_a_part {
+                    self.base.iter().for_each(Put::end);
+                }
                 self.forget();
             }
             _ if self.has_begun.load(Ordering::Acquire) => self.forget(),
@@ -533,7 +600,7 @@ impl Drop for MergeMarks {
         if self.has_begun.load(Ordering::Acquire) {
             return;
         }
-        self.all().filter(|put| !put.was_there).for_each(Put::remove);
+        self.all().for_each(Put::take_back);
     }
 }
 

@@ -204,6 +204,11 @@ impl Locked {
             .map_err(|error| Error::from_io(format!("writing {}", at.display()), error))
     }
 
+    /// Whether it has the name `at`.
+    pub(crate) fn is_at(&self, at: &Path) -> bool {
+        is_at(at, &self.file)
+    }
+
     /// Removes it, unless it has its name. What is left is taken by the next one.
     pub(crate) fn remove(&self) {
         if is_at(&self.path, &self.file) {

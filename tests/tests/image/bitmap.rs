@@ -129,6 +129,20 @@ fn what_makes_no_sense_is_refused_and_changes_nothing() {
 
 /// What is dirty, also in what the disk gained and lost, is what QEMU says of a copy that it
 /// resized itself.
+/// The story: QEMU did not open the image any more.
+#[test]
+fn a_disk_without_bytes_gets_no_bitmap() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "empty.qcow2", &[], "0");
+    let said = mica_in(dir, &["bitmap", "--add", "empty.qcow2", "b"]).refusal();
+    assert!(said.contains("mica resize"), "{said}");
+    qemu::img(dir, ["check", "empty.qcow2"]).ok();
+}
+
 #[test]
 fn bitmaps_get_the_length_of_their_disk() {
     let judges = [tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD, tools::NBDINFO];

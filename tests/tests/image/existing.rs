@@ -3,8 +3,10 @@
 use mica_tests::mounts::Mount;
 use mica_tests::{command, mica, qemu, tools};
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::UNIX_EPOCH;
 
 #[track_caller]
 fn mica_in(dir: &Path, args: &[&str]) -> command::Finished {
@@ -254,6 +256,86 @@ fn a_device_without_room_for_bitmaps_is_no_image() {
     let Some(device) = Loop::attach(&file) else { return };
     mica_in(dir, &[&convert[..], &[&device.0]].concat()).ok();
     qemu::img(dir, ["check", "-f", "qcow2", &device.0]).ok();
+}
+
+/// The story: nobody had counted what counts the clusters of the bitmaps, nor the directory that is
+/// there while the next one is written: the device was written until it was full.
+#[test]
+fn a_device_without_room_for_what_many_bitmaps_need_is_refused_before_it_is_touched() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let small = ["-o", "cluster_size=512"];
+    qemu::create(dir, "source.qcow2", &small, "8M");
+    qemu::io(dir, &[], "source.qcow2", &["write -P 1 0 8M"]);
+    for number in 0..60 {
+        let name = format!("bitmap{number}");
+        mica_in(dir, &["bitmap", "--add", "-g", "512", "source.qcow2", &name]).ok();
+    }
+    let dirty: Vec<_> = (0..8).map(|at| format!("write -P 1 {at}M 512k")).collect();
+    let dirty: Vec<_> = dirty.iter().map(String::as_str).collect();
+    qemu::io(dir, &[], "source.qcow2", &dirty);
+    let measure = ["measure", "--output", "json", "-O", "qcow2"];
+    let measured = mica_in(dir, &[&measure[..], &small, &["source.qcow2"]].concat()).json();
+    let number = |of: &str| usize::try_from(measured[of].as_u64().expect("a number"));
+    let len = number("required").expect("small") + number("bitmaps").expect("small");
+    let convert = |len| {
+        fs::write(dir.join("device"), vec![9; len]).expect("there is room");
+        let device = Loop::attach(&dir.join("device"))?;
+        let convert = ["convert", "-O", "qcow2", "--bitmaps"];
+        let words = [&convert[..], &small, &["source.qcow2", &device.0]].concat();
+        Some((mica_in(dir, &words), device))
+    };
+    let Some((refused, device)) = convert(len) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let said = refused.refusal();
+    assert!(said.contains("is too small") && said.contains("the image needs"), "{said}");
+    assert!(fs::read(&device.0).expect("readable") == vec![9; len], "it was written to");
+    let needed = said.split("the image needs ").nth(1).expect("a number");
+    let needed = needed.split(' ').next().expect("a number").parse().expect("a number");
+    drop(device);
+    let (done, device) = convert(needed).expect("another one");
+    done.ok();
+    qemu::img(dir, ["check", "-f", "qcow2", &device.0]).ok();
+}
+
+/// The story: the base was being merged when its new overlay was complete. The verb was refused,
+/// and left a device that anybody would take for the disk.
+#[test]
+fn a_device_whose_image_may_not_be_kept_is_no_image() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "-f", "qcow2", "base.qcow2", "8M"]).ok();
+    let found = fs::metadata(dir.join("base.qcow2")).expect("there");
+    let made = found.created().expect("a time").duration_since(UNIX_EPOCH).expect("after that");
+    let mark = format!("base\nfile: {} {}\n", found.ino(), made.as_nanos());
+    fs::write(dir.join("base.qcow2.mica-merged"), mark).expect("written");
+    fs::write(dir.join("device"), vec![9; 16 << 20]).expect("there is room");
+    let Some(device) = Loop::attach(&dir.join("device")) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let base = dir.join("base.qcow2").display().to_string();
+    let stands_on = |size: &'static str| {
+        let words = ["create", "-q", "--force", "-f", "qcow2", "-b", &base, "-F", "qcow2"];
+        mica_in(dir, &[&words[..], &[&device.0, size]].concat())
+    };
+    let copied = || {
+        let words = ["convert", "--force", "-O", "qcow2", "-B", &base, "-F", "qcow2"];
+        mica_in(dir, &[&words[..], &["base.qcow2", &device.0]].concat())
+    };
+    for refused in [stands_on("8M"), copied()] {
+        let said = refused.refusal();
+        assert!(said.contains("base.qcow2.mica-merged says so"), "{said}");
+        mica_in(dir, &["info", "-f", "qcow2", &device.0]).refusal();
+        let first = fs::read(&device.0).expect("readable");
+        assert!(first[..512].iter().all(|byte| *byte == 0), "it has a header");
+    }
+    fs::remove_file(dir.join("base.qcow2.mica-merged")).expect("there");
+    stands_on("8M").ok();
+    mica_in(dir, &["check", &device.0]).ok();
 }
 
 /// The story: of a device that consists of the source all was zeroed before it was copied.

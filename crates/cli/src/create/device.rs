@@ -7,8 +7,9 @@
 
 use crate::failure::Failure;
 use mica_block::{Space, Store, write_all};
+use mica_qcow2_format::BitmapEntry;
 use mica_qcow2_tools::create::{ImagePlan, Preallocation};
-use mica_qcow2_tools::measure::{Measure, measure};
+use mica_qcow2_tools::measure::{Measure, measure_with_bitmaps};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use rustix::fd::OwnedFd;
@@ -38,19 +39,19 @@ impl Device {
 
     /// The bytes at its start that an image of `plan` may take without having written them. It is
     /// refused if it needs more than the device has: space for all of its disk, as the plan may
-    /// want, or that for `data_bytes` of clusters, if that is known; and that for `bitmap_bytes`.
+    /// want, or that for `data_bytes` of clusters, if that is known; and that for `bitmaps`.
     pub(crate) fn room_for(
         &self,
         plan: &ImagePlan,
         data_bytes: Option<u64>,
-        bitmap_bytes: u64,
+        bitmaps: &[BitmapEntry],
     ) -> Result<u64, Failure> {
         let there = seek(&self.claim, SeekFrom::End(0)).map_err(|error| {
             let what = format!("asking for the length of {}", self.path.display());
             Failure::from(std::io::Error::from(error)).within(what)
         })?;
-        let Measure { required, fully_allocated } = measure_image(plan, data_bytes.unwrap_or(0));
-        let [required, most] = [required, fully_allocated].map(|bytes| bytes + bitmap_bytes);
+        let measured = measure_image(plan, data_bytes.unwrap_or(0), bitmaps);
+        let Measure { required, fully_allocated: most } = measured;
         let needed = match (plan.preallocation, data_bytes) {
             (Preallocation::Off, None) => 0,
             (Preallocation::Off, Some(_)) => required,
@@ -68,8 +69,8 @@ impl Device {
 }
 
 /// The bytes that the image of `plan` itself takes: what is in a data file is elsewhere.
-fn measure_image(plan: &ImagePlan, data_bytes: u64) -> Measure {
-    let measured = measure(plan, data_bytes);
+fn measure_image(plan: &ImagePlan, data_bytes: u64, bitmaps: &[BitmapEntry]) -> Measure {
+    let measured = measure_with_bitmaps(plan, data_bytes, bitmaps);
     if plan.data_file.is_none() {
         return measured;
     }

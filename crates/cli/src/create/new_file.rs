@@ -60,13 +60,16 @@ impl NewFile {
     /// The `failure` that followed when the file was complete. A device is no image after that: a
     /// file is removed.
     pub(crate) async fn given_up(&self, failure: Failure) -> Failure {
-        if !self.store.identity().is_device() {
-            return failure;
+        match self.device() {
+            Some(device) => device.given_up(failure).await,
+            None => failure,
         }
-        match zero(&*self.store, SECTOR_BYTES).await {
-            Ok(()) => failure,
-            Err(error) => failure.and(format!("the device has an unfinished image: {error}")),
-        }
+    }
+
+    /// The device that it is, if it is one: no file whose end undoes anything.
+    pub(super) fn device(&self) -> Option<NewOnDevice> {
+        let is_device = self.store.identity().is_device();
+        is_device.then(|| NewOnDevice(Arc::clone(&self.store)))
     }
 
     /// Whether the image that this one replaces would lose its data file if that at `data` became
@@ -191,6 +194,20 @@ impl NewFile {
         // Before the image that needs it.
         self.stray.get().into_iter().for_each(|stray| remove_second(stray));
         self.name.keep();
+    }
+}
+
+/// An image on a device that is not kept yet.
+pub(super) struct NewOnDevice(Arc<dyn Store>);
+
+impl NewOnDevice {
+    /// The `failure` that followed when the image was complete: the device is none after that.
+    pub(super) async fn given_up(self, failure: Failure) -> Failure {
+        let Self(store) = self;
+        match zero(&*store, SECTOR_BYTES).await {
+            Ok(()) => failure,
+            Err(error) => failure.and(format!("the device has an unfinished image: {error}")),
+        }
     }
 }
 

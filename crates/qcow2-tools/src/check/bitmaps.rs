@@ -6,8 +6,8 @@
 use super::{Checker, READ_BYTES_MAX};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{
-    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension, bitmap_bytes,
-    decode_bitmap_directory,
+    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
+    bitmap_table_entries, decode_bitmap_directory,
 };
 use std::collections::BTreeMap;
 
@@ -51,8 +51,8 @@ impl Checker<'_> {
     }
 
     fn check_table_size(&self, bitmap: &BitmapEntry) -> Result<()> {
-        let bytes = bitmap_bytes(bitmap.granularity_bits, self.header.disk_bytes());
-        let entries = self.header.cluster_bits.clusters_for(bytes);
+        let (bits, disk_bytes) = (self.header.cluster_bits, self.header.disk_bytes());
+        let entries = bitmap_table_entries(bitmap.granularity_bits, disk_bytes, bits).get();
         if bitmap.in_use || entries == u64::from(bitmap.table_entries) {
             return Ok(());
         }

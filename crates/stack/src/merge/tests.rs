@@ -7,7 +7,7 @@ use mica_qcow2::ChainOptions;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::{Handles, Holder, find_holder, search_holders_with};
-use mica_units::GuestOffset;
+use mica_units::{GuestOffset, GuestRange};
 use std::cell::RefCell;
 use std::fs::{self, File};
 use std::ops::ControlFlow;
@@ -46,7 +46,7 @@ impl World {
             make(layer, at.checked_sub(1).map(|base| &*layers[base]));
             let disk = opened(layer, &real);
             executor().block_on(async {
-                for start in [0, 4 << 20] {
+                for start in [0, 4 << 20, own_place(at)] {
                     let buf = Buf::from_slice(&[u8::try_from(at).expect("few"); 4096]);
                     disk.write(GuestOffset::new(start), buf).await.0.expect("written");
                 }
@@ -68,6 +68,11 @@ impl World {
     fn run(&self, prepared: Prepared, control: &dyn MergeControl) -> Result<Ended> {
         executor().block_on(prepared.run(&*self.disk, control))
     }
+}
+
+/// Where only the layer at a position has something of its own.
+fn own_place(position: usize) -> u64 {
+    (position as u64 + 1) << 19
 }
 
 fn options(allowed: &Path) -> ImageOptions {
@@ -313,9 +318,13 @@ impl Closed {
         self.layers.last().expect("layers")
     }
 
+    fn allowed(&self) -> &Path {
+        self.layers[0].parent().and_then(Path::parent).expect("a folder")
+    }
+
     /// Opens the image at `layer` for writing.
     fn open(&self, layer: &Path) -> Arc<dyn Manage> {
-        opened(layer, self.layers[0].parent().and_then(Path::parent).expect("a folder"))
+        opened(layer, self.allowed())
     }
 
     /// The same, and closes it. Whether the base is whole then, as far as its mark says.
@@ -403,4 +412,127 @@ fn commit_waits_until_the_system_lets_go_of_what_a_killed_process_had_open() {
     let ended = world.run(prepared, &Watching::new(&|| (), NEVER)).expect("merged");
     assert!(matches!(ended.merged, Merged::Done { .. }), "{ended:?}");
     released.join().expect("it let go");
+}
+
+/// What `disk` shows in places of which each is about a layer, or about all.
+fn shown_by(disk: &dyn Manage) -> Vec<u8> {
+    let mut shown = Vec::new();
+    executor().block_on(async {
+        for start in (0..LEN).step_by(1 << 19) {
+            let range = GuestRange::new(GuestOffset::new(start), 512).expect("a sector");
+            let plan = disk.plan(range, Vec::new()).finish().await.expect("planned");
+            shown.push(mica_block::read_whole(disk, &plan).await.expect("read")[0]);
+        }
+    });
+    shown
+}
+
+/// What the disk of the image at `path`, which nobody writes, shows.
+fn content(path: &Path, allowed: &Path) -> Vec<u8> {
+    let chain = ChainOptions::default();
+    let opening = crate::open(path, Format::Qcow2, options(allowed), &chain);
+    shown_by(&*executor().block_on(opening).expect("it opens"))
+}
+
+impl World {
+    fn allowed(&self) -> PathBuf {
+        self._folder.path().canonicalize().expect("a folder")
+    }
+
+    /// What each layer shows.
+    fn contents(&self) -> Vec<Vec<u8>> {
+        let frozen = &self.layers[..self.layers.len() - 1];
+        let shown = frozen.iter().map(|layer| content(layer, &self.allowed()));
+        shown.chain([shown_by(&*self.disk)]).collect()
+    }
+
+    /// Runs `merge`, which ends at the step of this number, if not before. Returns whether it was
+    /// done.
+    fn merges(&self, merge: Merge, ends_at: usize) -> bool {
+        let prepared = merge.prepare(|_| Ok(())).expect("nobody needs them");
+        let ended = self.run(prepared, &Watching::new(&|| (), ends_at)).expect("no failure");
+        matches!(ended.merged, Merged::Done { .. })
+    }
+
+    /// Whether an image may stand on the layer at this position.
+    fn is_free(&self, position: usize) -> bool {
+        refuse_merged(&self.layers[position]).is_ok()
+    }
+}
+
+/// The story: a commit of two layers was killed, and the one of the lower of them, which came after
+/// it, took the mark of the base away. A clone of that showed a part of the upper one.
+#[test]
+fn base_has_its_mark_until_it_has_all_of_what_it_has_a_part_of() {
+    let mut mixtures = 0;
+    for ends_at in 1.. {
+        let world = World::new(&["one", "two", "active"]);
+        let shown = world.contents();
+        if world.merges(world.commit(0..=2), ends_at) {
+            break;
+        }
+        assert!(world.merges(world.commit(0..=1), NEVER));
+        mixtures += u32::from(content(&world.layers[0], &world.allowed()) != shown[1]);
+        assert!(!world.is_free(0), "given up at step {ends_at}");
+        let layers = world.disk.layer_paths();
+        let rest = |active| Merge::commit(&layers, 0..=1, active, GoneImages::MayBeMoved);
+        assert!(!world.merges(rest(ActiveAfter::Emptied), 1) && !world.is_free(0));
+        assert!(world.merges(rest(ActiveAfter::Emptied), NEVER) && world.is_free(0));
+        assert_eq!(content(&world.layers[0], &world.allowed()), shown[2]);
+        assert_eq!(shown_by(&*world.disk), shown[3]);
+    }
+    assert!(mixtures > 0, "nothing of the upper one was copied");
+}
+
+/// As the base of another commit has only a part, what that goes into has.
+#[test]
+fn base_that_a_base_with_a_part_goes_into_gets_a_mark_that_stays() {
+    let world = World::new(&["one", "two", "active"]);
+    let shown = world.contents();
+    assert!(!world.merges(world.commit(1..=2), 3) && !world.is_free(1));
+    let refused = world.commit(0..=1).prepare(|_| Err(refusal())).err();
+    refused.expect("refused");
+    assert!(!was_merged(&world.layers[1]), "what it was before, it is");
+    assert!(world.merges(world.commit(0..=1), NEVER) && !world.is_free(0));
+    let layers = world.disk.layer_paths();
+    let rest = Merge::commit(&layers, 0..=1, ActiveAfter::Emptied, GoneImages::MayBeMoved);
+    assert!(world.merges(rest, NEVER) && world.is_free(0));
+    assert_eq!(content(&world.layers[0], &world.allowed()), shown[2]);
+}
+
+/// A layer stands on the base then, and nothing has gone down.
+#[test]
+fn base_with_a_part_has_its_mark_when_what_was_to_go_down_went_up() {
+    let world = World::new(&["one", "two", "active"]);
+    let shown = world.contents();
+    assert!(!world.merges(world.commit(0..=2), 4));
+    assert!(!world.merges(Merge::stream(&world.layers, Some(0)), 1));
+    assert!(world.merges(Merge::stream(&world.layers, Some(0)), NEVER));
+    let [base, active] = &world.disk.layer_paths()[..] else { panic!("two layers") };
+    let (base, active) = (base.clone(), active.clone());
+    let closed = world.close();
+    assert!(!closed.is_whole_after(&active), "it has a part of a layer that left");
+    let disk = closed.open(&active);
+    let layers = [base.clone(), active.clone()];
+    let all = Merge::commit(&layers, 0..=1, ActiveAfter::Emptied, GoneImages::MayBeMoved);
+    let prepared = all.prepare(|_| Ok(())).expect("nobody needs them");
+    executor().block_on(prepared.run(&*disk, &Watching::new(&|| (), NEVER))).expect("merged");
+    refuse_merged(&base).expect("it has all");
+    executor().block_on(disk.close()).expect("closed");
+    drop(disk);
+    assert_eq!(content(&active, closed.allowed()), shown[3]);
+}
+
+/// The layer that the mark names is not there any more when the rest goes down.
+#[test]
+fn mark_of_a_base_goes_with_what_a_layer_that_it_names_went_into() {
+    let world = World::new(&["one", "two", "active"]);
+    let shown = world.contents();
+    assert!(!world.merges(world.commit(0..=1), 2));
+    assert!(!world.merges(world.commit(1..=2), 2), "and it is as before");
+    assert!(world.merges(world.commit(1..=2), NEVER) && !world.is_free(0));
+    let layers = world.disk.layer_paths();
+    let rest = Merge::commit(&layers, 0..=1, ActiveAfter::Emptied, GoneImages::MayBeMoved);
+    assert!(world.merges(rest, NEVER) && world.is_free(0));
+    assert_eq!(content(&world.layers[0], &world.allowed()), shown[2]);
 }

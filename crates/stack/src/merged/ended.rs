@@ -4,8 +4,9 @@
 //! Invariants
 //! - I1 The mark goes only if nobody has it locked, and the chain itself proves that the commit was
 //!   done: the very layer that was to stand on the base does ([`Until::Beneath`]), as its header
-//!   names the base only then; or the very layer that was to become empty is ([`Until::Empty`]), so
-//!   that the base shows what the disk shows.
+//!   names the base only then (a merge by which it gets there in another way changes the mark
+//!   before, [`super::named`]); or the very layer that was to become empty is ([`Until::Empty`]),
+//!   so that the base shows what the disk shows.
 //! - I2 The caller has the chain open for writing, and nobody has written to it since.
 
 use super::{Content, FileMark, PLANNED, SUFFIX, Until, planned};

@@ -16,7 +16,8 @@ fn world() -> (TempDir, PathBuf, PathBuf) {
 }
 
 fn put(base: &Path, layer: &PathBuf) -> MergeMarks {
-    MergeMarks::put(base, std::slice::from_ref(layer), Until::Unsaid).expect("marked")
+    let above = FileMark { inode: 7, made_ns: 0 };
+    MergeMarks::put(base, std::slice::from_ref(layer), Until::Beneath(above)).expect("marked")
 }
 
 /// Lets a merge that `marks` watch begin to change something.

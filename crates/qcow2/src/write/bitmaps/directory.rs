@@ -10,11 +10,11 @@ use crate::write::allocate::Reserved;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact, write_all};
 use mica_qcow2_format::{
     Autoclear, BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry,
-    BitmapsExtension, Header, Version, bitmap_bytes, change_bitmap_directory,
+    BitmapsExtension, Header, Version, bitmap_table_entries, change_bitmap_directory,
     decode_bitmap_directory,
 };
 use mica_rt::Buf;
-use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset};
+use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 
 /// Bytes of a table that are copied at a time.
@@ -84,7 +84,7 @@ pub async fn settle_bitmaps(store: &dyn Store, header: Header) -> Result<Header>
         let Some(entry) = entries.get(index).filter(|_| fields.in_use && is_kept(index)) else {
             return;
         };
-        let needed = table_entries_for(entry.granularity_bits, disk_bytes, bits);
+        let needed = bitmap_table_entries(entry.granularity_bits, disk_bytes, bits).get();
         if needed <= u64::from(fields.table_entries) {
             fields.table_entries = u32::try_from(needed).expect("not more than before");
             fields.in_use = false;
@@ -106,11 +106,6 @@ pub async fn settle_bitmaps(store: &dyn Store, header: Header) -> Result<Header>
     header.autoclear.unknown &= !Autoclear::KEPT_BITMAPS;
     clear_autoclear(store, Autoclear::KEPT_BITMAPS).await?;
     Ok(header)
-}
-
-/// Entries of the table of a bitmap of a disk of `disk_bytes`.
-pub(super) fn table_entries_for(granularity_bits: u8, disk_bytes: u64, bits: ClusterBits) -> u64 {
-    bits.clusters_for(bitmap_bytes(granularity_bits, disk_bytes)).max(1)
 }
 
 impl Writer {
@@ -208,7 +203,7 @@ impl Writer {
 
     fn table_entries(&self, granularity_bits: u8, disk_bytes: u64) -> Result<u32> {
         let bits = self.l2.cluster_bits;
-        let entries = table_entries_for(granularity_bits, disk_bytes, bits);
+        let entries = bitmap_table_entries(granularity_bits, disk_bytes, bits).get();
         if bits.bytes_of(entries) > BITMAP_BYTES_MAX {
             let context = "a dirty bitmap would be too large: it needs a larger granularity";
             return Err(Error::new(ErrorKind::Invalid, context));
@@ -322,10 +317,10 @@ impl Writer {
         let mut tables = Vec::new();
         for (index, entry) in entries.iter().enumerate() {
             let recorded = self.recorded(index);
-            let needed = table_entries_for(entry.granularity_bits, len, bits);
+            let needed = bitmap_table_entries(entry.granularity_bits, len, bits).get();
             // What a table says beyond the disk as it was before is nobody's, and checked by
             // nobody.
-            let before = table_entries_for(entry.granularity_bits, self.map.len(), bits);
+            let before = bitmap_table_entries(entry.granularity_bits, self.map.len(), bits).get();
             let known = recorded.map_or(before, Recorded::table_len);
             let fits = needed == u64::from(entry.table_entries) && needed == known;
             if entry.in_use && recorded.is_none() || fits {
@@ -432,7 +427,9 @@ impl Writer {
         let Some((_, entries)) = self.bitmap_entries().await? else { return Ok(()) };
         let needed: Vec<_> = entries
             .iter()
-            .map(|entry| table_entries_for(entry.granularity_bits, len, self.l2.cluster_bits))
+            .map(|entry| {
+                bitmap_table_entries(entry.granularity_bits, len, self.l2.cluster_bits).get()
+            })
             .collect();
         self.change_directory(|index, fields| {
             if are_done(index) {

@@ -46,11 +46,10 @@ use super::Writer;
 use super::allocate::Reserved;
 use crate::snapshots::list_bitmaps;
 use bits::{Bits, PAGE_BITS, PAGE_BYTES, Room};
-use directory::table_entries_for;
 use mica_block::{Error, ErrorKind, Result, read_exact, write_all};
 use mica_qcow2_format::{
     Autoclear, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapFields, BitmapTableEntry,
-    BitmapsExtension, Header, change_bitmap_directory,
+    BitmapsExtension, Header, bitmap_table_entries, change_bitmap_directory,
 };
 use mica_rt::sync;
 use mica_rt::{Buf, LogLimit};
@@ -180,7 +179,7 @@ impl Writer {
     ) -> Result<Recorded> {
         let (store, cluster_bits) = (&*self.metadata.store, self.l2.cluster_bits);
         // A longer table says nothing more of the disk.
-        let needed = table_entries_for(entry.granularity_bits, disk_bytes, cluster_bits);
+        let needed = bitmap_table_entries(entry.granularity_bits, disk_bytes, cluster_bits).get();
         let count = needed.min(u64::from(entry.table_entries));
         let bits = Bits::new(Room::new(self.map.index.cache.shared().bitmap_bytes()));
         bits.room().take_table(count)?;
