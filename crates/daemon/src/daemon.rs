@@ -183,7 +183,8 @@ impl Daemon {
     /// # Errors
     /// As [`Daemon::run`].
     pub fn stop(mut self) -> Result<()> {
-        // After a takeover the service goes on: systemd 252 would leave it stopping (systemd.rs, I2).
+        // After a takeover the service goes on: systemd 252 would leave it stopping (systemd.rs,
+        // I2).
         if !self.shared.is_handed_over.load(Ordering::Acquire) {
             systemd::notify(&[NotifyState::Stopping]);
         }
