@@ -45,8 +45,21 @@ pub(crate) struct Options {
     compression: String,
 }
 
+impl Options {
+    /// For a package of `program` that is installed once, from `into`.
+    pub(crate) fn for_one_installation(program: Option<PathBuf>, into: PathBuf) -> Self {
+        Self { program, into: Some(into), compression: "none".into() }
+    }
+}
+
 /// Makes the package; the last line of output names it.
 pub(crate) fn run(options: &Options) -> Result<()> {
+    println!("{}", make(options)?.display());
+    Ok(())
+}
+
+/// Makes the package, and returns where it is.
+pub(crate) fn make(options: &Options) -> Result<PathBuf> {
     let target = shell::target()?;
     let program = match &options.program {
         Some(program) => program.canonicalize().with_context(|| program.display().to_string())?,
@@ -74,8 +87,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut build = Command::new("dpkg-deb");
     build.env(EPOCH, &epoch).args(["--root-owner-group", "-Z"]).arg(&options.compression);
     shell::run(build.arg("--build").arg(stage.root()).arg(&package))?;
-    println!("{}", package.display());
-    Ok(())
+    Ok(package)
 }
 
 /// Puts everything that is installed in its place.

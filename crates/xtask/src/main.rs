@@ -6,6 +6,7 @@
 mod bench;
 mod ci;
 mod deb;
+mod service;
 mod setup;
 mod soak;
 mod storm;
@@ -36,6 +37,9 @@ enum Verb {
     Soak(soak::Options),
     /// Make a Debian package of mica.
     Deb(deb::Options),
+    /// Install, upgrade, kill and remove the Debian package under a real systemd, while a client
+    /// writes (Debian, as root).
+    Service(service::Options),
     /// Benchmark mica against its peers.
     #[command(disable_help_flag = true)]
     Bench(Words),
@@ -61,6 +65,7 @@ fn main() -> ExitCode {
         Verb::Setup => setup::run(),
         Verb::Soak(options) => soak::run(&options),
         Verb::Deb(options) => deb::run(&options),
+        Verb::Service(options) => service::run(&options),
         Verb::Bench(Words { words }) => bench::bench(&words),
         Verb::Demo(Words { words }) => bench::demo(&words),
         Verb::Storm(options) => storm::run(&options),
