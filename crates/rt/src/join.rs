@@ -21,6 +21,14 @@ pub fn join_all<F: Future>(
     }
 }
 
+/// Runs two futures of different kinds concurrently; returns both outputs when the later is ready.
+pub fn join_two<A: Future, B: Future>(
+    first: A,
+    second: B,
+) -> impl Future<Output = (A::Output, B::Output)> {
+    futures_util::future::join(first, second)
+}
+
 async fn join_many<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
     let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
     let numbered = |(number, future): (usize, F)| async move { (number, future.await) };
@@ -57,6 +65,18 @@ mod tests {
         let outputs = executor.block_on(join_all((0..FUTURES).map(future)));
         assert_eq!(outputs, (0..FUTURES).collect::<Vec<_>>());
         assert_eq!(polls.get(), 2 * FUTURES, "once to begin and once to end, each");
+    }
+
+    #[test]
+    fn two_futures_take_as_long_as_the_later() {
+        let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
+        executor.block_on(async {
+            let wait = async |seconds: u64| sleep(Duration::from_secs(seconds)).await;
+            let begun = crate::now();
+            let (first, second) = join_two(async { (wait(2).await, 7) }, wait(3)).await;
+            assert_eq!((first, second), (((), 7), ()));
+            assert_eq!(crate::now().saturating_since(begun), Duration::from_secs(3));
+        });
     }
 
     #[test]

@@ -51,7 +51,7 @@ pub use file_io::{
     fallocate, is_cached, on_thread, read_ahead, read_at, set_len, sync_data, write_at,
 };
 pub use file_system::FileSystem;
-pub use join::join_all;
+pub use join::{join_all, join_two};
 pub use keyring::read_user_key;
 pub use log_limit::{LogLimit, Omitted};
 pub use looking::Looking;

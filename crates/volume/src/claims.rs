@@ -19,15 +19,41 @@ use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::Buf;
 
+/// The highest boundary that somebody saw: where the look at claims begins. It may be old, as the
+/// look after a claim decides (I1).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SeenBoundary(Option<Writer>);
+
 impl Heads {
+    /// The highest boundary.
+    ///
+    /// # Errors
+    /// `Corrupt` if something else is among the boundaries; otherwise what the store reports.
+    pub(crate) async fn seen_boundary(&self) -> Result<SeenBoundary> {
+        newest_boundary(&*self.objects).await.map(SeenBoundary)
+    }
+
     /// Claims a number for a writer of `volume`, which a log names or not (I3).
     ///
     /// # Errors
     /// `Limit` if there are no more; otherwise what the store reports.
     pub(crate) async fn claim(&self, volume: Id, named: Named) -> Result<Writer> {
+        let seen = self.seen_boundary().await?;
+        self.claim_above(seen, volume, named).await
+    }
+
+    /// As [`Self::claim`], by who has seen a boundary.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) async fn claim_above(
+        &self,
+        SeenBoundary(mut boundary): SeenBoundary,
+        volume: Id,
+        named: Named,
+    ) -> Result<Writer> {
         let objects = &*self.objects;
         for _ in 0..ROUNDS_MAX {
-            let boundary = newest_boundary(objects).await?;
             let last = newest_claim(objects, boundary).await?;
             let first = boundary.unwrap_or(Writer::FIRST);
             let next = last.map_or(Some(first), |last| last.next().map(|next| next.max(first)));
@@ -47,7 +73,8 @@ impl Heads {
             }
             // Claims that were not found were deleted behind a boundary: this one is above it, or
             // does not count (I1).
-            if newest_boundary(objects).await?.is_none_or(|boundary| boundary <= writer) {
+            boundary = newest_boundary(objects).await?;
+            if boundary.is_none_or(|boundary| boundary <= writer) {
                 return Ok(writer);
             }
             // Collectors look for none where it is. What is left of it is of no harm.

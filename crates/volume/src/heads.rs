@@ -32,7 +32,7 @@ use crate::properties::Properties;
 use crate::put::{Durable, Patience, decode_head, elsewhere, put, put_as, read, read_header};
 use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
-use mica_rt::Buf;
+use mica_rt::{Buf, join_two};
 use std::sync::Arc;
 
 /// Heads that one call puts against others at most: each that fails means that somebody else made
@@ -240,7 +240,9 @@ impl Heads {
     /// otherwise what `log` or the store reports.
     pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
         for _ in 0..ROUNDS_MAX {
-            let before = self.newest().await?;
+            // Only claims have to be looked at after the head was (I3).
+            let (before, boundary) = join_two(self.newest(), self.seen_boundary()).await;
+            let before = before?;
             claimed.check_still(&self.name, &before)?;
             let claimed = claimed.at(&before);
             if !matches!(claimed, Claimed::JustMade(_)) || before.life == Life::Pinned {
@@ -250,7 +252,7 @@ impl Heads {
                 self.check_claim(claimed, &before)?;
             }
             log.admit(&before).await?;
-            let writer = self.claim(before.volume, log.names()).await?;
+            let writer = self.claim_above(boundary?, before.volume, log.names()).await?;
             if claimed == Claimed::TakeOver {
                 self.shut_out(&before).await;
             }

@@ -12,6 +12,7 @@
 //!   judged in memory of our own. A guest may have two reads in flight to the same page.
 
 mod cursor;
+mod last_answer;
 mod shortcuts;
 
 pub(crate) use cursor::Cursor;
@@ -26,6 +27,7 @@ use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
 use crate::properties::Access;
 use crate::put::{Patience, Tries};
 use crate::state::Root;
+use last_answer::read_unless_given_up;
 use mica_block::{Error, ErrorKind, IoFuture, MapStats, Object, Objects, Result};
 use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
@@ -302,7 +304,7 @@ impl Tree {
     }
 
     /// Whoever waits to read with this, and not with another of the same store, gets the error of
-    /// the last try from now on.
+    /// the last try from now on. What is in flight into the memory of others still ends by itself.
     pub(crate) fn give_up(&self) {
         self.given_up.raise();
     }
@@ -383,10 +385,25 @@ impl Tree {
                 let is_good = |bytes: &[u8]| {
                     open_node(bytes, at).is_ok_and(|payload| crc32c(payload) == at.sum())
                 };
-                let (result, buf) = self.read_good(at, Buf::new(len), is_good).await;
-                result.map(|()| buf)
+                self.read_own(at, len, is_good).await
             }
         }
+    }
+
+    /// As [`Self::read_good`], into memory that nobody else has, so that a store which answers
+    /// nothing is not waited for once this is given up.
+    ///
+    /// # Errors
+    /// As [`Self::look_up`].
+    async fn read_own(
+        &self,
+        at: Place,
+        len: usize,
+        is_good: impl Fn(&[u8]) -> bool,
+    ) -> Result<Buf> {
+        let what = || format!("reading {} of {}", at.extent().name(), self.shared.objects.name());
+        let read = self.read_good(at, Buf::new(len), is_good);
+        read_unless_given_up(&self.given_up, read, what).await
     }
 
     /// Fills `buf` with consecutive blocks: those at `places`, each of which [`follows`] the one
@@ -509,8 +526,7 @@ impl Tree {
     async fn read_frame(&self, at: Place) -> Result<Arc<Vec<u8>>> {
         let part = at.frame().expect("the place of a block in a frame");
         let is_good = |bytes: &[u8]| frames::check(bytes, at).is_ok();
-        let (result, mut buf) = self.read_good(at, Buf::new(part.len_max()), is_good).await;
-        result?;
+        let mut buf = self.read_own(at, part.len_max(), is_good).await?;
         frames::open(buf.own_bytes(), at, self.access.cipher()).map(Arc::new)
     }
 

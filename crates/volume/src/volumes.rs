@@ -518,3 +518,6 @@ async fn stored_id(objects: &dyn Objects) -> Result<Option<Id>> {
 
 /// Folders in which heads are looked for, at most, where nothing says that there is a store.
 const FOLDERS_MAX: usize = 16;
+
+#[cfg(test)]
+mod tests;

@@ -157,6 +157,8 @@ kinds! {
     KillVerb = "kill-verb", Event;
     /// Another host takes a volume, by force or as it was handed it
     Force = "force", Event;
+    /// Verbs, and others by force, between the hand-over of a volume and its heir
+    Handed = "handed", Event;
     /// What no volume needs is collected, also by two at once
     Collect = "collect", Event;
     /// Snapshots of a volume are taken by rules

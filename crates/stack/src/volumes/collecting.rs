@@ -1,5 +1,6 @@
 //! What is known of a store for collecting it in the background, and what came of that.
 
+use mica_block::Error;
 use mica_rt::Instant;
 use mica_volume::{Collected, Volume, VolumeName};
 use std::collections::BTreeMap;
@@ -42,14 +43,36 @@ pub(super) struct Collecting {
     pub(super) figures: Collection,
 }
 
+/// What a pass did.
+pub(super) struct Passed {
+    /// What its collections did that came to their end.
+    pub(super) collected: Collected,
+    /// Bytes that were written again between them.
+    pub(super) rewritten: u64,
+    /// Why the second did not come to its end.
+    pub(super) failed: Option<Error>,
+}
+
 impl Collection {
-    /// A pass came to its end.
-    pub(super) fn note(&mut self, collected: &Collected, rewritten: u64) {
-        self.passes += 1;
+    /// A pass did this.
+    pub(super) fn note(&mut self, passed: &Passed) {
+        let Passed { collected, rewritten, failed } = passed;
         self.failure = collected.failure.as_ref().map(|failure| failure.in_one_line());
         self.freed_bytes += collected.freed_bytes;
         self.punched_bytes += collected.punched_bytes;
         self.rewritten_bytes += rewritten;
         (self.bytes, self.live_bytes) = (collected.bytes, collected.live_bytes);
+        match failed {
+            None => self.passes += 1,
+            Some(error) => self.note_failure(error),
+        }
+    }
+
+    /// A pass failed.
+    pub(super) fn note_failure(&mut self, error: &Error) {
+        self.failures += 1;
+        let why = error.in_one_line();
+        tracing::warn!(store = self.store, "not collected: {why}");
+        self.failure = Some(why);
     }
 }

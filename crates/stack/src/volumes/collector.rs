@@ -15,7 +15,7 @@
 //! - C2 Only volumes that this process has open are written again, by their own writers.
 //! - C3 What fails is said, counted, and tried again later; nothing else stops for it.
 
-use super::collecting::{Collecting, Collection};
+use super::collecting::{Collecting, Collection, Passed};
 use super::lock::CollectorLock;
 use super::stores::{Store, Stores};
 use mica_block::{ManageVolume, Result};
@@ -109,28 +109,30 @@ impl Store {
         collecting.last = Some(now());
         let figures = &mut collecting.figures;
         figures.last_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        figures.store = self.url().to_string();
         let rest = match passed {
-            Ok((collected, rewritten)) => {
-                figures.note(&collected, rewritten);
+            Ok(passed) => {
+                figures.note(&passed);
+                let Passed { collected, rewritten, failed } = passed;
                 say(self, &collected, rewritten, took);
-                collecting.put_bytes =
-                    collecting.put_bytes.saturating_sub(put_before.saturating_add(rewritten));
-                REST_MIN.max(took)
+                // What the second one left is a reason for another pass.
+                let done = failed.is_none().then(|| put_before.saturating_add(rewritten));
+                collecting.put_bytes = collecting.put_bytes.saturating_sub(done.unwrap_or(0));
+                if done.is_some() { REST_MIN.max(took) } else { REST_FAILED }
             }
             Err(error) => {
-                figures.failures += 1;
-                let why = error.in_one_line();
-                tracing::warn!(store = %self.url(), "not collected: {why}");
-                figures.failure = Some(why);
+                figures.note_failure(&error);
                 REST_FAILED
             }
         };
         collecting.rest_until = Some(now().after(rest));
     }
 
-    /// One pass; also returns how many bytes were written again. A volume that is closed meanwhile
-    /// is not kept by it.
-    async fn pass(&self, open: &[(VolumeName, Weak<Volume>)]) -> Result<(Collected, u64)> {
+    /// One pass. A volume that is closed meanwhile is not kept by it.
+    ///
+    /// # Errors
+    /// If nothing was collected.
+    async fn pass(&self, open: &[(VolumeName, Weak<Volume>)]) -> Result<Passed> {
         let speed = Speed { requests: None, bytes: Some(READ_RATE) };
         let options = CollectOptions { speed, ..CollectOptions::default() };
         for (name, volume) in open {
@@ -160,21 +162,25 @@ impl Store {
         }
         let again = match rewritten {
             0 => None,
-            _ => Some(self.volumes().collect(options, &mut |_| ()).await?),
+            _ => Some(self.volumes().collect(options, &mut |_| ()).await),
         };
-        Ok((both(collected, again), rewritten))
+        Ok(both(collected, rewritten, again))
     }
 }
 
-/// What a pass did, which collected once or again: what is there now is what the last one found,
-/// less what that freed.
-fn both(mut collected: Collected, again: Option<Collected>) -> Collected {
+/// What a pass did, which collected once or again: what is there now is what the last collection
+/// that came to its end found, less what that freed.
+fn both(mut collected: Collected, rewritten: u64, again: Option<Result<Collected>>) -> Passed {
+    let (again, failed) = match again.transpose() {
+        Ok(again) => (again, None),
+        Err(error) => (None, Some(error)),
+    };
     let last = again.as_ref().unwrap_or(&collected);
     let (bytes, live_bytes) = (last.bytes.saturating_sub(last.freed_bytes), last.live_bytes);
     if let Some(again) = again {
         collected += again;
     }
-    Collected { bytes, live_bytes, ..collected }
+    Passed { collected: Collected { bytes, live_bytes, ..collected }, rewritten, failed }
 }
 
 /// One volume that fails keeps no other from being collected (C3).
@@ -238,16 +244,33 @@ mod tests {
             failure,
             ..Collected::default()
         };
-        let one = both(collected(100, 30, 0, None), None);
+        let one = both(collected(100, 30, 0, None), 0, None).collected;
         assert_eq!((one.bytes, one.live_bytes, one.freed_bytes, one.failed), (70, 50, 30, 0));
-        let two = both(collected(100, 30, 0, None), Some(collected(80, 10, 2, failure("second"))));
+        let two =
+            both(collected(100, 30, 0, None), 7, Some(Ok(collected(80, 10, 2, failure("second")))));
+        let two = two.collected;
         assert_eq!((two.bytes, two.live_bytes, two.freed_bytes, two.failed), (70, 40, 40, 2));
         assert_eq!(two.freed_heads, 2);
         assert_eq!(two.failure.expect("it is said").to_string(), "second");
         let two = both(
             collected(100, 30, 1, failure("first")),
-            Some(collected(80, 10, 1, failure("second"))),
+            7,
+            Some(Ok(collected(80, 10, 1, failure("second")))),
         );
+        let two = two.collected;
         assert_eq!((two.failed, two.failure.expect("said").to_string()), (2, "first".to_owned()));
+    }
+
+    /// The story: what a pass had freed was in no figure if it then failed.
+    #[test]
+    fn pass_whose_second_collection_fails_counts_what_the_first_did_and_has_failed() {
+        let first = Collected { bytes: 100, freed_bytes: 30, ..Collected::default() };
+        let error = Error::new(ErrorKind::Io, "gone");
+        let passed = both(first, 7, Some(Err(error)));
+        let mut figures = Collection::default();
+        figures.note(&passed);
+        assert_eq!((figures.passes, figures.failures), (0, 1));
+        assert_eq!((figures.freed_bytes, figures.rewritten_bytes, figures.bytes), (30, 7, 70));
+        assert_eq!(figures.failure.as_deref(), Some("gone"));
     }
 }

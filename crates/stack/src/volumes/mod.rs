@@ -18,6 +18,7 @@ mod lock;
 mod logs;
 mod machine;
 mod open;
+mod promises;
 mod receive;
 mod stores;
 mod url;

@@ -10,6 +10,7 @@ use super::machine::host;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_rt::join_two;
 use mica_volume::{
     Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Volume, VolumeInfo,
     VolumeKey, VolumeName, Volumes, Writer,
@@ -85,6 +86,7 @@ pub(super) struct Locked {
     log: Option<PathBuf>,
     /// Whether it was handed over to a host that has not opened it yet.
     is_handed: bool,
+    is_encrypted: bool,
 }
 
 impl Locked {
@@ -137,19 +139,24 @@ impl Stores {
     ) -> Result<Arc<dyn Manage>> {
         let store = self.open_with(&url.store, &options.faults).await?;
         let key = options.key.as_deref().map(read_volume_key).transpose()?;
-        if key.is_some() {
-            check_encrypted(store.volumes(), &url.name).await?;
-        }
+        // A user who names a key believes that the volume is encrypted.
+        let check_key = |is_encrypted: bool| match is_encrypted || options.key.is_none() {
+            true => Ok(()),
+            false => Err(takes_no_key(&url.name)),
+        };
         let volumes = store.volumes().with_key(key).with_boot_fetch(options.boot_fetch);
         if let Some(which) = url.which() {
+            if options.key.is_some() {
+                check_key(volumes.info(&url.name).await?.properties.key().is_some())?;
+            }
             return Ok(Arc::new(volumes.open_snapshot(&url.name, &which).await?));
         }
         if options.access == VolumeAccess::Read {
-            store.check_readable(&url.name).await?;
+            check_key(store.check_readable(&url.name).await?.properties.key().is_some())?;
             return Ok(Arc::new(volumes.open_readable(&url.name).await?));
         }
-        store.check_promises().await?;
-        let mut locked = store.locked(&url.name, options.force).await?;
+        let mut locked = store.locked_to_put(&url.name, options.force).await?;
+        check_key(locked.is_encrypted).inspect_err(|_| locked.give_back())?;
         if !matches!(options.access, VolumeAccess::Import(_)) {
             locked.check_whole(&url.name).inspect_err(|_| locked.give_back())?;
         }
@@ -170,13 +177,10 @@ impl Stores {
     }
 }
 
-/// Checks that volume `name` is encrypted, as a user believes who names its key.
-async fn check_encrypted(volumes: &Volumes, name: &VolumeName) -> Result<()> {
-    if volumes.info(name).await?.properties.key().is_some() {
-        return Ok(());
-    }
+/// Why a volume is left alone whose key was named.
+fn takes_no_key(name: &VolumeName) -> Error {
     let what = format!("volume {} is not encrypted: leave out --volume-key", name.as_str());
-    Err(Error::new(ErrorKind::Invalid, what))
+    Error::new(ErrorKind::Invalid, what)
 }
 
 /// Opens a volume for writing, and says in its lock's file who has it (lock, I3): before that as
@@ -250,8 +254,7 @@ impl Store {
     /// `Denied` if another process of this machine has it open, or it is part of an image;
     /// `Unsupported` if the store breaks its promises; otherwise what it reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
-        self.check_promises().await?;
-        let locked = self.locked(name, false).await?;
+        let locked = self.locked_to_put(name, false).await?;
         self.settle_locked(name, locked).await
     }
 
@@ -341,10 +344,10 @@ impl Store {
     /// `NotFound` if there is none; `Denied` if somebody has it open; `Corrupt` if its newest head
     /// is damaged, without force.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
-        self.check_promises().await?;
-        let mut locked = match self.locked(name, force).await {
+        let mut locked = match self.locked_to_put(name, force).await {
             // Nobody can say who has it, and nobody can go on with it.
             Err(error) if force && error.kind() == ErrorKind::Corrupt => {
+                self.check_promises().await?;
                 return self.volumes().delete(name, Claimed::TakeOver).await;
             }
             locked => locked?,
@@ -368,6 +371,24 @@ impl Store {
             self.volumes().delete(name, claimed).await
         };
         self.asking_again(name, locked, delete).await
+    }
+
+    /// As [`Self::locked`], for who is about to put something: whether the store keeps its promises
+    /// is found out meanwhile.
+    ///
+    /// # Errors
+    /// As there, and as [`Self::check_promises`].
+    pub(super) async fn locked_to_put(&self, name: &VolumeName, force: bool) -> Result<Locked> {
+        let (kept, locked) = join_two(self.check_promises(), self.locked(name, force)).await;
+        match (kept, locked) {
+            (Ok(()), locked) => locked,
+            (Err(error), locked) => {
+                if let Ok(mut locked) = locked {
+                    locked.give_back();
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.
@@ -404,9 +425,10 @@ impl Store {
             Some(_) if dead.is_some() => Standing::Abandoned,
             Some(_) => Standing::Open,
         };
-        let VolumeInfo { volume, head, writer, log, heir, .. } = info;
+        let VolumeInfo { volume, head, writer, log, heir, properties, .. } = info;
         let (log, is_handed) = (log.map(PathBuf::from), heir.is_some());
-        Locked { lock, standing, dead, volume, head, writer, log, is_handed }
+        let is_encrypted = properties.key().is_some();
+        Locked { lock, standing, dead, volume, head, writer, log, is_handed, is_encrypted }
     }
 
     /// Opens a volume that is `locked` for writing.
@@ -457,16 +479,17 @@ impl Store {
     }
 
     /// That a volume which is only read is all of something, and that the store has what its last
-    /// writer acknowledged, if that one was killed on this machine. Of a writer that may be alive,
-    /// what it has put is read.
+    /// writer acknowledged, if that one was killed on this machine; returns what is known of it. Of
+    /// a writer that may be alive, what it has put is read.
     ///
     /// # Errors
     /// `Denied` if it is a part of an image, or a log may have what the store has not; otherwise
     /// what the store reports.
-    pub async fn check_readable(&self, name: &VolumeName) -> Result<()> {
+    pub async fn check_readable(&self, name: &VolumeName) -> Result<VolumeInfo> {
         let Some(directory) = self.directory() else {
-            warn_of_log(&self.volumes().info(name).await?);
-            return Ok(());
+            let info = self.volumes().info(name).await?;
+            warn_of_log(&info);
+            return Ok(info);
         };
         let (last, is_held) = VolumeLock::look(directory, name);
         let info = self.volumes().info(name).await?;
@@ -477,14 +500,14 @@ impl Store {
             Some(log) => Some(&**log),
         };
         let left = left.filter(|_| !is_held);
-        let Some(host) = &info.open_on else { return Ok(()) };
+        let Some(host) = &info.open_on else { return Ok(info) };
         match left {
             _ if last.is_import => Err(part_of_image(name)),
             Some(left) if last.was_here_as(host) => Err(needs_log_to_read(name, left)),
             // It is served, here or elsewhere.
             Some(_) | None => {
                 warn_of_log(&info);
-                Ok(())
+                Ok(info)
             }
         }
     }

@@ -5,14 +5,14 @@ use super::collecting::Collecting;
 use super::faults::StoreFaults;
 use super::logs::{LogPlace, Logs};
 use super::machine::host;
+use super::promises::{AllPromises, Promises, probe_once};
 use super::url::StoreUrl;
 use super::waiting::WaitedFor;
 use crate::files::{sync_folder_of, unless_denied};
 use mica_block::{Error, ErrorKind, Objects, Result};
 use mica_rados::{PoolOptions, ReconnectingPool};
-use mica_rt::sync::SharedLock;
 use mica_store::Handles;
-use mica_store::object::{DirectoryObjects, MemoryObjects, RetryObjects, RetryOptions, probe};
+use mica_store::object::{DirectoryObjects, MemoryObjects};
 use mica_volume::{Environment, LogDevice, Volumes};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -38,6 +38,7 @@ pub struct Stores {
     patience: Patience,
     /// By where they are, and how they misbehave.
     open: Mutex<BTreeMap<(StoreUrl, StoreFaults), Weak<Store>>>,
+    promises: AllPromises,
     /// Those in memory live as long as the process.
     in_memory: Mutex<BTreeMap<String, MemoryObjects>>,
     logs: Logs,
@@ -48,21 +49,16 @@ pub struct Store {
     url: StoreUrl,
     volumes: Volumes,
     objects: Arc<dyn Objects>,
-    /// Held by whoever probes it.
-    probing: SharedLock,
-    is_probed: Mutex<bool>,
+    promises: Arc<Promises>,
     pub(super) collecting: Mutex<Collecting>,
 }
-
-/// Attempts of a request of a probe: some seconds.
-const PROBE_TRIES_MAX: u32 = 7;
 
 impl Stores {
     /// No stores yet. Their files are opened through `handles`; the cache of each takes about
     /// `cache_bytes`.
     pub fn new(handles: Arc<Handles>, cache_bytes: u64, patience: Patience) -> Self {
-        let (open, in_memory, logs) = Default::default();
-        Self { handles, cache_bytes, patience, open, in_memory, logs }
+        let (open, promises, in_memory, logs) = Default::default();
+        Self { handles, cache_bytes, patience, open, promises, in_memory, logs }
     }
 
     /// The log at `place`, which all volumes of the process share that have it.
@@ -139,7 +135,7 @@ impl Stores {
         let (volumes, is_probed) = made(&objects, self.cache_bytes).await?;
         let store = self.keep((url.clone(), StoreFaults::NONE), volumes, objects);
         if is_probed {
-            *store.is_probed.lock() = true;
+            store.promises.note_kept();
         }
         store.check_promises().await?;
         Ok(store)
@@ -185,9 +181,9 @@ impl Stores {
             return store;
         }
         open.retain(|_, store| store.strong_count() > 0);
-        let (probing, is_probed, collecting) = Default::default();
-        let url = named.0.clone();
-        let store = Arc::new(Store { url, volumes, objects, probing, is_probed, collecting });
+        let (url, promises) = (named.0.clone(), self.promises.of(&named));
+        let collecting = Mutex::default();
+        let store = Arc::new(Store { url, volumes, objects, promises, collecting });
         open.insert(named, Arc::downgrade(&store));
         store
     }
@@ -254,23 +250,16 @@ impl Store {
         matches!(self.url, StoreUrl::Bucket { .. } | StoreUrl::Pool { .. })
     }
 
-    /// Finds out, once, whether it keeps its promises, if it may have changed its ways. Whatever is
-    /// about to put something that others rely on asks this first.
+    /// Finds out, once in a process, whether it keeps its promises, if it may have changed its
+    /// ways. Whatever is about to put something that others rely on asks this first.
     ///
     /// # Errors
     /// `Unsupported` if it does not; otherwise what it reports.
     pub async fn check_promises(&self) -> Result<()> {
-        if !self.is_remote() {
-            return Ok(());
+        match self.is_remote() {
+            true => self.promises.check(&self.objects, random_numbers).await,
+            false => Ok(()),
         }
-        let _alone = self.probing.alone().await;
-        let is_probed = || self.is_probed.lock();
-        if *is_probed() {
-            return Ok(());
-        }
-        probe_once(&self.objects).await?;
-        *is_probed() = true;
-        Ok(())
     }
 }
 
@@ -279,7 +268,7 @@ impl Store {
 async fn made(objects: &Arc<dyn Objects>, cache_bytes: u64) -> Result<(Volumes, bool)> {
     let is_probed = Cell::new(false);
     let check = async || {
-        probe_once(objects).await?;
+        probe_once(objects, random_numbers()?).await?;
         is_probed.set(true);
         Ok(())
     };
@@ -288,22 +277,14 @@ async fn made(objects: &Arc<dyn Objects>, cache_bytes: u64) -> Result<(Volumes, 
     Ok((volumes, is_probed.get()))
 }
 
-/// Finds out whether `objects` keep their promises.
-async fn probe_once(objects: &Arc<dyn Objects>) -> Result<()> {
-    let [nonce, seed] = random_numbers()?;
-    let tries_max = Some(PROBE_TRIES_MAX);
-    let options = RetryOptions { tries_max, ..RetryOptions::new(seed) };
-    probe(&RetryObjects::new(Arc::clone(objects), options), nonce).await
-}
-
 #[cfg(test)]
 impl Store {
     /// The store in `objects`, as if it were in a bucket.
     pub(super) async fn of_bucket(objects: Arc<dyn Objects>) -> Result<Self> {
         let volumes = Volumes::open_or_make(Arc::clone(&objects), environment()?, 1 << 20).await?;
-        let (probing, is_probed, collecting) = Default::default();
+        let (promises, collecting) = Default::default();
         let url = "s3://bucket/volumes".parse()?;
-        Ok(Self { url, volumes, objects, probing, is_probed, collecting })
+        Ok(Self { url, volumes, objects, promises, collecting })
     }
 }
 
@@ -412,6 +393,33 @@ mod tests {
             ];
             assert_eq!(refusals, [ErrorKind::Unsupported; 5]);
             assert_eq!(memory.contents(), before);
+        });
+    }
+
+    /// The story: each disk that came back to a server, after the last one of its store had gone,
+    /// waited for another probe.
+    #[test]
+    fn store_that_kept_its_promises_is_not_probed_when_it_is_opened_again() {
+        run(async {
+            let memory = MemoryObjects::new("memory");
+            let objects = Arc::new(FaultyObjects::new(Arc::new(memory), FaultyOptions::default()));
+            let stores = Stores::new(Handles::new(8), 1 << 20, Patience::Guest);
+            let opened = async || {
+                let store = Store::of_bucket(objects.clone()).await.expect("made");
+                let named = (store.url.clone(), StoreFaults::NONE);
+                stores.keep(named, store.volumes, store.objects)
+            };
+            let requests = async || {
+                let store = opened().await;
+                let before = objects.requests();
+                store.check_promises().await.expect("kept");
+                objects.requests() - before
+            };
+            assert!(requests().await > 40, "dozens of puts race");
+            assert_eq!(requests().await, 0);
+            let faults = StoreFaults::new(&["lie=racers-win".to_owned()]).expect("a fault");
+            let other = (opened().await.url.clone(), faults);
+            assert!(!stores.promises.of(&other).are_kept(), "with a fault it is another store");
         });
     }
 

@@ -510,7 +510,7 @@ fn log_that_only_the_head_names_is_waited_for() {
         let refusals = [
             store.settle(&url.name).await.map(drop),
             store.delete(&url.name, false).await,
-            store.check_readable(&url.name).await,
+            store.check_readable(&url.name).await.map(drop),
             stores.open_volume(&url, &WRITE).await.map(drop),
         ];
         for refused in refusals {

@@ -20,13 +20,30 @@ use std::time::Duration;
 #[derive(Clone)]
 pub struct MemoryObjects {
     name: String,
-    latency: Duration,
+    latency: Latency,
     /// Whether only single folders can be listed.
     is_by_folder: bool,
     objects: Arc<Mutex<Contents>>,
     holes: Arc<Mutex<BTreeMap<ObjectName, BTreeSet<u64>>>>,
     /// What was put early, and nothing into its folder since: a power cut takes it.
     early: Arc<Mutex<BTreeSet<ObjectName>>>,
+}
+
+/// How long a request takes.
+#[derive(Clone, Copy)]
+enum Latency {
+    About(Duration),
+    Exactly(Duration),
+}
+
+impl Latency {
+    /// One of the two ways.
+    async fn pass_half(self) {
+        match self {
+            Self::About(latency) => pass(latency / 2).await,
+            Self::Exactly(latency) => sleep(latency / 2).await,
+        }
+    }
 }
 
 /// What is given back of objects, in bytes: as file systems do it.
@@ -39,7 +56,7 @@ impl MemoryObjects {
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
-            latency: Duration::ZERO,
+            latency: Latency::About(Duration::ZERO),
             is_by_folder: false,
             objects: Arc::default(),
             holes: Arc::default(),
@@ -50,7 +67,15 @@ impl MemoryObjects {
     /// The same objects, where a request takes about `latency`.
     #[must_use]
     pub fn with_latency(mut self, latency: Duration) -> Self {
-        self.latency = latency;
+        self.latency = Latency::About(latency);
+        self
+    }
+
+    /// As [`Self::with_latency`], for those who count the answers that are waited for in sequence:
+    /// a request takes just as long.
+    #[must_use]
+    pub fn with_exact_latency(mut self, latency: Duration) -> Self {
+        self.latency = Latency::Exactly(latency);
         self
     }
 
@@ -119,9 +144,9 @@ impl MemoryObjects {
     ) -> impl Future<Output = T> + 'static {
         let store = self.clone();
         spawn(async move {
-            pass(store.latency / 2).await;
+            store.latency.pass_half().await;
             let output = act(&store);
-            pass(store.latency / 2).await;
+            store.latency.pass_half().await;
             output
         })
     }

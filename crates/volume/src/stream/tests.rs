@@ -15,10 +15,9 @@ use mica_block::{
     PutFuture, Result, Which, Zeroes,
 };
 use mica_rt::Buf;
-use mica_rt::{join_all, sleep};
+use mica_rt::{join_two, sleep};
 use mica_store::object::{FaultyObjects, FaultyOptions, ObjectOperation, Throttle};
 use mica_units::{Rng, SECTOR_BYTES};
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -338,7 +337,7 @@ fn what_others_made_of_the_volume_meanwhile_is_not_taken_back() {
             };
             let stream = if is_new { &whole } else { &step };
             let receiving = received(&slow, &copy, stream, false);
-            let (outcome, ()) = join2(receiving, other).await;
+            let (outcome, ()) = join_two(receiving, other).await;
             assert_eq!(outcome.expect_err("it was taken over").kind(), ErrorKind::Denied);
             assert_eq!(content(&to, &copy, None).await[..4096], [77; 4096]);
             assert!(to.list().await.expect("listed").iter().all(|info| info.open_on.is_none()));
@@ -361,14 +360,6 @@ fn new_volume_that_is_not_as_it_was_made_is_deleted() {
         let left = to.info(&copy).await.expect_err("deleted");
         assert_eq!(left.kind(), ErrorKind::NotFound);
     });
-}
-
-async fn join2<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (A, B) {
-    let (mut first, mut second) = (None, None);
-    let a: Pin<Box<dyn Future<Output = ()> + '_>> = Box::pin(async { first = Some(a.await) });
-    let b: Pin<Box<dyn Future<Output = ()> + '_>> = Box::pin(async { second = Some(b.await) });
-    join_all([a, b]).await;
-    (first.expect("done"), second.expect("done"))
 }
 
 #[test]
@@ -487,7 +478,7 @@ fn volume_that_has_the_name_of_what_could_not_be_received_stays() {
             here.create(&copy, LEN).await.expect("made");
             here.open_volume(&copy, Claimed::Refuse).await.expect("open")
         };
-        let (outcome, volume) = join2(received(&target, &copy, &stream, false), other).await;
+        let (outcome, volume) = join_two(received(&target, &copy, &stream, false), other).await;
         outcome.expect_err("there is no room, and it is another's");
         write(&volume, 0, &[77; 4096]).await;
         volume.close().await.expect("nobody has fenced it");

@@ -53,6 +53,8 @@ const LOG_SHARED: &str = "16M";
 const SPACE_MIN: u64 = 110 << 20;
 /// How long a verb may take.
 const VERB_LIMIT: Duration = Duration::from_secs(100);
+/// Volumes at once, at most.
+const VOLUMES_MAX: usize = 6;
 
 /// Why no other host can take volumes over here, if none can.
 pub(super) fn second_lack() -> Option<&'static str> {

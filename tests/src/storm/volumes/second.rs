@@ -1,13 +1,16 @@
 //! The other host: it takes volumes over by force, or is handed them.
 
+use super::disk::Disk;
 use super::host::{self, Plan, Server};
 use super::taking::{Taken, begin, is_there, plan};
 use super::work::{Course, Finale, ctl, work};
-use super::{Fleet, Standing, labels};
+use super::{Fleet, Standing, VOLUMES_MAX, labels};
+use crate::command::Finished;
 use crate::storm::kinds::Kind;
 use crate::storm::model::View;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use mica_units::Rng;
+use std::sync::Arc;
 
 /// What it does with a disk that it has by force, until nobody has it, or it is killed.
 pub(super) fn after(fleet: &mut Fleet<'_>, rng: &mut Rng, at: usize, taken: Taken) -> Outcome {
@@ -95,7 +98,81 @@ pub(super) fn is_handed(fleet: &mut Fleet<'_>, rng: &mut Rng, at: usize) -> Outc
             return Err(Fault::new(Wrong::Looked, what));
         }
     }
+    if fleet.does(rng, Kind::Handed, 60) {
+        for _ in 0..1 + rng.below(3) {
+            if between(fleet, rng, &disk)? == Left::ToAll {
+                return Ok(());
+            }
+        }
+    }
     let plan = plan(fleet, rng, &disk);
     let taken = begin(fleet, rng, plan, false)?;
     go_on(fleet, rng, at, taken, View::Kept)
+}
+
+/// Whose a volume is that was handed over.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Left {
+    ToItsHeir,
+    ToAll,
+}
+
+/// One thing that is done with a volume before its heir opens it. Whatever it is, the volume keeps
+/// its content and its snapshots, and its heir, unless the hand-over is ended on purpose.
+fn between(fleet: &mut Fleet<'_>, rng: &mut Rng, disk: &Arc<Disk>) -> Outcome<Left> {
+    let url = fleet.url(&disk.name)?;
+    match rng.below(5) {
+        0 => refused(&fleet.verb_to_end(&["snapshot", "-q", &url, "between"])?)?,
+        1 => fleet.verb_ok(&["gc", "-q", &fleet.store_url()?]).map(drop)?,
+        2 if fleet.entries.len() < VOLUMES_MAX => {
+            let name = fleet.new_name("clone");
+            let said = fleet.verb_to_end(&["clone", "-q", &url, &fleet.url(&name)?])?;
+            match said.status.success() {
+                true => {
+                    let known = disk.known().without_snapshots();
+                    fleet.add(name, known);
+                }
+                false => refused(&said)?,
+            }
+        }
+        3 => {
+            fleet.verb_ok(&["handover", "-q", "--cancel", &url])?;
+            return Ok(Left::ToAll);
+        }
+        4 => {
+            taken_by_force(fleet, disk)?;
+            return Ok(Left::ToAll);
+        }
+        _ => {}
+    }
+    Ok(Left::ToItsHeir)
+}
+
+/// A verb has left the volume to its heir, and says so.
+fn refused(said: &Finished) -> Outcome {
+    match !said.status.success() && said.stderr.contains("was handed over") {
+        true => Ok(()),
+        false => Err(Fault::new(Wrong::Looked, said.to_string())),
+    }
+}
+
+/// A host that is not its heir takes it by force: it has all of it.
+fn taken_by_force(fleet: &mut Fleet<'_>, disk: &Arc<Disk>) -> Outcome {
+    let own = Plan { disk: disk.clone(), log: None, to_store: true, keep: None };
+    let name = fleet.new_name("by-force");
+    fleet.world.counts.forced.add();
+    let mut server = Server::begin(&fleet.site(), &name, vec![own.clone()], (false, true))?;
+    if !server.serves(&fleet.site())? {
+        return Err(Fault::new(Wrong::NotServed, server.said()));
+    }
+    let bytes = server.read(&fleet.site(), &own)?;
+    let what = format!("{}, by force from its heir", disk.name);
+    disk.known().settle(&bytes, View::Kept, &what)?;
+    let (code, said) = server.stop()?;
+    if code != Some(0) {
+        return Err(Fault::new(Wrong::Failed, format!("its end: {code:?}: {said}")));
+    }
+    disk.known().flushes_to_store = true;
+    disk.known().closed();
+    Ok(())
 }

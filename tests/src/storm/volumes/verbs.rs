@@ -2,7 +2,7 @@
 
 use super::disk::{Content, Disk, Known};
 use super::look::{EXPORT, any_label, content, exported_to, look_at_snapshots};
-use super::{Entry, Fleet, Standing, second, taking};
+use super::{Entry, Fleet, Standing, VOLUMES_MAX, second, taking};
 use crate::storm::kinds::Kind;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::text;
@@ -10,8 +10,6 @@ use mica_units::Rng;
 use std::fs;
 
 const VERBS: [u64; 5] = [0, 1, 2, 4, 6];
-/// Volumes at once, at most.
-const VOLUMES_MAX: usize = 6;
 
 /// Things that are done while nobody serves anything.
 pub(super) fn rest(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {

@@ -1,9 +1,11 @@
 use super::super::url::StoreUrl;
 use super::super::{Patience, Stores};
 use super::*;
-use mica_rt::{Backend, Buf, Executor};
+use mica_rt::{Backend, Buf, Executor, now};
 use mica_store::Handles;
+use mica_store::object::MemoryObjects;
 use mica_units::GuestOffset;
+use std::time::Duration;
 
 fn stores() -> Stores {
     Stores::new(Handles::new(64), 1 << 20, Patience::Verb)
@@ -203,5 +205,26 @@ fn volume_that_was_handed_to_this_host_is_compacted_and_changed_only_after_it_wa
         drop(served);
         compact().await.expect("nobody has it");
         drop(store.settle(&name).await.expect("nobody has it"));
+    });
+}
+
+/// The story: a volume in a bucket was looked at once its store had been probed, and then again by
+/// the opening, one answer after the other.
+#[test]
+fn far_volume_is_looked_at_while_its_store_is_probed() {
+    const LATENCY: Duration = Duration::from_millis(30);
+    Executor::new(Backend::Sim { seed: 1 }).expect("the simulator").block_on(async {
+        let memory = MemoryObjects::new("memory");
+        let near = Store::of_bucket(Arc::new(memory.clone())).await.expect("made");
+        let name = VolumeName::new("web").expect("a name");
+        near.volumes().create(&name, 1 << 20).await.expect("made");
+        let far = memory.with_exact_latency(LATENCY);
+        let store = Store::of_bucket(Arc::new(far)).await.expect("it is there");
+        for trips in [8, 2] {
+            let begun = now();
+            let locked = store.locked_to_put(&name, false).await.expect("nobody has it");
+            assert_eq!(now().saturating_since(begun), LATENCY * trips);
+            assert!(locked.standing == Standing::Closed && !locked.is_encrypted);
+        }
     });
 }

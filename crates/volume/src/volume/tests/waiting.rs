@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::collect::CollectOptions;
-use mica_rt::{join_all, sleep, timeout};
+use mica_rt::{join_two, sleep, timeout};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// A disk whose last block is whole: to write all of it nothing has to be read.
@@ -88,7 +88,7 @@ fn walks_of_a_map_that_was_collected_meanwhile_go_on_in_the_one_of_now() {
             replaced(&volume, &memory, 2).await;
         };
         let ((survey, plan), (part, rewrite), ()) =
-            join3(join2(survey, plan), join2(part, rewrite), replaced).await;
+            join3(join_two(survey, plan), join_two(part, rewrite), replaced).await;
         assert!(Extent::covers(&survey.expect("surveyed"), range(0, WHOLE)));
         drop(plan.expect("planned"));
         part.expect("written");
@@ -157,7 +157,8 @@ fn verb_ends_while_the_store_is_away_and_a_guest_waits() {
             let listed = guest.snapshots().expect("has them").list().await;
             assert_eq!(listed.unwrap_err().kind(), ErrorKind::Io);
         };
-        let (waits, ends) = join2(timeout(600 * SECOND, waits), timeout(100 * SECOND, ends)).await;
+        let (waits, ends) =
+            join_two(timeout(600 * SECOND, waits), timeout(100 * SECOND, ends)).await;
         assert!(waits.is_err(), "it waits");
         ends.expect("in time");
     });
@@ -196,6 +197,33 @@ fn reader_that_is_given_up_waits_for_no_other_reader_of_the_same_node() {
     });
 }
 
+/// The story: a store took requests and answered none, and a server that was to end within seconds
+/// waited for as long as a request may take, as only the pause before another try was cut off.
+#[test]
+fn node_that_is_being_read_from_a_store_that_hangs_is_not_waited_for_when_that_is_given_up() {
+    run(1, async {
+        let memory = objects();
+        let volume = made(&memory, LEN).await;
+        write(&volume, 0, &[1; 4096]).await.expect("written");
+        volume.close().await.expect("closed");
+        let all = volumes(&memory, "host-2").await;
+        let heads = all.heads(&name("web"));
+        let state = heads.newest().await.expect("a head").state;
+        let options = FaultyOptions { hung: 1.0, ..FaultyOptions::default() };
+        let hangs = Arc::new(FaultyObjects::new(Arc::new(memory.clone()), options));
+        let tree = Tree::new(hangs, 1 << 20).with_patience(Patience::Endless);
+        let volume = Volume::readable(Arc::clone(&tree), heads, state);
+        let reads = async { volume.plan(range(0, 512), Vec::new()).finish().await.map(drop) };
+        let gives_up = async {
+            sleep(2 * SECOND).await;
+            tree.give_up();
+        };
+        let (reads, ()) = join_two(timeout(10 * SECOND, reads), gives_up).await;
+        let error = reads.expect("in time").expect_err("nothing is answered");
+        assert_eq!(error.kind(), ErrorKind::Io);
+    });
+}
+
 /// `memory`, which denies requests of a kind as `throttle` says.
 fn denying(memory: &MemoryObjects, only: ObjectOperation, throttle: Throttle) -> Arc<dyn Objects> {
     let options = FaultyOptions {
@@ -225,7 +253,7 @@ fn put_that_the_store_denies_for_a_while_is_done_when_it_allows_it_again() {
             sleep(SECOND).await;
             volume.weakness()
         };
-        let (flushed, told) = join2(flushed, told).await;
+        let (flushed, told) = join_two(flushed, told).await;
         let told = told.expect("it is said meanwhile");
         assert!(told.contains("slow down"), "{told}");
         flushed.expect("in time").expect("it is in the store");
@@ -300,7 +328,7 @@ fn zeros_at_the_end_of_a_disk_that_grows_stay_within_it() {
             volume.resize(LEN).await.expect("grown");
             write(&volume, 8192, &[2; 4096]).await.expect("written");
         };
-        let (zeroed, ()) = join2(zeroes, grown).await;
+        let (zeroed, ()) = join_two(zeroes, grown).await;
         zeroed.expect("zeroed");
         assert_eq!(read(&volume, len, 3584).await, [2; 3584]);
         assert_eq!(read(&volume, 0, 512).await, [1; 512]);
@@ -308,21 +336,11 @@ fn zeros_at_the_end_of_a_disk_that_grows_stay_within_it() {
     });
 }
 
-async fn join2<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (A, B) {
-    let (a_done, b_done) = (std::cell::Cell::new(None), std::cell::Cell::new(None));
-    let a: std::pin::Pin<Box<dyn Future<Output = ()> + '_>> =
-        Box::pin(async { a_done.set(Some(a.await)) });
-    let b: std::pin::Pin<Box<dyn Future<Output = ()> + '_>> =
-        Box::pin(async { b_done.set(Some(b.await)) });
-    join_all(vec![a, b]).await;
-    (a_done.take().expect("done"), b_done.take().expect("done"))
-}
-
 async fn join3<A, B, C>(
     a: impl Future<Output = A>,
     b: impl Future<Output = B>,
     c: impl Future<Output = C>,
 ) -> (A, B, C) {
-    let ((a, b), c) = join2(join2(a, b), c).await;
+    let ((a, b), c) = join_two(join_two(a, b), c).await;
     (a, b, c)
 }
