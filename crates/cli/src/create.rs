@@ -464,8 +464,10 @@ const RAW_BYTES_MAX: u64 = i64::MAX as u64 / SECTOR_BYTES * SECTOR_BYTES;
 pub(crate) fn raw_len(size: u64) -> Result<u64, Failure> {
     let len = size.checked_next_multiple_of(SECTOR_BYTES).filter(|len| *len <= RAW_BYTES_MAX);
     len.ok_or_else(|| {
-        let most = "a raw image has at most 9223372036854775296 bytes, 8 EiB less a sector";
-        Failure::new(format!("a length of {size} bytes: {most}"))
+        Failure::new(format!(
+            "a length of {size} bytes: a raw image has at most {RAW_BYTES_MAX} bytes, 8 EiB less a \
+             sector"
+        ))
     })
 }
 

@@ -162,7 +162,7 @@ impl Editor {
             return invalid(format!("an image has at most {COUNT_MAX} bitmaps"));
         }
         if self.header.disk_bytes() == 0 {
-            // Its table would be empty, and QEMU opens no image with such a table.
+            // QEMU opens no image of such a disk that has a bitmap.
             let what = "a disk of 0 bytes has no bitmaps: `mica resize` makes it longer";
             return invalid(what.to_owned());
         }

@@ -459,14 +459,7 @@ impl Put {
             (Some(new), _) => new.remove(),
             (None, None) => self.remove(),
             // That of a state counted at once.
-            (None, Some(before)) => {
-                let aside = named::aside_of(&self.at);
-                let back = Locked::write(&aside, &before.encode());
-                let back = back.map_err(|error| Error::from_io(aside.display().to_string(), error));
-                if let Err(error) = back.and_then(|back| back.rename_to(&self.at)) {
-                    tracing::warn!("the mark {}: {}", self.at.display(), error.in_one_line());
-                }
-            }
+            (None, Some(before)) => named::put_back(&self.at, before),
         }
     }
 

@@ -201,7 +201,7 @@ impl NewFile {
 pub(super) struct NewOnDevice(Arc<dyn Store>);
 
 impl NewOnDevice {
-    /// The `failure` that followed when the image was complete: the device is none after that.
+    /// Undoes the image, which is not kept because of this `failure`: the device has none then.
     pub(super) async fn given_up(self, failure: Failure) -> Failure {
         let Self(store) = self;
         match zero(&*store, SECTOR_BYTES).await {

@@ -67,11 +67,16 @@ impl NamedMarks {
 impl Drop for NamedMarks {
     fn drop(&mut self) {
         for (at, before) in self.0.drain(..) {
-            if let Err(error) = put(&at, &before) {
-                // It says that less was done than was.
-                tracing::warn!("the mark {}: {}", at.display(), error.in_one_line());
-            }
+            put_back(&at, &before);
         }
+    }
+}
+
+/// Has the mark `at` say again what it said `before`.
+pub(super) fn put_back(at: &Path, before: &Content) {
+    if let Err(error) = put(at, before) {
+        // It says that less was done than was.
+        tracing::warn!("the mark {}: {}", at.display(), error.in_one_line());
     }
 }
 
@@ -84,7 +89,7 @@ fn put(at: &Path, content: &Content) -> Result<()> {
 }
 
 /// Where what is to be the mark `at` is written.
-pub(super) fn aside_of(at: &Path) -> PathBuf {
+fn aside_of(at: &Path) -> PathBuf {
     let bytes = at.as_os_str().as_bytes();
     let layer = bytes.strip_suffix(SUFFIX.as_bytes()).unwrap_or(bytes);
     OsString::from_vec([layer, NEW_MERGED.as_bytes()].concat()).into()
