@@ -14,6 +14,7 @@
 //!   cached.
 
 use super::now;
+use super::offload::Offload;
 use crate::buf::{BUF_ALIGN, Buf};
 use crate::file::{Access, File};
 use crate::remote::Remote;
@@ -44,9 +45,14 @@ impl InPlace {
     }
 
     /// Writes `buf` at `offset` and returns the count, or `None` to leave the write to a thread.
-    pub(super) fn write(&mut self, file: &File, buf: &Buf, offset: u64) -> Option<usize> {
-        let is_fit = buf.len() <= LENGTH_MAX && file.access() == Access::Buffered;
-        if !is_fit || !file.is_written_in_place() {
+    pub(super) fn write(
+        &mut self,
+        file: &File,
+        buf: &Buf,
+        offset: u64,
+        offload: &mut Offload,
+    ) -> Option<usize> {
+        if !is_fit(file, buf) {
             return None;
         }
         let start = now();
@@ -59,6 +65,7 @@ impl InPlace {
         let written = are_ends_cached(file, buf.len(), offset).then(|| pwrite(file, buf, offset));
         self.remote.set_is_writing(false);
         let took = start.elapsed();
+        offload.note(took);
         if took >= WAITED_MIN {
             let before = std::mem::replace(&mut self.sleeps, sleeps());
             // Not known counts as slept.
@@ -78,6 +85,11 @@ impl InPlace {
     fn note_block(&mut self, start: Instant, took: Duration) {
         self.not_before = Some(start + took * (PAUSE_FACTOR + 1));
     }
+}
+
+/// Whether a write to `file` may be done in place (I1).
+pub(super) fn is_fit(file: &File, buf: &Buf) -> bool {
+    buf.len() <= LENGTH_MAX && file.access() == Access::Buffered && file.is_written_in_place()
 }
 
 /// Whether the pages of which a write changes only a part are in the page cache: otherwise they
@@ -115,6 +127,10 @@ mod tests {
         (made, file.write_in_place(Arc::clone(&is_allowed)), is_allowed)
     }
 
+    fn write(in_place: &mut InPlace, file: &File, buf: &Buf, offset: u64) -> Option<usize> {
+        in_place.write(file, buf, offset, &mut Offload::default())
+    }
+
     fn in_place() -> InPlace {
         InPlace::new(Arc::new(Remote::new().unwrap()))
     }
@@ -125,42 +141,62 @@ mod tests {
         // A new one each time: on a busy machine any write may take long, and then comes a pause.
         for offset in [0, 12 << 10] {
             let buf = Buf::from_slice(&[7; 8192]);
-            assert_eq!(in_place().write(&file, &buf, offset), Some(8192));
+            assert_eq!(write(&mut in_place(), &file, &buf, offset), Some(8192));
             let mut read = [0; 8192];
             assert_eq!(pread(&file, &mut read, offset), Ok(8192));
             assert_eq!(read, [7; 8192]);
         }
         is_allowed.store(false, Ordering::Relaxed);
-        assert_eq!(in_place().write(&file, &Buf::zeroed(4096), 0), None, "no longer");
+        assert_eq!(write(&mut in_place(), &file, &Buf::zeroed(4096), 0), None, "no longer");
         let plain = File::new(made.reopen().unwrap().into(), Access::Buffered);
-        assert_eq!(in_place().write(&plain, &Buf::zeroed(4096), 0), None, "it was never allowed");
+        assert_eq!(
+            write(&mut in_place(), &plain, &Buf::zeroed(4096), 0),
+            None,
+            "it was never allowed"
+        );
     }
 
     #[test]
     fn everything_else_is_left_to_a_thread() {
         let (_, direct, _) = made(Access::Direct);
         let (made, file, is_allowed) = made(Access::Buffered);
-        assert_eq!(in_place().write(&file, &Buf::zeroed(LENGTH_MAX + 4096), 0), None, "long");
-        assert_eq!(in_place().write(&file, &Buf::zeroed(512), 0), None, "a part of a page");
-        assert_eq!(in_place().write(&file, &Buf::zeroed(4096), 512), None, "parts of two pages");
-        assert_eq!(in_place().write(&direct, &Buf::zeroed(4096), 0), None, "past the page cache");
+        assert_eq!(write(&mut in_place(), &file, &Buf::zeroed(LENGTH_MAX + 4096), 0), None, "long");
+        assert_eq!(write(&mut in_place(), &file, &Buf::zeroed(512), 0), None, "a part of a page");
+        assert_eq!(
+            write(&mut in_place(), &file, &Buf::zeroed(4096), 512),
+            None,
+            "parts of two pages"
+        );
+        assert_eq!(
+            write(&mut in_place(), &direct, &Buf::zeroed(4096), 0),
+            None,
+            "past the page cache"
+        );
         let read_only = std::fs::File::open(made.path()).unwrap();
         let read_only = File::new(read_only.into(), Access::Buffered).write_in_place(is_allowed);
-        assert_eq!(in_place().write(&read_only, &Buf::zeroed(4096), 0), None, "one that fails");
+        assert_eq!(
+            write(&mut in_place(), &read_only, &Buf::zeroed(4096), 0),
+            None,
+            "one that fails"
+        );
         assert_eq!(made.as_file().metadata().unwrap().len(), 0);
     }
 
     #[test]
     fn parts_of_pages_are_written_if_these_are_cached() {
         let (made, file, _) = made(Access::Buffered);
-        assert_eq!(in_place().write(&file, &Buf::from_slice(&[1; 8192]), 0), Some(8192));
-        assert_eq!(in_place().write(&file, &Buf::from_slice(&[2; 8]), 88), Some(8));
-        assert_eq!(in_place().write(&file, &Buf::from_slice(&[3; 200]), 4000), Some(200));
+        assert_eq!(write(&mut in_place(), &file, &Buf::from_slice(&[1; 8192]), 0), Some(8192));
+        assert_eq!(write(&mut in_place(), &file, &Buf::from_slice(&[2; 8]), 88), Some(8));
+        assert_eq!(write(&mut in_place(), &file, &Buf::from_slice(&[3; 200]), 4000), Some(200));
         let mut wanted = [1; 8192];
         wanted[88..96].fill(2);
         wanted[4000..4200].fill(3);
         assert_eq!(std::fs::read(made.path()).unwrap(), wanted);
-        assert_eq!(in_place().write(&file, &Buf::from_slice(&[4; 8]), 8188), None, "at the end");
+        assert_eq!(
+            write(&mut in_place(), &file, &Buf::from_slice(&[4; 8]), 8188),
+            None,
+            "at the end"
+        );
     }
 
     #[test]
@@ -168,11 +204,11 @@ mod tests {
         let (_made, file, _) = made(Access::Buffered);
         let (mut in_place, buf) = (in_place(), Buf::zeroed(4096));
         in_place.note_block(now(), Duration::from_secs(100));
-        assert_eq!(in_place.write(&file, &buf, 0), None);
+        assert_eq!(write(&mut in_place, &file, &buf, 0), None);
         // After 21 times its duration the wait and the pause that follows it are over.
         let long_ago = now().checked_sub(Duration::from_secs(22)).unwrap();
         in_place.note_block(long_ago, Duration::from_secs(1));
-        assert_eq!(in_place.write(&file, &buf, 0), Some(4096));
+        assert_eq!(write(&mut in_place, &file, &buf, 0), Some(4096));
     }
 
     #[test]

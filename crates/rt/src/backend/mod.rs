@@ -6,6 +6,7 @@
 mod in_place;
 mod lanes;
 mod lone_sync;
+mod offload;
 mod pool;
 mod sim;
 mod threads;

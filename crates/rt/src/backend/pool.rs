@@ -108,7 +108,7 @@ impl Pool {
         if wait != Some(Duration::ZERO) || !self.waiting.is_empty() {
             self.poll(wait, ops, completions);
         }
-        self.threads.take_finished(ops, completions);
+        self.threads.take_finished(ops, completions, |_| {});
     }
 
     fn poll(&mut self, wait: Option<Duration>, ops: &mut Ops, completions: &mut Vec<(OpKey, i32)>) {

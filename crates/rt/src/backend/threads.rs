@@ -43,14 +43,17 @@ const IDLE_MAX: Duration = Duration::from_secs(10);
 
 pub(super) struct Threads {
     shared: Arc<Shared>,
-    /// Operations given to threads and not yet taken back.
+    /// Operations given to threads and not yet taken back, and how many of them the executor could
+    /// have done by itself.
     given: usize,
+    offloaded: usize,
 }
 
 struct Job {
     key: OpKey,
     file: Arc<File>,
     work: Work,
+    is_offloaded: bool,
 }
 
 /// What a thread does with the file of a job.
@@ -117,9 +120,16 @@ struct Queue {
 
 #[derive(Default)]
 struct Finished {
-    jobs: Vec<(Job, i32)>,
+    jobs: Vec<Done>,
     /// Whether the executor sleeps, and has to be told.
     is_awaited: bool,
+}
+
+/// A job that has ended.
+struct Done {
+    job: Job,
+    code: i32,
+    took: Duration,
 }
 
 /// A job at work.
@@ -140,7 +150,12 @@ impl Threads {
             is_short: AtomicBool::new(false),
             remote,
         });
-        Self { shared, given: 0 }
+        Self { shared, given: 0, offloaded: 0 }
+    }
+
+    /// How many operations of [`Self::offload`] are not yet taken back.
+    pub(super) fn offloaded(&self) -> usize {
+        self.offloaded
     }
 
     /// Whether there is something to take; it may be noticed late.
@@ -158,16 +173,26 @@ impl Threads {
         finished.is_awaited
     }
 
-    /// Takes over the buffers and outcomes of finished work.
-    pub(super) fn take_finished(&mut self, ops: &mut Ops, completions: &mut Vec<(OpKey, i32)>) {
+    /// Takes over the buffers and outcomes of finished work, and tells how long each operation of
+    /// [`Self::offload`] took.
+    pub(super) fn take_finished(
+        &mut self,
+        ops: &mut Ops,
+        completions: &mut Vec<(OpKey, i32)>,
+        mut note: impl FnMut(Duration),
+    ) {
         if !self.have_finished() {
             return;
         }
         let mut finished = self.shared.finished.lock();
         finished.is_awaited = false;
         self.shared.has_finished.store(false, Ordering::Relaxed);
-        for (job, code) in finished.jobs.drain(..) {
+        for Done { job, code, took } in finished.jobs.drain(..) {
             self.given -= 1;
+            if job.is_offloaded {
+                self.offloaded -= 1;
+                note(took);
+            }
             if let Work::Read(Transfer { buf: back, .. })
             | Work::Write(Transfer { buf: back, .. }) = job.work
             {
@@ -183,33 +208,19 @@ impl Threads {
 
     /// Gives an operation on a file to a thread.
     pub(super) fn give_op(&mut self, key: OpKey, op: &mut OpKind) {
-        let (file, work) = match op {
-            OpKind::Read { file, buf, offset, done, .. } => {
-                (&*file, Work::Read(Transfer::take(file, buf, *offset, *done)))
-            }
-            OpKind::Write { file, buf, offset, done, .. } => {
-                (&*file, Work::Write(Transfer::take(file, buf, *offset, *done)))
-            }
-            OpKind::SyncData { file, .. } => (&*file, Work::SyncData),
-            OpKind::ReadAhead { file, offset, len, .. } => {
-                (&*file, Work::ReadAhead { offset: *offset, len: *len })
-            }
-            OpKind::Fallocate { file, mode, offset, len, .. } => {
-                (&*file, Work::Fallocate { mode: *mode, offset: *offset, len: *len })
-            }
-            OpKind::SetLen { file, len } => (&*file, Work::SetLen { len: *len }),
-            OpKind::Call { file, work } => (&*file, Work::Call(work.take())),
-            OpKind::Recv { .. }
-            | OpKind::Send { .. }
-            | OpKind::Readable { .. }
-            | OpKind::Simulated { .. } => unreachable!("not an operation on a file"),
-        };
-        self.give(key, file, work);
+        let (file, work) = work_of(op);
+        self.give(Job { key, file: Arc::clone(file), work, is_offloaded: false });
     }
 
-    /// Gives `work` to a thread. If there is none and none can be started, does it here.
-    fn give(&mut self, key: OpKey, file: &Arc<File>, work: Work) {
-        let job = Job { key, file: Arc::clone(file), work };
+    /// Gives a thread an operation on a file that the executor could do by itself.
+    pub(super) fn offload(&mut self, key: OpKey, op: &mut OpKind) {
+        let (file, work) = work_of(op);
+        self.offloaded += 1;
+        self.give(Job { key, file: Arc::clone(file), work, is_offloaded: true });
+    }
+
+    /// Gives `job` to a thread. If there is none and none can be started, does it here.
+    fn give(&mut self, job: Job) {
         self.given += 1;
         let mut queue = self.shared.queue.lock();
         queue.lanes.add(job.lane(), job);
@@ -239,6 +250,31 @@ impl Threads {
             self.shared.called.notify_one();
         }
         Some(wait.map_or(RETRY, |wait| wait.min(RETRY)))
+    }
+}
+
+/// What a thread does for `op`, and with which file. Its buffer goes with it.
+fn work_of(op: &mut OpKind) -> (&Arc<File>, Work) {
+    match op {
+        OpKind::Read { file, buf, offset, done, .. } => {
+            (&*file, Work::Read(Transfer::take(file, buf, *offset, *done)))
+        }
+        OpKind::Write { file, buf, offset, done, .. } => {
+            (&*file, Work::Write(Transfer::take(file, buf, *offset, *done)))
+        }
+        OpKind::SyncData { file, .. } => (&*file, Work::SyncData),
+        OpKind::ReadAhead { file, offset, len, .. } => {
+            (&*file, Work::ReadAhead { offset: *offset, len: *len })
+        }
+        OpKind::Fallocate { file, mode, offset, len, .. } => {
+            (&*file, Work::Fallocate { mode: *mode, offset: *offset, len: *len })
+        }
+        OpKind::SetLen { file, len } => (&*file, Work::SetLen { len: *len }),
+        OpKind::Call { file, work } => (&*file, Work::Call(work.take())),
+        OpKind::Recv { .. }
+        | OpKind::Send { .. }
+        | OpKind::Readable { .. }
+        | OpKind::Simulated { .. } => unreachable!("not an operation on a file"),
     }
 }
 
@@ -401,9 +437,11 @@ impl Shared {
     /// Runs a job. The queue must not be locked, and is in the end.
     fn run(&self, begun: Begun) -> MutexGuard<'_, Queue> {
         let Begun { window, lane, mut job } = begun;
+        let start = now();
         let code = code_of(job.run());
+        let done = Done { job, code, took: start.elapsed() };
         let mut finished = self.finished.lock();
-        finished.jobs.push((job, code));
+        finished.jobs.push(done);
         self.has_finished.store(true, Ordering::Relaxed);
         let is_awaited = std::mem::take(&mut finished.is_awaited);
         drop(finished);
@@ -474,7 +512,8 @@ mod tests {
     }
 
     fn job(work: Work) -> Job {
-        Job { key: OpKey { index: 0, generation: 0 }, file: file(), work }
+        let key = OpKey { index: 0, generation: 0 };
+        Job { key, file: file(), work, is_offloaded: false }
     }
 
     #[test]
@@ -580,10 +619,11 @@ mod tests {
         let (file, mut ops, mut ended) = (file(), Ops::default(), Vec::new());
         for generation in 0..1000 {
             let key = OpKey { index: 0, generation };
-            threads.give(key, &file, Work::SetLen { len: 4096 });
+            let work = Work::SetLen { len: 4096 };
+            threads.give(Job { key, file: Arc::clone(&file), ..job(work) });
         }
         while ended.len() < 1000 {
-            threads.take_finished(&mut ops, &mut ended);
+            threads.take_finished(&mut ops, &mut ended, |_| {});
         }
         assert_eq!(threads.shared.queue.lock().threads, 1);
     }
@@ -607,7 +647,8 @@ mod tests {
                         len: 4096,
                     },
                 };
-                threads.give(OpKey { index: 0, generation }, file, work);
+                let key = OpKey { index: 0, generation };
+                threads.give(Job { key, file: Arc::clone(file), ..job(work) });
             }
             let mut ended = Vec::new();
             while threads.given > 0 {
@@ -617,7 +658,7 @@ mod tests {
                     assert_ne!(poll(&mut bell, Some(&limit)), Ok(0), "round {round}: not told");
                     remote.clear_bell();
                 }
-                threads.take_finished(&mut ops, &mut ended);
+                threads.take_finished(&mut ops, &mut ended, |_| {});
             }
             let mut numbers: Vec<_> = ended.iter().map(|(key, _)| key.generation).collect();
             numbers.sort_unstable();

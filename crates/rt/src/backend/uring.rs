@@ -14,9 +14,10 @@
 //! - I4 A ring does nothing else, no matter who controls it: no filter of system calls sees what
 //!   goes through a ring, so the kernel gets the list of operations, which is then sealed.
 
-use super::in_place::InPlace;
+use super::in_place::{InPlace, is_fit};
 use super::lone_sync::{Disturbed, Due, LoneSyncs};
 use super::now;
+use super::offload::Offload;
 use super::threads::Threads;
 use crate::file::{Access, File, Way};
 use crate::looking::Looking;
@@ -79,6 +80,7 @@ pub(crate) struct Uring {
     /// Whether the last wait was so short that polling for a while beats sleeping.
     looks_first: bool,
     in_place: InPlace,
+    offload: Offload,
     lone_syncs: LoneSyncs,
     threads: Threads,
 }
@@ -104,6 +106,7 @@ impl Uring {
             held_reads: 0,
             looks_first: false,
             in_place: InPlace::new(Arc::clone(&remote)),
+            offload: Offload::default(),
             lone_syncs: LoneSyncs::default(),
             threads: Threads::new(Arc::clone(&remote)),
             remote,
@@ -131,11 +134,18 @@ impl Uring {
             }
             OpKind::Write { file, buf, offset, done, way } => {
                 self.lone_syncs.note_write(buf.len() - *done);
+                let is_left =
+                    *done == 0 && is_fit(file, buf) && self.offload.takes(self.threads.offloaded());
                 // A short write continues below, where it is reported why it was short.
                 if *done == 0
-                    && let Some(count) = self.in_place.write(file, buf, *offset)
+                    && !is_left
+                    && let Some(count) = self.in_place.write(file, buf, *offset, &mut self.offload)
                 {
                     return Some(i32::try_from(count).expect("shorter than what is tried"));
+                }
+                if is_left {
+                    self.threads.offload(key, op);
+                    return None;
                 }
                 if *way == Way::Thread {
                     self.threads.give_op(key, op);
@@ -211,7 +221,8 @@ impl Uring {
         self.enter(self.threads.call_again(wait));
         completions.append(&mut self.early);
         self.take_in(completions);
-        self.threads.take_finished(ops, completions);
+        self.threads.take_finished(ops, completions, |took| self.offload.note(took));
+        self.offload.begin_turn(self.threads.offloaded());
     }
 
     fn submit_sync(&mut self, key: OpKey, file: &File) {

@@ -222,3 +222,55 @@ fn locks_are_seen_by_other_descriptions_of_the_file_and_end_with_theirs() {
     let no_file = File::new(std::io::pipe().unwrap().0.into(), Access::Buffered);
     assert!(no_file.lock_shared(u64::MAX, 1).is_err());
 }
+
+/// Writes of so many bytes take long enough for the executor to leave some to a thread.
+#[test]
+fn many_writes_at_once_are_all_done_whoever_does_them() {
+    const AT_ONCE: u64 = 40;
+    const LEN: usize = 64 << 10;
+    let Some((path, _)) = empty_file(Access::Buffered) else { return };
+    on_each_backend(|| async {
+        let file = in_place(&path);
+        for round in 0..200_u64 {
+            let byte = |number: u64| u8::try_from((round + number) % 251).unwrap();
+            let writes = (0..AT_ONCE).map(|number| {
+                write_at(&file, Buf::from_slice(&[byte(number); LEN]), number * LEN as u64)
+            });
+            for (count, buf) in join_all(writes).await {
+                assert_eq!((count.unwrap(), buf.len()), (LEN, LEN));
+            }
+            let there = std::fs::read(&path).unwrap();
+            assert!(there.chunks(LEN).zip(0..).all(|(part, number)| part == [byte(number); LEN]));
+        }
+    });
+}
+
+#[test]
+fn executors_that_write_one_file_at_once_all_come_to_an_end() {
+    const TASKS: u64 = 64;
+    const LEN_MAX: usize = 64 << 10;
+    let Some((path, _)) = empty_file(Access::Buffered) else { return };
+    let file = in_place(&path);
+    let write = async |file: Arc<File>, place: u64| {
+        for round in 0..400 {
+            let len = if round % 3 == 0 { LEN_MAX } else { 4096 };
+            write_at(&file, Buf::zeroed(len), place * LEN_MAX as u64).await.0.unwrap();
+            if (round + place).is_multiple_of(50) {
+                sleep(Duration::from_micros(100)).await;
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for executor in 0..2 {
+            let file = &file;
+            scope.spawn(move || {
+                Executor::new(Backend::Auto).unwrap().block_on(async {
+                    let places = executor * TASKS..(executor + 1) * TASKS;
+                    join_all(places.map(|place| write(Arc::clone(file), place))).await;
+                });
+            });
+        }
+    });
+    let len = std::fs::metadata(&path).unwrap().len();
+    assert_eq!(len, 2 * TASKS * LEN_MAX as u64);
+}
