@@ -1,7 +1,7 @@
 //! Makes the disk of an image that is not in use longer or shorter.
 //!
-//! Longer: the data file, if there is one ─▶ room in the L1 table, which shows nowhere yet ─▶ zeros
-//! where something would show ─▶ the new size. Shorter: a copy of the L2 table in which the disk ends, without what is
+//! Longer: the data file, if there is one ─▶ room in the L1 table ─▶ zeros where something would
+//! show ─▶ the new size. Shorter: a copy of the L2 table in which the disk ends, without what is
 //! beyond, and of the L1 table ─▶ the new size with these ─▶ what is beyond is freed, and the file
 //! ends where its last cluster does ─▶ the data file.
 //!

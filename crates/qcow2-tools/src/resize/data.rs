@@ -45,8 +45,8 @@ impl DataFile {
         images.add(&self.path, self.image.clone());
     }
 
-    /// Extends it to a disk of `new` bytes, with nothing but zeros after the `old` ones. Returns the
-    /// length that it had.
+    /// Extends it to a disk of `new` bytes, with nothing but zeros after the `old` ones. Returns
+    /// the length that it had.
     ///
     /// # Errors
     /// `Unsupported` if it is a raw disk with data behind its end: that is not ours to remove; or a
