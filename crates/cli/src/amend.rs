@@ -107,9 +107,8 @@ pub(crate) fn run(args: &AmendArgs) -> Result<ExitCode, Failure> {
             let size = header.disk_bytes();
             return Ok::<_, Failure>((header, size));
         };
-        let open = async || {
-            Resizer::open_to_amend(Arc::clone(&images), &args.image, &wanted.format).await
-        };
+        let open =
+            async || Resizer::open_to_amend(Arc::clone(&images), &args.image, &wanted.format).await;
         let mut resizer = wait_for_dead(open).await?;
         if size < resizer.disk_bytes() {
             let what = "size: the disk is longer: `mica resize --shrink` makes it shorter";
