@@ -30,7 +30,7 @@ use mica_block::{
 use mica_qcow2::FileSpace;
 use mica_qcow2::read_header;
 use mica_qcow2::{Chain, ChainOptions, IndexUse, check_resizable};
-use mica_qcow2_format::bits::{DIRTY, RAW_EXTERNAL};
+use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, Version, field};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
@@ -174,7 +174,7 @@ impl Resizer {
             Ok(at) => at,
             Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
             Err(error) if self.header.version == Version::V2 => return Err(error),
-            Err(error) if self.header.stale_bitmaps => {
+            Err(error) if self.header.bitmaps.is_some() || self.header.stale_bitmaps => {
                 // A repair would take their clusters for leaks.
                 return Err(error.wrap("remove the bitmaps first, by `mica bitmap --remove`"));
             }
@@ -485,8 +485,9 @@ impl Resizer {
         if self.header.version == Version::V3 {
             let field = &mut sector.own_bytes()[field::AUTOCLEAR..field::AUTOCLEAR + 8];
             let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
-            // Bitmaps are true again when they have the new length, too.
-            field.copy_from_slice(&(bits & RAW_EXTERNAL).to_be_bytes());
+            // Bitmaps are marked as not to be used from when they have the new length until the
+            // disk has it, too. Before that they are what they were.
+            field.copy_from_slice(&(bits & (BITMAPS_CONSISTENT | RAW_EXTERNAL)).to_be_bytes());
             if self.header.incompatible.dirty {
                 let field = &mut sector.own_bytes()[field::INCOMPATIBLE..field::INCOMPATIBLE + 8];
                 let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));

@@ -195,6 +195,7 @@ fn size_that_the_file_system_refuses_leaves_the_other_options_as_they_are() {
     let unchanged = |dir: &Path, options: &str, amend: &mut Command, said: &str| {
         let create = ["create", "-q", "-o", options, "image.qcow2", "1M"];
         mica_in(dir, &create).ok();
+        mica_in(dir, &["bitmap", "--add", "image.qcow2", "b"]).ok();
         let before = info(dir);
         let refused = command::finish(amend).refusal();
         assert!(refused.contains(said), "{refused}");
@@ -240,13 +241,18 @@ fn data_file_that_was_renamed_grows_in_the_same_call() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     for raw in ["on", "off"] {
-        let options = format!("data_file=data,data_file_raw={raw}");
+        // The L1 table gets another place.
+        let options = format!("cluster_size=512,data_file=data,data_file_raw={raw}");
         mica_in(dir, &["create", "-q", "-o", &options, "image.qcow2", "1M"]).ok();
+        mica_in(dir, &["bitmap", "--add", "image.qcow2", "b"]).ok();
         qemu::io(dir, &[], "image.qcow2", &["write -P 7 0 64k"]);
         fs::rename(dir.join("data"), dir.join("renamed")).expect("it is there");
         let options = "data_file=renamed,data_file_raw=off,size=3M";
         mica_in(dir, &["amend", "-q", "-o", options, "image.qcow2"]).ok();
-        assert_eq!(info(dir)["virtual-size"], 3 << 20);
+        let info = info(dir);
+        assert_eq!(info["virtual-size"], 3 << 20);
+        let bitmap = &info["format-specific"]["data"]["bitmaps"][0];
+        assert_eq!(bitmap["flags"], serde_json::json!(["auto"]), "{info}");
         mica_in(dir, &["check", "image.qcow2"]).ok();
         let reads = ["read -P 7 0 64k", "read -P 0 64k 3008k", "write -P 8 2M 64k"];
         qemu::io(dir, &[], "image.qcow2", &reads);
