@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// Change the options of an image.
 ///
 /// The image must not be in use. The content of its disk stays the same. Either all changes are
-/// made or none, even if the power fails; a new size is applied after the others.
+/// made or none; if the power fails, at most the new size is missing, which comes last.
 #[derive(Args)]
 pub(crate) struct AmendArgs {
     /// Options to change, see -o help.
@@ -101,22 +101,21 @@ pub(crate) fn run(args: &AmendArgs) -> Result<ExitCode, Failure> {
         let may_write = MayWrite::check(&args.image, &options).await?;
         let images = FileImages::to_write(&args.image, options, may_write)?;
         let images: Arc<dyn Images> = Arc::new(images);
-        let open = async || Resizer::open(Arc::clone(&images), &args.image).await;
-        if let Some(size) = wanted.size {
-            let resizer = wait_for_dead(open).await?;
-            if size < resizer.disk_bytes() {
-                let what = "size: the disk is longer: `mica resize --shrink` makes it shorter";
-                return Err(Failure::new(format!("{}: {what}", args.image.display())));
-            }
-            resizer.check(size, &wanted.format).await?;
+        let Some(size) = wanted.size else {
+            let change = async || amend(&*images, &args.image, &wanted.format).await;
+            let header = wait_for_dead(change).await?;
+            let size = header.disk_bytes();
+            return Ok::<_, Failure>((header, size));
+        };
+        let open =
+            async || Resizer::open_to_amend(Arc::clone(&images), &args.image, &wanted.format).await;
+        let mut resizer = wait_for_dead(open).await?;
+        if size < resizer.disk_bytes() {
+            let what = "size: the disk is longer: `mica resize --shrink` makes it shorter";
+            return Err(Failure::new(format!("{}: {what}", args.image.display())));
         }
-        let change = async || amend(&*images, &args.image, &wanted.format).await;
-        let header = wait_for_dead(change).await?;
-        let size = wanted.size.unwrap_or(header.disk_bytes());
-        if wanted.size.is_some() {
-            wait_for_dead(open).await?.resize(size).await?;
-        }
-        Ok::<_, Failure>((header, size))
+        let header = resizer.resize_amended(size, &wanted.format).await?;
+        Ok((header, size))
     })?;
     args.report.print("Image amended.\n", &described(args, &header, size))?;
     Ok(ExitCode::SUCCESS)

@@ -76,7 +76,8 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
         let disk = mica_stack::open_writable(&args.file, format, options, &chain).await?;
         let merged = async {
             if disk.chain().is_none() {
-                return Err(Failure::new("the image has no layers that could be merged"));
+                let what = "has no layers that could be merged: it is not qcow2";
+                return Err(Failure::new(format!("{} {what}", args.file.display())));
             }
             let layers = disk.layer_paths();
             let lowest = match &args.base {
@@ -85,7 +86,12 @@ pub(crate) fn run(args: &CommitArgs) -> Result<ExitCode, Failure> {
             };
             let top = layers.len().saturating_sub(1);
             if lowest >= top {
-                return Err(Failure::new("the image has no backing file to merge into"));
+                let file = args.file.display();
+                let what = match top {
+                    0 => "has no backing file to merge into: a commit needs one",
+                    _ => "is not beneath itself: name one of its backing files with -b",
+                };
+                return Err(Failure::new(format!("{file} {what}")));
             }
             if has_locks {
                 mica_stack::remove_abandoned(&layers);

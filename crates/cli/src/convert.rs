@@ -371,14 +371,12 @@ fn convert_to_qcow2(
     (sparse, progress): (u64, &Progress),
 ) -> Result<(), Failure> {
     let NewImageOptions { wish, encrypt, .. } = qcow2_options(args)?;
-    let plan = qcow2_plan(args, &wish, (source.geometry().len, &bitmaps))?;
+    let plan = qcow2_plan(args, &wish, source.geometry().len)?;
     let backing = executor.block_on(open_base(args, &plan, &mut sources))?;
     let base_is_encrypted = backing.as_deref().is_some_and(is_any_encrypted);
     let place = (&*args.names.target, base_is_encrypted);
     let plan = encrypt.apply(plan, place, &args.images)?;
-    if args.new.compress && plan.encryption().is_some() {
-        return Err(Failure::new("Compression and encryption not supported at the same time"));
-    }
+    check_encrypted(args, &plan, &bitmaps)?;
     if plan.encryption().is_none() && (base_is_encrypted || source_is_encrypted) {
         warn_of_plain(&args.names.target);
     }
@@ -476,14 +474,9 @@ fn qcow2_options(args: &ConvertArgs) -> Result<NewImageOptions, Failure> {
     Ok(options)
 }
 
-/// What becomes of a disk of this `size`, with `bitmaps`.
-fn qcow2_plan(
-    args: &ConvertArgs,
-    wish: &ImageWish,
-    (size, bitmaps): (u64, &[BitmapEntry]),
-) -> Result<ImagePlan, Failure> {
+/// What becomes of a disk of this `size`.
+fn qcow2_plan(args: &ConvertArgs, wish: &ImageWish, size: u64) -> Result<ImagePlan, Failure> {
     let plan = wish.plan(size)?;
-    bitmaps::check_version(plan.l2.version, bitmaps)?;
     if args.new.compress && plan.l2.data_file {
         return Err(Failure::new(
             "Compressed clusters are not possible with an external data file",
@@ -496,6 +489,18 @@ fn qcow2_plan(
         return Err(Failure::new("-B copies only differences: there is nothing to preallocate"));
     }
     Ok(plan)
+}
+
+/// What is known only of a `plan` that says whether the image is encrypted.
+fn check_encrypted(
+    args: &ConvertArgs,
+    plan: &ImagePlan,
+    bitmaps: &[BitmapEntry],
+) -> Result<(), Failure> {
+    if args.new.compress && plan.encryption().is_some() {
+        return Err(Failure::new("Compression and encryption not supported at the same time"));
+    }
+    bitmaps::check_plan(plan, bitmaps)
 }
 
 /// Opens the backing file of the new image, if it has one: what is the same there is not copied.

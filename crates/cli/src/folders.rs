@@ -62,6 +62,17 @@ impl FoldersArgs {
         &self.folders
     }
 
+    /// Says on standard error that no image is in them, if it is so.
+    pub(crate) fn tell_if_empty(&self, forest: &Forest) {
+        if forest.images().is_empty() && forest.problems().is_empty() {
+            let given: Vec<_> =
+                self.folders.iter().map(|path| path.display().to_string()).collect();
+            let what = "no qcow2 image is there, and raw images alone are not shown";
+            let line = format!("{}: {what}", given.join(", "));
+            tell(&format!("mica: warning: {}", crate::plain::plain(&line)));
+        }
+    }
+
     /// The name of an image for people: from its folder on, if there is only one.
     pub(crate) fn shown(&self, path: &Path) -> String {
         let inner = match &self.folders[..] {

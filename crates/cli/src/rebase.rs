@@ -11,19 +11,20 @@ use mica_block::{
     Error, ErrorKind, Extent, Images, Manage, Merged, NamedBacking, read_extents, wait_for_dead,
 };
 use mica_qcow2::snapshots::check_none_stands_on_backing;
-use mica_qcow2::{IndexUse, change_backing, replay_redo_log};
-use mica_qcow2_format::BackingName;
+use mica_qcow2::{IndexUse, change_backing, read_header, replay_redo_log};
+use mica_qcow2_format::{BackingName, parse_image_name};
 use mica_rt::Buf;
 use mica_stack::merge::Merge;
 use mica_stack::{
     FileImages, Format, GoneFiles, MayWrite, announce_overlays, forget_drops, forget_overlays,
     note_overlay, refuse_merged, settle_marks,
 };
-use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange, LayerNumber, SECTOR_BYTES};
 use serde_json::json;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::slice;
 use std::sync::Arc;
 
 /// Bytes that are compared at a time.
@@ -81,6 +82,9 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     let written = executor.block_on(async {
         let base = args.new_base()?;
+        if let Some(base) = &base {
+            args.check_no_loop(base).await?;
+        }
         if args.unsafe_mode {
             let there = base.as_ref().filter(|base| base.path.exists());
             if let Some(base) = there {
@@ -165,7 +169,7 @@ impl RebaseArgs {
         // Nobody has merged the base since it was read.
         drop(new);
         if let (Some(base), [.., old, file]) = (base, &*layers)
-            && position_of(std::slice::from_ref(old), &base.path).is_err()
+            && position_of(slice::from_ref(old), &base.path).is_err()
         {
             forget_overlays(old, std::slice::from_ref(file));
         }
@@ -207,15 +211,9 @@ impl RebaseArgs {
             ended.settled.drops?;
             return Ok((copied_by(&ended.merged), None));
         };
-        if position_of(&layers, &base.path).is_ok_and(|at| at + 1 == layers.len()) {
-            return Err(Failure::new("the image would be its own backing file"));
-        }
         let chain = self.images.chain_options(IndexUse::Read)?;
         let options = self.images.image_options()?;
         let new = mica_stack::open(&base.path, base.format, options, &chain).await?;
-        if position_of(&new.layer_paths(), &self.file).is_ok() {
-            return Err(Failure::new("the new backing file is based on the image itself"));
-        }
         // A header without room for the name is better refused before than after.
         disk.chain().ok_or_else(cannot_be_written)?.check_name(base.named()).await?;
         let active = disk.layer_count() - 1;
@@ -225,6 +223,38 @@ impl RebaseArgs {
         let copied = copy_differences(disk, &*new, &progress).await?;
         let _ = progress.finish();
         Ok((copied, Some(new)))
+    }
+
+    /// Whether the image could stand on `base`. As far as that cannot be read, it is not known.
+    ///
+    /// # Errors
+    /// If the image would lie beneath itself: nothing could open it any more.
+    async fn check_no_loop(&self, base: &Base) -> Result<(), Failure> {
+        let refuse = |what: &str| {
+            let (file, base) = (self.file.display(), base.path.display());
+            Err(Failure::new(format!("{file}: {base} {what}: name another backing file with -b")))
+        };
+        let is_own = |path: &PathBuf| mica_stack::position_of(slice::from_ref(path), &self.file);
+        if is_own(&base.path).is_some() {
+            return refuse("is the image itself");
+        }
+        let options = self.images.image_options()?;
+        let Ok(images) = FileImages::new(&base.path, options) else { return Ok(()) };
+        let mut next = Some(base.path.clone()).filter(|_| base.format == Format::Qcow2);
+        for _ in 0..LayerNumber::COUNT_MAX {
+            let Some(path) = next.take() else { break };
+            let Ok(image) = images.open(&path) else { break };
+            let Ok(header) = read_header(&*image.store).await else { break };
+            let Some(backing) = &header.backing else { break };
+            let Ok(name) = parse_image_name(&backing.name) else { break };
+            let Ok(below) = images.resolve(&path, &name.path) else { break };
+            if is_own(&below).is_some() {
+                return refuse("stands on the image itself");
+            }
+            let format = backing.format.as_deref().or(name.format.as_deref());
+            next = Some(below).filter(|_| format == Some(Format::Qcow2.name()));
+        }
+        Ok(())
     }
 
     /// Whether what lies beneath the image may change.

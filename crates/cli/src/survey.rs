@@ -56,6 +56,7 @@ pub(crate) fn run(args: &SurveyArgs) -> Result<ExitCode, Failure> {
     }
     print(&text(&figures, suffering_rows(&figures, shown)))?;
     tell_problems(forest.problems());
+    args.folders.tell_if_empty(&forest);
     Ok(ExitCode::SUCCESS)
 }
 

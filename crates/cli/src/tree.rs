@@ -64,6 +64,7 @@ pub(crate) fn run(args: &TreeArgs) -> Result<ExitCode, Failure> {
         TreeFormat::Svg => print(&picture::draw(&forest, &drawn(), shown))?,
     }
     tell_problems(forest.problems());
+    args.folders.tell_if_empty(&forest);
     Ok(ExitCode::SUCCESS)
 }
 

@@ -285,10 +285,7 @@ impl Shared {
     /// # Errors
     /// `Denied` if everything is being handed over, or was, or is being stopped.
     pub(crate) fn hold(&self) -> Result<RwLockReadGuard<'_, ()>> {
-        let held = self.life.try_read();
-        if self.is_handed_over.load(Ordering::Acquire) {
-            return Err(denied("another process has taken over: try again, and it will answer"));
-        }
+        let held = self.while_ours(self.life.try_read())?;
         held.ok_or_else(|| match self.is_stopping() {
             true => denied("the server is stopping, which drains every disk"),
             false => denied("another process is taking over: try again, and it will answer"),
@@ -303,7 +300,7 @@ impl Shared {
         if self.is_stopping() {
             return Err(denied("the server is stopping"));
         }
-        let Some(held) = self.life.try_write() else {
+        let Some(held) = self.while_ours(self.life.try_write())? else {
             // Whoever is there shares it, or else says what it is.
             let _shared = self.hold()?;
             return Err(denied(
@@ -311,10 +308,16 @@ impl Shared {
                  that is done",
             ));
         };
-        if self.is_handed_over.load(Ordering::Acquire) {
-            return Err(denied("another process has taken over: try again, and it will answer"));
-        }
         Ok(held)
+    }
+
+    /// What was `held`, or was not, as long as nothing is another process's already.
+    fn while_ours<Held>(&self, held: Held) -> Result<Held> {
+        // Only now: whoever hands over lets go of it when that is done.
+        match self.is_handed_over.load(Ordering::Acquire) {
+            true => Err(denied("another process has taken over: try again, and it will answer")),
+            false => Ok(held),
+        }
     }
 
     /// From now on waits for stores that do not answer no longer than `haste` allows. Returns

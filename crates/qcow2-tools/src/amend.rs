@@ -60,7 +60,9 @@ pub async fn amend(images: &dyn Images, path: &Path, wanted: &Amendment) -> Resu
         if let Some(name) = wanted.data_file.as_ref() {
             images.open(&images.resolve(path, &parse_data_file_name(name)?)?)?;
         }
-        Amender { image, header }.amend(next).await
+        let amender = Amender { image, header };
+        let checked = amender.check(&next).await?;
+        amender.make(next, checked).await
     };
     step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
 }
@@ -156,31 +158,44 @@ impl Amendment {
 }
 
 /// An image that is changed.
-struct Amender {
-    image: OpenImage,
-    header: Header,
+pub(crate) struct Amender {
+    pub(crate) image: OpenImage,
+    pub(crate) header: Header,
+}
+
+/// The image can get the header that was asked about.
+pub(crate) struct Checked {
+    /// Tables with marks that the new version does not know.
+    marked: Vec<HostOffset>,
 }
 
 impl Amender {
-    async fn amend(self, mut next: Header) -> Result<Header> {
+    /// Whether the image can get the header `next` (I2).
+    pub(crate) async fn check(&self, next: &Header) -> Result<Checked> {
         // Whether there is room for it; only places and the width change from here on.
-        self.plan(&next).await?;
+        self.plan(next).await?;
         let is_older = next.version < self.header.version;
         let has_other_width = next.refcount_width != self.header.refcount_width;
         if is_older || has_other_width {
             self.check_soundness().await?;
         }
         if has_other_width {
-            self.check_refcounts(&next).await?;
+            self.check_refcounts(next).await?;
         }
         if next.version > self.header.version {
             self.check_snapshots().await?;
         }
-        if is_older {
-            let tables = zeros::find(self.store(), &self.header).await?;
-            zeros::clear(self.store(), &self.header, &tables).await?;
-        }
-        if has_other_width {
+        let marked = match is_older {
+            true => zeros::find(self.store(), &self.header).await?,
+            false => Vec::new(),
+        };
+        Ok(Checked { marked })
+    }
+
+    /// Gives the image the header `next`, but for the places of what is written for it.
+    pub(crate) async fn make(self, mut next: Header, checked: Checked) -> Result<Header> {
+        zeros::clear(self.store(), &self.header, &checked.marked).await?;
+        if next.refcount_width != self.header.refcount_width {
             next = write_refcounts(Arc::clone(&self.image.store), &next).await?;
         }
         let HeaderChange { name, sector } = self.plan(&next).await?;

@@ -14,6 +14,7 @@
 //! - I3 A cluster is freed only after nothing durable names it.
 
 mod resize;
+mod room;
 
 pub(crate) use resize::ResizedBitmaps;
 
@@ -23,10 +24,10 @@ use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header};
 use mica_qcow2_format::{
     BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
-    Header, HeaderChange, L1Entry, Version, bitmap_bytes, bitmap_table_entries,
+    Header, HeaderChange, L1Entry, bitmap_bytes,
 };
 use mica_rt::{Buf, Pace};
-use mica_units::{GuestOffset, GuestRange, HostCluster, HostOffset};
+use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -87,11 +88,7 @@ pub async fn edit_bitmap(
 ) -> Result<()> {
     let (image, header) = open_for_change(images, path).await?;
     let step = async {
-        if header.version == Version::V2 {
-            let context = "images of version 2 have no bitmaps: `mica convert` makes one of \
-                           version 3";
-            return Err(Error::new(ErrorKind::Unsupported, context));
-        }
+        room::check_version(&header)?;
         // Without the bit that says that they are true there are none, as in QEMU.
         let entries = list_bitmaps(&*image.store, &header).await?;
         let store = Arc::clone(&image.store);
@@ -107,14 +104,11 @@ impl Editor {
         for action in actions {
             let at = self.entries.iter().position(|entry| entry.name == name);
             let at = match (&action, at) {
-                (BitmapAction::Add(granularity), None) => {
-                    let entry = self.new_entry(name, *granularity)?;
+                (BitmapAction::Add(granularity), _) => {
+                    let entry = room::new_entry(&self.header, &self.entries, name, *granularity)?;
                     self.entries.push(entry);
                     change = Change::Empty;
                     continue;
-                }
-                (BitmapAction::Add(_), Some(_)) => {
-                    return invalid(format!("there is a bitmap {name:?} already"));
                 }
                 (_, None) => return Err(self.unknown(name)),
                 (BitmapAction::Remove, Some(at)) => {
@@ -152,52 +146,6 @@ impl Editor {
         let names: Vec<_> = self.entries.iter().map(|entry| entry.name.as_str()).collect();
         let there = if names.is_empty() { "it has none".to_owned() } else { names.join(", ") };
         Error::new(ErrorKind::NotFound, format!("no bitmap {name:?}: {there}"))
-    }
-
-    fn new_entry(&self, name: &str, granularity: Option<u64>) -> Result<BitmapEntry> {
-        if name.is_empty() || name.len() > NAME_BYTES_MAX {
-            return invalid(format!("a bitmap's name has 1 to {NAME_BYTES_MAX} bytes"));
-        }
-        if self.entries.len() >= COUNT_MAX {
-            return invalid(format!("an image has at most {COUNT_MAX} bitmaps"));
-        }
-        if self.header.disk_bytes() == 0 {
-            // QEMU opens no image of such a disk that has a bitmap.
-            let what = "a disk of 0 bytes has no bitmaps: `mica resize` makes it longer";
-            return invalid(what.to_owned());
-        }
-        let [least, most] = GRANULARITY_DEFAULT;
-        let bytes =
-            granularity.unwrap_or_else(|| self.header.cluster_bits.bytes().clamp(least, most));
-        let bits = bytes.trailing_zeros();
-        if !bytes.is_power_of_two() || !GRANULARITY_BITS.contains(&bits) {
-            return invalid(format!(
-                "a granularity of {bytes} bytes: it must be a power of two from 512 to 2G"
-            ));
-        }
-        let mut entry = BitmapEntry {
-            name: name.to_owned(),
-            table_offset: HostOffset::ZERO,
-            table_entries: 0,
-            granularity_bits: u8::try_from(bits).expect("checked above"),
-            in_use: false,
-            auto: true,
-        };
-        entry.table_entries = self.table_entries_for(&entry, self.header.disk_bytes())?;
-        Ok(entry)
-    }
-
-    /// Entries of the table of a bitmap like `entry`, of a disk of `disk_bytes`.
-    fn table_entries_for(&self, entry: &BitmapEntry, disk_bytes: u64) -> Result<u32> {
-        let bits = self.header.cluster_bits;
-        let entries = bitmap_table_entries(entry.granularity_bits, disk_bytes, bits).get();
-        if bits.bytes_of(entries) > BITMAP_BYTES_MAX {
-            return invalid(format!(
-                "the bitmap {:?} would be too large: use a larger granularity",
-                entry.name
-            ));
-        }
-        Ok(u32::try_from(entries).unwrap_or(u32::MAX))
     }
 
     fn bytes_of(&self, entry: &BitmapEntry) -> u64 {
@@ -338,11 +286,7 @@ impl Editor {
         if self.entries.is_empty() {
             return Ok(None);
         }
-        let mut bytes = Vec::new();
-        self.entries.iter().for_each(|entry| entry.encode(&mut bytes));
-        if bytes.len() > DIRECTORY_BYTES_MAX {
-            return invalid("the directory of bitmaps would be too long".to_owned());
-        }
+        let mut bytes = room::directory(&self.entries)?;
         let directory_bytes = bytes.len() as u64;
         let clusters = self.header.cluster_bits.clusters_for(directory_bytes);
         let directory_offset = space.take(clusters).await?;
@@ -375,25 +319,18 @@ impl Editor {
     /// # Errors
     /// As [`HeaderChange::plan`].
     async fn check_room(&self) -> Result<()> {
-        let any = BitmapsExtension {
-            count: 1,
-            directory_bytes: 1,
-            directory_offset: self.header.cluster_bits.start_of(HostCluster::new(1)),
-        };
-        let mut next = self.header.clone();
-        next.bitmaps = Some(next.bitmaps.unwrap_or(any));
-        self.plan_header(&next).await.map(drop)
+        room::check_header(&self.header, &self.first_cluster().await?)
     }
 
-    async fn plan_header(&self, next: &Header) -> Result<HeaderChange> {
-        let len = usize::try_from(next.cluster_bits.bytes()).expect("at most 2 MiB");
-        let cluster = read_exact(&*self.store, HostOffset::ZERO, len).await?;
-        HeaderChange::plan(&cluster, next)
+    async fn first_cluster(&self) -> Result<Buf> {
+        let len = usize::try_from(self.header.cluster_bits.bytes()).expect("at most 2 MiB");
+        read_exact(&*self.store, HostOffset::ZERO, len).await
     }
 
     /// Writes the header, durably: a power cut leaves the old one or the new one.
     async fn write_header(&self) -> Result<()> {
-        let HeaderChange { name, sector } = self.plan_header(&self.header).await?;
+        let HeaderChange { name, sector } =
+            HeaderChange::plan(&self.first_cluster().await?, &self.header)?;
         for (at, bytes) in name.into_iter().chain([(0, sector)]) {
             let at = HostOffset::new(at as u64);
             write_all(&*self.store, Buf::from_slice(&bytes), at).await?;

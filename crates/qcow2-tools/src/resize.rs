@@ -14,11 +14,11 @@
 //! - I4 If there is room for the copies, no entry beyond the end of a shorter disk is left, at any
 //!   instant: another program that makes it longer shows what such an entry names.
 
+mod amended;
 mod blocks;
 mod data;
 mod future;
 
-use crate::amend::Amendment;
 use crate::bitmaps::ResizedBitmaps;
 use crate::recover::{open_for_change, repair_dirty, repair_for_opening};
 use data::DataFile;
@@ -30,7 +30,7 @@ use mica_block::{
 use mica_qcow2::FileSpace;
 use mica_qcow2::read_header;
 use mica_qcow2::{Chain, ChainOptions, IndexUse, check_resizable};
-use mica_qcow2_format::bits::{DIRTY, RAW_EXTERNAL};
+use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, DIRTY, RAW_EXTERNAL};
 use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, Version, field};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
@@ -66,37 +66,35 @@ impl Resizer {
         self.header.disk_bytes()
     }
 
-    /// Whether the image can get a disk of `size` bytes once it is `amended`. Changes nothing.
-    ///
-    /// # Errors
-    /// As [`Self::resize`].
-    pub async fn check(&self, size: u64, amended: &Amendment) -> Result<()> {
-        if size == self.disk_bytes() {
-            return Ok(());
-        }
-        let step = async {
-            let next = amended.applied_to(&self.header)?;
-            next.l1_entries_for(size)?;
-            check_resizable(&next)?;
-            ResizedBitmaps::check(&self.image.store, &self.header, size).await
-        };
-        step.await.map_err(|error: Error| error.wrap(self.path.display().to_string()))
-    }
-
     /// Makes the disk `size` bytes long, a multiple of a sector.
     ///
     /// # Errors
     /// `Invalid` if no image with clusters of this size can be that long; any error of the store.
     pub async fn resize(&mut self, size: u64) -> Result<()> {
-        let (entries, old) = (self.header.l1_entries_for(size)?, self.disk_bytes());
+        let old = self.disk_bytes();
         if size == old {
             return Ok(());
         }
+        let room = match size > old {
+            true => Some(self.reserve(size).await?),
+            false => None,
+        };
+        self.use_room(size, room).await
+    }
+
+    /// Gives the disk, and its bitmaps, `size` bytes; if it becomes longer, it has `room` for them.
+    async fn use_room(&mut self, size: u64, room: Option<Room>) -> Result<()> {
         let store = Arc::clone(&self.image.store);
-        let bitmaps = ResizedBitmaps::prepare(&store, &mut self.header, size).await?;
-        let resized = match size > old {
-            true => self.grow(size, entries).await,
-            false => self.shrink(size, entries).await,
+        let bitmaps = match ResizedBitmaps::prepare(&store, &mut self.header, size).await {
+            Ok(bitmaps) => bitmaps,
+            Err(error) => {
+                self.give_up(room).await;
+                return Err(error);
+            }
+        };
+        let resized = match room {
+            Some(room) => self.grow(size, room).await,
+            None => self.shrink(size).await,
         };
         match bitmaps {
             Some(bitmaps) => bitmaps.finish(&store, resized).await,
@@ -104,16 +102,50 @@ impl Resizer {
         }
     }
 
-    async fn grow(&mut self, size: u64, entries: u32) -> Result<()> {
-        if let Some(data) = &self.data {
-            data.lengthen(self.disk_bytes(), size, self.header.cluster_bits).await?;
+    /// Makes room for a disk of `size` bytes, which is longer: in the data file and the L1 table,
+    /// and for the entries that a raw data file needs. Nothing of it shows in the disk.
+    ///
+    /// # Errors
+    /// Any error of a store; then the data file has its old length again.
+    async fn reserve(&mut self, size: u64) -> Result<Room> {
+        let entries = self.header.l1_entries_for(size)?;
+        let (old, bits) = (self.disk_bytes(), self.header.cluster_bits);
+        let data_bytes = match &self.data {
+            Some(data) => Some(data.lengthen(old, size, bits).await?),
+            None => None,
+        };
+        let room = Room { data_bytes };
+        let placed = async {
+            if entries > self.header.l1_entries {
+                self.grow_l1(entries).await?;
+            }
+            match self.data.as_ref().is_some_and(DataFile::is_raw) {
+                true => self.place_new(size).await,
+                false => Ok(()),
+            }
+        };
+        match placed.await {
+            Ok(()) => Ok(room),
+            Err(error) => {
+                self.give_up(Some(room)).await;
+                Err(error)
+            }
         }
-        if entries > self.header.l1_entries {
-            self.grow_l1(entries).await?;
+    }
+
+    /// The disk does not become longer.
+    async fn give_up(&self, room: Option<Room>) {
+        if let (Some(data), Some(len)) = (&self.data, room.and_then(|room| room.data_bytes)) {
+            // At worst zeros are left behind the disk, as after a power cut: the next resize takes
+            // them for its own.
+            let _ = data.shorten(len).await;
         }
-        match self.data.as_ref().is_some_and(DataFile::is_raw) {
-            true => self.place_new(size).await?,
-            false => self.zero_new(size).await?,
+    }
+
+    async fn grow(&mut self, size: u64, _: Room) -> Result<()> {
+        // A raw data file has nothing but zeros there, and the image names them.
+        if !self.data.as_ref().is_some_and(DataFile::is_raw) {
+            self.zero_new(size).await?;
         }
         self.header.size = size;
         self.write_header().await
@@ -142,7 +174,7 @@ impl Resizer {
             Ok(at) => at,
             Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
             Err(error) if self.header.version == Version::V2 => return Err(error),
-            Err(error) if self.header.stale_bitmaps => {
+            Err(error) if self.header.bitmaps.is_some() || self.header.stale_bitmaps => {
                 // A repair would take their clusters for leaks.
                 return Err(error.wrap("remove the bitmaps first, by `mica bitmap --remove`"));
             }
@@ -248,8 +280,8 @@ impl Resizer {
         }
     }
 
-    async fn shrink(&mut self, size: u64, entries: u32) -> Result<()> {
-        let bits = self.header.cluster_bits;
+    async fn shrink(&mut self, size: u64) -> Result<()> {
+        let (bits, entries) = (self.header.cluster_bits, self.header.l1_entries_for(size)?);
         let mut l1 = self.read_l1().await?;
         let beyond = l1.split_off(len_of(entries.into()));
         let old_at = self.header.l1_offset;
@@ -453,8 +485,9 @@ impl Resizer {
         if self.header.version == Version::V3 {
             let field = &mut sector.own_bytes()[field::AUTOCLEAR..field::AUTOCLEAR + 8];
             let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
-            // Bitmaps are true again when they have the new length, too.
-            field.copy_from_slice(&(bits & RAW_EXTERNAL).to_be_bytes());
+            // Bitmaps are marked as not to be used from when they have the new length until the
+            // disk has it, too. Before that they are what they were.
+            field.copy_from_slice(&(bits & (BITMAPS_CONSISTENT | RAW_EXTERNAL)).to_be_bytes());
             if self.header.incompatible.dirty {
                 let field = &mut sector.own_bytes()[field::INCOMPATIBLE..field::INCOMPATIBLE + 8];
                 let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
@@ -464,6 +497,12 @@ impl Resizer {
         write_all(store, sector, HostOffset::ZERO).await?;
         store.sync().await
     }
+}
+
+/// Room for a longer disk.
+struct Room {
+    /// The length that the data file had before.
+    data_bytes: Option<u64>,
 }
 
 /// Where copies of two tables are.

@@ -360,20 +360,27 @@ async fn warn_of_bitmaps(layer: &Layer, header: &Header) {
         Ok(bitmaps) => bitmaps,
         Err(error) => return tracing::warn!(%image, %error, "cannot read its bitmaps"),
     };
-    let names: Vec<_> = bitmaps.iter().filter(|bitmap| bitmap.in_use).collect();
+    let names = bitmaps.iter().filter(|bitmap| bitmap.in_use).map(|bitmap| bitmap.name.as_str());
+    let names: Vec<_> = names.collect();
     if names.is_empty() {
         return;
     }
-    let shown = names.iter().take(BITMAPS_NAMED_MAX).map(|bitmap| format!("{:?}", bitmap.name));
-    let mut shown = shown.collect::<Vec<_>>().join(", ");
-    if let more @ 1.. = names.len().saturating_sub(BITMAPS_NAMED_MAX) {
-        shown = format!("{shown} and {more} more");
-    }
+    let shown = named_bitmaps(&names);
     tracing::warn!(
         %image,
         "its dirty bitmaps {shown} are inconsistent, as a writer has not saved them: `mica bitmap \
          --remove` removes them, and the next backup must be a full one"
     );
+}
+
+/// The bitmaps of these names, as a warning names them.
+pub(crate) fn named_bitmaps(names: &[&str]) -> String {
+    let shown = names.iter().take(BITMAPS_NAMED_MAX).map(|name| format!("{name:?}"));
+    let shown = shown.collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(BITMAPS_NAMED_MAX) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
 }
 
 /// Most bitmaps that a warning names.

@@ -1,6 +1,7 @@
 //! `mica amend`: what it makes of an image QEMU reads, and what the disk shows stays the same.
 
 use mica_tests::command::{self, Finished};
+use mica_tests::mounts::Mount;
 use mica_tests::{mica, qemu, tools};
 use serde_json::{Value, json};
 use std::fs;
@@ -183,5 +184,79 @@ fn impossible_size_is_refused_before_anything_is_changed() {
         let refused = mica_in(dir, &["amend", "-o", options, image]).refusal();
         assert!(refused.contains(said), "{options}: {refused}");
         assert!(before == fs::read(dir.join(image)).expect("it is there"), "{options}: changed");
+    }
+}
+
+/// The story: the file system refused the length of a raw data file, or had no room for the tables
+/// that name its clusters, when the other changes had been made.
+#[test]
+fn size_that_the_file_system_refuses_leaves_the_other_options_as_they_are() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let unchanged = |dir: &Path, options: &str, amend: &mut Command, said: &str| {
+        let create = ["create", "-q", "-o", options, "image.qcow2", "1M"];
+        mica_in(dir, &create).ok();
+        mica_in(dir, &["bitmap", "--add", "image.qcow2", "b"]).ok();
+        let before = info(dir);
+        let refused = command::finish(amend).refusal();
+        assert!(refused.contains(said), "{refused}");
+        assert_eq!(info(dir), before);
+        assert_eq!(fs::metadata(dir.join("data")).expect("it is there").len(), 1 << 20);
+        mica_in(dir, &["check", "image.qcow2"]).ok();
+        for file in ["image.qcow2", "data"] {
+            fs::remove_file(dir.join(file)).expect("it is there");
+        }
+    };
+    let program = mica::binary().display().to_string();
+    let limited = "ulimit -f 2048; exec \"$0\" amend -o refcount_bits=32,size=1G image.qcow2";
+    let data = "data_file=data,data_file_raw=on";
+    for options in [data, "data_file=data"] {
+        let mut amend = Command::new("sh");
+        amend.current_dir(dir.path()).args(["-c", limited, &program]);
+        unchanged(dir.path(), options, &mut amend, "too large");
+    }
+    let Ok(small) = Mount::memory(&dir.path().join("small"), 4) else {
+        tools::skip("mounting a tmpfs is not allowed here");
+        return;
+    };
+    let mut amend = Command::new(&program);
+    let args = ["amend", "-o", "lazy_refcounts=on,size=1G", "image.qcow2"];
+    amend.current_dir(small.folder()).args(args);
+    unchanged(small.folder(), &format!("{data},cluster_size=512"), &mut amend, "space");
+}
+
+fn info(dir: &Path) -> Value {
+    let mut info = mica_in(dir, &["info", "--output=json", "image.qcow2"]).json();
+    // Room for a longer disk stays the image's.
+    for key in ["actual-size", "children"] {
+        info.as_object_mut().expect("an object").remove(key);
+    }
+    info
+}
+
+#[test]
+fn data_file_that_was_renamed_grows_in_the_same_call() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    for raw in ["on", "off"] {
+        // The L1 table gets another place.
+        let options = format!("cluster_size=512,data_file=data,data_file_raw={raw}");
+        mica_in(dir, &["create", "-q", "-o", &options, "image.qcow2", "1M"]).ok();
+        mica_in(dir, &["bitmap", "--add", "image.qcow2", "b"]).ok();
+        qemu::io(dir, &[], "image.qcow2", &["write -P 7 0 64k"]);
+        fs::rename(dir.join("data"), dir.join("renamed")).expect("it is there");
+        let options = "data_file=renamed,data_file_raw=off,size=3M";
+        mica_in(dir, &["amend", "-q", "-o", options, "image.qcow2"]).ok();
+        let info = info(dir);
+        assert_eq!(info["virtual-size"], 3 << 20);
+        let bitmap = &info["format-specific"]["data"]["bitmaps"][0];
+        assert_eq!(bitmap["flags"], serde_json::json!(["auto"]), "{info}");
+        mica_in(dir, &["check", "image.qcow2"]).ok();
+        let reads = ["read -P 7 0 64k", "read -P 0 64k 3008k", "write -P 8 2M 64k"];
+        qemu::io(dir, &[], "image.qcow2", &reads);
+        fs::remove_file(dir.join("renamed")).expect("it is there");
+        fs::remove_file(dir.join("image.qcow2")).expect("it is there");
     }
 }

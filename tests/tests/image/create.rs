@@ -242,6 +242,24 @@ fn mark_of_an_image_that_is_gone_keeps_its_name_and_nothing_is_left() {
     mica_in(folder, &["create", "vm.qcow2", "8M"]).ok();
 }
 
+/// The story: it was said that the link could not be opened, as nothing was there.
+#[test]
+fn link_that_leads_nowhere_is_named_with_where_it_leads() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    std::os::unix::fs::symlink("missing/disk.qcow2", dir.join("link.qcow2")).expect("a link");
+    mica_in(dir, &["create", "-q", "source.qcow2", "1M"]).ok();
+    for args in [
+        &["create", "link.qcow2", "1M"][..],
+        &["clone", "source.qcow2", "link.qcow2"],
+        &["convert", "--force", "source.qcow2", "link.qcow2"],
+    ] {
+        let said = mica_in(dir, args).refusal();
+        assert!(said.contains("link.qcow2 is a symbolic link to missing/disk.qcow2"), "{said}");
+        assert!(dir.join("link.qcow2").is_symlink());
+    }
+}
+
 #[test]
 fn lengths_are_measured_as_by_qemu() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

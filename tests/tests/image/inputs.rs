@@ -142,6 +142,39 @@ fn bitmaps_for_a_disk_of_another_length_are_refused_before_anything_is_written()
     mica_in(dir, &["convert", "-n", "--bitmaps", "source.qcow2", "same.qcow2"]).ok();
 }
 
+/// The story: that the new image could not have the bitmaps was noticed when all was copied.
+#[test]
+fn bitmaps_that_the_target_cannot_have_are_refused_before_anything_is_written() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    // With such a name a header of 512 bytes is full.
+    let base = format!("{}base.qcow2", "./".repeat(175));
+    for (name, options) in [("source.qcow2", "compat=1.1"), ("old.qcow2", "compat=0.10")] {
+        qemu::create(dir, name, &["-o", options], "1M");
+    }
+    mica_in(dir, &["create", "-q", "base.qcow2", "1M"]).ok();
+    let on_base = ["-o", "cluster_size=512", "-F", "qcow2"];
+    let create = [&["create", "-q"][..], &on_base, &["-b", &base, "full.qcow2", "1M"]].concat();
+    mica_in(dir, &create).ok();
+    mica_in(dir, &["bitmap", "--add", "source.qcow2", "b"]).ok();
+    qemu::io(dir, &[], "source.qcow2", &["write -P 1 0 1M"]);
+    for (target, why) in [("old.qcow2", "version 2"), ("full.qcow2", "does not fit")] {
+        let before = fs::read(dir.join(target)).expect("it is there");
+        let said = mica_in(dir, &["convert", "-n", "--bitmaps", "source.qcow2", target]).refusal();
+        assert!(said.contains(why) && said.contains(target), "{said}");
+        assert!(fs::read(dir.join(target)).expect("it is there") == before, "{target}: written");
+    }
+    // A second for each sector would be longer than a test may take.
+    let convert = ["convert", "--bitmaps", "-r", "512"];
+    let convert = [&convert[..], &on_base, &["-B", &base, "source.qcow2", "new.qcow2"]].concat();
+    let said = mica_in(dir, &convert).refusal();
+    assert!(said.contains("--bitmaps") && said.contains("does not fit"), "{said}");
+    assert!(!dir.join("new.qcow2").exists());
+}
+
 #[test]
 fn a_rate_is_kept_and_other_options_of_qemu_change_no_byte() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

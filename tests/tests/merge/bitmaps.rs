@@ -88,3 +88,44 @@ fn bitmaps_that_were_not_saved_stay_so_in_every_merge_and_verb() {
     let now = fs::read(chain.path("now.raw")).expect("flat");
     judge::same_bytes("the copy", &now, &chain.expected());
 }
+
+/// The story: only the layers were named, and neither their bitmaps nor why they ended.
+#[test]
+fn each_bitmap_that_ends_with_a_merged_layer_is_named_with_the_reason() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let new = || {
+        let chain = Chain::new(KINDS[1]);
+        let bitmap = |words: &[&str]| qemu::img(chain.dir(), [&["bitmap"], words].concat()).ok();
+        for name in ["kept", "idle", "lost"] {
+            bitmap(&["--add", "three.qcow2", name]);
+        }
+        bitmap(&["--add", "top.qcow2", "kept"]);
+        bitmap(&["--add", "--disable", "top.qcow2", "idle"]);
+        chain
+    };
+    let expect = |said: &str| {
+        let lines: Vec<_> = said.lines().filter(|line| line.contains("end with it")).collect();
+        assert_eq!(lines.len(), 2, "{said}");
+        for (name, why) in [("lost", "has none of that name"), ("idle", "has them disabled")] {
+            let name = format!("bitmaps \"{name}\" end");
+            let is_said = |line: &&str| {
+                let words = [&name, why, "top.qcow2", "three.qcow2"];
+                words.iter().all(|word| line.contains(word))
+            };
+            assert!(lines.iter().any(is_said), "{said}");
+        }
+    };
+    let chain = new();
+    let said = chain.mica(&["rebase", "-b", "", "top.qcow2"]);
+    expect(&said.stderr);
+    said.ok();
+    chain.judge(&chain.expected());
+    let chain = new();
+    let server = serve(&chain);
+    ctl(&chain, &["stream", "top"]).ok();
+    expect(&server.log());
+    stop(server);
+    chain.judge(&chain.expected());
+}

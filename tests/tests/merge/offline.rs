@@ -205,9 +205,9 @@ fn layers_that_other_images_need_are_not_changed() {
     chain.mica(&["commit", "top.qcow2"]).ok();
     chain.judge(&chain.expected());
     let refused = chain.mica(&["commit", "-b", "top.qcow2", "top.qcow2"]).refusal();
-    assert!(refused.contains("no backing file"), "{refused}");
+    assert!(refused.contains("beneath itself"), "{refused}");
     let refused = chain.mica(&["rebase", "-b", "top.qcow2", "-F", "qcow2", "top.qcow2"]).refusal();
-    assert!(refused.contains("its own"), "{refused}");
+    assert!(refused.contains("is the image itself"), "{refused}");
 }
 
 /// A commit is killed at random moments. What it leaves keeps nobody from the base unless that was
@@ -265,6 +265,49 @@ fn snapshot_content(chain: &Chain, name: &str, image: &str) -> Vec<u8> {
     let args = ["convert", "-f", "qcow2", "-O", "raw", "-l", name, image, "snapshot.raw"];
     qemu::img(chain.dir(), args).ok();
     fs::read(chain.path("snapshot.raw")).expect("read")
+}
+
+/// The story: with -u the image named itself, and nothing could open it any more; without, it was
+/// said that another process had it, which was this one.
+#[test]
+fn no_image_gets_to_stand_on_itself() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    std::os::unix::fs::symlink("two.qcow2", chain.path("link.qcow2")).expect("a link");
+    for mode in [&[][..], &["-u"]] {
+        for (base, why) in [
+            ("two.qcow2", "is the image itself"),
+            ("link.qcow2", "is the image itself"),
+            ("three.qcow2", "stands on the image itself"),
+            ("top.qcow2", "stands on the image itself"),
+        ] {
+            let words = ["rebase", "-F", "qcow2", "-b", base, "two.qcow2"];
+            let said = chain.mica(&[&words[..], mode].concat()).refusal();
+            assert!(said.contains("two.qcow2: ") && said.contains(why), "{said}");
+            assert!(said.contains(base), "{said}");
+        }
+    }
+    chain.judge(&chain.expected());
+    // What is not there may become anything.
+    chain.mica(&["rebase", "-u", "-F", "qcow2", "-b", "new.qcow2", "top.qcow2"]).ok();
+}
+
+#[test]
+fn commit_that_is_not_possible_says_of_which_image_and_why() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    for (args, said) in [
+        (&["commit", "base.qcow2"][..], "base.qcow2 has no backing file"),
+        (&["commit", "-f", "raw", "expected.raw"], "expected.raw has no layers"),
+    ] {
+        let refused = chain.mica(args).refusal();
+        assert!(refused.contains(said), "{refused}");
+    }
+    chain.judge(&chain.expected());
 }
 
 /// The story: a snapshot of the image showed what had been committed into the layer beneath it, and

@@ -137,3 +137,24 @@ fn what_is_no_folder_is_refused_and_strange_files_are_left_out() {
     assert_eq!(said["images"].as_array().map(Vec::len), Some(0), "{said}");
     assert_eq!(said["problems"].as_array().map(Vec::len), Some(1), "{said}");
 }
+
+/// The story: nothing was printed, not even for a file that was named and is no image.
+#[test]
+fn where_no_image_is_it_is_said() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let empty = dir.path().join("empty");
+    fs::create_dir(&empty).expect("made");
+    fs::write(dir.path().join("disk.raw"), [0; 512]).expect("written");
+    for place in ["empty", "disk.raw", "/dev/null"] {
+        let place = dir.path().join(place).display().to_string();
+        for verb in ["tree", "survey"] {
+            let said = mica::run([verb, &place]);
+            assert_eq!(said.code(), Some(0), "{said}");
+            let line = format!("{place}: no qcow2 image is there");
+            assert!(said.stderr.contains(&line), "{said}");
+        }
+    }
+    chain(&empty, 2);
+    let said = mica::run(["tree", &empty.display().to_string()]);
+    assert_eq!(said.stderr, "", "{said}");
+}

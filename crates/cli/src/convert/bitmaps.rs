@@ -8,6 +8,7 @@ use mica_block::wait_for_dead;
 use mica_qcow2::find_bitmap;
 use mica_qcow2_format::{BitmapEntry, Version};
 use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
+use mica_qcow2_tools::create::ImagePlan;
 use mica_qcow2_tools::inspect;
 use mica_stack::{FileImages, Format, ImageOptions, MayWrite};
 use mica_store::Locking;
@@ -65,13 +66,13 @@ pub(super) async fn wanted(args: &ConvertArgs) -> Result<Vec<BitmapEntry>, Failu
 }
 
 /// # Errors
-/// If an image of this `version` cannot have the `wanted` ones.
-pub(super) fn check_version(version: Version, wanted: &[BitmapEntry]) -> Result<(), Failure> {
-    if version == Version::V2 && !wanted.is_empty() {
+/// If the image of `plan` cannot have the `wanted` ones.
+pub(super) fn check_plan(plan: &ImagePlan, wanted: &[BitmapEntry]) -> Result<(), Failure> {
+    if plan.l2.version == Version::V2 && !wanted.is_empty() {
         let what = "--bitmaps: an image of version 2 has no bitmaps: leave out compat=0.10";
         return Err(Failure::new(what));
     }
-    Ok(())
+    Ok(plan.check_bitmaps(wanted).map_err(|error| error.wrap("--bitmaps"))?)
 }
 
 /// Makes sure that a target that exists, and stays, can have the `wanted` ones, and has none of
@@ -96,15 +97,8 @@ pub(super) async fn check_free(args: &ConvertArgs, wanted: &[BitmapEntry]) -> Re
             )));
         }
     }
-    let is_there = |one: &&BitmapEntry| there.bitmaps.iter().any(|other| other.name == one.name);
-    match wanted.iter().find(is_there) {
-        None => Ok(()),
-        Some(taken) => Err(Failure::new(format!(
-            "{} has a bitmap {:?} already: `mica bitmap --remove` removes it",
-            target.display(),
-            taken.name
-        ))),
-    }
+    let possible = there.check_more_bitmaps(wanted).await;
+    Ok(possible.map_err(|error| error.wrap(format!("--bitmaps: {}", target.display())))?)
 }
 
 /// Adds `bitmaps` to the target, which is complete otherwise: the `new` image, which is locked and

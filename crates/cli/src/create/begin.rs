@@ -118,6 +118,13 @@ impl Wish<'_> {
             let what = "is a block device: `mica convert` writes a disk onto one";
             return Err(Failure::new(format!("{} {what}", self.path.display())));
         }
+        if let Ok(target) = std::fs::read_link(self.path)
+            && self.path.metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound)
+        {
+            let (link, target) = (self.path.display(), target.display());
+            let what = "which is not there: remove the link, or name the file itself";
+            return Err(Failure::new(format!("{link} is a symbolic link to {target}, {what}")));
+        }
         Ok(())
     }
 

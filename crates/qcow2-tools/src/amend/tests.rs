@@ -58,7 +58,11 @@ fn newer((store, header): (Arc<MemoryStore>, Header)) -> (Result<Header>, Versio
     let len = store.len().expect("memory");
     let identity = Identity { device: 1, inode: 1, len, mtime_ns: 1, ctime_ns: 1 };
     let image = OpenImage { store: store.clone(), identity, content: ProofSlot::default() };
-    let amended = run(Amender { image, header }.amend(next));
+    let amender = Amender { image, header };
+    let amended = run(async {
+        let checked = amender.check(&next).await?;
+        amender.make(next, checked).await
+    });
     (amended, header_in(&store).version)
 }
 

@@ -10,6 +10,7 @@
 //! A power cut in between leaves bitmaps that are marked as not to be used, as I1 of the module
 //! says.
 
+use super::room::table_entries_for;
 use super::{BITMAP_TABLE_ENTRY_BYTES, Editor};
 use mica_block::{Result, Store, read_exact, write_all};
 use mica_qcow2::snapshots::list_bitmaps;
@@ -95,7 +96,7 @@ impl ResizedBitmaps {
         let entries = list_bitmaps(&**store, header).await?;
         let editor = Editor { store: Arc::clone(store), header: header.clone(), entries };
         for entry in &editor.entries {
-            editor.table_entries_for(entry, size)?;
+            table_entries_for(&editor.header, entry, size)?;
         }
         editor.check_room().await?;
         Ok(editor)
@@ -113,7 +114,7 @@ impl ResizedBitmaps {
         let cluster_bytes = usize::try_from(bits.bytes()).expect("at most 2 MiB");
         let len = usize::try_from(u64::from(entry.table_entries) * BITMAP_TABLE_ENTRY_BYTES);
         let before = read_exact(store, entry.table_offset, len.expect("16 MiB")).await?;
-        let table_entries = editor.table_entries_for(entry, size)?;
+        let table_entries = table_entries_for(&editor.header, entry, size)?;
         let bytes = u64::from(table_entries) * BITMAP_TABLE_ENTRY_BYTES;
         let clusters = bits.clusters_for(bytes);
         let mut table = vec![0; usize::try_from(bits.bytes_of(clusters)).expect("16 MiB")];

@@ -45,18 +45,20 @@ impl DataFile {
         images.add(&self.path, self.image.clone());
     }
 
-    /// Extends it to a disk of `new` bytes, with nothing but zeros after the `old` ones.
+    /// Extends it to a disk of `new` bytes, with nothing but zeros after the `old` ones. Returns
+    /// the length that it had.
     ///
     /// # Errors
     /// `Unsupported` if it is a raw disk with data behind its end: that is not ours to remove; or a
     /// device that is too short.
-    pub(super) async fn lengthen(&self, old: u64, new: u64, bits: ClusterBits) -> Result<()> {
+    pub(super) async fn lengthen(&self, old: u64, new: u64, bits: ClusterBits) -> Result<u64> {
         let store = &*self.image.store;
         let len = store.len()?;
         // A writer may have filled the last cluster of the disk.
         let ours = old.next_multiple_of(bits.bytes());
         if self.is_device() {
-            return self.use_more_of_device((old, ours), new).await;
+            self.use_more_of_device((old, ours), new).await?;
+            return Ok(len);
         }
         if self.raw && len > ours {
             let behind = store.run_at(HostOffset::new(ours), len - ours)?;
@@ -64,10 +66,13 @@ impl DataFile {
                 return Err(self.has_more(&format!("cut it off with `truncate -s {old}` first")));
             }
         }
+        // If the file system does not allow it, the file is as it was.
+        self.set_len(new).await?;
         if len > old {
             store.set_len(old).await.map_err(|error| error.wrap(store.name()))?;
+            self.set_len(new).await?;
         }
-        self.set_len(new).await
+        Ok(len)
     }
 
     /// As [`Self::lengthen`], for a device: it keeps its length, which must be enough. Of a disk of

@@ -6,13 +6,24 @@ use tempfile::TempDir;
 
 /// A folder with a base and a layer; what matters of them is that they are files.
 fn world() -> (TempDir, PathBuf, PathBuf) {
+    let (folder, [base, layer]) = world_of(["base", "layer"]);
+    (folder, base, layer)
+}
+
+/// A folder with images of these names.
+pub(super) fn world_of<const N: usize>(names: [&str; N]) -> (TempDir, [PathBuf; N]) {
     let folder = tempfile::tempdir().expect("a folder");
-    let at = |name: &str| folder.path().canonicalize().expect("a folder").join(name);
-    let (base, layer) = (at("base.qcow2"), at("layer.qcow2"));
-    for path in [&base, &layer] {
+    let at = folder.path().canonicalize().expect("a folder");
+    let paths = names.map(|name| at.join(format!("{name}.qcow2")));
+    for path in &paths {
         fs::write(path, b"image").expect("written");
     }
-    (folder, base, layer)
+    (folder, paths)
+}
+
+/// The mark of a base that has only a part of something until then.
+pub(super) fn mark_base(base: &Path, until: Until) -> MergeMarks {
+    MergeMarks::put(base, &[], until).expect("marked")
 }
 
 fn put(base: &Path, layer: &PathBuf) -> MergeMarks {
@@ -21,7 +32,7 @@ fn put(base: &Path, layer: &PathBuf) -> MergeMarks {
 }
 
 /// Lets a merge that `marks` watch begin to change something.
-fn begin(marks: &MergeMarks) {
+pub(super) fn begin(marks: &MergeMarks) {
     struct GoesOn;
     impl MergeControl for GoesOn {
         fn step(&self, _: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
@@ -197,7 +208,7 @@ fn mark_that_anybody_may_write_hides_no_image() {
 
 impl MergeMarks {
     /// As if its process were killed.
-    fn forget_for_test(mut self) {
+    pub(super) fn forget_for_test(mut self) {
         self.forget();
     }
 }

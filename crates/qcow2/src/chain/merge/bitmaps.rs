@@ -1,6 +1,6 @@
 //! The dirty bitmaps of layers that leave a chain: what they say goes into the bitmaps of the same
 //! names of the layer that takes over their data, so that together the bitmaps of a name still have
-//! everything. A merge does not fail for lack of one: it is said that a bitmap ends.
+//! everything. A merge does not fail for lack of one: it is said which bitmaps end, and why.
 //!
 //! Invariants
 //! - What a bitmap has that is there after a merge is never less than what was changed. If what a
@@ -12,12 +12,14 @@ use crate::bitmaps::open_bitmap;
 use crate::chain::Chain;
 use crate::header_io::read_header;
 use crate::layer::Layer;
+use crate::open::named_bitmaps;
 use crate::snapshots::list_bitmaps;
 use crate::write::Writer;
 use crate::write::bitmaps::NewBitmap;
 use mica_block::Result;
 use mica_qcow2_format::{BitmapEntry, Header};
 use mica_units::{GuestOffset, GuestRange};
+use std::path::Path;
 use std::sync::Arc;
 
 /// The bitmaps of a layer that leaves.
@@ -69,10 +71,11 @@ impl Chain {
         Arc::clone(writer).complete(put).await?;
         // A bitmap has bits only as far as its disk goes.
         target.grow_to(len).await?;
-        let merge = async |writer: Arc<Writer>| merge_into(&writer, &all).await;
+        let merge = async |writer: Arc<Writer>| Ok(merge_into(&writer, &all).await?.is_empty());
         match Arc::clone(writer).complete(merge).await? {
-            Merged::All => Ok(()),
-            Merged::Some => self.bitmaps_go_up(leaving.to_vec()).await,
+            true => Ok(()),
+            // The active layer may have those that the base cannot be told.
+            false => self.bitmaps_go_up(leaving.to_vec()).await,
         }
     }
 
@@ -84,23 +87,85 @@ impl Chain {
     pub(super) async fn bitmaps_go_up(&self, leaving: Vec<Arc<Layer>>) -> Result<()> {
         self.change(async move |writer: Arc<Writer>| {
             let all = bitmaps_of(&leaving).await;
-            if !all.is_empty() && merge_into(&writer, &all).await? == Merged::Some {
-                let layers: Vec<_> =
-                    all.iter().map(|leaving| leaving.layer.path.display().to_string()).collect();
-                let layers = layers.join(", ");
-                tracing::warn!(layers, "dirty bitmaps of merged layers end with them");
+            if all.is_empty() {
+                return Ok(());
             }
+            let ended = merge_into(&writer, &all).await?;
+            let reasons = Reasons::of(writer.layer()).await;
+            ended.iter().for_each(|ended| ended.warn(&reasons));
             Ok(())
         })
         .await
     }
 }
 
-/// Whether the layer that takes over has all bitmaps that something was to be put into.
+/// Bitmaps of a layer that leaves which end with it: nothing that stays is told what they say.
+struct Ended<'a> {
+    layer: &'a Layer,
+    /// None if nobody knows which there are.
+    names: Option<Vec<&'a str>>,
+}
+
+impl Ended<'_> {
+    fn warn(&self, reasons: &Reasons) {
+        let image = self.layer.path.display();
+        let Some(names) = &self.names else {
+            tracing::warn!(%image, "its dirty bitmaps end with it: which there were is not known");
+            return;
+        };
+        for reason in [Reason::Missing, Reason::Disabled, Reason::Broken] {
+            let such = names.iter().copied().filter(|name| reasons.reason(name) == reason);
+            let such: Vec<_> = such.collect();
+            if !such.is_empty() {
+                let (names, why) = (named_bitmaps(&such), reason.said());
+                let above = reasons.path.display();
+                tracing::warn!(%image, "its dirty bitmaps {names} end with it: {above} {why}");
+            }
+        }
+    }
+}
+
+/// Why a bitmap cannot go on in the layer that takes over.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Merged {
-    All,
-    Some,
+enum Reason {
+    Missing,
+    Disabled,
+    Broken,
+}
+
+impl Reason {
+    fn said(self) -> &'static str {
+        match self {
+            Self::Missing => "has none of that name",
+            Self::Disabled => "has them disabled",
+            Self::Broken => "has them, too, but not in a form that could be kept",
+        }
+    }
+}
+
+/// What the layer at `path`, which takes over, has of bitmaps.
+struct Reasons {
+    path: Arc<Path>,
+    entries: Vec<BitmapEntry>,
+}
+
+impl Reasons {
+    async fn of(layer: &Layer) -> Self {
+        let entries = async {
+            let header = read_header(&*layer.store).await?;
+            list_bitmaps(&*layer.store, &header).await
+        };
+        let entries: Result<_> = entries.await;
+        Self { path: Arc::clone(&layer.path), entries: entries.unwrap_or_default() }
+    }
+
+    fn reason(&self, name: &str) -> Reason {
+        match self.entries.iter().find(|entry| entry.name == name) {
+            None => Reason::Missing,
+            Some(entry) if !entry.auto => Reason::Disabled,
+            Some(_) => Reason::Broken,
+        }
+    }
 }
 
 /// The layers among `leaving` that have bitmaps, or may have had some.
@@ -130,39 +195,47 @@ async fn bitmaps_of(leaving: &[Arc<Layer>]) -> Vec<Leaving<'_>> {
     all
 }
 
-/// Makes dirty in the bitmaps of `writer` what is dirty in those of `all`, or may be.
-async fn merge_into(writer: &Writer, all: &[Leaving<'_>]) -> Result<Merged> {
+/// Makes dirty in the bitmaps of `writer` what is dirty in those of `all`, or may be. Returns those
+/// that it does not keep.
+async fn merge_into<'a>(writer: &Writer, all: &'a [Leaving<'_>]) -> Result<Vec<Ended<'a>>> {
     writer.begin_change().await?;
     let whole = GuestRange::new(GuestOffset::ZERO, writer.layer_len()).expect("a disk");
-    let mut is_kept = true;
+    let mut ended = Vec::new();
     for Leaving { layer, known } in all {
         let Some((header, entries)) = known else {
             for name in writer.recorded_bitmaps() {
                 writer.make_dirty(&name, whole).await?;
             }
             // There may be others.
-            is_kept = false;
+            ended.push(Ended { layer, names: None });
             continue;
         };
+        let mut names = Vec::new();
         for entry in entries {
             let name = &entry.name;
-            if !entry.in_use {
-                match merge_one(writer, layer, (header, name)).await {
-                    Ok(kept) => {
-                        is_kept &= kept;
-                        continue;
-                    }
-                    Err(error) => {
-                        writer.check_usable()?;
-                        let image = layer.path.display();
-                        tracing::warn!(%image, name, %error, "all of a dirty bitmap is dirty now");
-                    }
+            let merged = match entry.in_use {
+                true => None,
+                false => Some(merge_one(writer, layer, (header, name)).await),
+            };
+            let is_kept = match merged {
+                Some(Ok(is_kept)) => is_kept,
+                None => writer.make_dirty(name, whole).await?,
+                Some(Err(error)) => {
+                    writer.check_usable()?;
+                    let image = layer.path.display();
+                    tracing::warn!(%image, name, %error, "all of a dirty bitmap is dirty now");
+                    writer.make_dirty(name, whole).await?
                 }
+            };
+            if !is_kept {
+                names.push(name.as_str());
             }
-            is_kept &= writer.make_dirty(name, whole).await?;
+        }
+        if !names.is_empty() {
+            ended.push(Ended { layer, names: Some(names) });
         }
     }
-    Ok(if is_kept { Merged::All } else { Merged::Some })
+    Ok(ended)
 }
 
 /// Makes dirty in the bitmap `name` of `writer` what is dirty in that of `layer`. Returns whether
@@ -174,7 +247,10 @@ async fn merge_one(
 ) -> Result<bool> {
     let bitmap = open_bitmap(&layer.store, header, name).await?;
     let end = GuestOffset::new(bitmap.disk_bytes());
-    let (mut at, mut is_kept) = (GuestOffset::ZERO, true);
+    let mut at = GuestOffset::ZERO;
+    // One of which nothing is dirty would end, too.
+    let nothing = GuestRange::new(at, 0).expect("no part of the disk");
+    let mut is_kept = writer.make_dirty(name, nothing).await?;
     while let Some(left) = GuestRange::between(at, end).filter(|left| !left.is_empty()) {
         for (len, is_dirty) in bitmap.runs(left).await? {
             let part = GuestRange::new(at, len).expect("a part of the disk");

@@ -248,11 +248,15 @@ impl Writer {
         recorder.iter().flat_map(|recorder| &recorder.all).map(|one| one.name.clone()).collect()
     }
 
-    /// Makes `range` dirty in the bitmap called `name`. Returns whether that is kept.
+    /// Makes `range` dirty in the bitmap called `name`. Returns whether that is kept. Of no range
+    /// only that is returned.
     pub(crate) async fn make_dirty(&self, name: &str, range: GuestRange) -> Result<bool> {
         let Some(recorder) = self.bitmaps.recorder() else { return Ok(false) };
         let named = recorder.all.iter().find(|bitmap| bitmap.name == name);
         let Some(bitmap) = named else { return Ok(false) };
+        if range.is_empty() {
+            return Ok(true);
+        }
         self.cover(recorder, range).await?;
         bitmap.set(range.start().bytes()..range.end().bytes(), recorder.len());
         Ok(true)
