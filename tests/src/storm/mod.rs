@@ -75,6 +75,7 @@ mod deep;
 mod foreign;
 mod freeze;
 mod judge;
+mod keys;
 mod kinds;
 mod layers;
 mod life;

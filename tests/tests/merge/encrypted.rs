@@ -290,9 +290,7 @@ fn luks_image_is_one_still_when_layers_above_it_have_left() {
             world.write_by_guest(&server);
             match verb {
                 "stream" => world.ctl(&["stream", "disk", "--base", &base]).ok(),
-                "commit" => {
-                    world.ctl(&["commit", "disk", "--top", &mid, "--base", &base]).ok()
-                }
+                "commit" => world.ctl(&["commit", "disk", "--top", &mid, "--base", &base]).ok(),
                 _ => {
                     // The layer of the state is right above it then.
                     world.ctl(&["commit", "disk", "--base", &base]).ok();
