@@ -156,8 +156,8 @@ impl Layer {
         self.len.store(len, Ordering::Release);
     }
 
-    /// The format by which a layer above has to name it: as another one it would show what is stored
-    /// where it is encrypted.
+    /// The format by which a layer above has to name it: by that of another one it would show what
+    /// is encrypted as it is stored.
     pub(crate) fn format_name(&self) -> &'static str {
         match (&self.tables, &self.cipher) {
             (Some(_), _) => "qcow2",
