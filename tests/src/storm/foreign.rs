@@ -51,9 +51,30 @@ pub(super) fn succeeded(said: Finished) -> Outcome<String> {
     }
 }
 
+/// The options with which QEMU opens `image`, and what it calls it then.
+pub(super) fn opened(dir: &Path, format: &str, image: &str) -> Outcome<(Vec<String>, String)> {
+    if keys::secret(dir).is_none() {
+        return Ok((["-f", format].map(str::to_owned).to_vec(), image.to_owned()));
+    }
+    let args = ["info", "-U", "-f", format, "--backing-chain", "--output", "json", image];
+    let told: serde_json::Value = serde_json::from_str(&img(dir, &args)?).map_err(trouble)?;
+    let (mut prefix, mut name) = (String::new(), Vec::new());
+    for layer in told.as_array().into_iter().flatten() {
+        let [format, file] = ["format", "filename"].map(|key| layer[key].as_str().unwrap_or(""));
+        name.push(format!("{prefix}driver={format},{prefix}file.filename={file}"));
+        if layer["encrypted"] == true {
+            let option = if format == "luks" { "key-secret" } else { "encrypt.key-secret" };
+            name.push(format!("{prefix}{option}=key"));
+        }
+        prefix.push_str("backing.");
+    }
+    let options = keys::OBJECT.iter().chain(&["--image-opts"]).map(|option| (*option).to_owned());
+    Ok((options.collect(), name.join(",")))
+}
+
 /// Runs `qemu-io` commands on an image of this `format`, which must all succeed.
 pub(super) fn io(dir: &Path, format: &str, image: &str, commands: &[String]) -> Outcome {
-    let (options, image) = keys::for_qemu(dir, format, image)?;
+    let (options, image) = opened(dir, format, image)?;
     let mut args: Vec<_> = options.iter().map(String::as_str).collect();
     for command in commands {
         args.extend(["-c", command]);
@@ -81,7 +102,7 @@ pub(super) fn flatten_as(
     raw: &Path,
 ) -> Outcome<Vec<u8>> {
     let raw_name = raw.display().to_string();
-    let (options, image) = keys::for_qemu(dir, format, image)?;
+    let (options, image) = opened(dir, format, image)?;
     let mut args = vec!["convert", "-O", "raw"];
     args.extend(options.iter().map(String::as_str));
     args.extend_from_slice(more);
@@ -104,7 +125,7 @@ pub(super) fn len(dir: &Path, image: &str) -> Outcome<u64> {
 
 /// What `qemu-img check` finds: corruptions and leaks.
 pub(super) fn check(dir: &Path, image: &str) -> Outcome<(u64, u64)> {
-    let (options, image) = keys::for_qemu(dir, "qcow2", image)?;
+    let (options, image) = opened(dir, "qcow2", image)?;
     let mut args = vec!["check", "--output", "json"];
     args.extend(options.iter().map(String::as_str));
     args.push(&image);

@@ -10,7 +10,6 @@ use super::state_in;
 use crate::clock;
 use crate::command;
 use crate::storm::foreign;
-use crate::storm::keys;
 use crate::storm::kinds::Kind;
 use crate::storm::model::Model;
 use crate::storm::stamp::SECTOR;
@@ -216,7 +215,7 @@ fn commit_by_qemu(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcom
     }
     let (base, active) = (base.clone(), active.clone());
     let keep = if rng.percent(50) { &["-d"][..] } else { &[] };
-    let (options, active) = keys::for_qemu(&world.images, "qcow2", &active)?;
+    let (options, active) = foreign::opened(&world.images, "qcow2", &active)?;
     let options: Vec<_> = options.iter().map(String::as_str).collect();
     let args = [&["commit", "-q"], &options[..], keep, &[&active]].concat();
     world.story.tell(format_args!("  qemu-img {args:?}"));
