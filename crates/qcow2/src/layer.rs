@@ -156,6 +156,16 @@ impl Layer {
         self.len.store(len, Ordering::Release);
     }
 
+    /// The format by which a layer above has to name it: by that of another one it would show what
+    /// is encrypted as it is stored.
+    pub(crate) fn format_name(&self) -> &'static str {
+        match (&self.tables, &self.cipher) {
+            (Some(_), _) => "qcow2",
+            (None, Some(_)) => "luks",
+            (None, None) => "raw",
+        }
+    }
+
     /// Which bytes of `window` this layer owns, as runs from the window's start. The window starts
     /// and ends at sector boundaries; what lies beyond the layer's end is owned by nobody.
     pub(crate) async fn own_runs(&self, window: GuestRange) -> Result<Runs> {

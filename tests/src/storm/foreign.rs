@@ -1,6 +1,7 @@
 //! QEMU's tools on images that nobody serves. They wait for the locks of a server that was killed a
 //! moment ago, and their errors are not panics here.
 
+use super::keys;
 use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong, trouble};
 use crate::clock;
@@ -50,13 +51,35 @@ pub(super) fn succeeded(said: Finished) -> Outcome<String> {
     }
 }
 
+/// The options with which QEMU opens `image`, and what it calls it then.
+pub(super) fn opened(dir: &Path, format: &str, image: &str) -> Outcome<(Vec<String>, String)> {
+    if keys::secret(dir).is_none() {
+        return Ok((["-f", format].map(str::to_owned).to_vec(), image.to_owned()));
+    }
+    let args = ["info", "-U", "-f", format, "--backing-chain", "--output", "json", image];
+    let told: serde_json::Value = serde_json::from_str(&img(dir, &args)?).map_err(trouble)?;
+    let (mut prefix, mut name) = (String::new(), Vec::new());
+    for layer in told.as_array().into_iter().flatten() {
+        let [format, file] = ["format", "filename"].map(|key| layer[key].as_str().unwrap_or(""));
+        name.push(format!("{prefix}driver={format},{prefix}file.filename={file}"));
+        if layer["encrypted"] == true {
+            let option = if format == "luks" { "key-secret" } else { "encrypt.key-secret" };
+            name.push(format!("{prefix}{option}=key"));
+        }
+        prefix.push_str("backing.");
+    }
+    let options = keys::OBJECT.iter().chain(&["--image-opts"]).map(|option| (*option).to_owned());
+    Ok((options.collect(), name.join(",")))
+}
+
 /// Runs `qemu-io` commands on an image of this `format`, which must all succeed.
 pub(super) fn io(dir: &Path, format: &str, image: &str, commands: &[String]) -> Outcome {
-    let mut args = vec!["-f", format];
+    let (options, image) = opened(dir, format, image)?;
+    let mut args: Vec<_> = options.iter().map(String::as_str).collect();
     for command in commands {
         args.extend(["-c", command]);
     }
-    args.push(image);
+    args.push(&image);
     let said = run("qemu-io", dir, &args)?;
     let failed = ["error", "failed", "rror:"];
     let is_wrong = failed.iter().any(|word| said.stdout.contains(word));
@@ -68,10 +91,22 @@ pub(super) fn io(dir: &Path, format: &str, image: &str, commands: &[String]) -> 
 
 /// The disk of `image` as QEMU reads it.
 pub(super) fn flatten(dir: &Path, image: &str, more: &[&str], raw: &Path) -> Outcome<Vec<u8>> {
+    flatten_as(dir, ("qcow2", image), more, raw)
+}
+
+/// As [`flatten`], of an image of this `format`.
+pub(super) fn flatten_as(
+    dir: &Path,
+    (format, image): (&str, &str),
+    more: &[&str],
+    raw: &Path,
+) -> Outcome<Vec<u8>> {
     let raw_name = raw.display().to_string();
-    let mut args = vec!["convert", "-f", "qcow2", "-O", "raw"];
+    let (options, image) = opened(dir, format, image)?;
+    let mut args = vec!["convert", "-O", "raw"];
+    args.extend(options.iter().map(String::as_str));
     args.extend_from_slice(more);
-    args.extend([image, &raw_name]);
+    args.extend([&*image, &raw_name]);
     img(dir, &args)?;
     let bytes = fs::read(raw)?;
     fs::remove_file(raw)?;
@@ -90,7 +125,11 @@ pub(super) fn len(dir: &Path, image: &str) -> Outcome<u64> {
 
 /// What `qemu-img check` finds: corruptions and leaks.
 pub(super) fn check(dir: &Path, image: &str) -> Outcome<(u64, u64)> {
-    let said = run("qemu-img", dir, &["check", "-f", "qcow2", "--output", "json", image])?;
+    let (options, image) = opened(dir, "qcow2", image)?;
+    let mut args = vec!["check", "--output", "json"];
+    args.extend(options.iter().map(String::as_str));
+    args.push(&image);
+    let said = run("qemu-img", dir, &args)?;
     let told: serde_json::Value = serde_json::from_str(&said.stdout)
         .map_err(|_| Fault::new(Wrong::Unusable, said.to_string()))?;
     let count = |name: &str| told[name].as_u64().unwrap_or(0);

@@ -70,6 +70,8 @@ kinds! {
     Bitmaps = "bitmaps", Shape;
     /// Layers that are longer and shorter than others
     Lengths = "lengths", Shape;
+    /// Encrypted layers, and LUKS images beneath them, among layers that come and go
+    Encrypted = "encrypted", Shape;
     /// Another disk in the same server, on another file system where there is one
     SecondDisk = "second-disk", Shape;
     /// SIGKILL of a server

@@ -105,7 +105,7 @@ fn take(chain: &Chain<'_>, rng: &mut Rng) -> Outcome {
     };
     command.current_dir(&world.images).args(args);
     if !by_qemu {
-        command.args(world.log_args());
+        command.args(world.image_args());
     }
     let said = command::finish_within(&mut command, LIMIT);
     chain.tell(format_args!("  {}: {:?}", said.command, said.code()));

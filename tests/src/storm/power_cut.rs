@@ -121,7 +121,7 @@ fn serve(world: &World<'_>, image: &Path, format: &str, more: &[&str]) -> Result
         let mut serve = Command::new(world.binary);
         serve.arg("serve").arg("--nbd").arg(socket);
         if !is_volume(format) {
-            serve.args(["--format", format]).args(world.log_args()).args(more).arg(image);
+            serve.args(["--format", format]).args(world.image_args()).args(more).arg(image);
             return serve;
         }
         let folder = image.parent().unwrap_or(image);

@@ -240,7 +240,7 @@ fn killed_resize(chain: &mut Chain<'_>, rng: &mut Rng, args: &[&str], after: u64
     let moment = Moment::random(rng);
     chain.tell(format_args!("  killed at {moment:?}"));
     let mut resize = Command::new(world.binary);
-    resize.current_dir(&world.images).args(args).args(world.log_args());
+    resize.current_dir(&world.images).args(args).args(world.image_args());
     let said = fs::File::create(&log)?;
     let mut resize = resize.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said).spawn()?;
     let waited = moment

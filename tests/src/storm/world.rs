@@ -1,6 +1,7 @@
 //! What the steps of a chain do their work with: the program, the places, the counts, the story.
 
 use super::foreign;
+use super::keys;
 use super::kinds::{Kind, Kinds};
 use super::log_limit::LogLimit;
 use super::place::{Ground, Places};
@@ -43,11 +44,12 @@ impl<'a> World<'a> {
         self.log_option.trim_start_matches('-')
     }
 
-    /// The options for logs of any program that opens images.
-    pub(super) fn log_args(&self) -> Vec<String> {
+    /// The options of any program that opens images, for logs and keys.
+    pub(super) fn image_args(&self) -> Vec<String> {
         let place = [self.log_option.to_owned(), self.log.display().to_string()];
         let limit = self.log_limit.map(|limit| ["--inject".to_owned(), limit.option()]);
-        place.into_iter().chain(limit.into_iter().flatten()).collect()
+        let keys = keys::options(&self.images);
+        place.into_iter().chain(limit.into_iter().flatten()).chain(keys).collect()
     }
 
     /// Runs a verb of `mica` that has no log of an image.
@@ -59,7 +61,7 @@ impl<'a> World<'a> {
     pub(super) fn mica(&self, args: &[&str]) -> Outcome<crate::command::Finished> {
         let binary = self.binary.display().to_string();
         // `ctl` has no images, and so no log.
-        let more = if args.first() == Some(&"ctl") { Vec::new() } else { self.log_args() };
+        let more = if args.first() == Some(&"ctl") { Vec::new() } else { self.image_args() };
         let more: Vec<_> = more.iter().map(String::as_str).collect();
         let said = foreign::run(&binary, &self.images, &[args, &more].concat())?;
         if said.code().is_none() || said.stderr.contains("panicked") {

@@ -20,15 +20,42 @@ struct World {
 }
 
 impl World {
-    /// Those that `are_encrypted` say. The base has another passphrase than the others.
-    fn new(are_encrypted: [bool; 3]) -> Self {
+    /// An empty folder, with what images are encrypted with: a base has another passphrase than the
+    /// others.
+    fn empty() -> Self {
         let dir = tempfile::tempdir().expect("a folder");
         for (name, words) in [("s", "secret words"), ("t", "other words")] {
             let file = dir.path().join(name);
             fs::write(&file, words).expect("written");
             fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).expect("its own");
         }
-        let mut world = Self { dir, model: vec![0; LEN], rng: Rng::new(6) };
+        Self { dir, model: vec![0; LEN], rng: Rng::new(6) }
+    }
+
+    /// Two layers on a LUKS image.
+    fn on_luks() -> Self {
+        let mut world = Self::empty();
+        let create = [&["create", "-q"], &OBJECTS[..], &["-f", "luks"]].concat();
+        let options = ["-o", "key-secret=t,iter-time=10", "base.luks", "4M"];
+        qemu::img(world.path(), create.into_iter().chain(options)).ok();
+        // What was never written reads as noise.
+        world.model.fill(1);
+        let objects = [&OBJECTS[..], &["--image-opts"]].concat();
+        let base = "driver=luks,key-secret=t,file.filename=base.luks";
+        qemu::io(world.path(), &objects, base, &[&format!("write -P 1 0 {LEN}")]);
+        for [below, format, layer] in
+            [["base.luks", "luks", "mid.qcow2"], ["mid.qcow2", "qcow2", "disk.qcow2"]]
+        {
+            let below = ["-q", "-o", LUKS, "-b", below, "-F", format, &world.at(layer)];
+            world.mica("create", &below).ok();
+            world.write_by_qemu(layer);
+        }
+        world
+    }
+
+    /// Those that `are_encrypted` say.
+    fn new(are_encrypted: [bool; 3]) -> Self {
+        let mut world = Self::empty();
         let layers = ["base.qcow2", "mid.qcow2", "disk.qcow2"];
         for (at, (layer, is_encrypted)) in layers.into_iter().zip(are_encrypted).enumerate() {
             let options = if is_encrypted { LUKS } else { "encrypt.format=off" };
@@ -87,13 +114,15 @@ impl World {
         let mut options = Vec::new();
         for layer in layers.as_array().expect("a list") {
             let file = layer["filename"].as_str().expect("a name");
-            options.push(format!("{prefix}driver=qcow2,{prefix}file.filename={file}"));
+            let format = layer["format"].as_str().expect("a format");
+            options.push(format!("{prefix}driver={format},{prefix}file.filename={file}"));
             if layer["encrypted"] == true {
                 let is_base = Path::new(file)
                     .file_name()
                     .is_some_and(|name| name.to_str().is_some_and(|name| name.starts_with("base")));
                 let key = if is_base { "t" } else { "s" };
-                options.push(format!("{prefix}encrypt.key-secret={key}"));
+                let option = if format == "luks" { "key-secret" } else { "encrypt.key-secret" };
+                options.push(format!("{prefix}{option}={key}"));
             }
             prefix.push_str("backing.");
         }
@@ -241,5 +270,40 @@ fn layers_with_keys_come_and_go_while_they_are_served() {
             assert!(server.stop().expect("it stops").status.success());
             world.judge("next.qcow2", &format!("{verb} of {are_encrypted:?}"));
         }
+    }
+}
+
+#[test]
+fn luks_image_is_one_still_when_layers_above_it_have_left() {
+    if !are_there() {
+        return;
+    }
+    for verb in ["stream", "commit", "drop", "offline commit", "offline rebase"] {
+        let mut world = World::on_luks();
+        let [base, mid, disk] =
+            ["base.luks", "mid.qcow2", "disk.qcow2"].map(|layer| world.at(layer));
+        if let Some(verb) = verb.strip_prefix("offline ") {
+            let format = if verb == "rebase" { &["-F", "luks"][..] } else { &[] };
+            world.mica(verb, &[format, &["-b", &base, &disk]].concat()).ok();
+        } else {
+            let server = world.serve();
+            world.write_by_guest(&server);
+            match verb {
+                "stream" => world.ctl(&["stream", "disk", "--base", &base]).ok(),
+                "commit" => world.ctl(&["commit", "disk", "--top", &mid, "--base", &base]).ok(),
+                _ => {
+                    // The layer of the state is right above it then.
+                    world.ctl(&["commit", "disk", "--base", &base]).ok();
+                    let begin = ["backup", "begin", "disk", "--as", "mon", "--nbd"];
+                    world.ctl(&[&begin[..], &[&*world.at("backup")]].concat()).ok();
+                    world.ctl(&["backup", "end", "disk"]).ok();
+                    world.write_by_guest(&server);
+                    world.ctl(&["backup", "drop", "disk", "mon"]).ok()
+                }
+            };
+            world.write_by_guest(&server);
+            assert!(server.stop().expect("it stops").status.success());
+        }
+        world.judge("disk.qcow2", verb);
     }
 }

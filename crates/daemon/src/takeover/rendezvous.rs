@@ -165,7 +165,11 @@ fn check_answer(http: &mut UnixStream) -> Result<()> {
     if status.starts_with('2') {
         return Ok(());
     }
-    let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+    let Some((_, body)) = answer.split_once("\r\n\r\n") else {
+        let context = "--takeover: the server closed the connection without an answer: it may have \
+                       ended; start this one again, without --takeover if no server is running";
+        return Err(Error::new(ErrorKind::Io, context));
+    };
     let answer = serde_json::from_str::<Value>(body).ok();
     let reason = answer.as_ref().and_then(|answer| answer["error"].as_str()).unwrap_or(body);
     let context = format!("--takeover: the server refused ({status}): {}", reason.trim());
@@ -182,6 +186,17 @@ mod tests {
         let mut process = std::process::Command::new("true").spawn().expect("started");
         process.wait().expect("a child");
         process.id()
+    }
+
+    #[test]
+    fn server_that_ends_before_it_answers_has_refused_nothing() {
+        for part in ["", "HTTP/1.1 409 Conf"] {
+            let (mut ours, mut theirs) = UnixStream::pair().expect("a pair");
+            theirs.write_all(part.as_bytes()).expect("there is room");
+            drop(theirs);
+            let error = check_answer(&mut ours).expect_err("there is no answer").to_string();
+            assert!(error.contains("without an answer") && !error.contains("refused"), "{error}");
+        }
     }
 
     #[test]

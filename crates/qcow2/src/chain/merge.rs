@@ -223,7 +223,6 @@ fn position_at(images: &dyn Images, layers: &Layers, path: &Path) -> Result<usiz
 /// The name by which `upper` names `base` as its backing file: a plain one if both are in one
 /// folder.
 fn backing_name(images: &dyn Images, upper: &Layer, base: &Layer) -> Result<BackingName> {
-    let format = if base.tables.is_some() { "qcow2" } else { "raw" };
     let (from, to) = (absolute(&upper.path)?, absolute(&base.path)?);
     let mut names: Vec<OsString> = Vec::new();
     if from.parent() == to.parent()
@@ -252,7 +251,7 @@ fn backing_name(images: &dyn Images, upper: &Layer, base: &Layer) -> Result<Back
         );
         Error::new(ErrorKind::Unsupported, context)
     })?;
-    Ok(BackingName { name, format: Some(format.to_owned()) })
+    Ok(BackingName { name, format: Some(base.format_name().to_owned()) })
 }
 
 fn absolute(path: &Path) -> Result<std::path::PathBuf> {

@@ -128,7 +128,7 @@ impl<'a> Deep<'a> {
             let mut serve = Command::new("sh");
             let limit = format!("ulimit -n {files}; exec \"$0\" \"$@\"");
             serve.args(["-c", &limit]).arg(world.binary).arg("serve").arg("--nbd").arg(socket);
-            serve.args(["--format", "qcow2"]).args(world.log_args()).args(more);
+            serve.args(["--format", "qcow2"]).args(world.image_args()).args(more);
             serve.arg(self.dir.join(name_of(self.layers - 1)));
             serve
         });

@@ -1,7 +1,7 @@
 //! What becomes of the layers of disks that nobody serves: mica's verbs merge them, or are killed
 //! while they do, QEMU merges the active one into the one beneath it, and disks grow.
 
-use super::disk::{format_of, is_raw};
+use super::disk::{format_of, is_qcow2, is_raw};
 use super::fleet::Fleet;
 use super::frozen::Frozen;
 use super::giving::ending_of;
@@ -151,7 +151,7 @@ fn run(fleet: &Fleet<'_>, rng: &mut Rng, args: &[&str]) -> Outcome<Ending> {
     fleet.tell(format_args!("  which is killed after {pause:?}"));
     let said = world.run.join("verb.log");
     let mut verb = Command::new(world.binary);
-    verb.current_dir(&world.images).args(args).args(world.log_args()).stdin(Stdio::null());
+    verb.current_dir(&world.images).args(args).args(world.image_args()).stdin(Stdio::null());
     let mut verb = verb.stdout(Stdio::null()).stderr(File::create(&said)?).spawn()?;
     clock::sleep(pause);
     // It may have ended.
@@ -215,7 +215,9 @@ fn commit_by_qemu(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcom
     }
     let (base, active) = (base.clone(), active.clone());
     let keep = if rng.percent(50) { &["-d"][..] } else { &[] };
-    let args = [&["commit", "-q", "-f", "qcow2"], keep, &[&active]].concat();
+    let (options, active) = foreign::opened(&world.images, "qcow2", &active)?;
+    let options: Vec<_> = options.iter().map(String::as_str).collect();
+    let args = [&["commit", "-q"], &options[..], keep, &[&active]].concat();
     world.story.tell(format_args!("  qemu-img {args:?}"));
     foreign::img(&world.images, &args)?;
     world.counts.commits.add();
@@ -224,7 +226,7 @@ fn commit_by_qemu(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcom
     let now = Frozen::as_now(&disk.model).in_a_file_of(len);
     disk.frozen.insert(base.clone(), now);
     *disk.merges.entry(base.clone()).or_default() += 1;
-    if !is_raw(&base) {
+    if is_qcow2(&base) {
         let (corruptions, leaks) = foreign::check(&world.images, &base)?;
         if corruptions > 0 {
             let what = format!("{base}: {corruptions} corruptions, {leaks} leaks");

@@ -1,11 +1,12 @@
 //! Overlays of frozen layers, which belong to nobody here: made by several verbs and by QEMU, in
 //! the folder of the disks and in another one, moved within that and to a third one, and removed.
 
-use super::disk::{Disk, FAR, is_raw};
+use super::disk::{Disk, FAR, is_qcow2};
 use super::fleet::Fleet;
 use super::moved;
 use crate::clock;
 use crate::storm::foreign;
+use crate::storm::keys;
 use crate::storm::kinds::Kind;
 use crate::storm::stamp::SECTOR;
 use crate::storm::story::{Fault, Outcome, Wrong, trouble};
@@ -41,7 +42,7 @@ pub(super) fn change(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
         return Ok(());
     }
     let frozen: Vec<_> = (0..disk.chain.len() - 1)
-        .filter(|at| disk.frozen.contains_key(&disk.chain[*at]) && !is_raw(&disk.chain[*at]))
+        .filter(|at| disk.frozen.contains_key(&disk.chain[*at]) && is_qcow2(&disk.chain[*at]))
         .collect();
     if frozen.is_empty() {
         return Ok(());
@@ -99,7 +100,8 @@ fn make_and_kill(
         Maker::Clone | Maker::Qemu => &["clone", "-q", path, name],
     };
     let mut verb = Command::new(world.binary);
-    verb.current_dir(&world.images).args(args).stdin(Stdio::null());
+    verb.current_dir(&world.images).args(args).args(keys::options(&world.images));
+    verb.stdin(Stdio::null());
     let mut verb = verb.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     clock::sleep(pause);
     // It may have ended.
@@ -124,7 +126,11 @@ fn make(world: &World<'_>, disk: &Disk, maker: Maker, (base, name): (&str, &str)
     let path = world.images.join(base);
     let path = text(&path)?;
     let said = match maker {
-        Maker::Clone => world.mica_alone(&["clone", "-q", path, name])?,
+        Maker::Clone => {
+            let keys = keys::options(&world.images);
+            let keys: Vec<_> = keys.iter().map(String::as_str).collect();
+            world.mica_alone(&[&["clone", "-q", path, name], &keys[..]].concat())?
+        }
         Maker::Create => world.mica(&["create", "-q", "-b", path, "-F", "qcow2", name])?,
         Maker::Qemu => {
             let len = disk.frozen.get(base).map_or(0, |frozen| frozen.len() * SECTOR as u64);

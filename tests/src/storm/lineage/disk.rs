@@ -5,6 +5,7 @@ use super::state_in;
 use crate::storm::aim::Aim;
 use crate::storm::foreign;
 use crate::storm::judge;
+use crate::storm::keys;
 use crate::storm::kinds::Kind;
 use crate::storm::model::{Model, View};
 use crate::storm::stamp::{self, SECTOR, Seq, Stamper, Writer};
@@ -34,9 +35,28 @@ pub(super) fn is_raw(file: &str) -> bool {
     file.ends_with(".raw")
 }
 
+/// Whether a layer is a qcow2 image.
+pub(super) fn is_qcow2(file: &str) -> bool {
+    format_of(file) == "qcow2"
+}
+
 /// The format of a layer.
 pub(super) fn format_of(file: &str) -> &'static str {
-    if is_raw(file) { "raw" } else { "qcow2" }
+    match file.rsplit_once('.') {
+        Some((_, "raw")) => "raw",
+        Some((_, "luks")) => "luks",
+        _ => "qcow2",
+    }
+}
+
+/// Makes a LUKS image of zeros: what is never written to it reads as noise.
+fn create_luks(world: &World<'_>, name: &str, sectors: u64) -> Outcome {
+    let zeros = world.run.join("zeros.raw");
+    fs::File::create(&zeros)?.set_len(sectors * SECTOR as u64)?;
+    let args = ["convert", "-f", "raw", "-O", "luks", "-o", keys::OF_LUKS, text(&zeros)?, name];
+    world.story.tell(format_args!("  {args:?}"));
+    foreign::img(&world.images, &[&args[..], &keys::OBJECT].concat())?;
+    Ok(fs::remove_file(zeros)?)
 }
 
 /// A disk.
@@ -112,9 +132,14 @@ impl Disk {
     fn add_first_layers(&mut self, world: &World<'_>, rng: &mut Rng, is_last: bool) -> Outcome {
         let is_other = !is_last && rng.percent(25);
         let sectors = if is_other { SECTORS / 2 + rng.below(SECTORS) } else { SECTORS };
-        let is_raw_base = !is_last && self.chain.is_empty() && rng.percent(25);
+        let has_keys = keys::secret(&world.images).is_some();
+        let is_raw_base =
+            !is_last && self.chain.is_empty() && rng.percent(if has_keys { 50 } else { 25 });
         let name = match is_last {
             true => self.first.clone(),
+            false if is_raw_base && has_keys && rng.percent(70) => {
+                format!("{}.luks", self.new_name("base"))
+            }
             false if is_raw_base => format!("{}.raw", self.new_name("base")),
             false => self.new_name("base"),
         };
@@ -122,19 +147,35 @@ impl Disk {
             self.frozen.insert(beneath.clone(), Frozen::as_now(&self.model));
         }
         let (shape, len) = (rng.choose(&SHAPES), (sectors * SECTOR as u64).to_string());
-        let mut args = vec!["create", "-q", "-f", format_of(&name)];
-        if !is_raw(&name) {
-            args.extend(["-o", shape]);
+        let is_encrypted = has_keys && rng.percent(50);
+        match format_of(&name) {
+            "luks" => create_luks(world, &name, sectors)?,
+            format => {
+                let mut args = vec!["create", "-q", "-f", format];
+                let shape =
+                    if is_encrypted { [shape, keys::OF_QCOW2].join(",") } else { shape.into() };
+                if format == "qcow2" {
+                    args.extend(["-o", &*shape]);
+                }
+                if let Some(beneath) = self.chain.last() {
+                    // Without a key QEMU could not open it.
+                    args.extend(["-u", "-b", beneath, "-F", format_of(beneath)]);
+                }
+                args.extend([&*name, &*len]);
+                world.story.tell(format_args!("  {args:?}"));
+                if is_encrypted {
+                    args.extend(keys::OBJECT);
+                }
+                foreign::img(&world.images, &args)?;
+            }
         }
-        if let Some(beneath) = self.chain.last() {
-            args.extend(["-b", beneath, "-F", format_of(beneath)]);
-        }
-        args.extend([&*name, &*len]);
-        world.story.tell(format_args!("  {args:?}"));
-        foreign::img(&world.images, &args)?;
-        if !is_raw(&name) && world.does(rng, Kind::Bitmaps, 30) {
-            // What its merges have to carry on.
-            foreign::img(&world.images, &["bitmap", "--add", &name, "changes"])?;
+        if is_qcow2(&name) && world.does(rng, Kind::Bitmaps, 30) {
+            // What its merges have to carry on. For an encrypted image QEMU would need its key.
+            let args = ["bitmap", "--add", &name, "changes"];
+            match is_encrypted {
+                true => foreign::succeeded(world.mica(&args)?)?,
+                false => foreign::img(&world.images, &args)?,
+            };
         }
         // Beyond the end of a shorter layer are zeros, whatever is below.
         self.model.resize(sectors);
@@ -183,13 +224,17 @@ impl Disk {
 
     /// Its options, as keys of a configuration.
     pub(super) fn options<'a>(&self, world: &World<'a>) -> Outcome<Vec<(&'a str, String)>> {
-        Ok(vec![
+        let mut options = vec![
             ("name", self.name.clone()),
             ("image", text(&world.images.join(&self.first))?.to_owned()),
             ("format", format_of(&self.first).to_owned()),
             (world.log_key(), text(&world.log)?.to_owned()),
             ("nbd", text(&self.socket)?.to_owned()),
-        ])
+        ];
+        if let Some(secret) = keys::secret(&world.images) {
+            options.push(("secret", text(&secret)?.to_owned()));
+        }
+        Ok(options)
     }
 
     /// What is said to a merge of noted images that are gone.
@@ -226,7 +271,10 @@ impl Disk {
         let raw = world.run.join("frozen.raw");
         let bytes = match is_raw(file) {
             true => fs::read(world.images.join(file))?,
-            false => foreign::flatten(&world.images, file, &["-U"], &raw)?,
+            false => {
+                let format = format_of(file);
+                foreign::flatten_as(&world.images, (format, file), &["-U"], &raw)?
+            }
         };
         world.counts.reads.add();
         frozen.decide(&bytes, &format!("{what}: {file}")).map(drop)
@@ -235,7 +283,7 @@ impl Disk {
     /// Nobody serves it, and it was closed: QEMU finds nothing wrong in any of its files, and reads
     /// from each what it has to hold.
     pub(super) fn look(&mut self, world: &World<'_>, what: &str) -> Outcome {
-        for file in self.chain.iter().chain(&self.clones).filter(|file| !is_raw(file)) {
+        for file in self.chain.iter().chain(&self.clones).filter(|file| is_qcow2(file)) {
             world.counts.checks.add();
             let (corruptions, leaks) = foreign::check(&world.images, file)?;
             if corruptions > 0 {

@@ -2,6 +2,8 @@
 
 use super::disk::Disk;
 use super::order::{Before, Ending, Order};
+use crate::storm::keys;
+use crate::storm::kinds::Kind;
 use crate::storm::model::Model;
 use crate::storm::parties::Party;
 use crate::storm::story::{Fault, Outcome, Wrong};
@@ -12,6 +14,9 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+
+/// The random numbers of a seed that decide only whether layers may be encrypted.
+const KEYS_PART: u64 = 1 << 33;
 
 /// All of it.
 #[derive(Debug)]
@@ -37,6 +42,9 @@ pub(super) struct Given {
 
 impl<'a> Fleet<'a> {
     pub(super) fn create(world: World<'a>, rng: &mut Rng) -> Outcome<Self> {
+        if world.does(&mut Rng::for_part(world.seed, KEYS_PART), Kind::Encrypted, 30) {
+            keys::allow(&world.images)?;
+        }
         let count = rng.choose(&[1, 1, 2, 3]);
         let disks = (0..count).map(|number| Disk::create(&world, rng, number));
         let disks = disks.collect::<Outcome<Vec<_>>>()?;
