@@ -28,6 +28,7 @@ use crate::send::{SEND_BUFS_MAX, SendParts};
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
 use std::io;
+use std::ops::ControlFlow;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -114,6 +115,9 @@ impl Uring {
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
+        if let ControlFlow::Break(outcome) = self.write_without_ring(key, op) {
+            return outcome;
+        }
         let is_direct = matches!(op, OpKind::Read { file, .. } if file.access() == Access::Direct);
         let entry = match op {
             OpKind::Read { way: Way::Thread, .. }
@@ -133,24 +137,6 @@ impl Uring {
                 opcode::Read::new(Fd(file.raw()), memory, length).offset(at).build()
             }
             OpKind::Write { file, buf, offset, done, way } => {
-                self.lone_syncs.note_write(buf.len() - *done);
-                let is_left =
-                    *done == 0 && is_fit(file, buf) && self.offload.takes(self.threads.offloaded());
-                // A short write continues below, where it is reported why it was short.
-                if *done == 0
-                    && !is_left
-                    && let Some(count) = self.in_place.write(file, buf, *offset, &mut self.offload)
-                {
-                    return Some(i32::try_from(count).expect("shorter than what is tried"));
-                }
-                if is_left {
-                    self.threads.offload(key, op);
-                    return None;
-                }
-                if *way == Way::Thread {
-                    self.threads.give_op(key, op);
-                    return None;
-                }
                 let from = resume_at(file, *done);
                 let flags = if *way == Way::Try { libc::RWF_NOWAIT } else { 0 };
                 write_entry(file, &buf[from..], *offset + from as u64).rw_flags(flags).build()
@@ -186,6 +172,30 @@ impl Uring {
             self.hold_read();
         }
         None
+    }
+
+    /// Does a write in place, or gives it to a thread. What is left to the ring continues.
+    fn write_without_ring(&mut self, key: OpKey, op: &mut OpKind) -> ControlFlow<Option<i32>> {
+        let OpKind::Write { file, buf, offset, done, way } = op else {
+            return ControlFlow::Continue(());
+        };
+        self.lone_syncs.note_write(buf.len() - *done);
+        // A short write continues elsewhere, where it is reported why it was short.
+        if *done == 0 && is_fit(file, buf) {
+            if self.offload.takes(self.threads.offloaded()) {
+                self.threads.offload(key, op);
+                return ControlFlow::Break(None);
+            }
+            if let Some(count) = self.in_place.write(file, buf, *offset, &mut self.offload) {
+                let count = i32::try_from(count).expect("shorter than what is tried");
+                return ControlFlow::Break(Some(count));
+            }
+        }
+        if *way == Way::Thread {
+            self.threads.give_op(key, op);
+            return ControlFlow::Break(None);
+        }
+        ControlFlow::Continue(())
     }
 
     /// Counts a read past the page cache that was pushed; hands them over when they are enough.
