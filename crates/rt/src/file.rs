@@ -120,7 +120,7 @@ impl File {
     /// Lets the executor make small writes to the page cache by itself, whenever `is_allowed` says
     /// so, where each would otherwise be given to a thread, and syncs while it has nothing else to
     /// do. If one of them blocks, perhaps for as long as the file system is frozen, everything on
-    /// the executor blocks with it.
+    /// the executor blocks with it. Of many at once that take long it leaves some to a thread.
     #[must_use]
     pub fn write_in_place(mut self, is_allowed: Arc<AtomicBool>) -> Self {
         self.in_place = Some(is_allowed);

@@ -19,6 +19,7 @@ use crate::forest::{ScanDepth, images_on};
 use crate::mark::{Mark, cure};
 use crate::merged::was_merged;
 use mica_block::{Error, ErrorKind, Result};
+use mica_crypt::luks::MAGIC as LUKS_MAGIC;
 use mica_qcow2_format::MAGIC;
 use mica_store::Node;
 use noted::{Found, noted_on};
@@ -280,9 +281,13 @@ fn by_layer(overlays: impl Iterator<Item = Overlay>) -> HashMap<PathBuf, Vec<Pat
 
 /// By which format an image is likely to name the one at `layer`.
 fn format_of(layer: &Path) -> &'static str {
-    let mut magic = [0; 4];
-    let read = std::fs::File::open(layer).and_then(|file| file.read_exact_at(&mut magic, 0));
-    if read.is_ok() && magic == MAGIC { "qcow2" } else { "raw" }
+    let mut start = [0; LUKS_MAGIC.len()];
+    let read = std::fs::File::open(layer).and_then(|file| file.read_exact_at(&mut start, 0));
+    match read {
+        Ok(()) if start.starts_with(&MAGIC) => "qcow2",
+        Ok(()) if start == LUKS_MAGIC => "luks",
+        _ => "raw",
+    }
 }
 
 /// Makes an image that has nothing but what it stands on.
@@ -310,6 +315,21 @@ mod tests {
 
     fn overlay(path: PathBuf, stands_on: PathBuf) -> Overlay {
         Overlay { path, stands_on, evidence: Evidence::Header }
+    }
+
+    #[test]
+    fn format_is_told_by_how_an_image_begins() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = folder.path().join("image");
+        let begins = |bytes: &[u8]| {
+            fs::write(&at, bytes).expect("written");
+            format_of(&at)
+        };
+        assert_eq!(begins(b"QFI\xfb\0\0\0\x03"), "qcow2");
+        assert_eq!(begins(b"LUKS\xba\xbe\0\x01"), "luks");
+        assert_eq!(begins(b"LUKS\xba\xbf\0\x01"), "raw");
+        assert_eq!(begins(b"QFI"), "raw");
+        assert_eq!(begins(b""), "raw");
     }
 
     #[test]

@@ -12,7 +12,7 @@ const CHANGES: [&[&str]; 5] = [
     &["amend", "-o", "lazy_refcounts=on"],
     &["resize", "--shrink"],
     &["commit"],
-    &["rebase", "-u", "-b", "vm.qcow2", "-F", "qcow2"],
+    &["rebase", "-u", "-b", "other.qcow2", "-F", "qcow2"],
     &["write"],
 ];
 
@@ -39,6 +39,7 @@ fn layers(world: &World) -> [&'static str; 3] {
 #[test]
 fn verbs_change_no_layer_of_a_disk_that_is_served() {
     let Some(world) = World::new(&[]) else { return };
+    qemu::create(world.folder(), "other.qcow2", &[], "1M");
     for layer in layers(&world) {
         let before = fs::read(world.folder().join(layer)).expect("it is there");
         for verb in CHANGES {
