@@ -171,7 +171,7 @@ impl RebaseArgs {
         if let (Some(base), [.., old, file]) = (base, &*layers)
             && position_of(slice::from_ref(old), &base.path).is_err()
         {
-            forget_overlays(old, std::slice::from_ref(file));
+            forget_overlays(old, slice::from_ref(file));
         }
         Ok(copied)
     }

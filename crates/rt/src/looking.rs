@@ -56,12 +56,13 @@ impl Drop for Looking {
 }
 
 /// Counts one more, unless there are `max` already.
-fn take(count: &AtomicUsize, max: usize) -> bool {
+pub(crate) fn take(count: &AtomicUsize, max: usize) -> bool {
     let more = |count: usize| (count < max).then_some(count + 1);
     count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
 }
 
-fn executors_max() -> usize {
+/// Half of the processors, at least one: the others are for who makes the requests.
+pub(crate) fn executors_max() -> usize {
     static MAX: OnceLock<usize> = OnceLock::new();
     *MAX.get_or_init(|| {
         std::thread::available_parallelism().map_or(1, |processors| (processors.get() / 2).max(1))

@@ -11,7 +11,7 @@
 //! - I2 Executors that began to leave writes to a thread are at most half as many as processors:
 //!   where all processors are busy, a thread more gains nothing.
 
-use std::sync::OnceLock;
+use crate::looking::{executors_max, take};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -33,14 +33,8 @@ struct Right;
 
 impl Right {
     fn take() -> Option<Self> {
-        static MAX: OnceLock<usize> = OnceLock::new();
-        let max = *MAX.get_or_init(|| {
-            std::thread::available_parallelism().map_or(1, |count| (count.get() / 2).max(1))
-        });
-        let more = |count: usize| (count < max).then_some(count + 1);
-        let taken = EXECUTORS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
         // One that is made only to be dropped would count.
-        taken.is_ok().then(|| Self)
+        take(&EXECUTORS, executors_max()).then(|| Self)
     }
 }
 
