@@ -164,16 +164,22 @@ fn verb_ends_while_the_store_is_away_and_a_guest_waits() {
     });
 }
 
+/// A store with a volume that somebody wrote and closed, and its volumes as another host sees them.
+async fn written_elsewhere() -> (MemoryObjects, Volumes) {
+    let memory = objects();
+    let volume = made(&memory, LEN).await;
+    write(&volume, 0, &[1; 4096]).await.expect("written");
+    volume.close().await.expect("closed");
+    let all = volumes(&memory, "host-2").await;
+    (memory, all)
+}
+
 /// The story: a volume was given up when its server ended, and waited on for a node that another
 /// one, which nobody gave up, was reading.
 #[test]
 fn reader_that_is_given_up_waits_for_no_other_reader_of_the_same_node() {
     run(1, async {
-        let memory = objects();
-        let volume = made(&memory, LEN).await;
-        write(&volume, 0, &[1; 4096]).await.expect("written");
-        volume.close().await.expect("closed");
-        let all = volumes(&memory, "host-2").await;
+        let (memory, all) = written_elsewhere().await;
         let heads = || all.heads(&name("web"));
         let state = heads().newest().await.expect("a head").state;
         let tree = Arc::new(Tree::new(down(&memory), 1 << 20));
@@ -202,11 +208,7 @@ fn reader_that_is_given_up_waits_for_no_other_reader_of_the_same_node() {
 #[test]
 fn node_that_is_being_read_from_a_store_that_hangs_is_not_waited_for_when_that_is_given_up() {
     run(1, async {
-        let memory = objects();
-        let volume = made(&memory, LEN).await;
-        write(&volume, 0, &[1; 4096]).await.expect("written");
-        volume.close().await.expect("closed");
-        let all = volumes(&memory, "host-2").await;
+        let (memory, all) = written_elsewhere().await;
         let heads = all.heads(&name("web"));
         let state = heads.newest().await.expect("a head").state;
         let options = FaultyOptions { hung: 1.0, ..FaultyOptions::default() };
@@ -279,11 +281,7 @@ fn put_that_the_store_denies_for_a_while_is_done_when_it_allows_it_again() {
 #[test]
 fn read_that_the_store_denies_for_a_while_is_done_for_a_guest_and_fails_a_verb() {
     run(1, async {
-        let memory = objects();
-        let volume = made(&memory, LEN).await;
-        write(&volume, 0, &[1; 4096]).await.expect("written");
-        volume.close().await.expect("closed");
-        let all = volumes(&memory, "host-2").await;
+        let (memory, all) = written_elsewhere().await;
         let heads = || all.heads(&name("web"));
         let state = heads().newest().await.expect("a head").state;
         let throttle = Throttle { served: 0, refused: 20 };
