@@ -166,6 +166,7 @@ impl<'a> Running<'a> {
             Ok(needed) => {
                 let needed = needed && !self.wants_no_calls();
                 self.batch.note_answers(needed);
+                self.attention.answered();
                 if needed {
                     self.settings.call();
                 }
