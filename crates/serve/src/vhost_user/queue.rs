@@ -47,10 +47,10 @@ use super::transfer;
 use crate::budget::Share;
 use crate::wake::{WakeSet, ones};
 use begin::Begun;
-use mica_block::{Disk, Extent, LocalFuture, Result};
+use mica_block::{Disk, Extent, LocalFuture};
 use mica_rt::{Instant, Sleep, Socket};
 use rustix::io::{Errno, ReadWriteFlags};
-use slot::{Kind, Progress, Slot};
+use slot::{Kind, Slot};
 use std::future::{Future, poll_fn};
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -114,7 +114,6 @@ async fn serve(setup: Setup, place: usize) {
         wake_set,
         slots: (0..size).map(|_| None).collect(),
         free: (0..size).rev().collect(),
-        done: Vec::new(),
         chain: Chain::default(),
         extents: Vec::new(),
         share: Share::new(&common.party, RESERVE_BYTES, BUDGET_BYTES),
@@ -226,8 +225,6 @@ struct Running<'a> {
     part_wakers: Parts,
     slots: Vec<Option<Slot<'a>>>,
     free: Vec<usize>,
-    /// Requests that were done as they began, and are not returned yet.
-    done: Vec<(Slot<'a>, Result<Progress>)>,
     /// Reused for every request.
     chain: Chain,
     /// Reused by every plan.
@@ -533,7 +530,6 @@ impl<'a> Running<'a> {
                 }
             }
         }
-        self.end_done();
         ended
     }
 
@@ -564,7 +560,6 @@ impl<'a> Running<'a> {
                 }
             }
         }
-        self.end_done();
         ended
     }
 

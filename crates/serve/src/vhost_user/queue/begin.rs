@@ -163,20 +163,10 @@ impl<'a> Running<'a> {
             }
             Poll::Ready(result) => {
                 self.free.push(index);
-                self.done.push((slot, result));
+                self.end_slot(slot, result);
                 Begun::Ended
             }
         }
-    }
-
-    /// Returns what was done as it began: all of it at once, as a driver that finds one answer at a
-    /// time makes one request at a time.
-    pub(super) fn end_done(&mut self) {
-        let mut done = std::mem::take(&mut self.done);
-        for (slot, result) in done.drain(..) {
-            self.end_slot(slot, result);
-        }
-        self.done = done;
     }
 
     /// A read of one extent into one piece is one operation; all else takes longer.
