@@ -3,9 +3,7 @@
 //! Invariants
 //! - I1 A task is polled only on its executor's thread, and by one call at a time.
 //! - I2 A wake-up is never lost: a task woken while it runs is run again.
-//! - I3 What completes as it is submitted is done then, without a turn; but only so many operations
-//!   between two turns, so that a task that makes one after the other lets others run.
-//! - I4 The executor ends only after every operation in flight completed or was cancelled, so that
+//! - I3 The executor ends only after every operation in flight completed or was cancelled, so that
 //!   the kernel never writes into freed memory.
 
 use crate::backend::{Backend, Driver};
@@ -67,16 +65,10 @@ pub(crate) struct Core {
     clock: Clock,
     pub(crate) remote: Arc<Remote>,
     pub(crate) main_woken: Cell<bool>,
-    /// How many more operations may complete as they are submitted (I3).
-    at_once_left: Cell<u32>,
 }
 
 /// Tasks run between two polls of the backend, so that a busy task does not starve completions.
 const TASKS_PER_TURN_MAX: usize = 256;
-
-/// Operations that complete as they are submitted, between two turns at most: writes of a few
-/// microseconds each.
-const AT_ONCE_MAX: u32 = 32;
 
 /// How long an executor that shuts down waits for operations that it cancelled before it leaks
 /// their memory.
@@ -96,7 +88,6 @@ impl Core {
             clock,
             remote,
             main_woken: Cell::new(true),
-            at_once_left: Cell::new(AT_ONCE_MAX),
         }))
     }
 
@@ -109,18 +100,8 @@ impl Core {
     }
 
     pub(crate) fn submit(&self, key: OpKey) {
-        let code = {
-            let mut ops = self.ops.borrow_mut();
-            self.driver.borrow_mut().submit(key, ops.kind_mut(key))
-        };
-        let Some(code) = code else { return };
-        match self.at_once_left.get().checked_sub(1) {
-            Some(left) => {
-                self.at_once_left.set(left);
-                self.finish(key, code);
-            }
-            None => self.driver.borrow_mut().complete_with_turn(key, code),
-        }
+        let mut ops = self.ops.borrow_mut();
+        self.driver.borrow_mut().submit(key, ops.kind_mut(key));
     }
 
     pub(crate) fn cancel(&self, key: OpKey) {
@@ -172,7 +153,6 @@ impl Core {
             let mut ops = self.ops.borrow_mut();
             self.driver.borrow_mut().turn(wait, &mut ops, &mut completions);
         }
-        self.at_once_left.set(AT_ONCE_MAX);
         for (key, code) in completions.drain(..) {
             self.finish(key, code);
         }
@@ -196,12 +176,7 @@ impl Core {
             ops.kind_mut(key).advance(code)
         };
         match next {
-            Next::Again => {
-                let mut driver = self.driver.borrow_mut();
-                if let Some(code) = driver.submit(key, ops.kind_mut(key)) {
-                    driver.complete_with_turn(key, code);
-                }
-            }
+            Next::Again => self.driver.borrow_mut().submit(key, ops.kind_mut(key)),
             Next::Complete(code) => {
                 let mut completed = ops.complete(key, code);
                 drop(ops);
@@ -254,7 +229,7 @@ impl Core {
                 tracing::error!(
                     "operations of an ended executor never completed: their memory is leaked"
                 );
-                // I4: what the kernel still holds must never be freed, nor its ring closed.
+                // I3: what the kernel still holds must never be freed, nor its ring closed.
                 std::mem::forget(Rc::clone(self));
                 return;
             }

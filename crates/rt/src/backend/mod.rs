@@ -83,19 +83,15 @@ impl Driver {
         }
     }
 
-    /// Begins an operation. Returns its code if it is complete already: done, or refused.
-    #[must_use = "nothing else says that it is complete"]
-    pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
-        match &mut self.kind {
+    pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) {
+        let refused = match &mut self.kind {
             Kind::Uring(uring) => uring.submit(key, op),
             Kind::Pool(pool) => pool.submit(key, op),
             Kind::Sim(sim) => sim.submit(key, op),
+        };
+        if let Some(code) = refused {
+            self.completions.push((key, code));
         }
-    }
-
-    /// The operation is complete with `code`, which its future gets with the next turn.
-    pub(crate) fn complete_with_turn(&mut self, key: OpKey, code: i32) {
-        self.completions.push((key, code));
     }
 
     pub(crate) fn cancel(&mut self, key: OpKey) {
@@ -122,8 +118,8 @@ impl Driver {
         }
     }
 
-    /// Takes back the memory of a list of completions that the caller has emptied. Those that came
-    /// in the meantime stay on the list.
+    /// Takes back the memory of a list of completions that the caller has emptied. Operations that
+    /// were refused in the meantime stay on the list.
     pub(crate) fn give_back(&mut self, mut emptied: Vec<(OpKey, i32)>) {
         emptied.append(&mut self.completions);
         self.completions = emptied;

@@ -3,15 +3,11 @@
 use crate::common::{empty_file, on_each_backend, pattern, real_backends};
 use mica_rt::{
     Access, Backend, Buf, Executor, FallocateFlags, File, fallocate, join_all, read_at, set_len,
-    sleep, spawn, sync_data, write_at, yield_now,
+    sleep, sync_data, write_at, yield_now,
 };
-use std::cell::Cell;
-use std::future::poll_fn;
 use std::io::{Read, Write};
-use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::task::Poll;
 use std::time::Duration;
 
 /// A special file, open for reading and writing.
@@ -50,35 +46,6 @@ fn in_place(path: &std::path::Path) -> Arc<File> {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let file = File::new(file.into(), Access::Buffered);
     Arc::new(file.write_in_place(Arc::new(AtomicBool::new(true))))
-}
-
-#[test]
-fn write_that_is_done_by_the_executor_needs_no_turn() {
-    let Some((path, _)) = empty_file(Access::Buffered) else { return };
-    Executor::new(Backend::Auto).unwrap().block_on(async {
-        let file = in_place(&path);
-        let mut write = Box::pin(write_at(&file, Buf::zeroed(4096), 0));
-        let done = poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await;
-        let Poll::Ready((count, _)) = done else { panic!("it is done") };
-        assert_eq!(count.unwrap(), 4096);
-    });
-}
-
-#[test]
-fn task_that_writes_all_the_time_lets_others_run() {
-    let Some((path, _)) = empty_file(Access::Buffered) else { return };
-    on_each_backend(|| async {
-        let (file, has_run) = (in_place(&path), Rc::new(Cell::new(false)));
-        let flag = Rc::clone(&has_run);
-        let other = spawn(async move { flag.set(true) });
-        let mut writes = 0;
-        while !has_run.get() {
-            write_at(&file, Buf::zeroed(4096), 0).await.0.unwrap();
-            writes += 1;
-            assert!(writes < 1000, "the other task has not run");
-        }
-        other.await;
-    });
 }
 
 /// Enough of them that the executor does some by itself.
