@@ -10,6 +10,11 @@
 //! - I5 What was read with one cipher is not returned to who has another, or none.
 //! - I6 Memory that another program may change is judged to be good, never to be damaged: that is
 //!   judged in memory of our own. A guest may have two reads in flight to the same page.
+//! - I7 A store that is far is asked to read only into memory of this module's own, which outlives
+//!   who asked: so a request of a guest can be answered, with an error, though the store hangs, and
+//!   its memory is never written after that. What a directory is asked for goes into the memory of
+//!   who asked: to that the system writes at any time until it has answered, be it from a file
+//!   system that hangs, so the answer is waited for.
 
 mod cursor;
 mod last_answer;
@@ -27,7 +32,7 @@ use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
 use crate::properties::Access;
 use crate::put::{Patience, Tries};
 use crate::state::Root;
-use last_answer::read_unless_given_up;
+use last_answer::{NO_ANSWER, read_unless_given_up};
 use mica_block::{Error, ErrorKind, IoFuture, MapStats, Object, Objects, Result};
 use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
@@ -79,6 +84,8 @@ pub(crate) struct Tree {
 
 struct Shared {
     objects: Arc<dyn Objects>,
+    /// As that says of itself.
+    is_far: bool,
     nodes: Cache<Place, Node, NodeMemory>,
     /// To the lowest directories, and to those above them.
     shortcuts: [Shortcuts; 2],
@@ -156,6 +163,7 @@ impl Tree {
         let count = usize::try_from(FRAMES_BYTES_MAX / FRAME_BYTES).expect("small");
         let frames = Cache::with_weighter(count, FRAMES_BYTES_MAX, FrameMemory);
         let shared = Arc::new(Shared {
+            is_far: objects.is_far(),
             objects,
             nodes,
             shortcuts,
@@ -304,7 +312,8 @@ impl Tree {
     }
 
     /// Whoever waits to read with this, and not with another of the same store, gets the error of
-    /// the last try from now on. What is in flight into the memory of others still ends by itself.
+    /// the last try from now on. What is in flight in a store that is not far still ends by itself
+    /// (I7).
     pub(crate) fn give_up(&self) {
         self.given_up.raise();
     }
@@ -401,9 +410,13 @@ impl Tree {
         len: usize,
         is_good: impl Fn(&[u8]) -> bool,
     ) -> Result<Buf> {
-        let what = || format!("reading {} of {}", at.extent().name(), self.shared.objects.name());
         let read = self.read_good(at, Buf::new(len), is_good);
-        read_unless_given_up(&self.given_up, read, what).await
+        if let Some((result, buf)) = read_unless_given_up(&self.given_up, read).await {
+            return result.map(|()| buf);
+        }
+        let (extent, store) = (at.extent().name(), self.shared.objects.name());
+        let what = format!("reading {extent} of {store}: {NO_ANSWER}");
+        Err(Error::new(ErrorKind::Io, what))
     }
 
     /// Fills `buf` with consecutive blocks: those at `places`, each of which [`follows`] the one
@@ -457,10 +470,11 @@ impl Tree {
     }
 
     /// Begins to fill `buf` from `first` on, for a caller that compares the sums. Gives it back if
-    /// there is more to do: the blocks are in a frame or encrypted, or may be held for boots.
+    /// there is more to do: the blocks are in a frame or encrypted, or may be held for boots, or the
+    /// store is far.
     pub(crate) fn begin_plain(&self, first: Place, buf: Buf) -> std::result::Result<IoFuture, Buf> {
         let is_plain = matches!(self.access, Access::Plain) && first.frame().is_none();
-        match is_plain && self.chunks.is_none() {
+        match is_plain && self.chunks.is_none() && !self.shared.is_far {
             true => Ok(self.object(first.extent()).read_at(buf, first.offset())),
             false => Err(buf),
         }
@@ -598,7 +612,10 @@ impl Tree {
         let mut tries = Tries::new(self.patience);
         let mut failing = None;
         loop {
-            let (result, back) = object.read_at(buf, offset).await;
+            let (result, back) = match self.shared.is_far {
+                true => self.read_apart(&*object, buf, offset).await,
+                false => object.read_at(buf, offset).await,
+            };
             buf = back;
             let Err(error) = result else { return (Ok(()), buf) };
             let name = extent.name();
@@ -615,6 +632,24 @@ impl Tree {
                 Some(Err(error)) => return (Err(error), buf),
                 None => return (Err(last.wrap(doing())), buf),
             }
+        }
+    }
+
+    /// Fills `buf` by way of memory of its own (I7); gives it back in any case.
+    async fn read_apart(
+        &self,
+        object: &dyn Object,
+        mut buf: Buf,
+        offset: u64,
+    ) -> (Result<()>, Buf) {
+        let read = object.read_at(Buf::new(buf.len()), offset);
+        match read_unless_given_up(&self.given_up, read).await {
+            Some((Ok(()), own)) => {
+                buf.put(0, &own);
+                (Ok(()), buf)
+            }
+            Some((Err(error), _)) => (Err(error), buf),
+            None => (Err(Error::new(ErrorKind::Io, NO_ANSWER)), buf),
         }
     }
 
