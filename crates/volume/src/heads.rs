@@ -195,7 +195,7 @@ impl Heads {
     /// `Invalid` if there is one of this name; otherwise what the store reports.
     pub(crate) async fn create(&self, state: State, properties: Properties) -> Result<Head> {
         let head = self.head(0, self.environment.random(), Life::Closed, state);
-        self.begin(Head { properties, ..head }).await
+        self.begin(async || Ok(Head { properties, ..head.clone() })).await
     }
 
     /// As [`Self::create`], of a volume whose content follows: it is open from the beginning, under
@@ -209,13 +209,17 @@ impl Heads {
         properties: Properties,
     ) -> Result<Head> {
         let volume = self.environment.random();
-        let life = Life::Open { writer: self.claim(volume, Named::Nowhere).await?, sequence: 0 };
-        let head = self.head(0, volume, life, state);
-        self.begin(Head { properties, is_unfinished: true, ..head }).await
+        let first = async || {
+            let writer = self.claim(volume, Named::Nowhere).await?;
+            let head = self.head(0, volume, Life::Open { writer, sequence: 0 }, state);
+            Ok(Head { properties, is_unfinished: true, ..head })
+        };
+        self.begin(first).await
     }
 
-    /// Makes the volume with this head as its first, which gets a number.
-    async fn begin(&self, mut head: Head) -> Result<Head> {
+    /// Makes the volume with what `first` makes as its first head, which gets a number. That is
+    /// asked only once the name is known to be free: it may put something.
+    async fn begin(&self, first: impl AsyncFn() -> Result<Head>) -> Result<Head> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
             if before.as_ref().is_some_and(|head| head.life != Life::Deleted) {
@@ -226,6 +230,7 @@ impl Heads {
             head.number = before.map_or(Ok(0), |head| self.number_after(&head))?;
             // Of a put that lost nobody must take the next one for it.
             head.nonce = self.environment.random();
+            let mut head = first().await?;
             if self.put_highest(&head).await? {
                 return Ok(head);
             }

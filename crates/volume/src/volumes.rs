@@ -126,20 +126,6 @@ impl Volumes {
         environment: Environment,
         cache_bytes: u64,
     ) -> Result<Self> {
-        Self::open_or_make_if(objects, environment, cache_bytes, async || Ok(())).await
-    }
-
-    /// As [`Self::open_or_make`]; an empty store becomes one of volumes only if `check` has nothing
-    /// against it, which is asked before anything is put: what is there is taken for good.
-    ///
-    /// # Errors
-    /// As there; as `check`.
-    pub async fn open_or_make_if(
-        objects: Arc<dyn Objects>,
-        environment: Environment,
-        cache_bytes: u64,
-        check: impl AsyncFn() -> Result<()>,
-    ) -> Result<Self> {
         loop {
             if let Some(store) = stored_id(&*objects).await? {
                 return Ok(Self::with_id(objects, environment, cache_bytes, store));
@@ -156,7 +142,6 @@ impl Volumes {
                 );
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
-            check().await?;
             let new = Buf::from_slice(&store::encode(environment.random()));
             // Whoever was faster made the store.
             match put(&*objects, &names::format(), new, Patience::VERB).await? {

@@ -10,7 +10,6 @@ use super::machine::host;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_rt::join_two;
 use mica_volume::{
     Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Volume, VolumeInfo,
     VolumeKey, VolumeName, Volumes, Writer,
@@ -155,7 +154,7 @@ impl Stores {
             check_key(store.check_readable(&url.name).await?.properties.key().is_some())?;
             return Ok(Arc::new(volumes.open_readable(&url.name).await?));
         }
-        let mut locked = store.locked_to_put(&url.name, options.force).await?;
+        let mut locked = store.locked(&url.name, options.force).await?;
         check_key(locked.is_encrypted).inspect_err(|_| locked.give_back())?;
         if !matches!(options.access, VolumeAccess::Import(_)) {
             locked.check_whole(&url.name).inspect_err(|_| locked.give_back())?;
@@ -252,9 +251,9 @@ impl Store {
     ///
     /// # Errors
     /// `Denied` if another process of this machine has it open, or it is part of an image;
-    /// `Unsupported` if the store breaks its promises; otherwise what it reports.
+    /// otherwise what the store reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
-        let locked = self.locked_to_put(name, false).await?;
+        let locked = self.locked(name, false).await?;
         self.settle_locked(name, locked).await
     }
 
@@ -297,7 +296,6 @@ impl Store {
         key: Option<Arc<VolumeKey>>,
         new: NewVolume,
     ) -> Result<[u8; 16]> {
-        self.check_promises().await?;
         let volumes = self.volumes().with_key(key);
         let Some(directory) = self.directory() else {
             return volumes.create_unfinished(name, len, new).await;
@@ -344,10 +342,9 @@ impl Store {
     /// `NotFound` if there is none; `Denied` if somebody has it open; `Corrupt` if its newest head
     /// is damaged, without force.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
-        let mut locked = match self.locked_to_put(name, force).await {
+        let mut locked = match self.locked(name, force).await {
             // Nobody can say who has it, and nobody can go on with it.
             Err(error) if force && error.kind() == ErrorKind::Corrupt => {
-                self.check_promises().await?;
                 return self.volumes().delete(name, Claimed::TakeOver).await;
             }
             locked => locked?,
@@ -371,24 +368,6 @@ impl Store {
             self.volumes().delete(name, claimed).await
         };
         self.asking_again(name, locked, delete).await
-    }
-
-    /// As [`Self::locked`], for who is about to put something: whether the store keeps its promises
-    /// is found out meanwhile.
-    ///
-    /// # Errors
-    /// As there, and as [`Self::check_promises`].
-    pub(super) async fn locked_to_put(&self, name: &VolumeName, force: bool) -> Result<Locked> {
-        let (kept, locked) = join_two(self.check_promises(), self.locked(name, force)).await;
-        match (kept, locked) {
-            (Ok(()), locked) => locked,
-            (Err(error), locked) => {
-                if let Ok(mut locked) = locked {
-                    locked.give_back();
-                }
-                Err(error)
-            }
-        }
     }
 
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.

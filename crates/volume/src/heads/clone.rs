@@ -38,7 +38,8 @@ impl Heads {
         let volume = self.environment.random();
         let head = self.head(0, volume, Life::Pinned, state);
         let (image, origin) = (Some(image), Some(origin));
-        self.begin(Head { properties, image, origin, ..head }).await
+        let head = Head { properties, image, origin, ..head };
+        self.begin(async || Ok(head.clone())).await
     }
 
     /// Makes a volume of a pinned clone, if the source still had what it was made of, or otherwise
