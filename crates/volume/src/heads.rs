@@ -17,6 +17,7 @@ mod clone;
 mod counting;
 mod highest;
 mod rekey;
+mod seen;
 mod shut_out;
 mod take_back;
 #[cfg(test)]
@@ -34,6 +35,8 @@ use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::{Buf, join_two};
 use std::sync::Arc;
+
+pub use seen::Seen;
 
 /// Heads that one call puts against others at most: each that fails means that somebody else made
 /// one.
@@ -227,10 +230,10 @@ impl Heads {
                 let what = format!("there is a volume {name} in {store} already");
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
+            let mut head = first().await?;
             head.number = before.map_or(Ok(0), |head| self.number_after(&head))?;
             // Of a put that lost nobody must take the next one for it.
             head.nonce = self.environment.random();
-            let mut head = first().await?;
             if self.put_highest(&head).await? {
                 return Ok(head);
             }
@@ -238,25 +241,34 @@ impl Heads {
         Err(self.too_busy())
     }
 
-    /// Opens the volume for a new writer.
+    /// Opens the volume for a new writer, going on from `seen` if that is its newest head.
     ///
     /// # Errors
     /// `Denied` if another writer has it, or it is meant for another host, and it is to be left;
     /// otherwise what `log` or the store reports.
-    pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
+    pub(crate) async fn open(
+        &self,
+        claimed: Claimed,
+        mut seen: Option<Head>,
+        log: &mut impl LocalLog,
+    ) -> Result<Owned> {
+        if let Some(head) = &seen
+            && self.admitted(claimed, head, log).await.is_err()
+        {
+            seen = None;
+        }
         for _ in 0..ROUNDS_MAX {
             // Only claims have to be looked at after the head was (I3).
-            let (before, boundary) = join_two(self.newest(), self.seen_boundary()).await;
-            let before = before?;
-            claimed.check_still(&self.name, &before)?;
+            let (before, boundary) = match seen.take() {
+                Some(head) => (head, self.seen_boundary().await),
+                None => {
+                    let (head, boundary) = join_two(self.newest(), self.seen_boundary()).await;
+                    let head = head?;
+                    self.admitted(claimed, &head, log).await?;
+                    (head, boundary)
+                }
+            };
             let claimed = claimed.at(&before);
-            if !matches!(claimed, Claimed::JustMade(_)) || before.life == Life::Pinned {
-                self.check_ready(&before)?;
-            }
-            if !log.is_of(&before) {
-                self.check_claim(claimed, &before)?;
-            }
-            log.admit(&before).await?;
             let writer = self.claim_above(boundary?, before.volume, log.names()).await?;
             if claimed == Claimed::TakeOver {
                 self.shut_out(&before).await;
@@ -270,6 +282,19 @@ impl Heads {
             }
         }
         Err(self.too_busy())
+    }
+
+    /// Checks that the volume may be opened as long as it has this head.
+    async fn admitted(&self, claimed: Claimed, head: &Head, log: &mut impl LocalLog) -> Result<()> {
+        claimed.check_still(&self.name, head)?;
+        let claimed = claimed.at(head);
+        if !matches!(claimed, Claimed::JustMade(_)) || head.life == Life::Pinned {
+            self.check_ready(head)?;
+        }
+        if !log.is_of(head) {
+            self.check_claim(claimed, head)?;
+        }
+        log.admit(head).await
     }
 
     /// Deletes the volume. What only it had is found by collection.

@@ -69,6 +69,7 @@ mod tenure;
 #[cfg(test)]
 mod testing;
 mod tree;
+mod turn;
 mod usage;
 mod volume;
 mod volumes;
@@ -81,7 +82,7 @@ pub use crypt::{KeyName, VolumeKey};
 pub use environment::Environment;
 pub use format::Id;
 pub use format::origin::Origin;
-pub use heads::Claimed;
+pub use heads::{Claimed, Seen};
 pub use keep::{Keep, SnapshotPer};
 pub use log::{DropLog, Found, Log, LogDevice, LogSummary, NotPushed, Record, Room, Ticket};
 pub use mica_block::{SnapshotInfo, Which};

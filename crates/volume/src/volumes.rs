@@ -13,7 +13,7 @@ use crate::format::Id;
 use crate::format::head::{Head, Life};
 use crate::format::origin::Origin;
 use crate::format::store::{self, STORE_BYTES};
-use crate::heads::{Claimed, Heads, check_host};
+use crate::heads::{Claimed, Heads, Seen, check_host};
 use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening, Purpose};
 use crate::place::Writer;
@@ -339,13 +339,22 @@ impl Volumes {
     /// # Errors
     /// `NotFound` if there is none, `Corrupt` if its newest head is damaged.
     pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
-        let head = self.heads(name).newest().await?;
+        self.look(name).await.map(|(info, _)| info)
+    }
+
+    /// As [`Self::info`], for who may open the volume next: the head is not read again then.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn look(&self, name: &VolumeName) -> Result<(VolumeInfo, Seen)> {
+        let seen = self.heads(name).look().await?;
+        let head = seen.head().clone();
         let writer = head.writer();
         let open_on = writer.map(|_| head.host.clone());
         let is_ready = head.life != Life::Pinned && !head.is_unfinished;
         let log = head.log.filter(|_| open_on.is_some());
         let heir = Some(head.heir).filter(|_| head.life == Life::HandedOver);
-        Ok(VolumeInfo {
+        let info = VolumeInfo {
             name: name.clone(),
             volume: head.volume,
             head: head.number,
@@ -357,7 +366,8 @@ impl Volumes {
             heir,
             is_ready,
             origin: head.origin,
-        })
+        };
+        Ok((info, seen))
     }
 
     /// What a volume was cloned from, with what became of that; `None` if it is no clone, or one
@@ -388,9 +398,13 @@ impl Volumes {
     ///
     /// # Errors
     /// As [`Self::open_volume`].
-    pub async fn open_without_blocks(&self, name: &VolumeName, claimed: Claimed) -> Result<Volume> {
+    pub async fn open_without_blocks(
+        &self,
+        name: &VolumeName,
+        opening: impl Into<Opening>,
+    ) -> Result<Volume> {
         let (tree, heads) = (self.disk_tree(), self.heads(name));
-        let opened = opening::open(tree, heads, &claimed.into(), (Purpose::Snapshots, 0)).await?;
+        let opened = opening::open(tree, heads, &opening.into(), (Purpose::Snapshots, 0)).await?;
         Ok(Volume::of(opened))
     }
 

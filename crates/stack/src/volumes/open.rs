@@ -11,8 +11,8 @@ use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_volume::{
-    Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Volume, VolumeInfo,
-    VolumeKey, VolumeName, Volumes, Writer,
+    Claimed, Durability, Keep, LogDevice, NewVolume, Opening, Seen, SnapshotPer, Volume,
+    VolumeInfo, VolumeKey, VolumeName, Volumes, Writer,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -86,6 +86,8 @@ pub(super) struct Locked {
     /// Whether it was handed over to a host that has not opened it yet.
     is_handed: bool,
     is_encrypted: bool,
+    /// The head that says all this, for who opens the volume next.
+    seen: Seen,
 }
 
 impl Locked {
@@ -103,6 +105,10 @@ impl Locked {
             (Standing::Abandoned, Some(dead)) => Claimed::TakeOverOf(dead),
             _ => Claimed::OnlyIfClosed,
         }
+    }
+
+    fn opening(&self, claimed: Claimed) -> Opening {
+        Opening { seen: Some(self.seen.clone()), ..claimed.into() }
     }
 
     /// Checks that the volume is complete, and not the beginning of an import.
@@ -216,7 +222,7 @@ async fn open_locked(
     let log_place = options.log.as_ref().map(|place| absolute(&place.path));
     let log_place = log_place.map(|path| path.display().to_string());
     let snapshot_per = options.snapshot_per;
-    let opening = Opening { claimed, log, log_place, durability, snapshot_per };
+    let opening = Opening { log, log_place, durability, snapshot_per, ..locked.opening(claimed) };
     // Of one that may be alive the file goes on to say what it says.
     if options.force || locked.standing != Standing::Open {
         locked.sign(locked.left(), is_import)?;
@@ -271,7 +277,10 @@ impl Store {
         if needs_head {
             let open = async |locked: &Locked| match locked.left() {
                 Some(left) => Err(needs_log(name, left)),
-                None => self.volumes().open_without_blocks(name, locked.claimed()).await,
+                None => {
+                    let opening = locked.opening(locked.claimed());
+                    self.volumes().open_without_blocks(name, opening).await
+                }
             };
             self.asking_again(name, &mut locked, open).await?.close().await?;
             locked.dead.iter().for_each(AliveNote::forget);
@@ -381,8 +390,8 @@ impl Store {
             Some(directory) => Some(VolumeLock::take(directory, name).await?),
             None => None,
         };
-        match self.volumes().info(name).await {
-            Ok(info) => Ok(self.standing_of(info, lock).await),
+        match self.volumes().look(name).await {
+            Ok(found) => Ok(self.standing_of(found, lock).await),
             Err(error) => {
                 lock.iter_mut().for_each(VolumeLock::give_back);
                 if let Some(lock) = lock.filter(|_| error.kind() == ErrorKind::NotFound) {
@@ -394,7 +403,11 @@ impl Store {
     }
 
     /// Who has a volume, of which this is the `lock`, if it is on this machine.
-    async fn standing_of(&self, info: VolumeInfo, lock: Option<VolumeLock>) -> Locked {
+    async fn standing_of(
+        &self,
+        (info, seen): (VolumeInfo, Seen),
+        lock: Option<VolumeLock>,
+    ) -> Locked {
         // Asked after the head was read: who has passed the lock by since is not in that.
         let is_dead = |host: &str| lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
         let dead = self.dead_writer(&info).await;
@@ -407,7 +420,7 @@ impl Store {
         let VolumeInfo { volume, head, writer, log, heir, properties, .. } = info;
         let (log, is_handed) = (log.map(PathBuf::from), heir.is_some());
         let is_encrypted = properties.key().is_some();
-        Locked { lock, standing, dead, volume, head, writer, log, is_handed, is_encrypted }
+        Locked { lock, standing, dead, volume, head, writer, log, is_handed, is_encrypted, seen }
     }
 
     /// Opens a volume that is `locked` for writing.
@@ -450,9 +463,9 @@ impl Store {
     async fn is_abandoned_since(&self, name: &VolumeName, locked: &mut Locked) -> bool {
         let before = (locked.volume, locked.writer);
         // What was refused first is the error to report.
-        let Ok(info) = self.volumes().info(name).await else { return false };
+        let Ok(found) = self.volumes().look(name).await else { return false };
         let Some(lock) = locked.lock.take() else { return false };
-        *locked = self.standing_of(info, Some(lock)).await;
+        *locked = self.standing_of(found, Some(lock)).await;
         let is_another = locked.volume == before.0 && locked.writer != before.1;
         is_another && locked.standing == Standing::Abandoned
     }
