@@ -223,6 +223,16 @@ impl Heads {
     /// Makes the volume with what `first` makes as its first head, which gets a number. That is
     /// asked only once the name is known to be free: it may put something.
     async fn begin(&self, first: impl AsyncFn() -> Result<Head>) -> Result<Head> {
+        self.begin_and(first, async || ()).await.map(|(head, ())| head)
+    }
+
+    /// As [`Self::begin`]; does `act` once the head is put, and while it is looked whether it is the
+    /// highest.
+    async fn begin_and<T>(
+        &self,
+        first: impl AsyncFn() -> Result<Head>,
+        act: impl AsyncFn() -> T,
+    ) -> Result<(Head, T)> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
             if before.as_ref().is_some_and(|head| head.life != Life::Deleted) {
@@ -234,8 +244,12 @@ impl Heads {
             head.number = before.map_or(Ok(0), |head| self.number_after(&head))?;
             // Of a put that lost nobody must take the next one for it.
             head.nonce = self.environment.random();
-            if self.put_highest(&head).await? {
-                return Ok(head);
+            if self.put_next(&head).await? == Put::Exists {
+                continue;
+            }
+            let (is_highest, done) = join_two(self.is_highest(&head), act()).await;
+            if is_highest? {
+                return Ok((head, done));
             }
         }
         Err(self.too_busy())
@@ -510,17 +524,21 @@ impl Heads {
     /// Puts a head; false if it is not the highest then. Others may have gone on meanwhile so far
     /// that the head of this number was collected: ours means nothing then.
     async fn put_highest(&self, head: &Head) -> Result<bool> {
+        if self.put_next(head).await? == Put::Exists {
+            return Ok(false);
+        }
+        self.is_highest(head).await
+    }
+
+    /// Puts a head, which may not be the highest then.
+    async fn put_next(&self, head: &Head) -> Result<Put> {
         let (name, content) = self.as_object(head);
         let durable = match head.life {
             // See `clone`.
             Life::Pinned => Durable::WithNext,
             _ => Durable::Now,
         };
-        let putting = put_as(&*self.objects, &name, (content, durable), Patience::VERB);
-        if putting.await? == Put::Exists {
-            return Ok(false);
-        }
-        self.is_highest(head).await
+        put_as(&*self.objects, &name, (content, durable), Patience::VERB).await
     }
 
     /// A head that follows `before`.

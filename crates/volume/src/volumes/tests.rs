@@ -3,7 +3,7 @@
 use super::*;
 use crate::collect::CollectOptions;
 use crate::testing::{environment, memory, name, read, run, write};
-use mica_block::{Disk, Manage};
+use mica_block::{Disk, Manage, Which};
 use mica_rt::now;
 use mica_store::object::MemoryObjects;
 use std::time::Duration;
@@ -143,5 +143,24 @@ fn making_a_volume_waits_for_three_answers_and_for_a_claim_if_content_follows() 
         let new = NewVolume::default();
         let (_, trips) = counted(volumes.create_unfinished(&name("copy"), LEN, new)).await;
         assert_eq!(trips, 3 + 4, "the boundaries, the claims, the claim, and the boundaries");
+    });
+}
+
+/// The story: each step of a clone was waited for by itself, and the head of its source read again
+/// that was the newest still.
+#[test]
+fn clone_looks_back_at_its_source_while_it_looks_at_its_own_head() {
+    run(6, async {
+        let memory = memory();
+        let here = near(&memory).await;
+        here.create(&name("web"), LEN).await.expect("made");
+        let which =
+            Which::Number(here.take_snapshot(&name("web"), "").await.expect("taken").number);
+        let volumes = far(&memory).await;
+        let (web, copy) = (name("web"), name("copy"));
+        let ((), trips) = counted(volumes.clone_volume(&web, Some(&which), &copy)).await;
+        // The source's heads, the newest of them, the snapshot in its map; the clone's heads, the
+        // first, a look above it and at the source, the second, and a look above that.
+        assert_eq!(trips, 2 + 2 + 5);
     });
 }
