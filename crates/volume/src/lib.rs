@@ -95,4 +95,4 @@ pub use state::{Root, State};
 pub use stream::{ReceiveOptions, Received, Sent};
 pub use usage::{Held, SnapshotUsage, Usage, VolumeUsage};
 pub use volume::Volume;
-pub use volumes::{Listed, VolumeInfo, Volumes};
+pub use volumes::{Listed, VolumeInfo, Volumes, check_len};

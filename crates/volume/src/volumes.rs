@@ -267,13 +267,7 @@ impl Volumes {
 
     /// That of a volume of `len` bytes that reads as zeros.
     fn first_state(&self, len: u64) -> Result<State> {
-        if len == 0 || !State::is_len(len) {
-            let most = State::LEN_MAX;
-            let what = format!(
-                "a volume must be a whole number of sectors, up to {most} bytes, not {len}"
-            );
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
+        check_len(len)?;
         Ok(State { time_ns: self.environment.now_ns(), ..State::empty(len) })
     }
 
@@ -469,6 +463,19 @@ impl Volumes {
             name: name.clone(),
         }
     }
+}
+
+/// Checks that a volume can have `len` bytes: for who would otherwise make a store first.
+///
+/// # Errors
+/// `Invalid` if none can.
+pub fn check_len(len: u64) -> Result<()> {
+    if len > 0 && State::is_len(len) {
+        return Ok(());
+    }
+    let most = State::LEN_MAX;
+    let what = format!("a volume must be a whole number of sectors, up to {most} bytes, not {len}");
+    Err(Error::new(ErrorKind::Invalid, what))
 }
 
 /// Checks that there are no volumes where nothing says that there is a store.

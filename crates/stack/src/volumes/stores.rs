@@ -291,7 +291,10 @@ fn missing(path: &Path, error: Error) -> Error {
     }
     let parent = path.parent().filter(|parent| !parent.is_dir());
     let folder = parent.map_or_else(|| path.to_owned(), PathBuf::from);
-    let what = format!("there is no directory {}", folder.display());
+    let what = match folder.exists() {
+        true => format!("{} is a file, and no directory", folder.display()),
+        false => format!("there is no directory {}", folder.display()),
+    };
     Error::new(ErrorKind::NotFound, what)
 }
 
