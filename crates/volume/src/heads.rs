@@ -226,8 +226,8 @@ impl Heads {
         self.begin_and(first, async || ()).await.map(|(head, ())| head)
     }
 
-    /// As [`Self::begin`]; does `act` once the head is put, and while it is looked whether it is the
-    /// highest.
+    /// As [`Self::begin`]; does `act` once the head is put, and while it is looked whether it is
+    /// the highest.
     async fn begin_and<T>(
         &self,
         first: impl AsyncFn() -> Result<Head>,

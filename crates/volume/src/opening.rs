@@ -35,7 +35,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct Opening {
     /// What to do if another writer has it.
     pub claimed: Claimed,
-    /// Its newest head, if that was just read ([`crate::Volumes::look`]): it saves reading it again.
+    /// Its newest head, if that was just read ([`crate::Volumes::look`]): no other read is needed.
     pub seen: Option<Seen>,
     /// The log of this machine, which makes what is acknowledged survive the death of the process.
     pub log: Option<Arc<LogDevice>>,

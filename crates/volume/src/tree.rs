@@ -18,6 +18,7 @@
 
 mod cursor;
 mod last_answer;
+mod object;
 mod shortcuts;
 
 pub(crate) use cursor::Cursor;
@@ -30,7 +31,7 @@ use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::frames;
 use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
 use crate::properties::Access;
-use crate::put::{Patience, Tries};
+use crate::put::Patience;
 use crate::state::Root;
 use last_answer::{NO_ANSWER, read_unless_given_up};
 use mica_block::{Error, ErrorKind, IoFuture, MapStats, Object, Objects, Result};
@@ -101,22 +102,6 @@ struct Shared {
     /// Of each image of which a volume is open.
     boots: Mutex<HashMap<Id, Weak<Chunks>>>,
     ahead: Arc<Ahead>,
-}
-
-/// Counts a read that is tried again, until it is dropped.
-struct Failing<'a>(&'a AtomicU64);
-
-impl<'a> Failing<'a> {
-    fn new(count: &'a AtomicU64) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(count)
-    }
-}
-
-impl Drop for Failing<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 /// The nodes of an extent that is being put.
@@ -470,8 +455,8 @@ impl Tree {
     }
 
     /// Begins to fill `buf` from `first` on, for a caller that compares the sums. Gives it back if
-    /// there is more to do: the blocks are in a frame or encrypted, or may be held for boots, or the
-    /// store is far.
+    /// there is more to do: the blocks are in a frame or encrypted, or may be held for boots, or
+    /// the store is far.
     pub(crate) fn begin_plain(&self, first: Place, buf: Buf) -> std::result::Result<IoFuture, Buf> {
         let is_plain = matches!(self.access, Access::Plain) && first.frame().is_none();
         match is_plain && self.chunks.is_none() && !self.shared.is_far {
@@ -603,54 +588,6 @@ impl Tree {
         let read = async |buf, offset| self.read_object(extent, buf, offset).await;
         chunks.load((extent, bytes), &read).await?;
         Ok(has_room)
-    }
-
-    /// Fills `buf` from `offset` of an extent on.
-    async fn read_object(&self, extent: ExtentId, mut buf: Buf, offset: u64) -> (Result<()>, Buf) {
-        let object = self.object(extent);
-        let objects = &self.shared.objects;
-        let mut tries = Tries::new(self.patience);
-        let mut failing = None;
-        loop {
-            let (result, back) = match self.shared.is_far {
-                true => self.read_apart(&*object, buf, offset).await,
-                false => object.read_at(buf, offset).await,
-            };
-            buf = back;
-            let Err(error) = result else { return (Ok(()), buf) };
-            let name = extent.name();
-            // The map names it, so it has to be there.
-            if error.kind() == ErrorKind::NotFound {
-                let what = format!("{name} is missing from {}", objects.name());
-                return (Err(Error::new(ErrorKind::Corrupt, what)), buf);
-            }
-            failing.get_or_insert_with(|| Failing::new(&self.shared.failing));
-            let doing = || format!("reading {name} of {}", objects.name());
-            let last = error.clone();
-            match self.given_up.unless_raised(tries.pause(error, doing)).await {
-                Some(Ok(())) => {}
-                Some(Err(error)) => return (Err(error), buf),
-                None => return (Err(last.wrap(doing())), buf),
-            }
-        }
-    }
-
-    /// Fills `buf` by way of memory of its own (I7); gives it back in any case.
-    async fn read_apart(
-        &self,
-        object: &dyn Object,
-        mut buf: Buf,
-        offset: u64,
-    ) -> (Result<()>, Buf) {
-        let read = object.read_at(Buf::new(buf.len()), offset);
-        match read_unless_given_up(&self.given_up, read).await {
-            Some((Ok(()), own)) => {
-                buf.put(0, &own);
-                (Ok(()), buf)
-            }
-            Some((Err(error), _)) => (Err(error), buf),
-            None => (Err(Error::new(ErrorKind::Io, NO_ANSWER)), buf),
-        }
     }
 
     fn object(&self, extent: ExtentId) -> Arc<dyn Object> {

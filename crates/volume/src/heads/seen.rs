@@ -1,8 +1,8 @@
 //! A head that was read by whoever is about to open its volume, so that it is not read again.
 //!
 //! Invariants
-//! - I1 It is a guess. It opens the volume only if it is the newest still, which the put of the next
-//!   head decides, as always; and it refuses nothing: what it would refuse is looked at again.
+//! - I1 It is a guess. It opens the volume only if it is the newest still, which the put of the
+//!   next head decides, as always; and it refuses nothing: what it would refuse is looked at again.
 //! - I2 With a log, one counts only if it was read while this process had that log already.
 //!   Otherwise another process may have gone on with the volume and the log in between, and what
 //!   the log has now would be judged by a head from before.

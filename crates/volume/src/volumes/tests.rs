@@ -63,7 +63,8 @@ fn opening_for_writing_waits_for_eight_answers_and_for_three_more_to_fence() {
     });
 }
 
-/// The story: a verb, or a server, looked who had a volume, and its opening read the same head again.
+/// The story: a verb, or a server, looked who had a volume, and its opening read the same head
+/// again.
 #[test]
 fn opening_that_goes_on_from_a_head_which_was_seen_does_not_read_it_again() {
     run(4, async {
