@@ -77,7 +77,7 @@ fn length_that_no_volume_has_makes_no_store() {
         &["create", &store.volume("web"), "512T"],
         &["import", "--format", "raw", &image, &store.volume("web")],
     ] {
-        let refusal = run(words).refusal();
+        let refusal = run(words.iter().copied()).refusal();
         assert!(refusal.contains("whole number of sectors"), "{refusal}");
         assert!(!store.folder().join("store").exists(), "{words:?}");
     }
