@@ -135,6 +135,12 @@ pub trait Objects: Send + Sync {
     /// The store's name in messages: its URL without secrets.
     fn name(&self) -> String;
 
+    /// Whether answers come over a network, from a service that may hang, into memory that a copy
+    /// puts in its place. Of a read that is not answered in time, whoever asked for it may then be
+    /// answered without it, if it has memory of its own. Otherwise the system itself writes into
+    /// that memory, at any time before it answers.
+    fn is_far(&self) -> bool;
+
     /// The object `name`, to be read. Does no I/O: whether it exists shows when it is read.
     fn open(&self, name: &ObjectName) -> Arc<dyn Object>;
 

@@ -295,6 +295,10 @@ impl Objects for Pool {
         self.shared.name.clone()
     }
 
+    fn is_far(&self) -> bool {
+        true
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         Arc::new(PoolObject { shared: Arc::clone(&self.shared), name: name.clone() })
     }

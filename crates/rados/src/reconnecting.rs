@@ -111,6 +111,10 @@ impl Objects for ReconnectingPool {
         self.inner.current().name()
     }
 
+    fn is_far(&self) -> bool {
+        true
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         Arc::new(PoolObject { inner: Arc::clone(&self.inner), name: name.clone() })
     }

@@ -245,6 +245,10 @@ impl Objects for Bucket {
         self.shared.name.clone()
     }
 
+    fn is_far(&self) -> bool {
+        true
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         Arc::new(BucketObject { shared: Arc::clone(&self.shared), name: name.clone() })
     }

@@ -154,6 +154,10 @@ mod tests {
             self.inner.name()
         }
 
+        fn is_far(&self) -> bool {
+            self.inner.is_far()
+        }
+
         fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
             self.inner.open(name)
         }

@@ -17,6 +17,7 @@ mod clone;
 mod counting;
 mod highest;
 mod rekey;
+mod seen;
 mod shut_out;
 mod take_back;
 #[cfg(test)]
@@ -34,6 +35,8 @@ use crate::state::State;
 use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::{Buf, join_two};
 use std::sync::Arc;
+
+pub use seen::Seen;
 
 /// Heads that one call puts against others at most: each that fails means that somebody else made
 /// one.
@@ -195,7 +198,7 @@ impl Heads {
     /// `Invalid` if there is one of this name; otherwise what the store reports.
     pub(crate) async fn create(&self, state: State, properties: Properties) -> Result<Head> {
         let head = self.head(0, self.environment.random(), Life::Closed, state);
-        self.begin(Head { properties, ..head }).await
+        self.begin(async || Ok(Head { properties, ..head.clone() })).await
     }
 
     /// As [`Self::create`], of a volume whose content follows: it is open from the beginning, under
@@ -209,13 +212,27 @@ impl Heads {
         properties: Properties,
     ) -> Result<Head> {
         let volume = self.environment.random();
-        let life = Life::Open { writer: self.claim(volume, Named::Nowhere).await?, sequence: 0 };
-        let head = self.head(0, volume, life, state);
-        self.begin(Head { properties, is_unfinished: true, ..head }).await
+        let first = async || {
+            let writer = self.claim(volume, Named::Nowhere).await?;
+            let head = self.head(0, volume, Life::Open { writer, sequence: 0 }, state);
+            Ok(Head { properties, is_unfinished: true, ..head })
+        };
+        self.begin(first).await
     }
 
-    /// Makes the volume with this head as its first, which gets a number.
-    async fn begin(&self, mut head: Head) -> Result<Head> {
+    /// Makes the volume with what `first` makes as its first head, which gets a number. That is
+    /// asked only once the name is known to be free: it may put something.
+    async fn begin(&self, first: impl AsyncFn() -> Result<Head>) -> Result<Head> {
+        self.begin_and(first, async || ()).await.map(|(head, ())| head)
+    }
+
+    /// As [`Self::begin`]; does `act` once the head is put, and while it is looked whether it is
+    /// the highest.
+    async fn begin_and<T>(
+        &self,
+        first: impl AsyncFn() -> Result<Head>,
+        act: impl AsyncFn() -> T,
+    ) -> Result<(Head, T)> {
         for _ in 0..ROUNDS_MAX {
             let before = self.newest_of_any_life().await?;
             if before.as_ref().is_some_and(|head| head.life != Life::Deleted) {
@@ -223,35 +240,49 @@ impl Heads {
                 let what = format!("there is a volume {name} in {store} already");
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
+            let mut head = first().await?;
             head.number = before.map_or(Ok(0), |head| self.number_after(&head))?;
             // Of a put that lost nobody must take the next one for it.
             head.nonce = self.environment.random();
-            if self.put_highest(&head).await? {
-                return Ok(head);
+            if self.put_next(&head).await? == Put::Exists {
+                continue;
+            }
+            let (is_highest, done) = join_two(self.is_highest(&head), act()).await;
+            if is_highest? {
+                return Ok((head, done));
             }
         }
         Err(self.too_busy())
     }
 
-    /// Opens the volume for a new writer.
+    /// Opens the volume for a new writer, going on from `seen` if that is its newest head.
     ///
     /// # Errors
     /// `Denied` if another writer has it, or it is meant for another host, and it is to be left;
     /// otherwise what `log` or the store reports.
-    pub(crate) async fn open(&self, claimed: Claimed, log: &mut impl LocalLog) -> Result<Owned> {
+    pub(crate) async fn open(
+        &self,
+        claimed: Claimed,
+        mut seen: Option<Head>,
+        log: &mut impl LocalLog,
+    ) -> Result<Owned> {
+        if let Some(head) = &seen
+            && self.admitted(claimed, head, log).await.is_err()
+        {
+            seen = None;
+        }
         for _ in 0..ROUNDS_MAX {
             // Only claims have to be looked at after the head was (I3).
-            let (before, boundary) = join_two(self.newest(), self.seen_boundary()).await;
-            let before = before?;
-            claimed.check_still(&self.name, &before)?;
+            let (before, boundary) = match seen.take() {
+                Some(head) => (head, self.seen_boundary().await),
+                None => {
+                    let (head, boundary) = join_two(self.newest(), self.seen_boundary()).await;
+                    let head = head?;
+                    self.admitted(claimed, &head, log).await?;
+                    (head, boundary)
+                }
+            };
             let claimed = claimed.at(&before);
-            if !matches!(claimed, Claimed::JustMade(_)) || before.life == Life::Pinned {
-                self.check_ready(&before)?;
-            }
-            if !log.is_of(&before) {
-                self.check_claim(claimed, &before)?;
-            }
-            log.admit(&before).await?;
             let writer = self.claim_above(boundary?, before.volume, log.names()).await?;
             if claimed == Claimed::TakeOver {
                 self.shut_out(&before).await;
@@ -265,6 +296,19 @@ impl Heads {
             }
         }
         Err(self.too_busy())
+    }
+
+    /// Checks that the volume may be opened as long as it has this head.
+    async fn admitted(&self, claimed: Claimed, head: &Head, log: &mut impl LocalLog) -> Result<()> {
+        claimed.check_still(&self.name, head)?;
+        let claimed = claimed.at(head);
+        if !matches!(claimed, Claimed::JustMade(_)) || head.life == Life::Pinned {
+            self.check_ready(head)?;
+        }
+        if !log.is_of(head) {
+            self.check_claim(claimed, head)?;
+        }
+        log.admit(head).await
     }
 
     /// Deletes the volume. What only it had is found by collection.
@@ -480,17 +524,21 @@ impl Heads {
     /// Puts a head; false if it is not the highest then. Others may have gone on meanwhile so far
     /// that the head of this number was collected: ours means nothing then.
     async fn put_highest(&self, head: &Head) -> Result<bool> {
+        if self.put_next(head).await? == Put::Exists {
+            return Ok(false);
+        }
+        self.is_highest(head).await
+    }
+
+    /// Puts a head, which may not be the highest then.
+    async fn put_next(&self, head: &Head) -> Result<Put> {
         let (name, content) = self.as_object(head);
         let durable = match head.life {
             // See `clone`.
             Life::Pinned => Durable::WithNext,
             _ => Durable::Now,
         };
-        let putting = put_as(&*self.objects, &name, (content, durable), Patience::VERB);
-        if putting.await? == Put::Exists {
-            return Ok(false);
-        }
-        self.is_highest(head).await
+        put_as(&*self.objects, &name, (content, durable), Patience::VERB).await
     }
 
     /// A head that follows `before`.

@@ -13,7 +13,7 @@ use crate::build::{Builder, Signature};
 use crate::crypt::VolumeKey;
 use crate::format::Id;
 use crate::format::head::Head;
-use crate::heads::{Claimed, Heads, LocalLog, Named, Owned};
+use crate::heads::{Claimed, Heads, LocalLog, Named, Owned, Seen};
 use crate::keep::SnapshotPer;
 use crate::log::{Found, Log, LogDevice, NewLog, PromisedStart};
 use crate::packing::Packer;
@@ -35,6 +35,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct Opening {
     /// What to do if another writer has it.
     pub claimed: Claimed,
+    /// Its newest head, if that was just read ([`crate::Volumes::look`]): no other read is needed.
+    pub seen: Option<Seen>,
     /// The log of this machine, which makes what is acknowledged survive the death of the process.
     pub log: Option<Arc<LogDevice>>,
     /// Where that is: for those who read the volume elsewhere, and do not see it.
@@ -48,8 +50,14 @@ pub struct Opening {
 /// Without a log.
 impl From<Claimed> for Opening {
     fn from(claimed: Claimed) -> Self {
-        let snapshot_per = SnapshotPer::Interval;
-        Self { claimed, log: None, log_place: None, durability: Durability::Store, snapshot_per }
+        Self {
+            claimed,
+            seen: None,
+            log: None,
+            log_place: None,
+            durability: Durability::Store,
+            snapshot_per: SnapshotPer::Interval,
+        }
     }
 }
 
@@ -251,7 +259,7 @@ pub(crate) async fn open(
     opening: &Opening,
     (purpose, boot_fetch): (Purpose<'_>, u64),
 ) -> Result<Arc<Shared>> {
-    let Opening { claimed, log, log_place, durability, snapshot_per } = opening;
+    let Opening { claimed, seen, log, log_place, durability, snapshot_per } = opening;
     if *durability == Durability::Host && log.is_none() {
         let what = "durability=host needs a log on this machine: name one";
         return Err(Error::new(ErrorKind::Invalid, what));
@@ -270,7 +278,9 @@ pub(crate) async fn open(
         fenced: None,
         state_ns: 0,
     };
-    let owned = heads.open(*claimed, &mut choice).await?;
+    let log_opened = log.as_ref().map(|log| log.opened());
+    let seen = seen.clone().and_then(|seen| seen.head_for(&heads.name, log_opened));
+    let owned = heads.open(*claimed, seen, &mut choice).await?;
     let loss = choice.loss_in_words(&heads);
     let boot = (boot_fetch > 0).then(|| Boot::new(owned.head.boot_image(), boot_fetch, &tree));
     let packer = Packer::new(owned.head.properties.compression, choice.access.clone())?;

@@ -84,7 +84,13 @@ impl Tries {
             Patience::For(time) => now().saturating_since(since) >= time,
         };
         if is_last || !self.patience.may_help(error.kind()) {
-            return Err(error.wrap(doing()));
+            let doing = doing();
+            return Err(match error.kind() {
+                ErrorKind::NoSpace => {
+                    error.wrap(format!("{doing}, which is full: make room there"))
+                }
+                _ => error.wrap(doing),
+            });
         }
         self.failed = self.failed.saturating_add(1);
         let doing = doing();
@@ -419,4 +425,24 @@ async fn follows(objects: &dyn Objects, name: &VolumeName, head: &Head) -> Resul
 pub(crate) fn elsewhere(name: &ObjectName, objects: &dyn Objects) -> Error {
     let what = format!("{name} of {}: it belongs somewhere else", objects.name());
     Error::new(ErrorKind::Corrupt, what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::run;
+
+    /// The story: a verb on a full store ended with the system's words only.
+    #[test]
+    fn lack_of_room_is_said_with_what_to_do_about_it() {
+        run(1, async {
+            let full = Error::new(ErrorKind::NoSpace, "no space left");
+            let mut tries = Tries::new(Patience::For(Duration::ZERO));
+            let paused = tries.pause(full, || "putting a into b".to_owned()).await;
+            let error = paused.expect_err("it was the last try");
+            assert_eq!(error.kind(), ErrorKind::NoSpace);
+            let line = "putting a into b, which is full: make room there: no space left";
+            assert_eq!(error.in_one_line(), line);
+        });
+    }
 }

@@ -10,9 +10,15 @@
 //! - I5 What was read with one cipher is not returned to who has another, or none.
 //! - I6 Memory that another program may change is judged to be good, never to be damaged: that is
 //!   judged in memory of our own. A guest may have two reads in flight to the same page.
+//! - I7 A store that is far is asked to read only into memory of this module's own, which outlives
+//!   who asked: so a request of a guest can be answered, with an error, though the store hangs, and
+//!   its memory is never written after that. What a directory is asked for goes into the memory of
+//!   who asked: to that the system writes at any time until it has answered, be it from a file
+//!   system that hangs, so the answer is waited for.
 
 mod cursor;
 mod last_answer;
+mod object;
 mod shortcuts;
 
 pub(crate) use cursor::Cursor;
@@ -25,9 +31,9 @@ use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::frames;
 use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
 use crate::properties::Access;
-use crate::put::{Patience, Tries};
+use crate::put::Patience;
 use crate::state::Root;
-use last_answer::read_unless_given_up;
+use last_answer::{NO_ANSWER, read_unless_given_up};
 use mica_block::{Error, ErrorKind, IoFuture, MapStats, Object, Objects, Result};
 use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
@@ -79,6 +85,8 @@ pub(crate) struct Tree {
 
 struct Shared {
     objects: Arc<dyn Objects>,
+    /// As that says of itself.
+    is_far: bool,
     nodes: Cache<Place, Node, NodeMemory>,
     /// To the lowest directories, and to those above them.
     shortcuts: [Shortcuts; 2],
@@ -94,22 +102,6 @@ struct Shared {
     /// Of each image of which a volume is open.
     boots: Mutex<HashMap<Id, Weak<Chunks>>>,
     ahead: Arc<Ahead>,
-}
-
-/// Counts a read that is tried again, until it is dropped.
-struct Failing<'a>(&'a AtomicU64);
-
-impl<'a> Failing<'a> {
-    fn new(count: &'a AtomicU64) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(count)
-    }
-}
-
-impl Drop for Failing<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 /// The nodes of an extent that is being put.
@@ -156,6 +148,7 @@ impl Tree {
         let count = usize::try_from(FRAMES_BYTES_MAX / FRAME_BYTES).expect("small");
         let frames = Cache::with_weighter(count, FRAMES_BYTES_MAX, FrameMemory);
         let shared = Arc::new(Shared {
+            is_far: objects.is_far(),
             objects,
             nodes,
             shortcuts,
@@ -304,7 +297,8 @@ impl Tree {
     }
 
     /// Whoever waits to read with this, and not with another of the same store, gets the error of
-    /// the last try from now on. What is in flight into the memory of others still ends by itself.
+    /// the last try from now on. What is in flight in a store that is not far still ends by itself
+    /// (I7).
     pub(crate) fn give_up(&self) {
         self.given_up.raise();
     }
@@ -401,9 +395,13 @@ impl Tree {
         len: usize,
         is_good: impl Fn(&[u8]) -> bool,
     ) -> Result<Buf> {
-        let what = || format!("reading {} of {}", at.extent().name(), self.shared.objects.name());
         let read = self.read_good(at, Buf::new(len), is_good);
-        read_unless_given_up(&self.given_up, read, what).await
+        if let Some((result, buf)) = read_unless_given_up(&self.given_up, read).await {
+            return result.map(|()| buf);
+        }
+        let (extent, store) = (at.extent().name(), self.shared.objects.name());
+        let what = format!("reading {extent} of {store}: {NO_ANSWER}");
+        Err(Error::new(ErrorKind::Io, what))
     }
 
     /// Fills `buf` with consecutive blocks: those at `places`, each of which [`follows`] the one
@@ -457,10 +455,11 @@ impl Tree {
     }
 
     /// Begins to fill `buf` from `first` on, for a caller that compares the sums. Gives it back if
-    /// there is more to do: the blocks are in a frame or encrypted, or may be held for boots.
+    /// there is more to do: the blocks are in a frame or encrypted, or may be held for boots, or
+    /// the store is far.
     pub(crate) fn begin_plain(&self, first: Place, buf: Buf) -> std::result::Result<IoFuture, Buf> {
         let is_plain = matches!(self.access, Access::Plain) && first.frame().is_none();
-        match is_plain && self.chunks.is_none() {
+        match is_plain && self.chunks.is_none() && !self.shared.is_far {
             true => Ok(self.object(first.extent()).read_at(buf, first.offset())),
             false => Err(buf),
         }
@@ -589,33 +588,6 @@ impl Tree {
         let read = async |buf, offset| self.read_object(extent, buf, offset).await;
         chunks.load((extent, bytes), &read).await?;
         Ok(has_room)
-    }
-
-    /// Fills `buf` from `offset` of an extent on.
-    async fn read_object(&self, extent: ExtentId, mut buf: Buf, offset: u64) -> (Result<()>, Buf) {
-        let object = self.object(extent);
-        let objects = &self.shared.objects;
-        let mut tries = Tries::new(self.patience);
-        let mut failing = None;
-        loop {
-            let (result, back) = object.read_at(buf, offset).await;
-            buf = back;
-            let Err(error) = result else { return (Ok(()), buf) };
-            let name = extent.name();
-            // The map names it, so it has to be there.
-            if error.kind() == ErrorKind::NotFound {
-                let what = format!("{name} is missing from {}", objects.name());
-                return (Err(Error::new(ErrorKind::Corrupt, what)), buf);
-            }
-            failing.get_or_insert_with(|| Failing::new(&self.shared.failing));
-            let doing = || format!("reading {name} of {}", objects.name());
-            let last = error.clone();
-            match self.given_up.unless_raised(tries.pause(error, doing)).await {
-                Some(Ok(())) => {}
-                Some(Err(error)) => return (Err(error), buf),
-                None => return (Err(last.wrap(doing())), buf),
-            }
-        }
     }
 
     fn object(&self, extent: ExtentId) -> Arc<dyn Object> {

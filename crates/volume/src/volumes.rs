@@ -13,7 +13,7 @@ use crate::format::Id;
 use crate::format::head::{Head, Life};
 use crate::format::origin::Origin;
 use crate::format::store::{self, STORE_BYTES};
-use crate::heads::{Claimed, Heads, check_host};
+use crate::heads::{Claimed, Heads, Seen, check_host};
 use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening, Purpose};
 use crate::place::Writer;
@@ -126,20 +126,6 @@ impl Volumes {
         environment: Environment,
         cache_bytes: u64,
     ) -> Result<Self> {
-        Self::open_or_make_if(objects, environment, cache_bytes, async || Ok(())).await
-    }
-
-    /// As [`Self::open_or_make`]; an empty store becomes one of volumes only if `check` has nothing
-    /// against it, which is asked before anything is put: what is there is taken for good.
-    ///
-    /// # Errors
-    /// As there; as `check`.
-    pub async fn open_or_make_if(
-        objects: Arc<dyn Objects>,
-        environment: Environment,
-        cache_bytes: u64,
-        check: impl AsyncFn() -> Result<()>,
-    ) -> Result<Self> {
         loop {
             if let Some(store) = stored_id(&*objects).await? {
                 return Ok(Self::with_id(objects, environment, cache_bytes, store));
@@ -156,7 +142,6 @@ impl Volumes {
                 );
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
-            check().await?;
             let new = Buf::from_slice(&store::encode(environment.random()));
             // Whoever was faster made the store.
             match put(&*objects, &names::format(), new, Patience::VERB).await? {
@@ -282,13 +267,7 @@ impl Volumes {
 
     /// That of a volume of `len` bytes that reads as zeros.
     fn first_state(&self, len: u64) -> Result<State> {
-        if len == 0 || !State::is_len(len) {
-            let most = State::LEN_MAX;
-            let what = format!(
-                "a volume must be a whole number of sectors, up to {most} bytes, not {len}"
-            );
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
+        check_len(len)?;
         Ok(State { time_ns: self.environment.now_ns(), ..State::empty(len) })
     }
 
@@ -354,13 +333,22 @@ impl Volumes {
     /// # Errors
     /// `NotFound` if there is none, `Corrupt` if its newest head is damaged.
     pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
-        let head = self.heads(name).newest().await?;
+        self.look(name).await.map(|(info, _)| info)
+    }
+
+    /// As [`Self::info`], for who may open the volume next: the head is not read again then.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn look(&self, name: &VolumeName) -> Result<(VolumeInfo, Seen)> {
+        let seen = self.heads(name).look().await?;
+        let head = seen.head().clone();
         let writer = head.writer();
         let open_on = writer.map(|_| head.host.clone());
         let is_ready = head.life != Life::Pinned && !head.is_unfinished;
         let log = head.log.filter(|_| open_on.is_some());
         let heir = Some(head.heir).filter(|_| head.life == Life::HandedOver);
-        Ok(VolumeInfo {
+        let info = VolumeInfo {
             name: name.clone(),
             volume: head.volume,
             head: head.number,
@@ -372,7 +360,8 @@ impl Volumes {
             heir,
             is_ready,
             origin: head.origin,
-        })
+        };
+        Ok((info, seen))
     }
 
     /// What a volume was cloned from, with what became of that; `None` if it is no clone, or one
@@ -403,9 +392,13 @@ impl Volumes {
     ///
     /// # Errors
     /// As [`Self::open_volume`].
-    pub async fn open_without_blocks(&self, name: &VolumeName, claimed: Claimed) -> Result<Volume> {
+    pub async fn open_without_blocks(
+        &self,
+        name: &VolumeName,
+        opening: impl Into<Opening>,
+    ) -> Result<Volume> {
         let (tree, heads) = (self.disk_tree(), self.heads(name));
-        let opened = opening::open(tree, heads, &claimed.into(), (Purpose::Snapshots, 0)).await?;
+        let opened = opening::open(tree, heads, &opening.into(), (Purpose::Snapshots, 0)).await?;
         Ok(Volume::of(opened))
     }
 
@@ -470,6 +463,19 @@ impl Volumes {
             name: name.clone(),
         }
     }
+}
+
+/// Checks that a volume can have `len` bytes: for who would otherwise make a store first.
+///
+/// # Errors
+/// `Invalid` if none can.
+pub fn check_len(len: u64) -> Result<()> {
+    if len > 0 && State::is_len(len) {
+        return Ok(());
+    }
+    let most = State::LEN_MAX;
+    let what = format!("a volume must be a whole number of sectors, up to {most} bytes, not {len}");
+    Err(Error::new(ErrorKind::Invalid, what))
 }
 
 /// Checks that there are no volumes where nothing says that there is a store.

@@ -64,6 +64,44 @@ fn what_is_not_there_is_said_to_be_missing() {
     assert!(large.contains("281474976710656"), "{large}");
 }
 
+/// The story: a length that no volume has was refused, and its store had been made.
+#[test]
+fn length_that_no_volume_has_makes_no_store() {
+    let store = Store::new();
+    let image = store.folder().join("image.raw");
+    fs::write(&image, []).expect("written");
+    let image = image.display().to_string();
+    for words in [
+        &["create", &*store.volume("web"), "0"][..],
+        &["create", &store.volume("web"), "1000"],
+        &["create", &store.volume("web"), "512T"],
+        &["import", "--format", "raw", &image, &store.volume("web")],
+    ] {
+        let refusal = run(words.iter().copied()).refusal();
+        assert!(refusal.contains("whole number of sectors"), "{refusal}");
+        assert!(!store.folder().join("store").exists(), "{words:?}");
+    }
+}
+
+/// The story: where a file was in place of a folder, it was said that nothing was there.
+#[test]
+fn file_in_place_of_a_store_is_named_as_one() {
+    let store = Store::new();
+    fs::write(store.folder().join("store"), "mine").expect("written");
+    let refusal = run(["create", &store.volume("web"), "1M"]).refusal();
+    assert!(refusal.contains("store is a file, and no directory"), "{refusal}");
+}
+
+/// The story: a snapshot without a label was said to be `web@`, which names nothing.
+#[test]
+fn snapshot_without_a_label_is_named_by_its_number() {
+    let store = Store::new();
+    store.create("web", "1M");
+    let said = run(["snapshot", &store.volume("web"), ""]).ok();
+    assert!(said.contains("web@1: taken"), "{said}");
+    run(["drop", &store.volume("web@1")]).ok();
+}
+
 #[test]
 fn folder_with_other_files_does_not_become_a_store() {
     let store = Store::new();

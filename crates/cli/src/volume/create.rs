@@ -7,6 +7,7 @@ use crate::images::size_of;
 use crate::output::{ReportArgs, human_size};
 use clap::Args;
 use mica_block::Error;
+use mica_volume::check_len;
 use serde_json::Map;
 use std::process::ExitCode;
 
@@ -34,6 +35,7 @@ pub(super) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
     let url = volume(&args.url)?;
     let url = url.without_snapshot("volume create")?;
     let len = size_of("SIZE", &args.size)?;
+    check_len(len)?;
     let key = args.new.read_key()?;
     let session = args.session.start()?;
     let properties = session.executor.block_on(async {

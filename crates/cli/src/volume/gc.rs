@@ -55,9 +55,6 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
                 return Err(Failure::new(what));
             }
         };
-        if !args.dry_run {
-            store.check_promises().await?;
-        }
         let options = CollectOptions { dry_run: args.dry_run, ..CollectOptions::default() };
         let mut show = |at: mica_volume::Progress| {
             bar.set_length(at.of_extents.max(at.extents));

@@ -17,6 +17,7 @@ use mica_block::Manage;
 use mica_rt::sync::Signal;
 use mica_rt::{spawn, timeout};
 use mica_stack::{Store, VolumeAccess, VolumeOptions, VolumeUrl};
+use mica_volume::check_len;
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -64,8 +65,9 @@ pub(super) fn run(args: &ImportArgs) -> Result<ExitCode, Failure> {
     session.executor.block_on(async {
         let layers = layers(&args.images, &args.image).await?;
         let last = layers.last().map_or(0, |layer| layer.len);
-        let store = session.stores.open_or_make(&url.store).await?;
         let len = layers.first().map_or(last, |layer| layer.len);
+        check_len(len)?;
+        let store = session.stores.open_or_make(&url.store).await?;
         let ending = Ending::watch()?;
         let begun = store.begin_import(&url.name, len, key, args.new.new_volume());
         let made = ending.finish(begun).await?;

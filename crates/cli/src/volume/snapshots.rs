@@ -121,7 +121,10 @@ pub(super) fn take(args: &TakeArgs) -> Result<ExitCode, Failure> {
     let taken =
         session.change(url, async |volumes| volumes.take_snapshot(&url.name, &args.label).await);
     let taken = taken.map_err(|error| where_it_is_served(error, url, "snapshot", &args.label))?;
-    let text = format!("{url}@{}: taken\n", taken.label);
+    let text = match &*taken.label {
+        "" => format!("{url}@{}: taken\n", taken.number),
+        label => format!("{url}@{label}: taken\n"),
+    };
     args.report.print(&text, &snapshot_json(&taken.into()))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 const HOST: Opening = Opening {
     claimed: Claimed::Refuse,
+    seen: None,
     log: None,
     log_place: None,
     durability: Durability::Host,
@@ -21,6 +22,7 @@ const HOST: Opening = Opening {
 };
 const STORE: Opening = Opening {
     claimed: Claimed::Refuse,
+    seen: None,
     log: None,
     log_place: None,
     durability: Durability::Store,

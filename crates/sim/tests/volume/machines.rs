@@ -266,6 +266,10 @@ impl Objects for Mortal {
         self.inner.name()
     }
 
+    fn is_far(&self) -> bool {
+        self.inner.is_far()
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         Arc::new(MortalObject { inner: self.inner.open(name), life: self.life.clone() })
     }

@@ -17,7 +17,6 @@ impl Store {
         which: Option<&Which>,
         target: &VolumeName,
     ) -> Result<()> {
-        self.check_promises().await?;
         let volumes = self.volumes();
         let refused = match volumes.clone_volume(source, which, target).await {
             // It is open, or a snapshot of it is in no head yet.

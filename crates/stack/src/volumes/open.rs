@@ -10,10 +10,9 @@ use super::machine::host;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_rt::join_two;
 use mica_volume::{
-    Claimed, Durability, Keep, LogDevice, NewVolume, Opening, SnapshotPer, Volume, VolumeInfo,
-    VolumeKey, VolumeName, Volumes, Writer,
+    Claimed, Durability, Keep, LogDevice, NewVolume, Opening, Seen, SnapshotPer, Volume,
+    VolumeInfo, VolumeKey, VolumeName, Volumes, Writer,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -87,6 +86,8 @@ pub(super) struct Locked {
     /// Whether it was handed over to a host that has not opened it yet.
     is_handed: bool,
     is_encrypted: bool,
+    /// The head that says all this, for who opens the volume next.
+    seen: Seen,
 }
 
 impl Locked {
@@ -104,6 +105,10 @@ impl Locked {
             (Standing::Abandoned, Some(dead)) => Claimed::TakeOverOf(dead),
             _ => Claimed::OnlyIfClosed,
         }
+    }
+
+    fn opening(&self, claimed: Claimed) -> Opening {
+        Opening { seen: Some(self.seen.clone()), ..claimed.into() }
     }
 
     /// Checks that the volume is complete, and not the beginning of an import.
@@ -155,7 +160,7 @@ impl Stores {
             check_key(store.check_readable(&url.name).await?.properties.key().is_some())?;
             return Ok(Arc::new(volumes.open_readable(&url.name).await?));
         }
-        let mut locked = store.locked_to_put(&url.name, options.force).await?;
+        let mut locked = store.locked(&url.name, options.force).await?;
         check_key(locked.is_encrypted).inspect_err(|_| locked.give_back())?;
         if !matches!(options.access, VolumeAccess::Import(_)) {
             locked.check_whole(&url.name).inspect_err(|_| locked.give_back())?;
@@ -217,7 +222,7 @@ async fn open_locked(
     let log_place = options.log.as_ref().map(|place| absolute(&place.path));
     let log_place = log_place.map(|path| path.display().to_string());
     let snapshot_per = options.snapshot_per;
-    let opening = Opening { claimed, log, log_place, durability, snapshot_per };
+    let opening = Opening { log, log_place, durability, snapshot_per, ..locked.opening(claimed) };
     // Of one that may be alive the file goes on to say what it says.
     if options.force || locked.standing != Standing::Open {
         locked.sign(locked.left(), is_import)?;
@@ -252,9 +257,9 @@ impl Store {
     ///
     /// # Errors
     /// `Denied` if another process of this machine has it open, or it is part of an image;
-    /// `Unsupported` if the store breaks its promises; otherwise what it reports.
+    /// otherwise what the store reports.
     pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
-        let locked = self.locked_to_put(name, false).await?;
+        let locked = self.locked(name, false).await?;
         self.settle_locked(name, locked).await
     }
 
@@ -272,7 +277,10 @@ impl Store {
         if needs_head {
             let open = async |locked: &Locked| match locked.left() {
                 Some(left) => Err(needs_log(name, left)),
-                None => self.volumes().open_without_blocks(name, locked.claimed()).await,
+                None => {
+                    let opening = locked.opening(locked.claimed());
+                    self.volumes().open_without_blocks(name, opening).await
+                }
             };
             self.asking_again(name, &mut locked, open).await?.close().await?;
             locked.dead.iter().for_each(AliveNote::forget);
@@ -297,7 +305,6 @@ impl Store {
         key: Option<Arc<VolumeKey>>,
         new: NewVolume,
     ) -> Result<[u8; 16]> {
-        self.check_promises().await?;
         let volumes = self.volumes().with_key(key);
         let Some(directory) = self.directory() else {
             return volumes.create_unfinished(name, len, new).await;
@@ -344,10 +351,9 @@ impl Store {
     /// `NotFound` if there is none; `Denied` if somebody has it open; `Corrupt` if its newest head
     /// is damaged, without force.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
-        let mut locked = match self.locked_to_put(name, force).await {
+        let mut locked = match self.locked(name, force).await {
             // Nobody can say who has it, and nobody can go on with it.
             Err(error) if force && error.kind() == ErrorKind::Corrupt => {
-                self.check_promises().await?;
                 return self.volumes().delete(name, Claimed::TakeOver).await;
             }
             locked => locked?,
@@ -373,24 +379,6 @@ impl Store {
         self.asking_again(name, locked, delete).await
     }
 
-    /// As [`Self::locked`], for who is about to put something: whether the store keeps its promises
-    /// is found out meanwhile.
-    ///
-    /// # Errors
-    /// As there, and as [`Self::check_promises`].
-    pub(super) async fn locked_to_put(&self, name: &VolumeName, force: bool) -> Result<Locked> {
-        let (kept, locked) = join_two(self.check_promises(), self.locked(name, force)).await;
-        match (kept, locked) {
-            (Ok(()), locked) => locked,
-            (Err(error), locked) => {
-                if let Ok(mut locked) = locked {
-                    locked.give_back();
-                }
-                Err(error)
-            }
-        }
-    }
-
     /// Takes the lock of a volume, if it is on this machine, and finds out who has it.
     ///
     /// # Errors
@@ -402,8 +390,8 @@ impl Store {
             Some(directory) => Some(VolumeLock::take(directory, name).await?),
             None => None,
         };
-        match self.volumes().info(name).await {
-            Ok(info) => Ok(self.standing_of(info, lock).await),
+        match self.volumes().look(name).await {
+            Ok(found) => Ok(self.standing_of(found, lock).await),
             Err(error) => {
                 lock.iter_mut().for_each(VolumeLock::give_back);
                 if let Some(lock) = lock.filter(|_| error.kind() == ErrorKind::NotFound) {
@@ -415,7 +403,11 @@ impl Store {
     }
 
     /// Who has a volume, of which this is the `lock`, if it is on this machine.
-    async fn standing_of(&self, info: VolumeInfo, lock: Option<VolumeLock>) -> Locked {
+    async fn standing_of(
+        &self,
+        (info, seen): (VolumeInfo, Seen),
+        lock: Option<VolumeLock>,
+    ) -> Locked {
         // Asked after the head was read: who has passed the lock by since is not in that.
         let is_dead = |host: &str| lock.as_ref().is_some_and(|lock| lock.proves_end_on(host));
         let dead = self.dead_writer(&info).await;
@@ -428,7 +420,7 @@ impl Store {
         let VolumeInfo { volume, head, writer, log, heir, properties, .. } = info;
         let (log, is_handed) = (log.map(PathBuf::from), heir.is_some());
         let is_encrypted = properties.key().is_some();
-        Locked { lock, standing, dead, volume, head, writer, log, is_handed, is_encrypted }
+        Locked { lock, standing, dead, volume, head, writer, log, is_handed, is_encrypted, seen }
     }
 
     /// Opens a volume that is `locked` for writing.
@@ -471,9 +463,9 @@ impl Store {
     async fn is_abandoned_since(&self, name: &VolumeName, locked: &mut Locked) -> bool {
         let before = (locked.volume, locked.writer);
         // What was refused first is the error to report.
-        let Ok(info) = self.volumes().info(name).await else { return false };
+        let Ok(found) = self.volumes().look(name).await else { return false };
         let Some(lock) = locked.lock.take() else { return false };
-        *locked = self.standing_of(info, Some(lock)).await;
+        *locked = self.standing_of(found, Some(lock)).await;
         let is_another = locked.volume == before.0 && locked.writer != before.1;
         is_another && locked.standing == Standing::Abandoned
     }

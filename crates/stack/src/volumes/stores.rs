@@ -5,7 +5,7 @@ use super::collecting::Collecting;
 use super::faults::StoreFaults;
 use super::logs::{LogPlace, Logs};
 use super::machine::host;
-use super::promises::{AllPromises, Promises, probe_once};
+use super::promises::{AllPromises, PromisedObjects};
 use super::url::StoreUrl;
 use super::waiting::WaitedFor;
 use crate::files::{sync_folder_of, unless_denied};
@@ -16,7 +16,6 @@ use mica_store::object::{DirectoryObjects, MemoryObjects};
 use mica_volume::{Environment, LogDevice, Volumes};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::rand::{GetRandomFlags, getrandom};
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
@@ -48,8 +47,6 @@ pub struct Stores {
 pub struct Store {
     url: StoreUrl,
     volumes: Volumes,
-    objects: Arc<dyn Objects>,
-    promises: Arc<Promises>,
     pub(super) collecting: Mutex<Collecting>,
 }
 
@@ -96,10 +93,10 @@ impl Stores {
         }
         let objects = match self.reach(url) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            reached => self.waited_for(url, reached?),
+            reached => self.there(&named, reached?),
         };
-        let volumes = Volumes::find(Arc::clone(&objects), environment()?, self.cache_bytes).await?;
-        Ok(volumes.map(|volumes| self.keep(named, volumes, objects)))
+        let volumes = Volumes::find(objects, environment()?, self.cache_bytes).await?;
+        Ok(volumes.map(|volumes| self.keep(named, volumes)))
     }
 
     /// As [`Self::open`], with faults: those who name others, or none, have another one.
@@ -112,9 +109,9 @@ impl Stores {
         if let Some(store) = self.known(&named) {
             return Ok(store);
         }
-        let objects = self.waited_for(url, faults.stack_on(self.reach(url)?)?);
-        let volumes = Volumes::open(Arc::clone(&objects), environment()?, self.cache_bytes);
-        Ok(self.keep(named, volumes.await?, objects))
+        let objects = self.there(&named, faults.stack_on(self.reach(url)?)?);
+        let volumes = Volumes::open(objects, environment()?, self.cache_bytes).await?;
+        Ok(self.keep(named, volumes))
     }
 
     /// As [`Self::open`]; makes a store of what is empty, and a directory for it in one that there
@@ -124,21 +121,16 @@ impl Stores {
     /// `Unsupported` if it breaks its promises; `Invalid` if something else is there.
     pub async fn open_or_make(&self, url: &StoreUrl) -> Result<Arc<Store>> {
         if let Some(store) = self.find(url).await? {
-            store.check_promises().await?;
             return Ok(store);
         }
         if let StoreUrl::Directory(path) = url {
             self.check_no_store_above(path).await?;
             make_directory(path, sync_folder_of)?;
         }
-        let objects = self.waited_for(url, self.reach(url)?);
-        let (volumes, is_probed) = made(&objects, self.cache_bytes).await?;
-        let store = self.keep((url.clone(), StoreFaults::NONE), volumes, objects);
-        if is_probed {
-            store.promises.note_kept();
-        }
-        store.check_promises().await?;
-        Ok(store)
+        let named = (url.clone(), StoreFaults::NONE);
+        let objects = self.promised(&named, self.waited_for(url, self.reach(url)?));
+        let volumes = Volumes::open_or_make(objects, environment()?, self.cache_bytes).await?;
+        Ok(self.keep(named, volumes))
     }
 
     /// Checks that no store is made inside another one: names of volumes have no slash.
@@ -166,12 +158,7 @@ impl Stores {
     }
 
     /// Keeps a store that was opened, unless somebody else was faster.
-    fn keep(
-        &self,
-        named: (StoreUrl, StoreFaults),
-        volumes: Volumes,
-        objects: Arc<dyn Objects>,
-    ) -> Arc<Store> {
+    fn keep(&self, named: (StoreUrl, StoreFaults), volumes: Volumes) -> Arc<Store> {
         let volumes = match self.patience {
             Patience::Guest => volumes,
             Patience::Verb => volumes.for_verbs(),
@@ -181,15 +168,35 @@ impl Stores {
             return store;
         }
         open.retain(|_, store| store.strong_count() > 0);
-        let (url, promises) = (named.0.clone(), self.promises.of(&named));
-        let collecting = Mutex::default();
-        let store = Arc::new(Store { url, volumes, objects, promises, collecting });
+        let (url, collecting) = (named.0.clone(), Mutex::default());
+        let store = Arc::new(Store { url, volumes, collecting });
         open.insert(named, Arc::downgrade(&store));
         store
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<(StoreUrl, StoreFaults), Weak<Store>>> {
         self.open.lock()
+    }
+
+    /// The store that is reached by `objects`, which was made earlier. It may have changed its ways
+    /// since if it is elsewhere: a service is updated, or another one answers at its address. A
+    /// directory does not.
+    fn there(
+        &self,
+        named: &(StoreUrl, StoreFaults),
+        objects: Arc<dyn Objects>,
+    ) -> Arc<dyn Objects> {
+        let objects = self.waited_for(&named.0, objects);
+        if named.0.is_remote() { self.promised(named, objects) } else { objects }
+    }
+
+    /// The same, of which nobody has to ask whether it keeps its promises.
+    fn promised(
+        &self,
+        named: &(StoreUrl, StoreFaults),
+        objects: Arc<dyn Objects>,
+    ) -> Arc<dyn Objects> {
+        Arc::new(PromisedObjects::new(objects, self.promises.of(named), random_numbers))
     }
 
     /// The store at `url`, of which a verb says that it does not answer if it is elsewhere.
@@ -244,47 +251,20 @@ impl Store {
         }
     }
 
-    /// Whether it may have changed its ways since it was made: a service is updated, or another one
-    /// answers at its address. A directory does not.
+    /// Whether it is elsewhere.
     pub fn is_remote(&self) -> bool {
-        matches!(self.url, StoreUrl::Bucket { .. } | StoreUrl::Pool { .. })
+        self.url.is_remote()
     }
-
-    /// Finds out, once in a process, whether it keeps its promises, if it may have changed its
-    /// ways. Whatever is about to put something that others rely on asks this first.
-    ///
-    /// # Errors
-    /// `Unsupported` if it does not; otherwise what it reports.
-    pub async fn check_promises(&self) -> Result<()> {
-        match self.is_remote() {
-            true => self.promises.check(&self.objects, random_numbers).await,
-            false => Ok(()),
-        }
-    }
-}
-
-/// The volumes in `objects`, where a store is made only of what keeps its promises; and whether
-/// that was found out.
-async fn made(objects: &Arc<dyn Objects>, cache_bytes: u64) -> Result<(Volumes, bool)> {
-    let is_probed = Cell::new(false);
-    let check = async || {
-        probe_once(objects, random_numbers()?).await?;
-        is_probed.set(true);
-        Ok(())
-    };
-    let kept = Arc::clone(objects);
-    let volumes = Volumes::open_or_make_if(kept, environment()?, cache_bytes, check).await?;
-    Ok((volumes, is_probed.get()))
 }
 
 #[cfg(test)]
 impl Store {
     /// The store in `objects`, as if it were in a bucket.
     pub(super) async fn of_bucket(objects: Arc<dyn Objects>) -> Result<Self> {
-        let volumes = Volumes::open_or_make(Arc::clone(&objects), environment()?, 1 << 20).await?;
-        let (promises, collecting) = Default::default();
-        let url = "s3://bucket/volumes".parse()?;
-        Ok(Self { url, volumes, objects, promises, collecting })
+        let objects = Arc::new(PromisedObjects::new(objects, Arc::default(), random_numbers));
+        let volumes = Volumes::open_or_make(objects, environment()?, 1 << 20).await?;
+        let (url, collecting) = ("s3://bucket/volumes".parse()?, Mutex::default());
+        Ok(Self { url, volumes, collecting })
     }
 }
 
@@ -311,7 +291,10 @@ fn missing(path: &Path, error: Error) -> Error {
     }
     let parent = path.parent().filter(|parent| !parent.is_dir());
     let folder = parent.map_or_else(|| path.to_owned(), PathBuf::from);
-    let what = format!("there is no directory {}", folder.display());
+    let what = match folder.exists() {
+        true => format!("{} is a file, and no directory", folder.display()),
+        false => format!("there is no directory {}", folder.display()),
+    };
     Error::new(ErrorKind::NotFound, what)
 }
 
@@ -355,8 +338,9 @@ fn random_numbers() -> Result<[u64; 2]> {
 mod tests {
     use super::super::tests::{kind, run};
     use super::*;
-    use mica_store::object::{FaultyObjects, FaultyOptions, Lie};
-    use mica_volume::{NewVolume, ReceiveOptions, VolumeName};
+    use mica_block::{ObjectName, Which};
+    use mica_store::object::{FaultyObjects, FaultyOptions, Lie, ObjectOperation};
+    use mica_volume::{Claimed, Encryption, NewVolume, ReceiveOptions, VolumeName};
 
     /// The story: a store that had failed its probe when a volume was made in it was taken at the
     /// second try, and by all verbs but one.
@@ -366,7 +350,16 @@ mod tests {
             let memory = MemoryObjects::new("memory");
             let name = VolumeName::new("web").expect("a name");
             let honest = Store::of_bucket(Arc::new(memory.clone())).await.expect("made");
-            honest.volumes().create(&name, 1 << 20).await.expect("made");
+            let volumes = honest.volumes();
+            volumes.create(&name, 1 << 20).await.expect("made");
+            let which =
+                Which::Number(volumes.take_snapshot(&name, "s").await.expect("taken").number);
+            let mut stream = Vec::new();
+            let out = |bytes: &[u8]| {
+                stream.extend_from_slice(bytes);
+                Ok(())
+            };
+            volumes.send(&name, &which, (None, false), out, |_| ()).await.expect("sent");
             let before = memory.contents();
             let lie = Some(Lie::IgnoresCondition);
             let lying = FaultyOptions { lie, ..FaultyOptions::default() };
@@ -375,24 +368,62 @@ mod tests {
             let stores = Stores::new(Handles::new(8), 1 << 20, Patience::Verb);
             let named = (store.url().clone(), StoreFaults::NONE);
             stores.lock().insert(named, Arc::downgrade(&store));
+            let other = VolumeName::new("other").expect("a name");
             for _ in 0..2 {
-                let made = stores.open_or_make(store.url()).await;
+                let there = stores.open_or_make(store.url()).await.expect("it was made before");
+                let made = there.volumes().create(&other, 1 << 20).await;
                 assert_eq!(kind(made), ErrorKind::Unsupported);
             }
-            let other = VolumeName::new("other").expect("a name");
+            let _held = store.settle(&name).await.expect("nothing is put for that");
+            let (volumes, options) = (store.volumes(), (ReceiveOptions::default(), None));
             let refusals = [
-                kind(store.settle(&name).await),
+                kind(volumes.take_snapshot(&name, "").await),
+                kind(volumes.open_volume(&name, Claimed::TakeOver).await),
                 kind(store.delete(&name, true).await),
                 kind(store.clone_volume(&name, None, &other).await),
                 kind(store.begin_import(&other, 1 << 20, None, NewVolume::default()).await),
-                kind(
-                    store
-                        .receive(&other, (ReceiveOptions::default(), None), &mut &[][..], |_| ())
-                        .await,
-                ),
+                kind(store.receive(&other, options, &mut &stream[..], |_| ()).await),
             ];
-            assert_eq!(refusals, [ErrorKind::Unsupported; 5]);
+            assert_eq!(refusals, [ErrorKind::Unsupported; 6]);
             assert_eq!(memory.contents(), before);
+        });
+    }
+
+    /// The story: whoever mistyped the name of a volume, or imported to one that there was, waited
+    /// for a probe, and left objects in a bucket that may be written for money, before he was told.
+    #[test]
+    fn verb_that_is_wrong_in_any_case_says_so_and_puts_nothing() {
+        run(async {
+            let memory = MemoryObjects::new("memory");
+            let [web, other] = ["web", "other"].map(|name| VolumeName::new(name).expect("a name"));
+            let made = Store::of_bucket(Arc::new(memory.clone())).await.expect("made");
+            made.volumes().create(&web, 1 << 20).await.expect("made");
+            let only = Some(ObjectOperation::Put);
+            let options = FaultyOptions { only, ..FaultyOptions::default() };
+            let counting = Arc::new(FaultyObjects::new(Arc::new(memory.clone()), options));
+            let store = Store::of_bucket(counting.clone()).await.expect("it is there");
+            let (new, no) = (NewVolume::default(), Which::Label("no".to_owned()));
+            let encrypted = NewVolume { encryption: Encryption::WithKey, ..new };
+            let (not_there, taken) = (ErrorKind::NotFound, ErrorKind::Invalid);
+            for (refused, expected) in [
+                (kind(store.clone_volume(&other, None, &web).await), not_there),
+                (kind(store.clone_volume(&web, Some(&no), &other).await), not_there),
+                (kind(store.clone_volume(&web, None, &web).await), taken),
+                (kind(store.begin_import(&web, 1 << 20, None, new).await), taken),
+                (kind(store.begin_import(&other, 1, None, new).await), taken),
+                (kind(store.begin_import(&other, 1 << 20, None, encrypted).await), taken),
+                (kind(store.settle(&other).await), not_there),
+                (kind(store.delete(&other, true).await), not_there),
+            ] {
+                assert_eq!(refused, expected);
+                assert_eq!(counting.requests(), 0);
+            }
+            // What is not wrong is found out once.
+            store.clone_volume(&web, None, &other).await.expect("cloned");
+            let probed = counting.requests();
+            assert!(probed > 40, "dozens of puts race");
+            store.delete(&other, false).await.expect("deleted");
+            assert!(counting.requests() < probed + 40);
         });
     }
 
@@ -401,25 +432,22 @@ mod tests {
     #[test]
     fn store_that_kept_its_promises_is_not_probed_when_it_is_opened_again() {
         run(async {
-            let memory = MemoryObjects::new("memory");
-            let objects = Arc::new(FaultyObjects::new(Arc::new(memory), FaultyOptions::default()));
+            let memory = Arc::new(MemoryObjects::new("memory"));
+            let counting = Arc::new(FaultyObjects::new(memory, FaultyOptions::default()));
             let stores = Stores::new(Handles::new(8), 1 << 20, Patience::Guest);
-            let opened = async || {
-                let store = Store::of_bucket(objects.clone()).await.expect("made");
-                let named = (store.url.clone(), StoreFaults::NONE);
-                stores.keep(named, store.volumes, store.objects)
-            };
+            let url: StoreUrl = "s3://bucket/volumes".parse().expect("a URL");
+            let named = (url.clone(), StoreFaults::NONE);
             let requests = async || {
-                let store = opened().await;
-                let before = objects.requests();
-                store.check_promises().await.expect("kept");
-                objects.requests() - before
+                let (store, before) = (stores.there(&named, counting.clone()), counting.requests());
+                let name = ObjectName::new("name").expect("a name");
+                store.delete(&name).await.expect("its promises are kept");
+                counting.requests() - before
             };
             assert!(requests().await > 40, "dozens of puts race");
-            assert_eq!(requests().await, 0);
+            assert_eq!(requests().await, 1);
             let faults = StoreFaults::new(&["lie=racers-win".to_owned()]).expect("a fault");
-            let other = (opened().await.url.clone(), faults);
-            assert!(!stores.promises.of(&other).are_kept(), "with a fault it is another store");
+            let other = stores.promises.of(&(url, faults));
+            assert!(!other.are_kept(), "with a fault it is another store");
         });
     }
 
@@ -431,9 +459,12 @@ mod tests {
             let lie = Some(Lie::IgnoresCondition);
             let lying = FaultyOptions { lie, ..FaultyOptions::default() };
             let lying: Arc<dyn Objects> = Arc::new(FaultyObjects::new(objects, lying));
+            let stores = Stores::new(Handles::new(8), 1 << 20, Patience::Guest);
+            let named = (StoreUrl::Directory("/srv".into()), StoreFaults::NONE);
             for _ in 0..2 {
-                let made = made(&lying, 1 << 20).await;
-                assert_eq!(kind(made), ErrorKind::Unsupported);
+                let lying = stores.promised(&named, Arc::clone(&lying));
+                let made = Volumes::open_or_make(lying, environment().expect("one"), 1 << 20);
+                assert_eq!(kind(made.await), ErrorKind::Unsupported);
                 assert!(memory.contents().is_empty());
             }
         });

@@ -394,6 +394,10 @@ impl Objects for FewHeads {
         self.inner.name()
     }
 
+    fn is_far(&self) -> bool {
+        self.inner.is_far()
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         self.inner.open(name)
     }

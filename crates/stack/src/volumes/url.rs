@@ -100,6 +100,11 @@ impl FromStr for VolumeUrl {
 }
 
 impl StoreUrl {
+    /// Whether it is elsewhere, and others answer for it.
+    pub(super) fn is_remote(&self) -> bool {
+        matches!(self, Self::Bucket { .. } | Self::Pool { .. })
+    }
+
     /// Checks that other processes find what one leaves there.
     ///
     /// # Errors

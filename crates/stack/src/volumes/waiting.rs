@@ -76,6 +76,10 @@ impl Objects for WaitedFor {
         self.inner.name()
     }
 
+    fn is_far(&self) -> bool {
+        self.inner.is_far()
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         let inner = self.inner.open(name);
         Arc::new(WaitedForObject { inner, said: Arc::clone(&self.said) })

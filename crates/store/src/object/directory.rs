@@ -80,6 +80,10 @@ impl Objects for DirectoryObjects {
         self.root.name()
     }
 
+    fn is_far(&self) -> bool {
+        false
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         let (root, name) = (Arc::clone(&self.root), name.clone());
         Arc::new(DirectoryObject { root, name, opened: Arc::default() })

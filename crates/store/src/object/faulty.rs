@@ -323,6 +323,10 @@ impl Objects for FaultyObjects {
         self.shared.inner.name()
     }
 
+    fn is_far(&self) -> bool {
+        self.shared.inner.is_far()
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         let object = self.shared.inner.open(name);
         Arc::new(FaultyObject { store: self.clone(), object })

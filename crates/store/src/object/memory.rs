@@ -37,6 +37,12 @@ enum Latency {
 }
 
 impl Latency {
+    /// Whether it is any.
+    fn is_some(self) -> bool {
+        let (Self::About(latency) | Self::Exactly(latency)) = self;
+        !latency.is_zero()
+    }
+
     /// One of the two ways.
     async fn pass_half(self) {
         match self {
@@ -242,6 +248,10 @@ pub(super) async fn pass(time: Duration) {
 impl Objects for MemoryObjects {
     fn name(&self) -> String {
         self.name.clone()
+    }
+
+    fn is_far(&self) -> bool {
+        self.latency.is_some()
     }
 
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {

@@ -181,6 +181,10 @@ impl Objects for RetryObjects {
         self.shared.inner.name()
     }
 
+    fn is_far(&self) -> bool {
+        self.shared.inner.is_far()
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         let object = self.shared.inner.open(name);
         Arc::new(RetryObject { shared: Arc::clone(&self.shared), object })

@@ -24,21 +24,23 @@ use mica_block::{Error, ErrorKind, Result};
 
 impl Heads {
     /// Puts the first head of a clone that has `state`, and the properties of its source, `origin`,
-    /// which comes from `image`, or is it. Who does has to look back at the source, and then to
-    /// [`Self::unpin`] it.
+    /// which comes from `image`, or is it. Once it is there `looks_back` at the source, while it is
+    /// looked whether that head is the highest; then it has to be [`Self::unpin`]ned.
     ///
     /// # Errors
     /// `Invalid` if there is a volume of this name; otherwise what the store reports.
-    pub(crate) async fn pin(
+    pub(crate) async fn pin<T>(
         &self,
         state: State,
         properties: Properties,
         (origin, image): (Origin, Id),
-    ) -> Result<Head> {
+        looks_back: impl AsyncFn() -> T,
+    ) -> Result<(Head, T)> {
         let volume = self.environment.random();
         let head = self.head(0, volume, Life::Pinned, state);
         let (image, origin) = (Some(image), Some(origin));
-        self.begin(Head { properties, image, origin, ..head }).await
+        let head = Head { properties, image, origin, ..head };
+        self.begin_and(async || Ok(head.clone()), looks_back).await
     }
 
     /// Makes a volume of a pinned clone, if the source still had what it was made of, or otherwise

@@ -1,6 +1,6 @@
 //! What counts of a volume, for those who only read it: nobody is fenced.
 
-use super::{Heads, ROUNDS_MAX};
+use super::{Heads, ROUNDS_MAX, Seen};
 use crate::format::extent::Kind;
 use crate::format::head::{Head, Life};
 use crate::place::ExtentId;
@@ -51,11 +51,21 @@ impl Heads {
     /// # Errors
     /// As [`Self::ready`] and `act`.
     pub(crate) async fn with_head<T>(&self, act: impl AsyncFn(&Head) -> Result<T>) -> Result<T> {
+        self.with_seen(async |seen| act(seen.head()).await).await
+    }
+
+    /// As [`Self::with_head`], for who may go on from that head.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) async fn with_seen<T>(&self, act: impl AsyncFn(&Seen) -> Result<T>) -> Result<T> {
         for _ in 0..ROUNDS_MAX {
-            let head = self.ready().await?;
-            match act(&head).await {
+            let seen = self.look().await?;
+            self.check_ready(seen.head())?;
+            match act(&seen).await {
                 Err(error)
-                    if error.kind() == ErrorKind::Corrupt && !self.is_highest(&head).await? => {}
+                    if error.kind() == ErrorKind::Corrupt
+                        && !self.is_highest(seen.head()).await? => {}
                 outcome => return outcome,
             }
         }

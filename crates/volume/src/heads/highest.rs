@@ -46,7 +46,7 @@ impl Heads {
     ///
     /// # Errors
     /// What the store reports.
-    pub(super) async fn is_highest(&self, head: &Head) -> Result<bool> {
+    pub(crate) async fn is_highest(&self, head: &Head) -> Result<bool> {
         let above = self.list_after(Some(&self.name.head(head.number))).await?;
         Ok(above.is_empty())
     }

@@ -32,6 +32,10 @@ impl Objects for Clients {
         self.inner.name()
     }
 
+    fn is_far(&self) -> bool {
+        self.inner.is_far()
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         self.inner.open(name)
     }

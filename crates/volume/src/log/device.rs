@@ -8,6 +8,7 @@ use super::slots::{LogKey, Phase, Purpose, Slots};
 use crate::format::Id;
 use crate::format::frame::Malformed;
 use crate::place::Writer;
+use crate::turn::Turn;
 use mica_block::{Error, ErrorKind, GroupSync, Result, Store, read_exact, write_all};
 use mica_rt::sync::Waiters;
 use mica_rt::{Buf, Parts, join_all, spawn};
@@ -29,6 +30,7 @@ pub struct LogDevice {
     pub(super) header: DeviceHeader,
     /// Part of the sums of everything that is written while it is open.
     pub(super) session: Id,
+    opened: Turn,
     slots: Mutex<Slots>,
     syncs: GroupSync,
     /// Bytes that were written since the last sync.
@@ -118,12 +120,18 @@ impl LogDevice {
             file,
             header,
             session: random,
+            opened: Turn::next(),
             slots: Mutex::new(slots),
             syncs: GroupSync::new(),
             unsynced: AtomicU64::new(0),
             room: Waiters::default(),
             waiting: Mutex::default(),
         }))
+    }
+
+    /// When this process had it, and no other any more.
+    pub(crate) fn opened(&self) -> Turn {
+        self.opened
     }
 
     pub(super) fn slots(&self) -> MutexGuard<'_, Slots> {

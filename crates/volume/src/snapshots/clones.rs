@@ -73,7 +73,7 @@ fn clone_that_was_not_finished_is_opened_by_nobody_and_can_be_deleted() {
         volumes.create(&web, BLOCK).await.expect("made");
         volumes
             .heads(&copy)
-            .pin(State::empty(BLOCK), Properties::default(), origin())
+            .pin(State::empty(BLOCK), Properties::default(), origin(), async || ())
             .await
             .expect("pinned");
         let other = name("other");
@@ -109,7 +109,8 @@ fn clone_that_is_deleted_while_it_is_made_stays_deleted() {
         let copy = name("copy");
         let heads = volumes.heads(&copy);
         let pinned =
-            heads.pin(State::empty(BLOCK), Properties::default(), origin()).await.expect("pinned");
+            heads.pin(State::empty(BLOCK), Properties::default(), origin(), async || ()).await;
+        let (pinned, ()) = pinned.expect("pinned");
         volumes.delete(&copy, Claimed::Refuse).await.expect("deleted");
         let refused = heads.unpin(&pinned, true).await.expect_err("it was deleted");
         assert_eq!(refused.kind(), ErrorKind::NotFound);

@@ -406,6 +406,10 @@ impl Objects for Full {
         self.0.name()
     }
 
+    fn is_far(&self) -> bool {
+        self.0.is_far()
+    }
+
     fn open(&self, name: &ObjectName) -> Arc<dyn Object> {
         self.0.open(name)
     }

@@ -18,6 +18,8 @@ use mica_block::{Error, ErrorKind, Result, Which};
 
 /// What a clone is made of.
 struct Source {
+    /// The head that has it.
+    head: Head,
     origin: Origin,
     /// The first state of the clone.
     state: State,
@@ -72,8 +74,10 @@ impl Volumes {
         target: &VolumeName,
     ) -> Result<()> {
         let clone = self.heads(target);
-        let pinned = clone.pin(found.state, found.properties, (origin, found.image)).await?;
-        let is_there = self.still_has(heads, found).await;
+        let is_there = async || self.still_has(heads, found).await;
+        let made_of = (origin, found.image);
+        let pinned = clone.pin(found.state, found.properties, made_of, is_there).await;
+        let (pinned, is_there) = pinned?;
         clone.unpin(&pinned, matches!(is_there, Ok(true))).await?;
         if is_there? {
             return Ok(());
@@ -115,6 +119,10 @@ impl Volumes {
 
     /// Whether the volume still has what was found in it.
     async fn still_has(&self, heads: &Heads, found: &Source) -> Result<bool> {
+        // What has the same head has the same state.
+        if heads.is_highest(&found.head).await? {
+            return Ok(true);
+        }
         let there = heads.with_head(async |head| {
             if head.volume != found.origin.volume {
                 return Ok(false);
@@ -137,7 +145,7 @@ impl Source {
     fn of(heads: &Heads, head: &Head, snapshot: Option<u64>, state: State) -> Self {
         let (properties, image) = (head.properties, head.boot_image());
         let origin = Origin { volume: head.volume, name: heads.name.clone(), snapshot };
-        Self { origin, state, properties, image }
+        Self { head: head.clone(), origin, state, properties, image }
     }
 }
 

@@ -9,6 +9,7 @@ use crate::heads::Claimed;
 use crate::heads::Heads;
 use crate::known::Change;
 use crate::names::VolumeName;
+use crate::opening::Opening;
 use crate::segment::Cut;
 use crate::snapshots::{all, check_new_label, find, missing};
 use crate::state::State;
@@ -158,12 +159,13 @@ impl Volumes {
     ) -> Result<(u64, State)> {
         let heads = self.heads(name);
         // What is refused costs no head.
-        let first_look = heads.with_head(async |head| {
-            heads.check_closed(head)?;
-            decide(&self.tree, &head.state).await.map(drop)
+        let first_look = heads.with_seen(async |seen| {
+            heads.check_closed(seen.head())?;
+            decide(&self.tree, &seen.head().state).await?;
+            Ok(seen.clone())
         });
-        first_look.await?;
-        let volume = self.open_without_blocks(name, Claimed::OnlyIfClosed).await?;
+        let opening = Opening { seen: Some(first_look.await?), ..Claimed::OnlyIfClosed.into() };
+        let volume = self.open_without_blocks(name, opening).await?;
         let state = volume.shared().now().state;
         let done = match decide(&self.tree, &state).await {
             Ok(cut) => {

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::collect::CollectOptions;
-use crate::testing::{environment, memory, name, run, write};
-use mica_block::{Disk, Manage};
+use crate::testing::{environment, memory, name, read, run, write};
+use mica_block::{Disk, Manage, Which};
 use mica_rt::now;
 use mica_store::object::MemoryObjects;
 use std::time::Duration;
@@ -63,6 +63,59 @@ fn opening_for_writing_waits_for_eight_answers_and_for_three_more_to_fence() {
     });
 }
 
+/// The story: a verb, or a server, looked who had a volume, and its opening read the same head
+/// again.
+#[test]
+fn opening_that_goes_on_from_a_head_which_was_seen_does_not_read_it_again() {
+    run(4, async {
+        let memory = memory();
+        near(&memory).await.create(&name("web"), LEN).await.expect("made");
+        let volumes = far(&memory).await;
+        let ((info, seen), trips) = counted(volumes.look(&name("web"))).await;
+        assert_eq!((info.head, trips), (0, 2), "the heads, and the newest of them");
+        let opening = Opening { seen: Some(seen), ..Claimed::Refuse.into() };
+        let (volume, trips) = counted(volumes.open_volume(&name("web"), opening)).await;
+        assert_eq!(trips, 7 - 1, "the boundaries, the claims, the claim, and so on");
+        volume.close().await.expect("closed");
+        let ((), trips) =
+            counted(async { volumes.take_snapshot(&name("web"), "").await.map(drop) }).await;
+        // A look, an opening, the extent, and the last head with the look above it.
+        assert_eq!(trips, 2 + (8 - 1) + 1 + 2);
+    });
+}
+
+/// A head that somebody else has gone on from by now is no reason to refuse, and none to open.
+#[test]
+fn head_that_was_seen_is_only_a_guess() {
+    run(5, async {
+        let memory = memory();
+        let (web, here) = (name("web"), near(&memory).await);
+        here.create(&web, LEN).await.expect("made");
+        let opening =
+            |seen: &Seen, claimed: Claimed| Opening { seen: Some(seen.clone()), ..claimed.into() };
+        let (_, closed) = here.look(&web).await.expect("there");
+        let volume = here.open_volume(&web, Claimed::Refuse).await.expect("open");
+        let (_, open) = here.look(&web).await.expect("there");
+        let refused = here.open_volume(&web, opening(&closed, Claimed::Refuse)).await;
+        assert_eq!(refused.map(drop).expect_err("it is open").kind(), ErrorKind::Denied);
+        write(&volume, 0, &[7; 4096]).await;
+        volume.close().await.expect("nobody has fenced it");
+        let volume = here.open_volume(&web, opening(&open, Claimed::Refuse)).await;
+        let volume = Arc::new(volume.expect("it is closed by now"));
+        assert_eq!(read(&volume, 0, 4096).await, [7; 4096]);
+        volume.close().await.expect("closed");
+        here.delete(&web, Claimed::Refuse).await.expect("deleted");
+        here.create(&web, LEN).await.expect("made");
+        let volume = here.open_volume(&web, opening(&open, Claimed::TakeOver)).await;
+        let volume = Arc::new(volume.expect("another one"));
+        assert_eq!(read(&volume, 0, 4096).await, [0; 4096]);
+        let (_, other) = here.look(&web).await.expect("there");
+        here.create(&name("mail"), LEN).await.expect("made");
+        let mail = here.open_volume(&name("mail"), opening(&other, Claimed::Refuse)).await;
+        mail.expect("it is another volume").close().await.expect("closed");
+    });
+}
+
 #[test]
 fn opening_for_reading_waits_for_two_answers_and_for_what_a_writer_put_since() {
     run(2, async {
@@ -91,5 +144,24 @@ fn making_a_volume_waits_for_three_answers_and_for_a_claim_if_content_follows() 
         let new = NewVolume::default();
         let (_, trips) = counted(volumes.create_unfinished(&name("copy"), LEN, new)).await;
         assert_eq!(trips, 3 + 4, "the boundaries, the claims, the claim, and the boundaries");
+    });
+}
+
+/// The story: each step of a clone was waited for by itself, and the head of its source read again
+/// that was the newest still.
+#[test]
+fn clone_looks_back_at_its_source_while_it_looks_at_its_own_head() {
+    run(6, async {
+        let memory = memory();
+        let here = near(&memory).await;
+        here.create(&name("web"), LEN).await.expect("made");
+        let which =
+            Which::Number(here.take_snapshot(&name("web"), "").await.expect("taken").number);
+        let volumes = far(&memory).await;
+        let (web, copy) = (name("web"), name("copy"));
+        let ((), trips) = counted(volumes.clone_volume(&web, Some(&which), &copy)).await;
+        // The source's heads, the newest of them, the snapshot in its map; the clone's heads, the
+        // first, a look above it and at the source, the second, and a look above that.
+        assert_eq!(trips, 2 + 2 + 5);
     });
 }

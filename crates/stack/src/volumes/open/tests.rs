@@ -98,8 +98,8 @@ fn who_has_taken_a_volume_by_force_is_left_alone_by_whom_it_was_taken_from() {
             };
             let served = others.open_volume(&url, &by_force).await.expect("by force");
             if let Some(lock) = lock {
-                let info = volumes.info(&name).await.expect("it is there");
-                locked = Some(store.standing_of(info, Some(lock)).await);
+                let found = volumes.look(&name).await.expect("it is there");
+                locked = Some(store.standing_of(found, Some(lock)).await);
             }
             let mut locked = locked.expect("it had the lock");
             let open = store.open_held((volumes, &name), &mut locked, &options, None);
@@ -211,7 +211,7 @@ fn volume_that_was_handed_to_this_host_is_compacted_and_changed_only_after_it_wa
 /// The story: a volume in a bucket was looked at once its store had been probed, and then again by
 /// the opening, one answer after the other.
 #[test]
-fn far_volume_is_looked_at_while_its_store_is_probed() {
+fn far_volume_is_looked_at_once_and_its_store_probed_once() {
     const LATENCY: Duration = Duration::from_millis(30);
     Executor::new(Backend::Sim { seed: 1 }).expect("the simulator").block_on(async {
         let memory = MemoryObjects::new("memory");
@@ -220,11 +220,15 @@ fn far_volume_is_looked_at_while_its_store_is_probed() {
         near.volumes().create(&name, 1 << 20).await.expect("made");
         let far = memory.with_exact_latency(LATENCY);
         let store = Store::of_bucket(Arc::new(far)).await.expect("it is there");
-        for trips in [8, 2] {
+        // The looks at the volume, the probe, and an opening without the former.
+        for trips in [2 + 8 + 6, 2 + 7] {
             let begun = now();
-            let locked = store.locked_to_put(&name, false).await.expect("nobody has it");
+            let mut locked = store.locked(&name, false).await.expect("nobody has it");
+            let options = to_write();
+            let open = store.open_held((store.volumes(), &name), &mut locked, &options, None);
+            let volume = open.await.expect("opened");
             assert_eq!(now().saturating_since(begun), LATENCY * trips);
-            assert!(locked.standing == Standing::Closed && !locked.is_encrypted);
+            volume.close().await.expect("closed");
         }
     });
 }

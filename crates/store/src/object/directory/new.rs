@@ -5,7 +5,7 @@
 //! killed processes left are removed after a while.
 
 use super::root::Root;
-use mica_block::{Error, Result};
+use mica_block::Result;
 use mica_rt::Parts;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{
@@ -74,10 +74,7 @@ impl Content<'_> {
 impl NewFile {
     /// Creates an empty one.
     pub(super) fn create(root: &Root) -> Result<Self> {
-        let failed = |error: Errno| {
-            let path = root.path_of(FOLDER);
-            Error::from_io(format!("creating a file in {}", path.display()), error.into())
-        };
+        let failed = |error: Errno| root.failed("creating a file in", FOLDER, error.into());
         let folder = open_folder(root).map_err(failed)?;
         let name = random_name();
         let flags =

@@ -160,9 +160,16 @@ impl Root {
         Error::new(ErrorKind::Invalid, what)
     }
 
-    /// The error of `doing` something to what has this name.
+    /// The error of `doing` something to what has this name. That nothing can be written is no
+    /// outage, which would be waited for.
     pub(super) fn failed(&self, doing: &str, name: &str, error: io::Error) -> Error {
-        Error::from_io(format!("{doing} {}", self.path_of(name).display()), error)
+        let what = format!("{doing} {}", self.path_of(name).display());
+        match error.kind() {
+            io::ErrorKind::ReadOnlyFilesystem => {
+                Error::new(ErrorKind::Denied, format!("{what}: {error}"))
+            }
+            _ => Error::from_io(what, error),
+        }
     }
 
     fn durable(&self) -> MutexGuard<'_, HashSet<String>> {

@@ -6,6 +6,7 @@ use crate::object::testing::conform;
 use mica_block::{ErrorKind, Put};
 use mica_rt::{Backend, Executor, Part, join_all};
 use rustix::fs::{Timespec, Timestamps, UTIME_OMIT};
+use rustix::io::Errno;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::PathBuf;
@@ -307,6 +308,17 @@ fn put_that_fails_leaves_nothing() {
         assert!(place.new_files().is_empty());
         assert_eq!(objects.list(None, None).await.expect("listed").len(), 1);
     });
+}
+
+/// The story: what was to be put on a file system that is read-only was tried for a quarter of a
+/// minute, and dozens of lines said so.
+#[test]
+fn file_system_that_is_read_only_is_an_answer_and_no_outage() {
+    let place = Place::new();
+    let root = Root::open(place.folder.path(), &place.handles).expect("opened");
+    let kind = |errno: Errno| root.failed("putting", "a", errno.into()).kind();
+    assert_eq!(kind(Errno::ROFS), ErrorKind::Denied);
+    assert_eq!(kind(Errno::IO), ErrorKind::Io);
 }
 
 #[test]

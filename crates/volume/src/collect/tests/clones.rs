@@ -42,7 +42,7 @@ fn clone_that_died_over_what_was_given_back_does_not_stop_collection() {
             assert!(given_back.punched_bytes > 0, "{given_back:?}");
             volumes
                 .heads(&name("copy"))
-                .pin(origin, Properties::default(), crate::testing::origin())
+                .pin(origin, Properties::default(), crate::testing::origin(), async || ())
                 .await
                 .expect("pinned");
             let collector = self::volumes(&objects, "collector").await;

@@ -226,6 +226,37 @@ fn node_that_is_being_read_from_a_store_that_hangs_is_not_waited_for_when_that_i
     });
 }
 
+/// The story: the same, of what a guest reads: its memory was in the hands of the request, which a
+/// bucket gives up after a minute, and a server that was told to end waited for that.
+#[test]
+fn guest_is_answered_once_a_far_store_that_hangs_is_given_up_and_its_memory_stays_as_it_is() {
+    run(1, async {
+        let (memory, all) = written_elsewhere().await;
+        let map = all.heads(&name("web")).newest().await.expect("a head").state.map;
+        let place = all.tree.look_up(map, 0).await.expect("found").expect("it was written");
+        let slow = memory.clone().with_exact_latency(20 * SECOND);
+        let tree = Tree::new(Arc::new(slow), 1 << 20).with_patience(Patience::Endless);
+        let guest = |byte: u8| Buf::from_slice(&[byte; 4096]).into_foreign();
+        let guest_memory = tree.begin_plain(place, guest(5)).err().expect("it is not lent");
+        let reads = tree.fill_blocks(place, [place], guest_memory);
+        let gives_up = async {
+            sleep(2 * SECOND).await;
+            tree.give_up();
+        };
+        let (read, ()) = join_two(timeout(10 * SECOND, reads), gives_up).await;
+        let (result, guest_memory) = read.expect("in time");
+        let error = result.expect_err("nothing was answered yet");
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert!(error.in_one_line().ends_with("no answer, and it was given up"), "{error:?}");
+        // The store answers at last.
+        sleep(60 * SECOND).await;
+        assert_eq!(*guest_memory, [5; 4096]);
+        let (result, read) = all.tree.fill_blocks(place, [place], guest(5)).await;
+        result.expect("read");
+        assert_ne!(*read, [5; 4096]);
+    });
+}
+
 /// `memory`, which denies requests of a kind as `throttle` says.
 fn denying(memory: &MemoryObjects, only: ObjectOperation, throttle: Throttle) -> Arc<dyn Objects> {
     let options = FaultyOptions {
