@@ -10,6 +10,7 @@ use super::asked;
 use super::asking::{Asking, ending_of};
 use super::disk::Disk;
 use super::fleet::Fleet;
+use super::formats::format_of;
 use super::giving::{self, Amid};
 use super::jobs;
 use super::order::{Asked, Before, Ending, Order, What};
@@ -371,11 +372,15 @@ fn explain(
 fn lengthen(fleet: &mut Fleet<'_>, number: usize, longer: u64) -> Outcome {
     let Fleet { world, disks, .. } = fleet;
     for (file, frozen) in &mut disks[number].frozen {
-        if super::formats::is_qcow2(file) && world.images.join(file).exists() {
-            let len = foreign::len(&world.images, file)? / SECTOR as u64;
-            if len == longer {
-                *frozen = frozen.clone().in_a_file_of(len);
-            }
+        let path = world.images.join(file);
+        let len = match format_of(file) {
+            _ if !path.exists() => continue,
+            "qcow2" => foreign::len(&world.images, file)?,
+            "raw" => path.metadata()?.len(),
+            _ => continue,
+        };
+        if len == longer * SECTOR as u64 {
+            *frozen = frozen.clone().in_a_file_of(longer);
         }
     }
     Ok(())
