@@ -58,7 +58,8 @@ impl Layered {
     }
 }
 
-/// `qemu:allocation-depth`: which layer has a part, the active one being 1; 0 if none has it.
+/// `qemu:allocation-depth`: which layer has a part, the active one being 1; 0 if none has it. What
+/// lies beyond the end of a layer, and no layer above has, is that layer's, as QEMU has it.
 pub(crate) struct Depth(pub(crate) Layered);
 
 /// `qemu:dirty-bitmap:X`: what layers above that of the kept state X have.
@@ -99,8 +100,15 @@ impl Context for Depth {
     fn parts(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Part>>> {
         let Self(disk) = self;
         let depth = |extent: &Extent| {
-            let above = disk.count() - disk.position(extent);
-            if extent.kind.is_present() { u32::try_from(above).unwrap_or(u32::MAX) } else { 0 }
+            let position = disk.position(extent);
+            let above = disk.count() - position;
+            let depth = match extent.kind.is_present() {
+                true => above,
+                false if position == 0 => 0,
+                // The search ended above a layer that is too short.
+                false => above + 1,
+            };
+            u32::try_from(depth).unwrap_or(u32::MAX)
         };
         Box::pin(parts(disk.disk(), range, depth))
     }

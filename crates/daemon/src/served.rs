@@ -25,7 +25,7 @@ mod stored;
 
 pub(crate) use backup::{BackupInfo, Wanted};
 pub(crate) use doors::Doors;
-pub(crate) use extents::Asked;
+pub(crate) use extents::{Asked, Refused};
 pub(crate) use layers::Layered;
 pub(crate) use merges::{LayersCalled, StatesInTheWay};
 pub(crate) use resize::NewLength;

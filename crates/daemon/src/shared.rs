@@ -24,6 +24,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+/// How long a question waits for a takeover that has closed what it is about.
+const TAKEOVER_PATIENCE: Duration = Duration::from_secs(10);
+
 /// When disks are served.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Begin {
@@ -290,6 +293,22 @@ impl Shared {
             true => denied("the server is stopping, which drains every disk"),
             false => denied("another process is taking over: try again, and it will answer"),
         })
+    }
+
+    /// What `ask` answers. It does not keep everything from being handed over, so that it may find
+    /// a disk closed: then it is asked again once a takeover that was under way has failed.
+    ///
+    /// # Errors
+    /// Those of `ask`; `Denied` as [`Self::hold`] if a takeover goes on, or is done.
+    pub(crate) fn ask<T>(&self, ask: impl Fn() -> Result<T>) -> Result<T> {
+        match ask() {
+            Err(error) if error.kind() == ErrorKind::Denied => {}
+            answer => return answer,
+        }
+        let waited = self.life.try_read_for(TAKEOVER_PATIENCE);
+        drop(waited);
+        let _held = self.hold()?;
+        ask()
     }
 
     /// As [`Self::hold`], for a takeover. Nobody else holds it then.

@@ -72,6 +72,8 @@ kinds! {
     Lengths = "lengths", Shape;
     /// Encrypted layers, and LUKS images beneath them, among layers that come and go
     Encrypted = "encrypted", Shape;
+    /// Disks of one server that have lower layers in common
+    Siblings = "siblings", Shape;
     /// Another disk in the same server, on another file system where there is one
     SecondDisk = "second-disk", Shape;
     /// SIGKILL of a server
@@ -84,6 +86,8 @@ kinds! {
     Takeover = "takeover", Event;
     /// SIGKILL of either server, or of both, in a takeover
     KillTakeover = "kill-takeover", Event;
+    /// The same amid a command about layers, or right after it; what is frozen is read twice then
+    KillAmid = "kill-amid", Event;
     /// Commands of `mica ctl` in a takeover of disks at shared addresses
     Overlap = "overlap", Event;
     /// A disk gets another length, while it is served and while it is not
@@ -149,6 +153,12 @@ kinds! {
     Merge = "merge", Event;
     /// States of served chains that are kept for backups, exported, and dropped
     Backup = "backup", Event;
+    /// Several commands at once about the layers of one disk, and of disks of a group
+    AtOnce = "at-once", Event;
+    /// Block status of served chains is held against what they hold, and against QEMU's
+    BlockStatus = "block-status", Event;
+    /// The file system of the images is full while layers come or go
+    Full = "full", Event;
     /// Clones of frozen layers
     Clone = "clone", Event;
     /// Clones in another folder, overlays made by other verbs and by QEMU; they move, and go

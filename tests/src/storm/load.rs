@@ -21,6 +21,8 @@ use std::time::Duration;
 /// How long a client waits for a server that takes over.
 const MOVE_LIMIT: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_millis(1);
+/// What NBD calls a lack of space.
+const NO_SPACE: u32 = 28;
 /// How often another range is drawn if one is in use.
 const AIMS: u32 = 6;
 
@@ -42,6 +44,8 @@ pub(super) struct Board {
     pub(super) stamper: Stamper,
     /// Requests may fail, since something is short or broken.
     pub(super) may_fail: bool,
+    /// Changes may, for lack of space.
+    pub(super) lacks_space: bool,
     busy: Vec<Range<u64>>,
     sent: u64,
     answered: u64,
@@ -154,6 +158,7 @@ impl Stage {
             model,
             stamper,
             may_fail: false,
+            lacks_space: false,
             busy: Vec::new(),
             sent: 0,
             answered: 0,
@@ -390,6 +395,10 @@ impl<'a> Client<'a> {
         release(&mut board, &doing);
         match answer {
             Answer::Error(_) if board.may_fail || self.stage.phase() == Phase::Ending => {
+                self.counts.failed.add();
+                Ok(())
+            }
+            Answer::Error(NO_SPACE) if board.lacks_space && !matches!(doing, Doing::Read(_)) => {
                 self.counts.failed.add();
                 Ok(())
             }

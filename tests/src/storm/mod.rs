@@ -56,8 +56,12 @@
 //! kept states were forgotten by the next server once the layer that they are named after had been
 //! merged (`stack/src/keep.rs`).
 //!
-//! With keys (`--only lineage,merge,live-snapshot`) one of 40 seeds, 7015, finds a merge that makes
-//! a layer name a LUKS image raw (`qcow2/src/layer.rs`).
+//! Commands at once found a merge whose client lost sight of it once another one had begun
+//! (`cli/src/ctl/merges.rs`; 2 of 57 seeds from 1000 on), and the judge of block status that what
+//! lies beyond a short layer had no depth (`daemon/src/contexts.rs`; 5 of these seeds).
+//!
+//! With keys (`--only lineage,merge,live-snapshot --without siblings,datafile,v2`) one of 40 seeds,
+//! 7015, finds a merge that makes a layer name a LUKS image raw (`qcow2/src/layer.rs`).
 //!
 //! Not found are, so far: a log whose place is not noted (`stack/src/redo.rs`; none of 18), a
 //! compacted log without its baseline (53), and a record missing from one compaction in eight (56).

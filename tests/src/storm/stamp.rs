@@ -22,6 +22,8 @@ pub(super) enum Writer {
 const WORD_BYTES: usize = 16;
 const NUMBER_BITS: u32 = 40;
 const FOREIGN: u64 = 1;
+/// No disk has so many writes.
+const SIBLING_SHIFT: u32 = 32;
 
 /// What a sector turned out to be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -45,6 +47,12 @@ impl Stamper {
     /// For the disk that is called `disk`.
     pub(super) fn new(disk: u64) -> Self {
         Self { disk: disk & 0xff_ffff, last: 0 }
+    }
+
+    /// For another disk that began with what this one wrote, and is called the same in stamps. Each
+    /// of them has `number`s of its own, later than all of this one's.
+    pub(super) fn of_sibling(&self, number: u64) -> Self {
+        Self { disk: self.disk, last: number << SIBLING_SHIFT }
     }
 
     /// The next number.

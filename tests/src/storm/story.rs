@@ -56,6 +56,10 @@ pub enum Wrong {
     Layers,
     /// A change since a state is not told.
     Untold,
+    /// What is said of allocation is not so.
+    Status,
+    /// A layer changed that nobody may write any more.
+    Thawed,
     /// A configuration does not have what was saved.
     Configuration,
     /// The storm's own trouble.
@@ -88,6 +92,8 @@ impl Wrong {
             Self::Unusable => "unusable by QEMU",
             Self::Members => "other disks than were asked for",
             Self::Layers => "other layers than it may have",
+            Self::Thawed => "a frozen layer changed",
+            Self::Status => "wrong block status",
             Self::Untold => "a change that is not told",
             Self::Configuration => "configuration is not what was saved",
             Self::Trouble => "trouble of the storm",
@@ -210,10 +216,16 @@ counts! {
     merges_cancelled = "  cancelled";
     /// Commands that were refused, since a state or a clone was in the way.
     layers_refused = "commands refused, as they may be";
+    /// Times that several commands were given at once.
+    at_once = "several commands at once";
     /// Clones of frozen layers.
     clones = "clones";
     /// Those that were moved to another folder.
     clones_moved = "  moved to another folder";
+    /// Times that all frozen layers were read twice after a kill in a takeover.
+    twice = "frozen layers read twice";
+    /// Disks whose block status was judged.
+    statuses = "block status judged";
     /// Copies put back.
     copies = "copies put back";
     /// Times that the index of a chain was damaged, or removed.

@@ -17,7 +17,7 @@ pub(super) fn toml(options: &[(&str, String)]) -> String {
             .iter()
             .filter(|(other, _)| other == key)
             .map(|(_, value)| match *key {
-                "queues" | "ephemeral" => value.clone(),
+                "queues" | "ephemeral" | "allocation-depth" => value.clone(),
                 _ => format!("\"{value}\""),
             })
             .collect();

@@ -4,6 +4,7 @@
 mod beside;
 mod bitmaps;
 mod chain;
+mod datafile;
 mod elsewhere;
 mod encrypted;
 mod full;

@@ -6,20 +6,22 @@ use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
 
-/// A chain of three layers, the upper ones with bitmaps, and with a snapshot of nothing.
+/// A chain of three layers, each longer than the one beneath; the upper ones have bitmaps.
 fn chain(folder: &Path) {
-    qemu::create(folder, "base.qcow2", &[], "64M");
+    qemu::create(folder, "base.qcow2", &[], "63M");
     qemu::io(folder, &[], "base.qcow2", &["write -P 1 0 1M", "write -P 1 40M 1M"]);
     qemu::overlay(folder, "mid.qcow2", "base.qcow2", &["-o", "cluster_size=4k"]);
+    qemu::img(folder, ["resize", "-q", "-f", "qcow2", "mid.qcow2", "64M"]).ok();
     qemu::img(folder, ["bitmap", "--add", "mid.qcow2", "lower"]).ok();
     qemu::io(folder, &[], "mid.qcow2", &["write -P 2 512k 12k", "write -z 41M 1M"]);
     qemu::overlay(folder, "top.qcow2", "mid.qcow2", &["-o", "extended_l2=on"]);
+    qemu::img(folder, ["resize", "-q", "-f", "qcow2", "top.qcow2", "66M"]).ok();
     qemu::img(folder, ["bitmap", "--add", "-g", "4k", "top.qcow2", "fine"]).ok();
     qemu::img(folder, ["bitmap", "--add", "-g", "1M", "top.qcow2", "coarse"]).ok();
     let scattered: Vec<_> =
         (0..300).map(|number| format!("write -P 3 {} 2k", number * 94 * 1024 + 2048)).collect();
     let mut writes: Vec<_> = scattered.iter().map(String::as_str).collect();
-    writes.extend(["write -P 4 50M 4M", "discard 0 64k"]);
+    writes.extend(["write -P 4 50M 4M", "discard 0 64k", "write -P 5 65M 2k"]);
     qemu::io(folder, &[], "top.qcow2", &writes);
 }
 

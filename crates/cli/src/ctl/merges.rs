@@ -126,12 +126,10 @@ impl HowArgs {
 
 /// Waits until `job` has ended, and shows how far it is.
 fn follow(client: &Client, job: &Value) -> Result<Value, Failure> {
-    let (disk, number) = (&job["disk"], &job["number"]);
     let bar = progress_bar(job["total"].as_u64().unwrap_or(0), "");
     loop {
         let answer = client.get("/v1/jobs")?;
-        let mut all = answer["jobs"].as_array().into_iter().flatten();
-        let found = all.find(|found| found["disk"] == *disk && found["number"] == *number);
+        let found = found_in(&answer, job);
         let found = found.ok_or_else(|| Failure::new("the server has no record of the merge"))?;
         bar.set_length(found["total"].as_u64().unwrap_or(0));
         bar.set_position(found["done"].as_u64().unwrap_or(0));
@@ -141,6 +139,13 @@ fn follow(client: &Client, job: &Value) -> Result<Value, Failure> {
         }
         sleep();
     }
+}
+
+/// What `answer` says of this `job`, after whose end another one of the disk may have begun.
+fn found_in<'a>(answer: &'a Value, job: &Value) -> Option<&'a Value> {
+    let all = ["jobs", "past"].map(|key| answer[key].as_array());
+    let mut all = all.into_iter().flatten().flatten();
+    all.find(|found| ["disk", "number"].iter().all(|key| found[key] == job[key]))
 }
 
 #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
@@ -226,6 +231,21 @@ pub(super) fn listed(jobs: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The story: of two merges given at once, one after the other was done, and the client of the
+    /// first was told that the server has no record of it.
+    #[test]
+    fn merge_is_followed_to_its_end_when_another_one_has_begun_since() {
+        let jobs = json!([{"disk": "web", "number": 3}, {"disk": "db", "number": 2}]);
+        let answer = json!({"jobs": jobs, "past": [{"disk": "web", "number": 1, "state": "done"}]});
+        let state = |number: u64| {
+            let job = json!({"disk": "web", "number": number});
+            found_in(&answer, &job).map(|found| found["state"].clone())
+        };
+        assert_eq!(state(1), Some("done".into()));
+        assert_eq!(state(3), Some(Value::Null));
+        assert_eq!(state(2), None);
+    }
 
     #[test]
     fn merges_are_shown_with_how_far_they_are() {

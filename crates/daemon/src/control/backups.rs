@@ -1,6 +1,6 @@
 //! Backups of a chain that is served.
 
-use super::perform::{Answer, find, perform, perform_held};
+use super::perform::{Answer, asked, find, perform_held};
 use super::reply::{body, json};
 use super::sources::Sources;
 use crate::served::{BackupInfo, Wanted};
@@ -20,8 +20,8 @@ struct Begin {
 
 pub(super) async fn list(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let listed = move || Ok::<_, mica_block::Error>((served.kept_states()?, served.backup()));
-    let (kept, backup) = perform(&sources.actions, listed).await??;
+    let listed = move || Ok((served.kept_states()?, served.backup()));
+    let (kept, backup) = asked(&sources, listed).await?;
     let states = kept.iter().map(|kept| {
         let is_exported = backup.as_ref().is_some_and(|backup| backup.state == kept.state);
         value!({

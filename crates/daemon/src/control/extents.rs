@@ -1,10 +1,10 @@
 //! `GET /v1/disks/NAME/extents`: what of a disk is allocated, or has changed since a state, as
 //! CSI's SnapshotMetadata service tells it (GetMetadataAllocated, GetMetadataDelta).
 
-use super::perform::{Answer, find, perform};
+use super::perform::{self, Answer, find};
 use super::reply::{Refusal, json};
 use super::sources::Sources;
-use crate::served::Asked;
+use crate::served::{Asked, Refused};
 use axum::extract::{Path, RawQuery, State};
 use axum::http::StatusCode;
 use serde_json::{Value, json as value};
@@ -19,7 +19,12 @@ pub(super) async fn extents(
 ) -> Answer {
     let served = find(&sources.shared, &name)?;
     let asked = asked(query.as_deref().unwrap_or_default())?;
-    let found = perform(&sources.actions, move || served.extents(&asked)).await?;
+    let ask = move || match served.extents(&asked) {
+        Ok(found) => Ok(Ok(found)),
+        Err(Refused { why, again: None }) => Err(why),
+        Err(refused) => Ok(Err(refused)),
+    };
+    let found = perform::asked(&sources, ask).await?;
     let found = found.map_err(|refused| Refusal::from(refused.why).again(refused.again))?;
     let blocks =
         found.list.iter().map(|(offset, len)| value!({ "byte_offset": offset, "size_bytes": len }));

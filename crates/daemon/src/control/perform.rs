@@ -47,6 +47,16 @@ pub(super) async fn perform_held<T: Send + 'static>(
     Ok(perform(&sources.actions, held).await??)
 }
 
+/// Asks for something that keeps nothing from being handed over to another process, and that
+/// changes nothing if it is denied.
+pub(super) async fn asked<T: Send + 'static>(
+    sources: &Sources,
+    ask: impl Fn() -> mica_block::Result<T> + Send + 'static,
+) -> Result<T, Refusal> {
+    let shared = Arc::clone(&sources.shared);
+    Ok(perform(&sources.actions, move || shared.ask(ask)).await??)
+}
+
 /// Performs such an action, and waits for it.
 pub(super) async fn perform<T: Send + 'static>(
     actions: &Actions,

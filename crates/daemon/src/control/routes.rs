@@ -43,7 +43,7 @@
 //! | `GET`, `PUT /v1/log-level` | `{"level": "debug"}` |
 
 use super::log::LogLevel;
-use super::perform::{Answer, begin, failed_inside, find, perform, perform_held};
+use super::perform::{Answer, asked, begin, failed_inside, find, perform, perform_held};
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
 use super::{
@@ -230,8 +230,7 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
     };
     let Size(bytes) = size.parse::<Size>()?;
     let to = if by { NewLength::Longer(bytes) } else { NewLength::Exactly(bytes) };
-    let actions = Arc::clone(&sources.actions);
-    let resized = perform(&actions, move || served.resize(to)).await??;
+    let resized = asked(&sources, move || served.resize(to)).await?;
     let notice = match resized.notice {
         None => "none".to_owned(),
         Some(Ok(Notice::Nobody)) => "nobody".to_owned(),

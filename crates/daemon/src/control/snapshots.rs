@@ -1,7 +1,7 @@
 //! The snapshots of a disk that is served: of a volume by their labels, and of a chain as its next
 //! layer.
 
-use super::perform::{Answer, find, perform, perform_held};
+use super::perform::{Answer, asked, find, perform_held};
 use super::reply::{Refusal, body, json};
 use super::sources::Sources;
 use crate::served::{Layered, Served, Stored};
@@ -95,7 +95,7 @@ struct Compared {
 
 pub(super) async fn list(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let all = perform(&sources.actions, move || served.list_snapshots()).await??;
+    let all = asked(&sources, move || served.list_snapshots()).await?;
     let all: Vec<_> = all.iter().map(described).collect();
     Ok(json(&value!({ "disk": name, "snapshots": all })))
 }

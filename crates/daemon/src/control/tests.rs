@@ -427,6 +427,47 @@ fn drains_do_not_exclude_each_other_and_a_takeover_is_told_of_them() {
     assert!(takeover.to_string().contains("stopping"), "{takeover}");
 }
 
+/// The story: while a server was coming back from a takeover whose new process had been killed, the
+/// list of kept states was refused since "the disk is closed".
+#[test]
+fn what_is_asked_of_a_disk_that_is_closed_for_a_takeover_waits_for_its_end() {
+    let world = world();
+    let shared = Arc::clone(&world.daemon.shared);
+    let one = shared.disks.named("one").expect("it is served");
+    let questions = [
+        ("GET", "/v1/disks/one/backups", ""),
+        ("GET", "/v1/disks/one/snapshots", ""),
+        ("GET", "/v1/disks/one/extents?since=mon", ""),
+        ("POST", "/v1/disks/one/resize", r#"{"size": "128M"}"#),
+    ];
+    let alone = shared.hold_alone().expect("nothing is in progress");
+    assert!(one.suspend().expect("closed"));
+    let asked = questions.map(|(method, path, body)| {
+        let mut control = world.control();
+        control.write_all(request(method, path, "mica", body).as_bytes()).expect("sent");
+        control.set_read_timeout(Some(Duration::from_millis(50))).expect("set");
+        let early = control.read(&mut [0]).expect_err("an answer");
+        assert_eq!(early.kind(), std::io::ErrorKind::WouldBlock, "{path}");
+        control.set_read_timeout(None).expect("set");
+        control
+    });
+    one.resume().expect("served again");
+    drop(alone);
+    for control in asked {
+        let reply = exchange(control, "");
+        assert_eq!(reply.status, 501, "it is no chain: {}", reply.body);
+    }
+    // Once the other process serves it, that one answers.
+    assert!(one.suspend().expect("closed"));
+    shared.is_handed_over.store(true, Ordering::Release);
+    for (method, path, body) in questions {
+        let reply = world.ask(method, path, body);
+        assert_eq!(reply.status, 409, "{path}");
+        assert!(reply.error().contains("another process has taken over: try again"), "{path}");
+    }
+    shared.is_handed_over.store(false, Ordering::Release);
+}
+
 #[test]
 fn a_drain_that_hangs_delays_the_end_of_no_other_disk() {
     let world = world();

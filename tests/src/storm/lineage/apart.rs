@@ -1,10 +1,10 @@
 //! What becomes of the layers of disks that nobody serves: mica's verbs merge them, or are killed
 //! while they do, QEMU merges the active one into the one beneath it, and disks grow.
 
-use super::disk::{format_of, is_qcow2, is_raw};
+use super::asking::ending_of;
 use super::fleet::Fleet;
+use super::formats::{format_of, is_qcow2, is_raw};
 use super::frozen::Frozen;
-use super::giving::ending_of;
 use super::order::{Before, Ending, What};
 use super::state_in;
 use crate::clock;
@@ -22,6 +22,8 @@ use std::time::Duration;
 
 /// How long a verb may take.
 const LIMIT: Duration = Duration::from_secs(60);
+/// Why a disk may not grow that is served.
+pub(super) const NOT_WHILE_USED: &str = "with a data file can grow only while nobody uses it";
 /// Sectors by which a disk grows at most, and its length at most.
 const GROWTH_MAX: u64 = 600;
 const LEN_MAX: u64 = 6 << 11;
@@ -206,14 +208,21 @@ fn settle(fleet: &mut Fleet<'_>, number: usize, (what, ending): (&What, Ending))
 
 /// QEMU merges the active layer into the one beneath it, and perhaps leaves it as it is.
 fn commit_by_qemu(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome {
+    let shares = |file: &String| fleet.sharer(number, file).is_some();
+    let is_shared = fleet.disks[number].chain.iter().any(shares);
     let Fleet { world, disks, .. } = fleet;
     let disk = &mut disks[number];
     let [.., base, active] = &*disk.chain else { return Ok(()) };
     // It knows nothing of who else needs the base.
-    if !disk.clones.is_empty() || state_in(base).is_some() {
+    if !disk.clones.is_empty() || state_in(base).is_some() || is_shared {
         return Ok(());
     }
     let (base, active) = (base.clone(), active.clone());
+    let is_short = disk.frozen.get(&base).is_none_or(|frozen| frozen.len() < disk.model.len());
+    // It makes that longer, and what is new of it is noise.
+    if is_short && format_of(&base) == "luks" {
+        return Ok(());
+    }
     let keep = if rng.percent(50) { &["-d"][..] } else { &[] };
     let (options, active) = foreign::opened(&world.images, "qcow2", &active)?;
     let options: Vec<_> = options.iter().map(String::as_str).collect();
@@ -251,6 +260,10 @@ pub(super) fn grow_served(
     fleet.tell(format_args!("  {name} gets {longer} sectors"));
     let args = ["ctl", "--control", text(&fleet.control)?, "resize", &name, &len];
     let said = fleet.world.mica(&args)?;
+    if said.stderr.contains(NOT_WHILE_USED) {
+        fleet.tell(format_args!("    refused: {}", said.stderr.trim()));
+        return Ok(());
+    }
     if !said.status.success() {
         return Err(Fault::new(Wrong::Failed, format!("a resize: {said}")));
     }

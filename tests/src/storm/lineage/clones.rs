@@ -1,8 +1,9 @@
 //! Overlays of frozen layers, which belong to nobody here: made by several verbs and by QEMU, in
 //! the folder of the disks and in another one, moved within that and to a third one, and removed.
 
-use super::disk::{Disk, FAR, is_qcow2};
+use super::disk::{Disk, FAR};
 use super::fleet::Fleet;
+use super::formats::is_qcow2;
 use super::moved;
 use crate::clock;
 use crate::storm::foreign;

@@ -9,14 +9,16 @@
 //! the killed server left: mica does not tell it from the image (`qcow2/src/redo/mod.rs`, what is
 //! not detected), and it only has to be sound.
 
-use super::disk::{Disk, is_raw};
+use super::disk::Disk;
 use super::fleet::Fleet;
+use super::formats::is_raw;
+use super::forms;
 use crate::storm::copies::copy_file;
 use crate::storm::foreign;
 use crate::storm::kinds::Kind;
 use crate::storm::model::{Model, View};
 use crate::storm::story::{Fault, Outcome, Wrong};
-use crate::storm::world::{World, text};
+use crate::storm::world::World;
 use mica_units::Rng;
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -56,6 +58,10 @@ pub(super) fn aside(fleet: &Fleet<'_>, rng: &mut Rng) -> Outcome<Option<Copied>>
         _ => disk.chain.len() - 1,
     };
     let file = disk.chain[at].clone();
+    // The data would not be the copy's.
+    if forms::has_data_file(&fleet.world.images, &file)? {
+        return Ok(None);
+    }
     fleet.tell(format_args!("  a copy of {file}"));
     let (kept, begun) = (fleet.world.run.join("copied"), SystemTime::now());
     copy_file(&fleet.world.images.join(&file), &kept, true)?;
@@ -102,7 +108,7 @@ impl Copied {
         } else {
             copy_file(&self.kept, &target, keeps_times)?;
         }
-        let shown = shown_by_mica(world, disk)?;
+        let shown = disk.shown_by_mica(world)?;
         match view.filter(|view| *view == shown) {
             None => disk.judge(&shown, "after a copy was put back")?,
             Some(view) => {
@@ -122,7 +128,7 @@ impl Copied {
         let (image, present) = (world.images.join(&self.file), world.run.join("present"));
         copy_file(&image, &present, true)?;
         copy_file(&self.kept, &image, true)?;
-        shown_by_mica(world, disk)?;
+        disk.shown_by_mica(world)?;
         copy_file(&present, &image, true)
     }
 
@@ -162,19 +168,4 @@ fn name_of_log(path: &Path) -> Outcome<[u8; 4]> {
     let mut name = [0; 4];
     fs::File::open(path)?.read_exact_at(&mut name, AT)?;
     Ok(name)
-}
-
-/// What mica reads from the disk, which nobody serves.
-fn shown_by_mica(world: &World<'_>, disk: &Disk) -> Outcome<Vec<u8>> {
-    let raw = world.run.join("shown.raw");
-    let format = if is_raw(disk.active()) { "raw" } else { "qcow2" };
-    let args = ["convert", "-q", "-f", format, "-O", "raw", disk.active(), text(&raw)?];
-    let said = world.mica(&args)?;
-    if !said.status.success() {
-        return Err(Fault::new(Wrong::Unusable, said.to_string()));
-    }
-    world.counts.reads.add();
-    let bytes = fs::read(&raw)?;
-    fs::remove_file(&raw)?;
-    Ok(bytes)
 }

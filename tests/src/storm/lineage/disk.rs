@@ -1,5 +1,7 @@
 //! A disk whose layers come and go: the files of its chain, and what each of them holds.
 
+use super::formats::{format_of, is_qcow2, is_raw};
+use super::forms::Form;
 use super::frozen::Frozen;
 use super::state_in;
 use crate::storm::aim::Aim;
@@ -9,7 +11,7 @@ use crate::storm::keys;
 use crate::storm::kinds::Kind;
 use crate::storm::model::{Model, View};
 use crate::storm::stamp::{self, SECTOR, Seq, Stamper, Writer};
-use crate::storm::story::{Fault, Outcome, Wrong};
+use crate::storm::story::{Fault, Outcome, Wrong, trouble};
 use crate::storm::world::{World, text};
 use mica_units::Rng;
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,27 +29,10 @@ const SHAPES: [&str; 5] = [
     "cluster_size=512",
     "cluster_size=16k,refcount_bits=1",
 ];
+/// The random numbers of a seed that decide only on the forms of the first layers.
+const FORMS_PART: u64 = 1 << 34;
 /// Bytes of a cluster, for what clients aim at.
 const CLUSTER: u64 = 64 << 10;
-
-/// Whether a layer is a raw image.
-pub(super) fn is_raw(file: &str) -> bool {
-    file.ends_with(".raw")
-}
-
-/// Whether a layer is a qcow2 image.
-pub(super) fn is_qcow2(file: &str) -> bool {
-    format_of(file) == "qcow2"
-}
-
-/// The format of a layer.
-pub(super) fn format_of(file: &str) -> &'static str {
-    match file.rsplit_once('.') {
-        Some((_, "raw")) => "raw",
-        Some((_, "luks")) => "luks",
-        _ => "qcow2",
-    }
-}
 
 /// Makes a LUKS image of zeros: what is never written to it reads as noise.
 fn create_luks(world: &World<'_>, name: &str, sectors: u64) -> Outcome {
@@ -60,11 +45,12 @@ fn create_luks(world: &World<'_>, name: &str, sectors: u64) -> Outcome {
 }
 
 /// A disk.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Disk {
     pub(super) name: String,
     /// The image that the configuration names: the first one, for as long as it is a layer.
     first: String,
+    began_raw: bool,
     pub(super) socket: PathBuf,
     /// The files of its layers, from the base.
     pub(super) chain: Vec<String>,
@@ -85,6 +71,8 @@ pub(super) struct Disk {
     pub(super) clones: Vec<String>,
     /// Those of them that were moved without telling anybody where they are.
     pub(super) untold: BTreeSet<String>,
+    /// Its server was killed, and kept no log of it.
+    pub(super) may_lose: bool,
     pub(super) model: Model,
     pub(super) stamper: Stamper,
     hot: u64,
@@ -104,8 +92,46 @@ impl Disk {
         let layers = rng.choose(&[1, 1, 2, 3]);
         // It gets its first layer while it is served.
         let ending = if layers == 1 && rng.percent(40) { "raw" } else { "qcow2" };
-        let mut disk = Self {
-            first: format!("{name}.{ending}"),
+        let first = format!("{name}.{ending}");
+        let (model, stamper) = (Model::new(id, 0), Stamper::new(id));
+        let mut disk = Self::new(world, (name, first), (model, stamper), rng);
+        for layer in 1..=layers {
+            disk.add_first_layers(world, rng, layer == layers)?;
+        }
+        Ok(disk)
+    }
+
+    /// Number `number` of the run, on the layers of `other` up to the frozen one at position `at`.
+    pub(super) fn beside(
+        world: &World<'_>,
+        rng: &mut Rng,
+        number: u64,
+        (other, at): (&Self, usize),
+    ) -> Outcome<Self> {
+        let name = format!("disk{number}");
+        let first = format!("{name}.qcow2");
+        let shared = &other.chain[..=at];
+        let known = |file: &String| Some((file.clone(), other.frozen.get(file)?.clone()));
+        let frozen: BTreeMap<_, _> = shared.iter().filter_map(known).collect();
+        let model = frozen.get(&shared[at]).map(Frozen::model);
+        let model = model.ok_or_else(|| trouble("nobody knows what is shared"))?;
+        let stamper = other.stamper.of_sibling(number);
+        let mut disk = Self::new(world, (name, first), (model, stamper), rng);
+        disk.chain = shared.to_vec();
+        disk.frozen = frozen;
+        disk.add_first_layers(world, rng, true)?;
+        Ok(disk)
+    }
+
+    fn new(
+        world: &World<'_>,
+        (name, first): (String, String),
+        (model, stamper): (Model, Stamper),
+        rng: &mut Rng,
+    ) -> Self {
+        Self {
+            began_raw: is_raw(&first),
+            first,
             socket: world.run.join(format!("{name}.nbd")),
             name,
             chain: Vec::new(),
@@ -117,15 +143,12 @@ impl Disk {
             since: None,
             clones: Vec::new(),
             untold: BTreeSet::new(),
-            model: Model::new(id, 0),
-            stamper: Stamper::new(id),
+            may_lose: false,
+            model,
+            stamper,
             hot: rng.next_u64(),
             made: 0,
-        };
-        for layer in 1..=layers {
-            disk.add_first_layers(world, rng, layer == layers)?;
         }
-        Ok(disk)
     }
 
     /// One of the layers that are there at the beginning.
@@ -148,12 +171,19 @@ impl Disk {
         }
         let (shape, len) = (rng.choose(&SHAPES), (sectors * SECTOR as u64).to_string());
         let is_encrypted = has_keys && rng.percent(50);
+        let form = match is_encrypted || !is_qcow2(&name) {
+            true => None,
+            false => self.form_of_first_layer(world),
+        };
         match format_of(&name) {
             "luks" => create_luks(world, &name, sectors)?,
             format => {
                 let mut args = vec!["create", "-q", "-f", format];
-                let shape =
-                    if is_encrypted { [shape, keys::OF_QCOW2].join(",") } else { shape.into() };
+                let shape = match &form {
+                    _ if is_encrypted => [shape, keys::OF_QCOW2].join(","),
+                    Some(form) => form.options(&name, self.chain.is_empty()),
+                    None => shape.to_owned(),
+                };
                 if format == "qcow2" {
                     args.extend(["-o", &*shape]);
                 }
@@ -169,7 +199,8 @@ impl Disk {
                 foreign::img(&world.images, &args)?;
             }
         }
-        if is_qcow2(&name) && world.does(rng, Kind::Bitmaps, 30) {
+        let keeps_bitmaps = is_qcow2(&name) && form.is_none_or(Form::has_bitmaps);
+        if keeps_bitmaps && world.does(rng, Kind::Bitmaps, 30) {
             // What its merges have to carry on. For an encrypted image QEMU would need its key.
             let args = ["bitmap", "--add", &name, "changes"];
             match is_encrypted {
@@ -184,6 +215,12 @@ impl Disk {
             self.write_by_qemu(world, rng)?;
         }
         Ok(())
+    }
+
+    /// What is odd about the next of the layers that are there at the beginning.
+    fn form_of_first_layer(&self, world: &World<'_>) -> Option<Form> {
+        let number = (self.stamper.disk() << 8) + self.chain.len() as u64;
+        Form::random(world, &mut Rng::for_part(world.seed, FORMS_PART + number), 25)
     }
 
     /// Whether servers find a disk of these layers by what the configuration says.
@@ -234,7 +271,15 @@ impl Disk {
         if let Some(secret) = keys::secret(&world.images) {
             options.push(("secret", text(&secret)?.to_owned()));
         }
+        if self.tells_depth() && world.kinds.has(Kind::BlockStatus) {
+            options.push(("allocation-depth", "true".to_owned()));
+        }
         Ok(options)
+    }
+
+    /// Whether clients are told which layer has what: a raw image has but one.
+    pub(super) fn tells_depth(&self) -> bool {
+        !self.began_raw
     }
 
     /// What is said to a merge of noted images that are gone.
@@ -252,6 +297,7 @@ impl Disk {
     pub(super) fn judge(&mut self, bytes: &[u8], what: &str) -> Outcome {
         let content = self.judge_bytes(bytes, what)?;
         self.model.settle(&content);
+        self.may_lose = false;
         Ok(())
     }
 
@@ -262,7 +308,8 @@ impl Disk {
             return Err(Fault::new(Wrong::Length, what));
         }
         let what = format!("{what}: {}", self.name);
-        self.model.judge(0, bytes, View::Kept).map_err(|bad| judge::fault(&bad, &what))
+        let view = if self.may_lose { View::Lossy } else { View::Kept };
+        self.model.judge(0, bytes, view).map_err(|bad| judge::fault(&bad, &what))
     }
 
     /// Reads `file`, of which something is known, and judges it; nobody writes it.
@@ -300,6 +347,21 @@ impl Disk {
         self.judge_bytes(&bytes, &format!("{what}, by QEMU"))?;
         let files: Vec<_> = self.frozen.keys().cloned().collect();
         files.iter().try_for_each(|file| self.look_at(world, file, what))
+    }
+
+    /// What mica reads from the disk, which nobody serves.
+    pub(super) fn shown_by_mica(&self, world: &World<'_>) -> Outcome<Vec<u8>> {
+        let raw = world.run.join("shown.raw");
+        let format = if is_raw(self.active()) { "raw" } else { "qcow2" };
+        let args = ["convert", "-q", "-f", format, "-O", "raw", self.active(), text(&raw)?];
+        let said = world.mica(&args)?;
+        if !said.status.success() {
+            return Err(Fault::new(Wrong::Unusable, said.to_string()));
+        }
+        world.counts.reads.add();
+        let bytes = fs::read(&raw)?;
+        fs::remove_file(&raw)?;
+        Ok(bytes)
     }
 
     /// The files of the chain, as its headers name them.
@@ -375,6 +437,7 @@ impl Disk {
         }
         world.story.tell(format_args!("  {file} is removed"));
         self.frozen.remove(file);
+        // Its data file, if it has one, may be that of a state that was kept of it.
         let path = world.images.join(file);
         if path.exists() {
             fs::remove_file(path)?;

@@ -1,6 +1,7 @@
 //! The disks, the server that has them, and what a command did to them.
 
 use super::disk::Disk;
+use super::forms;
 use super::order::{Before, Ending, Order};
 use crate::storm::keys;
 use crate::storm::kinds::Kind;
@@ -18,6 +19,9 @@ use std::path::{Path, PathBuf};
 /// The random numbers of a seed that decide only whether layers may be encrypted.
 const KEYS_PART: u64 = 1 << 33;
 
+/// And whether two disks have layers in common.
+const SIBLINGS_PART: u64 = 1 << 35;
+
 /// All of it.
 #[derive(Debug)]
 pub(super) struct Fleet<'a> {
@@ -31,6 +35,21 @@ pub(super) struct Fleet<'a> {
     /// A command whose server was killed: what came of it is known when the next one tells which
     /// layers there are.
     pub(super) open: Option<(Given, Ending)>,
+}
+
+/// Perhaps a disk comes that stands on layers of another one, which has some.
+fn add_sibling(world: &World<'_>, disks: &mut Vec<Disk>) -> Outcome {
+    let mut rng = Rng::for_part(world.seed, SIBLINGS_PART);
+    let of = usize::try_from(rng.below(disks.len() as u64)).expect("few");
+    let frozen = disks[of].chain.len() as u64 - 1;
+    if frozen == 0 || !world.does(&mut rng, Kind::Siblings, 40) {
+        return Ok(());
+    }
+    let at = usize::try_from(rng.below(frozen)).expect("few");
+    let number = disks.len() as u64;
+    let disk = Disk::beside(world, &mut rng, number, (&disks[of], at))?;
+    disks.push(disk);
+    Ok(())
 }
 
 /// A command that was given, and what was known then of the disks that it is about.
@@ -48,6 +67,8 @@ impl<'a> Fleet<'a> {
         let count = rng.choose(&[1, 1, 2, 3]);
         let disks = (0..count).map(|number| Disk::create(&world, rng, number));
         let disks = disks.collect::<Outcome<Vec<_>>>()?;
+        let mut disks = disks;
+        add_sibling(&world, &mut disks)?;
         let [config, control] = ["mica.toml", "control"].map(|name| world.run.join(name));
         let queues = rng.choose(&[1, 1, 2]);
         let fleet = Self { world, disks, config, control, queues, servers: 0, open: None };
@@ -149,28 +170,96 @@ impl<'a> Fleet<'a> {
             disk.chain = chain;
             group.push((number, old));
         }
+        let is_unnamed = self.follow_layers()?;
+        self.tidy(&group)?;
+        Ok(is_unnamed)
+    }
+
+    /// A user has the configuration name the active layer of a disk that the image has left which
+    /// it named. Whether there was one.
+    pub(super) fn follow_layers(&mut self) -> Outcome<bool> {
         let mut is_unnamed = false;
-        for (number, _) in &group {
-            let disk = &mut self.disks[*number];
+        for disk in &mut self.disks {
             if !disk.is_named_by(&disk.chain) {
                 is_unnamed = true;
                 disk.name_active();
             }
         }
         self.write_config()?;
-        self.tidy(&group)?;
         Ok(is_unnamed)
+    }
+
+    /// Whether a server that is killed now may lose what it has acknowledged.
+    pub(super) fn keeps_no_log(&self) -> Outcome<bool> {
+        for disk in &self.disks {
+            if forms::is_old(&self.world.images, disk.active())? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The server was killed. What it had acknowledged and not flushed is in no log if it wrote to
+    /// a layer of version 2.
+    pub(super) fn note_losses(&mut self) -> Outcome {
+        for disk in &mut self.disks {
+            disk.may_lose |= forms::is_old(&self.world.images, disk.active())?;
+        }
+        Ok(())
+    }
+
+    /// What was lost so is decided: before a verb, or QEMU, builds on it.
+    pub(super) fn decide_losses(&mut self) -> Outcome {
+        let Self { world, disks, .. } = self;
+        for disk in disks.iter_mut().filter(|disk| disk.may_lose) {
+            let shown = disk.shown_by_mica(world)?;
+            disk.judge(&shown, "after a kill")?;
+        }
+        Ok(())
+    }
+
+    /// The name of another disk that has layer `file`, too.
+    pub(super) fn sharer(&self, number: usize, file: &str) -> Option<&Disk> {
+        let mut others = self.disks.iter().enumerate().filter(|(other, _)| *other != number);
+        others.find_map(|(_, other)| other.chain.iter().any(|one| one == file).then_some(other))
+    }
+
+    /// A command that would change, or take away, what another disk needs was refused, and the
+    /// other one was named.
+    pub(super) fn judge_needed(&self, order: &Order, ending: Ending, said: &str) -> Outcome {
+        for (number, what) in &order.disks {
+            let changed = what.changed_layers(&self.disks[*number].chain);
+            let Some(other) = changed.iter().find_map(|file| self.sharer(*number, file)) else {
+                continue;
+            };
+            // It may be refused for another reason, too.
+            let is_unnamed = said.contains("needs ") && !said.contains(&other.name);
+            if ending == Ending::Done || ending == Ending::Refused && is_unnamed {
+                let what = format!("{what:?} is {ending:?}, and {} needs it: {said}", other.name);
+                return Err(Fault::new(Wrong::Layers, what));
+            }
+        }
+        Ok(())
     }
 
     /// A user removes what is in no chain any more, and what killed commands left of it.
     pub(super) fn tidy(&mut self, group: &[(usize, Vec<String>)]) -> Outcome {
         for (number, old) in group {
+            let others = self.disks.iter().enumerate().filter(|(other, _)| other != number);
+            let needed: BTreeSet<_> = others
+                .flat_map(|(_, other)| other.chain.iter().chain(other.frozen.keys()).cloned())
+                .collect();
             let disk = &mut self.disks[*number];
             let known = disk.frozen.keys().filter(|file| !disk.clones.contains(file));
             let gone = known.chain(old).filter(|file| !disk.chain.contains(file));
             let gone: BTreeSet<_> = gone.cloned().collect();
             for file in gone {
-                disk.remove(&self.world, &file)?;
+                match needed.contains(&file) {
+                    // The other disk may change it from now on.
+                    true if disk.clones.is_empty() => drop(disk.frozen.remove(&file)),
+                    true => {}
+                    false => disk.remove(&self.world, &file)?,
+                }
             }
         }
         Ok(())

@@ -80,6 +80,11 @@ impl Frozen {
         self
     }
 
+    /// What a disk on top of it begins with.
+    pub(super) fn model(&self) -> Model {
+        self.possible.clone()
+    }
+
     /// Its length.
     pub(super) fn len(&self) -> u64 {
         self.len

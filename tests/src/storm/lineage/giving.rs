@@ -1,48 +1,25 @@
 //! A command is given: alone, as a merge that rests and may be cancelled, or while its server is
 //! killed or taken over from.
 
-use super::fleet::Fleet;
+use super::asking::{Asking, ending_of};
+use super::fleet::{Fleet, Given};
+use super::forms::Form;
+use super::jobs;
 use super::order::{Ending, Order, What};
 use super::server::{Left, Server};
+use super::twice;
 use crate::clock;
-use crate::command;
 use crate::storm::kinds::Kind;
 use crate::storm::parties::Party;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::text;
 use mica_units::Rng;
-use std::fs::File;
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// How long a command may take, and a merge.
-const LIMIT: Duration = Duration::from_secs(60);
-const PAUSE: Duration = Duration::from_millis(5);
-/// Why a server may refuse a command: what is in its way is there.
-const REFUSALS: [&str; 11] = [
-    // States.
-    "would no longer have the states",
-    "keeps its state",
-    "keeps the state",
-    "has the backup",
-    "that was ended",
-    // Clones, and what left the chain.
-    "stands on",
-    "need",
-    "is not older than",
-    // A merge that was killed, or cancelled.
-    "an earlier merge was interrupted",
-    // What is beneath an internal snapshot shows through it.
-    "has internal snapshots",
-    // Nothing is on top of it yet.
-    "is a raw image",
-];
+/// How often it is the new server that is killed, in a hundred.
+const NEW_KILLED_PERCENT: u64 = 75;
 /// How a server says that the image has left by which a disk is named.
 const LEFT: &str = "has left its chain";
-/// How a client says that a merge did not come to its end.
-const CANCELLED: &str = "the merge was cancelled";
-
 /// What happens while it is carried out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Amid {
@@ -51,40 +28,10 @@ pub(super) enum Amid {
     Rest,
     Kill,
     Takeover,
-}
-
-/// A client of the control socket.
-struct Asking {
-    child: Child,
-    said: PathBuf,
-}
-
-impl Asking {
-    fn begin(fleet: &Fleet<'_>, args: &[String]) -> Outcome<Self> {
-        let world = &fleet.world;
-        let said = world.run.join("ctl.log");
-        let file = File::create(&said)?;
-        let mut ctl = Command::new(world.binary);
-        ctl.current_dir(&world.images).args(["ctl", "--control", text(&fleet.control)?]);
-        ctl.args(args).stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
-        Ok(Self { child: ctl.spawn()?, said })
-    }
-
-    /// How it ended, and what it said.
-    fn end(mut self) -> Outcome<(bool, String)> {
-        let status = command::wait(&mut self.child, LIMIT);
-        let said = std::fs::read_to_string(&self.said)?;
-        let Some(status) = status else {
-            // It has not ended.
-            let _ = self.child.kill();
-            let _ = self.child.wait();
-            return Err(Fault::new(Wrong::Hang, format!("a command does not end: {said}")));
-        };
-        if status.code().is_none() || said.contains("panicked") {
-            return Err(Fault::new(Wrong::Panicked, said));
-        }
-        Ok((status.success(), said))
-    }
+    /// Either server is killed in a takeover.
+    KillTakeover,
+    /// So it is when the command has just been carried out.
+    KillTakeoverAfter,
 }
 
 /// Gives `order` to the server.
@@ -95,14 +42,17 @@ pub(super) fn give(
     parties: &[Party],
     (order, amid): (Order, Amid),
 ) -> Outcome<Left> {
-    let args = args_of(fleet, rng, &order, amid)?;
+    let kills_either = matches!(amid, Amid::KillTakeover | Amid::KillTakeoverAfter);
+    // Where nothing may be lost in that.
+    let amid = if kills_either && fleet.keeps_no_log()? { Amid::Nothing } else { amid };
+    let args = args_of(fleet, rng, &order, (amid, parties))?;
     fleet.tell(format_args!("  {args:?} amid {amid:?}"));
     let most = rng.choose(&[1_000, 20_000, 60_000]);
     let pause = Duration::from_micros(rng.below(most));
     let (number, what) = order.disks[0].clone();
     let mut given = fleet.note(order, parties);
-    let asking = Asking::begin(fleet, &args)?;
-    if matches!(amid, Amid::Kill | Amid::Takeover) {
+    let asking = Asking::begin(fleet, "ctl.log", &args)?;
+    if matches!(amid, Amid::Kill | Amid::Takeover | Amid::KillTakeover) {
         fleet.tell(format_args!("  after {pause:?}"));
         clock::sleep(pause);
     }
@@ -118,20 +68,20 @@ pub(super) fn give(
             return Ok(Left::Killed);
         }
         Amid::Takeover => {
-            server = server.take_over(fleet, parties)?;
-            let (is_done, said) = asking.end()?;
-            fleet.tell(format_args!("  the client said: {}", said.trim()));
-            wait_for_job(fleet, number)?;
-            fleet.end_note(&mut given, parties);
-            let ending = if is_done { Ending::Done } else { Ending::Open };
-            fleet.settle(given, ending, "after a takeover")?;
-            interrupt(fleet, number)?;
-            return Ok(Left::Serving(server));
+            let left = Left::Serving(server.take_over(fleet, parties)?);
+            return after_takeover(fleet, parties, (given, asking, number), left);
         }
-        Amid::Nothing | Amid::Rest => {}
+        Amid::KillTakeover => {
+            let left = server.take_over_and_kill(fleet, rng, (parties, NEW_KILLED_PERCENT))?;
+            let left = after_takeover(fleet, parties, (given, asking, number), left)?;
+            twice::judge(fleet, matches!(left, Left::Serving(_)))?;
+            return Ok(left);
+        }
+        Amid::Nothing | Amid::Rest | Amid::KillTakeoverAfter => {}
     }
     let (is_done, said) = asking.end()?;
     let mut ending = ending_of(is_done, &said)?;
+    fleet.judge_needed(&given.order, ending, &said)?;
     if ending != Ending::Done {
         fleet.tell(format_args!("  {ending:?}: {}", said.trim()));
     }
@@ -146,7 +96,35 @@ pub(super) fn give(
         let what = format!("nobody says that the image of a disk has left it: {}", server.log());
         return Err(Fault::new(Wrong::Silent, what));
     }
+    if amid == Amid::KillTakeoverAfter {
+        let left = server.take_over_and_kill(fleet, rng, (parties, NEW_KILLED_PERCENT))?;
+        twice::judge(fleet, matches!(left, Left::Serving(_)))?;
+        return Ok(left);
+    }
     Ok(Left::Serving(server))
+}
+
+/// What became of a command in a takeover, in which one of the servers may have been killed.
+fn after_takeover(
+    fleet: &mut Fleet<'_>,
+    parties: &[Party],
+    (mut given, asking, number): (Given, Asking, usize),
+    left: Left,
+) -> Outcome<Left> {
+    let (is_done, said) = asking.end()?;
+    fleet.tell(format_args!("  the client said: {}", said.trim()));
+    // What was answered stays done.
+    let ending = if is_done { Ending::Done } else { Ending::Open };
+    if let Left::Killed = &left {
+        fleet.end_note(&mut given, parties);
+        fleet.open = Some((given, ending));
+        return Ok(left);
+    }
+    jobs::wait_for_job(fleet, number)?;
+    fleet.end_note(&mut given, parties);
+    fleet.settle(given, ending, "after a takeover")?;
+    interrupt(fleet, number)?;
+    Ok(left)
 }
 
 fn count(fleet: &Fleet<'_>, what: &What, ending: Ending) {
@@ -161,11 +139,23 @@ fn count(fleet: &Fleet<'_>, what: &What, ending: Ending) {
     }
 }
 
-fn args_of(fleet: &Fleet<'_>, rng: &mut Rng, order: &Order, amid: Amid) -> Outcome<Vec<String>> {
+/// The arguments of `mica ctl` for `order`, of which something happens amid.
+pub(super) fn args_of(
+    fleet: &mut Fleet<'_>,
+    rng: &mut Rng,
+    order: &Order,
+    (amid, parties): (Amid, &[Party]),
+) -> Outcome<Vec<String>> {
     if let [(number, what)] = &*order.disks {
+        let takes = match what {
+            What::Snapshot { file } => make_layer(fleet, rng, (*number, file), parties)?,
+            _ => false,
+        };
         let disk = &fleet.disks[*number];
         let socket = fleet.world.run.join(format!("{}.backup", disk.name));
-        return Ok(what.args(disk, text(&socket)?, rng, amid == Amid::Rest));
+        let mut args = what.args(disk, text(&socket)?, rng, amid == Amid::Rest);
+        args.extend(takes.then(|| "--reuse".to_owned()));
+        return Ok(args);
     }
     let mut args = vec!["snapshot".to_owned(), "--group".to_owned()];
     for (number, what) in &order.disks {
@@ -176,13 +166,23 @@ fn args_of(fleet: &Fleet<'_>, rng: &mut Rng, order: &Order, amid: Amid) -> Outco
     Ok(args)
 }
 
-pub(super) fn ending_of(is_done: bool, said: &str) -> Outcome<Ending> {
-    match is_done {
-        true => Ok(Ending::Done),
-        false if said.contains(CANCELLED) => Ok(Ending::Open),
-        false if REFUSALS.iter().any(|why| said.contains(why)) => Ok(Ending::Refused),
-        false => Err(Fault::new(Wrong::Failed, format!("a command: {said}"))),
+/// Perhaps makes the layer `file` of disk `number`, of another form than mica would; whether it is
+/// there.
+fn make_layer(
+    fleet: &mut Fleet<'_>,
+    rng: &mut Rng,
+    (number, file): (usize, &str),
+    parties: &[Party],
+) -> Outcome<bool> {
+    let has_forms = [Kind::Old, Kind::DataFile].iter().any(|kind| fleet.world.kinds.has(*kind));
+    let is_there = fleet.world.images.join(file).exists();
+    if !has_forms || is_there {
+        return Ok(is_there);
     }
+    let Some(form) = Form::random(&fleet.world, rng, 25) else { return Ok(false) };
+    let sectors = fleet.with_model(number, parties, |model| model.len());
+    form.make(&fleet.world, (file, fleet.disks[number].active()), sectors)?;
+    Ok(true)
 }
 
 /// The merge of disk `number` rests, goes on, and is perhaps cancelled.
@@ -197,31 +197,8 @@ fn rest(fleet: &Fleet<'_>, rng: &mut Rng, number: usize) -> Outcome<Ending> {
         // It may have ended.
         fleet.world.mica(&args.into_iter().chain(name).collect::<Vec<_>>())?;
     }
-    let args = ["ctl", "--control", text(&fleet.control)?, "resume", &name];
-    fleet.world.mica(&args)?;
-    wait_for_job(fleet, number)
-}
-
-/// Waits until no merge of disk `number` is under way.
-fn wait_for_job(fleet: &Fleet<'_>, number: usize) -> Outcome<Ending> {
-    let name = &fleet.disks[number].name;
-    let ended = clock::poll(LIMIT, PAUSE, || {
-        let jobs = match fleet.ctl_json(&["jobs"]) {
-            Ok(jobs) => jobs,
-            Err(fault) => return Some(Err(fault)),
-        };
-        let job = jobs.as_array()?.iter().find(|job| job["disk"] == **name).cloned();
-        match job.as_ref().and_then(|job| job["state"].as_str()) {
-            Some("running" | "paused" | "cancelling") => None,
-            Some("failed") => Some(Err(Fault::new(
-                Wrong::Failed,
-                format!("a merge: {}", job.unwrap_or_default()),
-            ))),
-            Some("done") => Some(Ok(Ending::Done)),
-            _ => Some(Ok(Ending::Open)),
-        }
-    });
-    ended.ok_or_else(|| Fault::new(Wrong::Hang, "a merge does not end"))?
+    jobs::resume(fleet, number)?;
+    jobs::wait_for_job(fleet, number)
 }
 
 /// After a takeover nobody knows whether the old server exported something, or the new one does.
@@ -238,7 +215,12 @@ fn interrupt(fleet: &mut Fleet<'_>, number: usize) -> Outcome {
 /// Whether the run has what happens amid a command.
 pub(super) fn amid(fleet: &Fleet<'_>, rng: &mut Rng) -> Amid {
     let all = [(Amid::Nothing, None, 10), (Amid::Rest, None, 6)];
-    let more = [(Amid::Kill, Some(Kind::Kill), 5), (Amid::Takeover, Some(Kind::Takeover), 2)];
+    let more = [
+        (Amid::Kill, Some(Kind::Kill), 5),
+        (Amid::Takeover, Some(Kind::Takeover), 2),
+        (Amid::KillTakeover, Some(Kind::KillAmid), 3),
+        (Amid::KillTakeoverAfter, Some(Kind::KillAmid), 3),
+    ];
     let all = all.into_iter().chain(more);
     let has = |kind: &Option<Kind>| kind.is_none_or(|kind| fleet.world.kinds.has(kind));
     let all: Vec<_> = all

@@ -8,22 +8,36 @@
 //! it, writes, and merges the active layer down; copies of single layers are put back; mica's verbs
 //! merge layers then, and are killed while they do.
 //!
+//! Some layers are of version 2, or have their data in a file of their own; some disks have lower
+//! layers in common. Commands are given one by one and several at once, while the file system is
+//! full, and while servers take over from each other and one of the two is killed.
+//!
 //! Judged: which layers a disk has after each command; that it shows what was acknowledged; that
 //! each frozen layer and each clone holds what its disk held at an instant while the command was
 //! carried out, the same for all of a group, and that it stays so; that an export is its state, and
-//! that what has changed since another one is told.
+//! that what has changed since another one is told; that what one disk does changes nothing for
+//! another one; that block status is what the disk holds, and QEMU says the same; and that nothing
+//! frozen changes between two reads, whatever became of a takeover.
 
 mod apart;
+mod asking;
+mod at_once;
 mod clones;
 mod copied;
 mod disk;
 mod exported;
 mod fleet;
+mod formats;
+mod forms;
 mod frozen;
+mod full;
 mod giving;
+mod jobs;
 mod moved;
 mod order;
 mod server;
+mod status;
+mod twice;
 
 use super::kinds::Kind;
 use super::parties::{self, Of, Party};
@@ -54,6 +68,8 @@ enum Event {
     Takeover,
     KillTakeover,
     Kill,
+    AtOnce,
+    Full,
 }
 
 /// Lets a storm go over them.
@@ -86,13 +102,16 @@ fn live(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
             fleet.judge("after a round")?;
         }
         exported::judge(fleet)?;
+        status::judge(fleet, rng)?;
         copied = copied::aside(fleet, rng)?.or(copied);
     }
     if fleet.world.does(rng, Kind::Kill, 30) {
         server.kill(fleet, &[])?;
         return rest(fleet, rng, (Ended::Killed, copied));
     }
+    let depths = status::depths(fleet, rng)?;
     server.close(fleet)?;
+    depths.judge(fleet)?;
     if rng.percent(70) {
         fleet.look("after a close")?;
     }
@@ -117,6 +136,7 @@ fn rest(
     if fleet.open.is_some() {
         return Ok(());
     }
+    fleet.decide_losses()?;
     if let Some(copied) = copied
         && copied.put_back(fleet, rng)?
     {
@@ -162,6 +182,8 @@ fn event(fleet: &Fleet<'_>, rng: &mut Rng) -> Option<Event> {
         (Event::Takeover, Some(Kind::Takeover), 1),
         (Event::KillTakeover, Some(Kind::KillTakeover), 1),
         (Event::Kill, Some(Kind::Kill), 1),
+        (Event::AtOnce, Some(Kind::AtOnce), 6),
+        (Event::Full, Some(Kind::Full), 4),
     ];
     let kinds = fleet.world.kinds;
     let events = all.into_iter().filter(|(_, kind, _)| kind.is_none_or(|kind| kinds.has(kind)));
@@ -210,7 +232,10 @@ fn happen(
         Event::Clone => clones::change(fleet, rng).map(|()| Left::Serving(server)),
         Event::Grow => apart::grow_served(fleet, rng, parties).map(|()| Left::Serving(server)),
         Event::Takeover => server.take_over(fleet, parties).map(Left::Serving),
-        Event::KillTakeover => server.take_over_and_kill(fleet, rng, parties),
+        Event::KillTakeover if fleet.keeps_no_log()? => Ok(Left::Serving(server)),
+        Event::KillTakeover => server.take_over_and_kill(fleet, rng, (parties, 50)),
         Event::Kill => server.kill(fleet, parties).map(|()| Left::Killed),
+        Event::Full => full::fill(fleet, rng, server, parties),
+        Event::AtOnce => at_once::give(fleet, rng, server, parties),
     }
 }

@@ -48,7 +48,7 @@ pub(super) enum Ending {
 }
 
 /// What was known of a disk when a command was given, and what clients did meanwhile.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Before {
     pub(super) model: Model,
     pub(super) sent: Vec<Sent>,
@@ -74,6 +74,32 @@ impl What {
             Self::Drop { at } => drop(chain.remove(*at)),
         }
         chain
+    }
+
+    /// The same command of a chain that was `old` when it was given, and has changed since; `None`
+    /// if it does not have the layers any more that are named.
+    pub(super) fn of_changed(&self, old: &[String], new: &[String]) -> Option<Self> {
+        let moved = |at: usize| new.iter().position(|file| *file == old[at]);
+        Some(match self {
+            Self::Stream { base, drops_states } => {
+                let base = match base {
+                    Some(at) => Some(moved(*at)?),
+                    None => None,
+                };
+                Self::Stream { base, drops_states: *drops_states }
+            }
+            Self::Commit { top, base } => {
+                let (top, base) = match top {
+                    Some(top) => (Some(moved(*top)?), moved(*base)?),
+                    None => (None, moved(*base)?),
+                };
+                // The active layer may be called by its name.
+                let top = top.filter(|top| top + 1 < new.len());
+                (base < top.unwrap_or(new.len() - 1)).then_some(Self::Commit { top, base })?
+            }
+            Self::Drop { at } => Self::Drop { at: moved(*at)? },
+            Self::Snapshot { .. } | Self::Begin { .. } | Self::End => self.clone(),
+        })
     }
 
     /// What has become of the files of `disk`, whose chain is still as it was.
@@ -176,6 +202,21 @@ impl What {
         args
     }
 
+    /// The layers of a `chain` that it changes, or whose files it removes: others may not need
+    /// them.
+    pub(super) fn changed_layers<'a>(&self, chain: &'a [String]) -> &'a [String] {
+        match self {
+            Self::Commit { top, base } => &chain[*base..=top.unwrap_or(chain.len() - 1)],
+            Self::Drop { at } => &chain[*at..=*at],
+            Self::Snapshot { .. } | Self::Stream { .. } | Self::Begin { .. } | Self::End => &[],
+        }
+    }
+
+    /// Whether the disk has other layers when it is done.
+    pub(super) fn changes_layers(&self) -> bool {
+        !matches!(self, Self::Begin { .. } | Self::End)
+    }
+
     /// Whether it is carried out by a job that takes its time.
     pub(super) fn is_merge(&self) -> bool {
         matches!(self, Self::Stream { .. } | Self::Commit { .. } | Self::Drop { .. })
@@ -209,6 +250,15 @@ impl Order {
         }
         let asked = rng.choose(has);
         let number = usize::try_from(rng.below(disks.len() as u64)).expect("few");
+        Self::of(disks, rng, (asked, number))
+    }
+
+    /// This, of disk `number`, if it can be asked for.
+    pub(super) fn of(
+        disks: &mut [Disk],
+        rng: &mut Rng,
+        (asked, number): (Asked, usize),
+    ) -> Option<Self> {
         if asked == Asked::Group && disks.len() > 1 {
             let all = disks.iter_mut().enumerate();
             let all = all.map(|(at, disk)| (at, What::Snapshot { file: disk.new_name("") }));

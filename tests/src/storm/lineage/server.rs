@@ -7,6 +7,7 @@ use crate::storm::configured::{self, HELD_LIMIT, PAUSE};
 use crate::storm::load::Phase;
 use crate::storm::parties::{self, Party};
 use crate::storm::story::{Fault, Outcome, Wrong};
+use crate::storm::world::text;
 use crate::takeover::Process;
 use mica_units::Rng;
 use std::time::Duration;
@@ -16,6 +17,9 @@ use std::time::Duration;
 const KEPT: [&str; 3] = [configured::DISKS_CHANGE, "has the backup", NAME_LEFT];
 /// How a server says that an image is no layer of its disk any more.
 const NAME_LEFT: &str = "is no longer based on it";
+
+/// How it says that it may be another process's soon.
+const TAKING_OVER: &str = "another process is taking over: try again";
 
 /// A server.
 #[derive(Debug)]
@@ -66,11 +70,12 @@ impl Server {
         self.0.log()
     }
 
-    pub(super) fn kill(mut self, fleet: &Fleet<'_>, parties: &[Party]) -> Outcome {
+    pub(super) fn kill(mut self, fleet: &mut Fleet<'_>, parties: &[Party]) -> Outcome {
         fleet.tell("  killed");
         self.look()?;
         parties::enter(parties, Phase::Ending);
-        configured::kill(&fleet.world, &mut self.0)
+        configured::kill(&fleet.world, &mut self.0)?;
+        fleet.note_losses()
     }
 
     /// Asks it to end; what it served is durable then.
@@ -94,6 +99,7 @@ impl Server {
         let is_well = ended.is_some() && old.is_running() != new.is_running();
         if is_well && !new.is_running() && KEPT.iter().any(|why| new.log().contains(why)) {
             fleet.tell(format_args!("  which is refused: {}", new.log().trim()));
+            wait_for_takeover(fleet)?;
             return Ok(self);
         }
         let is_well = is_well && new.is_running() && configured::wait(old)? == Some(0);
@@ -109,19 +115,20 @@ impl Server {
         Ok(Self(new))
     }
 
-    /// Another one takes over, and one of the two is killed while it does. The other one serves, or
-    /// ends; never does it do neither.
+    /// Another one takes over, and one of the two is killed while it does: in `new_percent` of all
+    /// cases the new one. The other one serves, or ends; never does it do neither.
     pub(super) fn take_over_and_kill(
         mut self,
         fleet: &mut Fleet<'_>,
         rng: &mut Rng,
-        parties: &[Party],
+        (parties, new_percent): (&[Party], u64),
     ) -> Outcome<Left> {
         self.look()?;
         parties::enter(parties, Phase::Ending);
         let mut new = begin(fleet, &["--takeover"])?;
         let most = rng.choose(&[5_000, 50_000, 150_000]);
-        let (pause, is_new_killed) = (Duration::from_micros(rng.below(most)), rng.percent(50));
+        let pause = Duration::from_micros(rng.below(most));
+        let is_new_killed = rng.percent(new_percent);
         let name = if is_new_killed { "the new one" } else { "the old one" };
         fleet.tell(format_args!("  {name} is killed after {pause:?}"));
         clock::sleep(pause);
@@ -143,6 +150,24 @@ impl Server {
             disk.exported = None;
         }
         fleet.tell(format_args!("  the other one serves: {serves}"));
-        Ok(if serves { Left::Serving(Self(left)) } else { Left::Killed })
+        if !serves {
+            fleet.note_losses()?;
+            return Ok(Left::Killed);
+        }
+        wait_for_takeover(fleet)?;
+        Ok(Left::Serving(Self(left)))
     }
+}
+
+/// Waits until a server has worked off a takeover that failed: until then it refuses commands, and
+/// says why.
+fn wait_for_takeover(fleet: &Fleet<'_>) -> Outcome {
+    let Some(disk) = fleet.disks.first() else { return Ok(()) };
+    // It is served, so that this changes nothing.
+    let args = ["ctl", "--control", text(&fleet.control)?, "undrain", &disk.name];
+    let over = clock::poll(configured::LIMIT, PAUSE, || match fleet.world.mica(&args) {
+        Ok(said) if said.stderr.contains(TAKING_OVER) => None,
+        said => Some(said.map(drop)),
+    });
+    over.unwrap_or_else(|| Err(Fault::new(Wrong::Hang, "a takeover is not worked off")))
 }

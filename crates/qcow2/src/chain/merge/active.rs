@@ -172,8 +172,9 @@ impl Chain {
             return refuse(ErrorKind::Invalid, "the base is not beneath the active layer");
         }
         if layers.active().data_path.is_some() {
-            let what = "the active layer keeps its data in an external file: it is not emptied";
-            return refuse(ErrorKind::Unsupported, what);
+            let what = "it keeps its data in an external file, and would have to be emptied: take a \
+                        snapshot, and commit up to this layer (--top)";
+            return Err(layers.active().explain(Error::new(ErrorKind::Unsupported, what)));
         }
         check_no_snapshots(&layers.all()[base + 1..]).await?;
         if base + 1 == active {

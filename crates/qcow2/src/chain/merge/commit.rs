@@ -2,7 +2,7 @@
 
 use super::pace::Pace;
 use super::sources::{Sources, Wanted};
-use super::target::Target;
+use super::target::{Target, check_is_written};
 use super::{Resume, STEP_BYTES, backing_name, check_no_snapshots, position_at, warn_of_plain};
 use crate::chain::{Chain, not_writable};
 use crate::layer::Layer;
@@ -125,6 +125,7 @@ impl Chain {
         // A header without room for the name is better refused before than after.
         match &upper.tables {
             Some(tables) if upper.live.is_none() => {
+                check_is_written(upper)?;
                 let bits = tables.l2.cluster_bits;
                 plan_backing(&*upper.store, bits, Some(&name)).await?;
             }

@@ -63,10 +63,7 @@ impl Chain {
         let map = &self.map;
         let layers = map.layers();
         let layer = Arc::clone(layers.get(number));
-        if layer.data_path.is_some() {
-            let context = "it keeps its data in an external file: that is not written here";
-            return Err(layer.explain(Error::new(ErrorKind::Unsupported, context)));
-        }
+        check_is_written(&layer)?;
         // One that this chain has written before is still open for that.
         if layer.may_write.load(Ordering::Acquire) {
             return Ok(Arc::clone(&layer.store));
@@ -153,6 +150,18 @@ impl Chain {
         };
         opened.await.map_err(|error| layer.explain(error))
     }
+}
+
+/// Refuses a frozen layer of which not even the header is written here.
+///
+/// # Errors
+/// `Unsupported` if it keeps its data elsewhere.
+pub(super) fn check_is_written(layer: &Layer) -> Result<()> {
+    if layer.data_path.is_none() {
+        return Ok(());
+    }
+    let context = "it keeps its data in an external file: a frozen layer like that is not written";
+    Err(layer.explain(Error::new(ErrorKind::Unsupported, context)))
 }
 
 impl Target {
