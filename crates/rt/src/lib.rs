@@ -66,7 +66,7 @@ pub use submit::Op;
 pub use task::{Task, catch_panic, spawn};
 pub use time::{Elapsed, Sleep, now, sleep, timeout};
 pub use unix_connect::{connect_unix, connect_unix_at_once};
-pub use writeback::begin_writeback;
+pub use writeback::{begin_writeback, write_back};
 
 use std::time::Duration;
 

@@ -25,6 +25,22 @@ pub(crate) fn begin_sync_of_range(file: BorrowedFd<'_>, offset: i64, len: i64) {
     let _ = unsafe { libc::sync_file_range(file, offset, len, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
+/// Writes a range of `file` to its device, and waits until that is done. It makes nothing durable.
+///
+/// # Errors
+/// What the system reports.
+pub(crate) fn sync_range(file: BorrowedFd<'_>, offset: i64, len: i64) -> io::Result<()> {
+    let file = file.as_raw_fd();
+    let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
+        | libc::SYNC_FILE_RANGE_WRITE
+        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    // SAFETY: no memory is passed, and the descriptor is open for as long as it is borrowed.
+    match unsafe { libc::sync_file_range(file, offset, len, all) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// The number of the key of type `user` that is called `name` in the keyrings of this process.
 ///
 /// # Errors

@@ -1,13 +1,33 @@
-//! Writing back what is in the page cache, without waiting for it.
+//! Writing back what is in the page cache. It makes nothing durable.
 
+use crate::file::File;
+use crate::file_io::on_thread;
 use crate::system;
 use rustix::fd::AsFd;
+use std::io;
+use std::sync::Arc;
 
 /// Asks the system to begin to write `len` bytes at `offset` of `file` to their device. A hint: it
 /// makes nothing durable, and takes no error away from the sync that does.
 pub fn begin_writeback(file: impl AsFd, offset: u64, len: u64) {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
     system::begin_sync_of_range(file.as_fd(), offset, len);
+}
+
+/// Has the system write `len` bytes at `offset` of `file` to their device, and waits until they are
+/// no longer only in the page cache. A later sync reports what fails here, too.
+///
+/// # Errors
+/// What the system reports; nothing where it does not know how to.
+pub async fn write_back(file: &Arc<File>, offset: u64, len: u64) -> io::Result<()> {
+    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    let written = on_thread(file, move |file| system::sync_range(file.as_fd(), offset, len)).await;
+    match written {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::ESPIPE)) => Ok(()),
+        written => written,
+    }
 }
 
 #[cfg(test)]

@@ -10,6 +10,10 @@
 //!   that is older than another write, even if its caller is gone.
 //! - I4 The file is never longer than requested: a write that had to pad a block truncates the file
 //!   again, under a claim on everything behind it.
+//! - I5 A change of space that fails leaves no byte older than the last write to it. ext4 drops what
+//!   is in the page cache of a range before it looks for the space that zeros need there, and so do
+//!   block devices before they find that they cannot do what is asked for: so that is on the device
+//!   by then.
 
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
@@ -23,7 +27,7 @@ use mica_block::{
     StoreIdentity, Witness, ready,
 };
 use mica_rt::sync::{self, Claim, Claims, Mode};
-use mica_rt::{Buf, FallocateFlags, File, Parts};
+use mica_rt::{Access, Buf, FallocateFlags, File, Parts};
 use mica_units::HostOffset;
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 use std::io;
@@ -430,8 +434,22 @@ impl Inner {
             Space::Zero => ("zeroing", FallocateFlags::ZERO_RANGE),
             Space::Allocate => ("allocating", FallocateFlags::empty()),
         };
+        if self.drops_before_it_fails(change) {
+            let written = mica_rt::write_back(&self.file, offset.bytes(), len).await;
+            written.map_err(|error| self.failed("writing out", error))?;
+        }
         let changed = mica_rt::fallocate(&self.file, mode, offset.bytes(), len).await;
         changed.map_err(|error| Error::from_io(format!("{doing} {len} bytes at {offset}"), error))
+    }
+
+    /// Whether such a change may lose what is only in the page cache (I5).
+    fn drops_before_it_fails(&self, change: Space) -> bool {
+        let drops = match change {
+            Space::Zero => true,
+            Space::Punch => self.kind == FileKind::BlockDevice,
+            Space::Allocate => false,
+        };
+        drops && self.file.access() == Access::Buffered
     }
 
     async fn cut(&self, len: u64) -> Result<()> {

@@ -6,6 +6,7 @@ use mica_tests::mounts::Mount;
 use mica_tests::server::Server;
 use mica_tests::{command, judge, mica, qemu, tools};
 use std::fs;
+use std::io::Write as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -117,6 +118,54 @@ fn a_full_file_system_does_no_harm() {
     assert!(stopped.status.success(), "{stopped:?}");
     sound(folder);
     blocks_hold(folder, &vec![0; errors.len()], first_content, 0x22);
+}
+
+/// The story: ext4 forgets what the page cache has of a range before it looks for the space that
+/// zeros need there. So writes that had been acknowledged were undone by zeros that failed.
+#[test]
+fn zeros_for_which_there_is_no_space_undo_no_write() {
+    if !tools::present(&[tools::MKE2FS]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let file_system = dir.path().join("ext4.img");
+    fs::File::create(&file_system).and_then(|file| file.set_len(64 << 20)).expect("made");
+    let make = tools::MKE2FS.find().expect("it is present").display().to_string();
+    let name = file_system.display().to_string();
+    command::run(&make, ["-q", "-F", "-t", "ext4", "-m", "0", &name]).ok();
+    let Ok(small) = Mount::ext4(&file_system, &dir.path().join("small")) else {
+        tools::skip("mounting an ext4 is not allowed here");
+        return;
+    };
+    let image = small.folder().join("disk.raw");
+    fs::File::create(&image).and_then(|file| file.set_len(16 << 20)).expect("made");
+    let server = Server::mica_writable(&image, "raw", &[]).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    // Behind a hole.
+    let places = || (4 << 20..8 << 20).step_by(BLOCK);
+    let write_all = |guest: &mut Guest, byte| {
+        for at in places() {
+            assert_eq!(guest.write(at, &[byte; BLOCK]).expect("answered"), 0);
+        }
+    };
+    write_all(&mut guest, 1);
+    assert_eq!(guest.flush().expect("answered"), 0);
+    let mut filler = fs::File::create(small.folder().join("filler")).expect("made");
+    while filler.write(&[1; 4096]).is_ok_and(|count| count > 0) {}
+    filler.sync_all().expect("durable");
+    write_all(&mut guest, 2);
+    let zeros = Request::Zero { offset: 0, len: 16 << 20, no_hole: true, fua: false };
+    assert_eq!(guest.ask(&zeros).expect("answered"), Answer::Error(ENOSPC));
+    for at in places() {
+        let Answer::Done(read) = guest.read(at, 65_536).expect("answered") else {
+            panic!("no read at {at}")
+        };
+        let is_known = read.iter().all(|byte| [0, 2].contains(byte));
+        assert!(is_known, "the write at {at} is undone");
+    }
+    drop((guest, filler));
+    stop_alive(server);
+    small.unmount();
 }
 
 #[test]
