@@ -10,10 +10,10 @@
 //!   that is older than another write, even if its caller is gone.
 //! - I4 The file is never longer than requested: a write that had to pad a block truncates the file
 //!   again, under a claim on everything behind it.
-//! - I5 A change of space that fails leaves no byte older than the last write to it. ext4 drops what
-//!   is in the page cache of a range before it looks for the space that zeros need there, and block
-//!   devices do before they find that they cannot do what is asked for: so that is on the device by
-//!   then.
+//! - I5 A change of space that fails leaves no byte older than the last write to it. ext4 drops
+//!   what is in the page cache of a range before it looks for the space that zeros need there, and
+//!   block devices do before they find that they cannot do what is asked for: so that is on the
+//!   device by then.
 
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
