@@ -288,6 +288,8 @@ impl<'a> Fleet<'a> {
     pub(super) fn judge_start(&mut self) -> Outcome {
         if let Some((given, ending)) = self.open.take() {
             self.settle(given, ending, "a server that starts")?;
+            // The layer that was active at the end may have been the command's.
+            self.note_losses()?;
         }
         for disk in &mut self.disks {
             disk.exported = None;
