@@ -288,7 +288,12 @@ impl Shared {
     /// # Errors
     /// `Denied` if everything is being handed over, or was, or is being stopped.
     pub(crate) fn hold(&self) -> Result<RwLockReadGuard<'_, ()>> {
-        let held = self.while_ours(self.life.try_read())?;
+        self.hold_for(Duration::ZERO)
+    }
+
+    /// As [`Self::hold`], after waiting for a handover that may fail, for so long at most.
+    fn hold_for(&self, patience: Duration) -> Result<RwLockReadGuard<'_, ()>> {
+        let held = self.while_ours(self.life.try_read_for(patience))?;
         held.ok_or_else(|| match self.is_stopping() {
             true => denied("the server is stopping, which drains every disk"),
             false => denied("another process is taking over: try again, and it will answer"),
@@ -305,9 +310,7 @@ impl Shared {
             Err(error) if error.kind() == ErrorKind::Denied => {}
             answer => return answer,
         }
-        let waited = self.life.try_read_for(TAKEOVER_PATIENCE);
-        drop(waited);
-        let _held = self.hold()?;
+        let _held = self.hold_for(TAKEOVER_PATIENCE)?;
         ask()
     }
 
