@@ -33,7 +33,29 @@ pub async fn write_back(file: &Arc<File>, offset: u64, len: u64) -> io::Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Access, Backend, Executor};
     use std::io::{Read, Seek, Write};
+
+    #[test]
+    fn what_is_written_back_stays_as_it_is_and_what_cannot_be_is_no_error() {
+        Executor::new(Backend::Pool).unwrap().block_on(async {
+            let mut file = tempfile::NamedTempFile::new().expect("made");
+            file.write_all(&[7; 10_000]).expect("written");
+            let opened = file.reopen().expect("opened");
+            let opened = Arc::new(File::new(opened.into(), Access::Buffered));
+            for (offset, len) in [(0, 10_000), (4096, 1 << 40), (1 << 40, 1)] {
+                write_back(&opened, offset, len).await.expect("written back");
+            }
+            for (offset, len) in [(u64::MAX, 1), (0, u64::MAX)] {
+                let refused = write_back(&opened, offset, len).await.expect_err("no such range");
+                assert_eq!(refused.kind(), io::ErrorKind::InvalidInput);
+            }
+            assert_eq!(std::fs::read(file.path()).expect("read"), [7; 10_000]);
+            let (_reader, writer) = rustix::pipe::pipe().expect("a pipe");
+            let pipe = Arc::new(File::new(writer, Access::Buffered));
+            write_back(&pipe, 0, 1).await.expect("nothing to write back");
+        });
+    }
 
     #[test]
     fn hint_changes_nothing_wherever_it_is_given() {
