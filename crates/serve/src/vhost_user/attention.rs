@@ -32,8 +32,9 @@ pub(super) struct Attention {
 /// A queue that looks.
 struct Search {
     _right: Looking,
-    /// Since when, or since the last answer; not before the next look, if there was one.
+    /// The first look since the driver last got answers; `None` until there is one.
     began: Option<Instant>,
+    /// Looks since then.
     looks: u32,
 }
 
