@@ -82,10 +82,8 @@ pub(super) fn fill(
     fleet.end_note(&mut given, parties);
     let before: Vec<_> = order.disks.iter().map(|(number, _)| chain(fleet, *number)).collect();
     fleet.settle(given, ending, "after a file system was full")?;
-    let is_as_before = order.disks.iter().zip(before).all(|((number, _), before)| {
-        let of_now = chain(fleet, *number);
-        of_now == before
-    });
+    let mut compared = order.disks.iter().zip(before);
+    let is_as_before = compared.all(|((number, _), before)| chain(fleet, *number) == before);
     match ending == Ending::Open && is_as_before {
         true => giving::give(fleet, rng, server, parties, (order, Amid::Nothing)),
         false => Ok(Left::Serving(server)),
