@@ -1,8 +1,8 @@
 //! Disks as files (FUSE) and file systems in folders. Anything mounted here is unmounted on drop,
 //! whatever the outcome of the test.
 
-use crate::{clock, command};
-use anyhow::{Context, Result, bail};
+use crate::{clock, command, tools};
+use anyhow::{Context, Result, bail, ensure};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -77,6 +77,18 @@ impl Drop for FuseFile {
             let _ = self.child.wait();
         }
     }
+}
+
+/// Makes `image` a file of so many bytes with an ext4, which `mke2fs` makes with `options`.
+///
+/// # Errors
+/// If that fails, or there is no `mke2fs`.
+pub fn make_ext4(image: &Path, bytes: u64, options: &[&str]) -> Result<()> {
+    std::fs::File::create(image)?.set_len(bytes)?;
+    let mut make = Command::new(tools::MKE2FS.find().context("mke2fs is missing")?);
+    let made = command::finish(make.args(["-q", "-F", "-t", "ext4"]).args(options).arg(image));
+    ensure!(made.status.success(), "{made}");
+    Ok(())
 }
 
 /// A mounted file system.

@@ -1,7 +1,7 @@
 //! An ext4 whose disk is recorded: loop device, `nbdfuse`, and `blklogwrites` in QEMU's storage
 //! daemon. The daemon's own FUSE export would be simpler, but it mixes up concurrent writes.
 
-use crate::mounts::{FuseFile, Mount};
+use crate::mounts::{FuseFile, Mount, make_ext4};
 use crate::server::Server;
 use crate::tools;
 use crate::write_log::WriteLog;
@@ -40,16 +40,6 @@ pub fn lacks(dir: &Path) -> Option<String> {
     probe().err().map(|error| format!("no disk can be recorded here: {error:#}"))
 }
 
-/// Makes `file` a disk with an ext4.
-fn make_ext4(file: &Path, block_bytes: u64) {
-    File::create(file).and_then(|disk| disk.set_len(DISK_BYTES)).expect("made");
-    let mke2fs = tools::MKE2FS.find().expect("it is present");
-    let mut make = Command::new(mke2fs);
-    make.args(["-q", "-F", "-t", "ext4", "-b", &block_bytes.to_string()]);
-    make.args(["-E", "lazy_itable_init=0,lazy_journal_init=0"]).arg(file);
-    crate::command::finish(&mut make).ok();
-}
-
 impl Recorder {
     /// Starts to record, in `dir`, a new ext4 with blocks of `block_bytes`.
     ///
@@ -58,7 +48,9 @@ impl Recorder {
     pub fn start(dir: &Path, block_bytes: u64) -> Result<Self> {
         fs::create_dir_all(dir)?;
         let [store, log] = ["store.img", "log.img"].map(|name| dir.join(name));
-        make_ext4(&store, block_bytes);
+        let at_once = "lazy_itable_init=0,lazy_journal_init=0";
+        make_ext4(&store, DISK_BYTES, &["-b", &block_bytes.to_string(), "-E", at_once])
+            .expect("made");
         File::create(&log)?;
         let before = fs::read(&store)?;
         let daemon = Server::start("recorded", |socket| {

@@ -2,8 +2,7 @@
 //! that can be made full.
 
 use super::story::{Outcome, trouble};
-use crate::command;
-use crate::mounts::Mount;
+use crate::mounts::{self, Mount};
 use crate::power;
 use crate::tasks::{TaskGroup, TaskLimit};
 use rustix::fs::{FallocateFlags, fallocate, statvfs};
@@ -56,7 +55,7 @@ impl Places {
         let memory = room.is_some().then(|| mount("memory", SMALL_MIB)).flatten();
         let small_log = room.is_some().then(|| mount("small-log", LOG_MIB)).flatten();
         let ext4 = match &room {
-            Some(room) => make_ext4(room.folder(), &folder.path().join("ext4"))?,
+            Some(room) => small_ext4(room.folder(), &folder.path().join("ext4"))?,
             None => None,
         };
         let log_in = room.as_ref().map_or(Path::new(MEMORY), Mount::folder);
@@ -152,17 +151,13 @@ fn empty(folder: &Path) {
     let _ = fs::remove_file(folder.join(FILLER));
 }
 
-fn make_ext4(room: &Path, folder: &Path) -> Outcome<Option<Mount>> {
+fn small_ext4(room: &Path, folder: &Path) -> Outcome<Option<Mount>> {
     let image = room.join("ext4.img");
-    File::create(&image)?.set_len(SMALL_MIB << 20)?;
-    let Some(make) = crate::tools::MKE2FS.find() else { return Ok(None) };
-    let name = image.display().to_string();
-    let options = ["-q", "-F", "-t", "ext4", "-m", "0", "-E", "lazy_itable_init=1,nodiscard"];
-    let args = options.into_iter().chain([name.as_str()]);
-    let made = command::run(&make.display().to_string(), args);
-    if !made.status.success() {
-        return Err(trouble(made));
+    if !crate::tools::MKE2FS.is_there() {
+        return Ok(None);
     }
+    let options = ["-m", "0", "-E", "lazy_itable_init=1,nodiscard"];
+    mounts::make_ext4(&image, SMALL_MIB << 20, &options)?;
     Ok(Mount::ext4(&image, folder).ok())
 }
 

@@ -3,7 +3,7 @@
 //! still there, but what it links is not.
 
 use mica_tests::guest::{Answer, Guest};
-use mica_tests::mounts::Mount;
+use mica_tests::mounts::{Mount, make_ext4};
 use mica_tests::server::Server;
 use mica_tests::{command, qemu, tools};
 use std::fs::{self, File};
@@ -49,8 +49,7 @@ fn no_foreign_data_is_shown_when_the_file_system_lost_writes() {
     }
     let dir = tempfile::tempdir().expect("a folder");
     let (file, folder) = (dir.path().join("ext4.img"), dir.path().join("mounted"));
-    File::create(&file).and_then(|made| made.set_len(128 << 20)).expect("made");
-    run(tools::MKE2FS, &["-q", "-F", "-t", "ext4"], &file);
+    make_ext4(&file, 128 << 20, &[]).expect("made");
     let Some(mount) = mounted(&file, &folder) else { return };
     let logs = dir.path().join("logs");
     fs::create_dir(&logs).expect("made");

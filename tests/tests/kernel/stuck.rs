@@ -6,9 +6,9 @@ use mica_rt::{
     yield_now,
 };
 use mica_tests::guest::{Guest, Request};
-use mica_tests::mounts::{Frozen, Mount};
+use mica_tests::mounts::{Frozen, Mount, make_ext4};
 use mica_tests::server::Server;
-use mica_tests::{clock, command, mica, nbd, qemu, tools};
+use mica_tests::{clock, mica, nbd, qemu, tools};
 use rustix::fs::OFlags;
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
@@ -26,9 +26,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// A file system of its own, in a file in `dir`, mounted there. `None` where that is not allowed.
 fn mounted_ext4(dir: &Path) -> Option<Mount> {
     let (file, folder) = (dir.join("ext4.img"), dir.join("mounted"));
-    File::create(&file).and_then(|made| made.set_len(128 << 20)).expect("made");
-    let mke2fs = tools::MKE2FS.find().expect("present").display().to_string();
-    command::run(&mke2fs, ["-q", "-F", "-t", "ext4", &file.display().to_string()]).ok();
+    make_ext4(&file, 128 << 20, &[]).expect("made");
     let mount = Mount::ext4(&file, &folder).ok();
     if mount.is_none() {
         tools::skip("mounting a file system is not allowed here");

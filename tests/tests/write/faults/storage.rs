@@ -2,7 +2,7 @@
 
 use super::image::{self, Image, make, serve, sound, sound_but_for_leaks, stop_alive};
 use mica_tests::guest::{Answer, EIO, ENOSPC, Guest, Request};
-use mica_tests::mounts::Mount;
+use mica_tests::mounts::{Mount, make_ext4};
 use mica_tests::server::Server;
 use mica_tests::{command, judge, mica, qemu, tools};
 use std::fs;
@@ -129,10 +129,7 @@ fn zeros_for_which_there_is_no_space_undo_no_write() {
     }
     let dir = tempfile::tempdir().expect("a folder");
     let file_system = dir.path().join("ext4.img");
-    fs::File::create(&file_system).and_then(|file| file.set_len(64 << 20)).expect("made");
-    let make = tools::MKE2FS.find().expect("it is present").display().to_string();
-    let name = file_system.display().to_string();
-    command::run(&make, ["-q", "-F", "-t", "ext4", "-m", "0", &name]).ok();
+    make_ext4(&file_system, 64 << 20, &["-m", "0"]).expect("made");
     let Ok(small) = Mount::ext4(&file_system, &dir.path().join("small")) else {
         tools::skip("mounting an ext4 is not allowed here");
         return;
