@@ -2,6 +2,7 @@
 
 use mica_block::ObjectName;
 use mica_rados::{Pool, PoolOptions};
+use std::fs::File;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -14,6 +15,8 @@ pub(crate) struct Ceph {
     daemons: Vec<Child>,
     folder: TempDir,
 }
+
+const COMPLAINTS: &str = "complaints";
 
 /// How long a request of the tests may take, unless they say otherwise.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
@@ -50,7 +53,7 @@ impl Ceph {
         let mut command = tool(at, "ceph-mon");
         command.args(["--mkfs", "--id", "a", "--monmap"]).arg(&map);
         run(command.arg("--keyring").arg(at.join("keyring")));
-        let monitor = begin(tool(at, "ceph-mon").args(["-f", "--id", "a"]));
+        let monitor = begin(at, tool(at, "ceph-mon").args(["-f", "--id", "a"]));
         Self { monitor, daemons: Vec::new(), folder }
     }
 
@@ -72,17 +75,17 @@ impl Ceph {
             assert_eq!(given.trim(), number.to_string());
             let mut command = tool(at, "ceph-osd");
             command.args(["--mkfs", "--id", &number.to_string(), "--osd-uuid", &id]);
-            makers.push(begin(&mut command));
+            makers.push(begin(at, &mut command));
         }
         for (mut maker, number) in makers.into_iter().zip(first..) {
-            assert!(maker.wait().expect("it ends").success(), "making a storage daemon");
+            assert!(maker.wait().expect("it ends").success(), "{}", said(at));
             let mut command = tool(at, "ceph-osd");
-            self.daemons.push(begin(command.args(["-f", "--id", &number.to_string()])));
+            self.daemons.push(begin(at, command.args(["-f", "--id", &number.to_string()])));
         }
         let all = format!("{} up", self.daemons.len());
         const CHECKS_MAX: usize = 200;
         let are_up = (0..CHECKS_MAX).any(|_| self.ceph(&["osd", "stat"]).contains(&all));
-        assert!(are_up, "the storage daemons do not start");
+        assert!(are_up, "the storage daemons do not start: {}", said(at));
     }
 
     pub(crate) fn make_pool(&self, name: &str) {
@@ -91,7 +94,14 @@ impl Ceph {
 
     /// What `ceph` says.
     pub(crate) fn ceph(&self, arguments: &[&str]) -> String {
-        output(tool(self.folder.path(), "ceph").args(["--connect-timeout", "60"]).args(arguments))
+        let at = self.folder.path();
+        let mut command = tool(at, "ceph");
+        let answer = command.args(["--connect-timeout", "60"]).args(arguments).output();
+        let answer = answer.expect("started");
+        let complaint = String::from_utf8_lossy(&answer.stderr);
+        // Without the daemons' own words, all that is known is that nobody answered.
+        assert!(answer.status.success(), "{command:?}: {complaint}\n{}", said(at));
+        String::from_utf8_lossy(&answer.stdout).into_owned()
     }
 
     /// What `rados` says, of a namespace of a pool.
@@ -150,7 +160,8 @@ impl Drop for Ceph {
     }
 }
 
-/// Daemons that notice soon what became of others, and use little memory.
+/// Daemons that notice soon what became of others, use little memory, and start on a disk that is
+/// almost full (a monitor ends where less than 2 % are free, unless told otherwise).
 fn configuration(at: &Path, id: &str, address: &str) -> String {
     let at = at.display();
     format!(
@@ -165,12 +176,12 @@ run dir = {at}
 log file =
 log to file = false
 mon cluster log to file = false
-err to stderr = false
+err to stderr = true
 osd pool default size = 2
 osd pool default min size = 1
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
-mon data avail crit = 1
+mon data avail crit = -1
 mon allow pool delete = true
 osd memory target = 939524096
 osd op num shards = 2
@@ -207,9 +218,16 @@ fn uuid() -> String {
     uuid.trim().to_owned()
 }
 
-fn begin(command: &mut Command) -> Child {
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+/// Starts a daemon, whose complaints all go to one file of the cluster in `at`.
+fn begin(at: &Path, command: &mut Command) -> Child {
+    let complaints = File::options().append(true).create(true).open(at.join(COMPLAINTS));
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints.expect("opened"));
     command.spawn().expect("started")
+}
+
+/// What the daemons complained of.
+fn said(at: &Path) -> String {
+    std::fs::read_to_string(at.join(COMPLAINTS)).unwrap_or_default()
 }
 
 fn run(command: &mut Command) {
