@@ -206,14 +206,17 @@ impl Job {
 
     fn end(&self, outcome: Result<Ended>) {
         let (disk, kind) = (&self.disk, self.kind);
+        let mut state = self.lock();
         match outcome.as_ref().map(|ended| &ended.merged) {
             Ok(Merged::Done { dropped, copied }) => {
                 tracing::info!(disk, kind, copied, layers = dropped.len(), "layers were merged");
+                // What was copied last was not reported: there was nothing left to do after it.
+                state.progress.copied = *copied;
             }
             Ok(Merged::Cancelled) => tracing::info!(disk, kind, "a merge was cancelled"),
             Err(error) => tracing::warn!(disk, kind, ?error, "a merge failed"),
         }
-        self.lock().course.apply(Event::End(outcome), now());
+        state.course.apply(Event::End(outcome), now());
         self.ended.notify_all();
     }
 

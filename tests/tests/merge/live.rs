@@ -225,6 +225,28 @@ fn merge_can_be_paused_and_cancelled_and_goes_on_when_asked_again() {
     chain.judge(&chain.expected());
 }
 
+/// The story: what was copied last was missing from what `ctl` and `jobs` said of a merge that was
+/// done, which is all of it where the layers have little.
+#[test]
+fn merge_that_is_done_tells_all_that_it_copied() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    for words in [&["commit", "gold", "--top", "part.qcow2"][..], &["stream", "gold"]] {
+        let chain = Chain::new(KINDS[1]);
+        let dir = chain.dir();
+        qemu::create(dir, "all.qcow2", &[], "8M");
+        qemu::overlay(dir, "part.qcow2", "all.qcow2", &[]);
+        qemu::io(dir, &[], "part.qcow2", &["write -P 7 1M 1M"]);
+        qemu::overlay(dir, "gold.qcow2", "part.qcow2", &[]);
+        let server = serve_image(&chain, &chain.path("gold.qcow2"));
+        let said = ctl(&chain, words).ok();
+        assert!(said.contains("1 MiB copied"), "{said}");
+        assert_eq!(job(&chain)["copied_bytes"], 1 << 20);
+        stop(server);
+    }
+}
+
 #[test]
 fn layers_that_others_need_are_named_and_not_merged() {
     if !tools::present(TOOLS) {
