@@ -7,7 +7,7 @@
 
 use crate::known::Now;
 use crate::place::{BLOCK_BYTES, Place};
-use crate::plans::{PlanOf, Plans, RUN_BLOCKS_MAX};
+use crate::plans::{PlanOf, Plans};
 use crate::recent::{Batch, Block, Known};
 use crate::state::Root;
 use crate::tree::{Cursor, Tree, follows};
@@ -166,7 +166,7 @@ impl View {
 
 /// Fills `buf` with whole blocks; gives it back whatever happens.
 async fn read_whole(tree: &Tree, sources: &[Source], buf: Buf) -> (Result<()>, Buf) {
-    let first = run_at(sources);
+    let first = run_at(tree, sources);
     if first.len() == sources.len() {
         return read_run(tree, first, buf).await;
     }
@@ -174,7 +174,7 @@ async fn read_whole(tree: &Tree, sources: &[Source], buf: Buf) -> (Result<()>, B
     let mut parts = Vec::new();
     let mut at = 0;
     while at < sources.len() {
-        let run = run_at(&sources[at..]);
+        let run = run_at(tree, &sources[at..]);
         let part = rest.split_to(run.len() * BLOCK_BYTES);
         at += run.len();
         parts.push(read_run(tree, run, part));
@@ -192,14 +192,14 @@ async fn read_whole(tree: &Tree, sources: &[Source], buf: Buf) -> (Result<()>, B
 }
 
 /// The first of `sources`, with those that are read together with it.
-fn run_at(sources: &[Source]) -> &[Source] {
+fn run_at<'a>(tree: &Tree, sources: &'a [Source]) -> &'a [Source] {
     let goes_on = |pair: &[Source]| match pair {
         [Source::Store(place), Source::Store(next)] => follows(*place, *next),
         [Source::Nothing, Source::Nothing] => true,
         _ => false,
     };
     let count = 1 + sources.windows(2).take_while(|pair| goes_on(pair)).count();
-    &sources[..count.min(RUN_BLOCKS_MAX).min(sources.len())]
+    &sources[..count.min(tree.run_blocks_max()).min(sources.len())]
 }
 
 async fn read_run(tree: &Tree, run: &[Source], mut part: Buf) -> (Result<()>, Buf) {

@@ -30,6 +30,7 @@ use crate::format::Id;
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::frames;
 use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
+use crate::plans::{FAR_RUN_BLOCKS_MAX, RUN_BLOCKS_MAX};
 use crate::properties::Access;
 use crate::put::Patience;
 use crate::state::Root;
@@ -588,6 +589,14 @@ impl Tree {
         let read = async |buf, offset| self.read_object(extent, buf, offset).await;
         chunks.load((extent, bytes), &read).await?;
         Ok(has_room)
+    }
+
+    /// Blocks that are read by one request, at most: what is far has a price for each.
+    pub(crate) fn run_blocks_max(&self) -> usize {
+        match self.shared.is_far {
+            true => FAR_RUN_BLOCKS_MAX,
+            false => RUN_BLOCKS_MAX,
+        }
     }
 
     fn object(&self, extent: ExtentId) -> Arc<dyn Object> {

@@ -3,6 +3,7 @@ mod destage;
 mod handed;
 mod kinds;
 mod life;
+mod requests;
 mod waiting;
 
 use super::*;
