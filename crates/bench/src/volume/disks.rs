@@ -195,10 +195,8 @@ impl Place<'_> {
                 serve.arg(image);
                 return serve;
             }
-            let mut serve = Command::new(mica::binary());
-            serve.arg("serve").arg("--nbd").arg(socket).arg("--control").arg(self.control());
+            let mut serve = self.server(disk, socket);
             serve.args(more);
-            self.with_ceph(&mut serve);
             match disk {
                 Disk::Raw => serve.args(["--format", "raw"]).arg(self.image()),
                 Disk::Qcow2 => serve.arg(self.image()),
@@ -218,12 +216,22 @@ impl Place<'_> {
     pub(super) fn serve_volume(&self, disk: Disk, name: &str, more: &[&str]) -> Result<Server> {
         remove(&self.control())?;
         Server::start("", |socket| {
-            let mut serve = Command::new(mica::binary());
-            serve.arg("serve").arg("--nbd").arg(socket).arg("--control").arg(self.control());
-            self.with_ceph(&mut serve);
+            let mut serve = self.server(disk, socket);
             serve.args(["--volume", &self.url(disk, name)]).args(more);
             serve
         })
+    }
+
+    /// `mica serve`, without what it serves.
+    fn server(&self, disk: Disk, socket: &Path) -> Command {
+        let mut serve = Command::new(mica::binary());
+        serve.arg("serve").arg("--nbd").arg(socket).arg("--control").arg(self.control());
+        if disk.needs_ceph() {
+            // librados does not fit into the sandbox.
+            serve.args(["--sandbox", "off"]);
+        }
+        self.with_ceph(&mut serve);
+        serve
     }
 
     /// Bytes that the disk occupies, where that is easily known.
