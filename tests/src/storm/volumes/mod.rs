@@ -1,8 +1,8 @@
 //! Volumes in a directory: one to three, served by two hosts with and without logs, among kills of
 //! servers and of verbs, forced take-overs from a writer that lives, is stopped or dead, snapshots,
 //! clones also of what is served, rollbacks, collection, streams to another store, a store that is
-//! slow or loses answers, tiny logs, a full file system, and
-//! copies of logs and of the store that are put back.
+//! slow or loses answers, tiny logs, a full file system, and copies of logs and of the store that
+//! are put back.
 //!
 //! Judged (`disk.rs` has the rules): every volume and snapshot, by reads over NBD and by exports;
 //! the labels that there are; and after every round `check` and `scrub` of all. At the end each is

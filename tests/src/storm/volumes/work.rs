@@ -1,9 +1,9 @@
 //! Clients of a server at work, and what happens to it meanwhile.
 
 use super::disk::{Disk, Known};
-use super::{Fleet, VOLUMES_MAX};
 use super::guest::{self, CLIENTS, End, Stage};
 use super::host::{Server, command};
+use super::{Fleet, VOLUMES_MAX};
 use super::{look, taking};
 use crate::clock;
 use crate::storm::kinds::Kind;

@@ -9,8 +9,8 @@ use mica_block::Result;
 use mica_rt::Parts;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{
-    AtFlags, Dir, FallocateFlags, FileType, Mode, OFlags, Stat, fallocate, fdatasync, fstat, linkat,
-    mkdirat, openat, statat, syncfs, unlinkat,
+    AtFlags, Dir, FallocateFlags, FileType, Mode, OFlags, Stat, fallocate, fdatasync, fstat,
+    linkat, mkdirat, openat, statat, syncfs, unlinkat,
 };
 use rustix::io::Errno;
 use std::ffi::CString;
