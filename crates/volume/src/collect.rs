@@ -229,7 +229,7 @@ impl Volumes {
         });
         let swept = swept.await;
         self.tree.close_all_but(&kept);
-        swept
+        Ok(swept)
     }
 
     /// What is to be done about `listed`, by what `begin` begins to look for.

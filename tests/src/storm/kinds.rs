@@ -177,6 +177,10 @@ kinds! {
     Keep = "keep", Event;
     /// Snapshots of a volume are sent to another store
     Stream = "stream", Event;
+    /// Requests to the store of volumes are slow, fail, and lose their answers
+    SickStore = "sick-store", Event;
+    /// Clones of volumes that are served
+    LiveClone = "live-clone", Event;
     /// The power is cut beneath a volume (one seed about volumes in seven)
     CutVolume = "cut-volume", Event;
     /// A copy of the log of volumes is put back, or it is gone

@@ -54,6 +54,8 @@ pub enum Wrong {
     Members,
     /// A disk has other layers, or keeps other states, than it may.
     Layers,
+    /// A store takes much more space than is needed.
+    Space,
     /// A change since a state is not told.
     Untold,
     /// What is said of allocation is not so.
@@ -91,6 +93,7 @@ impl Wrong {
             Self::Looked => "not safe from others",
             Self::Unusable => "unusable by QEMU",
             Self::Members => "other disks than were asked for",
+            Self::Space => "more space than is needed",
             Self::Layers => "other layers than it may have",
             Self::Thawed => "a frozen layer changed",
             Self::Status => "wrong block status",
@@ -260,6 +263,8 @@ counts! {
     verb_kills = "  killed";
     /// Snapshots of volumes that were written meanwhile.
     volume_snapshots = "snapshots of served volumes";
+    /// Clones of volumes that were written meanwhile.
+    live_clones = "clones of served volumes";
     /// Volumes that another host took by force.
     forced = "forced take-overs";
     /// Collections in stores of volumes.

@@ -3,6 +3,8 @@
 use mica_tests::mounts::Mount;
 use mica_tests::volume::{Store, run};
 use mica_tests::{command, mica, tools};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO, tools::QEMU_IMG];
 
@@ -38,6 +40,27 @@ fn store_that_is_slow_fails_and_loses_answers_costs_nothing_but_time() {
         let read = format!("read -P {round} {round}M 1M");
         command::run("qemu-io", ["-r", "-f", "raw", "-c", &read, &server.uri()]).ok();
     }
+}
+
+/// The story: the server of a folder hung, and a server that was to serve a volume there said
+/// nothing for as long as somebody waited.
+#[test]
+fn server_says_that_it_waits_for_a_folder_that_hangs() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let socket = store.folder().join("socket");
+    let mut serve = Command::new(mica::binary());
+    serve.args(["serve", "--inject", "hang=100%", "--volume", &store.volume("web"), "--nbd"]);
+    let mut serve = serve.arg(&socket).stderr(Stdio::piped()).spawn().expect("started");
+    let mut said = String::new();
+    let stderr = serve.stderr.take().expect("piped");
+    BufReader::new(stderr).read_line(&mut said).expect("a line");
+    let is_running = serve.try_wait().expect("known").is_none();
+    serve.kill().expect("killed");
+    serve.wait().expect("ended");
+    assert!(is_running, "{said}");
+    let waits = format!("volume web is not open after 10 s: still waiting for {}", store.url());
+    assert!(said.contains(&waits), "{said}");
 }
 
 #[test]

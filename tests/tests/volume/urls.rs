@@ -64,6 +64,27 @@ fn what_is_not_there_is_said_to_be_missing() {
     assert!(large.contains("281474976710656"), "{large}");
 }
 
+/// The story: `gc` of a store whose name had a slip was told that this is a volume; and that a
+/// snapshot was no volume, which it does not take either.
+#[test]
+fn collection_of_what_is_no_store_says_what_that_is() {
+    let store = Store::new();
+    store.create("web", "1M");
+    run(["snapshot", &store.volume("web"), "monday"]).ok();
+    for (name, is) in [
+        ("wob", "there is no store"),
+        ("web", "web is a volume"),
+        ("web@monday", "web@monday is a snapshot"),
+        ("wob@monday", "no volume wob"),
+    ] {
+        let refusal = run(["gc", &store.volume(name)]).refusal();
+        assert!(refusal.contains(is), "{refusal}");
+        assert!(refusal.ends_with(&format!("such as {}\n", store.url())), "{refusal}");
+    }
+    let missing = run(["gc", &store.volume("web/inner")]).refusal();
+    assert!(missing.contains("there is no directory"), "{missing}");
+}
+
 /// The story: a length that no volume has was refused, and its store had been made.
 #[test]
 fn length_that_no_volume_has_makes_no_store() {

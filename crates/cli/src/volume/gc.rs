@@ -1,16 +1,17 @@
 //! `mica volume gc`.
 
 use super::keys::KeyArgs;
-use super::session::{SessionArgs, Subject};
+use super::session::{Session, SessionArgs, volume};
 use crate::ending::Ending;
 use crate::failure::{Failure, tell};
 use crate::output::{ReportArgs, human_size, progress_bar};
 use clap::Args;
 use mica_block::ErrorKind;
-use mica_stack::Store;
+use mica_stack::{Store, StoreUrl, VolumeUrl};
 use mica_volume::{CollectOptions, Collected, Step, VolumeKey};
 use serde_json::{Value, json};
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::sync::Arc;
 
 /// Delete what no volume, snapshot or clone in a store needs.
@@ -46,15 +47,7 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
     let session = args.session.start()?;
     let bar = progress_bar(0, "extents");
     let collected = session.executor.block_on(async {
-        let store = match session.subject(&args.store, "volume gc").await? {
-            Subject::Store(store) => store,
-            Subject::Volume(store, name) => {
-                let (name, store) = (name.as_str(), store.url());
-                let what =
-                    format!("{name} is a volume: collection works on its whole store, {store}");
-                return Err(Failure::new(what));
-            }
-        };
+        let store = store_at(&session, &args.store).await?;
         let options = CollectOptions { dry_run: args.dry_run, ..CollectOptions::default() };
         let mut show = |at: mica_volume::Progress| {
             bar.set_length(at.of_extents.max(at.extents));
@@ -91,6 +84,34 @@ pub(super) fn run(args: &GcArgs) -> Result<ExitCode, Failure> {
     args.report.print(&human(args, &collected, sparse_bytes), &described)?;
     ending.iter().for_each(Ending::end_if_raised);
     Ok(if collected.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The store at `url`. Who names a volume learns what its store is.
+async fn store_at(session: &Session, url: &str) -> Result<Arc<Store>, Failure> {
+    let whole = StoreUrl::from_str(url);
+    if let Ok(whole) = &whole {
+        whole.check_lasting()?;
+        if let Some(store) = session.stores.find(whole).await? {
+            return Ok(store);
+        }
+    }
+    if let Ok(VolumeUrl { store, name, snapshot }) = volume(url)
+        && let Some(store) = session.stores.find(&store).await?
+    {
+        let (name, there) = (name.as_str(), store.volumes().info(&name).await);
+        let found = match (there, snapshot) {
+            (Err(error), _) if error.kind() == ErrorKind::NotFound => {
+                format!("there is no store {url}, and no volume {name} in {}", store.url())
+            }
+            (_, Some(_)) => format!("{url} is a snapshot"),
+            (_, None) => format!("{name} is a volume"),
+        };
+        let store = store.url();
+        let what = format!("{found}: collection works on a whole store, such as {store}");
+        return Err(Failure::new(what));
+    }
+    // Why there is none is found out now, as that takes longer.
+    Ok(session.stores.open(&whole?).await?)
 }
 
 /// What writing sparse extents again would free, about: new ones have headers, too.

@@ -73,7 +73,7 @@ impl Claims {
         (self.below.len() + self.lower.len()) as u64
     }
 
-    /// Puts the boundary: before anything is deleted (I1).
+    /// Puts the boundary: before any of them is deleted (I1).
     ///
     /// # Errors
     /// What the store reports.

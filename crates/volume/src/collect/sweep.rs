@@ -2,6 +2,7 @@
 //!
 //! Invariants
 //! - I1 What fails is counted, and does not keep the rest from being done.
+//! - I2 What makes room comes before what needs some: a store may be full.
 
 use super::Collected;
 use super::claims::Claims;
@@ -21,32 +22,23 @@ pub(crate) async fn can_punch(client: &Client) -> bool {
     client.objects.punch(&names::format(), &[]).await.is_ok()
 }
 
-/// Does what `plan` says, unless it is a dry run.
-///
-/// # Errors
-/// If a boundary could not be put. What could not be deleted is counted.
+/// Does what `plan` says, unless it is a dry run. What could not be done is counted.
 pub(crate) async fn sweep(
     client: &Client,
     dry_run: bool,
     plan: Plan<'_>,
     (claims, boots): (Claims, Vec<ObjectName>),
     mut progress: impl FnMut(u64),
-) -> Result<Collected> {
+) -> Collected {
     let mut swept = Swept { collected: plan.collected, done: 0 };
     swept.collected.freed_heads = plan.heads.iter().map(|(_, lower)| lower.len() as u64).sum();
     swept.collected.freed_claims = claims.count();
     swept.collected.freed_boots = boots.len() as u64;
     if dry_run {
-        return Ok(swept.collected);
+        return swept.collected;
     }
-    claims.put_boundary(client).await?;
     let extents = plan.dead.iter().map(|listed| listed.id.name());
     let heads = plan.heads.iter().flat_map(|(name, lower)| lower.iter().map(|n| name.head(*n)));
-    let (claims, boundaries) = claims.names();
-    swept.delete(client, claims, &mut progress).await;
-    if swept.collected.failed == 0 {
-        swept.delete(client, boundaries, &mut progress).await;
-    }
     swept.delete(client, extents.chain(heads).chain(boots), &mut progress).await;
     let mut in_flight = InFlight::new();
     for (listed, parts) in plan.holes {
@@ -59,7 +51,15 @@ pub(crate) async fn sweep(
     while let Some(punched) = in_flight.next().await {
         swept.note(punched);
     }
-    Ok(swept.collected)
+    // A store that is full has room for the boundary now.
+    match claims.put_boundary(client).await {
+        Ok(()) => swept.delete_claims(client, claims, &mut progress).await,
+        Err(error) => {
+            swept.collected.freed_claims = 0;
+            swept.note(Err(error));
+        }
+    }
+    swept.collected
 }
 
 /// What was done so far.
@@ -87,6 +87,21 @@ impl Swept {
         while let Some(deleted) = in_flight.next().await {
             self.note(deleted.map(|()| 0));
             progress(self.done);
+        }
+    }
+
+    /// Deletes claims that are void, and then the boundaries that are not needed any more.
+    async fn delete_claims(
+        &mut self,
+        client: &Client,
+        claims: Claims,
+        progress: &mut impl FnMut(u64),
+    ) {
+        let (claims, boundaries) = claims.names();
+        let failed = self.collected.failed;
+        self.delete(client, claims, progress).await;
+        if self.collected.failed == failed {
+            self.delete(client, boundaries, progress).await;
         }
     }
 

@@ -110,7 +110,7 @@ fn open_with_another_log(fleet: &mut Fleet<'_>, at: usize) -> Outcome {
             continue;
         }
         let log = with_log.then(|| fleet.logs[0].clone());
-        let plan = Plan { disk: disk.clone(), log, to_store: true, keep: None };
+        let plan = Plan { log, ..Plan::plain(disk.clone()) };
         let name = fleet.new_name("copied");
         let site = fleet.site();
         let mut server = Server::begin(&site, &name, vec![plan.clone()], (false, by_force))?;

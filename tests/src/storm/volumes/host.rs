@@ -60,10 +60,18 @@ pub(super) struct Plan {
     pub(super) disk: Arc<Disk>,
     pub(super) log: Option<Log>,
     pub(super) to_store: bool,
-    pub(super) keep: Option<&'static str>,
+    /// Rules for automatic snapshots, and after what else than a time they are taken.
+    pub(super) keep: Option<(&'static str, Option<&'static str>)>,
+    /// What goes wrong in the store.
+    pub(super) faults: Option<&'static str>,
 }
 
 impl Plan {
+    /// Without a log and all else.
+    pub(super) fn plain(disk: Arc<Disk>) -> Self {
+        Self { disk, log: None, to_store: true, keep: None, faults: None }
+    }
+
     /// What a flush promises.
     pub(super) fn flushes_to_store(&self) -> bool {
         self.to_store || self.log.is_none()
@@ -109,6 +117,7 @@ impl Server {
             options(plan)?.iter().for_each(|(key, value)| {
                 serve.args([&format!("--{key}"), value]);
             });
+            serve.args(plan.faults.iter().flat_map(|faults| ["--inject", faults]));
         } else {
             let config = at("toml");
             fs::write(&config, configuration(site, name, &plans)?)?;
@@ -226,7 +235,10 @@ fn options(plan: &Plan) -> Outcome<Vec<(&'static str, String)>> {
         options.push(("log-size", log.size.clone()));
         options.push(("durability", if plan.to_store { "store" } else { "host" }.to_owned()));
     }
-    options.extend(plan.keep.map(|keep| ("keep", keep.to_owned())));
+    if let Some((keep, per)) = plan.keep {
+        options.push(("keep", keep.to_owned()));
+        options.extend(per.map(|per| ("snapshot-per", per.to_owned())));
+    }
     Ok(options)
 }
 
@@ -243,6 +255,7 @@ fn configuration(site: &Site<'_>, name: &str, plans: &[Plan]) -> Outcome<String>
         for (key, value) in first.into_iter().chain(options(plan)?) {
             all += &format!("{key} = {value:?}\n");
         }
+        all.extend(plan.faults.map(|faults| format!("inject = [{faults:?}]\n")));
     }
     Ok(all)
 }

@@ -11,6 +11,17 @@ use mica_units::Rng;
 use std::time::Duration;
 
 const KEEP: &str = "1s/20ms,1h/1s";
+/// What else automatic snapshots are taken after.
+const KEPT_PER: [Option<&str>; 4] = [None, None, Some("write"), Some("flush")];
+/// What a store may do that no client has to notice.
+const FAULTS: [&str; 6] = [
+    "delay=3ms",
+    "late=5%,by=200ms",
+    "lost=5%",
+    "slow=5%,by=200ms",
+    "error=10%,op=put",
+    "throttle=50:5",
+];
 
 /// One life, and what another host does afterwards.
 pub(super) fn live(fleet: &mut Fleet<'_>, rng: &mut Rng, course: Course) -> Outcome {
@@ -64,6 +75,10 @@ fn goes_on(
         Course::Random => end(fleet, rng, &server),
     };
     let (server, taken) = work(fleet, rng, server, end, course)?;
+    let clones = std::mem::take(fleet.clones.get_mut());
+    for (name, known) in clones {
+        fleet.add(name, known);
+    }
     finish(fleet, rng, server, chosen, (end, taken))
 }
 
@@ -73,7 +88,7 @@ fn quiet_without_log(fleet: &mut Fleet<'_>, rng: &mut Rng, at: usize) -> Outcome
     let Entry { disk, standing } = &fleet.entries[at];
     let has_log = *standing == (Standing::Left { has_log: true });
     let by_force = *standing == Standing::LeftBySecond;
-    let plan = Plan { disk: disk.clone(), log: None, to_store: true, keep: None };
+    let plan = Plan::plain(disk.clone());
     let name = fleet.new_name("a");
     fleet.tell(format_args!("  {name}: without, force: {by_force}"));
     let mut server = Server::begin(&fleet.site(), &name, vec![plan], (false, by_force))?;
@@ -121,7 +136,8 @@ fn choose(fleet: &Fleet<'_>, rng: &mut Rng, course: Course) -> Vec<usize> {
 }
 
 fn plans(fleet: &Fleet<'_>, rng: &mut Rng, chosen: &[usize]) -> Vec<Plan> {
-    let has_keep = fleet.does(rng, Kind::Keep, 20);
+    let keep = fleet.does(rng, Kind::Keep, 20).then(|| (KEEP, rng.choose(&KEPT_PER)));
+    let faults = fleet.does(rng, Kind::SickStore, 25).then(|| rng.choose(&FAULTS));
     let plan = |at: &usize| {
         let entry = &fleet.entries[*at];
         let has_log = rng.percent(70) || entry.standing == Standing::Left { has_log: true };
@@ -129,7 +145,8 @@ fn plans(fleet: &Fleet<'_>, rng: &mut Rng, chosen: &[usize]) -> Vec<Plan> {
             disk: entry.disk.clone(),
             log: has_log.then(|| fleet.logs[0].clone()),
             to_store: rng.percent(40),
-            keep: has_keep.then_some(KEEP),
+            keep,
+            faults,
         }
     };
     chosen.iter().map(plan).collect()
@@ -143,7 +160,7 @@ fn try_without_log(fleet: &mut Fleet<'_>, rng: &mut Rng, chosen: &[usize]) -> Ou
         return Ok(());
     }
     let disk = fleet.entries[*at].disk.clone();
-    let plan = Plan { disk, log: None, to_store: true, keep: None };
+    let plan = Plan::plain(disk);
     let name = fleet.new_name("without");
     let mut server = Server::begin(&fleet.site(), &name, vec![plan], (false, false))?;
     if server.serves(&fleet.site())? {

@@ -1,11 +1,13 @@
 //! Volumes in a directory: one to three, served by two hosts with and without logs, among kills of
 //! servers and of verbs, forced take-overs from a writer that lives, is stopped or dead, snapshots,
-//! clones, rollbacks, collection, streams to another store, tiny logs, a full file system, and
-//! copies of logs and of the store that are put back.
+//! clones also of what is served, rollbacks, collection, streams to another store, a store that is
+//! slow or loses answers, tiny logs, a full file system, and copies of logs and of the store that
+//! are put back.
 //!
 //! Judged (`disk.rs` has the rules): every volume and snapshot, by reads over NBD and by exports;
 //! the labels that there are; and after every round `check` and `scrub` of all. At the end each is
-//! judged by all of that, also one that could not be served.
+//! judged by all of that, also one that could not be served; and by the space that is taken once
+//! all snapshots are dropped (`space.rs`).
 //!
 //! ```text
 //! storm ─▶ lives: a server of some volumes (`life.rs`), clients ∥ events (`work.rs`), its end
@@ -20,6 +22,7 @@ mod host;
 mod life;
 mod look;
 mod second;
+mod space;
 mod taking;
 mod verbs;
 mod work;
@@ -34,6 +37,7 @@ use copies::Copies;
 use disk::{Disk, Known};
 use host::{Log, Site};
 use mica_units::Rng;
+use parking_lot::Mutex;
 use rustix::fs::statvfs;
 use std::path::PathBuf;
 use std::process::Command;
@@ -113,6 +117,8 @@ struct Fleet<'a> {
     far: PathBuf,
     logs: [Log; 2],
     copies: Copies,
+    /// Clones of served volumes that are not among `entries` yet.
+    clones: Mutex<Vec<(String, Known)>>,
 }
 
 /// Lets the storm go over volumes.
@@ -130,6 +136,7 @@ pub(super) fn storm(world: &World<'_>, rng: &mut Rng) -> Outcome {
         far: world.run.join("far"),
         logs: [log("log-a", size), log("log-b", rng.choose(&LOG_SIZES))],
         copies: Copies::default(),
+        clones: Mutex::default(),
     };
     for _ in 0..count {
         fleet.create(rng)?;
@@ -149,7 +156,8 @@ pub(super) fn storm(world: &World<'_>, rng: &mut Rng) -> Outcome {
         life::live(&mut fleet, rng, work::Course::Quiet(at))?;
     }
     look::look_at_all(&mut fleet)?;
-    fleet.check_all()
+    fleet.check_all()?;
+    space::nothing_is_left(&fleet)
 }
 
 impl<'a> Fleet<'a> {
@@ -186,7 +194,11 @@ impl<'a> Fleet<'a> {
         let (name, sectors) = (self.new_name("volume"), rng.choose(&SECTORS));
         let bytes = (sectors * 512).to_string();
         let url = self.url(&name)?;
-        self.verb_ok(&["create", "-q", &url, &bytes])?;
+        let mut words = vec!["create", "-q", &*url, &bytes];
+        if rng.percent(30) {
+            words.extend(["--compress", "zstd"]);
+        }
+        self.verb_ok(&words)?;
         let known = Known::new(self.stamp(), sectors);
         self.add(name, known);
         Ok(())

@@ -90,7 +90,7 @@ pub(super) fn is_handed(fleet: &mut Fleet<'_>, rng: &mut Rng, at: usize) -> Outc
     let url = fleet.url(&disk.name)?;
     fleet.verb_ok(&["handover", "-q", &url, host::SECOND])?;
     if rng.percent(40) {
-        let own = Plan { disk: disk.clone(), log: None, to_store: true, keep: None };
+        let own = Plan::plain(disk.clone());
         let name = fleet.new_name("not-the-heir");
         let mut server = Server::begin(&fleet.site(), &name, vec![own], (false, false))?;
         if server.serves(&fleet.site())? {
@@ -158,7 +158,7 @@ fn refused(said: &Finished) -> Outcome {
 
 /// A host that is not its heir takes it by force: it has all of it.
 fn taken_by_force(fleet: &mut Fleet<'_>, disk: &Arc<Disk>) -> Outcome {
-    let own = Plan { disk: disk.clone(), log: None, to_store: true, keep: None };
+    let own = Plan::plain(disk.clone());
     let name = fleet.new_name("by-force");
     fleet.world.counts.forced.add();
     let mut server = Server::begin(&fleet.site(), &name, vec![own.clone()], (false, true))?;

@@ -27,7 +27,7 @@ pub(super) fn is_there() -> bool {
 
 pub(super) fn plan(fleet: &Fleet<'_>, rng: &mut Rng, disk: &Arc<Disk>) -> Plan {
     let log = rng.percent(60).then(|| fleet.logs[1].clone());
-    Plan { disk: disk.clone(), log, to_store: rng.percent(40), keep: None }
+    Plan { log, to_store: rng.percent(40), ..Plan::plain(disk.clone()) }
 }
 
 pub(super) fn begin(

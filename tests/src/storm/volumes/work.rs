@@ -1,12 +1,13 @@
 //! Clients of a server at work, and what happens to it meanwhile.
 
-use super::Fleet;
-use super::disk::Disk;
+use super::disk::{Disk, Known};
 use super::guest::{self, CLIENTS, End, Stage};
 use super::host::{Server, command};
+use super::{Fleet, VOLUMES_MAX};
 use super::{look, taking};
 use crate::clock;
 use crate::storm::kinds::Kind;
+use crate::storm::model::View;
 use crate::storm::place::{Filler, Ground, mount_of};
 use crate::storm::story::{Fault, Outcome, Wrong, trouble};
 use crate::storm::world::text;
@@ -131,6 +132,7 @@ fn events(
             6 => look::while_served(fleet, rng, &disk)?,
             7 if fleet.does(rng, Kind::Space, 60) => fill(fleet, rng, stage)?,
             8 => fleet.check_all()?,
+            9 if fleet.does(rng, Kind::LiveClone, 100) => clone(fleet, server, &disk, rng)?,
             _ => {}
         }
         pause(rng);
@@ -205,6 +207,45 @@ fn drop_snapshot(fleet: &Fleet<'_>, server: &Server, disk: &Disk, rng: &mut Rng)
     let Some(label) = look::any_label(disk, rng) else { return Ok(()) };
     ctl(fleet, server, &["drop", &disk.name, &label])?;
     disk.known().dropped(&label, true);
+    Ok(())
+}
+
+/// A clone while clients write, of the volume as it is or of a snapshot. It is served later.
+fn clone(fleet: &Fleet<'_>, server: &Server, disk: &Disk, rng: &mut Rng) -> Outcome {
+    let mut clones = fleet.clones.lock();
+    if fleet.entries.len() + clones.len() >= VOLUMES_MAX {
+        return Ok(());
+    }
+    let name = format!("live-{}", rng.next_u64() % 100_000_000);
+    let label = look::any_label(disk, rng).filter(|_| rng.percent(50));
+    let source = label.map_or_else(|| disk.name.clone(), |label| format!("{}@{label}", disk.name));
+    let wanted = match source.split_once('@') {
+        Some((_, label)) => match look::content(fleet, disk, label)? {
+            Some(content) => Some(content),
+            None => return Ok(()),
+        },
+        None => None,
+    };
+    let moment = disk.known().moment();
+    ctl(fleet, server, &["clone", &source, &name])?;
+    let url = fleet.url(&name)?;
+    let bytes = look::exported_to(fleet, &url, "clone.raw")?;
+    let bytes = bytes.map_err(|said| Fault::new(Wrong::Failed, said))?;
+    let known = disk.known();
+    let seen = known.seen(&bytes, &url)?;
+    match wanted {
+        Some(wanted) if wanted != seen => {
+            let what = format!("{url} is not what {source} has");
+            return Err(Fault::new(Wrong::Snapshot, what));
+        }
+        Some(_) => {}
+        None => {
+            let allowed = known.allowed_since(&moment, View::Kept);
+            known.judge_reading(&bytes, &allowed, &url)?;
+        }
+    }
+    clones.push((name, Known::with_content(fleet.stamp(), &seen)));
+    fleet.world.counts.live_clones.add();
     Ok(())
 }
 

@@ -9,8 +9,8 @@ use mica_block::Result;
 use mica_rt::Parts;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{
-    AtFlags, Dir, FallocateFlags, FileType, Mode, OFlags, fallocate, fdatasync, fstat, linkat,
-    mkdirat, openat, statat, syncfs, unlinkat,
+    AtFlags, Dir, FallocateFlags, FileType, Mode, OFlags, Stat, fallocate, fdatasync, fstat,
+    linkat, mkdirat, openat, statat, syncfs, unlinkat,
 };
 use rustix::io::Errno;
 use std::ffi::CString;
@@ -24,6 +24,8 @@ use std::time::Duration;
 
 /// The folder of new files.
 pub(super) const FOLDER: &str = ".tmp";
+const FLAGS: OFlags =
+    OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 /// Seconds after which a new file is taken for one that a killed process left. A put that loses its
 /// file to this fails.
 const ABANDONED_SECONDS: i64 = 3600;
@@ -192,8 +194,7 @@ impl Drop for NewFile {
 
 /// The folder of new files, which is made if it is not there.
 fn open_folder(root: &Root) -> rustix::io::Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let open = || openat(root.file().as_fd(), FOLDER, flags, Mode::empty());
+    let open = || openat(root.file().as_fd(), FOLDER, FLAGS, Mode::empty());
     match open() {
         Err(Errno::NOENT) => match mkdirat(root.file().as_fd(), FOLDER, Mode::RWXU) {
             Ok(()) | Err(Errno::EXIST) => open(),
@@ -201,6 +202,30 @@ fn open_folder(root: &Root) -> rustix::io::Result<OwnedFd> {
         },
         opened => opened,
     }
+}
+
+/// Removes the name in [`FOLDER`] of an object, if `stat` says that it may have one: of a process
+/// that was killed, or has not come to that. Its own name is durable, or gone.
+pub(super) fn remove_second_name(root: &Root, stat: &Stat) -> rustix::io::Result<()> {
+    if stat.st_nlink < 2 {
+        return Ok(());
+    }
+    let folder = match openat(root.file().as_fd(), FOLDER, FLAGS, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(()),
+        opened => opened?,
+    };
+    for entry in Dir::read_from(&folder)? {
+        let entry = entry?;
+        if entry.ino() != stat.st_ino || !is_random_name(entry.file_name().to_bytes()) {
+            continue;
+        }
+        return match unlinkat(&folder, entry.file_name(), AtFlags::empty()) {
+            // Whoever put it may have come to that.
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(error) => Err(error),
+        };
+    }
+    Ok(())
 }
 
 /// A name that no file has or had. The keys of the hashes are random numbers of the system.

@@ -1,12 +1,12 @@
 //! What is asked of a store in a directory, apart from listings.
 
 use super::early::EarlyNames;
-use super::new::{Content, NewFile};
+use super::new::{Content, NewFile, remove_second_name};
 use super::root::Root;
 use crate::file::{CacheMode, FileStore};
 use crate::kind::FileKind;
 use crate::located::Located;
-use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
+use mica_block::{Error, ErrorKind, ObjectName, PROBE_FOLDER, Put, Result};
 use mica_units::SECTOR_BYTES;
 use rustix::fd::OwnedFd;
 use rustix::fs::{
@@ -113,13 +113,28 @@ impl Root {
         let deleted = match statat(&folder, last, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => {
                 self.check_regular(name, &stat)?;
+                // Otherwise it would take its space for as long as the other name is there.
                 unlinkat(&folder, last, AtFlags::empty())
+                    .and_then(|()| remove_second_name(self, &stat))
             }
             Err(error) => Err(error),
         };
         match deleted {
-            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Ok(()) | Err(Errno::NOENT) => {
+                self.remove_probed(folder_name);
+                Ok(())
+            }
             Err(error) => Err(self.failed("deleting", name.as_str(), error.into())),
+        }
+    }
+
+    /// Removes a folder of a probe, and that of all probes, once they are empty: other folders may
+    /// be about to get an object. What cannot be removed stays.
+    fn remove_probed(&self, folder: &str) {
+        let Some((PROBE_FOLDER, probe)) = folder.split_once('/') else { return };
+        let Ok(Some(probes)) = self.open_folder(PROBE_FOLDER) else { return };
+        if unlinkat(&probes, probe, AtFlags::REMOVEDIR).is_ok() {
+            let _ = unlinkat(self.file(), PROBE_FOLDER, AtFlags::REMOVEDIR);
         }
     }
 }
@@ -145,13 +160,19 @@ impl Root {
             Err(Errno::NOENT) => return Ok(0),
             Err(error) => return Err(failed(error)),
         };
-        let before = fstat(&file).map_err(failed)?;
+        let mut before = fstat(&file).map_err(failed)?;
         self.check_regular(name, &before)?;
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         if ranges.is_empty() {
             // Changes nothing, and asks the file system.
             let end = u64::try_from(before.st_size).unwrap_or(0).next_multiple_of(PUNCHED_BEYOND);
             fallocate(&file, mode, end, PUNCHED_BEYOND).map_err(failed)?;
+        }
+        if before.st_nlink > 1 {
+            // Of a process that was killed: nothing else would end that for an hour (I2).
+            self.make_durable(folder_name, &folder)?;
+            remove_second_name(self, &before).map_err(failed)?;
+            before = fstat(&file).map_err(failed)?;
         }
         if before.st_nlink > 1 {
             return Ok(0);

@@ -27,6 +27,9 @@ pub(super) struct Root {
 
 /// Folders that are known to be durable at most: others cost a few syncs more.
 const DURABLE_MAX: usize = 4096;
+/// How often a folder is made, at most, that others remove meanwhile: each time a probe of theirs
+/// has ended.
+const MADE_AGAIN_MAX: u32 = 100;
 
 const FOLDER: OFlags =
     OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
@@ -68,7 +71,18 @@ impl Root {
 
     /// Opens a folder that is made if it is not there, as are those that it is in.
     pub(super) fn make_folder(&self, name: &str) -> Result<OwnedFd> {
-        let made = self.walk(name, |parent, part, folder| {
+        for _ in 1..MADE_AGAIN_MAX {
+            if let Some(folder) = self.try_to_make_folder(name)? {
+                return Ok(folder);
+            }
+        }
+        let made = self.try_to_make_folder(name)?;
+        made.ok_or_else(|| self.failed("making the folder", name, Errno::NOENT.into()))
+    }
+
+    /// `None` if somebody removed one of them meanwhile.
+    fn try_to_make_folder(&self, name: &str) -> Result<Option<OwnedFd>> {
+        self.walk(name, |parent, part, folder| {
             match mkdirat(parent, part, Mode::RWXU) {
                 // It may have been there before, and somebody removed it.
                 Ok(()) => drop(self.durable().remove(folder)),
@@ -76,8 +90,7 @@ impl Root {
                 Err(error) => return Err(error),
             }
             openat(parent, part, FOLDER, Mode::empty())
-        })?;
-        made.ok_or_else(|| self.failed("making the folder", name, Errno::NOENT.into()))
+        })
     }
 
     /// Opens a folder part by part (I3). `missing` is called with the folder opened so far, the

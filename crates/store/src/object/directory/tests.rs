@@ -68,6 +68,30 @@ fn directory_keeps_the_promises_of_a_store() {
     }
 }
 
+/// The story: each store had an empty folder of probes for good, and one in it for each of them.
+#[test]
+fn probes_leave_no_folders_also_beside_each_other() {
+    let place = Place::new();
+    std::thread::scope(|scope| {
+        for probe in 0..4 {
+            let place = &place;
+            scope.spawn(move || {
+                for round in 0..8 {
+                    let probed = run(crate::object::probe(&place.open(), probe * 100 + round));
+                    probed.expect("the store keeps its promises");
+                }
+            });
+        }
+    });
+    assert!(!place.at(mica_block::PROBE_FOLDER).exists());
+    run(async {
+        let objects = place.open();
+        put(&objects, "a/b", b"here").await.expect("put");
+        objects.delete(&name("a/b")).await.expect("deleted");
+    });
+    assert!(place.at("a").exists(), "somebody may be about to put something there");
+}
+
 #[test]
 fn object_of_parts_has_them_one_after_the_other() {
     let place = Place::new();
@@ -295,6 +319,32 @@ fn new_files_of_killed_processes_are_removed_later_and_nothing_else_is() {
         assert!(young.exists());
         put(&place.open(), "newest", b"").await.expect("put");
         assert!(!young.exists(), "another process begins with it");
+    });
+}
+
+/// The story: servers were killed and started again, and their store got no space back for an hour
+/// whatever was collected: objects that were deleted had their second names.
+#[test]
+fn object_of_a_killed_process_takes_no_space_once_it_is_deleted_or_has_holes() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        put(&objects, "first", b"").await.expect("put");
+        for (number, name) in ["deleted", "punched"].into_iter().enumerate() {
+            let new = place.at(TMP).join(format!("{number:032x}"));
+            fs::write(&new, [7; 65_536]).expect("written");
+            fs::hard_link(&new, place.at(name)).expect("linked");
+        }
+        assert_eq!(place.new_files().len(), 2);
+        objects.delete(&name("deleted")).await.expect("deleted");
+        assert_eq!(place.new_files().len(), 1);
+        if objects.punch(&name("punched"), &[]).await.is_err() {
+            return eprintln!("skipped: the file system makes no holes");
+        }
+        let range = 0..32_768;
+        objects.punch(&name("punched"), std::slice::from_ref(&range)).await.expect("punched");
+        assert!(place.new_files().is_empty());
+        assert_ne!(fs::read(place.at("punched")).expect("read"), [7; 65_536]);
     });
 }
 

@@ -4,6 +4,7 @@ use super::*;
 use crate::properties::{Compression, NewVolume};
 use mica_block::Which;
 use mica_rt::sync::Signal;
+use mica_store::object::ObjectOperation;
 
 /// Blocks of the disk, and of a round of writing.
 const DISK: u64 = 12_000;
@@ -25,6 +26,38 @@ fn volume_that_is_overwritten_for_long_takes_a_quarter_more_than_it_has() {
 fn snapshots_that_come_and_go_leave_no_holes() {
     run(1, age((true, true), kind(0)));
     run(1, age((true, true), kind(1)));
+}
+
+/// The story: a store was full, and what would have made room was refused there, as the store was
+/// full: a collection began with an object that it puts.
+#[test]
+fn store_that_is_full_gets_room_by_a_collection() {
+    run(1, async {
+        let objects = MemoryObjects::new("memory");
+        let volumes = volumes(&objects, "host-1").await;
+        for text in ["web", "mail"] {
+            volumes.create(&name(text), LEN).await.expect("made");
+            let volume = open(&volumes, text).await;
+            write(&volume, 0, 1).await;
+            volume.close().await.expect("closed");
+        }
+        volumes.delete(&name("mail"), Claimed::Refuse).await.expect("deleted");
+        let full = FaultyOptions {
+            only: Some(ObjectOperation::Put),
+            refused: 1.0,
+            ..FaultyOptions::default()
+        };
+        let full = FaultyObjects::new(Arc::new(objects.clone()), full);
+        let extents = names_in(&objects, "extents").len();
+        let beside = collect(&volumes_in(Arc::new(full), "host-2").await).await;
+        assert_eq!((beside.freed_extents, beside.freed_claims), (1, 0), "{beside:?}");
+        assert_eq!(beside.failed, 1, "no boundary was put");
+        assert!(names_in(&objects, "extents").len() < extents);
+        assert!(!names_in(&objects, "writers").is_empty(), "their boundary comes first");
+        let after = collect(&volumes).await;
+        assert!(after.freed_claims > 0 && after.failed == 0, "{after:?}");
+        assert!(names_in(&objects, "writers").is_empty());
+    });
 }
 
 /// A block that begins with `byte`. It can be compressed to about half, or less, or not at all.
