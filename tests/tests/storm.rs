@@ -4,7 +4,7 @@
 //!
 //! `MICA_STORM_CHAINS` says how many chains, `MICA_STORM_SEED` the seed of the first; volumes have
 //! a test of their own, and `MICA_STORM_VOLUMES` says how many of these seeds; so have disks whose
-//! layers come and go, with `MICA_STORM_LINEAGES`.
+//! layers come and go, with `MICA_STORM_LINEAGES`, and chains at rest, with `MICA_STORM_VERBS`.
 
 use mica_tests::storm::{self, Kinds, Options, Summary};
 use mica_tests::{mica, tools};
@@ -13,6 +13,7 @@ use std::time::Duration;
 const CHAINS: u64 = 14;
 const VOLUMES: u64 = 8;
 const LINEAGES: u64 = 3;
+const VERBS: u64 = 4;
 /// No seed about volumes is begun after this.
 const VOLUMES_LIMIT: Duration = Duration::from_secs(25);
 
@@ -43,7 +44,7 @@ fn random_chains_hold_what_they_must_whatever_happens_to_them() {
     if !tools::present(&storm::TOOLS) {
         return;
     }
-    let others = ["volume", "lineage"].map(str::to_owned);
+    let others = ["volume", "lineage", "verbs"].map(str::to_owned);
     let kinds = Kinds::parse(&[], &others).expect("they are kinds");
     let options = options(number("MICA_STORM_CHAINS", CHAINS), None, kinds);
     let summary = found_nothing(&options);
@@ -63,6 +64,18 @@ fn layers_that_come_and_go_hold_what_they_must() {
     assert!(counts.lineages.get() > 0 && counts.lives.get() > counts.lineages.get(), "{counts:?}");
     let layers = counts.layers.get() + counts.states.get() + counts.merges.get();
     assert!(layers > 0 && counts.checks.get() > 0, "{counts:?}");
+}
+
+#[test]
+fn verbs_that_are_killed_leave_chains_as_they_may() {
+    if !tools::present(&storm::TOOLS) {
+        return;
+    }
+    let kinds = Kinds::parse(&["verbs".to_owned()], &[]).expect("it is a kind");
+    let summary = found_nothing(&options(number("MICA_STORM_VERBS", VERBS), None, kinds));
+    let counts = &summary.counts;
+    assert!(counts.at_rest.get() > 0 && counts.verbs_at_rest.get() > 0, "{counts:?}");
+    assert!(counts.verbs_at_rest_killed.get() > 0 && counts.checks.get() > 0, "{counts:?}");
 }
 
 #[test]

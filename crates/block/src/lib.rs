@@ -44,8 +44,8 @@ pub use manage::{
     Haste, IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use manage_chain::{
-    ActiveAfter, CommitLayers, ManageBitmaps, ManageChain, MergeControl, MergeProgress, Merged,
-    NamedBacking, Pushed, RaiseLayers, Renaming, View,
+    ActiveAfter, CommitLayers, ManageBitmaps, ManageChain, MergeControl, MergeLayers,
+    MergeProgress, Merged, NamedBacking, Pushed, RaiseLayers, Renaming, View,
 };
 pub use manage_volume::{
     BootStats, ClonedFrom, LogStats, ManageVolume, SourceNow, Times, VolumeStats,

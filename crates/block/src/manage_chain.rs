@@ -88,6 +88,12 @@ pub trait ManageChain {
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>>;
 
+    /// Makes sure that a merge of these `layers` is not refused for what is known before it begins:
+    /// which layers there are, and what they look like. Nothing changes.
+    ///
+    /// Errors: as the merge, of that.
+    fn check_merge<'a>(&'a self, layers: MergeLayers<'a>) -> LocalFuture<'a, Result<()>>;
+
     /// Makes sure that [`Self::close_on`] with this `base` would have room for the name, as far as
     /// that is known now.
     ///
@@ -157,6 +163,17 @@ pub trait Renaming {
     ///
     /// Errors: what the system reports.
     fn sync(&self) -> LocalFuture<'_, Result<()>>;
+}
+
+/// The layers of a merge.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MergeLayers<'a> {
+    /// Of [`ManageChain::stream`]: those above this one, or all.
+    Stream(Option<&'a Path>),
+    /// Of [`ManageChain::raise`].
+    Raise(RaiseLayers<'a>),
+    /// Of [`ManageChain::commit`].
+    Commit(CommitLayers<'a>),
 }
 
 /// The layers that go up into a frozen one: all beneath it, down to the base.

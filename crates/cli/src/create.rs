@@ -343,7 +343,9 @@ fn name_noted(
     let expected = base.map(|base| expect_overlays(&base.path, &paths));
     let named = name_all(images, (first, data.as_deref_mut())).and_then(|()| match base {
         Some(base) if base.may_be_missing => {
-            paths.iter().for_each(|path| note_overlay(&base.path, path));
+            for path in &paths {
+                note_overlay(&base.path, path);
+            }
             Ok(())
         }
         Some(base) => Ok(announce_overlays(&base.path, &paths)?),

@@ -97,5 +97,9 @@ pub(crate) fn tell_problems(problems: &[Problem]) {
 
 /// The format of an image, by its name.
 pub(crate) fn format_name(image: &ForestImage) -> &'static str {
-    if image.qcow2.is_some() { "qcow2" } else { "raw" }
+    match image {
+        ForestImage { qcow2: Some(_), .. } => "qcow2",
+        ForestImage { is_luks: true, .. } => "luks",
+        ForestImage { .. } => "raw",
+    }
 }

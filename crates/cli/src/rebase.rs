@@ -16,8 +16,8 @@ use mica_qcow2_format::{BackingName, parse_image_name};
 use mica_rt::Buf;
 use mica_stack::merge::Merge;
 use mica_stack::{
-    FileImages, Format, GoneFiles, MayWrite, announce_overlays, forget_drops, forget_overlays,
-    note_overlay, refuse_merged, settle_marks,
+    FileImages, Format, GoneFiles, MayWrite, Noting, announce_noted_overlay, forget_drops,
+    forget_overlays, note_overlay, refuse_merged, settle_marks,
 };
 use mica_units::{GuestOffset, GuestRange, LayerNumber, SECTOR_BYTES};
 use serde_json::json;
@@ -87,15 +87,13 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<ExitCode, Failure> {
         }
         if args.unsafe_mode {
             let there = base.as_ref().filter(|base| base.path.exists());
-            if let Some(base) = there {
-                note_overlay(&base.path, &args.file);
-            }
+            let there = there.map(|base| (base, note_overlay(&base.path, &args.file)));
             args.rename(base.as_ref()).await?;
             if let Some(base) = &base {
                 warn_of_names(&args.file, &[&base.name.name], &args.images)?;
             }
-            if let Some(base) = there {
-                args.announce(base)?;
+            if let Some((base, noted)) = there {
+                args.announce(base, noted)?;
             }
             return Ok::<u64, Failure>(0);
         }
@@ -154,17 +152,20 @@ impl RebaseArgs {
             self.move_to(&*disk, base).await
         };
         let moved = moved.await;
-        let closed = match base {
-            Some(base) if moved.is_ok() => self.close_on(&*disk, base).await,
-            _ => disk.close().await,
+        let new_base = base.filter(|_| moved.is_ok());
+        // Whoever merges the base finds the image, whatever becomes of this process.
+        let named = new_base.map(|base| (base, note_overlay(&base.path, &self.file)));
+        let closed = match named {
+            Some((base, _)) => self.close_on(&*disk, base).await,
+            None => disk.close().await,
         };
         drop(disk);
         let (copied, new) = moved?;
         closed?;
-        if let Some(base) = base {
+        if let Some((base, noted)) = named {
             follow(&layers, base)?;
             // It shows what it did so far.
-            self.announce(base)?;
+            self.announce(base, noted)?;
         }
         // Nobody has merged the base since it was read.
         drop(new);
@@ -180,14 +181,12 @@ impl RebaseArgs {
     /// locked all the while: who wrote to it before it has the name would have written to a disk
     /// that it does not show then.
     async fn close_on(&self, disk: &dyn Manage, base: &Base) -> mica_block::Result<()> {
-        // Whoever merges the base finds the image, whatever becomes of this process.
-        note_overlay(&base.path, &self.file);
         disk.chain().ok_or_else(cannot_be_written)?.close_on(base.named()).await
     }
 
     /// Makes sure that whoever merges the `base`, which the image names, finds it.
-    fn announce(&self, base: &Base) -> Result<(), Failure> {
-        announce_overlays(&base.path, &[&self.file])
+    fn announce(&self, base: &Base, noted: Noting) -> Result<(), Failure> {
+        announce_noted_overlay(&base.path, &self.file, noted)
             .map_err(|error| Failure::from(error).within("rebase it once more"))
     }
 

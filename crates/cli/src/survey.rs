@@ -133,6 +133,7 @@ fn whole(forest: &Forest, figures: &Figures) -> Value {
         "active": figures.active,
         "frozen": figures.frozen,
         "raw": figures.raw,
+        "luks": figures.luks,
         "chains": figures.chains(),
         "longest": figures.longest_now(),
         "virtual-size": figures.virtual_bytes,
@@ -219,8 +220,12 @@ fn grouped(
 }
 
 fn text(figures: &Figures, suffering: Vec<Vec<String>>) -> String {
+    let luks = match figures.luks {
+        0 => String::new(),
+        luks => format!(", {luks} LUKS"),
+    };
     let mut text = format!(
-        "{} images in {} chains: {} active, {} frozen, {} of them raw\n\
+        "{} images in {} chains: {} active, {} frozen, {} of them raw{luks}\n\
          {} of disks take {} on disk; the longest chain has {} layers\n\n",
         figures.files(),
         figures.chains(),

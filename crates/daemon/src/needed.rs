@@ -1,12 +1,13 @@
 //! Whether a layer that is about to be changed is needed by others than the disk that it belongs
 //! to. Locks keep other programs out, and disks of this process that have it open; this finds them
-//! first, so that they can be named. Images that nobody has open the merge looks for itself.
+//! first, so that they can be named. Images that nobody has open the merge looks for itself. And
+//! whether one that is to become a layer is one already.
 
 use crate::served::Served;
 use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, Result};
 use mica_stack::node_of;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl Shared {
@@ -32,6 +33,38 @@ impl Shared {
                     layer.display()
                 );
                 return Err(Error::new(ErrorKind::Denied, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes sure that what is to be taken as a new layer is none of a disk yet: locks would say no
+    /// more than that somebody has it open.
+    ///
+    /// # Errors
+    /// `Invalid`, with the name of a disk that has one of these `files`.
+    pub(crate) fn check_are_no_layers<'a>(
+        &self,
+        files: impl Iterator<Item = &'a Path>,
+    ) -> Result<()> {
+        let files: Vec<_> = files.filter_map(|file| Some((file, node_of(file)?))).collect();
+        if files.is_empty() {
+            return Ok(());
+        }
+        for served in self.disks.all() {
+            let layers = served.layer_paths();
+            for (at, layer) in layers.iter().enumerate() {
+                let node = node_of(layer);
+                let Some((file, _)) = files.iter().find(|(_, of)| Some(*of) == node) else {
+                    continue;
+                };
+                let which = if at + 1 == layers.len() { "the active layer" } else { "a layer" };
+                let what = format!(
+                    "{} is {which} of the disk {:?} of this server already: name another file",
+                    file.display(),
+                    served.name
+                );
+                return Err(Error::new(ErrorKind::Invalid, what));
             }
         }
         Ok(())

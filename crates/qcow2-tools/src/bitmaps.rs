@@ -2,14 +2,13 @@
 //!
 //! ```text
 //! new tables and a new directory, counted ─▶ durable
-//!   ─▶ header without the bit that bitmaps are true ─▶ header that names the new directory
-//!   ─▶ header with the bit ─▶ what only the old directory names is freed
+//!   ─▶ header that names the new directory ─▶ what only the old directory names is freed
 //! ```
 //!
 //! Invariants
 //! - I1 A header that says that bitmaps are true names a directory that is durable, and so is what
-//!   that names. A power cut leaves the old bitmaps, the new ones, or bitmaps that are marked as
-//!   not to be used; at worst clusters leak.
+//!   that names. A power cut leaves the old bitmaps or the new ones; at worst clusters leak. Only
+//!   while the disk gets another length it may leave some that are marked as not to be used.
 //! - I2 A bitmap that is inconsistent stays so, whatever is done with others.
 //! - I3 A cluster is freed only after nothing durable names it.
 
@@ -224,14 +223,9 @@ impl Editor {
         // The refcount table may have moved.
         self.header = read_header(&*self.store).await?;
         self.header.autoclear.unknown = 0;
-        self.header.autoclear.bitmaps_consistent = false;
-        self.write_header().await?;
         self.header.bitmaps = directory;
+        self.header.autoclear.bitmaps_consistent = directory.is_some();
         self.write_header().await?;
-        if directory.is_some() {
-            self.header.autoclear.bitmaps_consistent = true;
-            self.write_header().await?;
-        }
         let bits = self.header.cluster_bits;
         for entry in &unused {
             self.free_table(&space, entry).await?;

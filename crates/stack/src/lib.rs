@@ -72,8 +72,8 @@ pub use no_path::{is_no_path, refuse_no_path};
 pub use null::NullDisk;
 pub use open::{Format, open, open_active, open_writable, parse_size};
 pub use overlays::{
-    ExpectedOverlays, GoneImages, announce_overlays, expect_overlays, forget_gone, forget_overlays,
-    note_overlay,
+    ExpectedOverlays, GoneImages, Noting, announce_noted_overlay, announce_overlays,
+    expect_overlays, forget_gone, forget_overlays, note_overlay,
 };
 pub use partition::find_partition;
 pub use policy::{Names, allowed_places, looks_like_protocol};

@@ -50,8 +50,8 @@ use crate::merged::{FileMark, MergeMarks, NamedMarks, Until};
 use crate::overlays::{check_no_overlays, settle_notes};
 use crate::{GoneFiles, GoneImages, ImageOptions, note_overlay, position_of, settle_marks};
 use mica_block::{
-    ActiveAfter, CommitLayers, Error, ErrorKind, Manage, ManageChain, MergeControl, Merged,
-    RaiseLayers, Result,
+    ActiveAfter, CommitLayers, Error, ErrorKind, Manage, ManageChain, MergeControl, MergeLayers,
+    Merged, RaiseLayers, Result,
 };
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -265,18 +265,27 @@ impl Merge {
         marks: &MergeMarks,
         control: &dyn MergeControl,
     ) -> Result<Merged> {
+        match self.layers() {
+            MergeLayers::Commit(layers) => chain.commit(layers, &marks.watch(control)).await,
+            MergeLayers::Raise(layers) => chain.raise(layers, control).await,
+            MergeLayers::Stream(base) => chain.stream(base, control).await,
+        }
+    }
+
+    /// What the chain is asked for.
+    fn layers(&self) -> MergeLayers<'_> {
         let base = self.base.as_deref();
         match &self.way {
             Way::Down { active, .. } => {
                 let top = if active.is_some() { None } else { self.leaving.last() };
                 let top = top.map(PathBuf::as_path);
-                let layers = CommitLayers { top, base, active: active.unwrap_or_default() };
-                chain.commit(layers, &marks.watch(control)).await
+                let active = active.unwrap_or_default();
+                MergeLayers::Commit(CommitLayers { top, base, active })
             }
             Way::Dropped(dropping) if dropping.above == Above::Frozen => {
-                chain.raise(RaiseLayers { into: &self.above, base }, control).await
+                MergeLayers::Raise(RaiseLayers { into: &self.above, base })
             }
-            Way::Up | Way::Dropped(_) => chain.stream(base, control).await,
+            Way::Up | Way::Dropped(_) => MergeLayers::Stream(base),
         }
     }
 
@@ -314,6 +323,10 @@ impl Merge {
     }
 }
 
+fn chain_of(disk: &dyn Manage) -> Result<&dyn ManageChain> {
+    disk.chain().ok_or_else(|| Error::new(ErrorKind::Denied, "the disk is closed"))
+}
+
 /// A merge that may begin. If it is dropped instead, its marks are taken back.
 #[must_use = "the layers are marked until this is run or dropped"]
 pub struct Prepared {
@@ -329,6 +342,14 @@ impl Prepared {
         self.merge.kind()
     }
 
+    /// Whether the chain of `disk` would refuse it for what is known now. Nothing changes.
+    ///
+    /// # Errors
+    /// `Denied` if the disk is closed; as [`ManageChain::check_merge`].
+    pub async fn check(&self, disk: &dyn Manage) -> Result<()> {
+        chain_of(disk)?.check_merge(self.merge.layers()).await
+    }
+
     /// The lowest of the frozen layers that it changes, or whose files it removes, if there is one.
     #[must_use]
     pub fn lowest_changed(&self) -> Option<PathBuf> {
@@ -342,9 +363,7 @@ impl Prepared {
     /// the layers that it had then.
     pub async fn run(self, disk: &dyn Manage, control: &dyn MergeControl) -> Result<Ended> {
         let Self { merge, marks, named } = self;
-        let Some(chain) = disk.chain() else {
-            return Err(Error::new(ErrorKind::Denied, "the disk is closed"));
-        };
+        let chain = chain_of(disk)?;
         let merged = merge.run(chain, &marks, control).await;
         marks.end(merged.as_ref().ok());
         let merged = merged?;

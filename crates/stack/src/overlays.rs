@@ -10,7 +10,8 @@ pub(crate) use noted::note_beside;
 pub(crate) use noted::read_note;
 pub(crate) use noted::settle_notes;
 pub use noted::{
-    ExpectedOverlays, announce_overlays, expect_overlays, forget_overlays, note_overlay,
+    ExpectedOverlays, Noting, announce_noted_overlay, announce_overlays, expect_overlays,
+    forget_overlays, note_overlay,
 };
 
 use crate::above::owner_of;
@@ -431,7 +432,9 @@ mod tests {
         for path in [&own, &other] {
             image(path, base.to_str());
         }
-        [&clone, &own].iter().for_each(|path| note_overlay(&base, path));
+        for path in [&clone, &own] {
+            note_overlay(&base, path);
+        }
         let third = base.with_file_name("third");
         fs::create_dir(&third).expect("made");
         fs::rename(&clone, third.join("clone")).expect("moved");

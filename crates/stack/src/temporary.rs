@@ -13,7 +13,8 @@
 //!
 //! Who writes one of them again takes the place of what is left there. What is left beside the
 //! layers of a disk goes when that is committed, and beside the uppermost ones when it is opened
-//! for serving ([`crate::remove_abandoned`]); what a verb left, when an image of that name is made
+//! for serving ([`crate::remove_abandoned`]); the marks of layers that are merged, when it is
+//! opened for writing (`merged/ended.rs`); what a verb left, when an image of that name is made
 //! ([`make_unfinished`]).
 //!
 //! Invariants
@@ -226,7 +227,7 @@ pub(crate) fn remove_beside(real: &[Option<PathBuf>]) -> Vec<PathBuf> {
         for ending in [NEW_ABOVE, NEW_MERGED, NEW_OVERLAYS] {
             let mut path = layer.clone().into_os_string();
             path.push(ending);
-            removed.extend(remove_if_abandoned(path.into(), is_own_file, |_| true));
+            removed.extend(remove_mark_if_abandoned(path.into()));
         }
     }
     if let Some(Some(active)) = real.last() {
@@ -236,6 +237,12 @@ pub(crate) fn remove_beside(real: &[Option<PathBuf>]) -> Vec<PathBuf> {
         removed.extend(remove_if_abandoned(path, is_own_file, is_lockable_image));
     }
     removed
+}
+
+/// Removes the mark at `path` that has not got its name, unless somebody writes it: whoever does
+/// has it locked, and makes another one if it is gone by then.
+pub(crate) fn remove_mark_if_abandoned(path: PathBuf) -> Option<PathBuf> {
+    remove_if_abandoned(path, is_own_file, |_| true)
 }
 
 /// Removes the file at `path` if it `is_own`, nobody has it locked, and it `is_free`.

@@ -2,6 +2,7 @@
 
 use super::aim::Aim;
 use super::judge;
+use super::keys;
 use super::kinds::Kind;
 use super::log_limit::LogLimit;
 use super::loss::{Cause, Loss, Trace};
@@ -35,7 +36,47 @@ pub(super) struct Chain<'a> {
     pub(super) second: Option<SecondDisk>,
 }
 
+impl<'a> Chain<'a> {
+    fn new(world: World<'a>, (stamper, hot): (Stamper, u64), second: Option<SecondDisk>) -> Self {
+        let state = State {
+            layers: Vec::new(),
+            model: Model::new(world.seed, 0),
+            snapshots: Vec::new(),
+            is_pending: false,
+            loss: Loss::default(),
+            is_contested: false,
+            left: None,
+            other_len: None,
+            leaks: Some(0),
+        };
+        Self { world, state, stamper, hot, made: 0, copies: Vec::new(), second }
+    }
+}
+
 impl Chain<'_> {
+    fn add_first_layers(&mut self, rng: &mut Rng) -> Outcome {
+        let shapes: Vec<_> = (0..rng.choose(&[1, 1, 2, 2, 3, 4, 6]))
+            .map(|_| Shape::random(rng, self.world.kinds))
+            .collect();
+        let most = shapes.iter().map(Shape::sectors_max).min().unwrap_or(0);
+        let is_small = self.world.ground != Ground::Folder;
+        let most = if is_small { most.min(12 << 11) } else { most };
+        let len = shape::sectors(rng, most);
+        self.tell(format_args!("{shapes:#?}"));
+        if rng.percent(15) {
+            raw_base(self, rng, len)?;
+        }
+        for shape in shapes {
+            let is_other = self.world.does(rng, Kind::Lengths, 30);
+            let len = if is_other { shape::sectors(rng, most) } else { len };
+            self.add_layer(rng, shape, len)?;
+        }
+        self.add_bitmaps()?;
+        let content = self.judge_by_qemu(View::Kept, "a new chain")?;
+        self.state.model.set_content(&content);
+        Ok(())
+    }
+
     pub(super) fn tell(&self, step: impl std::fmt::Display) {
         self.world.story.tell(step);
     }
@@ -116,17 +157,25 @@ impl Chain<'_> {
     ) -> Outcome {
         let len = (sectors * SECTOR as u64).to_string();
         let mut options = shape.options(name);
+        if shape.is_encrypted {
+            options.push(',');
+            options.push_str(keys::OF_QCOW2);
+        }
         // mica resolves a data file as it resolves all names; QEMU resolves it from its own
         // directory.
         let mut args = vec!["create", "-q", "-f", "qcow2"];
         if let Some(backing) = backing {
             args.extend(["-b", &backing.name, "-F", backing.format()]);
-        } else if shape.has_data_file && rng.percent(30) {
+        } else if shape.has_data_file && !shape.is_encrypted && rng.percent(30) {
             options.push_str(",data_file_raw=on");
         }
         args.extend(["-o", &options, name, &len]);
         self.tell(format_args!("  create {args:?}"));
-        if rng.percent(40) {
+        if shape.is_encrypted {
+            // What lies beneath may need a key, too, and QEMU does not have to look at it.
+            args.push("-u");
+            foreign::img(&self.world.images, &[&args[..], &keys::OBJECT].concat())?;
+        } else if rng.percent(40) {
             foreign::succeeded(self.world.mica(&args)?)?;
         } else {
             foreign::img(&self.world.images, &args)?;
@@ -201,6 +250,10 @@ impl Chain<'_> {
 
     /// Adds a layer with its own `shape` and length, and writes to it.
     pub(super) fn add_layer(&mut self, rng: &mut Rng, shape: Shape, sectors: u64) -> Outcome {
+        let shape = match keys::secret(&self.world.images) {
+            Some(_) => shape.perhaps_encrypted(rng),
+            None => shape,
+        };
         let name = format!("{}.qcow2", self.new_name("layer"));
         let backing = self.state.layers.last().cloned();
         self.create(rng, &name, &shape, backing.as_ref(), sectors)?;
@@ -231,42 +284,20 @@ impl Chain<'_> {
 
 /// A new chain of random shape.
 pub(super) fn build<'a>(mut world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
-    let model = Model::new(world.seed, 0);
-    let state = State {
-        layers: Vec::new(),
-        model,
-        snapshots: Vec::new(),
-        is_pending: false,
-        loss: Loss::default(),
-        is_contested: false,
-        left: None,
-        other_len: None,
-        leaks: Some(0),
-    };
     let (stamper, hot) = (Stamper::new(world.seed), rng.next_u64());
     world.log_limit = log_limit(&world, rng);
     let is_alone = !world.does(rng, Kind::SecondDisk, 35);
     let second = if is_alone { None } else { Some(SecondDisk::create(&world, rng)?) };
-    let mut chain = Chain { world, state, stamper, hot, made: 0, copies: Vec::new(), second };
-    let shapes: Vec<_> = (0..rng.choose(&[1, 1, 2, 2, 3, 4, 6]))
-        .map(|_| Shape::random(rng, chain.world.kinds))
-        .collect();
-    let most = shapes.iter().map(Shape::sectors_max).min().unwrap_or(0);
-    let is_small = chain.world.ground != Ground::Folder;
-    let most = if is_small { most.min(12 << 11) } else { most };
-    let len = shape::sectors(rng, most);
-    chain.tell(format_args!("{shapes:#?}"));
-    if rng.percent(15) {
-        raw_base(&mut chain, rng, len)?;
-    }
-    for shape in shapes {
-        let is_other = chain.world.does(rng, Kind::Lengths, 30);
-        let len = if is_other { shape::sectors(rng, most) } else { len };
-        chain.add_layer(rng, shape, len)?;
-    }
-    chain.add_bitmaps()?;
-    let content = chain.judge_by_qemu(View::Kept, "a new chain")?;
-    chain.state.model.set_content(&content);
+    let mut chain = Chain::new(world, (stamper, hot), second);
+    chain.add_first_layers(rng)?;
+    Ok(chain)
+}
+
+/// As [`build`], for a chain that nobody serves.
+pub(super) fn build_at_rest<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
+    let (stamper, hot) = (Stamper::new(world.seed), rng.next_u64());
+    let mut chain = Chain::new(world, (stamper, hot), None);
+    chain.add_first_layers(rng)?;
     Ok(chain)
 }
 

@@ -4,7 +4,7 @@ use super::kinds::{Kind, Kinds};
 use super::place::Places;
 use super::story::Outcome;
 use super::world::World;
-use super::{chain, deep, life, lineage, power_cut, rest, shared, volumes};
+use super::{chain, deep, life, lineage, power_cut, rest, shared, verbs, volumes};
 use anyhow::{Result, ensure};
 use mica_units::Rng;
 
@@ -15,6 +15,8 @@ const SHARES: [(Kind, usize); 4] =
 const VOLUMES_PERCENT: u64 = 12;
 /// And how many are about layers that come and go.
 const LINEAGES_PERCENT: u64 = 11;
+/// And how many are about verbs.
+const VERBS_PERCENT: u64 = 11;
 /// And beneath how many of those about volumes the power is cut.
 const VOLUMES_CUT_PERCENT: u64 = 15;
 /// How often a chain is served.
@@ -25,15 +27,20 @@ const PART: u64 = 1 << 32;
 /// What the seed is about.
 fn of(seed: u64, kinds: &Kinds) -> Kind {
     let has_others = SHARES.iter().any(|(kind, _)| kinds.has(*kind));
-    let has_lineages = kinds.has(Kind::Lineage);
-    let is_lone = !has_others && !has_lineages;
+    let (has_lineages, has_verbs) = (kinds.has(Kind::Lineage), kinds.has(Kind::Verbs));
+    let is_lone = !has_others && !has_lineages && !has_verbs;
     let is_volume = Rng::for_part(seed, PART + 1).percent(VOLUMES_PERCENT) || is_lone;
     if is_volume && kinds.has(Kind::Volume) {
         return Kind::Volume;
     }
-    let is_lineage = Rng::for_part(seed, PART + 3).percent(LINEAGES_PERCENT) || !has_others;
+    let is_lone = !has_others && !has_verbs;
+    let is_lineage = Rng::for_part(seed, PART + 3).percent(LINEAGES_PERCENT) || is_lone;
     if is_lineage && has_lineages {
         return Kind::Lineage;
+    }
+    let is_of_verbs = Rng::for_part(seed, PART + 4).percent(VERBS_PERCENT) || !has_others;
+    if is_of_verbs && has_verbs {
+        return Kind::Verbs;
     }
     let all = SHARES.into_iter().filter(|(kind, _)| kinds.has(*kind));
     let all: Vec<_> = all.flat_map(|(kind, share)| std::iter::repeat_n(kind, share)).collect();
@@ -44,7 +51,7 @@ fn of(seed: u64, kinds: &Kinds) -> Kind {
 pub(super) fn check(kinds: &Kinds, places: &Places) -> Result<()> {
     let is_possible = |kind: Kind| kind != Kind::PowerCut || places.power_lack().is_none();
     let has_course = SHARES.iter().any(|(kind, _)| kinds.has(*kind) && is_possible(*kind))
-        || [Kind::Volume, Kind::Lineage].iter().any(|kind| kinds.has(*kind));
+        || [Kind::Volume, Kind::Lineage, Kind::Verbs].iter().any(|kind| kinds.has(*kind));
     let why = places.power_lack().unwrap_or("all courses are left out");
     ensure!(has_course, "nothing to do: {why}");
     Ok(())
@@ -59,6 +66,7 @@ pub(super) fn run(world: World<'_>, rng: &mut Rng) -> Outcome {
         Kind::Deep => deep::storm(&world, rng),
         Kind::Shared => shared::storm(world, rng),
         Kind::Lineage => lineage::storm(world, rng),
+        Kind::Verbs => verbs::storm(world, rng),
         Kind::Volume if cuts_power(&world) => power_cut::storm_of_volume(&world, rng),
         Kind::Volume => volumes::storm(&world, rng),
         _ => of_chain(world, rng),

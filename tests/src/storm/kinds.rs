@@ -52,6 +52,8 @@ kinds! {
     Volume = "volume", Course;
     /// Layers that come and go while their disks are served (one seed in nine)
     Lineage = "lineage", Course;
+    /// Verbs on chains that nobody serves, killed at any instant (one seed in nine)
+    Verbs = "verbs", Course;
     /// Clusters below 4 KiB, whose tables are tiny
     Tiny = "tiny", Shape;
     /// Subclusters

@@ -15,6 +15,7 @@ pub(super) struct Shape {
     pub(super) is_zstd: bool,
     pub(super) has_compressed: bool,
     pub(super) bitmaps: u64,
+    pub(super) is_encrypted: bool,
 }
 
 impl Shape {
@@ -49,6 +50,17 @@ impl Shape {
             is_zstd: has_compressed && !is_old && rng.percent(25),
             has_compressed,
             bitmaps: if has_bitmaps { 1 + rng.below(2) } else { 0 },
+            is_encrypted: false,
+        }
+    }
+
+    /// The same, or, if it can be, encrypted. QEMU encrypts no compressed clusters, and makes
+    /// bitmaps only of images that it needs no key for.
+    pub(super) fn perhaps_encrypted(self, rng: &mut Rng) -> Self {
+        let can_be = !self.is_old && !self.has_compressed;
+        match can_be && rng.percent(40) {
+            true => Self { is_encrypted: true, bitmaps: 0, ..self },
+            false => self,
         }
     }
 

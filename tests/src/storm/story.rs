@@ -168,6 +168,8 @@ counts! {
     volumes = "  of volumes";
     /// Disks whose layers come and go.
     lineages = "  of layers that come and go";
+    /// Chains that nobody serves.
+    at_rest = "  of verbs that are killed";
     /// Chains whose logs have little memory.
     small_logs = "  with logs of little memory";
     /// Lives of servers.
@@ -261,6 +263,14 @@ counts! {
     verbs = "verbs of volumes";
     /// Those that were killed.
     verb_kills = "  killed";
+    /// Verbs about chains that nobody serves, which came to their end.
+    verbs_at_rest = "verbs on chains at rest";
+    /// Those that were killed.
+    verbs_at_rest_killed = "  killed";
+    /// Those that were killed after what they are for was done.
+    verbs_at_rest_late = "  of which it was done";
+    /// Those that were refused, as they may be.
+    verbs_at_rest_refused = "  refused";
     /// Snapshots of volumes that were written meanwhile.
     volume_snapshots = "snapshots of served volumes";
     /// Clones of volumes that were written meanwhile.

@@ -152,6 +152,8 @@ fn refused_snapshots_leave_everything_as_it_was() {
     assert!(said.contains("exists"), "{said}");
     let said = world.snapshot("other.qcow2", &["--reuse"]).refusal();
     assert!(said.contains("not an overlay"), "{said}");
+    let said = world.snapshot("vm.qcow2", &["--reuse"]).refusal();
+    assert!(said.contains("vm.qcow2 is the active layer of the disk \"vm\""), "{said}");
     world.snapshot("odd.qcow2", &["--cluster-size", "1000"]).refusal();
     world.snapshot("odd.qcow2", &["-o", "size=1G"]).refusal();
     world.ctl(&["snapshot", "db", "odd.qcow2"]).refusal();

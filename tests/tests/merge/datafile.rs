@@ -37,8 +37,12 @@ fn commit_beneath_a_layer_with_its_data_elsewhere_is_refused_before_anything_cha
     let (base, mid) = (folder.join("base.qcow2"), folder.join("mid.qcow2"));
     let [base, mid] = [base, mid].map(|path| path.display().to_string());
     let commit = ["ctl", "--control", &control, "commit", "top", "--base", &base, "--top", &mid];
-    let refused = mica::run(commit).refusal();
-    assert!(refused.contains("apart.qcow2: it keeps its data in an external file"), "{refused}");
+    // Also if nobody waits for what becomes of it.
+    for more in [&[][..], &["--background"]] {
+        let refused = mica::run(commit.iter().chain(more)).refusal();
+        let why = "apart.qcow2: it keeps its data in an external file";
+        assert!(refused.contains(why), "{more:?}: {refused}");
+    }
     server.stop().expect("it stops");
     qemu::same(folder, ("qcow2", "base.qcow2"), ("raw", "base.raw"));
     qemu::same(folder, ("qcow2", "top.qcow2"), ("raw", "top.raw"));

@@ -235,3 +235,23 @@ fn image_that_a_merge_puts_on_a_layer_in_another_folder_is_found() {
     let refused = chain.mica(&["commit", "-b", "two.qcow2", "top.qcow2"]).refusal();
     assert!(refused.contains("far/upper.qcow2"), "{refused}");
 }
+
+/// The story: what could not be noted beside a base was told twice by a verb that looks before and
+/// after it names that.
+#[test]
+fn rebase_that_cannot_note_its_image_beside_the_base_says_so_once() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    fs::create_dir(chain.path("far")).expect("made");
+    // Nobody can write a note there, root neither.
+    fs::create_dir(chain.path("three.qcow2.mica-overlays")).expect("made");
+    chain.mica(&["create", "-q", "far/new.qcow2", "24M"]).ok();
+    let base = ["--allow-path", ".", "-F", "qcow2", "-b", "../three.qcow2", "far/new.qcow2"];
+    for verb in [&["rebase", "-u"][..], &["rebase"]] {
+        let said = chain.mica(&[verb, &base[..]].concat());
+        assert!(said.status.success(), "{said}");
+        assert_eq!(said.stderr.matches("could not be noted").count(), 1, "{said}");
+    }
+}

@@ -83,6 +83,7 @@ pub(super) struct Figures {
     pub(super) active: u64,
     pub(super) frozen: u64,
     pub(super) raw: u64,
+    pub(super) luks: u64,
     pub(super) disk_bytes: u64,
     pub(super) virtual_bytes: u64,
     /// Lengths of disks, of active and of frozen images.
@@ -125,7 +126,9 @@ impl Figures {
 
     fn add_image(&mut self, image: &ForestImage, length: u64) {
         self.disk_bytes += image.disk_bytes;
-        self.raw += u64::from(image.qcow2.is_none());
+        let is_other = image.qcow2.is_none();
+        self.luks += u64::from(is_other && image.is_luks);
+        self.raw += u64::from(is_other && !image.is_luks);
         let kind = usize::from(!image.is_active());
         *[&mut self.active, &mut self.frozen][kind] += 1;
         *self.sizes[kind].entry(image.virtual_bytes).or_default() += 1;

@@ -1,5 +1,6 @@
 //! The rows of a drawing of a forest, whatever it is drawn with. No step recurses by layer.
 
+use crate::folders::format_name;
 use crate::output::human_size;
 use crate::plain::plain;
 use mica_stack::forest::{Below, Forest, ForestImage, ImageId};
@@ -88,8 +89,10 @@ fn run_above(forest: &Forest, id: ImageId) -> Vec<ImageId> {
 pub(super) fn detail(image: &ForestImage) -> String {
     let mut parts =
         vec![human_size(image.virtual_bytes), format!("{} on disk", human_size(image.disk_bytes))];
-    if image.qcow2.is_none() {
-        parts.push("raw".to_owned());
+    match format_name(image) {
+        "qcow2" => {}
+        "luks" => parts.push("LUKS".to_owned()),
+        other => parts.push(other.to_owned()),
     }
     if let count @ 2.. = image.overlays.len() {
         parts.push(format!("{count} overlays"));

@@ -143,7 +143,11 @@ async fn take_of(sources: &Sources, all: Vec<OfDisk>, layer: &NewLayer) -> Answe
         wanted.push((served, layer.wish(&file)?));
     }
     let names: Vec<_> = wanted.iter().map(|(served, _)| served.name.clone()).collect();
-    let put = move |shared: &Shared| Served::put_layers(wanted, shared.granted.as_ref());
+    let put = move |shared: &Shared| {
+        let taken = wanted.iter().filter(|(_, wish)| wish.reuse);
+        shared.check_are_no_layers(taken.map(|(_, wish)| &*wish.path))?;
+        Served::put_layers(wanted, shared.granted.as_ref())
+    };
     let layered = perform_held(sources, put).await?;
     let layers: Vec<_> =
         names.iter().zip(&layered).map(|(name, layered)| put_on(name, layered)).collect();

@@ -266,6 +266,7 @@ impl Served {
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let merge = prepare(&disk.layer_paths())?;
+        check(&merge, &*disk)?;
         let of = JobDisk { name: self.name.clone(), named: self.first_image.clone(), disk };
         // Nobody finds that there is none when it has begun.
         let mut job = self.lock_job();
@@ -304,6 +305,13 @@ impl Served {
     fn lock_job(&self) -> MutexGuard<'_, Option<Arc<Job>>> {
         self.job.lock()
     }
+}
+
+/// Refuses a `merge` that would fail as soon as it has begun: who does not wait for its end learns
+/// of that now.
+fn check(merge: &Prepared, disk: &dyn Manage) -> Result<()> {
+    let context = |error| Error::from_io("starting a merge", error);
+    Executor::new(Backend::Pool).map_err(context)?.block_on(merge.check(disk))
 }
 
 /// The `error` of one who repeats a drop that was cut short, and which files that had `left` are

@@ -129,6 +129,22 @@ impl Channel {
         fds: &[BorrowedFd<'_>],
         is_cancelled: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
+        let mut room = |step| {
+            let mut room = [PollFd::new(&self.socket, PollFlags::OUT)];
+            poll(&mut room, Timespec::try_from(step).ok().as_ref())
+        };
+        self.send_when(message, fds, is_cancelled, &mut room)
+    }
+
+    /// As [`Self::send`]. `room` waits for room, for as long as it is told, and returns 0 if there
+    /// was none in all that time.
+    fn send_when(
+        &self,
+        message: &Message,
+        fds: &[BorrowedFd<'_>],
+        is_cancelled: &mut dyn FnMut() -> bool,
+        room: &mut dyn FnMut(Duration) -> rustix::io::Result<usize>,
+    ) -> Result<()> {
         let bytes = serde_json::to_vec(message).map_err(|error| broken(io::Error::from(error)))?;
         if bytes.len() > MESSAGE_BYTES_MAX || fds.len() > FDS_MAX {
             return Err(Error::new(ErrorKind::Invalid, "a takeover message is too long"));
@@ -146,8 +162,7 @@ impl Channel {
                 let context = format!("the other process took nothing for {ANSWER_LIMIT:?}");
                 return Err(Error::new(ErrorKind::Io, context));
             }
-            let mut room = [PollFd::new(&self.socket, PollFlags::OUT)];
-            match poll(&mut room, Timespec::try_from(WAIT_STEP).ok().as_ref()) {
+            match room(WAIT_STEP) {
                 Ok(0) => waited += WAIT_STEP,
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(broken(error)),
@@ -244,31 +259,38 @@ mod tests {
         assert!(here.send(&message(MESSAGE_BYTES_MAX), &[], &mut || false).is_err());
     }
 
-    /// Sends disks until it fails, and gives the reason, if that takes less than a minute.
-    fn fill(here: Channel, mut is_cancelled: impl FnMut() -> bool + Send + 'static) -> Error {
-        let (sender, failed) = mpsc::channel();
-        std::thread::spawn(move || {
-            let disk =
-                Message::Disk(HandedOver { name: "x".repeat(4096), ..HandedOver::default() });
-            let mut send = || here.send(&disk, &[], &mut is_cancelled).err();
-            let _ = sender.send(std::iter::repeat_with(&mut send).flatten().next());
-        });
-        let failed = failed.recv_timeout(Duration::from_secs(60)).expect("it waits without end");
-        failed.expect("an error")
+    /// Sends disks until it fails, and gives the reason, and for how long it waited, of which
+    /// nothing passes here.
+    fn fill(here: &Channel, mut is_cancelled: impl FnMut() -> bool) -> (Error, Duration) {
+        let disk = Message::Disk(HandedOver { name: "x".repeat(4096), ..HandedOver::default() });
+        let mut waited = Duration::ZERO;
+        let mut room = |step| {
+            waited += step;
+            assert!(waited <= 2 * ANSWER_LIMIT, "it waits without end");
+            Ok(0)
+        };
+        let failed = loop {
+            if let Err(error) = here.send_when(&disk, &[], &mut is_cancelled, &mut room) {
+                break error;
+            }
+        };
+        (failed, waited)
     }
 
     #[test]
     fn process_that_takes_nothing_is_given_up_on() {
         let (here, _there) = pair();
-        let error = fill(here, || false);
+        let (error, waited) = fill(&here, || false);
         assert!(error.to_string().contains("took nothing"), "{error}");
+        assert_eq!(waited, ANSWER_LIMIT, "as long as for an answer, and no longer");
     }
 
     #[test]
     fn process_that_is_told_to_stop_waits_no_longer_for_one_that_takes_nothing() {
         let (here, _there) = pair();
-        let error = fill(here, || true);
+        let (error, waited) = fill(&here, || true);
         assert!(error.to_string().contains("told to stop"), "{error}");
+        assert_eq!(waited, Duration::ZERO);
     }
 
     #[test]

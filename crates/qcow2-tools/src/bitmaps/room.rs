@@ -1,4 +1,11 @@
 //! Whether an image can have a bitmap that it does not have yet.
+//!
+//! Invariants
+//! - I1 What is accepted here is not refused when it is done: whoever copies a disk first, and its
+//!   bitmaps last, asks the same functions that add them ([`new_entry`], [`directory`],
+//!   [`check_header`]). But for want of space, or if somebody else changes the image meanwhile.
+//! - I2 Nothing is written, and what a name, a granularity or a header makes of the tables' length
+//!   is bounded before anything is allocated for it.
 
 use super::{
     BITMAP_BYTES_MAX, COUNT_MAX, DIRECTORY_BYTES_MAX, GRANULARITY_BITS, GRANULARITY_DEFAULT,

@@ -4,9 +4,9 @@ use crate::chain::{Chain, not_writable};
 use crate::write::Writer;
 use mica_block::{
     CommitLayers, Disk, Error, Haste, IndexProgress, LocalFuture, Manage, ManageBitmaps,
-    ManageChain, ManageIndex, ManageSnapshots, MapStats, MergeControl, Merged, NamedBacking,
-    Pushed, RaiseLayers, Renaming, Result, SealState, SnapshotGroup, StoreIdentity, View,
-    WriteStats,
+    ManageChain, ManageIndex, ManageSnapshots, MapStats, MergeControl, MergeLayers, Merged,
+    NamedBacking, Pushed, RaiseLayers, Renaming, Result, SealState, SnapshotGroup, StoreIdentity,
+    View, WriteStats,
 };
 use mica_qcow2_format::BackingName;
 use mica_units::LayerNumber;
@@ -160,6 +160,10 @@ impl ManageChain for Chain {
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
         Box::pin(self.settled(Chain::commit(self, layers, control)))
+    }
+
+    fn check_merge<'a>(&'a self, layers: MergeLayers<'a>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(Chain::check_merge(self, layers))
     }
 
     fn check_name<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {

@@ -62,6 +62,7 @@
 
 mod active;
 mod bitmaps;
+mod check;
 mod commit;
 mod pace;
 mod raise;

@@ -438,3 +438,46 @@ fn commit_does_not_go_on_where_another_one_came_between() {
         chain.close().await.unwrap();
     });
 }
+
+/// Ends a merge when all is copied.
+struct AtTheEnd;
+
+impl MergeControl for AtTheEnd {
+    fn step(&self, progress: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        let told = match progress.is_ending {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        };
+        Box::pin(std::future::ready(told))
+    }
+}
+
+/// The story: a merge with nothing left to copy asked nobody, and so ended although it was paused.
+#[test]
+fn whoever_controls_a_merge_is_asked_when_all_is_copied_and_before_a_layer_leaves() {
+    scenario(4, |world| async move {
+        let (_two, chain) = Two::new(&world).await;
+        for number in 0..3 {
+            let beneath = chain.layer_paths().pop().unwrap();
+            let path = Path::new(crate::chain::FOLDER).join(format!("more-{number}.qcow2"));
+            make_overlay(&world, &path, &beneath, Two::DISK).await.unwrap();
+            chain.push(&path, &Marks::of(&world, &beneath), None).await.unwrap();
+            write(&chain, 0, 7, 4096).await.unwrap();
+        }
+        let layers = chain.layer_paths();
+        let merges = Manage::chain(&chain).unwrap();
+        let (base, active) = (Some(&*layers[1]), ActiveAfter::Emptied);
+        let top = Some(&*layers[2]);
+        let control = &AtTheEnd;
+        let merged = [
+            merges.raise(RaiseLayers { into: &layers[3], base }, control).await,
+            merges.commit(CommitLayers { top, base, active }, control).await,
+            merges.commit(CommitLayers { top: None, base, active }, control).await,
+            merges.stream(base, control).await,
+        ];
+        assert_eq!(merged.map(Result::unwrap), [const { Merged::Cancelled }; 4]);
+        assert_eq!(chain.layer_paths(), layers);
+        assert_eq!(read(&chain, 0, 4096).await.unwrap(), [7; 4096]);
+        chain.close().await.unwrap();
+    });
+}

@@ -4,7 +4,7 @@
 //! two folders may stand on different files, and both count.
 
 use super::folders::FileName;
-use super::record::{Content, FileStat, Opened, Record};
+use super::record::{Content, FileStat, Opened, Record, luks_disk_bytes};
 use super::{Below, Forest, ForestImage, IMAGES_MAX, ImageId, Lost, Outcome, Problem, ScanOptions};
 use crate::policy::likely_place;
 use mica_block::{Error, ErrorKind, Result};
@@ -158,6 +158,7 @@ impl Linker {
             names: vec![path.to_owned()],
             file,
             qcow2,
+            is_luks: false,
             virtual_bytes,
             file_bytes: len,
             disk_bytes,
@@ -210,7 +211,7 @@ impl Linker {
         };
         let below = self.below(&names[0], &backing.name, &named)?;
         if let Below::Image(lower) = below {
-            self.warn_of_format((id, lower), &named);
+            self.take_format((id, lower), &named);
         }
         for name in &names[1..] {
             let other = self.below(name, &backing.name, &named)?;
@@ -267,8 +268,9 @@ impl Linker {
         stat.is_regular.then_some(stat)
     }
 
-    /// Says why a chain that is drawn cannot be opened.
-    fn warn_of_format(&mut self, (upper, lower): (ImageId, ImageId), named: &Named) {
+    /// What `upper` says of the format of the image that it stands on; and why a chain that is
+    /// drawn cannot be opened.
+    fn take_format(&mut self, (upper, lower): (ImageId, ImageId), named: &Named) {
         let path = self.images[upper.index()].path().to_owned();
         if let Some(refusal) = &named.refusal {
             self.find_odd(&path, refusal.clone());
@@ -279,7 +281,19 @@ impl Linker {
             (Some("raw"), Some(_)) => {
                 "says that what it stands on is raw, and that begins as qcow2"
             }
+            (Some("luks"), Some(_)) => {
+                "says that what it stands on is a LUKS image, and that begins as qcow2"
+            }
             (Some("qcow2"), None) => "says that what it stands on is qcow2, which it is not",
+            (Some("luks"), None) if below.is_luks => return,
+            (Some("luks"), None) => match luks_disk_bytes(below.path()) {
+                Some(bytes) => {
+                    let below = &mut self.images[lower.index()];
+                    (below.is_luks, below.virtual_bytes) = (true, bytes);
+                    return;
+                }
+                None => "says that what it stands on is a LUKS image, whose header cannot be used",
+            },
             _ => return,
         };
         self.find_odd(&path, what);

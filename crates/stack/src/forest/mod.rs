@@ -83,8 +83,11 @@ pub struct ForestImage {
     pub names: Vec<PathBuf>,
     /// The device and the inode of its file.
     pub file: (u64, u64),
-    /// What its header says; `None` for a raw image.
+    /// What its header says; `None` for a raw image, or one of LUKS.
     pub qcow2: Option<Qcow2Facts>,
+    /// Whether it is a LUKS image, as one that stands on it says: nothing else tells it from a raw
+    /// image whose guest encrypts.
+    pub is_luks: bool,
     /// Bytes of the disk.
     pub virtual_bytes: u64,
     /// Length of its file in bytes.

@@ -1,6 +1,7 @@
 //! What the header of one file says.
 
 use mica_block::{Error, Identity, Result};
+use mica_crypt::luks::{HEADER_BYTES, LuksHeader};
 use mica_qcow2_format::{BackingName, Encryption, HEADER_READ_BYTES, Header, MAGIC, Version};
 use mica_store::nanoseconds;
 use rustix::fs::{
@@ -103,6 +104,13 @@ pub(super) fn file_of(path: &Path) -> Result<(u64, u64)> {
     let found = FileStat::of(path);
     let found = found.map_err(|error| Error::from_io(path.display().to_string(), error))?;
     Ok(found.file)
+}
+
+/// Bytes of the disk in the LUKS image at `path`; `None` if its header cannot be used.
+pub(super) fn luks_disk_bytes(path: &Path) -> Option<u64> {
+    let opened = Opened::open(path).ok()??;
+    let header = LuksHeader::decode(&opened.start(HEADER_BYTES).ok()?).ok()?;
+    opened.stat.len.checked_sub(header.payload_offset())
 }
 
 /// A file that is open, and what the system says of it.

@@ -1,10 +1,14 @@
 use super::{Below, Forest, ForestImage, Lost, ScanDepth, ScanOptions, images_on};
+use mica_block::Passphrase;
+use mica_crypt::luks::{NewLuks, NewSlot, Wish};
 use mica_qcow2_format::{BackingName, Compression, Header, L2Format, Version};
 use mica_units::{ClusterBits, HostOffset, Rng};
 use std::fs;
+use std::num::NonZeroU32;
 use std::ops::ControlFlow;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use zeroize::Zeroizing;
 
 /// The header of an image of 1 MiB that stands on `backing`, in this format if it states one.
 fn header(backing: Option<(&str, Option<&str>)>) -> Vec<u8> {
@@ -213,6 +217,40 @@ fn raw_bases_join_and_formats_that_contradict_are_named() {
     let named: Vec<_> = forest.problems().iter().map(|problem| &problem.path).collect();
     assert_eq!(named, [&dir.join("lies.qcow2"), &dir.join("unstated.qcow2")]);
     assert!(forest.images().iter().all(|image| !image.path().ends_with("unused.raw")));
+}
+
+/// The story: the LUKS image beneath a chain was called raw, and as long as its file.
+#[test]
+fn luks_image_is_known_by_what_stands_on_it_and_by_nothing_else() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let slot = NewSlot::Iterations(NonZeroU32::MIN);
+    let passphrase = Passphrase::new("a test", Zeroizing::new(b"words".to_vec()));
+    let luks = NewLuks::make(Wish { slot, ..Wish::default() }, &passphrase).expect("made");
+    let mut bytes = luks.bytes().to_vec();
+    bytes.resize(usize::try_from(luks.header().payload_offset()).expect("small") + 5120, 0);
+    for name in ["disk.luks", "guest.raw"] {
+        fs::write(dir.join(name), &bytes).expect("there is room");
+    }
+    fs::write(dir.join("other.raw"), vec![0; 3000]).expect("there is room");
+    for (name, backing, format) in [
+        ("good.qcow2", "disk.luks", "luks"),
+        ("again.qcow2", "disk.luks", "luks"),
+        ("raw.qcow2", "guest.raw", "raw"),
+        ("lies.qcow2", "other.raw", "luks"),
+    ] {
+        fs::write(dir.join(name), header(Some((backing, Some(format))))).expect("there is room");
+    }
+    let forest = scan(dir);
+    let found = |name| {
+        let image = named(&forest, name);
+        (image.is_luks, image.virtual_bytes)
+    };
+    assert_eq!(found("disk.luks"), (true, 5120));
+    assert_eq!(found("guest.raw"), (false, bytes.len() as u64), "a guest may encrypt, too");
+    assert_eq!(found("other.raw"), (false, 3072));
+    let odd: Vec<_> = forest.problems().iter().map(|problem| &problem.path).collect();
+    assert_eq!(odd, [&dir.join("lies.qcow2")]);
 }
 
 #[test]

@@ -4,8 +4,8 @@ use super::{LayeredRaw, Now};
 use mica_block::{
     CommitLayers, Disk as _, Error, ErrorKind, Haste, IndexProgress, LocalFuture, Manage,
     ManageBitmaps, ManageChain, ManageIndex, ManageSnapshots, ManageVolume, MapStats, MergeControl,
-    Merged, NamedBacking, Pushed, RaiseLayers, Renaming, Result, SealState, SnapshotGroup,
-    StoreIdentity, View, WriteStats,
+    MergeLayers, Merged, NamedBacking, Pushed, RaiseLayers, Renaming, Result, SealState,
+    SnapshotGroup, StoreIdentity, View, WriteStats,
 };
 use mica_qcow2::Chain;
 use mica_units::LayerNumber;
@@ -232,6 +232,10 @@ impl ManageChain for LayeredRaw {
         control: &'a dyn MergeControl,
     ) -> LocalFuture<'a, Result<Merged>> {
         self.merge(move |chain| ManageChain::commit(chain, layers, control))
+    }
+
+    fn check_merge<'a>(&'a self, layers: MergeLayers<'a>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move { self.chain().ok_or_else(no_layers)?.check_merge(layers).await })
     }
 
     fn check_name<'a>(&'a self, base: NamedBacking<'a>) -> LocalFuture<'a, Result<()>> {

@@ -1,5 +1,6 @@
 //! Marks of bases that are whole: their commit was done, and its process died before it took the
-//! mark away. Whoever opens the chain for writing next does.
+//! mark away. Whoever opens the chain for writing next does; and removes marks that never got their
+//! names, as far as nobody has them locked.
 //!
 //! Invariants
 //! - I1 The mark goes only if nobody has it locked, and the chain itself proves that the commit was
@@ -11,8 +12,8 @@
 
 use super::{Content, FileMark, PLANNED, SUFFIX, Until, planned};
 use crate::above::has_data;
-use crate::mark::{open_trusted, place};
-use crate::temporary::is_at;
+use crate::mark::open_trusted;
+use crate::temporary::{NEW_MERGED, is_at, remove_mark_if_abandoned};
 use crate::{FileImages, ImageOptions};
 use mica_block::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
@@ -40,7 +41,9 @@ pub(crate) async fn settle_bases(layers: &[PathBuf], options: &ImageOptions) -> 
     let first = layers.len().saturating_sub(LAYERS_MAX);
     for at in first..layers.len().saturating_sub(1) {
         let (base, above) = (&layers[at], &layers[at + 1]);
-        let Ok(mark) = place(base, SUFFIX) else { continue };
+        let Ok(real) = base.canonicalize() else { continue };
+        remove_unnamed_mark(&real);
+        let mark = beside(&real, SUFFIX);
         if mark.symlink_metadata().is_err() {
             continue;
         }
@@ -54,6 +57,19 @@ pub(crate) async fn settle_bases(layers: &[PathBuf], options: &ImageOptions) -> 
         }
     }
     unended
+}
+
+/// Removes the mark of a commit that was killed before that had its name.
+fn remove_unnamed_mark(layer: &Path) {
+    if let Some(removed) = remove_mark_if_abandoned(beside(layer, NEW_MERGED)) {
+        tracing::info!("removed {}, which a killed commit had left", removed.display());
+    }
+}
+
+fn beside(layer: &Path, ending: &str) -> PathBuf {
+    let mut name = layer.as_os_str().to_owned();
+    name.push(ending);
+    name.into()
 }
 
 /// What is left of a commit that is not under way.

@@ -213,6 +213,21 @@ impl MergeMarks {
     }
 }
 
+/// The story: what a commit was killed over stayed until the next one.
+#[test]
+fn mark_without_its_name_goes_with_the_next_writer_unless_somebody_writes_it() {
+    let (_folder, base, layer) = world();
+    let new = base.with_file_name("base.qcow2.mica-merged.tmp");
+    let executor = mica_rt::Executor::new(mica_rt::Backend::Pool).expect("an executor");
+    let options = crate::ImageOptions::new(mica_store::Handles::new(16));
+    let layers = [base.clone(), layer];
+    let open = || executor.block_on(settle_bases(&layers, &options));
+    let writing = Locked::write(&new, b"mark").expect("written");
+    assert!(open().is_empty() && new.exists(), "somebody writes it");
+    drop(writing);
+    assert!(open().is_empty() && !new.exists(), "nobody does");
+}
+
 #[test]
 fn content_decodes_to_itself_and_nothing_else_decodes() {
     let file = FileMark { inode: 7, made_ns: 1 << 70 };

@@ -243,6 +243,23 @@ pub fn expect_overlays(base: &Path, images: &[&Path]) -> ExpectedOverlays {
 /// # Errors
 /// As [`refuse_merged`].
 pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
+    announce(base, images, Noting::Done)
+}
+
+/// As [`announce_overlays`], for an `image` that was `noted` when it was about to stand on the
+/// layer: what was told then is not told again.
+///
+/// # Errors
+/// As [`refuse_merged`].
+pub fn announce_noted_overlay(base: &Path, image: &Path, noted: Noting) -> Result<()> {
+    announce(base, &[image], noted)
+}
+
+fn announce(base: &Path, images: &[&Path], before: Noting) -> Result<()> {
+    let tell = |error: &Error| match before {
+        Noting::Done => tell(base, images, error),
+        Noting::Failed => {}
+    };
     for _ in 0..TIMES_MAX {
         let is_noted = note(base, images);
         // Their lines stay: what was noted before may be another image, or one that stays.
@@ -252,26 +269,40 @@ pub fn announce_overlays(base: &Path, images: &[&Path]) -> Result<()> {
             // Another process rewrote it meanwhile.
             Ok(false) => {}
             Err(error) => {
-                tell(base, images, &error);
+                tell(&error);
                 return Ok(());
             }
         }
     }
-    tell(base, images, &kept_being_rewritten());
+    tell(&kept_being_rewritten());
     Ok(())
+}
+
+/// Whether an image was noted beside the layer that it is to stand on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Noting {
+    /// It was, or does not have to be.
+    Done,
+    /// It could not be, and that was told.
+    Failed,
 }
 
 /// The `image`, which exists, is about to stand on the layer at `base`: from now on whoever would
 /// merge that finds it.
-pub fn note_overlay(base: &Path, image: &Path) {
+pub fn note_overlay(base: &Path, image: &Path) -> Noting {
+    let mut failure = kept_being_rewritten();
     for _ in 0..TIMES_MAX {
         match note(base, &[image]).and_then(|noted| are_there(base, &noted.wanted)) {
-            Ok(true) => return,
+            Ok(true) => return Noting::Done,
             Ok(false) => {}
-            Err(error) => return tell(base, &[image], &error),
+            Err(error) => {
+                failure = error;
+                break;
+            }
         }
     }
-    tell(base, &[image], &kept_being_rewritten());
+    tell(base, &[image], &failure);
+    Noting::Failed
 }
 
 fn kept_being_rewritten() -> Error {

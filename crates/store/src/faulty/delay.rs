@@ -37,9 +37,10 @@ impl DelayStore {
             return act(&*self.inner);
         }
         let inner = Arc::clone(&self.inner);
-        let delay = mica_rt::sleep(self.options.time);
+        // Whoever asks may not be in an executor yet.
+        let time = self.options.time;
         Box::pin(async move {
-            delay.await;
+            mica_rt::sleep(time).await;
             act(&*inner).await
         })
     }
@@ -53,9 +54,9 @@ impl DelayStore {
             return act(&*self.inner);
         }
         let inner = Arc::clone(&self.inner);
-        let delay = mica_rt::sleep(self.options.time);
+        let time = self.options.time;
         IoFuture::boxed(async move {
-            delay.await;
+            mica_rt::sleep(time).await;
             act(&*inner).await
         })
     }

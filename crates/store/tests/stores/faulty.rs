@@ -2,12 +2,13 @@
 
 use crate::read;
 use mica_block::{ErrorKind, Space, Store};
-use mica_rt::{Backend, Executor, now};
+use mica_rt::{Backend, Buf, Executor, now};
 use mica_store::MemoryStore;
 use mica_store::faulty::{
     DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Operation,
     Operations, When,
 };
+use mica_units::HostOffset;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,6 +34,23 @@ fn delay_passes_before_the_read() {
         let began = now();
         assert_eq!(read(&store, 0, 4).await.unwrap(), [5; 4]);
         assert!(now().saturating_since(began) >= Duration::from_secs(60));
+    });
+}
+
+/// The story: a verb that syncs what it wrote asked its store for that outside of its executor, and
+/// panicked where the store was slow.
+#[test]
+fn slow_store_may_be_asked_outside_of_an_executor() {
+    let (operations, time) = (Operations::ALL, Duration::from_secs(60));
+    let memory = Arc::new(MemoryStore::new_writable("memory", vec![5; 4]));
+    let store = DelayStore::new(memory, DelayOptions { operations, time });
+    let (synced, read) = (store.sync(), store.read_at(Buf::new(4), HostOffset::ZERO));
+    let executor = Executor::new(Backend::Sim { seed: 1 }).unwrap();
+    executor.block_on(async {
+        synced.await.unwrap();
+        let (read, buf) = read.await;
+        read.unwrap();
+        assert_eq!(buf[..], [5; 4]);
     });
 }
 

@@ -36,10 +36,11 @@ const RATE: &str = "1M";
 /// How a merge excludes another one, and anything else.
 const MERGES: [&str; 2] = ["is being merged already", "has merge "];
 /// How else a command may be refused since another one was carried out at the same time.
-const OTHERS: [&str; 11] = [
+const OTHERS: [&str; 12] = [
     "has no backup under way",
     "exists: --reuse",
     "holds the image for writing",
+    "of this server already",
     "it is not an overlay of the active layer",
     "already has data, or is in use",
     "its length differs from that of the active layer",

@@ -63,7 +63,8 @@ pub(super) fn judge(fleet: &mut Fleet<'_>) -> Outcome {
         let said = foreign::succeeded(foreign::run("nbdinfo", &world.images, &args)?)?;
         let told: serde_json::Value = serde_json::from_str(&said)
             .map_err(|error| Fault::new(Wrong::Failed, format!("{error}: {said}")))?;
-        let mut is_dirty = vec![false; content.len()];
+        // It may have become longer before it was frozen, by what nobody knows.
+        let mut is_dirty = vec![false; bytes.len() / SECTOR];
         for part in told.as_array().into_iter().flatten().filter(|part| part["type"] != 0) {
             let number = |key: &str| {
                 let bytes = part[key].as_u64().and_then(|bytes| usize::try_from(bytes).ok());

@@ -3,7 +3,7 @@
 
 use super::asking::{Asking, ending_of};
 use super::fleet::{Fleet, Given};
-use super::forms::Form;
+use super::forms::{Form, is_old};
 use super::jobs;
 use super::order::{Ending, Order, What};
 use super::server::{Left, Server};
@@ -46,6 +46,8 @@ pub(super) fn give(
     // Where nothing may be lost in that.
     let amid = if kills_either && fleet.keeps_no_log()? { Amid::Nothing } else { amid };
     let args = args_of(fleet, rng, &order, (amid, parties))?;
+    // Nor where the command puts such a layer on top.
+    let amid = if kills_either && gets_no_log(fleet, &order)? { Amid::Nothing } else { amid };
     fleet.tell(format_args!("  {args:?} amid {amid:?}"));
     let most = rng.choose(&[1_000, 20_000, 60_000]);
     let pause = Duration::from_micros(rng.below(most));
@@ -164,6 +166,18 @@ pub(super) fn args_of(
         }
     }
     Ok(args)
+}
+
+/// Whether a disk gets a layer by `order` that keeps no log of what is written to it.
+fn gets_no_log(fleet: &Fleet<'_>, order: &Order) -> Outcome<bool> {
+    for (_, what) in &order.disks {
+        if let What::Snapshot { file } = what
+            && is_old(&fleet.world.images, file)?
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Perhaps makes the layer `file` of disk `number`, of another form than mica would; whether it is

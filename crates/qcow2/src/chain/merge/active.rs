@@ -44,6 +44,8 @@ const HELD_BYTES_MIN: u64 = 1 << 20;
 /// Rounds after which the guest is slowed down, and after which nothing is waited for any more.
 const ROUNDS_FREE: u32 = 4;
 const ROUNDS_MAX: u32 = 12;
+/// Who rested for longer begins the rounds again: much may have changed.
+const RESTED: Duration = Duration::from_secs(1);
 
 /// What is copied, and how fast.
 struct Carrying<'a> {
@@ -153,7 +155,7 @@ impl Chain {
     }
 
     /// Which layer is the base, and by which name the active one names it, if it has another one.
-    async fn plan_commit_active(
+    pub(super) async fn plan_commit_active(
         &self,
         writer: &Writer,
         base: Option<&Path>,
@@ -215,8 +217,17 @@ impl Chain {
         if carrying.carry(whole, Some(&mut pace)).await?.is_break() {
             return Ok(None);
         }
-        let mut is_durable = false;
-        for round in 0.. {
+        let (mut is_durable, mut round) = (false, 0);
+        loop {
+            // Before what was changed is taken: it may rest, and the guest goes on meanwhile.
+            let asked = mica_rt::now();
+            let progress = MergeProgress { is_ending: true, ..carrying.progress(end) };
+            if pace.ask(progress).await.is_break() {
+                return Ok(None);
+            }
+            if mica_rt::now().saturating_since(asked) > RESTED {
+                (is_durable, round) = (false, 0);
+            }
             let touched = wanted.notes.take(end);
             let bytes: u64 = touched.iter().map(|range| range.len()).sum();
             let is_little = bytes <= carrying.held_bytes();
@@ -244,8 +255,8 @@ impl Chain {
                 target.flush().await?;
                 is_durable = true;
             }
+            round += 1;
         }
-        unreachable!("the last round returns")
     }
 }
 

@@ -20,9 +20,16 @@ use std::sync::Arc;
 
 /// The layers of a commit, by position.
 #[derive(Clone, Copy)]
-struct Positions {
+pub(super) struct Positions {
     base: usize,
     top: usize,
+}
+
+impl Positions {
+    /// The layer that is written.
+    pub(super) fn base(self) -> usize {
+        self.base
+    }
 }
 
 /// How the copying ended.
@@ -38,17 +45,18 @@ impl Chain {
         wanted: CommitLayers<'_>,
         control: &dyn MergeControl,
     ) -> Result<Merged> {
-        let is_active = match wanted.top {
-            None => true,
-            Some(top) => {
-                let layers = self.map.layers();
-                position_at(&*self.map.images, &layers, top)? == layers.frozen().len()
-            }
-        };
-        match wanted.top {
-            Some(top) if !is_active => self.commit_frozen(top, wanted.base, control).await,
-            _ => self.commit_active(wanted.base, wanted.active, control).await,
+        match self.frozen_top(wanted)? {
+            Some(top) => self.commit_frozen(top, wanted.base, control).await,
+            None => self.commit_active(wanted.base, wanted.active, control).await,
         }
+    }
+
+    /// The uppermost of the layers that are `wanted`, unless it is the active one.
+    pub(super) fn frozen_top<'a>(&self, wanted: CommitLayers<'a>) -> Result<Option<&'a Path>> {
+        let Some(top) = wanted.top else { return Ok(None) };
+        let layers = self.map.layers();
+        let at = position_at(&*self.map.images, &layers, top)?;
+        Ok((at != layers.frozen().len()).then_some(top))
     }
 
     /// Merges down from a `top` that is frozen.
@@ -100,7 +108,7 @@ impl Chain {
     }
 
     /// Which layers are meant, and by which name the one above names the base.
-    async fn plan_commit(
+    pub(super) async fn plan_commit(
         &self,
         top: &Path,
         base: Option<&Path>,
@@ -182,7 +190,18 @@ impl Chain {
             resume.done = at;
             self.set_resume(Some(resume));
         }
-        Ok(Copied::All(copied))
+        // It may rest, or be cancelled, for as long as the layers are there.
+        let progress = MergeProgress {
+            done: end,
+            total: end,
+            copied,
+            is_ending: true,
+            ..MergeProgress::default()
+        };
+        Ok(match pace.ask(progress).await {
+            ControlFlow::Break(()) => Copied::Cancelled,
+            ControlFlow::Continue(()) => Copied::All(copied),
+        })
     }
 
     /// Takes the sources out of the chain, whose base has all that they own. Returns their paths.

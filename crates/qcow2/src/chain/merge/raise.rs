@@ -20,10 +20,17 @@ use std::sync::Arc;
 
 /// The layers of a raise, by position.
 #[derive(Clone, Copy)]
-struct Positions {
+pub(super) struct Positions {
     /// The lowest that leaves.
     from: usize,
     into: usize,
+}
+
+impl Positions {
+    /// The layer that is written.
+    pub(super) fn target(self) -> usize {
+        self.into
+    }
 }
 
 /// How the copying ended.
@@ -75,7 +82,7 @@ impl Chain {
     }
 
     /// Which layers are meant, and by which name the one above them names what is beneath.
-    async fn plan_raise(
+    pub(super) async fn plan_raise(
         &self,
         wanted: RaiseLayers<'_>,
     ) -> Result<(Positions, Option<BackingName>)> {
@@ -137,12 +144,24 @@ impl Chain {
                 ControlFlow::Continue(_) => {}
             }
         }
+        // It may rest, or be cancelled, for as long as the layers are there.
+        let (end, copied) = (writer.layer_len(), raise.copied);
+        let progress = MergeProgress {
+            done: end,
+            total: end,
+            copied,
+            is_ending: true,
+            ..MergeProgress::default()
+        };
+        if let ControlFlow::Break(()) = raise.pace.ask(progress).await {
+            return Ok(Raised::Cancelled);
+        }
         let named = Arc::clone(writer).complete(async |writer: Arc<Writer>| {
             writer.flush().await?;
             writer.name_backing(name).await
         });
         named.await?;
-        Ok(Raised::All(raise.copied))
+        Ok(Raised::All(copied))
     }
 }
 

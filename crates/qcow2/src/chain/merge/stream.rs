@@ -47,28 +47,12 @@ impl Chain {
         let _under_way = self.begin_merge().await?;
         self.set_resume(None);
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
-        let map = &self.map;
-        let layers = map.layers();
+        let layers = self.map.layers();
         let active = layers.frozen().len();
-        let from = match base {
-            None => 0,
-            Some(path) => position_at(&*map.images, &layers, path)? + 1,
-        };
-        if from > active {
-            let context = "the base is the active layer itself";
-            return Err(Error::new(ErrorKind::Invalid, context));
-        }
         let mut dropped = Vec::new();
-        if from == active {
+        let Some((from, name)) = self.plan_stream(&writer, base).await? else {
             return Ok(Merged::Done { dropped, copied: 0 });
-        }
-        check_no_snapshots(&layers.all()[active..]).await?;
-        let name = match from {
-            0 => None,
-            from => Some(backing_name(&*map.images, layers.active(), &layers.all()[from - 1])?),
         };
-        // A header without room for the name is better refused before than after.
-        writer.plan_backing(name.as_ref()).await?;
         warn_of_plain(layers.active(), &layers.all()[from..active]);
         self.bitmaps_go_up(layers.all()[from..active].to_vec()).await?;
         let leaving = Arc::new(Leaving::new(&layers, from, active));
@@ -84,6 +68,18 @@ impl Chain {
                 Pass::Ended { is_settled: false, .. } => continue,
                 Pass::Ended { end, .. } => end,
             };
+            // It may rest, or be cancelled, for as long as the layers are there.
+            let copied = stream.copied;
+            let progress = MergeProgress {
+                done: end,
+                total: end,
+                copied,
+                is_ending: true,
+                ..MergeProgress::default()
+            };
+            if let ControlFlow::Break(()) = stream.pace.ask(progress).await {
+                return Ok(Merged::Cancelled);
+            }
             if self.cut_below_active(&writer, from, end, name.as_ref()).await? {
                 break;
             }
@@ -91,6 +87,36 @@ impl Chain {
         let gone = &layers.all()[from..active];
         dropped.extend(gone.iter().map(|layer| layer.path.to_path_buf()));
         Ok(Merged::Done { dropped, copied: stream.copied })
+    }
+
+    /// The position of the lowest layer that leaves, and by which name the active one names what is
+    /// beneath that; `None` if nothing leaves.
+    pub(super) async fn plan_stream(
+        &self,
+        writer: &Writer,
+        base: Option<&Path>,
+    ) -> Result<Option<(usize, Option<BackingName>)>> {
+        let (images, layers) = (&*self.map.images, self.map.layers());
+        let active = layers.frozen().len();
+        let from = match base {
+            None => 0,
+            Some(path) => position_at(images, &layers, path)? + 1,
+        };
+        if from > active {
+            let context = "the base is the active layer itself";
+            return Err(Error::new(ErrorKind::Invalid, context));
+        }
+        if from == active {
+            return Ok(None);
+        }
+        check_no_snapshots(&layers.all()[active..]).await?;
+        let name = match from {
+            0 => None,
+            from => Some(backing_name(images, layers.active(), &layers.all()[from - 1])?),
+        };
+        // A header without room for the name is better refused before than after.
+        writer.plan_backing(name.as_ref()).await?;
+        Ok(Some((from, name)))
     }
 
     /// Takes out the layers beneath the active one, from position `from` on, as the active layer

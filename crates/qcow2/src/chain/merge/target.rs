@@ -15,7 +15,7 @@ use mica_block::{
     Error, ErrorKind, MergeControl, MergeProgress, Result, Space, Store, Upgradable, Zeroes,
     wait_for_dead,
 };
-use mica_qcow2_format::Encryption;
+use mica_qcow2_format::{Encryption, Header};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::ops::ControlFlow;
@@ -100,9 +100,7 @@ impl Chain {
         let opened = async {
             let header = read_header(&*store).await?;
             let header = close_frozen(&*map.images, &layer.path, &*store, header).await?;
-            if header.encryption == Encryption::Aes {
-                return Err(written_with_aes());
-            }
+            check_cipher(&header)?;
             let header = writable_header(&store, header, self.repair).await?;
             let metadata = Metadata::new(Arc::clone(&store), header.cluster_bits);
             let (l1_offset, l1_entries) = (header.l1_offset, header.l1_entries);
@@ -162,6 +160,26 @@ pub(super) fn check_is_written(layer: &Layer) -> Result<()> {
     }
     let context = "it keeps its data in an external file: a frozen layer like that is not written";
     Err(layer.explain(Error::new(ErrorKind::Unsupported, context)))
+}
+
+/// Refuses a frozen layer that is of no form which is written here.
+///
+/// # Errors
+/// As [`check_is_written`], and for one with the oldest encryption.
+pub(super) async fn check_target(layer: &Layer) -> Result<()> {
+    check_is_written(layer)?;
+    if layer.tables.is_none() {
+        return Ok(());
+    }
+    let checked = read_header(&*layer.store).await.and_then(|header| check_cipher(&header));
+    checked.map_err(|error| layer.explain(error))
+}
+
+fn check_cipher(header: &Header) -> Result<()> {
+    match header.encryption {
+        Encryption::Aes => Err(written_with_aes()),
+        _ => Ok(()),
+    }
 }
 
 impl Target {
