@@ -21,7 +21,7 @@ use crate::sandbox::{Granted, Needs, Sandbox};
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::{Begin, Shared, Surroundings};
-use crate::signals;
+use crate::signals::{self, open_unless_ended};
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::{Begun, Old, Takeover};
@@ -60,6 +60,8 @@ pub struct Daemon {
     _watchdog: Option<Watchdog>,
     /// Until its end has begun.
     signals: Option<Signals>,
+    /// Those that came while the disks were opened.
+    early_signals: Vec<i32>,
     log: Arc<dyn LogSwitch>,
     /// Whether SIGHUP makes it read its configuration again, and does not end it.
     reloads: bool,
@@ -117,15 +119,12 @@ impl Daemon {
         let shared = Arc::new(shared);
         let opening = Arc::clone(&shared);
         let open = move |begin| opening.open(config, inherited, patience, begin);
-        let started = match takeover {
+        let own_log = Arc::clone(&log);
+        let (started, early_signals) = match takeover {
             Some(takeover) => {
-                take_over(takeover, &shared, open, Arc::clone(&log), &mut is_cancelled)
+                (take_over(takeover, &shared, open, own_log, &mut is_cancelled), Vec::new())
             }
-            None => open(Begin::AtOnce).and_then(|inherited| {
-                let control = Control::start(&shared.control_sockets(), &shared, Arc::clone(&log))?;
-                ready(&shared, inherited);
-                Ok(control)
-            }),
+            None => begin(&shared, open, own_log, &mut signals, ends),
         };
         match started {
             Ok(control) => {
@@ -135,6 +134,7 @@ impl Daemon {
                     control,
                     _watchdog,
                     signals: Some(signals),
+                    early_signals,
                     log,
                     reloads: !has_terminal,
                     stats_file,
@@ -158,12 +158,12 @@ impl Daemon {
     /// If some acknowledged writes are not in the images; otherwise if the figures cannot be
     /// written.
     pub fn run(mut self) -> Result<()> {
-        let signals = self.signals.take();
+        let (signals, early) = (self.signals.take(), std::mem::take(&mut self.early_signals));
         let (mut signals, reloads) = (signals.expect("it runs once"), self.reloads);
         if self.shared.exits_after_last {
             end_after_last(&self.shared)?;
         }
-        let ending = signals.forever().find(|signal| {
+        let ending = early.into_iter().chain(signals.forever()).find(|signal| {
             let reloads = *signal == SIGHUP && reloads;
             if reloads {
                 hang_up(&self.shared, &self.log);
@@ -384,6 +384,23 @@ fn take_over(
 }
 
 /// Everything is served: what is left over is closed, and systemd is told.
+/// Opens everything, and serves it. Returns the signals that came meanwhile, too.
+fn begin(
+    shared: &Arc<Shared>,
+    open: impl FnOnce(Begin) -> Result<Sockets>,
+    log: Arc<dyn LogSwitch>,
+    signals: &mut Signals,
+    ends: impl Fn(i32) -> bool + Send,
+) -> (Result<Option<Control>>, Vec<i32>) {
+    let (opened, early) = open_unless_ended(signals, ends, || open(Begin::AtOnce));
+    let begun = opened.and_then(|inherited| {
+        let control = Control::start(&shared.control_sockets(), shared, log)?;
+        ready(shared, inherited);
+        Ok(control)
+    });
+    (begun, early)
+}
+
 fn ready(shared: &Shared, inherited: Sockets) {
     inherited.remove_spare();
     shared.notify_ready();

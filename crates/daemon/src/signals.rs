@@ -1,5 +1,9 @@
 //! The signals that a server hears.
 
+mod early;
+
+pub(crate) use early::open_unless_ended;
+
 use mica_block::{Error, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;

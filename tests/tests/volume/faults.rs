@@ -3,7 +3,8 @@
 use mica_tests::mounts::Mount;
 use mica_tests::volume::{Store, run};
 use mica_tests::{command, mica, tools};
-use std::io::{BufRead, BufReader};
+use rustix::process::{Pid, Signal, kill_process};
+use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
 
 const TOOLS: &[tools::Tool] = &[tools::QEMU_IO, tools::QEMU_IMG];
@@ -43,9 +44,9 @@ fn store_that_is_slow_fails_and_loses_answers_costs_nothing_but_time() {
 }
 
 /// The story: the server of a folder hung, and a server that was to serve a volume there said
-/// nothing for as long as somebody waited.
+/// nothing for as long as somebody waited, and did not end when it was told to.
 #[test]
-fn server_says_that_it_waits_for_a_folder_that_hangs() {
+fn server_says_that_it_waits_for_a_folder_that_hangs_and_ends_when_it_is_told_to() {
     let store = Store::new();
     store.create("web", "16M");
     let socket = store.folder().join("socket");
@@ -53,14 +54,17 @@ fn server_says_that_it_waits_for_a_folder_that_hangs() {
     serve.args(["serve", "--inject", "hang=100%", "--volume", &store.volume("web"), "--nbd"]);
     let mut serve = serve.arg(&socket).stderr(Stdio::piped()).spawn().expect("started");
     let mut said = String::new();
-    let stderr = serve.stderr.take().expect("piped");
-    BufReader::new(stderr).read_line(&mut said).expect("a line");
+    let mut stderr = BufReader::new(serve.stderr.take().expect("piped"));
+    stderr.read_line(&mut said).expect("a line");
     let is_running = serve.try_wait().expect("known").is_none();
-    serve.kill().expect("killed");
-    serve.wait().expect("ended");
     assert!(is_running, "{said}");
     let waits = format!("volume web is not open after 10 s: still waiting for {}", store.url());
     assert!(said.contains(&waits), "{said}");
+    kill_process(Pid::from_child(&serve), Signal::TERM).expect("it runs");
+    // It ends, or this test does not.
+    stderr.read_to_string(&mut said).expect("lines");
+    assert_eq!(serve.wait().expect("ended").code(), Some(1), "{said}");
+    assert!(said.contains("not all disks were open"), "{said}");
 }
 
 #[test]
