@@ -190,15 +190,7 @@ impl Chain {
             resume.done = at;
             self.set_resume(Some(resume));
         }
-        // It may rest, or be cancelled, for as long as the layers are there.
-        let progress = MergeProgress {
-            done: end,
-            total: end,
-            copied,
-            is_ending: true,
-            ..MergeProgress::default()
-        };
-        Ok(match pace.ask(progress).await {
+        Ok(match pace.ask_at_end(end, copied).await {
             ControlFlow::Break(()) => Copied::Cancelled,
             ControlFlow::Continue(()) => Copied::All(copied),
         })

@@ -225,6 +225,13 @@ impl<'a> Pace<'a> {
         self.consult(progress).await
     }
 
+    /// As [`Self::ask`] when all `copied` bytes, up to `end`, are where they belong: the merge may
+    /// still rest, or be cancelled, for as long as the layers are there.
+    pub(super) async fn ask_at_end(&mut self, end: u64, copied: u64) -> ControlFlow<()> {
+        let all = MergeProgress { done: end, total: end, copied, ..MergeProgress::default() };
+        self.ask(MergeProgress { is_ending: true, ..all }).await
+    }
+
     /// The step has done nothing.
     pub(super) fn forget(&mut self) {
         self.began = None;

@@ -144,16 +144,8 @@ impl Chain {
                 ControlFlow::Continue(_) => {}
             }
         }
-        // It may rest, or be cancelled, for as long as the layers are there.
-        let (end, copied) = (writer.layer_len(), raise.copied);
-        let progress = MergeProgress {
-            done: end,
-            total: end,
-            copied,
-            is_ending: true,
-            ..MergeProgress::default()
-        };
-        if let ControlFlow::Break(()) = raise.pace.ask(progress).await {
+        let copied = raise.copied;
+        if let ControlFlow::Break(()) = raise.pace.ask_at_end(writer.layer_len(), copied).await {
             return Ok(Raised::Cancelled);
         }
         let named = Arc::clone(writer).complete(async |writer: Arc<Writer>| {

@@ -68,16 +68,8 @@ impl Chain {
                 Pass::Ended { is_settled: false, .. } => continue,
                 Pass::Ended { end, .. } => end,
             };
-            // It may rest, or be cancelled, for as long as the layers are there.
             let copied = stream.copied;
-            let progress = MergeProgress {
-                done: end,
-                total: end,
-                copied,
-                is_ending: true,
-                ..MergeProgress::default()
-            };
-            if let ControlFlow::Break(()) = stream.pace.ask(progress).await {
+            if let ControlFlow::Break(()) = stream.pace.ask_at_end(end, copied).await {
                 return Ok(Merged::Cancelled);
             }
             if self.cut_below_active(&writer, from, end, name.as_ref()).await? {
