@@ -4,7 +4,7 @@
 //! uses again: what a process that was stopped for hours links is its own file or none. Those that
 //! killed processes left are removed after a while.
 
-use super::root::Root;
+use super::root::{FOLDER_FLAGS, Root};
 use mica_block::Result;
 use mica_rt::Parts;
 use rustix::fd::{AsFd, OwnedFd};
@@ -24,8 +24,6 @@ use std::time::Duration;
 
 /// The folder of new files.
 pub(super) const FOLDER: &str = ".tmp";
-const FLAGS: OFlags =
-    OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 /// Seconds after which a new file is taken for one that a killed process left. A put that loses its
 /// file to this fails.
 const ABANDONED_SECONDS: i64 = 3600;
@@ -194,7 +192,7 @@ impl Drop for NewFile {
 
 /// The folder of new files, which is made if it is not there.
 fn open_folder(root: &Root) -> rustix::io::Result<OwnedFd> {
-    let open = || openat(root.file().as_fd(), FOLDER, FLAGS, Mode::empty());
+    let open = || openat(root.file().as_fd(), FOLDER, FOLDER_FLAGS, Mode::empty());
     match open() {
         Err(Errno::NOENT) => match mkdirat(root.file().as_fd(), FOLDER, Mode::RWXU) {
             Ok(()) | Err(Errno::EXIST) => open(),
@@ -210,7 +208,7 @@ pub(super) fn remove_second_name(root: &Root, stat: &Stat) -> rustix::io::Result
     if stat.st_nlink < 2 {
         return Ok(());
     }
-    let folder = match openat(root.file().as_fd(), FOLDER, FLAGS, Mode::empty()) {
+    let folder = match openat(root.file().as_fd(), FOLDER, FOLDER_FLAGS, Mode::empty()) {
         Err(Errno::NOENT) => return Ok(()),
         opened => opened?,
     };

@@ -31,7 +31,8 @@ const DURABLE_MAX: usize = 4096;
 /// has ended.
 const MADE_AGAIN_MAX: u32 = 100;
 
-const FOLDER: OFlags =
+/// How folders are opened.
+pub(super) const FOLDER_FLAGS: OFlags =
     OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 impl Root {
@@ -40,7 +41,8 @@ impl Root {
             Error::from_io(format!("opening the directory of objects {}", path.display()), error)
         };
         let path = path.canonicalize().map_err(failed)?;
-        let fd = openat(CWD, &path, FOLDER, Mode::empty()).map_err(|error| failed(error.into()))?;
+        let fd = openat(CWD, &path, FOLDER_FLAGS, Mode::empty())
+            .map_err(|error| failed(error.into()))?;
         Ok(Self {
             file: Arc::new(File::new(fd, Access::Buffered)),
             path,
@@ -89,7 +91,7 @@ impl Root {
                 Err(Errno::EXIST) => {}
                 Err(error) => return Err(error),
             }
-            openat(parent, part, FOLDER, Mode::empty())
+            openat(parent, part, FOLDER_FLAGS, Mode::empty())
         })
     }
 
@@ -108,12 +110,12 @@ impl Root {
             }
             error => self.failed("opening the folder", name, error.into()),
         };
-        let root = openat(&self.file, ".", FOLDER, Mode::empty());
+        let root = openat(&self.file, ".", FOLDER_FLAGS, Mode::empty());
         let mut folder = root.map_err(|error| failed("", error))?;
         let mut end = 0;
         for part in name.split('/').filter(|part| !part.is_empty()) {
             end += part.len() + usize::from(end > 0);
-            let opened = match openat(&folder, part, FOLDER, Mode::empty()) {
+            let opened = match openat(&folder, part, FOLDER_FLAGS, Mode::empty()) {
                 Err(Errno::NOENT) => match missing(&folder, part, &name[..end]) {
                     Err(Errno::NOENT) => return Ok(None),
                     made => made,
