@@ -383,7 +383,6 @@ fn take_over(
     Ok(control)
 }
 
-/// Everything is served: what is left over is closed, and systemd is told.
 /// Opens everything, and serves it. Returns the signals that came meanwhile, too.
 fn begin(
     shared: &Arc<Shared>,
@@ -401,6 +400,7 @@ fn begin(
     (begun, early)
 }
 
+/// Everything is served: what is left over is closed, and systemd is told.
 fn ready(shared: &Shared, inherited: Sockets) {
     inherited.remove_spare();
     shared.notify_ready();
