@@ -11,9 +11,8 @@ use mica_map::crc32c;
 use parking_lot::{Mutex, MutexGuard};
 use std::ops::Range;
 
-/// Blocks of one object that are read by one request, where the store is not far, and where it is.
+/// Blocks of one read that are in one object, where the store is not far.
 pub(crate) const RUN_BLOCKS_MAX: usize = 64;
-pub(crate) const FAR_RUN_BLOCKS_MAX: usize = 256;
 /// Plans that are remembered: requests of a few queues.
 const PLANS: usize = 16;
 

@@ -30,7 +30,7 @@ use crate::format::Id;
 use crate::format::snapshot::{FRAMED_BYTES_MAX, Record};
 use crate::frames;
 use crate::place::{BLOCK_BYTES, ExtentId, FramePart, Place};
-use crate::plans::{FAR_RUN_BLOCKS_MAX, RUN_BLOCKS_MAX};
+use crate::plans::RUN_BLOCKS_MAX;
 use crate::properties::Access;
 use crate::put::Patience;
 use crate::state::Root;
@@ -68,6 +68,8 @@ const FRAMES_BYTES_MAX: u64 = 4 << 20;
 const FRAME_BYTES: u64 = 64 << 10;
 /// Objects that are kept open: what they cost is bounded by the store.
 const OPENED_MAX: usize = 1024;
+/// As [`RUN_BLOCKS_MAX`], where the store is far.
+const FAR_RUN_BLOCKS_MAX: usize = 256;
 
 /// A directory of a volume's tree.
 pub(crate) type Node = Arc<Directory<Place>>;
@@ -591,7 +593,7 @@ impl Tree {
         Ok(has_room)
     }
 
-    /// Blocks that are read by one request, at most: what is far has a price for each.
+    /// Blocks that are read by one request, at most: a far store has a price for each request.
     pub(crate) fn run_blocks_max(&self) -> usize {
         match self.shared.is_far {
             true => FAR_RUN_BLOCKS_MAX,
