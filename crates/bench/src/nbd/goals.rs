@@ -1,16 +1,10 @@
 //! The goals for NBD: one for each figure and group of cells, held by the worst cell.
 
 use super::cells::{Beside, Cell, Group};
-use crate::goal::{Bound, Goal};
+use crate::goal::{Bound, CPU_MAX, Goal, P99_MAX, RATE_MIN};
 use crate::peers::MICA;
 use crate::samples::Samples;
 
-/// Mica's rate by the peer's, at least.
-pub(super) const RATE_MIN: f64 = 1.2;
-/// Mica's processor time of a request by the peer's, at most.
-pub(super) const CPU_MAX: f64 = 0.9;
-/// Mica's 99th percentile by the peer's, at most.
-pub(super) const P99_MAX: f64 = 1.0;
 /// Mica's rate with an fsync each by that of the peer's raw file, at least.
 pub(super) const RAW_MIN: f64 = 1.0;
 /// Raw files past the page cache, by fio.
@@ -54,13 +48,10 @@ pub(super) fn judge(cells: &[Cell], samples: &Samples) -> Vec<Goal> {
 
 /// A goal for all of `rows`, named after the worst of them.
 fn worst(what: &str, bound: Bound, rows: &[(&Cell, Beside)], value: Figure) -> Option<Goal> {
-    let values = rows.iter().filter_map(|row| Some((row, value(&row.1)?)));
-    let worse = |one: f64, other: f64| match bound {
-        Bound::AtLeast(_) => one.total_cmp(&other),
-        Bound::AtMost(_) => other.total_cmp(&one),
-    };
-    let ((cell, beside), value) = values.min_by(|one, other| worse(one.1, other.1))?;
-    let Cell { name, layers, .. } = cell;
-    let what = format!("{what}, worst: {name}, {layers} layers, beside {}", beside.peer);
-    Some(Goal::new(&what, bound, "", Some(value)))
+    let cells = rows.iter().filter_map(|(cell, beside)| {
+        let Cell { name, layers, .. } = cell;
+        let name = format!("{name}, {layers} layers, beside {}", beside.peer);
+        Some((name, value(beside)?))
+    });
+    Goal::worst(what, bound, cells)
 }

@@ -1,7 +1,8 @@
 //! The results as a page: in each table a row for each cell and peer.
 
 use super::cells::{Beside, Cell, ChainLoad, Group};
-use super::goals::{CPU_MAX, P99_MAX, RATE_MIN, RAW_MIN};
+use super::goals::RAW_MIN;
+use crate::goal::{CPU_MAX, P99_MAX, RATE_MIN};
 use crate::page::{Column, Found, by_layers, line};
 use crate::samples::Samples;
 

@@ -63,7 +63,7 @@ impl Judge<'_> {
         for kind in GROWING {
             let measured = self.mica(kind, writers, "syncs_per_flush");
             let what = format!("fdatasync per fsync, 16 writers, {}", kind.name());
-            self.goal(&what, Bound::AtMost(0.6), "", measured);
+            self.goal(&what, Bound::AtMost(0.3), "", measured);
         }
     }
 
@@ -77,7 +77,7 @@ impl Judge<'_> {
                 [(alone, self.counted(kind, alone, metric)), (each, self.mica(kind, each, metric))];
             for (case, measured) in figures {
                 let what = format!("metadata per fsync, {}, {}", case.words(), kind.name());
-                self.goal(&what, Bound::AtMost(12.0), " KiB", measured);
+                self.goal(&what, Bound::AtMost(6.0), " KiB", measured);
             }
         }
         let alone = Case::random(KIB_4, Mode::Alone);
@@ -92,7 +92,7 @@ impl Judge<'_> {
         for kind in [Kind::Empty, Kind::Subclusters] {
             let measured = self.counted(kind, each, "written_per_guest_byte");
             let what = format!("bytes written per guest byte, {}, {}", each.words(), kind.name());
-            self.goal(&what, Bound::AtMost(4.0), "", measured);
+            self.goal(&what, Bound::AtMost(2.0), "", measured);
         }
     }
 
@@ -107,14 +107,14 @@ impl Judge<'_> {
             for kind in GROWING {
                 let measured = self.share(kind, case, (QEMU_NBD, Kind::Raw));
                 let what = format!("{}: {} / QEMU's raw", case.words(), kind.name());
-                self.goal(&what, Bound::AtLeast(1.0), "", measured);
+                self.goal(&what, Bound::AtLeast(1.5), "", measured);
             }
         }
     }
 
     fn speed(&mut self) {
         let random = Case::random(KIB_4, Mode::Never);
-        let peers = [(Kind::Overlay, 2.5), (Kind::Subclusters, 1.2)];
+        let peers = [(Kind::Overlay, 3.0), (Kind::Subclusters, 1.5)];
         for (theirs, least) in peers {
             let measured = self.share(Kind::Subclusters, random, (QEMU_NBD, theirs));
             let what = format!("{}: mica's overlay / QEMU's {}", random.words(), theirs.name());
@@ -124,7 +124,7 @@ impl Judge<'_> {
             for kind in GROWING {
                 let measured = self.share(kind, case, (MICA, Kind::Raw));
                 let what = format!("{}: {} / mica's raw", case.words(), kind.name());
-                self.goal(&what, Bound::AtLeast(0.95), "", measured);
+                self.goal(&what, Bound::AtLeast(0.98), "", measured);
             }
         }
     }
