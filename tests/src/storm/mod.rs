@@ -90,6 +90,7 @@ mod course;
 mod cue;
 mod deep;
 mod foreign;
+mod formats;
 mod freeze;
 mod judge;
 mod keys;

@@ -1,11 +1,11 @@
 //! A disk whose layers come and go: the files of its chain, and what each of them holds.
 
-use super::formats::{format_of, is_qcow2, is_raw};
 use super::forms::Form;
 use super::frozen::Frozen;
 use super::state_in;
 use crate::storm::aim::Aim;
 use crate::storm::foreign;
+use crate::storm::formats::{format_of, is_qcow2, is_raw};
 use crate::storm::judge;
 use crate::storm::keys;
 use crate::storm::kinds::Kind;

@@ -27,7 +27,6 @@ mod copied;
 mod disk;
 mod exported;
 mod fleet;
-mod formats;
 mod forms;
 mod frozen;
 mod full;
