@@ -34,16 +34,6 @@ const FORMS_PART: u64 = 1 << 34;
 /// Bytes of a cluster, for what clients aim at.
 const CLUSTER: u64 = 64 << 10;
 
-/// Makes a LUKS image of zeros: what is never written to it reads as noise.
-fn create_luks(world: &World<'_>, name: &str, sectors: u64) -> Outcome {
-    let zeros = world.run.join("zeros.raw");
-    fs::File::create(&zeros)?.set_len(sectors * SECTOR as u64)?;
-    let args = ["convert", "-f", "raw", "-O", "luks", "-o", keys::OF_LUKS, text(&zeros)?, name];
-    world.story.tell(format_args!("  {args:?}"));
-    foreign::img(&world.images, &[&args[..], &keys::OBJECT].concat())?;
-    Ok(fs::remove_file(zeros)?)
-}
-
 /// A disk.
 #[derive(Clone, Debug)]
 pub(super) struct Disk {
@@ -176,7 +166,7 @@ impl Disk {
             false => self.form_of_first_layer(world),
         };
         match format_of(&name) {
-            "luks" => create_luks(world, &name, sectors)?,
+            "luks" => world.create_luks(&name, sectors)?,
             format => {
                 let mut args = vec!["create", "-q", "-f", format];
                 let shape = match &form {
