@@ -5,7 +5,7 @@ use super::asking::{Asking, ending_of};
 use super::fleet::{Fleet, Given};
 use super::forms::{Form, is_old};
 use super::jobs;
-use super::order::{Ending, Order, What};
+use super::order::{Ending, Order, Pace, What};
 use super::server::{Left, Server};
 use super::twice;
 use crate::clock;
@@ -155,7 +155,13 @@ pub(super) fn args_of(
         };
         let disk = &fleet.disks[*number];
         let socket = fleet.world.run.join(format!("{}.backup", disk.name));
-        let mut args = what.args(disk, text(&socket)?, rng, amid == Amid::Rest);
+        let pace = match amid {
+            Amid::Rest => Pace::Background,
+            // A server has to start before it takes over: most merges end before that.
+            Amid::KillTakeover if rng.percent(75) => Pace::Slow,
+            _ => Pace::Fast,
+        };
+        let mut args = what.args(disk, text(&socket)?, rng, pace);
         args.extend(takes.then(|| "--reuse".to_owned()));
         return Ok(args);
     }
