@@ -232,13 +232,14 @@ fn interrupt(fleet: &mut Fleet<'_>, number: usize) -> Outcome {
     Ok(())
 }
 
-/// Whether the run has what happens amid a command.
-pub(super) fn amid(fleet: &Fleet<'_>, rng: &mut Rng) -> Amid {
+/// Something that happens amid `order`, of what the run has: most kills in takeovers are amid merges.
+pub(super) fn amid(fleet: &Fleet<'_>, rng: &mut Rng, order: &Order) -> Amid {
+    let is_merge = order.disks.iter().any(|(_, what)| what.is_merge());
     let all = [(Amid::Nothing, None, 10), (Amid::Rest, None, 6)];
     let more = [
         (Amid::Kill, Some(Kind::Kill), 5),
         (Amid::Takeover, Some(Kind::Takeover), 2),
-        (Amid::KillTakeover, Some(Kind::KillAmid), 3),
+        (Amid::KillTakeover, Some(Kind::KillAmid), if is_merge { 9 } else { 1 }),
         (Amid::KillTakeoverAfter, Some(Kind::KillAmid), 3),
     ];
     let all = all.into_iter().chain(more);
