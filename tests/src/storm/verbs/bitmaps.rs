@@ -1,6 +1,6 @@
-//! What dirty bitmaps have to say, as QEMU tells it: all that has changed on the disk of a layer since
-//! a bitmap of it was made, or cleared, while it was enabled; and what was merged into it. They may
-//! have more.
+//! What dirty bitmaps have to say, as QEMU reports it: all that has changed on the disk of a layer
+//! since a bitmap of it was made, or cleared, while it was enabled; and what was merged into it.
+//! They may have more.
 //!
 //! What the bitmaps of a layer had to say that a commit takes out of the chain is up to the layer
 //! that its data went into, if that has such bitmaps, or else to the active one.
@@ -24,21 +24,21 @@ pub(super) enum Marking {
     Clear(String),
     /// What one has goes into another one.
     Merge { from: String, into: String },
-    /// None of them are of use any more: the disk went back in time.
+    /// None of them can be used any more: the disk went back in time.
     End,
     /// A commit writes to the layer of this name. What those in between show changes with that, and
-    /// nobody tells their bitmaps.
+    /// their bitmaps do not record it.
     Write(String),
 }
 
 /// Who changed disks since the last look.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum By {
-    /// Somebody who tells bitmaps, and came to an end: they stay of use.
+    /// Somebody whose changes bitmaps record, and who was not killed: they stay usable.
     Recorded,
-    /// The same, which was killed on its way, or may end them.
+    /// The same, but they need not stay usable.
     Broken,
-    /// Somebody who does not tell them: QEMU where it goes back to a snapshot.
+    /// Somebody whose changes they do not record: QEMU where it goes back to a snapshot.
     Silent,
 }
 
@@ -67,13 +67,13 @@ pub(super) struct Bitmaps {
 }
 
 /// A bitmap as QEMU describes it.
-struct Told {
+struct Described {
     name: String,
     is_enabled: bool,
     is_usable: bool,
 }
 
-impl Told {
+impl Described {
     fn of(layer: &Value) -> Vec<Self> {
         let all = layer["format-specific"]["data"]["bitmaps"].as_array();
         let one = |bitmap: &Value| {
@@ -115,28 +115,28 @@ impl Bitmaps {
         let mut present = BTreeMap::new();
         for layer in &layers {
             let file = layer["filename"].as_str().unwrap_or_default();
-            let told = Told::of(layer);
-            if !told.is_empty() {
-                present.insert(file.rsplit('/').next().unwrap_or_default().to_owned(), told);
+            let described = Described::of(layer);
+            if !described.is_empty() {
+                present.insert(file.rsplit('/').next().unwrap_or_default().to_owned(), described);
             }
         }
         let left = self.take_left(&present);
-        for (layer, told) in &present {
-            self.look_at(chain, layer, (told, by), what)?;
+        for (layer, described) in &present {
+            self.look_at(chain, layer, (described, by), what)?;
         }
         if self.written.take().is_some() {
             let beneath = layers.get(1).and_then(|layer| layer["filename"].as_str());
             let beneath = beneath.and_then(|file| file.rsplit('/').next());
             self.go_on(left, [beneath, Some(&active)]);
         }
-        for (layer, told) in &present {
-            self.judge(chain, layer, told, what)?;
+        for (layer, described) in &present {
+            self.judge(chain, layer, described, what)?;
         }
         Ok(())
     }
 
     /// What is known of layers that are not there any more, or have no bitmaps.
-    fn take_left(&mut self, present: &BTreeMap<String, Vec<Told>>) -> Vec<Known> {
+    fn take_left(&mut self, present: &BTreeMap<String, Vec<Described>>) -> Vec<Known> {
         self.layers
             .extract_if(.., |layer, _| !present.contains_key(layer))
             .map(|(_, known)| known)
@@ -147,7 +147,7 @@ impl Bitmaps {
         &mut self,
         chain: &Chain<'_>,
         layer: &str,
-        (told, by): (&[Told], By),
+        (described, by): (&[Described], By),
         what: &str,
     ) -> Outcome {
         let raw = chain.world.run.join("bitmaps.raw");
@@ -156,15 +156,15 @@ impl Bitmaps {
         let is_new = !self.layers.contains_key(layer);
         let known = self.layers.entry(layer.to_owned()).or_default();
         let changed = if is_new { Vec::new() } else { differing(&known.disk, &disk) };
-        known.bitmaps.retain(|name, _| told.iter().any(|told| told.name == *name));
-        for Told { name, is_enabled, is_usable } in told {
+        known.bitmaps.retain(|name, _| described.iter().any(|described| described.name == *name));
+        for Described { name, is_enabled, is_usable } in described {
             let bitmap = known.bitmaps.entry(name.clone()).or_default();
             bitmap.must.truncate(disk.len() / SECTOR);
             if *is_enabled && is_written && by != By::Silent {
                 bitmap.add(&changed);
             }
             if bitmap.is_usable && !is_usable && by == By::Recorded {
-                let what = format!("{what}: bitmap {name} of {layer} is of no use any more");
+                let what = format!("{what}: bitmap {name} of {layer} cannot be used any more");
                 return Err(Fault::new(Wrong::Untold, what));
             }
             bitmap.is_usable = *is_usable;
@@ -185,9 +185,15 @@ impl Bitmaps {
         }
     }
 
-    fn judge(&self, chain: &Chain<'_>, layer: &str, told: &[Told], what: &str) -> Outcome {
+    fn judge(
+        &self,
+        chain: &Chain<'_>,
+        layer: &str,
+        described: &[Described],
+        what: &str,
+    ) -> Outcome {
         let Some(Known { disk, bitmaps }) = self.layers.get(layer) else { return Ok(()) };
-        for Told { name, .. } in told.iter().filter(|told| told.is_usable) {
+        for Described { name, .. } in described.iter().filter(|described| described.is_usable) {
             let Some(Bitmap { must, .. }) = bitmaps.get(name) else { continue };
             if !must.contains(&true) {
                 continue;

@@ -107,7 +107,7 @@ impl Deed {
         if counts { After::KillAmidCounting } else { After::Kill }
     }
 
-    /// Whether it tells bitmaps what it changes.
+    /// What becomes of bitmaps.
     pub(super) fn by(&self) -> By {
         if self.marking == Some(Marking::End) { By::Broken } else { By::Recorded }
     }
