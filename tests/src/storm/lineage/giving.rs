@@ -232,7 +232,7 @@ fn interrupt(fleet: &mut Fleet<'_>, number: usize) -> Outcome {
     Ok(())
 }
 
-/// Something that happens amid `order`, of what the run has: most kills in takeovers are amid merges.
+/// Something that happens amid `order`, if the run has it: most kills in takeovers are amid merges.
 pub(super) fn amid(fleet: &Fleet<'_>, rng: &mut Rng, order: &Order) -> Amid {
     let is_merge = order.disks.iter().any(|(_, what)| what.is_merge());
     let all = [(Amid::Nothing, None, 10), (Amid::Rest, None, 6)];
