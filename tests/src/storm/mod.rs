@@ -53,9 +53,6 @@
 //! | a clone is of the last snapshot (`volumes/held.rs`; `volume,live-clone`) | 2 of 12 | 1007 |
 //! | a put that failed counts as done (`put.rs`; `volume,sick-store`) | 1 of 3 | 1001 |
 //!
-//! Of the last three chains two had come to no end when they were stopped: their servers waited for
-//! what was never put.
-//!
 //! It also found that an import which was killed before it wrote anything left a volume of zeros
 //! (seed 1008). Not found was, in 7 seeds, that the part of an image which a later kill leaves is
 //! not marked as one.
