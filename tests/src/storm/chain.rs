@@ -1,6 +1,7 @@
 //! The chain that a storm passes over, and what the storm knows of it.
 
 use super::aim::Aim;
+use super::formats::format_of;
 use super::judge;
 use super::keys;
 use super::kinds::Kind;
@@ -63,7 +64,8 @@ impl Chain<'_> {
         let most = if is_small { most.min(12 << 11) } else { most };
         let len = shape::sectors(rng, most);
         self.tell(format_args!("{shapes:#?}"));
-        if rng.percent(15) {
+        let has_keys = keys::secret(&self.world.images).is_some();
+        if rng.percent(if has_keys { 40 } else { 15 }) {
             raw_base(self, rng, len)?;
         }
         for shape in shapes {
@@ -301,20 +303,24 @@ pub(super) fn build_at_rest<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chai
     Ok(chain)
 }
 
+/// A raw base, or, where images may be encrypted, perhaps a LUKS image.
 fn raw_base(chain: &mut Chain<'_>, rng: &mut Rng, len: u64) -> Outcome {
-    use std::os::unix::fs::FileExt;
+    let is_luks = keys::secret(&chain.world.images).is_some() && rng.percent(70);
+    let name = if is_luks { "base.luks" } else { "base.raw" };
     chain.state.model.resize(len);
-    let file = fs::File::create_new(chain.path("base.raw"))?;
-    file.set_len(len * SECTOR as u64)?;
-    let aim = Aim::new(len, 64 << 10, chain.hot);
-    for _ in 0..rng.below(8) {
-        let range = aim.wide(rng);
-        let seq = chain.stamper.next(Writer::Foreign);
-        let bytes = stamp::bytes(chain.stamper.disk(), range.start, range.end - range.start, seq);
-        file.write_all_at(&bytes, range.start * SECTOR as u64)?;
-        chain.state.model.foreign(&range, seq);
+    match is_luks {
+        true => chain.world.create_luks(name, len)?,
+        false => fs::File::create_new(chain.path(name))?.set_len(len * SECTOR as u64)?,
     }
-    chain.state.layers.push(Layer { name: "base.raw".to_owned(), shape: None });
+    let (aim, mut commands) = (Aim::new(len, 64 << 10, chain.hot), Vec::new());
+    for number in 0..rng.below(8) {
+        let range = aim.wide(rng);
+        commands.push(chain.stamp_command(&range, number, "")?);
+    }
+    if !commands.is_empty() {
+        foreign::io(&chain.world.images, format_of(name), name, &commands)?;
+    }
+    chain.state.layers.push(Layer { name: name.to_owned(), shape: None });
     Ok(())
 }
 

@@ -123,6 +123,32 @@ pub(super) fn len(dir: &Path, image: &str) -> Outcome<u64> {
     told["virtual-size"].as_u64().ok_or_else(|| trouble("no length"))
 }
 
+/// Which sectors of the disk of `image` are dirty in its `bitmap`, as qemu-nbd tells it.
+pub(super) fn dirty(dir: &Path, image: &str, bitmap: &str, sectors: usize) -> Outcome<Vec<bool>> {
+    let (options, image) = opened(dir, "qcow2", image)?;
+    let map = format!("--map=qemu:dirty-bitmap:{bitmap}");
+    let mut args = vec!["--json", &map, "--", "[", "qemu-nbd", "-r", "-B", bitmap];
+    args.extend(options.iter().map(String::as_str));
+    args.extend([&*image, "]"]);
+    dirty_in(&succeeded(run("nbdinfo", dir, &args)?)?, sectors)
+}
+
+/// Which sectors of a disk of so many are dirty by what nbdinfo `said`.
+pub(super) fn dirty_in(said: &str, sectors: usize) -> Outcome<Vec<bool>> {
+    let told: serde_json::Value = serde_json::from_str(said)
+        .map_err(|error| Fault::new(Wrong::Failed, format!("{error}: {said}")))?;
+    let mut is_dirty = vec![false; sectors];
+    for part in told.as_array().into_iter().flatten().filter(|part| part["type"] != 0) {
+        let bytes = |key: &str| part[key].as_u64().and_then(|bytes| usize::try_from(bytes).ok());
+        let known = bytes("offset").zip(bytes("length"));
+        let (at, len) = known.ok_or_else(|| Fault::new(Wrong::Failed, said))?;
+        let range = at / SECTOR..(at + len).div_ceil(SECTOR);
+        let told = is_dirty.get_mut(range).ok_or_else(|| Fault::new(Wrong::Length, said))?;
+        told.fill(true);
+    }
+    Ok(is_dirty)
+}
+
 /// What `qemu-img check` finds: corruptions and leaks.
 pub(super) fn check(dir: &Path, image: &str) -> Outcome<(u64, u64)> {
     let (options, image) = opened(dir, "qcow2", image)?;

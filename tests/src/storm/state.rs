@@ -1,5 +1,6 @@
 //! What the storm knows of the files of a chain as they are now. A copy of the files has its own.
 
+use super::formats::format_of;
 use super::loss::{Cause, Loss};
 use super::model::Model;
 use super::shape::Shape;
@@ -9,13 +10,13 @@ use super::stamp::Seq;
 #[derive(Clone, Debug)]
 pub(super) struct Layer {
     pub(super) name: String,
-    /// `None` for a raw file.
+    /// `None` for a raw file, and a LUKS image.
     pub(super) shape: Option<Shape>,
 }
 
 impl Layer {
     pub(super) fn format(&self) -> &'static str {
-        if self.shape.is_some() { "qcow2" } else { "raw" }
+        format_of(&self.name)
     }
 }
 

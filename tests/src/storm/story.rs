@@ -271,6 +271,8 @@ counts! {
     verbs_at_rest_late = "  of which it was done";
     /// Those that were refused, as they may be.
     verbs_at_rest_refused = "  refused";
+    /// Dirty bitmaps that had something to say, and were judged.
+    bitmaps = "bitmaps judged";
     /// Snapshots of volumes that were written meanwhile.
     volume_snapshots = "snapshots of served volumes";
     /// Clones of volumes that were written meanwhile.

@@ -5,9 +5,11 @@ use super::keys;
 use super::kinds::{Kind, Kinds};
 use super::log_limit::LogLimit;
 use super::place::{Ground, Places};
+use super::stamp::SECTOR;
 use super::story::{Counts, Fault, Outcome, Story, Wrong, trouble};
 use mica_units::Rng;
 use parking_lot::Mutex;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 /// A run's context for the steps of a chain.
@@ -37,6 +39,16 @@ impl<'a> World<'a> {
     /// Whether the run includes this, and the dice choose it.
     pub(super) fn does(&self, rng: &mut Rng, kind: Kind, percent: u64) -> bool {
         rng.percent(percent) && self.kinds.has(kind)
+    }
+
+    /// Makes a LUKS image of zeros: what is never written to it reads as noise.
+    pub(super) fn create_luks(&self, name: &str, sectors: u64) -> Outcome {
+        let zeros = self.run.join("zeros.raw");
+        fs::File::create(&zeros)?.set_len(sectors * SECTOR as u64)?;
+        let args = ["convert", "-f", "raw", "-O", "luks", "-o", keys::OF_LUKS, text(&zeros)?, name];
+        self.story.tell(format_args!("  {args:?}"));
+        foreign::img(&self.images, &[&args[..], &keys::OBJECT].concat())?;
+        Ok(fs::remove_file(zeros)?)
     }
 
     /// The key of a configuration for that place.

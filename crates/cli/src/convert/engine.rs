@@ -8,7 +8,7 @@ use super::content::{ContentRules, contents};
 use super::progress::Progress;
 use crate::cursor::{Cursor, Piece};
 use crate::output::monotonic;
-use mica_block::{Disk, Error, ErrorKind, Result, Store, read_whole, write_all};
+use mica_block::{Disk, Error, ErrorKind, Manage, Result, Store, read_whole, write_all};
 use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
 use mica_rt::sync::Turns;
 use mica_rt::{Backend, Buf, Executor, join_all};
@@ -44,7 +44,7 @@ pub(super) enum Target {
     /// An empty file.
     Raw(Arc<dyn Store>),
     /// A disk that is there already.
-    Disk(Arc<dyn Disk>),
+    Disk(Arc<dyn Manage>),
     /// Empty files.
     Qcow2 { image: Arc<dyn Store>, data: Option<Arc<dyn Store>>, writer: Box<Mutex<ImageWriter>> },
 }
@@ -89,7 +89,14 @@ fn run_thread(job: &Job, shared: &Shared, count: usize, progress: &Progress) {
                     shared.fail(error);
                 }
             });
-            executor.block_on(join_all(coroutines));
+            executor.block_on(async {
+                join_all(coroutines).await;
+                if let Target::Disk(disk) = &job.target {
+                    // What its requests began in the background would end with this executor, and
+                    // nobody would know what it has done.
+                    disk.idle().await;
+                }
+            });
         }
         Err(error) => shared.fail(Error::from_io("starting the I/O backend", error)),
     }

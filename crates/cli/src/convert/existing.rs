@@ -82,7 +82,7 @@ impl Onto<'_> {
         let job = Job {
             source,
             backing: None,
-            target: Target::Disk(Arc::clone(target) as Arc<dyn Disk>),
+            target: Target::Disk(Arc::clone(target)),
             rules,
             coroutines: args.new.coroutines,
             backend: args.images.backend(),
@@ -94,7 +94,7 @@ impl Onto<'_> {
 
 /// Makes the first `len` bytes read as zeros if that is cheaper than writing them. If not, and
 /// also if it fails, all zeros have to be written with the data; then an error that lasts shows.
-async fn zero_quickly(target: &dyn Disk, len: u64) -> bool {
+async fn zero_quickly(target: &dyn Manage, len: u64) -> bool {
     let zero = async || -> Result<()> {
         // A device zeroes no range that has changes in the page cache.
         target.flush().await?;
@@ -109,6 +109,8 @@ async fn zero_quickly(target: &dyn Disk, len: u64) -> bool {
         target.flush().await
     };
     let zeroed = zero().await;
+    // As after a copy.
+    target.idle().await;
     if let Err(error) = &zeroed {
         tracing::info!(%error, "zeros are written out");
     }

@@ -3,13 +3,13 @@
 
 use super::asking::ending_of;
 use super::fleet::Fleet;
-use super::formats::{format_of, is_qcow2, is_raw};
 use super::frozen::Frozen;
 use super::order::{Before, Ending, What};
 use super::state_in;
 use crate::clock;
 use crate::command;
 use crate::storm::foreign;
+use crate::storm::formats::{format_of, is_qcow2, is_raw};
 use crate::storm::kinds::Kind;
 use crate::storm::model::Model;
 use crate::storm::stamp::SECTOR;

@@ -3,10 +3,10 @@
 
 use super::disk::{Disk, FAR};
 use super::fleet::Fleet;
-use super::formats::is_qcow2;
 use super::moved;
 use crate::clock;
 use crate::storm::foreign;
+use crate::storm::formats::is_qcow2;
 use crate::storm::keys;
 use crate::storm::kinds::Kind;
 use crate::storm::stamp::SECTOR;

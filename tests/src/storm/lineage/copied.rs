@@ -11,10 +11,10 @@
 
 use super::disk::Disk;
 use super::fleet::Fleet;
-use super::formats::is_raw;
 use super::forms;
 use crate::storm::copies::copy_file;
 use crate::storm::foreign;
+use crate::storm::formats::is_raw;
 use crate::storm::kinds::Kind;
 use crate::storm::model::{Model, View};
 use crate::storm::story::{Fault, Outcome, Wrong};

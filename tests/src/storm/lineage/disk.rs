@@ -1,11 +1,11 @@
 //! A disk whose layers come and go: the files of its chain, and what each of them holds.
 
-use super::formats::{format_of, is_qcow2, is_raw};
 use super::forms::Form;
 use super::frozen::Frozen;
 use super::state_in;
 use crate::storm::aim::Aim;
 use crate::storm::foreign;
+use crate::storm::formats::{format_of, is_qcow2, is_raw};
 use crate::storm::judge;
 use crate::storm::keys;
 use crate::storm::kinds::Kind;
@@ -33,16 +33,6 @@ const SHAPES: [&str; 5] = [
 const FORMS_PART: u64 = 1 << 34;
 /// Bytes of a cluster, for what clients aim at.
 const CLUSTER: u64 = 64 << 10;
-
-/// Makes a LUKS image of zeros: what is never written to it reads as noise.
-fn create_luks(world: &World<'_>, name: &str, sectors: u64) -> Outcome {
-    let zeros = world.run.join("zeros.raw");
-    fs::File::create(&zeros)?.set_len(sectors * SECTOR as u64)?;
-    let args = ["convert", "-f", "raw", "-O", "luks", "-o", keys::OF_LUKS, text(&zeros)?, name];
-    world.story.tell(format_args!("  {args:?}"));
-    foreign::img(&world.images, &[&args[..], &keys::OBJECT].concat())?;
-    Ok(fs::remove_file(zeros)?)
-}
 
 /// A disk.
 #[derive(Clone, Debug)]
@@ -176,7 +166,7 @@ impl Disk {
             false => self.form_of_first_layer(world),
         };
         match format_of(&name) {
-            "luks" => create_luks(world, &name, sectors)?,
+            "luks" => world.create_luks(&name, sectors)?,
             format => {
                 let mut args = vec!["create", "-q", "-f", format];
                 let shape = match &form {

@@ -61,18 +61,8 @@ pub(super) fn judge(fleet: &mut Fleet<'_>) -> Outcome {
         let uri = format!("nbd+unix:///{}?socket={}", disk.name, text(&socket)?);
         let args = ["--json", &format!("--map={context}"), &uri];
         let said = foreign::succeeded(foreign::run("nbdinfo", &world.images, &args)?)?;
-        let told: serde_json::Value = serde_json::from_str(&said)
-            .map_err(|error| Fault::new(Wrong::Failed, format!("{error}: {said}")))?;
         // It may have become longer before it was frozen, by what nobody knows.
-        let mut is_dirty = vec![false; bytes.len() / SECTOR];
-        for part in told.as_array().into_iter().flatten().filter(|part| part["type"] != 0) {
-            let number = |key: &str| {
-                let bytes = part[key].as_u64().and_then(|bytes| usize::try_from(bytes).ok());
-                bytes.unwrap_or(0) / SECTOR
-            };
-            let (at, len) = (number("offset"), number("length"));
-            is_dirty[at..at + len].fill(true);
-        }
+        let is_dirty = foreign::dirty_in(&said, bytes.len() / SECTOR)?;
         let missed = (0..content.len())
             .find(|at| !is_dirty[*at] && before.get(*at).copied().unwrap_or(0) != content[*at]);
         if let Some(sector) = missed {

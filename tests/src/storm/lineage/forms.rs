@@ -2,8 +2,8 @@
 //! and with their data in an external file. Some disks begin with them, and others get them by
 //! snapshots that take a file which is there (`--reuse`).
 
-use super::formats::format_of;
 use crate::storm::foreign;
+use crate::storm::formats::format_of;
 use crate::storm::kinds::Kind;
 use crate::storm::stamp::SECTOR;
 use crate::storm::story::Outcome;

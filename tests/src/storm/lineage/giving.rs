@@ -5,7 +5,7 @@ use super::asking::{Asking, ending_of};
 use super::fleet::{Fleet, Given};
 use super::forms::{Form, is_old};
 use super::jobs;
-use super::order::{Ending, Order, What};
+use super::order::{Ending, Order, Pace, What};
 use super::server::{Left, Server};
 use super::twice;
 use crate::clock;
@@ -155,7 +155,13 @@ pub(super) fn args_of(
         };
         let disk = &fleet.disks[*number];
         let socket = fleet.world.run.join(format!("{}.backup", disk.name));
-        let mut args = what.args(disk, text(&socket)?, rng, amid == Amid::Rest);
+        let pace = match amid {
+            Amid::Rest => Pace::Background,
+            // A server has to start before it takes over: most merges end before that.
+            Amid::KillTakeover if rng.percent(75) => Pace::Slow,
+            _ => Pace::Fast,
+        };
+        let mut args = what.args(disk, text(&socket)?, rng, pace);
         args.extend(takes.then(|| "--reuse".to_owned()));
         return Ok(args);
     }
@@ -226,13 +232,14 @@ fn interrupt(fleet: &mut Fleet<'_>, number: usize) -> Outcome {
     Ok(())
 }
 
-/// Whether the run has what happens amid a command.
-pub(super) fn amid(fleet: &Fleet<'_>, rng: &mut Rng) -> Amid {
+/// Something that happens amid `order`, if the run has it: most kills in takeovers are amid merges.
+pub(super) fn amid(fleet: &Fleet<'_>, rng: &mut Rng, order: &Order) -> Amid {
+    let is_merge = order.disks.iter().any(|(_, what)| what.is_merge());
     let all = [(Amid::Nothing, None, 10), (Amid::Rest, None, 6)];
     let more = [
         (Amid::Kill, Some(Kind::Kill), 5),
         (Amid::Takeover, Some(Kind::Takeover), 2),
-        (Amid::KillTakeover, Some(Kind::KillAmid), 3),
+        (Amid::KillTakeover, Some(Kind::KillAmid), if is_merge { 9 } else { 1 }),
         (Amid::KillTakeoverAfter, Some(Kind::KillAmid), 3),
     ];
     let all = all.into_iter().chain(more);

@@ -27,7 +27,6 @@ mod copied;
 mod disk;
 mod exported;
 mod fleet;
-mod formats;
 mod forms;
 mod frozen;
 mod full;
@@ -221,7 +220,7 @@ fn happen(
             let Some(order) = Order::random(&mut fleet.disks, rng, &asked) else {
                 return Ok(Left::Serving(server));
             };
-            let amid = giving::amid(fleet, rng);
+            let amid = giving::amid(fleet, rng, &order);
             let is_at_rest = amid == Amid::Nothing || amid == Amid::Rest;
             let left = giving::give(fleet, rng, server, parties, (order.clone(), amid))?;
             if is_at_rest {

@@ -14,6 +14,18 @@ use std::ops::Range;
 
 /// Rates of merges that can be met while they are under way, in bytes a second.
 const RATES: [&str; 3] = ["4M", "16M", "64M"];
+/// Rates of merges that are under way still when another server has come up.
+const SLOW_RATES: [&str; 2] = ["1M", "4M"];
+
+/// How a merge goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Pace {
+    Fast,
+    /// So slowly that another server comes up while it is under way.
+    Slow,
+    /// Slowly, and nobody waits for its end.
+    Background,
+}
 
 /// What a command is about.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -156,14 +168,8 @@ impl What {
         }
     }
 
-    /// The arguments of `mica ctl` for it. A merge that is to be met on its way is slow.
-    pub(super) fn args(
-        &self,
-        disk: &Disk,
-        socket: &str,
-        rng: &mut Rng,
-        is_slow: bool,
-    ) -> Vec<String> {
+    /// The arguments of `mica ctl` for it.
+    pub(super) fn args(&self, disk: &Disk, socket: &str, rng: &mut Rng, pace: Pace) -> Vec<String> {
         let layer = |at: usize| disk.chain[at].clone();
         let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
         let name = &*disk.name;
@@ -196,8 +202,13 @@ impl What {
                 args
             }
         };
-        if is_slow && self.is_merge() {
-            args.extend(["--background", "--rate", rng.choose(&RATES)].map(str::to_owned));
+        if self.is_merge() {
+            let more = match pace {
+                Pace::Fast => &[][..],
+                Pace::Slow => &["--rate", rng.choose(&SLOW_RATES)],
+                Pace::Background => &["--background", "--rate", rng.choose(&RATES)],
+            };
+            args.extend(more.iter().map(|word| (*word).to_owned()));
         }
         args
     }

@@ -126,7 +126,7 @@ impl Server {
         self.look()?;
         parties::enter(parties, Phase::Ending);
         let mut new = begin(fleet, &["--takeover"])?;
-        let most = rng.choose(&[5_000, 50_000, 150_000]);
+        let most = rng.choose(&[5_000, 50_000, 150_000, 500_000]);
         let pause = Duration::from_micros(rng.below(most));
         let is_new_killed = rng.percent(new_percent);
         let name = if is_new_killed { "the new one" } else { "the old one" };

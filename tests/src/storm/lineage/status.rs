@@ -6,10 +6,10 @@
 //! - The depth of each sector is QEMU's.
 
 use super::fleet::Fleet;
-use super::formats::is_qcow2;
 use crate::clock;
 use crate::nbd;
 use crate::storm::foreign;
+use crate::storm::formats::is_qcow2;
 use crate::storm::kinds::Kind;
 use crate::storm::stamp::SECTOR;
 use crate::storm::story::{Fault, Outcome, Wrong, trouble};

@@ -7,10 +7,10 @@
 
 use super::disk::Disk;
 use super::fleet::Fleet;
-use super::formats::{format_of, is_raw};
 use super::jobs;
 use crate::clock;
 use crate::storm::foreign;
+use crate::storm::formats::{format_of, is_raw};
 use crate::storm::stamp::{self, SECTOR};
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::World;

@@ -1,5 +1,6 @@
 //! Which verb it is, and what it is to do with the chain.
 
+use super::bitmaps::Marking;
 use super::deed::{Deed, Disk, snapshot_names};
 use super::look;
 use super::target::{Meanwhile, Target};
@@ -60,6 +61,7 @@ fn commit(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome<Deed> {
     let keeps = rng.percent(25);
     args.extend(keeps.then_some("-d"));
     let mut deed = Deed::new(args);
+    deed.marking = Some(Marking::Write(base.name.clone()));
     if !keeps {
         let mut after = layers[..=at].to_vec();
         after.push(active.clone());
@@ -128,7 +130,7 @@ fn chosen_snapshot(chain: &Chain<'_>, rng: &mut Rng) -> Outcome<Snapshot> {
 fn apply_snapshot(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome<Deed> {
     let Snapshot { name, content } = chosen_snapshot(chain, rng)?;
     let mut deed = Deed::new(["snapshot", "-q", "-a", &name, &chain.active().name]);
-    deed.disk = Disk::Content(content);
+    (deed.disk, deed.marking) = (Disk::Content(content), Some(Marking::End));
     Ok(deed)
 }
 
@@ -196,6 +198,11 @@ fn bitmap(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome<Deed> {
     args.extend((action == "--merge").then_some(&*other));
     args.extend([&*active, &name]);
     let mut deed = Deed::new(args);
+    deed.marking = match action {
+        "--clear" => Some(Marking::Clear(name)),
+        "--merge" => Some(Marking::Merge { from: other, into: name }),
+        _ => None,
+    };
     if action == "--remove" {
         there.remove(at);
         deed.was_done = Some("no bitmap");
@@ -225,7 +232,8 @@ pub(super) fn convert(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome<Deed> {
     let name = format!("{}.{format}", chain.new_name("target"));
     let model = chain.state.model.clone();
     let folder = String::new();
-    let mut target = Target { name, format, model, meanwhile, before: None, folder };
+    let is_of_present = true;
+    let mut target = Target { name, format, model, is_of_present, meanwhile, before: None, folder };
     let shape = Shape { has_data_file: false, ..Shape::random(rng, chain.world.kinds) };
     let mut args = vec!["convert".to_owned(), "-q".to_owned(), "-O".to_owned(), format.to_owned()];
     let options = if format == "qcow2" { shape.options(&target.name) } else { String::new() };
@@ -261,8 +269,15 @@ pub(super) fn back_up(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome<Deed> {
     let model = chain.state.model.clone();
     let meanwhile = Meanwhile::Folder;
     let (name, folder) = (state.clone(), format!("{FOLDER}-{active}"));
-    let target =
-        Target { name, format: "qcow2", model, meanwhile, before: None, folder: folder.clone() };
+    let target = Target {
+        name,
+        format: "qcow2",
+        model,
+        is_of_present: true,
+        meanwhile,
+        before: None,
+        folder: folder.clone(),
+    };
     let mut args = vec!["backup", "-q", &*active, &*folder, "--as", &*state];
     args.extend(rng.percent(60).then_some("--since-last"));
     Ok(Deed::of_target(args, target, "is there already"))
@@ -278,7 +293,15 @@ pub(super) fn restore(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome<Deed> {
     let name = format!("{}.{format}", chain.new_name("restored"));
     let (model, meanwhile) = (chain.state.model.clone(), Meanwhile::Nothing);
     let from = format!("{folder}@{state}");
-    let mut target = Target { name: name.clone(), format, model, meanwhile, before: None, folder };
+    let mut target = Target {
+        name: name.clone(),
+        format,
+        model,
+        is_of_present: false,
+        meanwhile,
+        before: None,
+        folder,
+    };
     let mut args = vec!["restore", "-q", "-O", format, &from, &name];
     if rng.percent(40) {
         args.push("--force");

@@ -1,5 +1,6 @@
 //! What verbs are for, and what they may leave.
 
+use super::bitmaps::{By, Marking};
 use super::look::{self, After};
 use super::target::Target;
 use crate::storm::chain::Chain;
@@ -10,14 +11,17 @@ use crate::storm::story::{Fault, Outcome, Wrong, trouble};
 use std::fs;
 
 /// Why a verb may be refused, and nothing is changed.
-const REFUSALS: [&str; 7] = [
+const REFUSALS: [&str; 9] = [
     "has internal snapshots",
     "needs version 3",
     "in version 2",
     "of version 2",
+    "hides parts of its backing file with zeros",
     "in an external",
     "is inconsistent",
     "a v2 image which has snapshots",
+    // By an earlier commit, which left the layers above as they were.
+    "was merged into",
 ];
 
 /// What a verb makes of the disk.
@@ -41,6 +45,8 @@ pub(super) struct Deed {
     /// The snapshots that it leaves, by name; a new one has the present content.
     pub(super) snapshots: Option<Vec<String>>,
     pub(super) bitmaps: Option<Vec<String>>,
+    /// What it does to bitmaps.
+    pub(super) marking: Option<Marking>,
     /// The active layer's shape then.
     pub(super) shape: Option<Shape>,
     target: Option<Target>,
@@ -59,6 +65,7 @@ impl Deed {
             layers: None,
             snapshots: None,
             bitmaps: None,
+            marking: None,
             shape: None,
             target: None,
             was_done: None,
@@ -80,6 +87,15 @@ impl Deed {
         Self { takes_faults: false, ..self }
     }
 
+    /// The same once more, of what the chain holds by now.
+    pub(super) fn again(&self, chain: &Chain<'_>) -> Self {
+        let mut again = self.clone();
+        if let Some(target) = &mut again.target {
+            target.follow(&chain.state.model);
+        }
+        again
+    }
+
     /// What may be left where it came to its end.
     pub(super) fn after_end(&self) -> After {
         if self.mends { After::Repair } else { After::End }
@@ -89,6 +105,11 @@ impl Deed {
     pub(super) fn after_kill(&self) -> After {
         let counts = self.args.first().is_some_and(|verb| verb == "snapshot");
         if counts { After::KillAmidCounting } else { After::Kill }
+    }
+
+    /// What becomes of bitmaps.
+    pub(super) fn by(&self) -> By {
+        if self.marking == Some(Marking::End) { By::Broken } else { By::Recorded }
     }
 
     /// Whether it may say this, and do nothing.

@@ -51,7 +51,8 @@ impl Leaks {
             if corruptions > 0 {
                 check_repaired(chain, &layer.name, what)?;
             }
-            let before = self.0.insert(layer.name.clone(), leaks).unwrap_or(0);
+            // What is seen first may be a copy of what leaks.
+            let before = self.0.insert(layer.name.clone(), leaks).unwrap_or(leaks);
             let most = match after {
                 After::End => before,
                 After::Repair if is_active => 0,

@@ -30,6 +30,8 @@ pub(super) struct Target {
     /// What it is to hold.
     pub(super) model: Model,
     pub(super) meanwhile: Meanwhile,
+    /// Whether that is what the chain holds when the verb begins.
+    pub(super) is_of_present: bool,
     /// What is there before.
     pub(super) before: Option<Vec<u8>>,
     /// The folder that it is in, or comes from.
@@ -37,6 +39,13 @@ pub(super) struct Target {
 }
 
 impl Target {
+    /// The verb begins once more, and this is what the chain holds.
+    pub(super) fn follow(&mut self, present: &Model) {
+        if self.is_of_present {
+            self.model = present.clone();
+        }
+    }
+
     /// All of it is there.
     pub(super) fn judge_done(&self, chain: &Chain<'_>, what: &str) -> Outcome {
         if self.meanwhile == Meanwhile::Folder {

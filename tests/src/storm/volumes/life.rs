@@ -13,13 +13,15 @@ use std::time::Duration;
 const KEEP: &str = "1s/20ms,1h/1s";
 /// What else automatic snapshots are taken after.
 const KEPT_PER: [Option<&str>; 4] = [None, None, Some("write"), Some("flush")];
-/// What a store may do that no client has to notice.
-const FAULTS: [&str; 6] = [
+/// What a store may do that no client has to notice: most often leave open what became of a put.
+const FAULTS: [&str; 8] = [
     "delay=3ms",
     "late=5%,by=200ms",
     "lost=5%",
+    "lost=20%,op=put",
     "slow=5%,by=200ms",
     "error=10%,op=put",
+    "error=25%,op=put",
     "throttle=50:5",
 ];
 
@@ -137,7 +139,7 @@ fn choose(fleet: &Fleet<'_>, rng: &mut Rng, course: Course) -> Vec<usize> {
 
 fn plans(fleet: &Fleet<'_>, rng: &mut Rng, chosen: &[usize]) -> Vec<Plan> {
     let keep = fleet.does(rng, Kind::Keep, 20).then(|| (KEEP, rng.choose(&KEPT_PER)));
-    let faults = fleet.does(rng, Kind::SickStore, 25).then(|| rng.choose(&FAULTS));
+    let faults = fleet.does(rng, Kind::SickStore, 40).then(|| rng.choose(&FAULTS));
     let plan = |at: &usize| {
         let entry = &fleet.entries[*at];
         let has_log = rng.percent(70) || entry.standing == Standing::Left { has_log: true };

@@ -30,8 +30,10 @@ pub(super) fn nothing_is_left(fleet: &Fleet<'_>) -> Outcome {
         }
     }
     let url = fleet.store_url()?;
-    fleet.verb_ok(&["gc", "-q", &url])?;
-    fleet.verb_ok(&["gc", "-q", &url])?;
+    // The first writes again what is left in sparse extents, which the second can delete then.
+    for _ in 0..2 {
+        fleet.verb_ok(&["gc", "-q", &url])?;
+    }
     let told = json(&fleet.verb_ok(&["stats", "--output", "json", &url])?)?;
     let live = told["live-bytes"].as_u64().ok_or_else(|| trouble("no live-bytes"))?;
     let (mut count, mut taken) = (0, 0);
