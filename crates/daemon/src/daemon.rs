@@ -15,6 +15,7 @@ use crate::descriptors;
 use crate::ephemeral;
 use crate::held::Held;
 use crate::helper::{Errands, Helper, Outside};
+use crate::new_logs::NewLogs;
 use crate::own_process::OwnProcess;
 use crate::retry::stopwatch;
 use crate::sandbox::{Granted, Needs, Sandbox};
@@ -28,7 +29,7 @@ use crate::takeover::{Begun, Old, Takeover};
 use mica_block::{Error, ErrorKind, Haste, Result};
 use mica_qcow2::MapCache;
 use mica_serve::{Workers, find_dead_sockets_with};
-use mica_stack::{Patience, Stores};
+use mica_stack::{NewLog, Patience, Stores};
 use mica_store::{Handles, Holder, SetAside, WritesInPlace, open_files_limit, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
@@ -88,7 +89,9 @@ impl Daemon {
         descriptors::check(&config, open_files_limit())?;
         let inherited = assigned(inherited, &config)?;
         ephemeral::prepare(&mut config)?;
-        let (outside, own_process) = (outside(&config)?, OwnProcess::open());
+        let mut new_logs = NewLogs::make(&config.disks[..own_disks], &handles);
+        let (outside, own_process) = (outside(&config, new_logs.logs())?, OwnProcess::open());
+        new_logs.leave_to(outside.clone());
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
         let rings = descriptors::rings(&config, open_files_limit());
@@ -119,6 +122,7 @@ impl Daemon {
         };
         match started {
             Ok(control) => {
+                new_logs.keep();
                 let (_watchdog, _descriptors) = (watchdog, rings);
                 Ok(Self {
                     shared,
@@ -396,7 +400,7 @@ fn ready(shared: &Shared, inherited: Sockets) {
 }
 
 /// The way to do what this process may not do inside its sandbox.
-fn outside(config: &Config) -> Result<Outside> {
+fn outside(config: &Config, new_logs: &[NewLog]) -> Result<Outside> {
     let (SandboxMode::On | SandboxMode::Require, Some(program)) =
         (config.process.sandbox(), &config.helper)
     else {
@@ -409,6 +413,7 @@ fn outside(config: &Config) -> Result<Outside> {
         files: settings().filter_map(|settings| settings.fuse.clone()).collect(),
         config: config.file.clone(),
         certificates: certificates.into_iter().collect(),
+        new_logs: new_logs.to_vec(),
     };
     let helper = Helper::start(program, errands)?;
     let weak = Arc::downgrade(&helper);
