@@ -27,7 +27,10 @@ fn folder() -> Option<TempDir> {
 /// Writes the configuration: disks of these images at sockets, with these faults.
 fn configure(dir: &Path, disks: &[(&str, &str, &str)]) {
     let table = |(image, socket, fault): &(&str, &str, &str)| {
-        format!("[[disk]]\nimage = '{image}.qcow2'\nnbd = ['{socket}']\ninject = [{fault}]\n")
+        format!(
+            "[[disk]]\nname = '{image}'\nimage = '{image}.qcow2'\nnbd = ['{socket}']\n\
+             inject = [{fault}]\n"
+        )
     };
     fs::write(dir.join("next.toml"), disks.iter().map(table).collect::<String>()).expect("made");
     fs::rename(dir.join("next.toml"), dir.join("m.toml")).expect("renamed");
