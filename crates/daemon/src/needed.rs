@@ -50,8 +50,8 @@ impl Shared {
         let nodes: Vec<_> = layers.iter().filter_map(|layer| node_of(layer)).collect();
         let needs = |other: &Served| {
             let chain = other.closed_image().and_then(|image| chain_of(&image).ok());
-            let used = chain.into_iter().flatten().filter_map(|layer| node_of(&layer));
-            used.into_iter().any(|node| nodes.contains(&node))
+            let mut used = chain.into_iter().flatten().filter_map(|layer| node_of(&layer));
+            used.any(|node| nodes.contains(&node))
         };
         let others = self.disks.all().into_iter().filter(|other| !Arc::ptr_eq(other, served));
         let names: Vec<_> =

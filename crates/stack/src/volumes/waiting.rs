@@ -110,7 +110,9 @@ impl Late<'_> {
 
 impl Drop for Late<'_> {
     fn drop(&mut self) {
-        self.0.iter().for_each(|said| drop(said.late.fetch_sub(1, Ordering::Relaxed)));
+        if let Some(said) = self.0 {
+            said.late.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
