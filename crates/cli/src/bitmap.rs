@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use mica_block::{Error, ErrorKind, Result, wait_for_dead};
 use mica_daemon::ImageSettings;
 use mica_qcow2::find_bitmap;
-use mica_qcow2_tools::bitmaps::{BitmapAction, edit_bitmap};
+use mica_qcow2_tools::bitmaps::{BitmapAction, Ended, edit_bitmap};
 use mica_qcow2_tools::inspect;
 use mica_stack::{FileImages, Format, MayWrite};
 use serde_json::json;
@@ -177,5 +177,15 @@ async fn edit(args: &BitmapArgs) -> Result<()> {
     let options = options()?;
     let may_write = MayWrite::check(&args.image, &options).await?;
     let images = FileImages::to_write(&args.image, options, may_write)?;
-    edit_bitmap(&images, &args.image, &args.name, actions).await
+    let Ended { also, may_leak } = edit_bitmap(&images, &args.image, &args.name, actions).await?;
+    if !also.is_empty() {
+        let names = also.join(", ");
+        tracing::warn!("other inconsistent bitmaps are removed, too, as QEMU does: {names}");
+    }
+    if may_leak {
+        tracing::warn!(
+            "clusters of inconsistent bitmaps may leak: `mica check -r leaks` frees them"
+        );
+    }
+    Ok(())
 }

@@ -27,7 +27,7 @@ use crate::settings::{
 };
 use crate::systemd::has_inherited_sockets;
 use mica_block::{Error, ErrorKind, Result};
-use mica_stack::StoreFaults;
+use mica_stack::{LogPlace, StoreFaults};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -340,6 +340,11 @@ impl DiskConfig {
     /// Whether what is served is opened for writing.
     pub(crate) fn writes(&self) -> bool {
         self.settings.writes() && !self.volume.is_snapshot()
+    }
+
+    /// The log of its volume, if it is written.
+    pub(crate) fn log(&self) -> Option<LogPlace> {
+        self.volume.log().filter(|_| self.writes())
     }
 
     /// The same without what counts for the first opening only.

@@ -15,25 +15,25 @@ use crate::descriptors;
 use crate::ephemeral;
 use crate::held::Held;
 use crate::helper::{Errands, Helper, Outside};
+use crate::new_logs::NewLogs;
 use crate::own_process::OwnProcess;
 use crate::retry::stopwatch;
 use crate::sandbox::{Granted, Needs, Sandbox};
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::{Begin, Shared, Surroundings};
-use crate::signals::{self, open_unless_ended};
+use crate::signals::{Heard, Opener, until_late};
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::{Begun, Old, Takeover};
 use mica_block::{Error, ErrorKind, Haste, Result};
 use mica_qcow2::MapCache;
 use mica_serve::{Workers, find_dead_sockets_with};
-use mica_stack::{Patience, Stores};
+use mica_stack::{NewLog, Patience, Stores};
 use mica_store::{Handles, Holder, SetAside, WritesInPlace, open_files_limit, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
 use signal_hook::consts::SIGHUP;
-use signal_hook::iterator::Signals;
 use signal_hook::low_level::signal_name;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -59,12 +59,8 @@ pub struct Daemon {
     pub(crate) control: Option<Control>,
     _watchdog: Option<Watchdog>,
     /// Until its end has begun.
-    signals: Option<Signals>,
-    /// Those that came while the disks were opened.
-    early_signals: Vec<i32>,
+    heard: Option<Heard>,
     log: Arc<dyn LogSwitch>,
-    /// Whether SIGHUP makes it read its configuration again, and does not end it.
-    reloads: bool,
     stats_file: Option<StatsFile>,
     /// For the rings of devices.
     _descriptors: SetAside,
@@ -83,7 +79,7 @@ impl Daemon {
     /// Whatever prevents a disk from being served.
     pub fn start(mut config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
-        let (mut signals, has_terminal) = (signals::heard()?, signals::has_terminal());
+        let mut heard = Heard::start()?;
         let handles = ImageSettings::handles();
         let stats_file = config.stats.stats_file.as_deref().map(StatsFile::open).transpose()?;
         systemd::connect()?;
@@ -93,7 +89,9 @@ impl Daemon {
         descriptors::check(&config, open_files_limit())?;
         let inherited = assigned(inherited, &config)?;
         ephemeral::prepare(&mut config)?;
-        let (outside, own_process) = (outside(&config)?, OwnProcess::open());
+        let mut new_logs = NewLogs::make(&config.disks[..own_disks], &handles);
+        let (outside, own_process) = (outside(&config, new_logs.logs())?, OwnProcess::open());
+        new_logs.leave_to(outside.clone());
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
         let rings = descriptors::rings(&config, open_files_limit());
@@ -107,41 +105,38 @@ impl Daemon {
         let watch_period = takeover.as_ref().and_then(|takeover| takeover.watch_period);
         let watch_period = systemd::watch_period(watch_period);
         let watchdog = Watchdog::start(workers.handles(), watch_period)?;
-        let ending = signals.handle();
-        let ends = move |signal| signal != SIGHUP || has_terminal;
-        let mut is_cancelled = || signals.pending().any(ends);
-        let closed =
-            takeover.as_mut().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
+        let closed = takeover
+            .as_mut()
+            .map(|takeover| takeover.wait_until_closed(&mut || heard.end().is_some()));
         let patience = closed.transpose()?.unwrap_or_default();
         let resources = resources(&config, handles, workers, &outside);
         let surroundings = Surroundings { outside, granted, own_process };
-        let shared = Shared::new(&config, ending, watch_period, surroundings, resources);
+        let shared = Shared::new(&config, heard.handle(), watch_period, surroundings, resources);
         let shared = Arc::new(shared);
         let opening = Arc::clone(&shared);
         let open = move |begin| opening.open(config, inherited, patience, begin);
         let own_log = Arc::clone(&log);
-        let (started, early_signals) = match takeover {
-            Some(takeover) => {
-                (take_over(takeover, &shared, open, own_log, &mut is_cancelled), Vec::new())
-            }
-            None => begin(&shared, open, own_log, &mut signals, ends),
+        let started = match takeover {
+            Some(takeover) => take_over(takeover, &shared, open, own_log, &mut heard),
+            None => begin(&shared, open, own_log, &mut heard),
         };
         match started {
             Ok(control) => {
+                new_logs.keep();
                 let (_watchdog, _descriptors) = (watchdog, rings);
                 Ok(Self {
                     shared,
                     control,
                     _watchdog,
-                    signals: Some(signals),
-                    early_signals,
+                    heard: Some(heard),
                     log,
-                    reloads: !has_terminal,
                     stats_file,
                     _descriptors,
                 })
             }
             Err(error) => {
+                // Others may have been open, and served.
+                hear_again(heard, Arc::clone(&shared));
                 // The first failure is the one to report.
                 let _ = shared.stop();
                 shared.control_sockets().close();
@@ -158,23 +153,16 @@ impl Daemon {
     /// If some acknowledged writes are not in the images; otherwise if the figures cannot be
     /// written.
     pub fn run(mut self) -> Result<()> {
-        let (signals, early) = (self.signals.take(), std::mem::take(&mut self.early_signals));
-        let (mut signals, reloads) = (signals.expect("it runs once"), self.reloads);
+        let mut heard = self.heard.take().expect("it runs once");
         if self.shared.exits_after_last {
             end_after_last(&self.shared)?;
         }
-        let ending = early.into_iter().chain(signals.forever()).find(|signal| {
-            let reloads = *signal == SIGHUP && reloads;
-            if reloads {
-                hang_up(&self.shared, &self.log);
-            }
-            !reloads
-        });
+        let ending = heard.wait_for_end(|| hang_up(&self.shared, &self.log));
         match ending.and_then(signal_name) {
             Some(signal) => tracing::info!("stopping on {signal}"),
             None => tracing::info!("stopping"),
         }
-        hear_again(signals, Arc::clone(&self.shared));
+        hear_again(heard, Arc::clone(&self.shared));
         self.stop()
     }
 
@@ -236,11 +224,11 @@ fn end_after_last(shared: &Arc<Shared>) -> Result<()> {
 /// Hears a second signal while the process ends. The first one that ends it was heard. One that
 /// follows it closely is the same wish, sent twice: timeout(1) signals its child and then its whole
 /// group, and a service manager may signal all processes of a group, one of which passes it on.
-fn hear_again(mut signals: Signals, shared: Arc<Shared>) {
+fn hear_again(mut heard: Heard, shared: Arc<Shared>) {
     let since_first = stopwatch();
     let is_impatience = move |signal| signal != SIGHUP && since_first() >= SAME_WISH;
     let body = move || {
-        if !signals.forever().any(is_impatience) {
+        if !heard.wait_for(is_impatience) {
             return;
         }
         if !shared.hasten(Haste::AtOnce) {
@@ -362,17 +350,19 @@ fn take_over(
     shared: &Arc<Shared>,
     open: impl FnOnce(Begin) -> Result<Sockets> + Send + 'static,
     log: Arc<dyn LogSwitch>,
-    is_cancelled: &mut dyn FnMut() -> bool,
+    heard: &mut Heard,
 ) -> Result<Option<Control>> {
     let begin = match takeover.old() {
         Old::Waiting => Begin::Later,
         Old::Gone => Begin::AtOnce,
     };
-    let inherited = takeover.while_opening(move || open(begin), is_cancelled)?;
+    // An image that hangs keeps no other from the old process for longer than that waits.
+    let mut look = || takeover.check_old(&mut || heard.end().is_some());
+    let inherited = Opener::start()?.open(move || open(begin), &mut look)?;
     // A third process may take over from this one when it is done here.
     let _alone = shared.hold_alone()?;
     let control = Control::start(&shared.control_sockets(), shared, log)?;
-    if is_cancelled() {
+    if heard.end().is_some() {
         let what = "a signal arrived before this process could take over";
         return Err(Error::new(ErrorKind::Denied, what));
     }
@@ -383,21 +373,24 @@ fn take_over(
     Ok(control)
 }
 
-/// Opens everything, and serves it. Returns the signals that came meanwhile, too.
+/// Opens everything, and serves it.
 fn begin(
     shared: &Arc<Shared>,
-    open: impl FnOnce(Begin) -> Result<Sockets>,
+    open: impl FnOnce(Begin) -> Result<Sockets> + Send + 'static,
     log: Arc<dyn LogSwitch>,
-    signals: &mut Signals,
-    ends: impl Fn(i32) -> bool + Send,
-) -> (Result<Option<Control>>, Vec<i32>) {
-    let (opened, early) = open_unless_ended(signals, ends, || open(Begin::AtOnce));
-    let begun = opened.and_then(|inherited| {
-        let control = Control::start(&shared.control_sockets(), shared, log)?;
-        ready(shared, inherited);
-        Ok(control)
-    });
-    (begun, early)
+    heard: &mut Heard,
+) -> Result<Option<Control>> {
+    let open = move || open(Begin::AtOnce);
+    let inherited = match Opener::start() {
+        Ok(opener) => opener.open(open, &mut until_late(heard))?,
+        Err(error) => {
+            tracing::warn!(%error, "signals have no effect until the disks are open");
+            open()?
+        }
+    };
+    let control = Control::start(&shared.control_sockets(), shared, log)?;
+    ready(shared, inherited);
+    Ok(control)
 }
 
 /// Everything is served: what is left over is closed, and systemd is told.
@@ -407,7 +400,7 @@ fn ready(shared: &Shared, inherited: Sockets) {
 }
 
 /// The way to do what this process may not do inside its sandbox.
-fn outside(config: &Config) -> Result<Outside> {
+fn outside(config: &Config, new_logs: &[NewLog]) -> Result<Outside> {
     let (SandboxMode::On | SandboxMode::Require, Some(program)) =
         (config.process.sandbox(), &config.helper)
     else {
@@ -420,6 +413,7 @@ fn outside(config: &Config) -> Result<Outside> {
         files: settings().filter_map(|settings| settings.fuse.clone()).collect(),
         config: config.file.clone(),
         certificates: certificates.into_iter().collect(),
+        new_logs: new_logs.to_vec(),
     };
     let helper = Helper::start(program, errands)?;
     let weak = Arc::downgrade(&helper);

@@ -1,8 +1,9 @@
 //! The helper: a process that does for a sandboxed server what the sandbox forbids. It finds out
 //! who holds a lock and which sockets are dead, mounts and unmounts files, makes temporary ones,
 //! connects to a process that takes over, and opens the configuration and certificates once more:
-//! landlock allows a file that was there at the start, not the one that replaces it. And it gives
-//! the file of a new layer the rights of the one whose name that takes.
+//! landlock allows a file that was there at the start, not the one that replaces it. It gives the
+//! file of a new layer the rights of the one whose name that takes, and removes the logs that a
+//! start made which is refused.
 //!
 //! ```text
 //! server (sandboxed)  ─ one small request at a time ──────────▶  helper: the same program,
@@ -14,7 +15,8 @@
 //!   are numbered as in the configuration, there is one configuration, certificates are the files
 //!   of fixed names in its folders, temporary files have no names, and connections go only to
 //!   sockets in folders with a takeover's name. Rights change only of files that are empty, and
-//!   that the server may write ([`mica_stack::make_alike`]).
+//!   that the server may write ([`mica_stack::make_alike`]). Files are removed only if they are the
+//!   logs that this start made, and empty ([`NewLog::remove`]).
 //! - I2 The helper reads nothing but requests, and ends with the server, however that ends.
 //! - I3 It has its own system call filter, unless its user needs another program to mount.
 //! - I4 A file on storage that hangs is given up: requests share one link, and the others wait.
@@ -28,6 +30,7 @@ use crate::overlay::nameless_file;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::CERTIFICATE_FILES;
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
+use mica_stack::NewLog;
 use mica_store::{Holder, LockQuestion, find_holder};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -61,6 +64,8 @@ enum Setup {
     Config(Vec<u8>),
     /// A folder with certificates.
     Certificates(Vec<u8>),
+    /// A log that was made: the first is number 0.
+    NewLog { path: Vec<u8>, device: u64, inode: u64 },
     /// The end of the setup.
     Begin,
 }
@@ -87,6 +92,9 @@ enum Request {
     Temporary,
     /// With the descriptors of an old file and of a new one.
     Alike,
+    RemoveLog {
+        log: usize,
+    },
     Mount {
         file: usize,
         is_writable: bool,
@@ -111,6 +119,7 @@ enum Reply {
     /// With the descriptor of the file.
     Temporary,
     Alike,
+    LogRemoved,
     /// With the descriptor of the mount.
     Mounted {
         is_for_others: bool,
@@ -207,6 +216,14 @@ impl Outside {
         }
     }
 
+    /// Removes the log that was made as number `number` of all, `log`.
+    pub(crate) fn remove_log(&self, number: usize, log: &NewLog) -> Result<()> {
+        match self {
+            Self::Here(_) => log.remove(),
+            Self::Helper(helper) => helper.remove_log(number),
+        }
+    }
+
     /// Notices if the helper ends before this process does. Called inside the sandbox.
     ///
     /// # Errors
@@ -245,6 +262,8 @@ pub(crate) struct Errands {
     pub(crate) config: Option<PathBuf>,
     /// Folders with certificates, to be read again.
     pub(crate) certificates: Vec<PathBuf>,
+    /// Logs that this start made, to be removed if it is refused.
+    pub(crate) new_logs: Vec<NewLog>,
 }
 
 /// The way to the helper.
@@ -262,7 +281,7 @@ impl Helper {
     /// # Errors
     /// Those of the system calls.
     pub(crate) fn start(program: &Path, errands: Errands) -> Result<Arc<Self>> {
-        let Errands { files, config, certificates } = errands;
+        let Errands { files, config, certificates, new_logs } = errands;
         let failed = |error| Error::from_io("starting the sandbox helper", error);
         let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let (ours, theirs) = socketpair(family, kind, SocketFlags::CLOEXEC, None)
@@ -275,7 +294,12 @@ impl Helper {
         let setup = files.iter().map(|file| Setup::File(bytes_of(file)));
         let setup = setup.chain(config.map(|config| Setup::Config(bytes_of(&config))));
         let folders = certificates.iter().map(|folder| Setup::Certificates(bytes_of(folder)));
-        let setup = setup.chain(folders);
+        let logs = new_logs.iter().map(|NewLog { path, device, inode }| Setup::NewLog {
+            path: bytes_of(path),
+            device: *device,
+            inode: *inode,
+        });
+        let setup = setup.chain(folders).chain(logs);
         for message in setup.chain([Setup::Begin]) {
             send(&ours, &message, &[]).map_err(failed)?;
         }
@@ -342,6 +366,13 @@ impl Helper {
     fn make_alike(&self, old: &File, new: &File) -> Result<()> {
         match self.request_with(&Request::Alike, &[old.as_fd(), new.as_fd()])? {
             (Reply::Alike, _) => Ok(()),
+            _ => Err(protocol_error()),
+        }
+    }
+
+    fn remove_log(&self, log: usize) -> Result<()> {
+        match self.request(&Request::RemoveLog { log })? {
+            (Reply::LogRemoved, _) => Ok(()),
             _ => Err(protocol_error()),
         }
     }

@@ -16,6 +16,7 @@
 //!               ├ addresses   where NBD clients connect, which disks share
 //!               └ servers     NBD, vhost-user, FUSE, and the index thread
 //! sandbox     what the process may still do; helper: a process that does the rest for it
+//! new_logs    files that it makes before, and removes if its start is refused
 //! own_process what the kernel reports of this process
 //! systemd     readiness, watchdog, sockets inherited and stored
 //! signals     those that end the process, or are heard otherwise
@@ -44,6 +45,7 @@ mod listed;
 mod membership;
 mod messages;
 mod needed;
+mod new_logs;
 mod no_disk;
 mod one_by_one;
 mod opened;

@@ -6,6 +6,7 @@
 use crate::served::Served;
 use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, Result};
+use mica_stack::forest::chain_of;
 use mica_stack::node_of;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,6 +37,32 @@ impl Shared {
             }
         }
         Ok(())
+    }
+
+    /// The refusal of a change of these `layers` of `served`, with the closed disks of this process
+    /// that need them: what is refused says no more than how their images are called.
+    pub(crate) fn with_closed_disks(
+        &self,
+        refused: Error,
+        served: &Arc<Served>,
+        layers: &[PathBuf],
+    ) -> Error {
+        let nodes: Vec<_> = layers.iter().filter_map(|layer| node_of(layer)).collect();
+        let needs = |other: &Served| {
+            let chain = other.closed_image().and_then(|image| chain_of(&image).ok());
+            let mut used = chain.into_iter().flatten().filter_map(|layer| node_of(&layer));
+            used.any(|node| nodes.contains(&node))
+        };
+        let others = self.disks.all().into_iter().filter(|other| !Arc::ptr_eq(other, served));
+        let names: Vec<_> =
+            others.filter(|other| needs(other)).map(|other| format!("{:?}", other.name)).collect();
+        let names = names.join(", ");
+        match names.is_empty() || refused.kind() != ErrorKind::Denied {
+            true => refused,
+            false => {
+                refused.wrap(format!("needed by disks of this server that are closed ({names})"))
+            }
+        }
     }
 
     /// Makes sure that what is to be taken as a new layer is none of a disk yet: locks would say no

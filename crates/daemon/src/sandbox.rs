@@ -116,19 +116,28 @@ impl Sandbox {
     }
 }
 
+/// What a helper does besides what every one does.
+#[derive(Clone, Copy)]
+pub(crate) struct HelperDoes {
+    /// Mount files.
+    pub(crate) mounts: bool,
+    /// Remove files that were made at the start.
+    pub(crate) removes: bool,
+}
+
 /// Restricts this process, the helper of a server, to what a helper needs. Landlock would hide
 /// other processes, which a helper must see.
 ///
 /// # Errors
 /// Those of the system calls.
-pub(crate) fn restrict_helper(mounts: bool) -> Result<()> {
+pub(crate) fn restrict_helper(does: HelperDoes) -> Result<()> {
     let failed = |error| Error::from_io("sandbox helper failed", error);
     // A program that mounts for users is setuid, which would have no effect then.
-    if mounts && !rustix::process::geteuid().is_root() {
+    if does.mounts && !rustix::process::geteuid().is_root() {
         return Ok(());
     }
     rustix::thread::set_no_new_privs(true).map_err(|error| failed(error.into()))?;
-    calls::restrict_helper(mounts, Threads::All, Unlisted::OF_THIS_BUILD).map_err(failed)
+    calls::restrict_helper(does, Threads::All, Unlisted::OF_THIS_BUILD).map_err(failed)
 }
 
 /// Restricts this thread to the files, ports and processes of `needs`.

@@ -7,9 +7,11 @@
 //!
 //! Invariants
 //! - I1 A header that says that bitmaps are true names a directory that is durable, and so is what
-//!   that names. A power cut leaves the old bitmaps or the new ones; at worst clusters leak. Only
-//!   while the disk gets another length it may leave some that are marked as not to be used.
-//! - I2 A bitmap that is inconsistent stays so, whatever is done with others.
+//!   that names. A power cut leaves the old bitmaps or the new ones, those of the length that the
+//!   disk has; at worst clusters leak.
+//! - I2 A bitmap that is inconsistent stays so, whatever is done with others. If a program that does
+//!   not know bitmaps wrote to the image, all of them are, and end with the first change, as in
+//!   QEMU. What they name is not freed: that program may have used it for something else.
 //! - I3 A cluster is freed only after nothing durable names it.
 
 mod resize;
@@ -21,9 +23,10 @@ use crate::recover::open_for_change;
 use mica_block::{Error, ErrorKind, Images, Result, Store, read_exact, write_all};
 use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{Bitmap, FileSpace, open_bitmap, read_header};
+use mica_qcow2_format::bits::BITMAPS_CONSISTENT;
 use mica_qcow2_format::{
     BITMAP_BYTES_MAX, BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
-    Header, HeaderChange, L1Entry, bitmap_bytes,
+    Header, HeaderChange, L1Entry, bitmap_bytes, field,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -66,11 +69,22 @@ enum Change {
     Empty,
 }
 
+/// What ended with a change because nothing said any more that it was true (I2).
+#[derive(Debug)]
+pub struct Ended {
+    /// The bitmaps that nobody asked to remove.
+    pub also: Vec<String>,
+    /// Whether clusters that they named may leak.
+    pub may_leak: bool,
+}
+
 /// An image whose bitmaps are changed.
 struct Editor {
     store: Arc<dyn Store>,
     header: Header,
     entries: Vec<BitmapEntry>,
+    /// The names of those that end with the first change (I2).
+    ending: Vec<String>,
 }
 
 /// Does `actions` with the bitmap called `name` of the image at `path`: all of them, or none.
@@ -84,20 +98,43 @@ pub async fn edit_bitmap(
     path: &Path,
     name: &str,
     actions: Vec<BitmapAction>,
-) -> Result<()> {
+) -> Result<Ended> {
     let (image, header) = open_for_change(images, path).await?;
     let step = async {
         room::check_version(&header)?;
-        // Without the bit that says that they are true there are none, as in QEMU.
         let entries = list_bitmaps(&*image.store, &header).await?;
+        let ending = ending(&*image.store, &header).await;
         let store = Arc::clone(&image.store);
-        Editor { store, header, entries }.edit(name, actions).await
+        Editor { store, header, entries, ending }.edit(name, actions).await
     };
     step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
 }
 
+/// The names of the bitmaps of the image of `header` of which nothing says any more that they are
+/// true, as far as they can be read.
+async fn ending(store: &dyn Store, header: &Header) -> Vec<String> {
+    let list = async || {
+        let bytes = first_cluster(store, header).await?;
+        // As if they were true.
+        let (at, bits) = (field::AUTOCLEAR, BITMAPS_CONSISTENT.to_be_bytes());
+        let mut bytes = bytes.to_vec();
+        bytes[at..].iter_mut().zip(bits).for_each(|(byte, bits)| *byte |= bits);
+        let header = Header::decode(&bytes, store.len()?)?;
+        list_bitmaps(store, &header).await
+    };
+    match header.stale_bitmaps {
+        true => list().await.unwrap_or_default().into_iter().map(|entry| entry.name).collect(),
+        false => Vec::new(),
+    }
+}
+
 impl Editor {
-    async fn edit(mut self, name: &str, actions: Vec<BitmapAction>) -> Result<()> {
+    /// Of an image whose bitmaps, if it has any, are true.
+    fn new(store: Arc<dyn Store>, header: Header, entries: Vec<BitmapEntry>) -> Self {
+        Self { store, header, entries, ending: Vec::new() }
+    }
+
+    async fn edit(mut self, name: &str, actions: Vec<BitmapAction>) -> Result<Ended> {
         let mut change = Change::Keep;
         let mut removed = None;
         for action in actions {
@@ -107,6 +144,11 @@ impl Editor {
                     let entry = room::new_entry(&self.header, &self.entries, name, *granularity)?;
                     self.entries.push(entry);
                     change = Change::Empty;
+                    continue;
+                }
+                (BitmapAction::Remove, None) if self.ending.iter().any(|ending| ending == name) => {
+                    self.ending.retain(|ending| ending != name);
+                    change = Change::Keep;
                     continue;
                 }
                 (_, None) => return Err(self.unknown(name)),
@@ -142,8 +184,25 @@ impl Editor {
     }
 
     fn unknown(&self, name: &str) -> Error {
+        let ending = self.ending.join(", ");
+        if self.ending.iter().any(|ending| ending == name) {
+            let context = format!(
+                "the bitmap {name:?} is inconsistent, as a program that does not know bitmaps wrote \
+                 to the image: --remove it, and --add it again"
+            );
+            return Error::new(ErrorKind::Corrupt, context);
+        }
         let names: Vec<_> = self.entries.iter().map(|entry| entry.name.as_str()).collect();
-        let there = if names.is_empty() { "it has none".to_owned() } else { names.join(", ") };
+        let there = match (names.is_empty(), self.header.stale_bitmaps) {
+            (false, _) => names.join(", "),
+            (true, false) => "it has none".to_owned(),
+            (true, true) if ending.is_empty() => {
+                "those that it has are inconsistent, and cannot be read: --add ends them".to_owned()
+            }
+            (true, true) => {
+                format!("{ending} are inconsistent: --remove them, and --add them again")
+            }
+        };
         Error::new(ErrorKind::NotFound, format!("no bitmap {name:?}: {there}"))
     }
 
@@ -201,7 +260,7 @@ impl Editor {
         name: &str,
         change: Change,
         removed: Option<BitmapEntry>,
-    ) -> Result<()> {
+    ) -> Result<Ended> {
         self.check_room().await?;
         let file_len = self.store.len()?;
         let space = FileSpace::open(Arc::clone(&self.store), &self.header).await?;
@@ -225,7 +284,7 @@ impl Editor {
         self.header.autoclear.unknown = 0;
         self.header.bitmaps = directory;
         self.header.autoclear.bitmaps_consistent = directory.is_some();
-        self.write_header().await?;
+        replace_header(&*self.store, &self.header).await?;
         let bits = self.header.cluster_bits;
         for entry in &unused {
             self.free_table(&space, entry).await?;
@@ -234,7 +293,8 @@ impl Editor {
             space.free(old.directory_offset, bits.clusters_for(old.directory_bytes)).await?;
         }
         space.commit().await?;
-        space.give_back(file_len).await
+        space.give_back(file_len).await?;
+        Ok(Ended { also: self.ending, may_leak: self.header.stale_bitmaps })
     }
 
     /// So that hostile bitmaps free no table.
@@ -308,30 +368,33 @@ impl Editor {
         space.free(entry.table_offset, bits.clusters_for(len as u64)).await
     }
 
-    /// Makes sure that [`Self::write_header`] can write a header that names bitmaps.
+    /// Makes sure that [`replace_header`] can write a header that names bitmaps.
     ///
     /// # Errors
     /// As [`HeaderChange::plan`].
     async fn check_room(&self) -> Result<()> {
-        room::check_header(&self.header, &self.first_cluster().await?)
+        room::check_header(&self.header, &first_cluster(&*self.store, &self.header).await?)
     }
+}
 
-    async fn first_cluster(&self) -> Result<Buf> {
-        let len = usize::try_from(self.header.cluster_bits.bytes()).expect("at most 2 MiB");
-        read_exact(&*self.store, HostOffset::ZERO, len).await
-    }
+async fn first_cluster(store: &dyn Store, header: &Header) -> Result<Buf> {
+    let len = usize::try_from(header.cluster_bits.bytes()).expect("at most 2 MiB");
+    read_exact(store, HostOffset::ZERO, len).await
+}
 
-    /// Writes the header, durably: a power cut leaves the old one or the new one.
-    async fn write_header(&self) -> Result<()> {
-        let HeaderChange { name, sector } =
-            HeaderChange::plan(&self.first_cluster().await?, &self.header)?;
-        for (at, bytes) in name.into_iter().chain([(0, sector)]) {
-            let at = HostOffset::new(at as u64);
-            write_all(&*self.store, Buf::from_slice(&bytes), at).await?;
-            self.store.sync().await?;
-        }
-        Ok(())
+/// Writes `header`, durably: a power cut leaves the old one or the new one.
+///
+/// # Errors
+/// As [`HeaderChange::plan`]; any error of the store.
+pub(crate) async fn replace_header(store: &dyn Store, header: &Header) -> Result<()> {
+    let HeaderChange { name, sector } =
+        HeaderChange::plan(&first_cluster(store, header).await?, header)?;
+    for (at, bytes) in name.into_iter().chain([(0, sector)]) {
+        let at = HostOffset::new(at as u64);
+        write_all(store, Buf::from_slice(&bytes), at).await?;
+        store.sync().await?;
     }
+    Ok(())
 }
 
 /// Sets the bits from `first` to `last`.

@@ -1,7 +1,7 @@
 //! Makes the disk of an image that is not in use longer or shorter.
 //!
 //! Longer: the data file, if there is one ─▶ room in the L1 table ─▶ zeros where something would
-//! show ─▶ the new size. Shorter: a copy of the L2 table in which the disk ends, without what is
+//! show ─▶ the new size, and bitmaps of that. Shorter: a copy of the L2 table in which the disk ends, without what is
 //! beyond, and of the L1 table ─▶ the new size with these ─▶ what is beyond is freed, and the file
 //! ends where its last cluster does ─▶ the data file.
 //!
@@ -19,7 +19,7 @@ mod blocks;
 mod data;
 mod future;
 
-use crate::bitmaps::ResizedBitmaps;
+use crate::bitmaps::{ResizedBitmaps, replace_header};
 use crate::recover::{open_for_change, repair_dirty, repair_for_opening};
 use data::DataFile;
 use future::with_size;
@@ -31,7 +31,9 @@ use mica_qcow2::FileSpace;
 use mica_qcow2::read_header;
 use mica_qcow2::{Chain, ChainOptions, IndexUse, check_resizable};
 use mica_qcow2_format::bits::{BITMAPS_CONSISTENT, DIRTY, RAW_EXTERNAL};
-use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, Version, field};
+use mica_qcow2_format::{
+    Autoclear, BitmapsExtension, Header, L1Entry, L2Entry, L2Format, Version, field,
+};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::path::{Path, PathBuf};
@@ -92,9 +94,10 @@ impl Resizer {
                 return Err(error);
             }
         };
+        let new_bitmaps = bitmaps.as_ref().map(ResizedBitmaps::of_new_length);
         let resized = match room {
-            Some(room) => self.grow(size, room).await,
-            None => self.shrink(size).await,
+            Some(room) => self.grow(size, room, new_bitmaps).await,
+            None => self.shrink(size, new_bitmaps).await,
         };
         match bitmaps {
             Some(bitmaps) => bitmaps.finish(&store, resized).await,
@@ -142,13 +145,13 @@ impl Resizer {
         }
     }
 
-    async fn grow(&mut self, size: u64, _: Room) -> Result<()> {
+    async fn grow(&mut self, size: u64, _: Room, bitmaps: Option<BitmapsExtension>) -> Result<()> {
         // A raw data file has nothing but zeros there, and the image names them.
         if !self.data.as_ref().is_some_and(DataFile::is_raw) {
             self.zero_new(size).await?;
         }
         self.header.size = size;
-        self.write_header().await
+        self.write_length(bitmaps).await
     }
 
     /// Makes the L1 table longer, within its clusters if it fits them, otherwise elsewhere.
@@ -229,7 +232,7 @@ impl Resizer {
             return Ok(());
         }
         let mut images = OpenedImages::new(Arc::clone(&self.images));
-        images.add(&self.path, with_size(&self.image, size));
+        images.add(&self.path, with_size(&self.image, size, self.header.version));
         if let Some(data) = &self.data {
             data.held_by(&mut images);
         }
@@ -280,7 +283,7 @@ impl Resizer {
         }
     }
 
-    async fn shrink(&mut self, size: u64) -> Result<()> {
+    async fn shrink(&mut self, size: u64, bitmaps: Option<BitmapsExtension>) -> Result<()> {
         let (bits, entries) = (self.header.cluster_bits, self.header.l1_entries_for(size)?);
         let mut l1 = self.read_l1().await?;
         let beyond = l1.split_off(len_of(entries.into()));
@@ -295,7 +298,7 @@ impl Resizer {
         if let Some(copies) = copies {
             self.header.l1_offset = copies.l1;
         }
-        self.write_header().await?;
+        self.write_length(bitmaps).await?;
 
         let mut space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
         if let Some(cut) = &cut {
@@ -474,6 +477,17 @@ impl Resizer {
         len_of(self.header.cluster_bits.bytes())
     }
 
+    /// As [`Self::write_header`], with these `bitmaps`, if the image has some.
+    async fn write_length(&mut self, bitmaps: Option<BitmapsExtension>) -> Result<()> {
+        let Some(bitmaps) = bitmaps else { return self.write_header().await };
+        let Header { size, l1_entries, l1_offset, .. } = self.header;
+        // The refcount table may have moved.
+        let mut header = read_header(&*self.image.store).await?;
+        header.autoclear = Autoclear { unknown: 0, bitmaps_consistent: true, ..header.autoclear };
+        self.header = Header { size, l1_entries, l1_offset, bitmaps: Some(bitmaps), ..header };
+        replace_header(&*self.image.store, &self.header).await
+    }
+
     /// Writes size and L1 table into the header's first sector in one write, and makes that
     /// durable.
     async fn write_header(&self) -> Result<()> {
@@ -485,8 +499,6 @@ impl Resizer {
         if self.header.version == Version::V3 {
             let field = &mut sector.own_bytes()[field::AUTOCLEAR..field::AUTOCLEAR + 8];
             let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
-            // Bitmaps are marked as not to be used from when they have the new length until the
-            // disk has it, too. Before that they are what they were.
             field.copy_from_slice(&(bits & (BITMAPS_CONSISTENT | RAW_EXTERNAL)).to_be_bytes());
             if self.header.incompatible.dirty {
                 let field = &mut sector.own_bytes()[field::INCOMPATIBLE..field::INCOMPATIBLE + 8];

@@ -91,7 +91,7 @@ pub use temporary::{
     unfinished_place,
 };
 pub use volumes::{
-    Collection, Compactor, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, Patience,
+    Collection, Compactor, Durability, Keep, LOG_BYTES_MIN, LogPlace, MACHINE_ID, NewLog, Patience,
     Settled, SnapshotPer, Store, StoreFaults, StoreUrl, Stores, VolumeAccess, VolumeOptions,
     VolumeUrl, bucket_files, bucket_ports, read_volume_key,
 };

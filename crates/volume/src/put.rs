@@ -103,6 +103,19 @@ impl Tries {
     }
 }
 
+/// The error of what would free space, in a store that is full: nothing that is immutable says that
+/// it is deleted, so that one more object has to. What holds blocks until that is durable cannot be
+/// given back for it.
+pub(crate) fn needs_room(error: Error) -> Error {
+    if error.kind() != ErrorKind::NoSpace {
+        return error;
+    }
+    let what = "this takes a few KiB before it frees any: `mica volume gc` makes room if the store \
+                has something that no volume needs; else remove another file of that file system, \
+                or raise the quota";
+    error.wrap(what)
+}
+
 /// The pause after so many tries: twice as long each time, and up to a half less, so that those who
 /// failed at one time do not all return at one time.
 fn pause_len(failed: u32, seed: u32) -> Duration {

@@ -196,6 +196,61 @@ fn directory_at(image: &[u8]) -> usize {
     usize::try_from(offset.expect("a whole extension")).expect("within the file")
 }
 
+/// The story: a program that does not know bitmaps had written to the image, and it was said to
+/// have none.
+#[test]
+fn bitmaps_that_another_program_made_inconsistent_are_named_and_can_be_removed() {
+    /// The byte with the bit that says that bitmaps are true.
+    const CONSISTENT_AT: usize = 95;
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "image.qcow2", &[], "20M");
+    for name in ["one", "two"] {
+        mica_in(dir, &["bitmap", "--add", "image.qcow2", name]).ok();
+    }
+    let mut stale = fs::read(dir.join("image.qcow2")).expect("read");
+    stale[CONSISTENT_AT] &= !1;
+    let put = || fs::write(dir.join("image.qcow2"), &stale).expect("written");
+    put();
+    let refuse = |args: &[&str]| mica_in(dir, &[&["bitmap"], args].concat()).refusal();
+    for action in ["--clear", "--enable", "--disable", "--merge=two"] {
+        let refused = refuse(&[action, "image.qcow2", "one"]);
+        assert!(refused.contains("\"one\" is inconsistent"), "{refused}");
+        assert!(refused.contains("--remove it, and --add it again"), "{refused}");
+    }
+    for action in ["--clear", "--remove"] {
+        let refused = refuse(&[action, "image.qcow2", "three"]);
+        assert!(refused.contains("one, two are inconsistent"), "{refused}");
+    }
+    assert!(fs::read(dir.join("image.qcow2")).expect("read") == stale, "nothing has changed");
+
+    let removed = mica_in(dir, &["bitmap", "--remove", "image.qcow2", "one"]);
+    assert!(removed.stderr.contains("removed, too, as QEMU does: two"), "{}", removed.stderr);
+    assert!(removed.stderr.contains("-r leaks"), "{}", removed.stderr);
+    removed.ok();
+    assert!(bitmaps(dir, "image.qcow2").is_null());
+    qemu::img(dir, ["check", "-q", "-r", "leaks", "image.qcow2"]).ok();
+    mica_in(dir, &["bitmap", "--remove", "image.qcow2", "one"]).refusal();
+
+    put();
+    mica_in(dir, &["bitmap", "--remove", "--add", "image.qcow2", "one"]).ok();
+    assert_eq!(bitmaps(dir, "image.qcow2").as_array().map(Vec::len), Some(1));
+    qemu::io(dir, &[], "image.qcow2", &["write 1M 64k"]);
+    qemu::img(dir, ["check", "-q", "-r", "leaks", "image.qcow2"]).ok();
+
+    // Nothing can be read of them.
+    let at = directory_at(&stale);
+    stale[at..at + 24].fill(0xff);
+    fs::write(dir.join("image.qcow2"), &stale).expect("written");
+    let refused = refuse(&["--remove", "image.qcow2", "one"]);
+    assert!(refused.contains("inconsistent, and cannot be read"), "{refused}");
+    mica_in(dir, &["bitmap", "--add", "image.qcow2", "one"]).ok();
+    assert_eq!(bitmaps(dir, "image.qcow2").as_array().map(Vec::len), Some(1));
+}
+
 /// The story: the image had a bitmap with an empty table, and QEMU did not open it.
 #[test]
 fn empty_disk_gets_a_bitmap_only_when_it_is_longer() {

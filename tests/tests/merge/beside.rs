@@ -97,3 +97,32 @@ fn images_that_were_merged_hold_up_no_merge_after_a_restart_and_their_clones_do(
     chain.mica(&["commit", LAYERS[4]]).ok();
     chain.judge(&chain.expected());
 }
+
+/// The story: what was said named the image of a disk that was drained, and not the disk.
+#[test]
+fn closed_disk_of_the_same_server_that_needs_a_layer_is_named() {
+    if !tools::present(TOOLS) {
+        return;
+    }
+    let chain = Chain::new(KINDS[1]);
+    qemu::overlay(chain.dir(), "middle.qcow2", "two.qcow2", &[]);
+    qemu::overlay(chain.dir(), "other.qcow2", "middle.qcow2", &[]);
+    let server = serve(&chain);
+    let other = chain.path("other.qcow2").display().to_string();
+    let socket = chain.path("other.sock").display().to_string();
+    ctl(&chain, &["add", &other, "--name", "web", "--nbd", &socket]).ok();
+    let merge = ["commit", "top", "--top", "two.qcow2", "--base", chain.base()];
+    let refused = ctl(&chain, &merge).refusal();
+    assert!(refused.contains("the disk \"web\" needs"), "{refused}");
+    ctl(&chain, &["drain", "web"]).ok();
+    let refused = ctl(&chain, &merge).refusal();
+    assert!(refused.contains("disks of this server that are closed (\"web\")"), "{refused}");
+    assert!(refused.contains("middle.qcow2 stands on"), "{refused}");
+    // One that does not need them is no reason.
+    ctl(&chain, &["remove", "web"]).ok();
+    let refused = ctl(&chain, &merge).refusal();
+    assert!(!refused.contains("closed"), "{refused}");
+    std::fs::remove_file(chain.path("middle.qcow2")).expect("removed");
+    ctl(&chain, &merge).ok();
+    stop(server);
+}

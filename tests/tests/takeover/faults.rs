@@ -18,7 +18,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 /// For what should happen at once. The machine may be busy.
-const SOON: Duration = Duration::from_secs(8);
+pub(crate) const SOON: Duration = Duration::from_secs(8);
 const OPTIONS: [&str; 3] = ["--nbd", "socket", "disk.qcow2"];
 const TAKE_OVER: [&str; 4] = ["--takeover", "--nbd", "socket", "disk.qcow2"];
 
@@ -50,7 +50,7 @@ fn guest(dir: &Path) -> Guest {
 
 /// A write that is acknowledged, and not flushed.
 #[track_caller]
-fn write(dir: &Path, offset: u64, byte: u8) {
+pub(crate) fn write(dir: &Path, offset: u64, byte: u8) {
     assert_eq!(guest(dir).write(offset, &[byte; 4096]).expect("answered"), 0);
 }
 
@@ -476,7 +476,7 @@ fn new_process_that_is_killed_before_it_serves_all_disks_has_answered_nobody() {
 
 /// Whether a process has a file open whose path ends with `name`. One that it only names counts for
 /// nothing: the sandbox does so with each image, long before it is opened.
-fn holds_open(process: u32, name: &str) -> bool {
+pub(crate) fn holds_open(process: u32, name: &str) -> bool {
     /// As `fdinfo` shows the flags.
     const O_PATH: u32 = 0o10_000_000;
     let Ok(files) = std::fs::read_dir(format!("/proc/{process}/fd")) else { return false };

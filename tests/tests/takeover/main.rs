@@ -2,3 +2,4 @@
 
 mod faults;
 mod live;
+mod signals;

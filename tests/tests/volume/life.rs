@@ -39,6 +39,39 @@ fn io(server: &Server, commands: &[&str]) {
     assert!(!said.contains("failed"), "{said}");
 }
 
+/// The story: a server that could not serve its volume left an empty log.
+#[test]
+fn start_that_is_refused_leaves_no_log_that_it_made() {
+    let store = Store::new();
+    store.create("web", "16M");
+    let server = store.serve("web", &[]).expect("served");
+    let at = |name: &str| store.folder().join(name);
+    let serve = |sandbox: &str, log: &Path, volume: &str| {
+        let (log, socket) = (log.display().to_string(), at("refused").display().to_string());
+        let volume = store.volume(volume);
+        let options = ["--volume", &volume, "--log-device", &log, "--sandbox", sandbox, "--nbd"];
+        mica::run(["serve"].iter().chain(&options).copied().chain([&*socket])).refusal()
+    };
+    for sandbox in ["on", "off"] {
+        for volume in ["web", "missing"] {
+            let refused = serve(sandbox, &at("log"), volume);
+            assert!(!at("log").exists(), "{sandbox}: {refused}");
+            // What was there before stays.
+            fs::write(at("old"), "").expect("made");
+            serve(sandbox, &at("old"), volume);
+            assert!(at("old").exists(), "{sandbox}");
+        }
+    }
+    stop(server);
+    let (log, mut started) = (at("log"), Vec::new());
+    for _ in 0..2 {
+        let server = store.serve("web", &["--log-device", &log.display().to_string()]);
+        stop(server.expect("served"));
+        started.push(fs::metadata(&log).expect("it stays").len());
+    }
+    assert!(started[0] > 0 && started[0] == started[1], "{started:?}");
+}
+
 #[test]
 fn volume_is_created_served_listed_checked_and_deleted() {
     if !tools::present(TOOLS) {

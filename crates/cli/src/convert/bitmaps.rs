@@ -143,5 +143,6 @@ async fn copy_one(
             (path, FileImages::to_write(path, options, may_write)?)
         }
     };
-    Ok(edit_bitmap(&to, path, &bitmap.name, actions).await?)
+    edit_bitmap(&to, path, &bitmap.name, actions).await?;
+    Ok(())
 }

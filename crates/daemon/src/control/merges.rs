@@ -4,7 +4,8 @@ use super::perform::{Answer, find, perform, perform_held};
 use super::reply::{body, json};
 use super::sources::Sources;
 use crate::jobs::Job;
-use crate::served::{LayersCalled, StatesInTheWay};
+use crate::served::{LayersCalled, Served, StatesInTheWay};
+use crate::shared::Shared;
 use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::response::Response;
@@ -12,6 +13,7 @@ use mica_stack::GoneImages;
 use serde::Deserialize;
 use serde_json::json as value;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -44,6 +46,9 @@ struct DropState {
     rate: u64,
 }
 
+/// What is asked whether layers may change, as by [`mica_stack::merge::Merge::prepare`].
+type Check<'a> = &'a mut dyn FnMut(&[PathBuf]) -> mica_block::Result<()>;
+
 pub(super) async fn jobs(State(sources): State<Sources>) -> Response {
     let all = sources.shared.disks.all();
     let jobs = all.iter().filter_map(|served| served.job()).map(|job| value!(job.report()));
@@ -73,8 +78,7 @@ pub(super) async fn commit(
     let gone = GoneImages::new(ignore_gone);
     let begun = perform_held(&sources, move |shared| {
         let layers = LayersCalled { top: top.as_deref(), base: base.as_deref() };
-        let check = |layers: &[PathBuf]| shared.check_no_disk_needs(&served, layers);
-        served.start_commit(layers, gone, rate, check)
+        naming_disks(shared, &served, |check| served.start_commit(layers, gone, rate, check))
     });
     Ok(answer_with(&*begun.await?))
 }
@@ -88,10 +92,24 @@ pub(super) async fn drop_state(
     let DropState { state, ignore_gone, rate } = body(sent).await?;
     let gone = GoneImages::new(ignore_gone);
     let begun = perform_held(&sources, move |shared| {
-        let check = |layers: &[PathBuf]| shared.check_no_disk_needs(&served, layers);
-        served.start_drop(&state, gone, rate, check)
+        naming_disks(shared, &served, |check| served.start_drop(&state, gone, rate, check))
     });
     Ok(answer_with(&*begun.await?))
+}
+
+/// Begins by `start` to merge layers of `served`, unless another disk of this process needs them: a
+/// refusal says which.
+fn naming_disks(
+    shared: &Shared,
+    served: &Arc<Served>,
+    start: impl FnOnce(Check<'_>) -> mica_block::Result<Arc<Job>>,
+) -> mica_block::Result<Arc<Job>> {
+    let mut needed = Vec::new();
+    let mut check = |layers: &[PathBuf]| {
+        needed = layers.to_vec();
+        shared.check_no_disk_needs(served, layers)
+    };
+    start(&mut check).map_err(|refused| shared.with_closed_disks(refused, served, &needed))
 }
 
 pub(super) async fn cancel(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {

@@ -6,10 +6,11 @@ use super::{
 };
 use crate::messages::receive_with_fds;
 use crate::overlay::nameless_file;
-use crate::sandbox;
+use crate::sandbox::{self, HelperDoes};
 use crate::takeover::{RENDEZVOUS_FOLDER, RENDEZVOUS_SOCKET};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
+use mica_stack::NewLog;
 use mica_store::{Holder, LockQuestion};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use std::os::fd::{AsFd, OwnedFd};
@@ -38,11 +39,15 @@ pub fn run_helper() -> Result<()> {
             Some(Setup::File(path)) => errands.files.push(path_of(path)),
             Some(Setup::Config(path)) => errands.config = Some(path_of(path)),
             Some(Setup::Certificates(path)) => errands.certificates.push(path_of(path)),
+            Some(Setup::NewLog { path, device, inode }) => {
+                errands.new_logs.push(NewLog { path: path_of(path), device, inode });
+            }
             Some(Setup::Begin) => break,
             None => return Ok(()),
         }
     }
-    sandbox::restrict_helper(!errands.files.is_empty())?;
+    let (mounts, removes) = (!errands.files.is_empty(), !errands.new_logs.is_empty());
+    sandbox::restrict_helper(HelperDoes { mounts, removes })?;
     let (mounts, opener) = (MountsHere::default(), Opener::default());
     while let Some(request) = receive_with(&link)? {
         let (reply, fd) = answer(request, &errands, (&mounts, &opener)).unwrap_or_else(|error| {
@@ -131,6 +136,11 @@ fn answer(
             })?;
             (Reply::Alike, None)
         }
+        Request::RemoveLog { log } => {
+            let unknown = || Error::new(ErrorKind::Invalid, "no such log");
+            errands.new_logs.get(log).ok_or_else(unknown)?.remove()?;
+            (Reply::LogRemoved, None)
+        }
         Request::Connect { path } => {
             let path = path_of(path);
             if !is_rendezvous(&path) {
@@ -214,6 +224,7 @@ fn is_rendezvous(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mica_stack::LogPlace;
 
     #[test]
     fn only_sockets_of_takeovers_are_connected_to() {
@@ -239,6 +250,25 @@ mod tests {
             .err()
             .map(|error| error.kind());
         assert_eq!(refused, Some(ErrorKind::Invalid));
+    }
+
+    #[test]
+    fn only_logs_that_the_start_made_are_removed_and_only_while_they_are_empty() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("log");
+        let made = LogPlace { path: path.clone(), len: 1 << 20 }.make().expect("made");
+        let errands = Errands { new_logs: made.into_iter().collect(), ..Errands::default() };
+        let ask = |log| {
+            let (mounts, opener) = (MountsHere::default(), Opener::default());
+            let answer =
+                answer((Request::RemoveLog { log }, Vec::new()), &errands, (&mounts, &opener));
+            answer.map(drop).map_err(|error| error.kind())
+        };
+        assert_eq!(ask(1), Err(ErrorKind::Invalid));
+        std::fs::write(&path, "records").expect("written");
+        assert!(ask(0).is_ok() && path.exists());
+        std::fs::write(&path, "").expect("emptied");
+        assert!(ask(0).is_ok() && !path.exists());
     }
 
     /// The story: one certificate on storage that hangs, and the server could ask for nothing else

@@ -9,6 +9,7 @@
 
 mod lists;
 
+use super::HelperDoes;
 use lists::{FOR_LINKS, FOR_MOUNTS, FOR_NETWORK, OF_BOTH, OF_SERVERS, REFUSED};
 use seccompiler::SeccompCmpArgLen::{Dword, Qword};
 use seccompiler::SeccompCmpOp::{Eq, MaskedEq};
@@ -73,12 +74,12 @@ pub(super) fn restrict_server(
 /// # Errors
 /// As [`restrict_server`].
 pub(super) fn restrict_helper(
-    mounts: bool,
+    does: HelperDoes,
     threads: Threads,
     unlisted: Unlisted,
 ) -> io::Result<()> {
-    let mut rules = listed(&[OF_BOTH, if mounts { FOR_MOUNTS } else { &[] }]);
-    helper_rules(&mut rules, mounts).map_err(io::Error::other)?;
+    let mut rules = listed(&[OF_BOTH, if does.mounts { FOR_MOUNTS } else { &[] }]);
+    helper_rules(&mut rules, does).map_err(io::Error::other)?;
     apply(rules, threads, unlisted)
 }
 
@@ -265,8 +266,12 @@ fn option_rules(allowed: Allowed) -> Result<Vec<SeccompRule>, BackendError> {
     Ok([of_servers, of_clients].concat())
 }
 
-fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
+fn helper_rules(rules: &mut Rules, does: HelperDoes) -> Result<(), BackendError> {
     common_rules(rules)?;
+    if does.removes {
+        // No folders.
+        rules.insert(libc::SYS_unlinkat, vec![all([is(2, 0)])?]);
+    }
     let socket = |kind| all([is(0, libc::AF_UNIX), has(1, SOCKET_KIND, kind)]);
     rules.insert(libc::SYS_socket, vec![socket(libc::SOCK_SEQPACKET)?, socket(libc::SOCK_DGRAM)?]);
     rules.insert(libc::SYS_connect, Vec::new());
@@ -277,7 +282,7 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
     rules.extend(rights.map(|call| (call, Vec::new())));
     // The group alone.
     rules.insert(libc::SYS_fchown, vec![all([is(1, -1)])?]);
-    if !mounts {
+    if !does.mounts {
         // Files of other processes may only be read.
         let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
         // New ones that never get a name may be written.

@@ -143,10 +143,6 @@ impl Needs {
                 Error::from_io(format!("--index-dir {}", folder.display()), error)
             })?;
         }
-        // Opening them reports what is wrong with them.
-        if let Some(log) = disk.volume.log().filter(|_| disk.writes()) {
-            let _ = log.make();
-        }
         for file in disk.images.secret_files() {
             self.allow(&file, AccessFs::ReadFile.into());
         }
@@ -181,7 +177,7 @@ impl Needs {
         match disk.volume.url() {
             Ok(Some(url)) => {
                 self.add_store(&url.store, disk.writes());
-                let log = disk.volume.log().filter(|_| disk.writes());
+                let log = disk.log();
                 log.iter().for_each(|log| self.allow(&log.path, READ | WRITE));
                 let key = disk.volume.volume_key.iter();
                 key.for_each(|key| self.allow(key, AccessFs::ReadFile.into()));

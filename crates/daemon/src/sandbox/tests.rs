@@ -5,7 +5,7 @@ use crate::sockets::Sockets;
 use io_uring::IoUring;
 use mica_rt::{Backend, Executor};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use std::fs::{self, File};
 use std::io;
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -25,6 +25,7 @@ struct Place {
 }
 
 const SECRET: &[u8] = b"secret";
+const NO_ERRANDS: HelperDoes = HelperDoes { mounts: false, removes: false };
 
 impl Place {
     fn new() -> Self {
@@ -311,7 +312,7 @@ fn helper_makes_no_file_that_could_be_given_a_name() {
     let folder = place.at("in");
     let restricted = || {
         rustix::thread::set_no_new_privs(true).expect("set");
-        calls::restrict_helper(false, Threads::This, Unlisted::Error).expect("restricted");
+        calls::restrict_helper(NO_ERRANDS, Threads::This, Unlisted::Error).expect("restricted");
         let open = |flags| {
             let flags = OFlags::TMPFILE | OFlags::RDWR | flags;
             rustix::fs::open(&folder, flags, Mode::RUSR | Mode::WUSR)
@@ -320,6 +321,28 @@ fn helper_makes_no_file_that_could_be_given_a_name() {
         open(OFlags::EXCL).expect("made");
     };
     std::thread::scope(|scope| scope.spawn(restricted).join()).expect("the test ended");
+}
+
+#[test]
+fn helper_removes_files_only_if_some_were_made_and_never_folders() {
+    for removes in [false, true] {
+        let place = Place::new();
+        let (file, folder) = (place.at("in/made"), place.at("in/folder"));
+        fs::write(&file, "").expect("made");
+        fs::create_dir(&folder).expect("made");
+        let restricted = || {
+            rustix::thread::set_no_new_privs(true).expect("set");
+            let does = HelperDoes { removes, ..NO_ERRANDS };
+            calls::restrict_helper(does, Threads::This, Unlisted::Error).expect("restricted");
+            let unlink = |path, flags| rustix::fs::unlinkat(rustix::fs::CWD, path, flags);
+            assert!(is_errno_of_refusal(unlink(&folder, AtFlags::REMOVEDIR)));
+            match removes {
+                true => unlink(&file, AtFlags::empty()).expect("removed"),
+                false => assert!(is_errno_of_refusal(unlink(&file, AtFlags::empty()))),
+            }
+        };
+        std::thread::scope(|scope| scope.spawn(restricted).join()).expect("the test ended");
+    }
 }
 
 /// Whatever calls the kernel has, now or in future.
@@ -577,10 +600,9 @@ fn without_a_sandbox_nothing_changes() {
     });
 }
 
-/// The story: a snapshot was only read, and its whole store could be written; a log was made for
-/// it, too.
+/// The story: a snapshot was only read, and its whole store could be written.
 #[test]
-fn volume_that_is_only_read_gets_no_rights_to_write_and_no_log() {
+fn volume_that_is_only_read_gets_no_rights_to_write() {
     let place = Place::new();
     let (store, log) = (place.at("in"), place.at("out/log"));
     let disk = |name: &str| {
@@ -594,14 +616,14 @@ fn volume_that_is_only_read_gets_no_rights_to_write_and_no_log() {
     for disk in [disk("web@monday"), read_only] {
         let needs = Needs::of(&ProcessSettings::default(), &[disk], &Sockets::default());
         let needs = needs.expect("nothing is in the way");
-        assert!(!needs.has_links && !log.exists());
+        assert!(!needs.has_links);
         let writes = AccessFs::WriteFile | AccessFs::MakeReg | AccessFs::RemoveFile;
         let granted = needs.files.iter().filter(|(_, access)| access.intersects(writes));
         assert_eq!(granted.count(), 0, "{needs:?}");
     }
     let needs = Needs::of(&ProcessSettings::default(), &[disk("web")], &Sockets::default());
     let needs = needs.expect("nothing is in the way");
-    assert!(needs.has_links && log.exists());
+    assert!(needs.has_links);
     assert!(needs.files[&store].contains(AccessFs::WriteFile | AccessFs::MakeReg));
 }
 

@@ -39,6 +39,11 @@ impl Served {
         disk.map(|disk| disk.layer_paths()).unwrap_or_default()
     }
 
+    /// Its image, if it is a file that is not open.
+    pub(crate) fn closed_image(&self) -> Option<Arc<Path>> {
+        (self.is_file() && self.opened().disk().is_err()).then(|| self.image())
+    }
+
     /// The merge that is under way, or the last one.
     pub(crate) fn job(&self) -> Option<Arc<Job>> {
         self.lock_job().clone()

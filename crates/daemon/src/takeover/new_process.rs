@@ -8,15 +8,12 @@ use crate::held::{Held, Origin};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Listener;
 use std::path::Path;
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 /// Limit for the old process to finish requests in flight, and to flush.
 const CLOSE_LIMIT: Duration = Duration::from_secs(120);
 /// Limit for the system to release what a dead process had open: its rings end after it does.
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
-/// How often the new process looks at the old one while it opens images.
-const OPENING_STEP: Duration = Duration::from_millis(50);
 /// Most sockets that are handed over, and disks that are told of.
 const SOCKETS_MAX: usize = 65536;
 const DISKS_MAX: usize = 65536;
@@ -123,39 +120,11 @@ impl Takeover {
         self.old
     }
 
-    /// Opens the images, on another thread: one that hangs keeps no other from the old process for
-    /// longer than that waits.
+    /// Looks whether the old process has said something, while it waits for images to be opened.
     ///
     /// # Errors
-    /// As `open`; if the old process has given up on this one, or `is_cancelled`: then `open` may
-    /// still run.
-    pub(crate) fn while_opening<T: Send + 'static>(
-        &mut self,
-        open: impl FnOnce() -> Result<T> + Send + 'static,
-        is_cancelled: &mut dyn FnMut() -> bool,
-    ) -> Result<T> {
-        let (sender, opened) = mpsc::channel();
-        let opening = move || {
-            // If nobody waits any more, this process ends.
-            let _ = sender.send(open());
-        };
-        std::thread::Builder::new()
-            .name("mica-open".to_owned())
-            .spawn(opening)
-            .map_err(|error| Error::from_io("opening images", error))?;
-        loop {
-            match opened.recv_timeout(OPENING_STEP) {
-                Ok(opened) => return opened,
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::new(ErrorKind::Io, "opening images failed"));
-                }
-                Err(RecvTimeoutError::Timeout) => self.check_old(is_cancelled)?,
-            }
-        }
-    }
-
-    /// Looks whether the old process has said something, while it waits.
-    fn check_old(&mut self, is_cancelled: &mut dyn FnMut() -> bool) -> Result<()> {
+    /// If it has given up on this one, or `is_cancelled`.
+    pub(crate) fn check_old(&mut self, is_cancelled: &mut dyn FnMut() -> bool) -> Result<()> {
         if is_cancelled() {
             return Err(Silence::Cancelled.into());
         }

@@ -3,15 +3,14 @@
 //!
 //! ```text
 //! new tables and a new directory, counted ─▶ durable
-//!   ─▶ header without the bit that bitmaps are true ─▶ the disk gets its length
-//!   ─▶ header with the new directory and the bit ─▶ the old is freed
+//!   ─▶ header with the new length and the new directory ─▶ the old is freed
 //! ```
 //!
-//! A power cut in between leaves bitmaps that are marked as not to be used, as I1 of the module
-//! says.
+//! Whoever writes that header ([`ResizedBitmaps::of_new_length`]) replaces both at once. Until then
+//! nobody may take the bitmaps, which are of the old length, for those of a longer disk.
 
 use super::room::table_entries_for;
-use super::{BITMAP_TABLE_ENTRY_BYTES, Editor};
+use super::{BITMAP_TABLE_ENTRY_BYTES, Change, Editor};
 use mica_block::{Result, Store, read_exact, write_all};
 use mica_qcow2::snapshots::list_bitmaps;
 use mica_qcow2::{FileSpace, read_header};
@@ -35,9 +34,8 @@ pub(crate) struct ResizedBitmaps {
 }
 
 impl ResizedBitmaps {
-    /// Writes what the bitmaps of the image in `store` need when its disk is `size` bytes long, and
-    /// marks those that there are as not to be used. Nothing if there are none. `header` is that of
-    /// the image, before and after.
+    /// Writes what the bitmaps of the image in `store` need when its disk is `size` bytes long.
+    /// Nothing if there are none. `header` is that of the image, before and after.
     ///
     /// # Errors
     /// `Invalid` if a bitmap would become too large, and as [`HeaderChange::plan`]: nothing has
@@ -49,8 +47,21 @@ impl ResizedBitmaps {
         header: &mut Header,
         size: u64,
     ) -> Result<Option<Self>> {
-        let Some(old) = header.bitmaps else { return Ok(None) };
+        if header.bitmaps.is_none() {
+            return Ok(None);
+        }
         let mut editor = Self::checked(store, header, size).await?;
+        if header.autoclear.unknown != 0 {
+            // What says that bitmaps are true although a writer did not save them, whoever makes
+            // the disk longer clears.
+            let Editor { entries, .. } = &editor;
+            let (entries, header_now) = (entries.clone(), header.clone());
+            let settled = Editor::new(Arc::clone(store), header_now, entries);
+            settled.write("", Change::Keep, None).await?;
+            *header = read_header(&**store).await?;
+            editor = Self::checked(store, header, size).await?;
+        }
+        let Some(old) = header.bitmaps else { return Ok(None) };
         let space = FileSpace::open(Arc::clone(store), header).await?;
         editor.protect_tables(&space).await?;
         let mut all = Self {
@@ -72,12 +83,13 @@ impl ResizedBitmaps {
         all.new = editor.put_directory(&space).await?.unwrap_or(old);
         space.commit().await?;
         // The refcount table may have moved.
-        editor.header = read_header(&**store).await?;
-        editor.header.autoclear.unknown = 0;
-        editor.header.autoclear.bitmaps_consistent = false;
-        editor.write_header().await?;
         *header = read_header(&**store).await?;
         Ok(Some(all))
+    }
+
+    /// What the header names that says the new length.
+    pub(crate) fn of_new_length(&self) -> BitmapsExtension {
+        self.new
     }
 
     /// Whether the bitmaps of the image in `store` can be those of a disk of `size` bytes.
@@ -94,7 +106,7 @@ impl ResizedBitmaps {
     /// What changes the bitmaps, which can be those of a disk of `size` bytes.
     async fn checked(store: &Arc<dyn Store>, header: &Header, size: u64) -> Result<Editor> {
         let entries = list_bitmaps(&**store, header).await?;
-        let editor = Editor { store: Arc::clone(store), header: header.clone(), entries };
+        let editor = Editor::new(Arc::clone(store), header.clone(), entries);
         for entry in &editor.entries {
             table_entries_for(&editor.header, entry, size)?;
         }
@@ -158,8 +170,8 @@ impl ResizedBitmaps {
         Ok(BitmapEntry { table_offset: at, table_entries, ..entry.clone() })
     }
 
-    /// The disk has its new length, or why not: the bitmaps of the length that it has are true
-    /// again, and the others are freed.
+    /// The disk has its new length, or why not: the bitmaps of the length that it does not have are
+    /// freed.
     ///
     /// # Errors
     /// That of `resized`, else any error of the store.
@@ -167,14 +179,11 @@ impl ResizedBitmaps {
         let header = read_header(&**store).await?;
         let is_old = header.size == self.old_size;
         if resized.is_err() && !is_old {
-            // Something is half done: the bitmaps stay marked as not to be used.
+            // Something is half done: what nobody names leaks.
             return resized;
         }
-        let (valid, unused) = if is_old { (self.old, self.new) } else { (self.new, self.old) };
-        let mut editor = Editor { store: Arc::clone(store), header, entries: Vec::new() };
-        editor.header.bitmaps = Some(valid);
-        editor.header.autoclear.bitmaps_consistent = true;
-        editor.write_header().await?;
+        let unused = if is_old { self.new } else { self.old };
+        let editor = Editor::new(Arc::clone(store), header, Vec::new());
         let (tables, data) = match is_old {
             true => (self.new_tables, self.new_data),
             false => (self.old_tables, self.old_data),

@@ -62,7 +62,7 @@ fn power_cut_while_bitmaps_change_leaves_a_long_name_whole() {
             let store = Logged::new(&bytes);
             let header = header_of(&bytes);
             let entries = run(list_bitmaps(&*store, &header));
-            let editor = Editor { store: store.clone(), header, entries };
+            let editor = Editor::new(store.clone(), header, entries);
             run(editor.edit("b", vec![action]));
             assert_name_is_kept(&bytes, &store, &name, &mut random);
             bytes = store.content();
@@ -74,7 +74,7 @@ fn power_cut_while_bitmaps_change_leaves_a_long_name_whole() {
 fn power_cut_while_bitmaps_get_another_length_leaves_a_long_name_whole() {
     let (image, name) = with_long_name();
     let store = Logged::new(&image);
-    let editor = Editor { store: store.clone(), header: header_of(&image), entries: Vec::new() };
+    let editor = Editor::new(store.clone(), header_of(&image), Vec::new());
     run(editor.edit("b", vec![BitmapAction::Add(None)]));
     // The name is not where a header that is laid out again has it.
     let mut before = store.content();
@@ -86,7 +86,10 @@ fn power_cut_while_bitmaps_get_another_length_leaves_a_long_name_whole() {
         let as_store: Arc<dyn Store> = store.clone();
         let mut header = header_of(&before);
         let resized = run(ResizedBitmaps::prepare(&as_store, &mut header, 2 << 20));
-        run(resized.expect("it has bitmaps").finish(&as_store, Ok(())));
+        let resized = resized.expect("it has bitmaps");
+        let new = Header { size: 2 << 20, bitmaps: Some(resized.of_new_length()), ..header };
+        run(replace_header(&*as_store, &new));
+        run(resized.finish(&as_store, Ok(())));
         assert!(header_of(&store.content()).autoclear.bitmaps_consistent);
         assert_name_is_kept(&before, &store, &name, &mut Random(seed));
     }
@@ -99,7 +102,7 @@ fn header_that_no_single_write_replaces_is_refused_before_anything_is_written() 
     let mut header = header_of(&image);
     let unknown = mica_qcow2_format::Extension { magic: 7, data: vec![1; 500] };
     header.unknown_extensions.push(unknown);
-    let editor = Editor { store: store.clone(), header, entries: Vec::new() };
+    let editor = Editor::new(store.clone(), header, Vec::new());
     let edited = editor.edit("b", vec![BitmapAction::Add(None)]).now_or_never();
     let error = edited.expect("ready").expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::Unsupported);

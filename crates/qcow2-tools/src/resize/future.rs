@@ -1,48 +1,78 @@
 //! An image as it will be: the header seen here already has the new size, while the file still has
 //! the old one. So the writing engine prepares the new part of a disk before anyone else sees it.
+//!
+//! It sees no bitmaps, which are of the old size and none of its business: what it writes is beyond
+//! what they are about. Those of the file stay what they are.
 
 use mica_block::{
     IoFuture, LocalFuture, OpenImage, Result, Run, Space, Store, StoreIdentity, Witness,
 };
-use mica_qcow2_format::field;
+use mica_qcow2_format::bits::BITMAPS_CONSISTENT;
+use mica_qcow2_format::{Version, field};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-/// Where the size in the header ends.
-const HEADER_END: u64 = field::SIZE as u64 + 8;
+/// Where the last byte of the header ends that is shown otherwise.
+const HEADER_END: u64 = BITMAPS_AT as u64 + 1;
 
-/// The `image` as it will be with `size` bytes.
-pub(super) fn with_size(image: &OpenImage, size: u64) -> OpenImage {
-    let store =
-        FutureStore { store: Arc::clone(&image.store), size, identity: StoreIdentity::own() };
-    OpenImage { store: Arc::new(store), ..image.clone() }
+/// Where the byte is that says whether bitmaps are true: the lowest one of a number.
+const BITMAPS_AT: usize = field::AUTOCLEAR + 7;
+const BITMAPS: u8 = BITMAPS_CONSISTENT.to_be_bytes()[7];
+
+/// The `image` of this `version` as it will be with `size` bytes.
+pub(super) fn with_size(image: &OpenImage, size: u64, version: Version) -> OpenImage {
+    let (store, identity) = (Arc::clone(&image.store), StoreIdentity::own());
+    let has_bitmaps = version == Version::V3;
+    OpenImage {
+        store: Arc::new(FutureStore { store, size, has_bitmaps, identity }),
+        ..image.clone()
+    }
 }
 
-/// A store whose header shows a different size than the file holds.
+/// A store whose header shows a different size than the file holds, and no bitmaps.
 struct FutureStore {
     store: Arc<dyn Store>,
     size: u64,
+    /// Whether the header says anything about bitmaps.
+    has_bitmaps: bool,
     identity: StoreIdentity,
 }
 
 /// Puts the part of the size field `field` that lies in `buf`, read from `offset`, into it.
 fn patch(buf: &mut Buf, offset: HostOffset, field: &[u8]) {
-    for (at, byte) in (field::SIZE as u64..).zip(field) {
-        let within = at.checked_sub(offset.bytes()).and_then(|at| usize::try_from(at).ok());
-        if let Some(within) = within.filter(|within| *within < buf.len()) {
+    for (at, byte) in (field::SIZE..).zip(field) {
+        if let Some(within) = within(buf, offset, at) {
             buf.put(within, &[*byte]);
         }
     }
 }
 
+/// Makes the bit that says that bitmaps are true what it is in `as_in`, if it lies in `buf`, read
+/// from `offset`.
+fn patch_bitmaps(buf: &mut Buf, offset: HostOffset, as_in: u8) {
+    if let Some(within) = within(buf, offset, BITMAPS_AT) {
+        let byte = buf[within] & !BITMAPS | as_in & BITMAPS;
+        buf.put(within, &[byte]);
+    }
+}
+
+/// Where the header's byte `at` is in `buf`, read from `offset`, if it is there.
+fn within(buf: &Buf, offset: HostOffset, at: usize) -> Option<usize> {
+    let within = (at as u64).checked_sub(offset.bytes())?;
+    usize::try_from(within).ok().filter(|within| *within < buf.len())
+}
+
 impl Store for FutureStore {
     fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
         let read = self.store.read_at(buf, offset);
-        let field = self.size.to_be_bytes();
+        let (field, has_bitmaps) = (self.size.to_be_bytes(), self.has_bitmaps);
         IoFuture::boxed(async move {
             let (result, mut buf) = read.await;
             patch(&mut buf, offset, &field);
+            if has_bitmaps {
+                patch_bitmaps(&mut buf, offset, 0);
+            }
             (result, buf)
         })
     }
@@ -51,13 +81,18 @@ impl Store for FutureStore {
         if offset.bytes() >= HEADER_END {
             return self.store.write_at(buf, offset);
         }
-        let store = Arc::clone(&self.store);
+        let (store, has_bitmaps) = (Arc::clone(&self.store), self.has_bitmaps);
         IoFuture::boxed(async move {
-            let field = Buf::new(8);
+            let there = Buf::new(usize::try_from(HEADER_END).expect("small"));
             // What is written stays as it is: the file gets a copy.
             let mut header = Buf::from_slice(&buf);
-            match store.read_at(field, HostOffset::new(field::SIZE as u64)).await {
-                (Ok(()), field) => patch(&mut header, offset, &field),
+            match store.read_at(there, HostOffset::ZERO).await {
+                (Ok(()), there) => {
+                    patch(&mut header, offset, &there[field::SIZE..field::SIZE + 8]);
+                    if has_bitmaps {
+                        patch_bitmaps(&mut header, offset, there[BITMAPS_AT]);
+                    }
+                }
                 (Err(error), _) => return (Err(error), buf),
             }
             let (result, _) = store.write_at(header, offset).await;
@@ -121,7 +156,7 @@ impl Store for FutureStore {
 
 #[cfg(test)]
 mod tests {
-    use super::{FutureStore, patch};
+    use super::{BITMAPS_AT, FutureStore, patch, patch_bitmaps};
     use mica_block::{Store, StoreIdentity, read_exact};
     use mica_qcow2_format::field;
     use mica_rt::{Backend, Buf, Executor};
@@ -138,21 +173,24 @@ mod tests {
             let store = FutureStore {
                 store: Arc::clone(&file) as Arc<dyn Store>,
                 size: 0x0202_0202_0202_0202,
+                has_bitmaps: true,
                 identity: StoreIdentity::own(),
             };
             let header = Buf::zeroed(512).into_foreign();
             let (result, header) = store.read_at(header, HostOffset::ZERO).await;
             result.expect("it is there");
             assert_eq!(size(&header), [2; 8]);
+            assert_eq!(header[BITMAPS_AT], 0, "no bitmaps");
             for at in [0, field::SIZE + 3] {
                 let mut buf = Buf::zeroed(512 - at).into_foreign();
-                buf.fill(3);
+                buf.fill(2);
                 let (result, buf) = store.write_at(buf, HostOffset::new(at as u64)).await;
                 result.expect("it is writable");
-                assert_eq!(*buf, vec![3; 512 - at]);
+                assert_eq!(*buf, vec![2; 512 - at]);
                 let there = read_exact(&*file, HostOffset::ZERO, 512).await.expect("it is there");
                 assert_eq!(size(&there), [1; 8]);
-                assert_eq!(there[511], 3);
+                assert_eq!(there[511], 2);
+                assert_eq!(there[BITMAPS_AT], 3, "the bitmaps are what they were");
             }
         });
     }
@@ -168,5 +206,12 @@ mod tests {
         buf.fill(0);
         patch(&mut buf, HostOffset::new(field::SIZE as u64 + 8), &[7; 8]);
         assert_eq!(&*buf, [0; 8]);
+        buf.fill(4);
+        patch_bitmaps(&mut buf, HostOffset::new(BITMAPS_AT as u64 - 7), 0xff);
+        assert_eq!(&*buf, [4, 4, 4, 4, 4, 4, 4, 5]);
+        patch_bitmaps(&mut buf, HostOffset::new(BITMAPS_AT as u64 - 7), 0);
+        patch_bitmaps(&mut buf, HostOffset::new(BITMAPS_AT as u64 + 1), 0xff);
+        patch_bitmaps(&mut buf, HostOffset::new(BITMAPS_AT as u64 - 8), 0xff);
+        assert_eq!(&*buf, [4; 8]);
     }
 }

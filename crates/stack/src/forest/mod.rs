@@ -299,6 +299,19 @@ pub struct ImagesOn {
     pub unknown: Vec<Problem>,
 }
 
+/// The image at `path`, and what it stands on, as far as headers tell.
+///
+/// # Errors
+/// If it is not there, or no image.
+pub fn chain_of(path: &Path) -> Result<Vec<PathBuf>> {
+    let places = [path.to_owned()];
+    let forest = Forest::scan(&places, &ScanOptions::default(), |_| ControlFlow::Continue(()))?;
+    let found = forest.of_file(record::file_of(path)?);
+    let none = || Error::new(ErrorKind::Invalid, format!("{} is no image", path.display()));
+    let chain = forest.chain(found.ok_or_else(none)?);
+    Ok(chain.map(|id| forest.get(id).path().to_owned()).collect())
+}
+
 /// Which images in `folders`, and with [`ScanDepth::All`] below them, stand directly on one of
 /// `layers`: whoever changes or removes a layer asks this first.
 ///

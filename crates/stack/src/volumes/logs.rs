@@ -3,14 +3,15 @@
 
 use crate::files::{sync_folder_of, unless_denied};
 use crate::{FileImages, ImageOptions, MayWrite};
-use mica_block::{Error, ErrorKind, Images, Result, Store, wait_for_dead};
+use mica_block::{Error, ErrorKind, Images, Result, Store, StoreIdentity, wait_for_dead};
 use mica_rt::sync::SharedLock;
 use mica_store::Handles;
 use mica_volume::LogDevice;
 use parking_lot::{Mutex, MutexGuard};
+use rustix::fs::AtFlags;
 use std::collections::BTreeMap;
-use std::fs::OpenOptions;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::fs::{Metadata, OpenOptions};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
@@ -27,36 +28,120 @@ pub struct LogPlace {
 }
 
 impl LogPlace {
-    /// Makes an empty file for it, for this user alone, unless something is there. Returns whether
-    /// it did. Its name is durable before anything is in it: what says that a volume has a log
+    /// Makes an empty file for it, for this user alone, unless something is there, for which there
+    /// is `None`. Its name is durable before anything is in it: what says that a volume has a log
     /// there is durable, too, and nobody goes on with the volume without it.
     ///
     /// # Errors
     /// Those of the system.
-    pub fn make(&self) -> Result<bool> {
+    pub fn make(&self) -> Result<Option<NewLog>> {
         self.make_with(sync_folder_of)
     }
 
-    fn make_with(&self, sync: impl FnOnce(&Path) -> Result<()>) -> Result<bool> {
+    fn make_with(&self, sync: impl FnOnce(&Path) -> Result<()>) -> Result<Option<NewLog>> {
         let path = &self.path;
         match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
-            Ok(_) => {
-                sync(path).inspect_err(|_| {
+            Ok(file) => {
+                let made = sync(path).and_then(|()| {
+                    let made = file.metadata().map_err(|error| making(path, error))?;
+                    let (device, inode) = (made.dev(), made.ino());
+                    Ok(NewLog { path: path.clone(), device, inode })
+                });
+                made.map(Some).inspect_err(|_| {
                     // The first failure is reported.
                     let _ = std::fs::remove_file(path);
-                })?;
-                Ok(true)
+                })
             }
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
                 // Whoever made it may have been killed before that.
                 if path.metadata().is_ok_and(|found| found.is_file() && found.len() == 0) {
                     unless_denied(sync(path))?;
                 }
-                Ok(false)
+                Ok(None)
             }
-            Err(error) => Err(Error::from_io(format!("making the log {}", path.display()), error)),
+            Err(error) => Err(making(path, error)),
         }
     }
+}
+
+fn making(path: &Path, error: std::io::Error) -> Error {
+    Error::from_io(format!("making the log {}", path.display()), error)
+}
+
+/// The empty file of a log that was made, and which may be taken back.
+///
+/// Invariants
+/// - N1 It is removed only while it is the one that was made, nothing is in it, and this process
+///   alone has it open.
+/// - N2 Who opened it before is not left with a file without a name: that is looked for once
+///   nobody else can have it open ([`check_name`]).
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NewLog {
+    /// Where it is.
+    pub path: PathBuf,
+    /// The device of its file system.
+    pub device: u64,
+    /// Which file it is there.
+    pub inode: u64,
+}
+
+impl NewLog {
+    /// Has it removed by `remove`, if it may be (N1).
+    ///
+    /// # Errors
+    /// Those of `remove`, and whatever keeps it from being opened: then it stays.
+    pub fn take_back(
+        &self,
+        handles: &Arc<Handles>,
+        remove: impl FnOnce(&Self) -> Result<()>,
+    ) -> Result<()> {
+        if !self.is_unused() {
+            return Ok(());
+        }
+        let options = ImageOptions::new(Arc::clone(handles));
+        let images = FileImages::to_write(&self.path, options, MayWrite::new_file())?;
+        let file = images.open_writable(&self.path)?.store;
+        let own = StoreIdentity::File { device: self.device, inode: self.inode };
+        match file.identity() == own && file.is_empty()? {
+            true => remove(self),
+            false => Ok(()),
+        }
+    }
+
+    /// Removes it if it is the one that was made, and empty. For [`Self::take_back`].
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn remove(&self) -> Result<()> {
+        if !self.is_unused() {
+            return Ok(());
+        }
+        rustix::fs::unlinkat(rustix::fs::CWD, &self.path, AtFlags::empty()).map_err(|error| {
+            Error::from_io(format!("removing {}", self.path.display()), error.into())
+        })
+    }
+
+    fn is_unused(&self) -> bool {
+        self.path.symlink_metadata().is_ok_and(|found| {
+            let is_own = found.dev() == self.device && found.ino() == self.inode;
+            is_own && found.is_file() && found.len() == 0
+        })
+    }
+}
+
+/// Checks that the file of a log that this process has alone still has its name: a start that was
+/// refused may have taken it back just before ([`NewLog`], N2).
+///
+/// # Errors
+/// `Denied` if it has another, or none.
+fn check_name(path: &Path, file: &dyn Store) -> Result<()> {
+    let StoreIdentity::File { device, inode } = file.identity() else { return Ok(()) };
+    let is_it = |found: &Metadata| found.dev() == device && found.ino() == inode;
+    if file.identity().is_device() || path.metadata().is_ok_and(|found| is_it(&found)) {
+        return Ok(());
+    }
+    let what = format!("the log {} was removed while it was opened: try again", path.display());
+    Err(Error::new(ErrorKind::Denied, what))
 }
 
 /// The logs that a process has open.
@@ -80,7 +165,7 @@ impl Logs {
     ) -> Result<Arc<LogDevice>> {
         let _alone = self.opening.alone().await;
         let LogPlace { path, len } = place;
-        let is_new = place.make()?;
+        let is_new = place.make()?.is_some();
         let real = path.canonicalize().unwrap_or_else(|_| path.clone());
         if let Some(log) = self.lock().get(&real).and_then(Weak::upgrade) {
             return Ok(log);
@@ -89,6 +174,7 @@ impl Logs {
         let images = FileImages::to_write(path, options, MayWrite::new_file())?;
         let open = async || images.open_writable(path);
         let file: Arc<dyn Store> = wait_for_dead(open).await?.store;
+        check_name(path, &*file)?;
         let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
         let opened = match file.len()? {
             0 => LogDevice::create(file, *len, random).await,
@@ -154,11 +240,68 @@ mod tests {
                 synced.push(path.to_owned());
                 Ok(())
             });
-            (made.expect("made"), synced.len())
+            (made.expect("made").is_some(), synced.len())
         };
         assert_eq!(make(), (true, 1));
         assert_eq!(make(), (false, 1), "whoever made it may have been killed");
         std::fs::write(&place.path, [0; 4096]).expect("written");
         assert_eq!(make(), (false, 0));
+    }
+
+    fn new_log(folder: &Path) -> NewLog {
+        let place = LogPlace { path: folder.join("log"), len: 1 << 20 };
+        place.make().expect("made").expect("nothing was there")
+    }
+
+    #[test]
+    fn new_log_is_taken_back_and_one_that_was_there_is_not_new() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (new, handles) = (new_log(folder.path()), Handles::new(8));
+        let again = LogPlace { path: new.path.clone(), len: 1 << 20 }.make().expect("there");
+        assert_eq!(again, None);
+        new.take_back(&handles, NewLog::remove).expect("taken back");
+        assert!(!new.path.exists());
+        new.take_back(&handles, NewLog::remove).expect("nothing is left to do");
+    }
+
+    #[test]
+    fn log_that_somebody_uses_or_that_replaced_the_new_one_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (new, handles) = (new_log(folder.path()), Handles::new(8));
+        let stays = |why| {
+            let _ = new.take_back(&handles, NewLog::remove);
+            assert!(new.path.exists(), "{why}");
+        };
+        let images = FileImages::to_write(
+            &new.path,
+            ImageOptions::new(Arc::clone(&handles)),
+            MayWrite::new_file(),
+        );
+        let user = images.expect("allowed").open_writable(&new.path).expect("free").store;
+        stays("somebody has it open, who may be about to make a log of it");
+        drop(user);
+        std::fs::write(&new.path, "a log").expect("written");
+        stays("something is in it");
+        std::fs::rename(&new.path, folder.path().join("elsewhere")).expect("renamed");
+        std::fs::write(&new.path, "").expect("made");
+        stays("it is another file");
+    }
+
+    /// Between the moment when it was opened, and the one when it could be locked, a start that was
+    /// refused took it back.
+    #[test]
+    fn log_that_lost_its_name_while_it_was_opened_is_not_written() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (new, handles) = (new_log(folder.path()), Handles::new(8));
+        let options = ImageOptions::new(handles);
+        let images = FileImages::to_write(&new.path, options, MayWrite::new_file());
+        let file = images.expect("allowed").open_writable(&new.path).expect("free").store;
+        check_name(&new.path, &*file).expect("it is there");
+        new.remove().expect("removed");
+        for removed in ["and nothing has its name", "and another file has its name"] {
+            let refused = check_name(&new.path, &*file).expect_err(removed).to_string();
+            assert!(refused.contains("was removed while it was opened"), "{refused}");
+            std::fs::write(&new.path, "").expect("made");
+        }
     }
 }

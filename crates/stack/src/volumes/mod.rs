@@ -31,7 +31,7 @@ pub use collecting::Collection;
 pub use compacting::Compactor;
 pub use faults::StoreFaults;
 pub use keys::read_volume_key;
-pub use logs::{LOG_BYTES_MIN, LogPlace};
+pub use logs::{LOG_BYTES_MIN, LogPlace, NewLog};
 pub use machine::MACHINE_ID;
 pub use open::{Settled, VolumeAccess, VolumeOptions};
 pub use stores::{Patience, Store, Stores};

@@ -9,6 +9,7 @@ use super::logs::LogPlace;
 use super::machine::host;
 use super::stores::{Store, Stores};
 use super::url::VolumeUrl;
+use super::waiting::SAY_AFTER_OF_SERVERS;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::timeout;
 use mica_volume::{
@@ -18,14 +19,10 @@ use mica_volume::{
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// How often who has a volume is asked again while its lock is held. Only compactors open volumes
 /// without that, each of them once, and whoever has passed the lock by, whom this is left to.
 const ASKED_AGAIN_MAX: u32 = 4;
-
-/// How long it may take to open a volume before that is said. A directory may hang, too.
-const SAY_AFTER: Duration = Duration::from_secs(10);
 
 /// How a volume is opened.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
@@ -149,10 +146,11 @@ impl Stores {
         options: &VolumeOptions,
     ) -> Result<Arc<dyn Manage>> {
         let mut opening = pin!(self.open_silently(url, options));
-        if let Ok(opened) = timeout(SAY_AFTER, opening.as_mut()).await {
+        if let Ok(opened) = timeout(SAY_AFTER_OF_SERVERS, opening.as_mut()).await {
             return opened;
         }
-        let (name, store, seconds) = (url.name.as_str(), &url.store, SAY_AFTER.as_secs());
+        let (name, store, seconds) =
+            (url.name.as_str(), &url.store, SAY_AFTER_OF_SERVERS.as_secs());
         tracing::warn!("volume {name} is not open after {seconds} s: still waiting for {store}");
         opening.await
     }

@@ -7,7 +7,7 @@ use super::logs::{LogPlace, Logs};
 use super::machine::host;
 use super::promises::{AllPromises, PromisedObjects};
 use super::url::StoreUrl;
-use super::waiting::WaitedFor;
+use super::waiting::{WaitedFor, Waiting};
 use crate::files::{sync_folder_of, unless_denied};
 use mica_block::{Error, ErrorKind, Objects, Result};
 use mica_rados::{PoolOptions, ReconnectingPool};
@@ -199,15 +199,18 @@ impl Stores {
         Arc::new(PromisedObjects::new(objects, self.promises.of(named), random_numbers))
     }
 
-    /// The store at `url`, of which a verb says that it does not answer if it is elsewhere.
+    /// The store at `url`, of which a server says that it does not answer, and a verb if it is
+    /// elsewhere.
     fn waited_for(&self, url: &StoreUrl, objects: Arc<dyn Objects>) -> Arc<dyn Objects> {
-        let limit = match (self.patience, url) {
-            (Patience::Verb, StoreUrl::Bucket { .. }) => Some(mica_s3::REQUEST_LIMIT),
-            (Patience::Verb, StoreUrl::Pool { .. }) => None,
-            (Patience::Verb, StoreUrl::Directory(_) | StoreUrl::Memory(_))
-            | (Patience::Guest, _) => return objects,
+        let waiting = match (self.patience, url) {
+            (_, StoreUrl::Memory(_)) | (Patience::Verb, StoreUrl::Directory(_)) => return objects,
+            (Patience::Verb, StoreUrl::Bucket { .. }) => {
+                Waiting::Verb(Some(mica_s3::REQUEST_LIMIT))
+            }
+            (Patience::Verb, StoreUrl::Pool { .. }) => Waiting::Verb(None),
+            (Patience::Guest, _) => Waiting::Server,
         };
-        Arc::new(WaitedFor::new(objects, limit))
+        Arc::new(WaitedFor::new(objects, waiting))
     }
 
     fn reach(&self, url: &StoreUrl) -> Result<Arc<dyn Objects>> {

@@ -1,5 +1,5 @@
-//! A wrapper around a store that reports, once, when a request takes longer than a few seconds:
-//! otherwise a verb would be silent while a bucket hangs.
+//! A wrapper around a store that reports, once, when requests take long: otherwise a verb, or a
+//! server, would be silent while a bucket or a folder hangs. A server also says when that is over.
 //!
 //! Invariant: every request and answer passes through unchanged.
 
@@ -11,11 +11,22 @@ use mica_rt::{Buf, Parts, timeout};
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// How long a request may take before it is reported.
+/// How long a request may take before it is reported, while somebody waits for a verb.
 const SAY_AFTER: Duration = Duration::from_secs(3);
+/// The same for a server. Opening a volume is waited for as long.
+pub(super) const SAY_AFTER_OF_SERVERS: Duration = Duration::from_secs(10);
+
+/// Who waits for a store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Waiting {
+    /// A verb, of whose requests each takes so long at most, if that is known.
+    Verb(Option<Duration>),
+    /// A server, whose guests wait for as long as it takes.
+    Server,
+}
 
 /// The store.
 pub(super) struct WaitedFor {
@@ -26,16 +37,18 @@ pub(super) struct WaitedFor {
 /// What is said of it.
 struct Said {
     name: String,
-    /// How long a request may take, if it is known.
-    limit: Option<Duration>,
-    /// Whether it was said since the last answer.
-    is_said: AtomicBool,
+    waiting: Waiting,
+    /// Requests that take long.
+    late: AtomicUsize,
 }
 
+/// A request that takes long, until it is answered, or nobody waits for it any more.
+struct Late<'a>(Option<&'a Said>);
+
 impl WaitedFor {
-    /// The store `inner`, where a request takes `limit` at most, if that is known.
-    pub(super) fn new(inner: Arc<dyn Objects>, limit: Option<Duration>) -> Self {
-        let said = Said { name: inner.name(), limit, is_said: AtomicBool::new(false) };
+    /// The store `inner`, for which somebody is `waiting`.
+    pub(super) fn new(inner: Arc<dyn Objects>, waiting: Waiting) -> Self {
+        let said = Said { name: inner.name(), waiting, late: AtomicUsize::new(0) };
         Self { inner, said: Arc::new(said) }
     }
 
@@ -48,26 +61,58 @@ impl WaitedFor {
 impl Said {
     async fn wait<T>(&self, request: impl Future<Output = T>) -> T {
         let mut request = pin!(request);
-        let answer = match timeout(SAY_AFTER, request.as_mut()).await {
-            Ok(answer) => answer,
-            Err(_) => {
-                self.say();
-                request.await
-            }
-        };
-        self.is_said.store(false, Ordering::Relaxed);
+        if let Ok(answer) = timeout(self.say_after(), request.as_mut()).await {
+            return answer;
+        }
+        let (late, first) = self.late();
+        first.into_iter().for_each(|first| tracing::warn!("{first}"));
+        let answer = request.await;
+        late.end().into_iter().for_each(|over| tracing::info!("{over}"));
         answer
     }
 
-    fn say(&self) {
-        if self.is_said.swap(true, Ordering::Relaxed) {
-            return;
+    fn say_after(&self) -> Duration {
+        match self.waiting {
+            Waiting::Verb(_) => SAY_AFTER,
+            Waiting::Server => SAY_AFTER_OF_SERVERS,
         }
-        let (name, seconds) = (&self.name, SAY_AFTER.as_secs());
-        let limit = self.limit.map_or(String::new(), |limit| {
-            format!("; a request is given up after {} s, and tried once more", limit.as_secs())
-        });
-        tracing::warn!("waiting for {name}: no answer for {seconds} s{limit}");
+    }
+
+    /// Notes that a request takes long. What is to be said then, if it is the only one.
+    fn late(&self) -> (Late<'_>, Option<String>) {
+        let others = self.late.fetch_add(1, Ordering::Relaxed);
+        (Late(Some(self)), (others == 0).then(|| self.is_late()))
+    }
+
+    fn is_late(&self) -> String {
+        let (name, seconds) = (&self.name, self.say_after().as_secs());
+        let more = match self.waiting {
+            Waiting::Verb(None) => String::new(),
+            Waiting::Verb(Some(limit)) => {
+                let limit = limit.as_secs();
+                format!("; a request is given up after {limit} s, and tried once more")
+            }
+            Waiting::Server => ": disks that need it wait".to_owned(),
+        };
+        format!("waiting for {name}: no answer for {seconds} s{more}")
+    }
+}
+
+impl Late<'_> {
+    /// It was answered. What is to be said then, if it was the last one.
+    fn end(mut self) -> Option<String> {
+        let said = self.0.take()?;
+        let is_last = said.late.fetch_sub(1, Ordering::Relaxed) == 1;
+        let says_so = is_last && said.waiting == Waiting::Server;
+        says_so.then(|| format!("{} answers again", said.name))
+    }
+}
+
+impl Drop for Late<'_> {
+    fn drop(&mut self) {
+        if let Some(said) = self.0 {
+            said.late.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -145,5 +190,49 @@ impl Object for WaitedForObject {
     fn read_end(&self, buf: Buf) -> EndFuture {
         let (said, read) = (Arc::clone(&self.said), self.inner.read_end(buf));
         Box::pin(async move { said.wait(read).await })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(waiting: Waiting) -> Said {
+        Said { name: "file:///far".to_owned(), waiting, late: AtomicUsize::new(0) }
+    }
+
+    /// The story: the folder of a store hung while its volumes were served, and the server's log
+    /// had nothing of it.
+    #[test]
+    fn server_says_once_that_its_store_hangs_and_once_that_it_no_longer_does() {
+        let said = said(Waiting::Server);
+        for _ in 0..2 {
+            let (first, is_late) = said.late();
+            let is_late = is_late.expect("nobody has said so");
+            assert!(is_late.contains("file:///far: no answer for 10 s"), "{is_late}");
+            let (second, again) = said.late();
+            assert_eq!(again, None);
+            assert_eq!(first.end(), None, "another one still waits");
+            assert_eq!(second.end().as_deref(), Some("file:///far answers again"));
+        }
+    }
+
+    #[test]
+    fn request_for_which_nobody_waits_any_more_does_not_say_that_the_store_answers() {
+        let said = said(Waiting::Server);
+        drop(said.late());
+        assert!(said.late().1.is_some(), "it is late again");
+    }
+
+    #[test]
+    fn verb_says_when_its_request_is_given_up_and_not_that_it_was_answered() {
+        let said = said(Waiting::Verb(Some(Duration::from_secs(60))));
+        let (late, is_late) = said.late();
+        let is_late = is_late.expect("nobody has said so");
+        assert!(
+            is_late.contains("no answer for 3 s; a request is given up after 60 s"),
+            "{is_late}"
+        );
+        assert_eq!(late.end(), None);
     }
 }

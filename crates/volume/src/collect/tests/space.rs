@@ -60,6 +60,39 @@ fn store_that_is_full_gets_room_by_a_collection() {
     });
 }
 
+/// The story: what was to make room in a store that was full, and in which nothing was to be
+/// collected, was refused, and what to do about it was not said.
+#[test]
+fn deletion_in_a_full_store_changes_nothing_and_says_what_to_do() {
+    run(1, async {
+        let objects = MemoryObjects::new("memory");
+        let volumes = volumes(&objects, "host-1").await;
+        volumes.create(&name("web"), LEN).await.expect("made");
+        let first = volumes.take_snapshot(&name("web"), "first").await.expect("taken");
+        let full = FaultyOptions {
+            only: Some(ObjectOperation::Put),
+            refused: 1.0,
+            refused_as: Some(ErrorKind::NoSpace),
+            ..FaultyOptions::default()
+        };
+        let full = FaultyObjects::new(Arc::new(objects.clone()), full);
+        let full = volumes_in(Arc::new(full), "host-2").await.for_verbs();
+        let which = Which::Number(first.number);
+        let dropped = full.drop_snapshot(&name("web"), &which).await;
+        let deleted = full.delete(&name("web"), Claimed::Refuse).await;
+        for refused in [dropped, deleted] {
+            let refused = refused.expect_err("there is no room");
+            assert_eq!(refused.kind(), ErrorKind::NoSpace);
+            let line = refused.in_one_line();
+            assert!(line.contains("`mica volume gc` makes room"), "{line}");
+        }
+        let left = volumes.snapshots(&name("web")).await.expect("it is there");
+        assert_eq!(left.len(), 1);
+        volumes.drop_snapshot(&name("web"), &which).await.expect("there is room again");
+        volumes.delete(&name("web"), Claimed::Refuse).await.expect("there is room again");
+    });
+}
+
 /// A block that begins with `byte`. It can be compressed to about half, or less, or not at all.
 fn content(rng: &mut Rng, byte: u8) -> Vec<u8> {
     let random = usize::try_from(rng.below(5) * 1024).expect("small");
