@@ -9,9 +9,9 @@
 //! - I1 A header that says that bitmaps are true names a directory that is durable, and so is what
 //!   that names. A power cut leaves the old bitmaps or the new ones, those of the length that the
 //!   disk has; at worst clusters leak.
-//! - I2 A bitmap that is inconsistent stays so, whatever is done with others. If a program that does
-//!   not know bitmaps wrote to the image, all of them are, and end with the first change, as in
-//!   QEMU. What they name is not freed: that program may have used it for something else.
+//! - I2 A bitmap that is inconsistent stays so, whatever is done with others. If a program that
+//!   does not know bitmaps wrote to the image, all of them are, and end with the first change, as
+//!   in QEMU. What they name is not freed: that program may have used it for something else.
 //! - I3 A cluster is freed only after nothing durable names it.
 
 mod resize;

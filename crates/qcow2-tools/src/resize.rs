@@ -1,9 +1,9 @@
 //! Makes the disk of an image that is not in use longer or shorter.
 //!
 //! Longer: the data file, if there is one ─▶ room in the L1 table ─▶ zeros where something would
-//! show ─▶ the new size, and bitmaps of that. Shorter: a copy of the L2 table in which the disk ends, without what is
-//! beyond, and of the L1 table ─▶ the new size with these ─▶ what is beyond is freed, and the file
-//! ends where its last cluster does ─▶ the data file.
+//! show ─▶ the new size, and bitmaps of that. Shorter: a copy of the L2 table in which the disk
+//! ends, without what is beyond, and of the L1 table ─▶ the new size with these ─▶ what is beyond
+//! is freed, and the file ends where its last cluster does ─▶ the data file.
 //!
 //! Invariants
 //! - I1 What the header names is durable before the header is, so that a power cut leaves the old

@@ -102,13 +102,7 @@ fn answer(
     Ok(match request {
         Request::Holder { device, inode, byte, process, descriptor } => {
             let question = LockQuestion { device, inode, byte, process, descriptor };
-            let held = match find_holder(&question) {
-                Holder::Living(name) => LockHolder::Living(name),
-                Holder::Dying(name) => LockHolder::Dying(name),
-                Holder::Nobody => LockHolder::Nobody,
-                Holder::Unknown => LockHolder::Unknown,
-            };
-            (Reply::Holder(held), None)
+            (Reply::Holder(holder(&question)), None)
         }
         Request::IsDead { path } => (Reply::IsDead(is_dead(&path_of(path))), None),
         Request::Config => {
@@ -164,6 +158,15 @@ fn answer(
             (Reply::Unmounted, None)
         }
     })
+}
+
+fn holder(question: &LockQuestion) -> LockHolder {
+    match find_holder(question) {
+        Holder::Living(name) => LockHolder::Living(name),
+        Holder::Dying(name) => LockHolder::Dying(name),
+        Holder::Nobody => LockHolder::Nobody,
+        Holder::Unknown => LockHolder::Unknown,
+    }
 }
 
 /// Opens files, each on a thread: storage that hangs must not keep the server from everything else

@@ -74,7 +74,7 @@ fn making(path: &Path, error: std::io::Error) -> Error {
 /// - N1 It is removed only while it is the one that was made, nothing is in it, and this process
 ///   alone has it open.
 /// - N2 Who opened it before is not left with a file without a name: that is looked for once
-///   nobody else can have it open ([`check_name`]).
+///   nobody else can have it open (`check_name`).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct NewLog {
     /// Where it is.
