@@ -135,10 +135,7 @@ impl Daemon {
                 })
             }
             Err(error) => {
-                // Others may have been open, and served.
-                hear_again(heard, Arc::clone(&shared));
-                // The first failure is the one to report.
-                let _ = shared.stop();
+                stop_what_started(heard, &shared);
                 shared.control_sockets().close();
                 Err(error)
             }
@@ -219,6 +216,32 @@ fn end_after_last(shared: &Arc<Shared>) -> Result<()> {
     };
     let thread = std::thread::Builder::new().name("mica-last".to_owned()).spawn(body);
     thread.map(drop).map_err(|error| Error::from_io("waiting for the last client", error))
+}
+
+/// Closes the disks of a start that failed: some may have been open, and served. Who told the server
+/// to end waits for [`AT_ONCE_LIMIT`] more at most, whatever storage hangs.
+fn stop_what_started(mut heard: Heard, shared: &Arc<Shared>) {
+    let elapsed = stopwatch();
+    let mut told = None;
+    let mut look = || {
+        if heard.end().is_none() {
+            return Ok(());
+        }
+        match elapsed().saturating_sub(*told.get_or_insert_with(&elapsed)) < AT_ONCE_LIMIT {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Denied, "not all disks could be closed")),
+        }
+    };
+    let stopping = Arc::clone(shared);
+    let stop = move || stopping.stop();
+    let stopped = match Opener::start() {
+        Ok(thread) => thread.open(stop, &mut look),
+        Err(_) => stop(),
+    };
+    if let Err(error) = stopped {
+        // The one to report is why it did not start.
+        tracing::debug!(%error, "closing what was open");
+    }
 }
 
 /// Hears a second signal while the process ends. The first one that ends it was heard. One that

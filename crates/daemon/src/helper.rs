@@ -3,7 +3,7 @@
 //! connects to a process that takes over, and opens the configuration and certificates once more:
 //! landlock allows a file that was there at the start, not the one that replaces it. It gives the
 //! file of a new layer the rights of the one whose name that takes, and removes the logs that a
-//! start made which is refused.
+//! refused start has made.
 //!
 //! ```text
 //! server (sandboxed)  ─ one small request at a time ──────────▶  helper: the same program,

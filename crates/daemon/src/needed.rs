@@ -40,7 +40,7 @@ impl Shared {
     }
 
     /// The refusal of a change of these `layers` of `served`, with the closed disks of this process
-    /// that need them: what is refused says no more than how their images are called.
+    /// that need them: the refusal itself names only their images.
     pub(crate) fn with_closed_disks(
         &self,
         refused: Error,
@@ -48,6 +48,10 @@ impl Shared {
         layers: &[PathBuf],
     ) -> Error {
         let nodes: Vec<_> = layers.iter().filter_map(|layer| node_of(layer)).collect();
+        // Storage of a closed disk may hang, so it is looked at only if it can have to do with it.
+        if refused.kind() != ErrorKind::Denied || nodes.is_empty() {
+            return refused;
+        }
         let needs = |other: &Served| {
             let chain = other.closed_image().and_then(|image| chain_of(&image).ok());
             let mut used = chain.into_iter().flatten().filter_map(|layer| node_of(&layer));
@@ -57,7 +61,7 @@ impl Shared {
         let names: Vec<_> =
             others.filter(|other| needs(other)).map(|other| format!("{:?}", other.name)).collect();
         let names = names.join(", ");
-        match names.is_empty() || refused.kind() != ErrorKind::Denied {
+        match names.is_empty() {
             true => refused,
             false => {
                 refused.wrap(format!("needed by disks of this server that are closed ({names})"))

@@ -1,8 +1,8 @@
 //! The logs of volumes that a start makes: the sandbox allows only what is there as it is entered.
 //!
 //! Invariants
-//! - I1 A start that is refused leaves none of them behind. One that was there before stays, and
-//!   one in which there is something by now ([`NewLog::take_back`]).
+//! - I1 A start that is refused leaves none of them behind that is empty and that nobody else has
+//!   open ([`NewLog::take_back`]). One that was there before stays.
 
 use crate::config::DiskConfig;
 use crate::helper::Outside;

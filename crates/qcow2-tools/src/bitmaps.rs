@@ -103,7 +103,7 @@ pub async fn edit_bitmap(
     let step = async {
         room::check_version(&header)?;
         let entries = list_bitmaps(&*image.store, &header).await?;
-        let ending = ending(&*image.store, &header).await;
+        let ending = ending(&*image.store, &header).await?;
         let store = Arc::clone(&image.store);
         Editor { store, header, entries, ending }.edit(name, actions).await
     };
@@ -112,7 +112,7 @@ pub async fn edit_bitmap(
 
 /// The names of the bitmaps of the image of `header` of which nothing says any more that they are
 /// true, as far as they can be read.
-async fn ending(store: &dyn Store, header: &Header) -> Vec<String> {
+async fn ending(store: &dyn Store, header: &Header) -> Result<Vec<String>> {
     let list = async || {
         let bytes = first_cluster(store, header).await?;
         // As if they were true.
@@ -122,10 +122,15 @@ async fn ending(store: &dyn Store, header: &Header) -> Vec<String> {
         let header = Header::decode(&bytes, store.len()?)?;
         list_bitmaps(store, &header).await
     };
-    match header.stale_bitmaps {
-        true => list().await.unwrap_or_default().into_iter().map(|entry| entry.name).collect(),
-        false => Vec::new(),
+    if !header.stale_bitmaps {
+        return Ok(Vec::new());
     }
+    let list = match list().await {
+        // Whoever wrote to the image may have overwritten them.
+        Err(error) if error.kind() != ErrorKind::Io => Vec::new(),
+        list => list?,
+    };
+    Ok(list.into_iter().map(|entry| entry.name).collect())
 }
 
 impl Editor {
@@ -143,6 +148,7 @@ impl Editor {
                 (BitmapAction::Add(granularity), _) => {
                     let entry = room::new_entry(&self.header, &self.entries, name, *granularity)?;
                     self.entries.push(entry);
+                    self.ending.retain(|ending| ending != name);
                     change = Change::Empty;
                     continue;
                 }

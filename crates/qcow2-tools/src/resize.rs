@@ -20,7 +20,7 @@ mod data;
 mod future;
 
 use crate::bitmaps::{ResizedBitmaps, replace_header};
-use crate::recover::{open_for_change, repair_dirty, repair_for_opening};
+use crate::recover::{open_for_change, repair_dirty};
 use data::DataFile;
 use future::with_size;
 use mica_block::{
@@ -236,12 +236,10 @@ impl Resizer {
         if let Some(data) = &self.data {
             data.held_by(&mut images);
         }
-        let options = ChainOptions {
-            index: IndexUse::Ignore,
-            writable: true,
-            repair: Some(repair_for_opening),
-            ..ChainOptions::default()
-        };
+        // It was repaired as it was opened. Another repair, which is not shown the bitmaps, would
+        // free what they have.
+        let options =
+            ChainOptions { index: IndexUse::Ignore, writable: true, ..ChainOptions::default() };
         let chain = Chain::open(Arc::new(images), &self.path, &options).await?;
         let beneath = chain.backing_len().min(size);
         let end = GuestOffset::new(kept.max(beneath));

@@ -1,5 +1,6 @@
 //! `mica resize` of qcow2 images: old content stays, the new part reads as zeros, nothing leaks.
 
+use crate::bitmap;
 use crate::existing::Loop;
 use mica_tests::{command, mica, qemu, tools};
 use std::fs::{self, File};
@@ -253,6 +254,46 @@ fn a_corrupt_table_cannot_free_metadata() {
             qemu::io(dir, &["-r"], "image.qcow2", &["read -P 1 0 1M"]);
         }
     }
+}
+
+/// The story: the new part of an image that no repair mends was zeroed by a writer that was not
+/// shown the bitmaps, repaired once more, and thereby freed them.
+#[test]
+fn an_image_that_stays_dirty_keeps_its_bitmaps_and_its_length() {
+    const DIRTY_AT: u64 = 79;
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD, tools::NBDINFO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("base"), vec![7; 2 << 20]).expect("written");
+    qemu::img(dir, ["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "image.qcow2", "1M"])
+        .ok();
+    mica_in(dir, &["bitmap", "--add", "image.qcow2", "b"]).ok();
+    qemu::io(dir, &[], "image.qcow2", &["write 64k 64k"]);
+    let dirty = bitmap::dirty(dir, "image.qcow2", "b");
+
+    let file = File::options().read(true).write(true).open(dir.join("image.qcow2")).expect("there");
+    let number = |at: u64| {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at).expect("read");
+        u64::from_be_bytes(bytes)
+    };
+    let l2 = number(number(40)) & !(1 << 63);
+    let entry = number(l2 + 8);
+    // A reserved bit, which `check -r` does not judge.
+    file.write_all_at(&(entry | 2).to_be_bytes(), l2 + 8).expect("written");
+    file.write_all_at(&[1], DIRTY_AT).expect("written");
+    let refused = mica_in(dir, &["resize", "image.qcow2", "2M"]).refusal();
+    assert!(refused.contains("mica check -r all"), "{refused}");
+
+    file.write_all_at(&entry.to_be_bytes(), l2 + 8).expect("written");
+    mica_in(dir, &["check", "-q", "-r", "all", "image.qcow2"]).ok();
+    assert_eq!(bitmap::dirty(dir, "image.qcow2", "b"), dirty);
+    assert_eq!(
+        mica_in(dir, &["info", "--output", "json", "image.qcow2"]).json()["virtual-size"],
+        1 << 20
+    );
 }
 
 #[test]

@@ -3,8 +3,9 @@
 //!
 //! Invariants
 //! - I1 What hangs while it is opened keeps nobody from seeing that, or from ending the process: it
-//!   is opened on a thread of its own, which is left behind. Nobody is served what is opened there.
-//! - I2 A server that was told to end opens its disks for [`LIMIT`] more at most.
+//!   is opened on a thread of its own, which is left behind. What it opens after that is closed
+//!   again, and not served.
+//! - I2 A server that was told to end keeps opening its disks for at most [`LIMIT`] longer.
 
 use super::Heard;
 use crate::retry::stopwatch;
@@ -63,7 +64,7 @@ impl Opener {
     }
 }
 
-/// Looks whether the server has been told to end for longer than it may take it to open its disks.
+/// Looks whether the server was told to end more than [`LIMIT`] ago.
 pub(crate) fn until_late(heard: &mut Heard) -> impl FnMut() -> Result<()> {
     let mut lateness = Lateness::default();
     let elapsed = stopwatch();

@@ -71,10 +71,10 @@ fn making(path: &Path, error: std::io::Error) -> Error {
 /// The empty file of a log that was made, and which may be taken back.
 ///
 /// Invariants
-/// - N1 It is removed only while it is the one that was made, nothing is in it, and this process
-///   alone has it open.
-/// - N2 Who opened it before is not left with a file without a name: that is looked for once
-///   nobody else can have it open (`check_name`).
+/// - N1 It is removed only while it is the one that was made, nothing of another's is in it, and
+///   this process alone has it open.
+/// - N2 A process that opened it earlier does not go on with an unlinked file: once it holds the
+///   lock, it checks the name (`check_name`).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct NewLog {
     /// Where it is.
@@ -113,7 +113,15 @@ impl NewLog {
     /// # Errors
     /// Those of the system.
     pub fn remove(&self) -> Result<()> {
-        if !self.is_unused() {
+        match self.is_unused() {
+            true => self.unlink(),
+            false => Ok(()),
+        }
+    }
+
+    /// Removes it if it is the one that was made, whatever is in it.
+    fn unlink(&self) -> Result<()> {
+        if !self.path.symlink_metadata().is_ok_and(|found| self.is_in(&found)) {
             return Ok(());
         }
         rustix::fs::unlinkat(rustix::fs::CWD, &self.path, AtFlags::empty()).map_err(|error| {
@@ -122,10 +130,12 @@ impl NewLog {
     }
 
     fn is_unused(&self) -> bool {
-        self.path.symlink_metadata().is_ok_and(|found| {
-            let is_own = found.dev() == self.device && found.ino() == self.inode;
-            is_own && found.is_file() && found.len() == 0
-        })
+        self.path.symlink_metadata().is_ok_and(|found| self.is_in(&found) && found.len() == 0)
+    }
+
+    /// Whether it is what was `found` by its name.
+    fn is_in(&self, found: &Metadata) -> bool {
+        found.is_file() && found.dev() == self.device && found.ino() == self.inode
     }
 }
 
@@ -165,7 +175,7 @@ impl Logs {
     ) -> Result<Arc<LogDevice>> {
         let _alone = self.opening.alone().await;
         let LogPlace { path, len } = place;
-        let is_new = place.make()?.is_some();
+        let new = place.make()?;
         let real = path.canonicalize().unwrap_or_else(|_| path.clone());
         if let Some(log) = self.lock().get(&real).and_then(Weak::upgrade) {
             return Ok(log);
@@ -176,23 +186,26 @@ impl Logs {
         let file: Arc<dyn Store> = wait_for_dead(open).await?.store;
         check_name(path, &*file)?;
         let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
-        let opened = match file.len()? {
-            0 => LogDevice::create(file, *len, random).await,
-            _ => match LogDevice::open(Arc::clone(&file), random).await {
+        let is_empty = file.is_empty()?;
+        let opened = match is_empty {
+            true => LogDevice::create(Arc::clone(&file), *len, random).await,
+            false => match LogDevice::open(Arc::clone(&file), random).await {
                 // One that has only zeros becomes a log; of anything else it says what it is.
                 Err(error) if is_device && error.kind() == ErrorKind::Invalid => {
-                    LogDevice::create(file, *len, random).await
+                    LogDevice::create(Arc::clone(&file), *len, random).await
                 }
                 opened => opened,
             },
         };
         let log = opened.map_err(|error| {
-            if is_new {
-                // In a sandbox it cannot be removed, and stays empty.
-                let _ = std::fs::remove_file(path);
+            // While this process alone has it open. One that was not empty is another's log.
+            if let Some(new) = new.filter(|_| is_empty) {
+                // In a sandbox it cannot be removed, and stays.
+                let _ = new.unlink();
             }
             error.wrap("the log")
         })?;
+        drop(file);
         let mut open = self.lock();
         open.retain(|_, log| log.strong_count() > 0);
         open.insert(real, Arc::downgrade(&log));

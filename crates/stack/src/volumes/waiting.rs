@@ -12,7 +12,7 @@ use mica_rt::{Buf, Parts, timeout};
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// How long a request may take before it is reported, while somebody waits for a verb.
@@ -41,35 +41,65 @@ struct Said {
     waiting: Waiting,
     /// Requests that take long.
     late: AtomicUsize,
+    /// Whether it was said that one does. A request that fails, as some do after a time, is no
+    /// answer: the next one may take as long.
+    is_said: AtomicBool,
 }
 
 /// A request that takes long, until it is answered, or nobody waits for it any more.
-struct Late<'a>(Option<&'a Said>);
+struct Late<'a>(&'a Said);
+
+/// What a request has come to.
+trait Outcome {
+    fn is_answer(&self) -> bool;
+}
+
+impl<T> Outcome for Result<T> {
+    fn is_answer(&self) -> bool {
+        self.is_ok()
+    }
+}
+
+impl<T> Outcome for (Result<T>, Buf) {
+    fn is_answer(&self) -> bool {
+        self.0.is_ok()
+    }
+}
 
 impl WaitedFor {
     /// The store `inner`, for which somebody is `waiting`.
     pub(super) fn new(inner: Arc<dyn Objects>, waiting: Waiting) -> Self {
-        let said = Said { name: inner.name(), waiting, late: AtomicUsize::new(0) };
-        Self { inner, said: Arc::new(said) }
+        Self { said: Arc::new(Said::new(inner.name(), waiting)), inner }
     }
 
-    fn wait<T>(&self, request: impl Future<Output = T> + 'static) -> LocalFuture<'static, T> {
+    fn wait<T: Outcome>(
+        &self,
+        request: impl Future<Output = T> + 'static,
+    ) -> LocalFuture<'static, T> {
         let said = Arc::clone(&self.said);
         Box::pin(async move { said.wait(request).await })
     }
 }
 
 impl Said {
-    async fn wait<T>(&self, request: impl Future<Output = T>) -> T {
+    fn new(name: String, waiting: Waiting) -> Self {
+        Self { name, waiting, late: AtomicUsize::new(0), is_said: AtomicBool::new(false) }
+    }
+
+    async fn wait<T: Outcome>(&self, request: impl Future<Output = T>) -> T {
         let mut request = pin!(request);
-        if let Ok(answer) = timeout(self.say_after(), request.as_mut()).await {
-            return answer;
+        let outcome = match timeout(self.say_after(), request.as_mut()).await {
+            Ok(outcome) => outcome,
+            Err(_) => {
+                let (_late, first) = self.late();
+                first.into_iter().for_each(|first| tracing::warn!("{first}"));
+                request.await
+            }
+        };
+        if outcome.is_answer() {
+            self.answered().into_iter().for_each(|over| tracing::info!("{over}"));
         }
-        let (late, first) = self.late();
-        first.into_iter().for_each(|first| tracing::warn!("{first}"));
-        let answer = request.await;
-        late.end().into_iter().for_each(|over| tracing::info!("{over}"));
-        answer
+        outcome
     }
 
     fn say_after(&self) -> Duration {
@@ -79,10 +109,20 @@ impl Said {
         }
     }
 
-    /// Notes that a request takes long. What is to be said then, if it is the only one.
+    /// Notes that a request takes long. What is to be said then, if it was not said already.
     fn late(&self) -> (Late<'_>, Option<String>) {
-        let others = self.late.fetch_add(1, Ordering::Relaxed);
-        (Late(Some(self)), (others == 0).then(|| self.is_late()))
+        self.late.fetch_add(1, Ordering::Relaxed);
+        let is_said = self.is_said.swap(true, Ordering::Relaxed);
+        (Late(self), (!is_said).then(|| self.is_late()))
+    }
+
+    /// A request was answered. What is to be said then, if none takes long any more.
+    fn answered(&self) -> Option<String> {
+        let is_over = self.is_said.load(Ordering::Relaxed)
+            && self.late.load(Ordering::Relaxed) == 0
+            && self.is_said.swap(false, Ordering::Relaxed);
+        let says_so = is_over && self.waiting == Waiting::Server;
+        says_so.then(|| format!("{} answers again", self.name))
     }
 
     fn is_late(&self) -> String {
@@ -99,21 +139,9 @@ impl Said {
     }
 }
 
-impl Late<'_> {
-    /// It was answered. What is to be said then, if it was the last one.
-    fn end(mut self) -> Option<String> {
-        let said = self.0.take()?;
-        let is_last = said.late.fetch_sub(1, Ordering::Relaxed) == 1;
-        let says_so = is_last && said.waiting == Waiting::Server;
-        says_so.then(|| format!("{} answers again", said.name))
-    }
-}
-
 impl Drop for Late<'_> {
     fn drop(&mut self) {
-        if let Some(said) = self.0 {
-            said.late.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.0.late.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -204,7 +232,7 @@ mod tests {
     use super::*;
 
     fn said(waiting: Waiting) -> Said {
-        Said { name: "file:///far".to_owned(), waiting, late: AtomicUsize::new(0) }
+        Said::new("file:///far".to_owned(), waiting)
     }
 
     /// The story: the folder of a store hung while its volumes were served, and the server's log
@@ -212,22 +240,31 @@ mod tests {
     #[test]
     fn server_says_once_that_its_store_hangs_and_once_that_it_no_longer_does() {
         let said = said(Waiting::Server);
+        assert_eq!(said.answered(), None, "nobody said anything");
         for _ in 0..2 {
             let (first, is_late) = said.late();
             let is_late = is_late.expect("nobody has said so");
             assert!(is_late.contains("file:///far: no answer for 10 s"), "{is_late}");
             let (second, again) = said.late();
             assert_eq!(again, None);
-            assert_eq!(first.end(), None, "another one still waits");
-            assert_eq!(second.end().as_deref(), Some("file:///far answers again"));
+            drop(first);
+            assert_eq!(said.answered(), None, "another one still waits");
+            drop(second);
+            assert_eq!(said.answered().as_deref(), Some("file:///far answers again"));
         }
     }
 
+    /// The story: a bucket hung for an hour, of which each request was given up after a minute.
     #[test]
-    fn request_for_which_nobody_waits_any_more_does_not_say_that_the_store_answers() {
+    fn request_that_fails_or_is_given_up_is_no_answer() {
         let said = said(Waiting::Server);
-        drop(said.late());
-        assert!(said.late().1.is_some(), "it is late again");
+        let (late, first) = said.late();
+        assert!(first.is_some());
+        drop(late);
+        let failed: Result<()> = Err(mica_block::Error::new(mica_block::ErrorKind::Io, "late"));
+        assert!(!failed.is_answer() && Ok::<_, mica_block::Error>(()).is_answer());
+        assert_eq!(said.late().1, None, "it was said");
+        assert_eq!(said.answered().as_deref(), Some("file:///far answers again"));
     }
 
     #[test]
@@ -239,6 +276,7 @@ mod tests {
             is_late.contains("no answer for 3 s; a request is given up after 60 s"),
             "{is_late}"
         );
-        assert_eq!(late.end(), None);
+        drop(late);
+        assert_eq!(said.answered(), None);
     }
 }
