@@ -2,6 +2,7 @@
 //! folder of ours.
 
 use crate::clock;
+use crate::net_room;
 use crate::shell;
 use crate::tools::{Tool, none_missing};
 use anyhow::Result;
@@ -188,8 +189,8 @@ impl BucketServer {
 /// A program in a network namespace.
 fn within(network: Option<&str>, program: &Path) -> Command {
     let Some(network) = network else { return Command::new(program) };
-    let mut command = Command::new("ip");
-    command.args(["netns", "exec", network]).arg(program);
+    let mut command = net_room::within(network);
+    command.arg(program);
     command
 }
 

@@ -151,6 +151,7 @@ impl Mount {
     /// # Panics
     /// If it stays in use.
     pub fn unmount(mut self) {
+        let live = live_ext4(&self.folder);
         // A ring releases its files a moment after its process has ended.
         let free = clock::poll(LIMIT, PAUSE, || {
             let output = Command::new("umount").arg(&self.folder).output();
@@ -158,7 +159,26 @@ impl Mount {
         });
         assert!(free.is_some(), "{} stays in use", self.folder.display());
         self.is_mounted = false;
+        // Programs of other tests, in mount namespaces of their own, keep what was mounted when
+        // they began: it is written out once the last of them has ended.
+        let Some(live) = live else { return };
+        let ended = clock::poll(LIMIT, PAUSE, || (!live.exists()).then_some(()));
+        assert!(ended.is_some(), "another mount namespace keeps {}", self.folder.display());
     }
+}
+
+/// What exists in the system's own files for as long as the ext4 that is mounted at `folder` lives;
+/// `None` if something else is.
+fn live_ext4(folder: &Path) -> Option<PathBuf> {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let folder = folder.canonicalize().ok()?;
+    let source = mounts.lines().rev().find_map(|line| {
+        let (place, what) = line.split_once(" - ")?;
+        let is_it = place.split(' ').nth(4).is_some_and(|at| Path::new(at) == folder);
+        is_it.then(|| what.split(' ').nth(1)).flatten()
+    })?;
+    let live = Path::new("/sys/fs/ext4").join(Path::new(source).file_name()?);
+    live.exists().then_some(live)
 }
 
 impl Drop for Mount {
@@ -203,5 +223,45 @@ impl Drop for Frozen {
         if !self.guard.wait().is_ok_and(|status| status.success()) {
             eprintln!("a file system may still be frozen");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The story: a test beside this one had a mount namespace, and a disk was judged that did not
+    /// have what had been written to it.
+    #[test]
+    fn what_is_unmounted_has_reached_its_storage_although_another_namespace_had_it() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let (image, folder) = (dir.path().join("image"), dir.path().join("folder"));
+        if !tools::present(&[tools::MKE2FS]) {
+            return;
+        }
+        make_ext4(&image, 16 << 20, &[]).expect("made");
+        let Ok(mount) = Mount::ext4(&image, &folder) else {
+            tools::skip("mounting a file system is not allowed here");
+            return;
+        };
+        let live = live_ext4(&folder).expect("an ext4");
+        let mut other = Command::new("unshare");
+        other.args(["--mount", "sh", "-c", "echo; read -r _"]);
+        let other = other.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut other = other.spawn().expect("started");
+        let mut began = [0];
+        let mut said = other.stdout.take().expect("piped");
+        let has_begun = std::io::Read::read_exact(&mut said, &mut began).is_ok();
+        std::fs::write(folder.join("file"), "content").expect("written");
+        let stdin = other.stdin.take();
+        let ends = std::thread::spawn(move || {
+            clock::sleep(PAUSE * 20);
+            drop(stdin);
+            other.wait()
+        });
+        mount.unmount();
+        assert!(!live.exists());
+        ends.join().expect("no panic").expect("ended");
+        assert!(has_begun, "no namespace of its own");
     }
 }

@@ -69,8 +69,8 @@ impl NetRoom {
     /// What runs a program on a host, up to the program itself.
     pub fn on(&self, number: usize) -> Command {
         let host = self.host(number);
-        let mut command = Command::new("ip");
-        command.args(["netns", "exec", host, "unshare", "--uts", "sh", "-c"]);
+        let mut command = within(host);
+        command.args(["unshare", "--uts", "sh", "-c"]);
         command.args(["hostname \"$0\" && exec \"$@\"", host]);
         command
     }
@@ -95,6 +95,14 @@ impl NetRoom {
         let (switch, port) = (self.switch(), port(number));
         ip(&["-n", &switch, "link", "set", &port, state]).expect("the wire is there");
     }
+}
+
+/// What runs a program in a network namespace, up to the program itself. Not `ip netns exec`: that
+/// makes a mount namespace, too, in which what other tests have mounted lives on.
+pub(crate) fn within(network: &str) -> Command {
+    let mut command = Command::new("nsenter");
+    command.arg(format!("--net=/run/netns/{network}")).arg("--");
+    command
 }
 
 impl Drop for NetRoom {

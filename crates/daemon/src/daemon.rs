@@ -218,8 +218,8 @@ fn end_after_last(shared: &Arc<Shared>) -> Result<()> {
     thread.map(drop).map_err(|error| Error::from_io("waiting for the last client", error))
 }
 
-/// Closes the disks of a start that failed: some may have been open, and served. Who told the server
-/// to end waits for [`AT_ONCE_LIMIT`] more at most, whatever storage hangs.
+/// Closes the disks of a start that failed: some may have been open, and served. Who told the
+/// server to end waits for [`AT_ONCE_LIMIT`] more at most, whatever storage hangs.
 fn stop_what_started(mut heard: Heard, shared: &Arc<Shared>) {
     let elapsed = stopwatch();
     let mut told = None;

@@ -1,8 +1,8 @@
 //! The signals that a server hears.
 //!
 //! Invariants
-//! - I1 Until the server serves, no signal is lost because it came while it was busy: what was heard
-//!   is kept until [`Heard::wait_for_end`] acts on it.
+//! - I1 Until the server serves, no signal is lost because it came while it was busy: what was
+//!   heard is kept until [`Heard::wait_for_end`] acts on it.
 
 mod opening;
 

@@ -103,9 +103,9 @@ impl Tries {
     }
 }
 
-/// The error of what would free space, in a store that is full: objects are immutable, so a deletion
-/// is recorded by one more object, which needs room. What holds blocks until that is durable cannot
-/// be given back for it.
+/// The error of what would free space, in a store that is full: objects are immutable, so a
+/// deletion is recorded by one more object, which needs room. What holds blocks until that is
+/// durable cannot be given back for it.
 pub(crate) fn needs_room(error: Error) -> Error {
     if error.kind() != ErrorKind::NoSpace {
         return error;
