@@ -54,10 +54,7 @@ impl ResizedBitmaps {
         if header.autoclear.unknown != 0 {
             // Resizing clears what this version does not know, which may be what makes bitmaps
             // count as true that a writer did not save: so the directory has to say it first.
-            let Editor { entries, .. } = &editor;
-            let (entries, header_now) = (entries.clone(), header.clone());
-            let settled = Editor::new(Arc::clone(store), header_now, entries);
-            settled.write("", Change::Keep, None).await?;
+            editor.write("", Change::Keep, None).await?;
             *header = read_header(&**store).await?;
             editor = Self::checked(store, header, size).await?;
         }
