@@ -22,7 +22,7 @@ use crate::sandbox::{Granted, Needs, Sandbox};
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::{Begin, Shared, Surroundings};
-use crate::signals::{Heard, Opener, until_late};
+use crate::signals::{Doing, Heard, Opener, until_late};
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::{Begun, Old, Takeover};
@@ -218,24 +218,13 @@ fn end_after_last(shared: &Arc<Shared>) -> Result<()> {
     thread.map(drop).map_err(|error| Error::from_io("waiting for the last client", error))
 }
 
-/// Closes the disks of a start that failed: some may have been open, and served. Who told the
-/// server to end waits for [`AT_ONCE_LIMIT`] more at most, whatever storage hangs.
+/// Closes the disks of a start that failed: some may have been open, and served. Storage that hangs
+/// does not keep a server that was told to end from ending.
 fn stop_what_started(mut heard: Heard, shared: &Arc<Shared>) {
-    let elapsed = stopwatch();
-    let mut told = None;
-    let mut look = || {
-        if heard.end().is_none() {
-            return Ok(());
-        }
-        match elapsed().saturating_sub(*told.get_or_insert_with(&elapsed)) < AT_ONCE_LIMIT {
-            true => Ok(()),
-            false => Err(Error::new(ErrorKind::Denied, "not all disks could be closed")),
-        }
-    };
     let stopping = Arc::clone(shared);
     let stop = move || stopping.stop();
     let stopped = match Opener::start() {
-        Ok(thread) => thread.open(stop, &mut look),
+        Ok(thread) => thread.open(stop, &mut until_late(&mut heard, Doing::Closing)),
         Err(_) => stop(),
     };
     if let Err(error) = stopped {
@@ -405,7 +394,7 @@ fn begin(
 ) -> Result<Option<Control>> {
     let open = move || open(Begin::AtOnce);
     let inherited = match Opener::start() {
-        Ok(opener) => opener.open(open, &mut until_late(heard))?,
+        Ok(opener) => opener.open(open, &mut until_late(heard, Doing::Opening))?,
         Err(error) => {
             tracing::warn!(%error, "signals have no effect until the disks are open");
             open()?

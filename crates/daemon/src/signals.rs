@@ -6,7 +6,7 @@
 
 mod opening;
 
-pub(crate) use opening::{Opener, until_late};
+pub(crate) use opening::{Doing, Opener, until_late};
 
 use mica_block::{Error, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};

@@ -1,11 +1,13 @@
-//! Opening disks, which takes as long as the slowest of their stores, while somebody looks at what
-//! else happens: signals, and the other process of a takeover.
+//! Opening disks, and closing those of a start that failed, which takes as long as the slowest of
+//! their stores, while somebody looks at what else happens: signals, and the other process of a
+//! takeover.
 //!
 //! Invariants
 //! - I1 What hangs while it is opened keeps nobody from seeing that, or from ending the process: it
 //!   is opened on a thread of its own, which is left behind. What it opens after that is closed
 //!   again, and not served.
-//! - I2 A server that was told to end keeps opening its disks for at most [`LIMIT`] longer.
+//! - I2 A server that was told to end keeps opening its disks for at most [`LIMIT`] longer, and
+//!   then closing them for as long.
 
 use super::Heard;
 use crate::retry::stopwatch;
@@ -15,12 +17,29 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::Builder;
 use std::time::Duration;
 
-/// How long disks may still be opened once the server was told to end.
+/// How long disks may still be opened, or closed, once the server was told to end.
 const LIMIT: Duration = Duration::from_secs(5);
 /// How often to look.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// A thread that opens.
+/// What is done with the disks.
+#[derive(Clone, Copy)]
+pub(crate) enum Doing {
+    Opening,
+    Closing,
+}
+
+impl Doing {
+    /// What happens to them, and how they are then.
+    fn words(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Opening => ("opened", "open"),
+            Self::Closing => ("closed", "closed"),
+        }
+    }
+}
+
+/// A thread that opens, or closes.
 pub(crate) struct Opener(Sender<Box<dyn FnOnce() + Send>>);
 
 impl Opener {
@@ -65,30 +84,33 @@ impl Opener {
 }
 
 /// Looks whether the server was told to end more than [`LIMIT`] ago.
-pub(crate) fn until_late(heard: &mut Heard) -> impl FnMut() -> Result<()> {
-    let mut lateness = Lateness::default();
+pub(crate) fn until_late(heard: &mut Heard, doing: Doing) -> impl FnMut() -> Result<()> {
+    let mut lateness = Lateness { doing, told: None };
     let elapsed = stopwatch();
     move || lateness.check(heard.end(), elapsed())
 }
 
-/// When the server was told to end.
-#[derive(Default)]
-struct Lateness(Option<Duration>);
+struct Lateness {
+    doing: Doing,
+    /// When the server was told to end.
+    told: Option<Duration>,
+}
 
 impl Lateness {
     /// Learns of the signal that ends the server, if there was one by `now`.
     fn check(&mut self, end: Option<i32>, now: Duration) -> Result<()> {
         let Some(signal) = end else { return Ok(()) };
         let name = signal_name(signal).unwrap_or("a signal");
-        let told = *self.0.get_or_insert_with(|| {
-            tracing::info!("stopping on {name}, once what is being opened has answered");
+        let (being, are) = self.doing.words();
+        let told = *self.told.get_or_insert_with(|| {
+            tracing::info!("stopping on {name}, once what is being {being} has answered");
             now
         });
         if now.saturating_sub(told) < LIMIT {
             return Ok(());
         }
         let seconds = LIMIT.as_secs();
-        let what = format!("stopped on {name}: not all disks were open {seconds} s later");
+        let what = format!("stopped on {name}: not all disks were {are} {seconds} s later");
         Err(Error::new(ErrorKind::Denied, what))
     }
 }
@@ -133,7 +155,7 @@ mod tests {
 
     #[test]
     fn server_that_was_told_to_end_opens_for_a_while_from_then_on() {
-        let mut lateness = Lateness::default();
+        let mut lateness = Lateness { doing: Doing::Opening, told: None };
         let second = Duration::from_secs;
         assert!(lateness.check(None, second(100)).is_ok(), "nobody said anything");
         assert!(lateness.check(Some(SIGTERM), second(101)).is_ok());
