@@ -18,6 +18,9 @@ use std::sync::atomic::Ordering;
 /// Guest data of at least this length is written without a copy. Shorter data is copied together
 /// with the fill beside it, which saves a write.
 const GUEST_ALONE_BYTES: u64 = 64 << 10;
+/// What is copied is read at once with the guest's own bytes in between, if these are no more: they
+/// cost less than a second read.
+const READ_BETWEEN_MAX: u64 = 16 << 10;
 
 /// Where bytes come from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,6 +37,14 @@ struct Part {
     host: HostOffset,
     len: u64,
     source: Source,
+}
+
+/// What was read for a batch of neighbouring parts.
+enum Visible {
+    /// Each part that is copied, in order.
+    Parts(Vec<Buf>),
+    /// What shows where all of them are, the guest's included: the batch as it was.
+    Whole(Buf),
 }
 
 /// Everything that a transaction writes, in the guest's order.
@@ -143,10 +154,6 @@ impl Parts {
         self.parts.push(Part { host, len, source });
     }
 
-    fn copy_anything(&self) -> bool {
-        self.parts.iter().any(|part| matches!(part.source, Source::Visible(_)))
-    }
-
     /// The parts, grouped so that each group is a single write.
     fn batches(&self) -> impl Iterator<Item = &[Part]> {
         self.parts.chunk_by(|one, next| {
@@ -168,7 +175,7 @@ impl Writer {
 
     /// Writes the parts.
     pub(super) async fn write_parts(&self, parts: Parts, mut guest: Guest) -> Result<()> {
-        let mut visible = match parts.copy_anything() {
+        let mut visible = match parts.batches().any(copies_anything) {
             true => Box::pin(self.read_all_visible(&parts)).await?,
             false => Vec::new(),
         }
@@ -176,7 +183,11 @@ impl Writer {
         let mut batches = parts.batches().map(|batch| {
             let bytes = match batch {
                 [Part { source: Source::Guest, len, .. }] => guest.take(bytes_len(*len)),
-                batch => assemble(self, batch, &mut guest, &mut visible),
+                batch if copies_anything(batch) => {
+                    let visible = visible.next().expect("each was read");
+                    self.assemble(batch, &mut guest, visible)
+                }
+                batch => self.assemble(batch, &mut guest, Visible::Parts(Vec::new())),
             };
             (batch[0].host, bytes)
         });
@@ -195,13 +206,29 @@ impl Writer {
         done.into_iter().try_for_each(|(result, _)| result.map_err(failed))
     }
 
-    /// Reads all that is copied, in order.
-    async fn read_all_visible(&self, parts: &Parts) -> Result<Vec<Buf>> {
-        let reads = parts.parts.iter().filter_map(|part| match part.source {
+    /// Reads all that is copied, for each batch that copies anything.
+    async fn read_all_visible(&self, parts: &Parts) -> Result<Vec<Visible>> {
+        let batches = parts.batches().filter(|batch| copies_anything(batch));
+        let reads = batches.map(|batch| self.read_batch(batch));
+        mica_rt::join_all(reads).await.into_iter().collect()
+    }
+
+    async fn read_batch(&self, batch: &[Part]) -> Result<Visible> {
+        if let Some((start, len)) = span(batch)
+            && let Ok(whole) = self.read_visible(start, len).await
+        {
+            self.counters.copied_read_bytes.fetch_add(len, Ordering::Relaxed);
+            return Ok(Visible::Whole(whole));
+        }
+        // Also if something in between cannot be read, which the guest is about to replace.
+        let reads = batch.iter().filter_map(|part| match part.source {
             Source::Visible(start) => Some(self.read_visible(start, part.len)),
             Source::Guest | Source::Zeros => None,
         });
-        mica_rt::join_all(reads).await.into_iter().collect()
+        let parts: Vec<Buf> = mica_rt::join_all(reads).await.into_iter().collect::<Result<_>>()?;
+        let read: usize = parts.iter().map(Buf::len).sum();
+        self.counters.copied_read_bytes.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(Visible::Parts(parts))
     }
 
     /// Reads what shows at `start`.
@@ -212,36 +239,62 @@ impl Writer {
         };
         read.await.map_err(unreadable)
     }
+
+    /// The bytes of neighbouring parts in one buffer.
+    fn assemble(&self, batch: &[Part], guest: &mut Guest, visible: Visible) -> Buf {
+        let total: u64 = batch.iter().map(|part| part.len).sum();
+        let (mut bytes, parts) = match visible {
+            Visible::Whole(whole) => (whole, None),
+            Visible::Parts(parts) => (Buf::new(bytes_len(total)), Some(parts)),
+        };
+        let is_whole = parts.is_none();
+        let mut parts = parts.into_iter().flatten();
+        let mut at = 0;
+        let mut filled = 0;
+        for part in batch {
+            let len = bytes_len(part.len);
+            let to = at..at + len;
+            at += len;
+            filled += if part.source == Source::Guest { 0 } else { part.len };
+            match part.source {
+                Source::Guest => guest.copy_to(&mut bytes.own_bytes()[to]),
+                Source::Zeros => bytes.fill_part(to, 0),
+                Source::Visible(_) if is_whole => {}
+                Source::Visible(_) => {
+                    bytes.put(to.start, &parts.next().expect("each was read"));
+                }
+            }
+        }
+        self.counters.copied_written_bytes.fetch_add(filled, Ordering::Relaxed);
+        bytes
+    }
 }
 
-/// The bytes of neighbouring parts in one buffer; `visible` holds those that are copied, in order.
-fn assemble(
-    writer: &Writer,
-    batch: &[Part],
-    guest: &mut Guest,
-    visible: &mut impl Iterator<Item = Buf>,
-) -> Buf {
-    let counters = &writer.counters;
-    let total: u64 = batch.iter().map(|part| part.len).sum();
-    let mut bytes = Buf::new(bytes_len(total));
-    let mut at = 0;
+fn copies_anything(batch: &[Part]) -> bool {
+    batch.iter().any(|part| matches!(part.source, Source::Visible(_)))
+}
+
+/// The stretch of the disk that the bytes of `batch` belong to, if all that it copies is best read
+/// at once.
+fn span(batch: &[Part]) -> Option<(GuestOffset, u64)> {
+    let host = batch.first()?.host;
+    let (mut start, mut reads, mut between) = (None, 0, 0);
     for part in batch {
-        let len = bytes_len(part.len);
-        let to = at..at + len;
-        at += len;
-        if part.source != Source::Guest {
-            counters.copied_written_bytes.fetch_add(part.len, Ordering::Relaxed);
-        }
         match part.source {
-            Source::Guest => guest.copy_to(&mut bytes.own_bytes()[to]),
-            Source::Zeros => bytes.fill_part(to, 0),
-            Source::Visible(_) => {
-                bytes.put(to.start, &visible.next().expect("each was read"));
-                counters.copied_read_bytes.fetch_add(part.len, Ordering::Relaxed);
+            Source::Zeros => return None,
+            Source::Guest => between += part.len,
+            Source::Visible(at) => {
+                let first = at.bytes().checked_sub(part.host.checked_since(host)?)?;
+                if start.is_some_and(|start| start != first) {
+                    return None;
+                }
+                start = Some(first);
+                reads += 1;
             }
         }
     }
-    bytes
+    let len = batch.iter().map(|part| part.len).sum();
+    (reads > 1 && between <= READ_BETWEEN_MAX).then_some((GuestOffset::new(start?), len))
 }
 
 fn bytes_len(len: u64) -> usize {

@@ -98,6 +98,31 @@ fn write_beside_a_damaged_cluster_fails_alone() {
     }
 }
 
+/// What a write leaves of its cluster is read at once, with what it replaces in between: whether
+/// that can be read does not matter.
+#[test]
+fn write_over_what_cannot_be_read_replaces_it() {
+    scenario(4, |world| async move {
+        let small = ImageWish { cluster_bytes: Some(4096), ..ImageWish::default() };
+        let image = Plain::packed(&world, &small, 16 * CLUSTERS, SOUND).await;
+        // The address of a compressed cluster of 4 KiB has 58 bits.
+        let entry = image.word(image.l2() + 3 * 8);
+        let at = usize::try_from(entry & ((1 << 58) - 1)).unwrap();
+        world.change(Plain::top(), |file| file[at] = u8::MAX);
+        drop(image);
+        let path = overlay(&world, "above.qcow2", &Plain::top(), CLUSTER).await;
+        let chain = open(&world, &path).await;
+        read(&chain, 3 * 4096, 4096).await.unwrap_err();
+        write(&chain, 2 * 4096, 8, 4096).await.unwrap_err();
+        write(&chain, 3 * 4096, 8, 4096).await.unwrap();
+        let mut wanted = read(&chain, CLUSTER, CLUSTER).await.unwrap();
+        wanted[3 * 4096..4 * 4096].fill(8);
+        assert_eq!(read(&chain, 0, CLUSTER).await.unwrap(), wanted);
+        write(&chain, CLUSTER, 7, 4096).await.unwrap();
+        goes_on(&world, chain, &path).await;
+    });
+}
+
 struct Steadily;
 
 impl MergeControl for Steadily {
