@@ -164,6 +164,7 @@ impl Fresh<'_> {
         // pages went with its layer.
         if self.is_first {
             places::settle(&overlay)?;
+            chain.read_all()?;
         }
         let load = DiskLoad {
             seed: self.seed,

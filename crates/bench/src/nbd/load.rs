@@ -106,6 +106,7 @@ pub(super) fn allocating(
     let shares = places.chunks(places.len().div_ceil(SHAPES.len()));
     for (shape, places) in SHAPES.into_iter().zip(shares) {
         places::settle(&overlay)?;
+        chain.read_all()?;
         put(context, &running.server, (shape, places), sample)?;
     }
     running.stop()?;
