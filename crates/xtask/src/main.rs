@@ -10,6 +10,7 @@ mod service;
 mod setup;
 mod soak;
 mod storm;
+mod text_order;
 mod tidy;
 
 use clap::{Parser, Subcommand};
@@ -49,6 +50,8 @@ enum Verb {
     /// Put random chains through kills, takeovers, QEMU's own writes and much else, and check every
     /// sector.
     Storm(storm::Options),
+    /// Find out which functions servers run, so that they lie side by side in the program.
+    TextOrder,
 }
 
 /// What another program makes sense of.
@@ -69,6 +72,7 @@ fn main() -> ExitCode {
         Verb::Bench(Words { words }) => bench::bench(&words),
         Verb::Demo(Words { words }) => bench::demo(&words),
         Verb::Storm(options) => storm::run(&options),
+        Verb::TextOrder => text_order::run(),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
