@@ -107,19 +107,20 @@ impl Case {
         }
     }
 
-    /// How many writes it is made of, on a disk where they touch many clusters without filling it.
+    /// How many writes it is made of: enough for about a second, on a disk where they touch many
+    /// clusters without filling it.
     pub(crate) fn writes(self) -> usize {
         let many = match (self.bytes, self.place) {
-            (..=4096, Place::Random) => 16384,
-            (..=4096, Place::Sequential) => 32768,
-            (..=65536, Place::Random) => 2048,
-            (..=65536, Place::Sequential) => 4096,
-            _ => (256 << 20) / self.bytes as usize,
+            (..=4096, Place::Random) => 32768,
+            (..=4096, Place::Sequential) => 131_072,
+            (..=65536, Place::Random) => 16384,
+            (..=65536, Place::Sequential) => 16384,
+            _ => (1 << 30) / self.bytes as usize,
         };
         match self.mode {
             Mode::Never | Mode::Sometimes => many,
-            Mode::Each | Mode::Writers => many.min(2048),
-            Mode::Alone => 400,
+            Mode::Each | Mode::Writers => many.min(16384),
+            Mode::Alone => 4096,
         }
     }
 
