@@ -34,14 +34,15 @@ pub(super) struct InPlace {
     remote: Arc<Remote>,
     /// No write is done in place before this.
     not_before: Option<Instant>,
-    /// How many times the thread had gone to sleep at its last write; `None` if it may have done so
-    /// since.
+    /// How many times the thread had gone to sleep when that was last asked.
     sleeps: Option<i64>,
+    /// Whether it may have done so since.
+    may_have_slept: bool,
 }
 
 impl InPlace {
     pub(super) fn new(remote: Arc<Remote>) -> Self {
-        Self { remote, not_before: None, sleeps: None }
+        Self { remote, not_before: None, sleeps: None, may_have_slept: true }
     }
 
     /// Writes `buf` at `offset` and returns the count, or `None` to leave the write to a thread.
@@ -59,7 +60,7 @@ impl InPlace {
         if self.not_before.is_some_and(|not_before| start < not_before) {
             return None;
         }
-        self.sleeps = self.sleeps.or_else(sleeps);
+        self.has_slept();
         self.remote.set_is_writing(true);
         // A question about a page that is not cached begins to read it, and may block, too.
         let written = are_ends_cached(file, buf.len(), offset).then(|| pwrite(file, buf, offset));
@@ -67,9 +68,8 @@ impl InPlace {
         let took = start.elapsed();
         offload.note(took);
         if took >= WAITED_MIN {
-            let before = std::mem::replace(&mut self.sleeps, sleeps());
-            // Not known counts as slept.
-            if before.is_none() || before != self.sleeps {
+            self.may_have_slept = true;
+            if self.has_slept() {
                 self.note_block(start, took);
             }
         }
@@ -78,7 +78,17 @@ impl InPlace {
 
     /// The thread may go to sleep for other reasons than a write.
     pub(super) fn note_rest(&mut self) {
-        self.sleeps = None;
+        self.may_have_slept = true;
+    }
+
+    /// Whether the thread has gone to sleep since this was last asked.
+    pub(super) fn has_slept(&mut self) -> bool {
+        if !std::mem::take(&mut self.may_have_slept) {
+            return false;
+        }
+        let before = std::mem::replace(&mut self.sleeps, sleeps());
+        // Not known counts as slept.
+        self.sleeps.is_none() || before != self.sleeps
     }
 
     /// Records that a write that began at `start` was blocked, and how long it took.

@@ -3,7 +3,9 @@
 //! While it writes ([`in_place`](super::in_place)), an executor does nothing else. If the file
 //! system has to find places for what is written, that is a large part of its time; a thread that
 //! writes meanwhile costs little in comparison, once it is awake and has several writes to do. So
-//! from the fifth write of a turn on they go to a thread, if writes have lately taken long.
+//! from the fifth write of a turn on they go to a thread, if writes have lately taken long; and
+//! those that are long in bytes do from the third on that the executor does without a rest, as
+//! there are clients then whose requests wait for it.
 //!
 //! Invariants
 //! - I1 While a thread has writes of an executor, this one does none in place: it would wait for
@@ -21,6 +23,10 @@ const WRITES_MIN: u32 = 4;
 const COSTLY: Duration = Duration::from_nanos(2000);
 /// No write counts as more: one that was blocked, or lost its processor, says nothing about others.
 const COUNTED_MAX: Duration = Duration::from_micros(4);
+/// A write of this many bytes takes longer than to wake a thread.
+const LONG: usize = 32 << 10;
+/// Long writes since the executor last rested that are done in place in any case.
+const LONG_MIN: u32 = 2;
 /// The part of the mean that the last write is.
 const WEIGHT: u32 = 8;
 
@@ -49,6 +55,8 @@ impl Drop for Right {
 pub(super) struct Offload {
     /// Writes of this turn.
     writes: u32,
+    /// Long writes since the executor last waited for something to do.
+    long_writes: u32,
     /// Of the last writes, wherever they were done.
     mean: Duration,
     right: Option<Right>,
@@ -63,14 +71,22 @@ impl Offload {
         }
     }
 
-    /// Whether the next write, which could be done in place, is left to a thread; so many are with
-    /// threads.
-    pub(super) fn takes(&mut self, with_threads: usize) -> bool {
+    /// The executor had nothing to do.
+    pub(super) fn note_rest(&mut self) {
+        self.long_writes = 0;
+    }
+
+    /// Whether the next write, of `len` bytes, which could be done in place, is left to a thread;
+    /// so many are with threads.
+    pub(super) fn takes(&mut self, len: usize, with_threads: usize) -> bool {
+        let is_long = len >= LONG;
         self.writes = self.writes.saturating_add(1);
+        self.long_writes = self.long_writes.saturating_add(u32::from(is_long));
         if with_threads > 0 {
             return true;
         }
-        if self.writes <= WRITES_MIN || self.mean < COSTLY {
+        let is_worth_it = (is_long && self.long_writes > LONG_MIN) || self.writes > WRITES_MIN;
+        if !is_worth_it || self.mean < COSTLY {
             return false;
         }
         self.right = self.right.take().or_else(Right::take);
@@ -95,7 +111,7 @@ mod tests {
         offload.begin_turn(0);
         let mut with_threads = 0;
         let mut take = || {
-            let takes = offload.takes(with_threads);
+            let takes = offload.takes(4096, with_threads);
             with_threads += usize::from(takes);
             takes
         };
@@ -128,12 +144,33 @@ mod tests {
     }
 
     #[test]
+    fn long_ones_are_left_by_an_executor_that_does_not_rest() {
+        let mut offload = Offload::default();
+        (0..50).for_each(|_| offload.note(DEAR));
+        // One in each turn.
+        let mut takes = |rests: bool| {
+            offload.begin_turn(0);
+            if rests {
+                offload.note_rest();
+            }
+            offload.takes(LONG, 0)
+        };
+        assert_eq!([true; 9].map(&mut takes), [false; 9], "nobody waits");
+        assert!(!takes(false));
+        while !takes(false) {
+            // Tests of whole executors may have taken the right.
+            std::thread::yield_now();
+        }
+        assert!(!takes(true), "it had nothing to do");
+    }
+
+    #[test]
     fn none_is_done_in_place_beside_a_thread() {
         let mut offload = Offload::default();
         offload.begin_turn(1);
-        assert!(offload.takes(1));
+        assert!(offload.takes(4096, 1));
         offload.begin_turn(0);
-        assert!(!offload.takes(0));
+        assert!(!offload.takes(4096, 0));
     }
 
     #[test]

@@ -182,7 +182,10 @@ impl Uring {
         self.lone_syncs.note_write(buf.len() - *done);
         // A short write continues elsewhere, where it is reported why it was short.
         if *done == 0 && is_fit(file, buf) {
-            if self.offload.takes(self.threads.offloaded()) {
+            if self.in_place.has_slept() {
+                self.offload.note_rest();
+            }
+            if self.offload.takes(buf.len(), self.threads.offloaded()) {
                 self.threads.offload(key, op);
                 return ControlFlow::Break(None);
             }
@@ -330,6 +333,7 @@ impl Uring {
                 if self.threads.have_finished() {
                     return Ok(0);
                 }
+                self.offload.note_rest();
                 std::hint::spin_loop();
             }
         }
