@@ -29,10 +29,13 @@ impl Program {
         Ok(Self { code, functions })
     }
 
-    /// The function with the byte at `at`.
-    pub(super) fn function_at(&self, at: u64) -> Option<&str> {
+    /// The functions with the byte at `at`: several if the compiler found them to be alike, of
+    /// which any may have given its name to the place.
+    pub(super) fn functions_at(&self, at: u64) -> impl Iterator<Item = &str> {
         let after = self.functions.partition_point(|(start, ..)| *start <= at);
-        let (start, len, name) = self.functions.get(after.checked_sub(1)?)?;
-        (at - start < *len).then_some(name)
+        let last = self.functions[..after].last().map(|(start, ..)| *start);
+        let alike = self.functions[..after].iter().rev();
+        let alike = alike.take_while(move |(start, ..)| Some(*start) == last);
+        alike.filter(move |(start, len, _)| at - start < *len).map(|(.., name)| name.as_str())
     }
 }
