@@ -177,15 +177,19 @@ async fn edit(args: &BitmapArgs) -> Result<()> {
     let options = options()?;
     let may_write = MayWrite::check(&args.image, &options).await?;
     let images = FileImages::to_write(&args.image, options, may_write)?;
-    let Ended { also, may_leak } = edit_bitmap(&images, &args.image, &args.name, actions).await?;
+    warn_of(&edit_bitmap(&images, &args.image, &args.name, actions).await?);
+    Ok(())
+}
+
+/// Says what a change ended that nobody asked for.
+pub(crate) fn warn_of(Ended { also, may_leak }: &Ended) {
     if !also.is_empty() {
         let names = also.join(", ");
         tracing::warn!("other inconsistent bitmaps are removed, too, as QEMU does: {names}");
     }
-    if may_leak {
+    if *may_leak {
         tracing::warn!(
             "clusters of inconsistent bitmaps may leak: `mica check -r leaks` frees them"
         );
     }
-    Ok(())
 }

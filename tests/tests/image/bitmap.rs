@@ -236,6 +236,14 @@ fn bitmaps_that_another_program_made_inconsistent_are_named_and_can_be_removed()
     mica_in(dir, &["bitmap", "--remove", "image.qcow2", "one"]).refusal();
 
     put();
+    mica_in(dir, &["create", "-q", "source.qcow2", "20M"]).ok();
+    mica_in(dir, &["bitmap", "--add", "source.qcow2", "three"]).ok();
+    let copied = mica_in(dir, &["convert", "-n", "--bitmaps", "source.qcow2", "image.qcow2"]);
+    assert!(copied.stderr.contains("removed, too, as QEMU does: one, two"), "{}", copied.stderr);
+    copied.ok();
+    assert_eq!(bitmaps(dir, "image.qcow2")[0]["name"], "three");
+
+    put();
     mica_in(dir, &["bitmap", "--remove", "--add", "image.qcow2", "one"]).ok();
     assert_eq!(bitmaps(dir, "image.qcow2").as_array().map(Vec::len), Some(1));
     qemu::io(dir, &[], "image.qcow2", &["write 1M 64k"]);

@@ -2,6 +2,7 @@
 
 use super::ConvertArgs;
 use super::stream::is_stream;
+use crate::bitmap::warn_of;
 use crate::create::NewFile;
 use crate::failure::Failure;
 use mica_block::wait_for_dead;
@@ -143,6 +144,6 @@ async fn copy_one(
             (path, FileImages::to_write(path, options, may_write)?)
         }
     };
-    edit_bitmap(&to, path, &bitmap.name, actions).await?;
+    warn_of(&edit_bitmap(&to, path, &bitmap.name, actions).await?);
     Ok(())
 }
