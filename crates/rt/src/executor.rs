@@ -6,7 +6,7 @@
 
 use crate::backend::Backend;
 use crate::core::{Core, Entered, TaskWaker, current, in_executor};
-use crate::looking::Looking;
+use crate::looking::{Looking, note_ran_dry};
 use crate::remote::{Remote, RemoteItem};
 use crate::task;
 use std::future::Future;
@@ -113,11 +113,13 @@ impl Handle {
     }
 }
 
-/// The right of the current executor to poll instead of sleeping; `None` if enough others poll.
+/// The right of the current executor to poll instead of sleeping, for a part of it that has nothing
+/// to do; `None` if enough others poll.
 ///
 /// # Panics
 /// Outside an executor.
 pub fn look() -> Option<Looking> {
+    note_ran_dry();
     // A simulated one takes no processor, and what it does must not depend on others.
     if current().is_simulated() { Some(Looking::uncounted()) } else { Looking::begin() }
 }

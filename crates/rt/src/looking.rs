@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 thread_local! {
     /// How many parts of this executor poll.
     static PARTS: Cell<usize> = const { Cell::new(0) };
+    /// Whether a part of this executor ran dry since that was last asked.
+    static RAN_DRY: Cell<bool> = const { Cell::new(false) };
 }
 
 /// How many executors poll.
@@ -53,6 +55,16 @@ impl Drop for Looking {
             EXECUTORS.fetch_sub(1, Ordering::Relaxed);
         }
     }
+}
+
+/// A part of this executor has nothing to do, and polls instead of sleeping.
+pub(crate) fn note_ran_dry() {
+    RAN_DRY.set(true);
+}
+
+/// Whether a part of this executor ran dry since this was last asked.
+pub(crate) fn ran_dry() -> bool {
+    RAN_DRY.take()
 }
 
 /// Counts one more, unless there are `max` already.
@@ -103,6 +115,17 @@ mod tests {
             let all: Vec<_> = (0..100).map(|_| look()).collect();
             assert!(all.iter().all(Option::is_some));
             assert_eq!(PARTS.get(), 0);
+        });
+    }
+
+    #[test]
+    fn part_that_looks_has_run_dry_once() {
+        let executor = Executor::new(Backend::Pool).expect("an executor");
+        executor.block_on(async {
+            assert!(!ran_dry());
+            drop(look());
+            assert!(ran_dry());
+            assert!(!ran_dry());
         });
     }
 }

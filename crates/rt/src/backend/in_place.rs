@@ -60,6 +60,7 @@ impl InPlace {
         if self.not_before.is_some_and(|not_before| start < not_before) {
             return None;
         }
+        // From here on only the write puts it to sleep.
         self.has_slept();
         self.remote.set_is_writing(true);
         // A question about a page that is not cached begins to read it, and may block, too.

@@ -20,7 +20,7 @@ use super::now;
 use super::offload::Offload;
 use super::threads::Threads;
 use crate::file::{Access, File, Way};
-use crate::looking::Looking;
+use crate::looking::{Looking, ran_dry};
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
 use crate::restrict::enable;
@@ -182,7 +182,8 @@ impl Uring {
         self.lone_syncs.note_write(buf.len() - *done);
         // A short write continues elsewhere, where it is reported why it was short.
         if *done == 0 && is_fit(file, buf) {
-            if self.in_place.has_slept() {
+            // Both are asked each time: each forgets what it has told.
+            if self.in_place.has_slept() | ran_dry() {
                 self.offload.note_rest();
             }
             if self.offload.takes(buf.len(), self.threads.offloaded()) {
