@@ -219,7 +219,8 @@ pub struct MergeProgress {
     /// Bytes that are likely to be copied in all, at least and at most: as many as the largest of
     /// the merged layers has, and as all of them have.
     pub expected: (u64, u64),
-    /// Whether it is about to end, while the guest is held up: it must not wait for a rate now.
+    /// Whether little or nothing is left to copy: it must not wait for a rate now, as the guest may
+    /// be slowed down until it ends.
     pub is_ending: bool,
 }
 

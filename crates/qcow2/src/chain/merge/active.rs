@@ -220,12 +220,12 @@ impl Chain {
         let (mut is_durable, mut round) = (false, 0);
         loop {
             // Before what was changed is taken: it may rest, and the guest goes on meanwhile.
-            let asked = mica_rt::now();
             let progress = MergeProgress { is_ending: true, ..carrying.progress(end) };
             if pace.ask(progress).await.is_break() {
                 return Ok(None);
             }
-            if mica_rt::now().saturating_since(asked) > RESTED {
+            // Now, or within the round before.
+            if pace.take_rested() > RESTED {
                 (is_durable, round) = (false, 0);
             }
             let touched = wanted.notes.take(end);

@@ -155,6 +155,8 @@ pub(super) struct Pace<'a> {
     expected: (u64, u64),
     schedule: Schedule,
     wait: Duration,
+    /// How long [`Self::ask`] waited since that was last taken.
+    rested: Duration,
 }
 
 impl<'a> Pace<'a> {
@@ -171,7 +173,8 @@ impl<'a> Pace<'a> {
         chain.merging.brake.set(wait);
         chain.merging.brake.turn(true);
         let (began, is_idle) = (None, false);
-        Self { chain, control, began, is_idle, copied: 0, expected, schedule, wait }
+        let (copied, rested) = (0, Duration::ZERO);
+        Self { chain, control, began, is_idle, copied, expected, schedule, wait, rested }
     }
 
     /// Waits for the guest, after a step that did something, and for whoever controls the merge.
@@ -222,7 +225,15 @@ impl<'a> Pace<'a> {
     /// Waits for whoever controls the merge, and not for the guest.
     pub(super) async fn ask(&mut self, progress: MergeProgress) -> ControlFlow<()> {
         self.began = None;
-        self.consult(progress).await
+        let asked = mica_rt::now();
+        let told = self.consult(progress).await;
+        self.rested += mica_rt::now().saturating_since(asked);
+        told
+    }
+
+    /// How long [`Self::ask`] waited since this was last called: the merge was paused meanwhile.
+    pub(super) fn take_rested(&mut self) -> Duration {
+        std::mem::take(&mut self.rested)
     }
 
     /// As [`Self::ask`] when all `copied` bytes, up to `end`, are where they belong: the merge may

@@ -1,5 +1,6 @@
 //! What other threads read while the active layer becomes empty.
 
+use crate::chain::merge::pace::Pace;
 use crate::chain::{Chain, ChainOptions};
 use crate::map::Map;
 use crate::testing::{CLUSTER_BYTES, Folder, REFCOUNTS_AT, at_once, done_at_once, watched};
@@ -14,6 +15,7 @@ use std::future::{Future, ready};
 use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 const DISK: u64 = 2 << 20;
 const OLD: u8 = 0x0d;
@@ -134,6 +136,42 @@ fn file_without_room_for_the_empty_table_says_so() {
         let line = error.in_one_line();
         assert!(line.contains("empty L1 table") && !line.contains("resize"), "{line}");
         assert_eq!(chain.layer_count(), 2);
+        chain.close().await.expect("it is closed");
+    });
+}
+
+/// Is paused for a minute whenever it is asked.
+struct Paused;
+
+impl MergeControl for Paused {
+    fn step(&self, _: MergeProgress) -> LocalFuture<'_, ControlFlow<()>> {
+        Box::pin(async {
+            mica_rt::sleep(Duration::from_secs(60)).await;
+            ControlFlow::Continue(())
+        })
+    }
+}
+
+/// The story: a merge was paused within the last round in which it slows the guest down, and all
+/// that was written meanwhile was copied at once afterwards, while the guest waited.
+#[test]
+fn pause_within_a_round_is_known_when_the_next_begins() {
+    run(async {
+        let chain = chain_of_three().await;
+        let mut pace = Pace::new(&chain, &chain.map.layers().all()[1..], &Paused);
+        let progress = MergeProgress::default();
+        assert!(pace.step(progress).await.is_continue());
+        assert_eq!(
+            pace.take_rested(),
+            Duration::ZERO,
+            "whoever waits for a rate gets nowhere else"
+        );
+        for _ in 0..2 {
+            assert!(pace.ask(progress).await.is_continue());
+        }
+        assert!(pace.take_rested() >= Duration::from_secs(120));
+        assert_eq!(pace.take_rested(), Duration::ZERO);
+        drop(pace);
         chain.close().await.expect("it is closed");
     });
 }
