@@ -203,7 +203,8 @@ fn open_folder(root: &Root) -> rustix::io::Result<OwnedFd> {
 }
 
 /// Removes the name in [`FOLDER`] of an object, if `stat` says that it may have one: of a process
-/// that was killed, or has not come to that. Its own name is durable, or gone.
+/// that was killed, or has not come to that. Its own name is durable, or gone. The caller has the
+/// file open.
 pub(super) fn remove_second_name(root: &Root, stat: &Stat) -> rustix::io::Result<()> {
     if stat.st_nlink < 2 {
         return Ok(());

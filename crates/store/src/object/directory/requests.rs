@@ -17,6 +17,9 @@ use std::ops::Range;
 
 /// Bytes beyond the end of an object that become a hole to see whether there are any.
 const PUNCHED_BEYOND: u64 = 4096;
+/// Descriptors of an object, its folder, and the folder of new files, which is opened twice to be
+/// listed.
+const NAMES_DESCRIPTORS: usize = 4;
 
 /// When the name of an object is durable.
 #[derive(Clone, Copy)]
@@ -110,8 +113,13 @@ impl Root {
     pub(super) fn delete(&self, name: &ObjectName) -> Result<()> {
         let (folder_name, last) = split(name);
         let Some(folder) = self.open_folder(folder_name)? else { return Ok(()) };
-        let deleted = match statat(&folder, last, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => {
+        let _descriptors = self.handles.set_aside(NAMES_DESCRIPTORS);
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let found = openat(&folder, last, flags, Mode::empty())
+            .and_then(|file| fstat(&file).map(|stat| (file, stat)));
+        let deleted = match found {
+            // The file stays open: no other one gets its inode number meanwhile.
+            Ok((_file, stat)) => {
                 self.check_regular(name, &stat)?;
                 // Otherwise it would take its space for as long as the other name is there.
                 unlinkat(&folder, last, AtFlags::empty())
@@ -153,7 +161,7 @@ impl Root {
         };
         let (folder_name, last) = split(name);
         let Some(folder) = self.open_folder(folder_name)? else { return Ok(0) };
-        let _descriptors = self.handles.set_aside(2);
+        let _descriptors = self.handles.set_aside(NAMES_DESCRIPTORS);
         let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match openat(&folder, last, flags, Mode::empty()) {
             Ok(file) => file,
