@@ -74,7 +74,7 @@ fn collection_of_what_is_no_store_says_what_that_is() {
     for (name, is) in [
         ("wob", "there is no store"),
         ("web", "web is a volume"),
-        ("web@monday", "web@monday is a snapshot"),
+        ("web@monday", "web@monday names a snapshot"),
         ("wob@monday", "no volume wob"),
     ] {
         let refusal = run(["gc", &store.volume(name)]).refusal();

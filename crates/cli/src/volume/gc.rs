@@ -103,8 +103,9 @@ async fn store_at(session: &Session, url: &str) -> Result<Arc<Store>, Failure> {
             (Err(error), _) if error.kind() == ErrorKind::NotFound => {
                 format!("there is no store {url}, and no volume {name} in {}", store.url())
             }
-            (_, Some(_)) => format!("{url} is a snapshot"),
-            (_, None) => format!("{name} is a volume"),
+            (Err(error), _) => return Err(error.into()),
+            (Ok(_), Some(_)) => format!("{url} names a snapshot"),
+            (Ok(_), None) => format!("{name} is a volume"),
         };
         let store = store.url();
         let what = format!("{found}: collection works on a whole store, such as {store}");
