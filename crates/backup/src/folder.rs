@@ -19,6 +19,7 @@ mod prune;
 
 pub use prune::Pruned;
 
+use crate::content::Content;
 use crate::format::{
     BEGIN_BYTES, Begin, ENTRIES_MAX, ENTRY_BYTES, HEAD_BYTES, Malformed, Manifest, SUM_BYTES, Total,
 };
@@ -168,16 +169,15 @@ impl Folder {
         Ok(line)
     }
 
-    /// Begins to write a state, or goes on with what an earlier try left. `content` says of which
-    /// bytes the state is, as far as that is known: what is left counts if it is of the same;
-    /// `None` if nothing can be said.
+    /// Begins to write a state, or goes on with what an earlier try left, if that is of the same
+    /// `content`; `None` if that may be another the next time.
     ///
     /// # Errors
     /// `Denied` if another backup into the folder is under way, the state is there with other
     /// content, or the folder has states of another disk; `NotFound` if what the state goes on from
     /// is not there; `Invalid` if that is longer, or `begin` has a name or a length that nothing in
     /// a backup can have; what the system reports.
-    pub fn begin(&self, begin: Begin, content: Option<&[u8]>) -> Result<Begun> {
+    pub fn begin(&self, begin: Begin, content: Option<&Content>) -> Result<Begun> {
         begin.check()?;
         let lock = self.lock()?;
         let states = self.states()?;
@@ -190,10 +190,17 @@ impl Folder {
             );
             return Err(Error::new(ErrorKind::Denied, what));
         }
-        let key = content.map(|content| key_of(&begin, content));
+        let key = content.map(|content| content.key(&begin));
         if self.has_manifest(&begin.state)? {
             let there = self.find(&begin.state)?;
-            if Some(there.head.key) == key {
+            let is_it = match content {
+                // What it stood on when it was written may have gone into it since.
+                Some(content) if !content.beneath.is_empty() => {
+                    there.is_of(content) && !there.was_changed(content, begin.time_ns)
+                }
+                _ => Some(there.head.key) == key,
+            };
+            if is_it {
                 return Ok(Begun::Whole(there));
             }
             let what = format!(
@@ -216,8 +223,9 @@ impl Folder {
         let number = states.whole.iter().map(|stored| stored.head.number).max().unwrap_or(0) + 1;
         // Nobody knows the content: what is left is of no use.
         let is_known = key.is_some();
-        let key = key.unwrap_or_else(|| key_of(&begin, &[]));
-        let content = content_sum(content.unwrap_or_default());
+        let unknown = Content::default();
+        let key = key.unwrap_or_else(|| unknown.key(&begin));
+        let content = content.unwrap_or(&unknown).sum();
         self.remove_leftovers(&begin.state, key, is_known)?;
         let (writer, resumed_bytes) = self.open_step(begin, key)?;
         let folder = self.clone();
@@ -385,15 +393,26 @@ impl Stored {
 
     /// Whether it was written of this `content`, as [`Folder::begin`] takes it. If it was not, it
     /// may be the same all the same.
-    pub fn is_of(&self, content: &[u8]) -> bool {
+    pub fn is_of(&self, content: &Content) -> bool {
         let Manifest { begin, key, content: sum, .. } = &self.head;
-        *sum == content_sum(content) || *key == key_of(begin, content)
+        let lasting = Content::lasting(&*content.lasting);
+        *sum == content.sum() || *key == lasting.key(begin)
+    }
+
+    /// Whether another program has changed the state since it was written here, by its present
+    /// `content` and the time when its file was changed last: that is another time, and nothing
+    /// that lay beneath the state was merged into it. False if nobody knows that, and of a step
+    /// that [`Folder::prune`] made.
+    pub fn was_changed(&self, content: &Content, time_ns: u64) -> bool {
+        let Manifest { begin, key, .. } = &self.head;
+        let stood_on_the_same = !content.beneath.is_empty() && *key == content.key(begin);
+        begin.time_ns != time_ns && stood_on_the_same
     }
 
     /// Whether nothing proves of which content it is: an older mica wrote it, and knew.
     pub fn is_unproved(&self) -> bool {
         let Manifest { begin, key, content, .. } = &self.head;
-        *content == 0 && *key != key_of(begin, &[])
+        *content == 0 && *key != Content::default().key(begin)
     }
 
     pub(crate) fn data_path(&self) -> PathBuf {
@@ -444,22 +463,6 @@ fn whole_of(file: &File, begin: &Begin) -> Option<(Begin, Written)> {
         }
     }
     Some((found, stream.into_read()?))
-}
-
-/// What a data file is called after: the content, and what of it the step has.
-fn key_of(begin: &Begin, content: &[u8]) -> u64 {
-    let bytes = Begin { time_ns: 0, ..begin.clone() }.encode();
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(&bytes).update(content);
-    let first = hasher.finalize().as_bytes().first_chunk().copied();
-    u64::from_le_bytes(first.expect("longer than that"))
-}
-
-/// What a manifest says of the content, whatever becomes of the step. Never 0, which those of an
-/// older mica have.
-fn content_sum(content: &[u8]) -> u32 {
-    let first = blake3::hash(content).as_bytes().first_chunk().copied();
-    u32::from_le_bytes(first.expect("longer than that")).max(1)
 }
 
 fn parse_key(text: &str) -> Option<u64> {

@@ -11,12 +11,14 @@
 //! | the bytes | `format`, docs/formats/backup.md |
 //! | what is copied, and what of it is left out | `copy` |
 //! | when there is a state in a folder, and what a kill leaves | `folder` |
+//! | of which bytes a state is, without reading them | `content` |
 //! | whether a disk has a state that is in a folder | `compare` |
 //! | how a state is put together again | `restore` |
 //!
 //! Nothing here knows formats of images, or NBD: a [`Source`] says what there is to copy.
 
 mod compare;
+mod content;
 mod copy;
 mod folder;
 mod format;
@@ -33,6 +35,7 @@ mod verify;
 mod writer;
 
 pub use compare::has_state;
+pub use content::Content;
 pub use copy::{Run, Source, copy};
 pub use folder::{Begun, Folder, Pending, Pruned, States, Stored};
 pub use format::{Begin, Entry, Total};

@@ -14,8 +14,8 @@ use crate::sections;
 use crate::table::table;
 use clap::{Args, Subcommand};
 use mica_backup::{
-    Begin, Begun, Folder, Packing, Pending, Source, StepWriter, Stored, Total, check_state, copy,
-    verify_state,
+    Begin, Begun, Content, Folder, Packing, Pending, Source, StepWriter, Stored, Total,
+    check_state, copy, verify_state,
 };
 use mica_rt::Executor;
 use mica_serve::nbd::client::Uri;
@@ -30,9 +30,9 @@ use subject::Subject;
 /// The source is an image that nobody writes, a state that `mica ctl backup begin` keeps, an
 /// internal snapshot, or an export of an NBD server. With --since only what changed is read and
 /// written; if the files of that state were changed since it was backed up, it is read too, and
-/// compared. A state is either complete in the folder or not there at all; if this is killed, the
-/// same command continues where it stopped, with --as if the state was named after the time. Zeros
-/// take no space. `mica restore` restores states.
+/// compared, or refused if the source is an export. A state is either complete in the folder or not
+/// there at all; if this is killed, the same command continues where it stopped, with --as if the
+/// state was named after the time. Zeros take no space. `mica restore` restores states.
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct BackupArgs {
@@ -126,7 +126,10 @@ struct Opened {
     source: Box<dyn Source>,
     begin: Begin,
     /// Of which content it is; `None` if it may be another the next time.
-    content: Option<Vec<u8>>,
+    content: Option<Content>,
+    /// Why all of it is copied, if what changed was wanted and that is not because the disk keeps
+    /// no state that is in the folder.
+    why_whole: Option<String>,
 }
 
 pub(crate) fn run(args: &BackupArgs) -> Result<ExitCode, Failure> {
@@ -157,7 +160,7 @@ fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
             let _ = std::fs::remove_dir(target);
         }
     })?;
-    let pending = match folder.begin(opened.begin.clone(), opened.content.as_deref())? {
+    let pending = match folder.begin(opened.begin.clone(), opened.content.as_ref())? {
         Begun::Whole(stored) => {
             report_on(args, stored.begin(), stored.total(), Outcome::WasThere)?;
             return Ok(ExitCode::SUCCESS);
@@ -244,8 +247,9 @@ async fn open(args: &WriteArgs, named: &str, folder: Option<&Folder>) -> Result<
         false => chain::open(args, Subject::new(named, args.images.clone())?, wanted).await?,
     };
     if args.since_last && opened.begin.base.is_none() && !known.is_empty() {
-        let what = "the disk no longer keeps any of the states in the folder: making a full backup";
-        tell(&format!("mica: warning: {what}"));
+        let none = || "the disk no longer keeps any of the states in the folder".to_owned();
+        let why = opened.why_whole.clone().unwrap_or_else(none);
+        tell(&format!("mica: warning: {why}: making a full backup"));
     }
     Ok(opened)
 }
@@ -260,12 +264,33 @@ struct Since<'a> {
     folder: Option<&'a Folder>,
 }
 
-/// The folder's `state` is not that of the `disk`: what changed since that is of no use there.
-fn another_in_folder(state: &str, disk: &str) -> Failure {
-    Failure::new(format!(
-        "the state {state:?} in the folder is not that of {disk:?}: make a full backup \
-         into another folder"
-    ))
+/// Whether a state that a disk keeps is the one of its name in a folder.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum InFolder {
+    Yes,
+    /// It is another one.
+    Another,
+    /// It was, before another program changed it.
+    Changed,
+}
+
+impl InFolder {
+    /// What is wrong with the state `base` of the `disk`.
+    fn why(self, base: &str, disk: &str) -> String {
+        match self {
+            Self::Yes | Self::Another => {
+                format!("the state {base:?} in the folder is not that of {disk:?}")
+            }
+            Self::Changed => format!(
+                "another program has changed the state {base:?} of {disk:?} since it was backed up"
+            ),
+        }
+    }
+
+    fn refusal(self, base: &str, disk: &str) -> Failure {
+        let why = self.why(base, disk);
+        Failure::new(format!("{why}: make a full backup into another folder"))
+    }
 }
 
 impl WriteArgs {

@@ -103,6 +103,47 @@ fn state_into_which_an_older_one_went_is_gone_on_with() {
     }
 }
 
+/// The story: qemu-img committed a disk that nobody served into its newest state, and the next
+/// backup over NBD went on from what the folder had of that state.
+#[test]
+fn state_that_another_program_changed_is_no_base_of_a_backup() {
+    let Some(mut world) = World::new(7, &[]) else { return };
+    let target = world.path("web").display().to_string();
+    let backup = |world: &World, options: &[&str]| {
+        let source = world.uri();
+        mica::run(["backup"].iter().chain(options).copied().chain([&*source, &*target]))
+    };
+    for state in ["mon", "tue"] {
+        let mut guest = world.guest();
+        (0..20).for_each(|_| world.change(&mut guest));
+        world.begin(None, state).ok();
+        backup(&world, &[]).ok();
+        world.ctl(&["backup", "end", "disk"]).ok();
+    }
+    let mut guest = world.guest();
+    kept::command(&mut guest, nbd::CMD_WRITE, 5 << 20, 4096, &[9; 4096]);
+    drop(guest);
+    world.stop();
+    qemu::img(world.dir.path(), ["commit", "disk.qcow2"]).ok();
+    world.start();
+    let mut guest = world.guest();
+    kept::command(&mut guest, nbd::CMD_WRITE, 6 << 20, 4096, &[8; 4096]);
+    world.begin(Some("tue"), "wed").ok();
+    let said = backup(&world, &["--since", "tue"]).refusal();
+    assert!(said.contains("another program has changed the state \"tue\""), "{said}");
+    let full = backup(&world, &["--since-last"]);
+    assert!(full.stderr.contains("another program has changed"), "{full}");
+    assert!(full.stderr.contains("making a full backup"), "{full}");
+    let given = restored(world.dir.path(), "web", "wed", "raw");
+    judge::same_bytes("wed", &given, &world.state("wed"));
+    world.ctl(&["backup", "end", "disk"]).ok();
+    // Without `--since` the server tells nothing of older states, which is not their end.
+    world.begin(None, "thu").ok();
+    let whole = backup(&world, &["--since-last"]);
+    assert!(whole.stderr.contains("does not report what changed"), "{whole}");
+    assert!(whole.stderr.contains("--since STATE"), "{whole}");
+}
+
 #[test]
 fn reader_that_dies_over_nbd_goes_on() {
     let Some(mut world) = World::new(5, &[]) else { return };

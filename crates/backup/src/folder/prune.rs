@@ -15,9 +15,8 @@
 //! - P3 What a kill leaves is no state, takes only space, and goes with the next call. What is left
 //!   of a state that was being written may be gone on with, and stays until a later one is there.
 
-use super::{
-    DATA, Folder, GONE, NEW, Pending, Stored, data_path, failed, key_of, parse_key, sync_folder,
-};
+use super::{DATA, Folder, GONE, NEW, Pending, Stored, data_path, failed, parse_key, sync_folder};
+use crate::content::Content;
 use crate::format::{BEGIN_BYTES, Begin, HEAD_BYTES, Manifest};
 use crate::merge::merge_steps;
 use crate::names::check_state;
@@ -117,7 +116,7 @@ impl Folder {
         let base = line.first().and_then(|first| first.begin().base.clone());
         let begin = Begin { base, ..stored.begin().clone() };
         let keys: Vec<u8> = line.iter().flat_map(|step| step.head.key.to_le_bytes()).collect();
-        let key = key_of(&begin, &[b"merged", &*keys].concat());
+        let key = Content::lasting([b"merged", &*keys].concat()).key(&begin);
         let path = data_path(&self.path, state, key);
         // What an earlier try left may be of a disk that was cut off.
         File::create(&path).map_err(|error| failed("creating", &path, error))?;

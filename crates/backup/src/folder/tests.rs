@@ -45,7 +45,7 @@ pub(crate) fn back_up_at(
     time_ns: u64,
 ) -> Result<Stored> {
     let begin = Begin { time_ns, ..begin(name, base, source.bytes.len()) };
-    let mut pending = pending(folder.begin(begin, Some(b"content"))?);
+    let mut pending = pending(folder.begin(begin, Some(&Content::lasting(b"content")))?);
     block_on(copy(source, packing, &mut pending.writer, |_, _| {}))?;
     pending.complete()
 }
@@ -154,7 +154,8 @@ fn step_that_was_cut_off_is_gone_on_with_only_if_it_is_of_the_same() {
     broken.reads_max = 2;
     back_up(&folder, ("mon", None), &mut broken, Packing::Plain).unwrap_err();
     let again = |content: Option<&[u8]>| {
-        let again = folder.begin(begin("mon", None, disk.len()), content).unwrap();
+        let content = content.map(Content::lasting);
+        let again = folder.begin(begin("mon", None, disk.len()), content.as_ref()).unwrap();
         pending(again).resumed_bytes()
     };
     assert!(again(Some(b"content")) > 15 << 20);
@@ -162,9 +163,10 @@ fn step_that_was_cut_off_is_gone_on_with_only_if_it_is_of_the_same() {
     assert_eq!(again(Some(b"other content")), 0);
     assert_eq!(again(Some(b"content")), 0, "that of the other was removed");
     back_up(&folder, ("mon", None), &mut MemorySource::whole(&disk), Packing::Zstd).unwrap();
-    let there = folder.begin(begin("mon", None, disk.len()), Some(b"content")).unwrap();
+    let there =
+        folder.begin(begin("mon", None, disk.len()), Some(&Content::lasting(b"content"))).unwrap();
     assert!(matches!(there, Begun::Whole(_)));
-    for content in [None, Some(&b"other"[..])] {
+    for content in [None, Some(&Content::lasting(b"other"))] {
         let refused = folder.begin(begin("mon", None, disk.len()), content).err().unwrap();
         assert!(refused.to_string().contains("already"), "{refused}");
     }

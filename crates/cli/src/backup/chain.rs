@@ -2,7 +2,7 @@
 //! own that its base has not.
 
 use super::subject::Subject;
-use super::{Opened, Since, WriteArgs, another_in_folder};
+use super::{InFolder, Opened, Since, WriteArgs};
 use crate::create::is_any_encrypted;
 use crate::failure::Failure;
 use mica_backup::{Begin, Folder, Run, Source, disk_name, has_state};
@@ -48,7 +48,8 @@ pub(super) async fn open(
         warn_of_plain_backup(args);
     }
     let content = Some(subject.content(&*disk)?);
-    Ok(Opened { source: Box::new(ChainSource { disk, changes }), begin, content })
+    let source = Box::new(ChainSource { disk, changes });
+    Ok(Opened { source, begin, content, why_whole: None })
 }
 
 fn warn_of_plain_backup(args: &WriteArgs) {
@@ -80,7 +81,7 @@ async fn changes_since(
             return Err(Failure::new(what));
         };
         if !is_in_folder(subject, named, since.folder).await? {
-            return Err(another_in_folder(named, &disk));
+            return Err(InFolder::Another.refusal(named, &disk));
         }
         return Ok(Some((named.to_owned(), diff)));
     }

@@ -3,9 +3,9 @@
 //!
 //! What is read of the server is bounded and checked by its client: a server may be anybody.
 
-use super::{Opened, Since, WriteArgs, another_in_folder, now_ns};
+use super::{InFolder, Opened, Since, WriteArgs, now_ns};
 use crate::failure::Failure;
-use mica_backup::{Begin, Folder, Run, Source, disk_name};
+use mica_backup::{Begin, Content, Folder, Run, Source, disk_name};
 use mica_block::{LocalFuture, Result};
 use mica_rt::{Buf, join_all};
 use mica_serve::nbd::client::{BASE_ALLOCATION, Client, Greeting, Uri, ZERO};
@@ -63,15 +63,18 @@ pub(super) fn open(
     let client = greeting.go().map_err(failed)?;
     let export = client.export().clone();
     let told = ExportedState::by(&export.description);
-    let base = match base {
-        Some(base) if !told.is_in(since.folder, &base) => {
+    let (base, why_whole) = match base {
+        Some(base) => {
             let disk = disk_name(told.kept.as_ref().map_or(&*uri.export, |kept| &*kept.disk));
-            if since.named.is_some() {
-                return Err(another_in_folder(&base, &disk).within(named));
+            match told.is_in(since.folder, &base) {
+                InFolder::Yes => (Some(base), None),
+                not if since.named.is_some() => {
+                    return Err(not.refusal(&base, &disk).within(named));
+                }
+                not => (None, Some(not.why(&base, &disk))),
             }
-            None
         }
-        base => base,
+        None => (None, why_whole(&offered)),
     };
     let kept = told.kept;
     if !export.len.is_multiple_of(SECTOR_BYTES) {
@@ -89,11 +92,20 @@ pub(super) fn open(
         len: export.len,
         time_ns: kept.as_ref().map_or_else(now_ns, |kept| kept.time_ns),
     };
-    let content =
-        kept.map(|kept| kept.content().unwrap_or_else(|| export.description.into_bytes()));
+    let content = kept.map(|kept| {
+        kept.content().unwrap_or_else(|| Content::lasting(export.description.into_bytes()))
+    });
     let is_incremental = begin.base.is_some();
     let source = NbdSource { client, at: 0, len: export.len, is_incremental };
-    Ok(Opened { source: Box::new(source), begin, content })
+    Ok(Opened { source: Box::new(source), begin, content, why_whole })
+}
+
+/// Why all is copied from a server that has these contexts of states, none of which is in the
+/// folder; `None` if the disk may keep no such state.
+fn why_whole(offered: &[String]) -> Option<String> {
+    let is_told = offered.iter().any(|name| name.starts_with(BITMAP));
+    let how = "`mica ctl backup begin DISK --since STATE` makes it do so";
+    (!is_told).then(|| format!("the server does not report what changed since a state, {how}"))
 }
 
 /// The states that these contexts offer, for an error: names that a server sent are not printed as
@@ -108,8 +120,9 @@ fn states_of(offered: &[String]) -> String {
 }
 
 /// What mica says of an export that is a kept state: "the state STATE of DISK, kept at TIME in file
-/// FILE; since STATE of DISK, kept at TIME in file FILE". An older mica says less, and the files
-/// are left out where nobody knows when they were made.
+/// FILE on file FILE; since STATE of DISK, kept at TIME in file FILE on file FILE", the latter that
+/// of the layer beneath, or nothing. An older mica says less, and the files are left out where
+/// nobody knows when they were made.
 #[derive(Default)]
 struct ExportedState {
     kept: Option<KeptState>,
@@ -125,6 +138,8 @@ struct KeptState {
     /// Which file has it, if that is known for certain: another if the state was dropped, and one
     /// of its name was kept again.
     file: Option<String>,
+    /// What it stands on, if that is known: "on file FILE", or "on nothing".
+    beneath: Option<String>,
 }
 
 impl ExportedState {
@@ -139,20 +154,25 @@ impl ExportedState {
     }
 
     /// Whether the state called `base` that the export stands on is the one that the `folder` has:
-    /// its file is the same, or was changed last at the same time. Servers that do not say are
-    /// trusted, and so is, with a warning, what an older mica wrote. What is not there at all is
-    /// found later.
-    fn is_in(&self, folder: Option<&Folder>, base: &str) -> bool {
+    /// its file was changed last at the same time, or is the same, and nobody but a merge has
+    /// changed it. Servers that do not say are trusted, and so is, with a warning, what an older
+    /// mica wrote. What is not there at all is found later.
+    fn is_in(&self, folder: Option<&Folder>, base: &str) -> InFolder {
         let Some(since) = self.since.as_ref().filter(|since| since.state == base) else {
-            return true;
+            return InFolder::Yes;
         };
-        let Some(Ok(stored)) = folder.map(|folder| folder.find(base)) else { return true };
+        let Some(Ok(stored)) = folder.map(|folder| folder.find(base)) else {
+            return InFolder::Yes;
+        };
         if stored.begin().time_ns == since.time_ns {
-            return true;
+            return InFolder::Yes;
         }
-        let Some(content) = since.content() else { return false };
+        let Some(content) = since.content() else { return InFolder::Another };
+        if stored.was_changed(&content, since.time_ns) {
+            return InFolder::Changed;
+        }
         if stored.is_of(&content) {
-            return true;
+            return InFolder::Yes;
         }
         let is_unproved = stored.is_unproved();
         if is_unproved {
@@ -161,7 +181,7 @@ impl ExportedState {
                  server has, as an older mica wrote it: a full backup into another folder is safer"
             );
         }
-        is_unproved
+        if is_unproved { InFolder::Yes } else { InFolder::Another }
     }
 }
 
@@ -169,20 +189,23 @@ impl KeptState {
     fn told_by(description: &str) -> Option<Self> {
         let (what, kept) = description.rsplit_once(", kept at ")?;
         let (state, disk) = what.strip_prefix("the state ")?.rsplit_once(" of ")?;
-        let (time, file) = match kept.split_once(" in file ") {
-            Some((time, file)) => (time, Some(file.to_owned())),
-            None => (kept, None),
-        };
+        let (time, place) = kept.split_once(" in file ").unzip();
+        let time = time.unwrap_or(kept);
+        let (file, beneath) = place.and_then(|place| place.split_once(" on ")).unzip();
+        let file = file.or(place).map(str::to_owned);
+        let beneath = beneath.map(|beneath| format!("on {beneath}"));
         let (seconds, part) = time.split_once('.')?;
         let [seconds, part]: [u64; 2] = [seconds.parse().ok()?, part.parse().ok()?];
         let time_ns = seconds.checked_mul(1_000_000_000)?.checked_add(part)?;
-        Some(Self { state: state.to_owned(), disk: disk.to_owned(), time_ns, file })
+        Some(Self { state: state.to_owned(), disk: disk.to_owned(), time_ns, file, beneath })
     }
 
-    /// What of it stays the same as long as it is kept, also when states beneath are dropped.
-    fn content(&self) -> Option<Vec<u8>> {
-        let Self { state, disk, file, .. } = self;
-        Some(format!("the state {state} of {disk} in file {}", file.as_ref()?).into_bytes())
+    /// Which content it has, if it is known in which file it is.
+    fn content(&self) -> Option<Content> {
+        let Self { state, disk, file, beneath, .. } = self;
+        let lasting = format!("the state {state} of {disk} in file {}", file.as_ref()?);
+        let beneath = beneath.clone().unwrap_or_default().into_bytes();
+        Some(Content { lasting: lasting.into_bytes(), beneath })
     }
 }
 
@@ -229,6 +252,7 @@ impl Source for NbdSource {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use InFolder::{Another, Changed, Yes};
     use mica_backup::Begun;
 
     #[test]
@@ -243,7 +267,16 @@ mod tests {
         let (kept, since) = (kept.expect("told"), since.expect("told"));
         assert_eq!((&*kept.state, &*kept.disk, kept.time_ns), ("tue", "web", 12_000_000_005));
         assert_eq!((&*since.state, &*since.disk), ("a of b", "web"));
-        assert_eq!(since.content().expect("told"), b"the state a of b of web in file 6 2");
+        let lasting = b"the state a of b of web in file 6 2".as_slice();
+        assert_eq!(since.content(), Some(Content::lasting(lasting)));
+        // By a newer one.
+        let said = "the state tue of web, kept at 12.5 in file 7 1 on file 6 2; since a of b of web, \
+                    kept at 11.5 in file 6 2 on nothing";
+        let ExportedState { kept, since } = ExportedState::by(said);
+        let [kept, since] = [kept, since].map(|state| state.and_then(|state| state.content()));
+        assert_eq!(kept.expect("told").beneath, b"on file 6 2");
+        let (lasting, beneath) = (lasting.to_vec(), b"on nothing".to_vec());
+        assert_eq!(since, Some(Content { lasting, beneath }));
         // Where nobody knows when files were made.
         let said = "the state tue of web, kept at 12.5; since mon of web, kept at 11.5";
         let ExportedState { kept, since } = ExportedState::by(said);
@@ -264,20 +297,25 @@ mod tests {
     fn state_is_the_one_in_the_folder_by_its_file_or_else_by_its_time() {
         let dir = tempfile::tempdir().expect("a folder");
         let folder = Folder::make(&dir.path().join("web")).expect("made");
-        let content = b"the state mon of web in file 7 1".as_slice();
+        let lasting = b"the state mon of web in file 7 1".to_vec();
+        let content = Content { lasting, beneath: b"on file 5 3".to_vec() };
         let [disk, state] = ["web", "mon"].map(str::to_owned);
         let begin = Begin { disk, state, base: None, len: 0, time_ns: 11_000_000_005 };
-        let begun = folder.begin(begin, Some(content)).expect("begun");
+        let begun = folder.begin(begin, Some(&content)).expect("begun");
         let Begun::Pending(pending) = begun else { panic!("a new one") };
         pending.complete().expect("completed");
         let is_in = |since: &str| {
             let said = format!("the state tue of web, kept at 12.5; since mon of web, {since}");
             ExportedState::by(&said).is_in(Some(&folder), "mon")
         };
-        assert!(is_in("kept at 11.5 in file 7 1"));
-        assert!(is_in("kept at 13.5 in file 7 1"), "an older one went into it");
-        assert!(!is_in("kept at 13.5 in file 7 2"), "another of its name");
-        assert!(is_in("kept at 11.5"));
-        assert!(!is_in("kept at 13.5"), "nobody knows");
+        assert_eq!(is_in("kept at 11.5 in file 7 1"), Yes);
+        assert_eq!(is_in("kept at 13.5 in file 7 1"), Yes, "an older mica knows no more");
+        assert_eq!(is_in("kept at 13.5 in file 7 1 on file 4 2"), Yes, "an older one went into it");
+        assert_eq!(is_in("kept at 13.5 in file 7 1 on nothing"), Yes, "and that was the lowest");
+        assert_eq!(is_in("kept at 11.5 in file 7 1 on file 5 3"), Yes);
+        assert_eq!(is_in("kept at 13.5 in file 7 1 on file 5 3"), Changed);
+        assert_eq!(is_in("kept at 13.5 in file 7 2 on file 5 3"), Another, "of its name");
+        assert_eq!(is_in("kept at 11.5"), Yes);
+        assert_eq!(is_in("kept at 13.5"), Another, "nobody knows");
     }
 }

@@ -3,6 +3,7 @@
 use super::WriteArgs;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
+use mica_backup::Content;
 use mica_block::Manage;
 use mica_qcow2::snapshots::SnapshotSelector;
 use mica_qcow2::{DiffFormat, DiffState, IndexUse};
@@ -108,7 +109,7 @@ impl Subject {
     }
 
     /// Which content the state of `disk`, which is open, has: that of these files, as they are.
-    pub(super) fn content(&self, disk: &dyn Manage) -> Result<Vec<u8>, Failure> {
+    pub(super) fn content(&self, disk: &dyn Manage) -> Result<Content, Failure> {
         let mut content =
             self.snapshot.as_ref().map_or("", SnapshotSelector::word).as_bytes().to_vec();
         let mut paths = disk.layer_paths();
@@ -124,7 +125,7 @@ impl Subject {
             content.extend(fields.iter().flat_map(|field| field.to_le_bytes()));
             content.extend([changed, part].iter().flat_map(|field| field.to_le_bytes()));
         }
-        Ok(content)
+        Ok(Content::lasting(content))
     }
 
     /// When the state's file was changed last, in nanoseconds since 1970.

@@ -314,19 +314,21 @@ impl Served {
             .resources
             .workers
             .run(move || async move { chain(&*disk)?.view(position).await })??;
-        let layers = live.layer_paths();
-        let is_there = |state: &Kept| layers.get(state.position) == Some(&state.file);
+        let files = live.layer_paths();
+        let is_there = |state: &Kept| files.get(state.position) == Some(&state.file);
         if ![Some(kept), since].into_iter().flatten().all(is_there) {
             return Err(self.denied("has other layers now, as a merge has just ended: try again"));
         }
         let disk = Arc::clone(&view.disk);
         let layers = Layered::fixed(view);
         let mut contexts: Vec<Arc<dyn Context>> = vec![Arc::new(Depth(layers.clone()))];
-        let mut description = format!("the state {}", self.description_of(kept));
+        let beneath = |state: &Kept| state.position.checked_sub(1).map(|below| &*files[below]);
+        let mut description = format!("the state {}", self.description_of(kept, beneath(kept)));
         if let Some(since) = since {
             contexts.push(Arc::new(ChangedSince::new(&since.state, layers, since.position)));
             // Another state may have had its name when readers got that.
-            description += &format!("; since {}", self.description_of(since));
+            let since = self.description_of(since, beneath(since));
+            description += &format!("; since {since}");
         }
         Ok(Export {
             disk,
@@ -339,13 +341,19 @@ impl Served {
         })
     }
 
-    /// What is said of a state that is `kept`.
-    fn description_of(&self, kept: &Kept) -> String {
+    /// What is said of a state that is `kept`, on the layer whose file is `beneath`.
+    fn description_of(&self, kept: &Kept, beneath: Option<&Path>) -> String {
         let (state, name, found) = (&kept.state, &self.name, kept.file.metadata());
         let time = found.as_ref().map(time_of).unwrap_or_default();
-        let made = found.as_ref().ok().and_then(made_at);
-        let file = found.as_ref().ok().and_then(|found| file_of(found.ino(), made));
-        description((state, name), &time, file.as_deref())
+        let file_of = |found: &Metadata| file_of(found.ino(), made_at(found));
+        let file = found.as_ref().ok().and_then(file_of);
+        let beneath = match beneath {
+            None => Some("nothing".to_owned()),
+            Some(path) => {
+                path.metadata().ok().as_ref().and_then(file_of).map(|of| format!("file {of}"))
+            }
+        };
+        description((state, name), &time, (file.as_deref(), beneath.as_deref()))
     }
 }
 
@@ -435,10 +443,16 @@ fn file_of(inode: u64, made: Option<Duration>) -> Option<String> {
     Some(format!("{inode} {}", made.as_nanos()))
 }
 
-/// What is said of a state of a disk.
-fn description((state, disk): (&str, &str), time: &str, file: Option<&str>) -> String {
-    let file = file.map(|file| format!(" in file {file}")).unwrap_or_default();
-    format!("{state} of {disk}, kept at {time}{file}")
+/// What is said of a state of a disk: when its file was changed last, which that is, and on what it
+/// stands. If the first is another one and the last is not, no merge has changed it.
+fn description(
+    (state, disk): (&str, &str),
+    time: &str,
+    (file, beneath): (Option<&str>, Option<&str>),
+) -> String {
+    let beneath = beneath.map(|beneath| format!(" on {beneath}")).unwrap_or_default();
+    let place = file.map(|file| format!(" in file {file}{beneath}")).unwrap_or_default();
+    format!("{state} of {disk}, kept at {time}{place}")
 }
 
 fn chain(disk: &dyn Manage) -> Result<&dyn ManageChain> {
@@ -462,11 +476,14 @@ mod tests {
     #[test]
     fn file_is_named_only_if_it_is_known_when_it_was_made() {
         let file = file_of(7, Some(Duration::new(1, 2)));
-        let said = description(("tue", "web"), "12.5", file.as_deref());
-        assert_eq!(said, "tue of web, kept at 12.5 in file 7 1000000002");
+        let said = |file: Option<String>, beneath| {
+            description(("tue", "web"), "12.5", (file.as_deref(), beneath))
+        };
+        let wanted = "tue of web, kept at 12.5 in file 7 1000000002";
+        assert_eq!(said(file.clone(), None), wanted);
+        assert_eq!(said(file, Some("file 6 1")), format!("{wanted} on file 6 1"));
         for unknown in [None, Some(Duration::ZERO)] {
-            let said = description(("tue", "web"), "12.5", file_of(7, unknown).as_deref());
-            assert_eq!(said, "tue of web, kept at 12.5");
+            assert_eq!(said(file_of(7, unknown), Some("nothing")), "tue of web, kept at 12.5");
         }
     }
 }
