@@ -63,17 +63,15 @@ pub(super) fn open(
     let client = greeting.go().map_err(failed)?;
     let export = client.export().clone();
     let told = ExportedState::by(&export.description);
+    let disk = disk_name(told.kept.as_ref().map_or(&*uri.export, |kept| &*kept.disk));
     let (base, why_whole) = match base {
-        Some(base) => {
-            let disk = disk_name(told.kept.as_ref().map_or(&*uri.export, |kept| &*kept.disk));
-            match told.is_in(since.folder, &base) {
-                InFolder::Yes => (Some(base), None),
-                not if since.named.is_some() => {
-                    return Err(not.refusal(&base, &disk).within(named));
-                }
-                not => (None, Some(not.why(&base, &disk))),
+        Some(base) => match told.is_in(since.folder, &base) {
+            InFolder::Yes => (Some(base), None),
+            not if since.named.is_some() => {
+                return Err(not.refusal(&base, &disk).within(named));
             }
-        }
+            not => (None, Some(not.why(&base, &disk))),
+        },
         None => (None, why_whole(&offered)),
     };
     let kept = told.kept;
@@ -81,10 +79,6 @@ pub(super) fn open(
         let what = format!("its length of {} bytes is not a multiple of 512", export.len);
         return Err(Failure::new(what).within(named));
     }
-    let disk = match (&kept, &*uri.export) {
-        (Some(kept), _) => disk_name(&kept.disk),
-        (None, export) => disk_name(export),
-    };
     let begin = Begin {
         disk,
         state: args.state(kept.as_ref().map(|kept| kept.state.clone())),

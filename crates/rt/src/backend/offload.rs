@@ -8,9 +8,9 @@
 //! there are clients then whose requests wait for it.
 //!
 //! Invariants
-//! - I1 While a thread has writes that an executor left to it, this one does none in place: it would
-//!   wait for the thread, which holds the lock of the file. Writes that could not be done in place
-//!   do not count: if one in place waits for them, it is the last for a while
+//! - I1 While a thread has writes that an executor left to it, this one does none in place: it
+//!   would wait for the thread, which holds the lock of the file. Writes that could not be done in
+//!   place do not count: if one in place waits for them, it is the last for a while
 //!   ([`in_place`](super::in_place), I2).
 //! - I2 Executors that began to leave writes to a thread are at most half as many as processors:
 //!   where all processors are busy, a thread more gains nothing.
