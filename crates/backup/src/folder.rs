@@ -196,7 +196,10 @@ impl Folder {
             let is_it = match content {
                 // What it stood on when it was written may have gone into it since.
                 Some(content) if !content.beneath.is_empty() => {
-                    there.is_of(content) && !there.was_changed(content, begin.time_ns)
+                    let begun = Begin { time_ns: begin.time_ns, ..there.begin().clone() };
+                    begun == begin
+                        && there.is_of(content)
+                        && !there.was_changed(content, begin.time_ns)
                 }
                 _ => Some(there.head.key) == key,
             };
