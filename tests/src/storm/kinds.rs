@@ -155,6 +155,10 @@ kinds! {
     Merge = "merge", Event;
     /// States of served chains that are kept for backups, exported, and dropped
     Backup = "backup", Event;
+    /// Exported states are backed up into a folder, and restored
+    Folder = "folder", Event;
+    /// QEMU commits a disk into a state that is kept
+    CommitState = "commit-state", Event;
     /// Several commands at once about the layers of one disk, and of disks of a group
     AtOnce = "at-once", Event;
     /// Block status of served chains is held against what they hold, and against QEMU's

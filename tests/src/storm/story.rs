@@ -58,6 +58,8 @@ pub enum Wrong {
     Space,
     /// A change since a state is not told.
     Untold,
+    /// What is restored from a backup is not what was backed up.
+    Restored,
     /// What is said of allocation is not so.
     Status,
     /// A layer changed that nobody may write any more.
@@ -98,6 +100,7 @@ impl Wrong {
             Self::Thawed => "a frozen layer changed",
             Self::Status => "wrong block status",
             Self::Untold => "a change that is not told",
+            Self::Restored => "restored content that is not what was backed up",
             Self::Configuration => "configuration is not what was saved",
             Self::Trouble => "trouble of the storm",
         }
@@ -215,6 +218,8 @@ counts! {
     layers = "live snapshots";
     /// States that were kept for backups.
     states = "states kept";
+    /// Exported states that were written into a folder and restored.
+    backups = "  backed up and restored";
     /// Merges of layers, states that were dropped included.
     merges = "live merges";
     /// Those that did not come to their end.

@@ -3,6 +3,7 @@
 use super::forms::Form;
 use super::frozen::Frozen;
 use super::state_in;
+use super::target::Target;
 use crate::storm::aim::Aim;
 use crate::storm::foreign;
 use crate::storm::formats::{format_of, is_qcow2, is_raw};
@@ -57,6 +58,8 @@ pub(super) struct Disk {
     pub(super) exported: Option<String>,
     /// The file of the state since which that tells the changes.
     pub(super) since: Option<String>,
+    /// Where exported states are backed up.
+    pub(super) target: Target,
     /// Overlays of frozen layers, which belong to nobody here.
     pub(super) clones: Vec<String>,
     /// Those of them that were moved without telling anybody where they are.
@@ -131,6 +134,7 @@ impl Disk {
             states: BTreeSet::new(),
             exported: None,
             since: None,
+            target: Target::default(),
             clones: Vec::new(),
             untold: BTreeSet::new(),
             may_lose: false,

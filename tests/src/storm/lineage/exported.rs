@@ -1,6 +1,7 @@
 //! What frozen layers show while their disks are served on: groups, and states that are exported.
 
 use super::fleet::Fleet;
+use super::folder;
 use super::frozen::{Frozen, Span};
 use super::order::{Order, What};
 use super::state_in;
@@ -10,6 +11,7 @@ use crate::storm::stamp::SECTOR;
 use crate::storm::story::{Fault, Outcome, Wrong};
 use crate::storm::world::text;
 use crate::tools;
+use mica_units::Rng;
 
 /// The layers that a group of snapshots froze are all of one instant.
 pub(super) fn judge_group(fleet: &mut Fleet<'_>, order: &Order) -> Outcome {
@@ -34,7 +36,7 @@ pub(super) fn judge_group(fleet: &mut Fleet<'_>, order: &Order) -> Outcome {
 }
 
 /// What is exported is the state, and all that has changed since an earlier one is told.
-pub(super) fn judge(fleet: &mut Fleet<'_>) -> Outcome {
+pub(super) fn judge(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
     let Fleet { world, disks, .. } = fleet;
     for disk in disks {
         let Some(file) = disk.exported.clone() else { continue };
@@ -47,6 +49,7 @@ pub(super) fn judge(fleet: &mut Fleet<'_>) -> Outcome {
         world.counts.reads.add();
         let Some(frozen) = disk.frozen.get_mut(&file) else { continue };
         let content = frozen.decide(&bytes, &format!("the export of {file}"))?;
+        folder::back_up(world, rng, disk, (&file, &bytes))?;
         let Some(since) = disk.since.clone() else { continue };
         if !disk.frozen.contains_key(&since) || !tools::NBDINFO.is_there() {
             continue;

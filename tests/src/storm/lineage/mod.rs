@@ -5,8 +5,8 @@
 //! backups and exported; they go by merges up and down, which rest or are cancelled on their way,
 //! and by states that are dropped. Clones stand on frozen layers meanwhile, in the same folder and
 //! in another one, are moved to a third one, and disks grow. Between two servers QEMU reads all of
-//! it, writes, and merges the active layer down; copies of single layers are put back; mica's verbs
-//! merge layers then, and are killed while they do.
+//! it, writes, and merges the active layer down, into kept states too; copies of single layers are
+//! put back; mica's verbs merge layers then, and are killed while they do.
 //!
 //! Some layers are of version 2, or have their data in a file of their own; some disks have lower
 //! layers in common. Commands are given one by one and several at once, while the file system is
@@ -14,10 +14,11 @@
 //!
 //! Judged: which layers a disk has after each command; that it shows what was acknowledged; that
 //! each frozen layer and each clone holds what its disk held at an instant while the command was
-//! carried out, the same for all of a group, and that it stays so; that an export is its state, and
-//! that what has changed since another one is told; that what one disk does changes nothing for
-//! another one; that block status is what the disk holds, and QEMU says the same; and that nothing
-//! frozen changes between two reads, whatever became of a takeover.
+//! carried out, the same for all of a group, and that it stays so; that an export is its state,
+//! also once it was backed up and restored, and that what has changed since another one is told;
+//! that what one disk does changes nothing for another one; that block status is what the disk
+//! holds, and QEMU says the same; and that nothing frozen changes between two reads, whatever
+//! became of a takeover.
 
 mod apart;
 mod asking;
@@ -27,6 +28,7 @@ mod copied;
 mod disk;
 mod exported;
 mod fleet;
+mod folder;
 mod forms;
 mod frozen;
 mod full;
@@ -36,6 +38,7 @@ mod moved;
 mod order;
 mod server;
 mod status;
+mod target;
 mod twice;
 
 use super::kinds::Kind;
@@ -100,7 +103,7 @@ fn live(fleet: &mut Fleet<'_>, rng: &mut Rng) -> Outcome {
         if rng.percent(60) {
             fleet.judge("after a round")?;
         }
-        exported::judge(fleet)?;
+        exported::judge(fleet, rng)?;
         status::judge(fleet, rng)?;
         copied = copied::aside(fleet, rng)?.or(copied);
     }

@@ -121,6 +121,9 @@ impl What {
         if ending == Ending::Refused {
             return;
         }
+        if self.is_merge() {
+            disk.target.note_merge();
+        }
         match self {
             Self::Snapshot { .. } if is_done => {
                 let frozen = Frozen::between(before.model, before.sent);
