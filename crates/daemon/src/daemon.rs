@@ -20,7 +20,7 @@ use crate::own_process::OwnProcess;
 use crate::retry::stopwatch;
 use crate::sandbox::{Granted, Needs, Sandbox};
 use crate::servers::Resources;
-use crate::settings::{ImageSettings, SandboxMode};
+use crate::settings::{ImageSettings, SandboxMode, images_cache_bytes, volumes_cache_bytes};
 use crate::shared::{Begin, Shared, Surroundings};
 use crate::signals::{Doing, Heard, Opener, until_late};
 use crate::sockets::Sockets;
@@ -282,15 +282,15 @@ fn resources(
     workers: Arc<Workers>,
     outside: &Outside,
 ) -> Resources {
-    let budgets = config.disks.iter().map(|disk| disk.images.index_cache.0);
-    let budget = budgets.max().unwrap_or_else(|| ImageSettings::default().index_cache.0);
-    let stores = Stores::new(Arc::clone(&handles), budget, Patience::Guest);
+    let budget = config.disks.iter().filter_map(|disk| disk.images.index_cache).max();
+    let of_volumes = volumes_cache_bytes(budget);
+    let stores = Stores::new(Arc::clone(&handles), of_volumes, Patience::Guest);
     Resources {
         handles,
         workers,
         outside: outside.clone(),
         mounts: outside.mounts(),
-        cache: MapCache::new(budget),
+        cache: MapCache::new(images_cache_bytes(budget)),
         stores: Arc::new(stores),
         indexers: Arc::default(),
         one_by_one: Arc::default(),

@@ -83,7 +83,7 @@ fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
     assert_eq!(web1.settings.fuse.as_deref(), Some(Path::new("/vm/web1.raw")));
     assert_eq!((web1.settings.num_queues, web1.settings.read_only), (Some(2), true));
     assert_eq!((web1.settings.discard, web1.settings.index), (Discards::Ignore, IndexMode::Off));
-    assert_eq!(web1.images.index_cache, Size(64 << 20));
+    assert_eq!(web1.images.index_cache, Some(Size(64 << 20)));
     let rates = Rates { iops: 100, bps: 1 << 20, iops_burst: 0, bps_burst: 4096 };
     assert_eq!(web1.settings.rates(), rates);
     assert_eq!(web1.images.allow_path, [Path::new("/vm/bases")]);

@@ -1,9 +1,9 @@
 //! How images are opened.
 
-use super::{Cache, Size, one_or_many};
+use super::{Cache, Size, memory, one_or_many};
 use clap::Args;
 use mica_block::{Error, ErrorKind, Result};
-use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse, MapCache};
+use mica_qcow2::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, ChainOptions, IndexUse, MapCache};
 use mica_stack::{
     Fault, Format, ImageOptions, Names, RedoPlace, Secret, Secrets, SidecarPlace,
     standing_allow_paths,
@@ -21,13 +21,29 @@ pub(crate) const DESCRIPTORS_RESERVE: usize = 96;
 const SHARED_MEMORY: &str = "/dev/shm";
 /// The word for no redo logs.
 pub(crate) const NO_REDO_LOGS: &str = "off";
-/// The default budget of the map's cache.
-const INDEX_CACHE: Size = Size(32 << 20);
+/// Which part of the memory the maps of volumes may take by default, and what they may at most, in
+/// bytes: they have an entry for each 4 KiB that was written by itself, 16 times those of images.
+const VOLUMES_CACHE_PART: u64 = 64;
+const VOLUMES_CACHE_MAX: u64 = 1 << 30;
 
 /// Images may name no files.
 const NAMES_NONE: &str = "none";
 /// Images may name files in their own directory and below.
 const NAMES_BESIDE: &str = "beside";
+
+/// What the maps of images may take, where `given` was said, in bytes.
+pub(crate) fn images_cache_bytes(given: Option<Size>) -> u64 {
+    given.map_or(CACHE_BYTES_DEFAULT, |Size(bytes)| bytes)
+}
+
+/// What those of the volumes of a store may take.
+pub(crate) fn volumes_cache_bytes(given: Option<Size>) -> u64 {
+    let usual = || {
+        let part = memory::usable_bytes() / VOLUMES_CACHE_PART;
+        part.clamp(CACHE_BYTES_DEFAULT, VOLUMES_CACHE_MAX)
+    };
+    given.map_or_else(usual, |Size(bytes)| bytes)
+}
 
 /// Whether one of `names` is a word and not a directory.
 fn is_word(name: &Path) -> bool {
@@ -84,10 +100,10 @@ pub struct ImageSettings {
     /// Memory budget for the maps of all disks of the process together.
     ///
     /// Disks on the same base share their common part. If the disks of a configuration have
-    /// different values, the largest counts.
-    #[arg(long, default_value_t = INDEX_CACHE, value_name = "SIZE")]
-    #[arg(hide_short_help = true, help_heading = "Engine")]
-    pub index_cache: Size,
+    /// different values, the largest counts. By default 32M for images, and for volumes a 64th of
+    /// the memory that the process may use, from 32M to 1G.
+    #[arg(long, value_name = "SIZE", hide_short_help = true, help_heading = "Engine")]
+    pub index_cache: Option<Size>,
     /// Keep the index in this directory instead of beside the layers.
     #[arg(long, value_name = "DIRECTORY", hide_short_help = true, help_heading = "Engine")]
     pub index_dir: Option<PathBuf>,
@@ -114,7 +130,7 @@ impl Default for ImageSettings {
             cache: Cache::default(),
             secret: Vec::new(),
             force_share: false,
-            index_cache: INDEX_CACHE,
+            index_cache: None,
             index_dir: None,
             redo_dir: SHARED_MEMORY.into(),
             inject: Vec::new(),
@@ -217,7 +233,7 @@ impl ImageSettings {
     /// # Errors
     /// `Invalid` if that is too little.
     pub(crate) fn cache_bytes(&self) -> Result<u64> {
-        let Size(cache_bytes) = self.index_cache;
+        let cache_bytes = images_cache_bytes(self.index_cache);
         if cache_bytes < CACHE_BYTES_MIN {
             let least = CACHE_BYTES_MIN >> 10;
             let context = format!("--index-cache: at least {least}k is needed");
