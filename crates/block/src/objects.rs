@@ -218,6 +218,14 @@ pub trait Objects: Send + Sync {
         Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
     }
 
+    /// Gives up the space that the store keeps for itself, so that what records a deletion can be
+    /// put when it is full. Says whether there was any.
+    ///
+    /// Errors: what the store reports.
+    fn give_up_reserve(&self) -> LocalFuture<'static, Result<bool>> {
+        Box::pin(std::future::ready(Ok(false)))
+    }
+
     /// What the store calls this client, if it can tell clients apart and shut one out. It may be
     /// another one later.
     fn client(&self) -> Option<String> {

@@ -18,7 +18,7 @@ use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening, Purpose};
 use crate::place::Writer;
 use crate::properties::{Access, NewVolume, Properties};
-use crate::put::{Patience, is_empty, list, needs_room, put, read};
+use crate::put::{Patience, freeing, is_empty, list, put, read};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
@@ -279,7 +279,7 @@ impl Volumes {
     /// `NotFound` if there is none; `Denied` if it is open, or was handed over, and that is to be
     /// left; `NoSpace` if there is no room to say that it is deleted.
     pub async fn delete(&self, name: &VolumeName, claimed: Claimed) -> Result<()> {
-        self.heads(name).delete(claimed).await.map_err(needs_room)
+        freeing(&*self.objects, async || self.heads(name).delete(claimed).await).await
     }
 
     /// All volumes, by name.

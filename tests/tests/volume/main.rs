@@ -8,6 +8,7 @@ mod compacting;
 mod copies;
 mod encryption;
 mod faults;
+mod full;
 mod given_up;
 mod guide;
 mod handover;

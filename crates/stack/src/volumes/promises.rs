@@ -185,6 +185,10 @@ impl Objects for PromisedObjects {
         self.once_kept(move |inner| inner.punch(&name, &ranges))
     }
 
+    fn give_up_reserve(&self) -> LocalFuture<'static, Result<bool>> {
+        self.inner.give_up_reserve()
+    }
+
     fn client(&self) -> Option<String> {
         self.inner.client()
     }

@@ -201,6 +201,10 @@ impl Objects for WaitedFor {
         self.wait(self.inner.punch(name, ranges))
     }
 
+    fn give_up_reserve(&self) -> LocalFuture<'static, Result<bool>> {
+        self.inner.give_up_reserve()
+    }
+
     fn client(&self) -> Option<String> {
         self.inner.client()
     }

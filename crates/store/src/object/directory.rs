@@ -23,6 +23,7 @@ mod early;
 mod list;
 mod new;
 mod requests;
+mod reserve;
 mod root;
 
 use crate::file::FileStore;
@@ -124,6 +125,10 @@ impl Objects for DirectoryObjects {
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>> {
         let name = name.clone();
         self.on_thread(move |root| root.delete(&name))
+    }
+
+    fn give_up_reserve(&self) -> LocalFuture<'static, Result<bool>> {
+        self.on_thread(Root::give_up_reserve)
     }
 
     fn punch(&self, name: &ObjectName, ranges: &[Range<u64>]) -> LocalFuture<'static, Result<u64>> {

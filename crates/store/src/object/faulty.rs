@@ -393,6 +393,10 @@ impl Objects for FaultyObjects {
         }))
     }
 
+    fn give_up_reserve(&self) -> LocalFuture<'static, Result<bool>> {
+        self.shared.inner.give_up_reserve()
+    }
+
     fn client(&self) -> Option<String> {
         self.shared.inner.client()
     }

@@ -241,6 +241,10 @@ impl Objects for RetryObjects {
         })
     }
 
+    fn give_up_reserve(&self) -> LocalFuture<'static, Result<bool>> {
+        self.shared.inner.give_up_reserve()
+    }
+
     fn client(&self) -> Option<String> {
         self.shared.inner.client()
     }

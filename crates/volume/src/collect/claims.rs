@@ -13,7 +13,7 @@
 use super::client::{Client, stranger};
 use crate::names;
 use crate::place::Writer;
-use crate::put::{Patience, put};
+use crate::put::{Patience, freeing, put};
 use mica_block::{Entry, ObjectName, Result};
 use mica_rt::Buf;
 
@@ -80,8 +80,10 @@ impl Claims {
     pub(crate) async fn put_boundary(&self, client: &Client) -> Result<()> {
         for boundary in &self.new {
             // Whoever put it, it is there: they are all alike.
-            let content = Buf::from_slice(&[0]);
-            put(&*client.objects, &boundary.boundary(), content, Patience::VERB).await?;
+            let name = boundary.boundary();
+            let put =
+                async || put(&*client.objects, &name, Buf::from_slice(&[0]), Patience::VERB).await;
+            freeing(&*client.objects, put).await?;
         }
         Ok(())
     }

@@ -191,7 +191,7 @@ impl Drop for NewFile {
 }
 
 /// The folder of new files, which is made if it is not there.
-fn open_folder(root: &Root) -> rustix::io::Result<OwnedFd> {
+pub(super) fn open_folder(root: &Root) -> rustix::io::Result<OwnedFd> {
     let open = || openat(root.file().as_fd(), FOLDER, FOLDER_FLAGS, Mode::empty());
     match open() {
         Err(Errno::NOENT) => match mkdirat(root.file().as_fd(), FOLDER, Mode::RWXU) {

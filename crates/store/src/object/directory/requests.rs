@@ -59,6 +59,7 @@ impl Root {
                 let early = early.take(folder_name);
                 self.make_durable(folder_name, &folder)?;
                 early.into_iter().chain([new]).for_each(NewFile::remove);
+                self.keep_reserve();
                 Ok(Put::Done)
             }
             Err(Errno::EXIST) if self.is_there(name, &folder)? => Ok(Put::Exists),
@@ -130,6 +131,7 @@ impl Root {
         match deleted {
             Ok(()) | Err(Errno::NOENT) => {
                 self.remove_probed(folder_name);
+                self.keep_reserve();
                 Ok(())
             }
             Err(error) => Err(self.failed("deleting", name.as_str(), error.into())),

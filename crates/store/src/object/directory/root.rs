@@ -11,7 +11,7 @@ use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicI64;
+use std::sync::atomic::{AtomicBool, AtomicI64};
 
 /// The directory.
 pub(super) struct Root {
@@ -22,6 +22,8 @@ pub(super) struct Root {
     durable: Mutex<HashSet<String>>,
     /// When new files of killed processes were last removed, by the clock of the file system.
     pub(super) tidied: AtomicI64,
+    /// Whether the space in reserve is there, as far as this process knows, or cannot be.
+    pub(super) has_reserve: AtomicBool,
     _descriptor: SetAside,
 }
 
@@ -49,6 +51,7 @@ impl Root {
             handles: Arc::clone(handles),
             durable: Mutex::default(),
             tidied: AtomicI64::new(0),
+            has_reserve: AtomicBool::new(false),
             _descriptor: handles.set_aside(1),
         })
     }

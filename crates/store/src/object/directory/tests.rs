@@ -30,9 +30,15 @@ impl Place {
         DirectoryObjects::open(self.folder.path(), &self.handles).expect("opened")
     }
 
+    /// Without the space in reserve.
     fn new_files(&self) -> Vec<PathBuf> {
         let Ok(entries) = fs::read_dir(self.at(TMP)) else { return Vec::new() };
-        entries.map(|entry| entry.expect("listed").path()).collect()
+        let paths = entries.map(|entry| entry.expect("listed").path());
+        paths.filter(|path| *path != self.reserve()).collect()
+    }
+
+    fn reserve(&self) -> PathBuf {
+        self.at(TMP).join(super::reserve::NAME)
     }
 }
 
@@ -444,5 +450,33 @@ fn object_that_has_another_name_keeps_all_that_it_has() {
         fs::remove_file(place.at("copy")).expect("removed");
         objects.punch(&name("a"), std::slice::from_ref(&range)).await.expect("done");
         assert_ne!(fs::read(place.at("a")).expect("read"), [7; 65_536]);
+    });
+}
+
+#[test]
+fn store_has_space_in_reserve_until_that_is_given_up() {
+    let place = Place::new();
+    let objects = place.open();
+    let has = || fs::metadata(place.reserve()).is_ok_and(|found| found.blocks() >= 512);
+    run(async {
+        assert!(!has());
+        put(&objects, "a/0", &[1]).await.expect("put");
+        if !has() {
+            eprintln!("skipped: this file system sets no space aside");
+            return;
+        }
+        assert_eq!(objects.list(None, None).await.expect("listed").len(), 1);
+        // Another process has it, too.
+        let other = place.open();
+        put(&other, "a/1", &[1]).await.expect("put");
+        assert!(other.give_up_reserve().await.expect("given up") && !has());
+        assert!(!objects.give_up_reserve().await.expect("there is none"));
+        objects.delete(&name("a/1")).await.expect("deleted");
+        assert!(has(), "there is room again");
+        put(&other, "a/2", &[1]).await.expect("put");
+        // What a killed process left of it.
+        fs::write(place.reserve(), []).expect("shorter");
+        put(&place.open(), "a/3", &[1]).await.expect("put");
+        assert!(has());
     });
 }
