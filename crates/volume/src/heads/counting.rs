@@ -7,15 +7,28 @@ use crate::place::ExtentId;
 use crate::state::State;
 use mica_block::{ErrorKind, Result};
 
+/// A head that comes so many after one that was the newest has all that was put before anybody
+/// looked for that. A head has what was put when it was begun, and the next one is begun when it
+/// was put: so the one after that was begun later than the look.
+const SINCE_FIRST: u64 = 2;
+
 impl Heads {
     /// The newest head, and the state that counts: the head's, with the extents that its writer put
-    /// since.
+    /// since. It has all that was in the store when this was called. Where heads come faster than
+    /// they can be looked at twice, a later one has that, too.
     ///
     /// # Errors
     /// As [`Self::ready`].
     pub(crate) async fn counting(&self) -> Result<(Head, State)> {
+        let mut first = None;
         for _ in 0..ROUNDS_MAX {
             let head = self.ready().await?;
+            let (volume, number) = *first.get_or_insert((head.volume, head.number));
+            if volume != head.volume {
+                first = None;
+            } else if head.number >= number.saturating_add(SINCE_FIRST) {
+                return Ok((head.clone(), head.state));
+            }
             let Some(state) = self.last_state(&head).await? else {
                 return Ok((head.clone(), head.state));
             };

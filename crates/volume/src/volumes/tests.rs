@@ -4,8 +4,9 @@ use super::*;
 use crate::collect::CollectOptions;
 use crate::testing::{environment, memory, name, read, run, write};
 use mica_block::{Disk, Manage, Which};
-use mica_rt::now;
+use mica_rt::{now, sleep, spawn};
 use mica_store::object::MemoryObjects;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 const LEN: u64 = 1 << 20;
@@ -163,5 +164,45 @@ fn clone_looks_back_at_its_source_while_it_looks_at_its_own_head() {
         // The source's heads, the newest of them, the snapshot in its map; the clone's heads, the
         // first, a look above it and at the source, the second, and a look above that.
         assert_eq!(trips, 2 + 2 + 5);
+    });
+}
+
+/// The story: a clone of a volume in a slow store was refused, since its writer put heads faster
+/// than anybody could look at one and then whether it was still the newest.
+#[test]
+fn what_counts_is_found_beside_a_writer_that_puts_heads_all_the_time() {
+    run(9, async {
+        let memory = memory();
+        let here = near(&memory).await;
+        here.create(&name("web"), LEN).await.expect("made");
+        let volume = here.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+        let (volume, ends) = (Arc::new(volume), Arc::new(AtomicBool::new(false)));
+        let writer = spawn({
+            let (volume, ends) = (Arc::clone(&volume), Arc::clone(&ends));
+            async move {
+                for byte in (0..=u8::MAX).cycle() {
+                    if ends.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    write(&volume, 0, &[byte; 4096]).await;
+                    volume.flush().await.expect("put");
+                    volume.checkpoint().await.expect("put");
+                    sleep(LATENCY * 2).await;
+                }
+            }
+        });
+        let volumes = far(&memory).await;
+        let heads = volumes.heads(&name("web"));
+        for _ in 0..20 {
+            sleep(LATENCY / 7).await;
+            let put = volume.shared().now().state;
+            let put = here.tree.look_up(put.map, 0).await.expect("there").expect("written");
+            let (_, found) = heads.counting().await.expect("it comes to its end");
+            let found = here.tree.look_up(found.map, 0).await.expect("there").expect("written");
+            assert!(found.extent().sequence >= put.extent().sequence, "{found:?} {put:?}");
+        }
+        ends.store(true, Ordering::Relaxed);
+        writer.await;
+        volume.close().await.expect("closed");
     });
 }
