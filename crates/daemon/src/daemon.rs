@@ -20,7 +20,7 @@ use crate::own_process::OwnProcess;
 use crate::retry::stopwatch;
 use crate::sandbox::{Granted, Needs, Sandbox};
 use crate::servers::Resources;
-use crate::settings::{ImageSettings, SandboxMode, images_cache_bytes, volumes_cache_bytes};
+use crate::settings::{ImageSettings, MapBudgets, SandboxMode};
 use crate::shared::{Begin, Shared, Surroundings};
 use crate::signals::{Doing, Heard, Opener, until_late};
 use crate::sockets::Sockets;
@@ -92,6 +92,8 @@ impl Daemon {
         let mut new_logs = NewLogs::make(&config.disks[..own_disks], &handles);
         let (outside, own_process) = (outside(&config, new_logs.logs())?, OwnProcess::open());
         new_logs.leave_to(outside.clone());
+        let budgets = config.disks.iter().map(|disk| disk.images.index_cache);
+        let budgets = MapBudgets::largest(budgets);
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
         let rings = descriptors::rings(&config, open_files_limit());
@@ -109,7 +111,7 @@ impl Daemon {
             .as_mut()
             .map(|takeover| takeover.wait_until_closed(&mut || heard.end().is_some()));
         let patience = closed.transpose()?.unwrap_or_default();
-        let resources = resources(&config, handles, workers, &outside);
+        let resources = resources(&config, budgets, (handles, workers), &outside);
         let surroundings = Surroundings { outside, granted, own_process };
         let shared = Shared::new(&config, heard.handle(), watch_period, surroundings, resources);
         let shared = Arc::new(shared);
@@ -278,19 +280,17 @@ fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
 /// What all disks share.
 fn resources(
     config: &Config,
-    handles: Arc<Handles>,
-    workers: Arc<Workers>,
+    budgets: MapBudgets,
+    (handles, workers): (Arc<Handles>, Arc<Workers>),
     outside: &Outside,
 ) -> Resources {
-    let budget = config.disks.iter().filter_map(|disk| disk.images.index_cache).max();
-    let of_volumes = volumes_cache_bytes(budget);
-    let stores = Stores::new(Arc::clone(&handles), of_volumes, Patience::Guest);
+    let stores = Stores::new(Arc::clone(&handles), budgets.volumes, Patience::Guest);
     Resources {
         handles,
         workers,
         outside: outside.clone(),
         mounts: outside.mounts(),
-        cache: MapCache::new(images_cache_bytes(budget)),
+        cache: MapCache::new(budgets.images),
         stores: Arc::new(stores),
         indexers: Arc::default(),
         one_by_one: Arc::default(),

@@ -8,7 +8,7 @@ use crate::contexts;
 use crate::helper::Outside;
 use crate::opening::chain_options;
 use crate::places::{nbd_addresses, socket_addresses};
-use crate::settings::{ImageSettings, volumes_cache_bytes};
+use crate::settings::{ImageSettings, MapBudgets};
 use crate::sockets::check_metrics;
 use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, Result};
@@ -119,7 +119,7 @@ impl Images {
 
 async fn open(disk: &DiskConfig, handles: &Arc<Handles>, cache: &MapCache) -> Result<()> {
     let DiskConfig { image, settings, images, volume, .. } = disk;
-    let cache_bytes = volumes_cache_bytes(images.index_cache);
+    let cache_bytes = MapBudgets::largest([images.index_cache].into_iter()).volumes;
     let stores = Stores::new(Arc::clone(handles), cache_bytes, Patience::Verb);
     let opened = match volume.url()? {
         Some(url) => stores.open_volume(&url, &volume.options(false)).await?,

@@ -22,7 +22,7 @@ pub use choices::{
 pub use disk::DiskSettings;
 pub(crate) use image::DESCRIPTORS_RESERVE;
 pub use image::ImageSettings;
-pub(crate) use image::{NO_REDO_LOGS, images_cache_bytes, volumes_cache_bytes};
+pub(crate) use image::{MapBudgets, NO_REDO_LOGS};
 pub use keep::KeepRules;
 use one_or_many::one_or_many;
 pub use place::NbdPlace;

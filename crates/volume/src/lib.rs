@@ -40,6 +40,7 @@ mod destage;
 mod environment;
 mod format;
 mod frames;
+mod freeing;
 mod hasten;
 mod heads;
 pub mod hostile;

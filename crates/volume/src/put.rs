@@ -27,8 +27,6 @@ const SIGNED_BYTES: usize = 512;
 /// The first and the longest pause before something is tried again, at most.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
-/// For how long a verb waits for room: what is full rarely gets any by itself.
-const FULL_TIME: Duration = Duration::from_millis(500);
 /// After so many failed tries it is said that a request is still tried.
 const SAY_AFTER: u32 = 4;
 
@@ -83,10 +81,7 @@ impl Tries {
         let since = *self.failing_since.get_or_insert_with(now);
         let is_last = match self.patience {
             Patience::Endless => false,
-            Patience::For(time) => {
-                let is_full = error.kind() == ErrorKind::NoSpace;
-                now().saturating_since(since) >= if is_full { FULL_TIME.min(time) } else { time }
-            }
+            Patience::For(time) => now().saturating_since(since) >= time,
         };
         if is_last || !self.patience.may_help(error.kind()) {
             let doing = doing();
@@ -106,30 +101,6 @@ impl Tries {
         sleep(pause_len(self.failed, crc32c(doing.as_bytes()))).await;
         Ok(())
     }
-}
-
-/// Frees space by `free`. Objects are immutable, so a deletion is recorded by one more object,
-/// which needs room. What holds blocks until that is durable cannot be given back for it; what a
-/// store that is full has in reserve can.
-///
-/// # Errors
-/// Those of `free`; `NoSpace` says how to make room.
-pub(crate) async fn freeing<T>(
-    objects: &dyn Objects,
-    free: impl AsyncFn() -> Result<T>,
-) -> Result<T> {
-    let is_full = |error: &Error| error.kind() == ErrorKind::NoSpace;
-    let freed = free().await;
-    let again = freed.as_ref().is_err_and(is_full) && objects.give_up_reserve().await?;
-    let freed = if again { free().await } else { freed };
-    freed.map_err(|error| if is_full(&error) { needs_room(error) } else { error })
-}
-
-fn needs_room(error: Error) -> Error {
-    let what = "this takes a few KiB before it frees any: `mica volume gc` makes room if the store \
-                has something that no volume needs; else remove another file of that file system, \
-                or raise the quota";
-    error.wrap(what)
 }
 
 /// The pause after so many tries: twice as long each time, and up to a half less, so that those who

@@ -13,12 +13,13 @@ use crate::format::Id;
 use crate::format::head::{Head, Life};
 use crate::format::origin::Origin;
 use crate::format::store::{self, STORE_BYTES};
+use crate::freeing::{Freeing, needs_room};
 use crate::heads::{Claimed, Heads, Seen, check_host};
 use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening, Purpose};
 use crate::place::Writer;
 use crate::properties::{Access, NewVolume, Properties};
-use crate::put::{Patience, freeing, is_empty, list, put, read};
+use crate::put::{Patience, is_empty, list, put, read};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
@@ -191,6 +192,11 @@ impl Volumes {
         Self { patience: Patience::VERB, ..self }
     }
 
+    /// The same, for what frees space: if there is none, it may take what the store has in reserve.
+    pub(crate) fn freeing(&self) -> Self {
+        Self { objects: Arc::new(Freeing(Arc::clone(&self.objects))), ..self.clone() }
+    }
+
     /// How the blocks of a volume with this head are read.
     ///
     /// # Errors
@@ -279,7 +285,7 @@ impl Volumes {
     /// `NotFound` if there is none; `Denied` if it is open, or was handed over, and that is to be
     /// left; `NoSpace` if there is no room to say that it is deleted.
     pub async fn delete(&self, name: &VolumeName, claimed: Claimed) -> Result<()> {
-        freeing(&*self.objects, async || self.heads(name).delete(claimed).await).await
+        self.freeing().heads(name).delete(claimed).await.map_err(needs_room)
     }
 
     /// All volumes, by name.

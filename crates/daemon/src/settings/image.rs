@@ -31,18 +31,33 @@ const NAMES_NONE: &str = "none";
 /// Images may name files in their own directory and below.
 const NAMES_BESIDE: &str = "beside";
 
-/// What the maps of images may take, where `given` was said, in bytes.
-pub(crate) fn images_cache_bytes(given: Option<Size>) -> u64 {
-    given.map_or(CACHE_BYTES_DEFAULT, |Size(bytes)| bytes)
+/// What the maps of a process may take, in bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct MapBudgets {
+    /// Those of all images.
+    pub(crate) images: u64,
+    /// Those of the volumes of each store.
+    pub(crate) volumes: u64,
 }
 
-/// What those of the volumes of a store may take.
-pub(crate) fn volumes_cache_bytes(given: Option<Size>) -> u64 {
-    let usual = || {
+impl MapBudgets {
+    /// The largest of what is said of several disks, or of one. Looks at what the sandbox hides.
+    pub(crate) fn largest(given: impl Iterator<Item = Option<Size>>) -> Self {
         let part = memory::usable_bytes() / VOLUMES_CACHE_PART;
-        part.clamp(CACHE_BYTES_DEFAULT, VOLUMES_CACHE_MAX)
-    };
-    given.map_or_else(usual, |Size(bytes)| bytes)
+        let usual = Self {
+            images: CACHE_BYTES_DEFAULT,
+            volumes: part.clamp(CACHE_BYTES_DEFAULT, VOLUMES_CACHE_MAX),
+        };
+        let all = given.map(|given| match given {
+            Some(Size(bytes)) => Self { images: bytes, volumes: bytes },
+            None => usual,
+        });
+        let larger = |one: Self, other: Self| Self {
+            images: one.images.max(other.images),
+            volumes: one.volumes.max(other.volumes),
+        };
+        all.reduce(larger).unwrap_or(usual)
+    }
 }
 
 /// Whether one of `names` is a word and not a directory.
@@ -99,9 +114,10 @@ pub struct ImageSettings {
     pub force_share: bool,
     /// Memory budget for the maps of all disks of the process together.
     ///
-    /// Disks on the same base share their common part. If the disks of a configuration have
-    /// different values, the largest counts. By default 32M for images, and for volumes a 64th of
-    /// the memory that the process may use, from 32M to 1G.
+    /// Disks on the same base share their common part. The volumes of each store have a budget of
+    /// their own. If the disks of a configuration have different values, the largest counts. By
+    /// default 32M for images, and for volumes a 64th of the memory that the process may use, from
+    /// 32M to 1G.
     #[arg(long, value_name = "SIZE", hide_short_help = true, help_heading = "Engine")]
     pub index_cache: Option<Size>,
     /// Keep the index in this directory instead of beside the layers.
@@ -233,7 +249,7 @@ impl ImageSettings {
     /// # Errors
     /// `Invalid` if that is too little.
     pub(crate) fn cache_bytes(&self) -> Result<u64> {
-        let cache_bytes = images_cache_bytes(self.index_cache);
+        let cache_bytes = self.index_cache.map_or(CACHE_BYTES_DEFAULT, |Size(bytes)| bytes);
         if cache_bytes < CACHE_BYTES_MIN {
             let least = CACHE_BYTES_MIN >> 10;
             let context = format!("--index-cache: at least {least}k is needed");

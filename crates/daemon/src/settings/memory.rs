@@ -12,7 +12,7 @@ const LIMIT: &str = "memory.max";
 const LIMIT_V1: &str = "memory.limit_in_bytes";
 const HIERARCHY_V1: &str = "memory";
 
-/// The bytes of it.
+/// That memory, in bytes.
 pub(super) fn usable_bytes() -> u64 {
     let info = rustix::system::sysinfo();
     let machine = u64::from(info.mem_unit).saturating_mul(info.totalram);

@@ -11,11 +11,13 @@
 //!   to whom it is of no use; if that dies, a kilobyte stays.)
 
 use super::client::{Client, stranger};
+use crate::freeing::Freeing;
 use crate::names;
 use crate::place::Writer;
-use crate::put::{Patience, freeing, put};
+use crate::put::{Patience, put};
 use mica_block::{Entry, ObjectName, Result};
 use mica_rt::Buf;
+use std::sync::Arc;
 
 /// What is to be done about claims.
 pub(crate) struct Claims {
@@ -80,10 +82,9 @@ impl Claims {
     pub(crate) async fn put_boundary(&self, client: &Client) -> Result<()> {
         for boundary in &self.new {
             // Whoever put it, it is there: they are all alike.
-            let name = boundary.boundary();
-            let put =
-                async || put(&*client.objects, &name, Buf::from_slice(&[0]), Patience::VERB).await;
-            freeing(&*client.objects, put).await?;
+            let content = Buf::from_slice(&[0]);
+            let objects = Freeing(Arc::clone(&client.objects));
+            put(&objects, &boundary.boundary(), content, Patience::VERB).await?;
         }
         Ok(())
     }

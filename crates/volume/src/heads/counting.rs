@@ -7,15 +7,15 @@ use crate::place::ExtentId;
 use crate::state::State;
 use mica_block::{ErrorKind, Result};
 
-/// A head that comes so many after one that was the newest has all that was put before anybody
-/// looked for that. A head has what was put when it was begun, and the next one is begun when it
-/// was put: so the one after that was begun later than the look.
+/// A head that comes so many after one that was the newest has all whose put was answered before
+/// anybody looked for that. A head has what was answered when it was begun, and the next one is
+/// begun when it was put: so the one after that was begun later than the look.
 const SINCE_FIRST: u64 = 2;
 
 impl Heads {
     /// The newest head, and the state that counts: the head's, with the extents that its writer put
-    /// since. It has all that was in the store when this was called. Where heads come faster than
-    /// they can be looked at twice, a later one has that, too.
+    /// since. It has all that its writer knew to be in the store when this was called, also where
+    /// heads come faster than they can be looked at twice.
     ///
     /// # Errors
     /// As [`Self::ready`].

@@ -5,12 +5,12 @@
 
 use super::Volumes;
 use crate::format::head::Head;
+use crate::freeing::needs_room;
 use crate::heads::Claimed;
 use crate::heads::Heads;
 use crate::known::Change;
 use crate::names::VolumeName;
 use crate::opening::Opening;
-use crate::put::freeing;
 use crate::segment::Cut;
 use crate::snapshots::{all, check_new_label, find, missing};
 use crate::state::State;
@@ -67,14 +67,12 @@ impl Volumes {
     /// `Denied` if the volume is open, or was handed over, `NotFound` if there is no such snapshot;
     /// `NoSpace` if there is no room to say that it is dropped; otherwise as [`Self::snapshots`].
     pub async fn drop_snapshot(&self, name: &VolumeName, which: &Which) -> Result<()> {
-        let dropped = async || {
-            let dropped = self.edit(name, async |tree, state| {
-                let number = number_of(tree, state, name, which).await?;
-                Ok(Cut::Drop { number })
-            });
-            dropped.await.map(drop)
-        };
-        freeing(&*self.objects, dropped).await
+        let volumes = self.freeing();
+        let dropped = volumes.edit(name, async |tree, state| {
+            let number = number_of(tree, state, name, which).await?;
+            Ok(Cut::Drop { number })
+        });
+        dropped.await.map(drop).map_err(needs_room)
     }
 
     /// Gives a snapshot of a volume that nobody has open another label; an empty one is none.

@@ -5,6 +5,7 @@ use super::asking::ending_of;
 use super::fleet::Fleet;
 use super::frozen::Frozen;
 use super::order::{Before, Ending, What};
+use super::state_in;
 use crate::clock;
 use crate::command;
 use crate::storm::foreign;
@@ -212,7 +213,7 @@ fn commit_by_qemu(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcom
     let Fleet { world, disks, .. } = fleet;
     let disk = &mut disks[number];
     let [.., base, active] = &*disk.chain else { return Ok(()) };
-    let is_state = disk.states.contains(base);
+    let is_state = state_in(base).is_some();
     // It knows nothing of who else needs the base.
     if !disk.clones.is_empty() || is_shared || is_state && !world.kinds.has(Kind::CommitState) {
         return Ok(());
@@ -236,7 +237,7 @@ fn commit_by_qemu(fleet: &mut Fleet<'_>, rng: &mut Rng, number: usize) -> Outcom
     disk.frozen.insert(base.clone(), now);
     *disk.merges.entry(base.clone()).or_default() += 1;
     if is_state {
-        disk.target.note_change();
+        disk.target.note_change(&base);
     }
     if is_qcow2(&base) {
         let (corruptions, leaks) = foreign::check(&world.images, &base)?;

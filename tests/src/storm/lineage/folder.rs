@@ -38,7 +38,7 @@ pub(super) fn back_up(
     if !said.status.success() {
         return Err(Fault::new(Wrong::Failed, format!("a backup: {said}")));
     }
-    disk.target.note_backup();
+    disk.target.note_backup(file);
     world.counts.backups.add();
     let raw = world.run.join("restored.raw");
     let source = format!("{}@{state}", text(&folder)?);

@@ -3,31 +3,33 @@
 //! A server cannot see all that other programs did to a state (`docs/formats/backup.md`): once one
 //! has changed it, a merge may hide that. So a folder in which that can matter is left.
 
+use std::collections::BTreeSet;
+
 /// Where the exported states of a disk are backed up.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Target {
     /// Folders so far.
     number: u64,
-    /// Whether QEMU has changed a kept state since the last backup.
-    is_changed: bool,
+    /// Files of kept states that QEMU has changed since they were backed up.
+    changed: BTreeSet<String>,
 }
 
 impl Target {
-    /// QEMU has changed a state.
-    pub(super) fn note_change(&mut self) {
-        self.is_changed = true;
+    /// QEMU has changed the state in `file`.
+    pub(super) fn note_change(&mut self, file: &str) {
+        self.changed.insert(file.to_owned());
     }
 
     /// Layers were merged, or may have been.
     pub(super) fn note_merge(&mut self) {
-        if std::mem::take(&mut self.is_changed) {
-            self.number += 1;
+        if !std::mem::take(&mut self.changed).is_empty() {
+            self.leave();
         }
     }
 
-    /// A state was backed up.
-    pub(super) fn note_backup(&mut self) {
-        self.is_changed = false;
+    /// The state in `file` was backed up.
+    pub(super) fn note_backup(&mut self, file: &str) {
+        self.changed.remove(file);
     }
 
     /// The next backup begins another folder.

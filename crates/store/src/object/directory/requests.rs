@@ -131,7 +131,7 @@ impl Root {
         match deleted {
             Ok(()) | Err(Errno::NOENT) => {
                 self.remove_probed(folder_name);
-                self.keep_reserve();
+                self.restore_reserve();
                 Ok(())
             }
             Err(error) => Err(self.failed("deleting", name.as_str(), error.into())),

@@ -11,7 +11,7 @@ use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64};
+use std::sync::atomic::{AtomicI64, AtomicU8};
 
 /// The directory.
 pub(super) struct Root {
@@ -22,8 +22,8 @@ pub(super) struct Root {
     durable: Mutex<HashSet<String>>,
     /// When new files of killed processes were last removed, by the clock of the file system.
     pub(super) tidied: AtomicI64,
-    /// Whether the space in reserve is there, as far as this process knows, or cannot be.
-    pub(super) has_reserve: AtomicBool,
+    /// What is known of the space in reserve.
+    pub(super) reserve: AtomicU8,
     _descriptor: SetAside,
 }
 
@@ -36,6 +36,18 @@ const MADE_AGAIN_MAX: u32 = 100;
 /// How folders are opened.
 pub(super) const FOLDER_FLAGS: OFlags =
     OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// What a process knows of the space in reserve.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Reserve {
+    /// Nothing: it is to be looked for.
+    Unknown,
+    /// It is there, or cannot be.
+    Settled,
+    /// It was given up, and this process may be about to use the room.
+    GivenUp,
+}
 
 impl Root {
     pub(super) fn open(path: &Path, handles: &Arc<Handles>) -> Result<Self> {
@@ -51,7 +63,7 @@ impl Root {
             handles: Arc::clone(handles),
             durable: Mutex::default(),
             tidied: AtomicI64::new(0),
-            has_reserve: AtomicBool::new(false),
+            reserve: AtomicU8::new(Reserve::Unknown as u8),
             _descriptor: handles.set_aside(1),
         })
     }

@@ -471,9 +471,15 @@ fn store_has_space_in_reserve_until_that_is_given_up() {
         put(&other, "a/1", &[1]).await.expect("put");
         assert!(other.give_up_reserve().await.expect("given up") && !has());
         assert!(!objects.give_up_reserve().await.expect("there is none"));
-        objects.delete(&name("a/1")).await.expect("deleted");
-        assert!(has(), "there is room again");
         put(&other, "a/2", &[1]).await.expect("put");
+        assert!(!has(), "who gave it up may need the room still");
+        other.delete(&name("a/2")).await.expect("deleted");
+        assert!(has(), "there is room again");
+        // A copy has it, too.
+        fs::hard_link(place.reserve(), place.at("copy")).expect("linked");
+        put(&place.open(), "a/2", &[1]).await.expect("put");
+        let inode = |path: PathBuf| fs::metadata(path).expect("there").ino();
+        assert!(has() && inode(place.reserve()) != inode(place.at("copy")));
         // What a killed process left of it.
         fs::write(place.reserve(), []).expect("shorter");
         put(&place.open(), "a/3", &[1]).await.expect("put");
