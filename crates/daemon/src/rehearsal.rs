@@ -119,10 +119,12 @@ impl Images {
 
 async fn open(disk: &DiskConfig, handles: &Arc<Handles>, cache: &MapCache) -> Result<()> {
     let DiskConfig { image, settings, images, volume, .. } = disk;
-    let cache_bytes = MapBudgets::largest([images.index_cache].into_iter()).volumes;
-    let stores = Stores::new(Arc::clone(handles), cache_bytes, Patience::Verb);
     let opened = match volume.url()? {
-        Some(url) => stores.open_volume(&url, &volume.options(false)).await?,
+        Some(url) => {
+            let cache_bytes = MapBudgets::largest([images.index_cache].into_iter()).volumes;
+            let stores = Stores::new(Arc::clone(handles), cache_bytes, Patience::Verb);
+            stores.open_volume(&url, &volume.options(false)).await?
+        }
         None => {
             let chain = chain_options(settings, images, cache)?;
             let mut options = images.image_options(Arc::clone(handles))?;

@@ -22,8 +22,9 @@ pub use choices::{
 pub use disk::DiskSettings;
 pub(crate) use image::DESCRIPTORS_RESERVE;
 pub use image::ImageSettings;
-pub(crate) use image::{MapBudgets, NO_REDO_LOGS};
+pub(crate) use image::NO_REDO_LOGS;
 pub use keep::KeepRules;
+pub(crate) use memory::MapBudgets;
 use one_or_many::one_or_many;
 pub use place::NbdPlace;
 pub use process::{IoSettings, ProcessSettings, StatsSettings};

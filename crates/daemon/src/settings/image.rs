@@ -1,6 +1,6 @@
 //! How images are opened.
 
-use super::{Cache, Size, memory, one_or_many};
+use super::{Cache, Size, one_or_many};
 use clap::Args;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, ChainOptions, IndexUse, MapCache};
@@ -21,44 +21,11 @@ pub(crate) const DESCRIPTORS_RESERVE: usize = 96;
 const SHARED_MEMORY: &str = "/dev/shm";
 /// The word for no redo logs.
 pub(crate) const NO_REDO_LOGS: &str = "off";
-/// Which part of the memory the maps of volumes may take by default, and what they may at most, in
-/// bytes: they have an entry for each 4 KiB that was written by itself, 16 times those of images.
-const VOLUMES_CACHE_PART: u64 = 64;
-const VOLUMES_CACHE_MAX: u64 = 1 << 30;
 
 /// Images may name no files.
 const NAMES_NONE: &str = "none";
 /// Images may name files in their own directory and below.
 const NAMES_BESIDE: &str = "beside";
-
-/// What the maps of a process may take, in bytes.
-#[derive(Clone, Copy)]
-pub(crate) struct MapBudgets {
-    /// Those of all images.
-    pub(crate) images: u64,
-    /// Those of the volumes of each store.
-    pub(crate) volumes: u64,
-}
-
-impl MapBudgets {
-    /// The largest of what is said of several disks, or of one. Looks at what the sandbox hides.
-    pub(crate) fn largest(given: impl Iterator<Item = Option<Size>>) -> Self {
-        let part = memory::usable_bytes() / VOLUMES_CACHE_PART;
-        let usual = Self {
-            images: CACHE_BYTES_DEFAULT,
-            volumes: part.clamp(CACHE_BYTES_DEFAULT, VOLUMES_CACHE_MAX),
-        };
-        let all = given.map(|given| match given {
-            Some(Size(bytes)) => Self { images: bytes, volumes: bytes },
-            None => usual,
-        });
-        let larger = |one: Self, other: Self| Self {
-            images: one.images.max(other.images),
-            volumes: one.volumes.max(other.volumes),
-        };
-        all.reduce(larger).unwrap_or(usual)
-    }
-}
 
 /// Whether one of `names` is a word and not a directory.
 fn is_word(name: &Path) -> bool {

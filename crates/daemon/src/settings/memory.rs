@@ -1,9 +1,17 @@
-//! How much memory the process may use: what the machine has, or the limit of a control group that
-//! the process is in, whichever is less (Linux, `admin-guide/cgroup-v2.rst`, "memory.max";
-//! `admin-guide/cgroup-v1/memory.rst`, "memory.limit_in_bytes").
+//! What the maps of disks may take of the memory that the process may use. That is what the machine
+//! has, or the limit of a control group that the process is in, whichever is less (Linux,
+//! `admin-guide/cgroup-v2.rst`, "memory.max"; `admin-guide/cgroup-v1/memory.rst`,
+//! "memory.limit_in_bytes").
 
+use super::Size;
+use mica_qcow2::CACHE_BYTES_DEFAULT;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+/// Which part of the memory the maps of volumes may take by default, and what they may at most, in
+/// bytes: they have an entry for each 4 KiB that was written by itself, 16 times those of images.
+const VOLUMES_CACHE_PART: u64 = 64;
+const VOLUMES_CACHE_MAX: u64 = 1 << 30;
 
 /// Where control groups are.
 const GROUPS: &str = "/sys/fs/cgroup";
@@ -12,8 +20,37 @@ const LIMIT: &str = "memory.max";
 const LIMIT_V1: &str = "memory.limit_in_bytes";
 const HIERARCHY_V1: &str = "memory";
 
-/// That memory, in bytes.
-pub(super) fn usable_bytes() -> u64 {
+/// What the maps of a process may take, in bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct MapBudgets {
+    /// Those of all images.
+    pub(crate) images: u64,
+    /// Those of the volumes of each store.
+    pub(crate) volumes: u64,
+}
+
+impl MapBudgets {
+    /// The largest of what is said of several disks, or of one. Looks at what the sandbox hides.
+    pub(crate) fn largest(given: impl Iterator<Item = Option<Size>>) -> Self {
+        let part = usable_bytes() / VOLUMES_CACHE_PART;
+        let usual = Self {
+            images: CACHE_BYTES_DEFAULT,
+            volumes: part.clamp(CACHE_BYTES_DEFAULT, VOLUMES_CACHE_MAX),
+        };
+        let all = given.map(|given| match given {
+            Some(Size(bytes)) => Self { images: bytes, volumes: bytes },
+            None => usual,
+        });
+        let larger = |one: Self, other: Self| Self {
+            images: one.images.max(other.images),
+            volumes: one.volumes.max(other.volumes),
+        };
+        all.reduce(larger).unwrap_or(usual)
+    }
+}
+
+/// The memory that the process may use, in bytes.
+fn usable_bytes() -> u64 {
     let info = rustix::system::sysinfo();
     let machine = u64::from(info.mem_unit).saturating_mul(info.totalram);
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -36,7 +73,7 @@ fn limit_of_line(line: &str, root: &Path) -> Option<u64> {
         _ => return None,
     };
     // In a container the root may be the group, whatever it is called outside.
-    let inside: PathBuf = Path::new(group.trim_start_matches('/')).into();
+    let inside = Path::new(group.trim_start_matches('/'));
     let limits = inside.ancestors().filter_map(|group| {
         let limit = fs::read_to_string(root.join(group).join(file)).ok()?;
         // Without one there is a word.

@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 /// A number of bytes: 4096, or "64k", "8G".
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Size(pub u64);
 
 impl FromStr for Size {

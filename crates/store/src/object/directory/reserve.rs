@@ -14,7 +14,6 @@ use rustix::fs::{
     AtFlags, FallocateFlags, Mode, OFlags, fallocate, fstat, fsync, openat, statat, unlinkat,
 };
 use rustix::io::Errno;
-use std::sync::atomic::Ordering;
 
 /// The file in [`FOLDER`].
 pub(super) const NAME: &str = "reserve";
@@ -26,14 +25,16 @@ const BLOCK_BYTES: u64 = 512;
 impl Root {
     /// Something was put: so there is the reserve, too, if there is room.
     pub(super) fn keep_reserve(&self) {
-        if self.reserve.load(Ordering::Relaxed) == Reserve::Unknown as u8 {
+        let known = *self.reserve.lock();
+        if known == Reserve::Unknown {
             self.settle_reserve();
         }
     }
 
     /// As [`Self::keep_reserve`], when something was deleted: what was given up is made again.
     pub(super) fn restore_reserve(&self) {
-        if self.reserve.load(Ordering::Relaxed) != Reserve::Settled as u8 {
+        let known = *self.reserve.lock();
+        if known != Reserve::Settled {
             self.settle_reserve();
         }
     }
@@ -42,7 +43,7 @@ impl Root {
         match self.make_reserve() {
             // There may be room later.
             Err(Errno::NOSPC | Errno::DQUOT) => {}
-            Ok(()) | Err(_) => self.reserve.store(Reserve::Settled as u8, Ordering::Relaxed),
+            Ok(()) | Err(_) => *self.reserve.lock() = Reserve::Settled,
         }
     }
 
@@ -80,7 +81,7 @@ impl Root {
         let links = statat(&folder, NAME, AtFlags::SYMLINK_NOFOLLOW).map(|stat| stat.st_nlink);
         let removed = links.and_then(|_| unlinkat(&folder, NAME, AtFlags::empty()));
         // Or another process has.
-        self.reserve.store(Reserve::GivenUp as u8, Ordering::Relaxed);
+        *self.reserve.lock() = Reserve::GivenUp;
         match removed {
             Ok(()) => {}
             Err(Errno::NOENT) => return Ok(false),

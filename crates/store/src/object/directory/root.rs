@@ -11,7 +11,7 @@ use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU8};
+use std::sync::atomic::AtomicI64;
 
 /// The directory.
 pub(super) struct Root {
@@ -23,7 +23,7 @@ pub(super) struct Root {
     /// When new files of killed processes were last removed, by the clock of the file system.
     pub(super) tidied: AtomicI64,
     /// What is known of the space in reserve.
-    pub(super) reserve: AtomicU8,
+    pub(super) reserve: Mutex<Reserve>,
     _descriptor: SetAside,
 }
 
@@ -39,7 +39,6 @@ pub(super) const FOLDER_FLAGS: OFlags =
 
 /// What a process knows of the space in reserve.
 #[derive(Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
 pub(super) enum Reserve {
     /// Nothing: it is to be looked for.
     Unknown,
@@ -63,7 +62,7 @@ impl Root {
             handles: Arc::clone(handles),
             durable: Mutex::default(),
             tidied: AtomicI64::new(0),
-            reserve: AtomicU8::new(Reserve::Unknown as u8),
+            reserve: Mutex::new(Reserve::Unknown),
             _descriptor: handles.set_aside(1),
         })
     }
